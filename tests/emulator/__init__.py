@@ -52,6 +52,7 @@ SOURCES = Path(cumla.__file__).parent / "cuda"
 _FUNCTION = re.compile(
     r"^__device__ __forceinline__ [^;{}]*?\) (?:const )?\{\n(?:(?!^\}).*\n)*?^\}", re.MULTILINE
 )
+_ASM = re.compile(r"\basm\b|\bCUMLA_WGMMA")  # or what is written with the macro
 _DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
 _BYTES = {"UINT8": 1, "BFLOAT16": 2, "FLOAT16": 2, "FLOAT32": 4, "UINT32": 4, "UINT64": 8}
 
@@ -222,7 +223,7 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
                 "^#(include|pragma).*$", "", header.read_text("utf-8"), flags=re.MULTILINE
             )
     text = re.sub(r"^#line.*$|^#pragma unroll.*$", "", text, flags=re.MULTILINE)
-    text = _FUNCTION.sub(lambda m: _declared(m[0]) if "asm" in m[0] else m[0], text)
+    text = _FUNCTION.sub(lambda m: _declared(m[0]) if _ASM.search(m[0]) else m[0], text)
     text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", text)
     text = _DYNAMIC.sub(r"unsigned char* const \1 = host::shared;", text)
     instructions = (HERE / "instructions.hpp").read_text("utf-8")

@@ -48,7 +48,6 @@ void copy_16_async(u32 destination, const void* source, bool valid) {
   if (valid) std::memcpy(host::at(destination), source, 16);
   else std::memset(host::at(destination), 0, 16);
 }
-void copy_async_wait_all() {}
 void copy_async_commit() {}
 template <int kPending>
 void copy_async_wait() {}
@@ -244,13 +243,12 @@ static void multiply_fragments(float (&d)[4], host::Type type, const Fragments& 
   }
   __syncwarp();
 }
-template <>
-void mma_m16n8k16<Bf16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  multiply_fragments(d, host::kBf16, {{a0, a1, a2, a3}, {b0, b1}});
-}
-template <>
-void mma_m16n8k16<Fp16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  multiply_fragments(d, host::kFp16, {{a0, a1, a2, a3}, {b0, b1}});
+template <typename T>
+constexpr host::Type kType = kIsBf16<T> ? host::kBf16 : host::kFp16;
+
+template <typename T>
+void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  multiply_fragments(d, kType<T>, {{a0, a1, a2, a3}, {b0, b1}});
 }
 u32 transpose_matrix(u32 units) {
   const uint64_t* all = host::meet_warp(0xffffffffu, units, "a matrix of its warp");
@@ -269,9 +267,6 @@ void keep_behind_wait(float (&)[kCount]) {}
 template <int kCount>
 void keep_before_products(u32 (&)[kCount]) {}
 
-template <typename T>
-constexpr host::Type kType = kIsBf16<T> ? host::kBf16 : host::kFp16;
-
 template <int kCount>
 static void multiply(float (&d)[kCount], int depth, host::Type type, u64 a, bool a_is_transposed, u64 b,
                      bool b_is_transposed, bool accumulate) {
@@ -282,26 +277,14 @@ static void multiply(float (&d)[kCount], host::Type type, const u32* a, u64 b, b
                      bool accumulate) {
   host::multiply(2 * kCount, 16, {d, a, {}, {b, type, b_is_transposed}, accumulate});
 }
-template <>
-void wgmma_m64n64k16_async<Bf16>(float (&d)[32], u64 a, u64 b, bool accumulate) {
-  multiply(d, 16, host::kBf16, a, false, b, false, accumulate);
+template <typename T>
+void wgmma_m64n64k16_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, kType<T>, a, false, b, false, accumulate);
 }
-template <>
-void wgmma_m64n64k16_async<Fp16>(float (&d)[32], u64 a, u64 b, bool accumulate) {
-  multiply(d, 16, host::kFp16, a, false, b, false, accumulate);
-}
-template <>
-void wgmma_m64n256k16_async<Bf16>(float (&d)[128], u64 a, u64 b) {
-  multiply(d, 16, host::kBf16, a, false, b, true, true);
-}
-template <>
-void wgmma_m64n256k16_async<Fp16>(float (&d)[128], u64 a, u64 b) {
-  multiply(d, 16, host::kFp16, a, false, b, true, true);
-}
-template <>
-void wgmma_m64n256k16_async<Bf16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kBf16, a, b, true, true); }
-template <>
-void wgmma_m64n256k16_async<Fp16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kFp16, a, b, true, true); }
+template <typename T>
+void wgmma_m64n256k16_async(float (&d)[128], u64 a, u64 b) { multiply(d, 16, kType<T>, a, false, b, true, true); }
+template <typename T>
+void wgmma_m64n256k16_async(float (&d)[128], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
 template <typename T>
 void wgmma_m64n64k16_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
   multiply(d, kType<T>, a, b, false, accumulate);
@@ -320,25 +303,12 @@ template <typename T, bool kTransposedA>
 void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   multiply(d, 16, kType<T>, a, kTransposedA, b, false, accumulate);
 }
-void wgmma_f16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
-  multiply(d, host::kFp16, a, b, false, accumulate);
+template <typename T, int kCount>
+void wgmma_narrow_async(float (&d)[kCount], const u32* a, u64 b, bool accumulate) {
+  multiply(d, kType<T>, a, b, false, accumulate);
 }
-void wgmma_f16_async(float (&d)[16], const u32* a, u64 b, bool accumulate) {
-  multiply(d, host::kFp16, a, b, false, accumulate);
-}
-void wgmma_bf16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
-  multiply(d, host::kBf16, a, b, false, accumulate);
-}
-void wgmma_bf16_async(float (&d)[16], const u32* a, u64 b, bool accumulate) {
-  multiply(d, host::kBf16, a, b, false, accumulate);
-}
-void wgmma_e4m3_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
-  multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
-}
-void wgmma_e4m3_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
-  multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
-}
-void wgmma_e4m3_async(float (&d)[128], u64 a, u64 b, bool accumulate) {
+template <int kCount>
+void wgmma_e4m3_async(float (&d)[kCount], u64 a, u64 b, bool accumulate) {
   multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
 }
 

@@ -106,12 +106,12 @@ def complaints(text: str) -> list[str]:
 
 
 def names_section(text: str, line: int) -> bool:
-    """Tell whether the function around a line has the manual's section in the comment above it.
+    """Tell whether the function, or macro, around a line has the manual's section above it.
 
     A specialisation may leave that to the template it specialises.
     """
     lines = text.split("\n")[:line]
-    while lines and "__device__" not in lines[-1]:
+    while lines and not re.search(r"__device__|^#define", lines[-1]):
         lines.pop()
     specialised = re.search(r"\b(\w+)<[^()]*>\(", lines[-1]) if lines else None
     while lines and lines[-1].strip() and not lines[-1].lstrip().startswith(("//", "}")):

@@ -158,7 +158,7 @@ template <typename Shape>
 __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const LogitsLayout<Shape>& shared,
                                             SegmentCursor<QueryTiles<Shape>> cursor) {
   const int lane = threadIdx.x % 32;
-  RingPlace<Shape> place;
+  RingPlace<Shape::kStages> place;
   Segment segment;
 #pragma unroll 1
   for (u32 n = 0; announce_next(shared, cursor, n, segment); ++n) {

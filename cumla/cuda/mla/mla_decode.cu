@@ -195,22 +195,10 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 
-template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
-                                        const Part& part, int last_place, int warpgroup) {
-  Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
-  int t = 0;
-  for (int place = part.place; place <= last_place; ++place) {
-    const Segment segment = segment_of(p, tile, part, place);
-    consumer.compute(segment, t, (place - part.place) & 1);
-    consumer.finish(segment, place < last_place);
-    t += segment.blocks;
-  }
-}
-
 // kSharedBlocks: several row tiles read the same blocks.
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
+  using AnyConsumer = Consumer<T, kSharedBlocks, kForm == kRows, AnyTile>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -227,7 +215,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       registers_increase<224>();
       const Part part = part_of_cta(p, blockIdx.y);
       AnyTile tile(p);
-      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+      compute<AnyConsumer>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
   } else {
     // Warp 1 has nothing to load before the query is there.
@@ -241,7 +229,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       load<kSharedBlocks, kForm>(p, shared, tile, part, last_place);
     } else {
       registers_increase<224>();
-      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place, warpgroup);
+      compute<AnyConsumer>(p, shared, tile, part, last_place, warpgroup);
     }
   }
 }

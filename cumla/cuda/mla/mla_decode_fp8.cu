@@ -101,7 +101,7 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
     // lack.
     t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t);
     const Segment segment = segment_here<AnyTile>(p.decode, tile, place);
-    Fp8Finisher<kQueryRows, kGrouped, kForm, AnyTile>(consumer, segment).finish(place < last_place);
+    Fp8Finisher<kQueryRows, kGrouped, kForm, AnyTile>{consumer, segment}.finish(place < last_place);
   }
 }
 

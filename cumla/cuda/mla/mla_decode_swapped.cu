@@ -55,7 +55,7 @@ template <PageForm kForm>
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, const Part& part, int last_place) {
   BlockCursor<1, Tile> now(p, tile, part, last_place, 0);
-  RingPlace place;
+  SlotPlace place;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
 #pragma unroll 1
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
 // model: swapped_ring
 template <int kCount>
 __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const CacheColumns& from, int bytes,
-                                             const SwappedLayout& shared, RingPlace& place) {
+                                             const SwappedLayout& shared, SlotPlace& place) {
   u32 tiles[kCount], barriers[kCount];
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
                                                   const Tile& tile,
                                                   const Part& part, int last_place, int warp) {
   RowCopier<Tile> rows(p, tile, part, last_place, warp);
-  RingPlace place;
+  SlotPlace place;
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
     copy_to_ring<1>(rows, p.rope, 0, shared, place);
@@ -134,14 +134,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
       load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);
     }
   } else {
-    SwappedConsumer<T, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
-    int t = 0;
-    for (int place = part.place; place <= last_place; ++place) {
-      const Segment segment = segment_of(p, tile, part, place);
-      consumer.compute(segment, t, (place - part.place) & 1);
-      consumer.finish(segment, place < last_place);
-      t += segment.blocks;
-    }
+    compute<SwappedConsumer<T, kForm == kRows>>(p, shared, tile, part, last_place, warpgroup);
   }
 }
 

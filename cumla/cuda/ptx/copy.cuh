@@ -27,11 +27,6 @@ __device__ __forceinline__ void copy_16_async(u32 destination, const void* sourc
                : "memory");
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.wait_all
-__device__ __forceinline__ void copy_async_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.commit_group
 // What this thread copied since its last group is a group, though it may be nothing.
 __device__ __forceinline__ void copy_async_commit() {
@@ -43,6 +38,12 @@ __device__ __forceinline__ void copy_async_commit() {
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until all that this thread copied is there.
+__device__ __forceinline__ void copy_async_wait_all() {
+  copy_async_commit();
+  copy_async_wait<0>();
 }
 
 // PTX ISA: Warp Level Matrix Instructions: stmatrix

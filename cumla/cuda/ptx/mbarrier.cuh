@@ -65,4 +65,23 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const cha
 #endif
 }
 
+// Where in a ring of slots, each with barriers, something is, and the phase: how often the ring has gone round.
+template <u32 kSlots>
+struct RingPlace {
+  u32 slot = 0, phase = 0;
+
+  __device__ __forceinline__ void advance(u32 slots) {
+    slot += slots;
+    if (slot >= kSlots) {
+      slot -= kSlots;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ RingPlace ahead(u32 slots) const {
+    RingPlace place = *this;
+    place.advance(slots);
+    return place;
+  }
+};
+
 }  // namespace cumla::ptx

@@ -23,31 +23,31 @@
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define CUMLA_D8_OPERANDS \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-#define CUMLA_D16_OPERANDS \
-  CUMLA_D8_OPERANDS, \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define CUMLA_D32_OPERANDS \
-  CUMLA_D16_OPERANDS, \
-  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define CUMLA_D64_OPERANDS \
-  CUMLA_D32_OPERANDS, \
-  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define CUMLA_D128_OPERANDS \
-  CUMLA_D64_OPERANDS, \
-  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
-  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
-  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
-  "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
-  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
-  "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
-  "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
-  "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define CUMLA_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define CUMLA_F16(i) CUMLA_F4(i), CUMLA_F4(i + 4), CUMLA_F4(i + 8), CUMLA_F4(i + 12)
+#define CUMLA_D8_OPERANDS CUMLA_F4(0), CUMLA_F4(4)
+#define CUMLA_D16_OPERANDS CUMLA_F16(0)
+#define CUMLA_D32_OPERANDS CUMLA_F16(0), CUMLA_F16(16)
+#define CUMLA_D64_OPERANDS CUMLA_D32_OPERANDS, CUMLA_F16(32), CUMLA_F16(48)
+#define CUMLA_D128_OPERANDS CUMLA_D64_OPERANDS, CUMLA_F16(64), CUMLA_F16(80), CUMLA_F16(96), CUMLA_F16(112)
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// The product of a shape, and of A's and B's types, whose accumulators are the first n operands. `begin` and `end` are
+// the text before it and after D.
+#define CUMLA_WGMMA(begin, shape, types, n, end, ...)                                          \
+  asm volatile(begin "wgmma.mma_async.sync.aligned." shape ".f32." types " {" CUMLA_D##n "}, " end \
+               : CUMLA_D##n##_OPERANDS                                                         \
+               : __VA_ARGS__                                                                   \
+               : "memory")
+#define CUMLA_WGMMA_16(T, begin, shape, n, ...)                 \
+  if constexpr (kIsBf16<T>)                                     \
+    CUMLA_WGMMA(begin, shape, "bf16.bf16", n, __VA_ARGS__);     \
+  else                                                          \
+    CUMLA_WGMMA(begin, shape, "f16.f16", n, __VA_ARGS__)
+// Begins with the predicate `accumulate` from an operand; such a text ends with a brace.
+#define CUMLA_IF(operand) "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " operand ", 0;\n"
+#define CUMLA_AB_IF "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
+#define CUMLA_REGISTERS_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 
 namespace cumla::ptx {
 
@@ -112,161 +112,46 @@ __device__ __forceinline__ void keep_before_products(float (&d)[kCount]) {
   keep_behind_wait(d);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 64) = A (64 x 16) B^T (64 x 16) + (accumulate ? D : 0); A and B in shared memory, contiguous in K.
 template <typename T>
-__device__ __forceinline__ void wgmma_m64n64k16_async(float (&d)[32], u64 a, u64 b, bool accumulate);
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-template <>
-__device__ __forceinline__ void wgmma_m64n64k16_async<Bf16>(float (&d)[32], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" CUMLA_D32 "}, %32, %33, accumulate, 1, 1, 0, 0;\n}"
-      : CUMLA_D32_OPERANDS
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
+__device__ __forceinline__ void wgmma_m64n64k16_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  CUMLA_WGMMA_16(T, CUMLA_IF("%34"), "m64n64k16", 32, "%32, %33, accumulate, 1, 1, 0, 0;\n}", CUMLA_AB_IF);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-template <>
-__device__ __forceinline__ void wgmma_m64n64k16_async<Fp16>(float (&d)[32], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" CUMLA_D32 "}, %32, %33, accumulate, 1, 1, 0, 0;\n}"
-      : CUMLA_D32_OPERANDS
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 128) = A (64 x 16) B^T (128 x 16) + (accumulate ? D : 0); A and B in shared memory, contiguous in K.
 template <typename T>
 __device__ __forceinline__ void wgmma_m64n128k16_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" CUMLA_D64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}"
-        : CUMLA_D64_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-        : "memory");
-  else
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" CUMLA_D64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}"
-        : CUMLA_D64_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-        : "memory");
+  CUMLA_WGMMA_16(T, CUMLA_IF("%66"), "m64n128k16", 64, "%64, %65, accumulate, 1, 1, 0, 0;\n}", CUMLA_AB_IF);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 256) += A (64 x 16) B (16 x 256); A in shared memory, contiguous in K; B in shared memory, contiguous in N.
 template <typename T>
-__device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], u64 a, u64 b);
+__device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], u64 a, u64 b) {
+  CUMLA_WGMMA_16(T, "", "m64n256k16", 128, "%128, %129, 1, 1, 1, 0, 1;", "l"(a), "l"(b));
+}
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // The same with A in registers: a[0..1] columns 2t, 2t+1 of rows g and g + 8, a[2..3] the same eight columns later.
 template <typename T>
-__device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], const u32* a, u64 b);
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-template <>
-__device__ __forceinline__ void wgmma_m64n256k16_async<Bf16>(float (&d)[128], u64 a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" CUMLA_D128 "}, %128, %129, 1, 1, 1, 0, 1;"
-      : CUMLA_D128_OPERANDS
-      : "l"(a), "l"(b)
-      : "memory");
+__device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], const u32* a, u64 b) {
+  CUMLA_WGMMA_16(T, "", "m64n256k16", 128, "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;", CUMLA_REGISTERS_B);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-template <>
-__device__ __forceinline__ void wgmma_m64n256k16_async<Bf16>(float (&d)[128], const u32* a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" CUMLA_D128 "}, {%128, %129, %130, %131}, %132, "
-      "1, 1, 1, 1;"
-      : CUMLA_D128_OPERANDS
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-template <>
-__device__ __forceinline__ void wgmma_m64n256k16_async<Fp16>(float (&d)[128], u64 a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" CUMLA_D128 "}, %128, %129, 1, 1, 1, 0, 1;"
-      : CUMLA_D128_OPERANDS
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-template <>
-__device__ __forceinline__ void wgmma_m64n256k16_async<Fp16>(float (&d)[128], const u32* a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" CUMLA_D128 "}, {%128, %129, %130, %131}, %132, "
-      "1, 1, 1, 1;"
-      : CUMLA_D128_OPERANDS
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 64) += A (64 x 16) B (16 x 64); A in registers, B in shared memory, contiguous in N.
 template <typename T>
 __device__ __forceinline__ void wgmma_values_async(float (&d)[32], const u32* a, u64 b) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
-        "1, 1, 1, 1;"
-        : CUMLA_D32_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-        : "memory");
-  else
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
-        "1, 1, 1, 1;"
-        : CUMLA_D32_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-        : "memory");
+  CUMLA_WGMMA_16(T, "", "m64n64k16", 32, "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;", CUMLA_REGISTERS_B);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 128) += A (64 x 16) B (16 x 128); A in registers, B in shared memory, contiguous in N.
 template <typename T>
 __device__ __forceinline__ void wgmma_values_async(float (&d)[64], const u32* a, u64 b) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" CUMLA_D64 "}, {%64, %65, %66, %67}, %68, "
-        "1, 1, 1, 1;"
-        : CUMLA_D64_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-        : "memory");
-  else
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" CUMLA_D64 "}, {%64, %65, %66, %67}, %68, "
-        "1, 1, 1, 1;"
-        : CUMLA_D64_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-        : "memory");
+  CUMLA_WGMMA_16(T, "", "m64n128k16", 64, "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;", CUMLA_REGISTERS_B);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // The same with A in shared memory, contiguous in K.
 template <typename T>
 __device__ __forceinline__ void wgmma_values_async(float (&d)[64], u64 a, u64 b) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" CUMLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-        : CUMLA_D64_OPERANDS
-        : "l"(a), "l"(b)
-        : "memory");
-  else
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" CUMLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-        : CUMLA_D64_OPERANDS
-        : "l"(a), "l"(b)
-        : "memory");
+  CUMLA_WGMMA_16(T, "", "m64n128k16", 64, "%64, %65, 1, 1, 1, 0, 1;", "l"(a), "l"(b));
 }
 
 template <typename T>
@@ -274,132 +159,54 @@ __device__ __forceinline__ void wgmma_values_async(float (&d)[128], const u32* a
   wgmma_m64n256k16_async<T>(d, a, b);
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory, B contiguous in K, A
 // contiguous in K or, with kTransposedA, in M.
 template <typename T, bool kTransposedA>
 __device__ __forceinline__ void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" CUMLA_D8 "}, %8, %9, accumulate, 1, 1, %11, 0;\n}"
-        : CUMLA_D8_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA))
-        : "memory");
+  CUMLA_WGMMA_16(T, CUMLA_IF("%10"), "m64n16k16", 8, "%8, %9, accumulate, 1, 1, %11, 0;\n}", CUMLA_AB_IF,
+                 "n"(static_cast<int>(kTransposedA)));
+}
+
+// D (64 x 2 kCount, which is 16 or 32) = A (64 x 16) B^T + (accumulate ? D : 0); A in registers, B in shared memory,
+// contiguous in K.
+template <typename T, int kCount>
+__device__ __forceinline__ void wgmma_narrow_async(float (&d)[kCount], const u32* a, u64 b, bool accumulate) {
+  if constexpr (kCount == 8)
+    CUMLA_WGMMA_16(T, CUMLA_IF("%13"), "m64n16k16", 8, "{%8, %9, %10, %11}, %12, accumulate, 1, 1, 0;\n}",
+                   CUMLA_REGISTERS_B, "r"(static_cast<int>(accumulate)));
   else
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" CUMLA_D8 "}, %8, %9, accumulate, 1, 1, %11, 0;\n}"
-        : CUMLA_D8_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA))
-        : "memory");
+    CUMLA_WGMMA_16(T, CUMLA_IF("%21"), "m64n32k16", 16, "{%16, %17, %18, %19}, %20, accumulate, 1, 1, 0;\n}",
+                   CUMLA_REGISTERS_B, "r"(static_cast<int>(accumulate)));
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); A in registers, B in shared memory, contiguous in K.
-__device__ __forceinline__ void wgmma_f16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" CUMLA_D8 "}, {%8, %9, %10, %11}, %12, "
-      "accumulate, 1, 1, 0;\n}"
-      : CUMLA_D8_OPERANDS
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The same with 32 columns.
-__device__ __forceinline__ void wgmma_f16_async(float (&d)[16], const u32* a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" CUMLA_D16 "}, {%16, %17, %18, %19}, %20, "
-      "accumulate, 1, 1, 0;\n}"
-      : CUMLA_D16_OPERANDS
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// D (64 x 16) as above, of bfloat16.
-__device__ __forceinline__ void wgmma_bf16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" CUMLA_D8 "}, {%8, %9, %10, %11}, %12, "
-      "accumulate, 1, 1, 0;\n}"
-      : CUMLA_D8_OPERANDS
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The same with 32 columns.
-__device__ __forceinline__ void wgmma_bf16_async(float (&d)[16], const u32* a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" CUMLA_D16 "}, {%16, %17, %18, %19}, %20, "
-      "accumulate, 1, 1, 0;\n}"
-      : CUMLA_D16_OPERANDS
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 64) = A (64 x 16) B^T (64 x 16) + (accumulate ? D : 0); A in registers, B in shared memory, contiguous in K.
 template <typename T>
 __device__ __forceinline__ void wgmma_m64n64k16_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
-        "accumulate, 1, 1, 0;\n}"
-        : CUMLA_D32_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-        : "memory");
+  CUMLA_WGMMA_16(T, CUMLA_IF("%37"), "m64n64k16", 32, "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0;\n}",
+                 CUMLA_REGISTERS_B, "r"(static_cast<int>(accumulate)));
+}
+
+// D (64 x 2 kCount, which is 64, 128 or 256) = A (64 x 32) B^T + (accumulate ? D : 0); both in shared memory,
+// contiguous in K.
+template <int kCount>
+__device__ __forceinline__ void wgmma_e4m3_async(float (&d)[kCount], u64 a, u64 b, bool accumulate) {
+  if constexpr (kCount == 32)
+    CUMLA_WGMMA(CUMLA_IF("%34"), "m64n64k32", "e4m3.e4m3", 32, "%32, %33, accumulate, 1, 1;\n}", CUMLA_AB_IF);
+  else if constexpr (kCount == 64)
+    CUMLA_WGMMA(CUMLA_IF("%66"), "m64n128k32", "e4m3.e4m3", 64, "%64, %65, accumulate, 1, 1;\n}", CUMLA_AB_IF);
   else
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
-        "accumulate, 1, 1, 0;\n}"
-        : CUMLA_D32_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
-        : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// D (64 x 64) = A (64 x 32) B^T (64 x 32) + (accumulate ? D : 0); both in shared memory, contiguous in K.
-__device__ __forceinline__ void wgmma_e4m3_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" CUMLA_D32 "}, %32, %33, accumulate, 1, 1;\n}"
-      : CUMLA_D32_OPERANDS
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The same with 128 columns.
-__device__ __forceinline__ void wgmma_e4m3_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" CUMLA_D64 "}, %64, %65, accumulate, 1, 1;\n}"
-      : CUMLA_D64_OPERANDS
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The same with 256 columns.
-__device__ __forceinline__ void wgmma_e4m3_async(float (&d)[128], u64 a, u64 b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" CUMLA_D128 "}, %128, %129, accumulate, 1, 1;\n}"
-      : CUMLA_D128_OPERANDS
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-      : "memory");
+    CUMLA_WGMMA(CUMLA_IF("%130"), "m64n256k32", "e4m3.e4m3", 128, "%128, %129, accumulate, 1, 1;\n}", CUMLA_AB_IF);
 }
 
 }  // namespace cumla::ptx
 
+#undef CUMLA_WGMMA
+#undef CUMLA_WGMMA_16
+#undef CUMLA_IF
+#undef CUMLA_AB_IF
+#undef CUMLA_REGISTERS_B
+#undef CUMLA_F4
+#undef CUMLA_F16
 #undef CUMLA_D8
 #undef CUMLA_D8_OPERANDS
 #undef CUMLA_D16

@@ -42,7 +42,7 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
     registers_increase<200>();
     const Part part = part_of_cta(p, blockIdx.y);
     V4Tile tile(p);
-    compute<Bf16, true, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+    compute<Consumer<Bf16, true, true, V4Tile>>(p, shared, tile, part, last_place_of(p, part), warpgroup);
   }
 }
 

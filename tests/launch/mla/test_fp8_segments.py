@@ -490,9 +490,9 @@ def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8.cu": "cd7bf829",
-    "mla/mla_decode_fp8/load.cuh": "aa1a5d51",
-    "mla/mla_decode_fp8/compute.cuh": "d72756bf",
+    "mla/mla_decode_fp8.cu": "eff70664",
+    "mla/mla_decode_fp8/load.cuh": "33e0136d",
+    "mla/mla_decode_fp8/compute.cuh": "5cfc53f6",
     "mla/mla_decode_fp8/softmax.cuh": "3d28e2eb",
     "mla/mla_decode_fp8/finish.cuh": "8d3a6b37",
     "mla/mla_decode_fp8/layout.cuh": "27d0f0b6",

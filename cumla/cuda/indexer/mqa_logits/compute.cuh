@@ -43,7 +43,7 @@ struct LogitsConsumer {
   const LogitsLayout<Shape>& shared;
   const int consumer, warp, lane;
   const bool out_is_bf16;
-  RingPlace<Shape> multiplied, finished;  // the next block to multiply, and to make logits of
+  RingPlace<Shape::kStages> multiplied, finished;  // the next block to multiply, and to make logits of
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];

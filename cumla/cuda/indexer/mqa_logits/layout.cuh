@@ -148,18 +148,4 @@ struct LogitsLayout {
   __device__ __forceinline__ u32 announced(u32 place) const { return query_free(2 + place); }
 };
 
-// Where in the ring a block is, and how often the ring has gone round.
-template <typename Shape>
-struct RingPlace {
-  u32 slot = 0, phase = 0;
-
-  __device__ __forceinline__ void advance(u32 blocks) {
-    slot += blocks;
-    if (slot >= Shape::kStages) {
-      slot -= Shape::kStages;
-      phase ^= 1;
-    }
-  }
-};
-
 }  // namespace cumla::indexer

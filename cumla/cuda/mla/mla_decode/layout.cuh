@@ -111,4 +111,18 @@ constexpr bool kHasRope = true;
 template <typename AnyTile>
 constexpr bool kWideProducts = true;
 
+// By a warpgroup that computes: its segments, one after the other.
+template <typename Consumer, typename Layout, typename AnyTile>
+__device__ __forceinline__ void compute(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
+                                        const Part& part, int last_place, int warpgroup) {
+  Consumer consumer(p, shared, tile, warpgroup - 1);
+  int t = 0;
+  for (int place = part.place; place <= last_place; ++place) {
+    const Segment segment = segment_of(p, tile, part, place);
+    consumer.compute(segment, t, (place - part.place) & 1);
+    consumer.finish(segment, place < last_place);
+    t += segment.blocks;
+  }
+}
+
 }  // namespace cumla::mla

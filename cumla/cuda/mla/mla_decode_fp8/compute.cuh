@@ -39,7 +39,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      wgmma_f16_async(
+      wgmma_narrow_async<Fp16>(
           d, a + 4 * k, descriptor_of_rows<128>(shared.query(n),
                                                 query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
           accumulate || k > 0);
@@ -98,9 +98,9 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query(n),
-                                                             kRopeTile * Layout::kQueryTileBytes + k * 32),
-                       k > 0);
+      wgmma_narrow_async<Bf16>(scores, a[k], descriptor_of_rows<128>(shared.query(n),
+                                                                      kRopeTile * Layout::kQueryTileBytes + k * 32),
+                               k > 0);
   }
 
   // Where the bytes of K of this thread's two tokens begin: eight rows are a period of the swizzle.
@@ -188,7 +188,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
       const u32 probabilities = shared.probabilities_of(consumer, group, slot);
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        wgmma_f16_async(output[d], a[half] + 4 * k, descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
+        wgmma_narrow_async<Fp16>(output[d], a[half] + 4 * k,
+                                 descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
       warpgroup_commit();
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = next[i];

@@ -22,21 +22,11 @@ struct Fp8Finisher {
   static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: for each group of columns in a half
 
   Consumer& of;
-  const typename Consumer::Layout& shared;
-  const MlaDecodeParams& p;
-  const AnyTile& tile;
   const Segment& segment;
-  const int consumer, warp, lane;
-
-  __device__ __forceinline__ Fp8Finisher(Consumer& of, const Segment& segment)
-      : of(of),
-        shared(of.shared),
-        p(of.p),
-        tile(of.tile),
-        segment(segment),
-        consumer(of.consumer),
-        warp(of.warp),
-        lane(of.lane) {}
+  const typename Consumer::Layout& shared = of.shared;
+  const MlaDecodeParams& p = of.p;
+  const AnyTile& tile = of.tile;
+  const int consumer = of.consumer, warp = of.warp, lane = of.lane;
 
   // By all threads of both consumers. `more`: the CTA has another segment to do.
   // model: fp8_segments
@@ -147,29 +137,10 @@ struct Fp8Finisher {
   // A thread has, of each 64 columns, two neighbouring ones: 2 (lane / 4) of a warp's 16.
   __device__ __forceinline__ void write_output() const {
     if (segment.split())
-      write_piece();
+      write_transposed_piece<kRounds, true>(p, tile, segment, of.output, consumer, warp, lane);
     else
 #pragma unroll
       for (int i = 0; i < 2 * kRounds; ++i) write_rows(8 * i, 4 * i);
-  }
-
-  // Columns 2 t and 2 t + 1 of eight, of query rows r and r + 8, are lane 4 r + t.
-  // model: fp8_data
-  __device__ __forceinline__ void write_piece() const {
-    const int pair = lane / 4, row = 2 * (lane % 4);
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-#pragma unroll
-    for (int group = 0; group < kRounds; ++group) {
-      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
-                                                                 row * 4 + pair % 4);
-#pragma unroll
-      for (int d = 0; d < kHalfTiles; ++d) {
-        // Of rows `row`, `row` + 1 twice; then of those eight after them.
-        const float* const v = of.output[d] + group * 8;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
-      }
-    }
   }
 
   // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1]

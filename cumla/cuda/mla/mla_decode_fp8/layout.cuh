@@ -3,6 +3,8 @@
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/load.cuh"
+#include "split/join.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mla {
@@ -186,5 +188,29 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 query_full(u32 n) const { return free(kSlots) + buffer_of(n) * 8; }
   __device__ __forceinline__ u32 query_free(u32 n) const { return query_full(0) + kQueries * 8 + buffer_of(n) * 8; }
 };
+
+// A consumer's half of the columns of a piece: of kGroups groups of rows, or of those of them that exist. Columns 2 t
+// and 2 t + 1 of eight, of query rows r and r + 8, are lane 4 r + t.
+// model: fp8_data
+template <int kGroups, bool kAll, typename AnyTile, typename Output>
+__device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p, const AnyTile& tile,
+                                                       const Segment& segment, const Output& output, int consumer,
+                                                       int warp, int lane) {
+  const int pair = lane / 4, row = 2 * (lane % 4);
+  const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    if (!kAll && group >= p.row_groups) break;
+    float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
+                                                               row * 4 + pair % 4);
+#pragma unroll
+    for (int d = 0; d < kHalfTiles; ++d) {
+      // Of rows `row`, `row` + 1 twice; then of those eight after them.
+      const float* const v = output[d] + group * 8;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
+    }
+  }
+}
 
 }  // namespace cumla::mla

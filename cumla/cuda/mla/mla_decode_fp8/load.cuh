@@ -105,10 +105,32 @@ __device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
   return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);
 }
 
+__device__ __forceinline__ u32 highest_magnitude(u32 highest, const uint4& v) {
+  return highest_magnitude(highest_magnitude(highest_magnitude(highest_magnitude(highest, v.x), v.y), v.z), v.w);
+}
+
+// The exponent of a row's highest magnitude, from that of each of its eight lanes.
+// model: fp8_data
+__device__ __forceinline__ u32 row_exponent(u32 highest) {
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+  return max(highest >> 23, 16u);  // lower ones would need a factor that is no float
+}
+
 // A pair of bfloat16, times a power of two, as float16.
 __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
   const float2 v = unpack_pair<Bf16>(pair);
   return pack_pair<Fp16>(v.x * factor, v.y * factor);
+}
+
+// Four words of a chunk of a row, each to the chunk where the fragments of K have theirs.
+// model: fp8_data
+__device__ __forceinline__ void store_scaled(u32 to, int row, int chunk, const u32 (&words)[4], float factor) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int u = chunk % 2 * 4 + j;  // the chunk it goes to
+    store_shared_u32(to + ((u ^ (row & 7)) << 4) + chunk / 2 * 4, scaled_to_half(words[j], factor));
+  }
 }
 
 // Two warps bring the query rows; eight lanes a row. What meets e4m3 columns becomes float16, each row divided by a
@@ -149,14 +171,9 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
 #pragma unroll kAtOnce
       for (int k = 0; k < kTiles; ++k) {
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);
-        if (k < kRopeTile || params.rope_is_fp8) {
-          highest = highest_magnitude(highest_magnitude(highest, v.x), v.y);
-          highest = highest_magnitude(highest_magnitude(highest, v.z), v.w);
-        }
+        if (k < kRopeTile || params.rope_is_fp8) highest = highest_magnitude(highest, v);
       }
-#pragma unroll
-      for (int step = 1; step < 8; step *= 2) highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-      const u32 exponent = max(highest >> 23, 16u);  // lower ones would need a factor that is no float
+      const u32 exponent = row_exponent(highest);
       const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
       const u32 row_bytes = shared.query(copy_of(n)) + row * 128;
 #pragma unroll kAtOnce
@@ -164,12 +181,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // the latter again, from L2
         const u32 to = row_bytes + k * Layout::kQueryTileBytes;
         if (k < kRopeTile || params.rope_is_fp8) {
-          const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int u = chunk % 2 * 4 + j;  // the chunk it goes to
-            store_shared_u32(to + ((u ^ (row & 7)) << 4) + chunk / 2 * 4, scaled_to_half(words[j], factor));
-          }
+          store_scaled(to, row, chunk, {v.x, v.y, v.z, v.w}, factor);
         } else {
           store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);
         }

@@ -17,21 +17,11 @@ struct Heads64Finisher {
   static constexpr int kValueHalf = Consumer::kValueHalf;
 
   Consumer& of;
-  const Heads64Layout& shared;
-  const MlaDecodeParams& p;
   const AnyTile& tile;
   const Segment& segment;
-  const int consumer, warp, lane;
-
-  __device__ __forceinline__ Heads64Finisher(Consumer& of, const AnyTile& tile, const Segment& segment)
-      : of(of),
-        shared(of.shared),
-        p(of.p),
-        tile(tile),
-        segment(segment),
-        consumer(of.consumer),
-        warp(of.warp),
-        lane(of.lane) {}
+  const Heads64Layout& shared = of.shared;
+  const MlaDecodeParams& p = of.p;
+  const int consumer = of.consumer, warp = of.warp, lane = of.lane;
 
   // By all threads of both consumers. `more`: the CTA has another segment to do.
   __device__ __forceinline__ void finish(bool more) {
@@ -40,7 +30,7 @@ struct Heads64Finisher {
     find_factors();
     of.change_output(0);
     if (segment.split()) {
-      write_piece();
+      write_transposed_piece<kHeads / kRowGroup, false>(p, tile, segment, of.output, consumer, warp, lane);
       LatentJoiner<Bf16, AnyTile, 4>(p, {shared.words, shared.probabilities(0), shared.of_warp(0, 0)}, tile, segment)
           .join(more);
     } else {
@@ -85,24 +75,6 @@ struct Heads64Finisher {
         p.partial_lse[piece_index(p, tile, blockIdx.y, segment.slot) * p.row_groups * kRowGroup + row] = lse;
     } else if (row < tile.rows) {
       store_lse(p, segment.request, Row(p, tile, row), lse);
-    }
-  }
-
-  // As in mla/mla_decode_fp8/finish.cuh: columns 2 t and 2 t + 1 of eight, of heads r and r + 8, are lane 4 r + t.
-  __device__ __forceinline__ void write_piece() const {
-    const int pair = lane / 4, row = 2 * (lane % 4);
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-#pragma unroll
-    for (int group = 0; group < kHeads / kRowGroup; ++group) {
-      if (group >= p.row_groups) break;
-      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
-                                                                 row * 4 + pair % 4);
-#pragma unroll
-      for (int d = 0; d < kValueHalf; ++d) {
-        const float* const v = of.output[d] + group * 8;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
-      }
     }
   }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ void finish_segment(Heads64Consumer<Form>& consumer, 
   const MlaDecodeParams& p = consumer.p;
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
-  Heads64Finisher<Form, AnyTile>(consumer, tile, segment).finish(more);
+  Heads64Finisher<Form, AnyTile>{consumer, tile, segment}.finish(more);
   consumers_sync();  // the next query lies where this one was, and sums where these are
 }
 

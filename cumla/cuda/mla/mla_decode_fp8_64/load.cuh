@@ -57,14 +57,8 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const He
     const int row = round * (kHeads / kRounds) + thread / 8;
     u32 highest = 0;
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      const uint4& v = kept[round][k];
-      highest = highest_magnitude(highest_magnitude(highest, v.x), v.y);
-      highest = highest_magnitude(highest_magnitude(highest, v.z), v.w);
-    }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-    const u32 exponent = max(highest >> 23, 16u);  // lower ones would need a factor that is no float
+    for (int k = 0; k < kTiles; ++k) highest = highest_magnitude(highest, kept[round][k]);
+    const u32 exponent = row_exponent(highest);
     const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
     const u32 row_bytes = shared.query + row * 128;
 #pragma unroll
@@ -73,11 +67,7 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const He
       const u32 words[4] = {v.x, v.y, v.z, v.w};
       const u32 to = row_bytes + k * Heads64Layout::kQueryTileBytes;
       if (k < kRopeTile || Form::kRopeIsFp8) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int u = chunk % 2 * 4 + j;  // the chunk it goes to
-          store_shared_u32(to + ((u ^ (row & 7)) << 4) + chunk / 2 * 4, scaled_to_half(words[j], factor));
-        }
+        store_scaled(to, row, chunk, words, factor);
       } else {
         u32 scaled[4];
 #pragma unroll

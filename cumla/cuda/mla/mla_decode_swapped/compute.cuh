@@ -27,7 +27,7 @@ struct SwappedConsumer {
   const SwappedLayout& shared;
   const Tile& tile;
   const int consumer, warp, lane;
-  RingPlace place;     // of this consumer's next block
+  SlotPlace place;     // of this consumer's next block
   u32 begun = 0;       // parity of its number among this consumer's
   float output[kValueTiles][2 * kOwn];  // this consumer's half of V, then the other's
   float scores[2 * kOwn];
@@ -66,7 +66,7 @@ struct SwappedConsumer {
   // scores = block x query; then the RoPE tile is free.
   // model: swapped_ring
   __device__ __forceinline__ void multiply_query() {
-    RingPlace at = place;
+    SlotPlace at = place;
     // A barrier tells phases apart by their parity. What a slot held before may be a tile of the other consumer that is
     // still under way: then the phase before that one would be taken for this one.
     mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");

@@ -2,6 +2,7 @@
 // Shared memory of mla_decode_swapped.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mla {
@@ -54,22 +55,6 @@ struct SwappedLayout {
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };
 
-// Where in the ring a run of tiles begins, and how often the ring has gone round.
-struct RingPlace {
-  u32 slot = 0, phase = 0;
-
-  __device__ __forceinline__ void advance(u32 tiles) {
-    slot += tiles;
-    if (slot >= SwappedLayout::kSlots) {
-      slot -= SwappedLayout::kSlots;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ RingPlace ahead(u32 tiles) const {
-    RingPlace place = *this;
-    place.advance(tiles);
-    return place;
-  }
-};
+using SlotPlace = ptx::RingPlace<SwappedLayout::kSlots>;  // where a run of tiles begins
 
 }  // namespace cumla::mla
