@@ -451,12 +451,8 @@ def flash_attn_combine(
 
     Raises
     ------
-    TypeError
-        An argument is no tensor.
-    RuntimeError
-        Shapes or dtypes do not fit.
-    CumlaError
-        As `cumla.merge_attention_states`.
+    TypeError, RuntimeError, CumlaError
+        An argument is no tensor, shapes or dtypes do not fit, or as `cumla.merge_attention_states`.
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     check_given(out=out)

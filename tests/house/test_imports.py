@@ -20,7 +20,8 @@ LAYERS = (
     ("cumla.errors",),
     ("cumla.core", *(f"cumla.{family}.shape" for family in FAMILIES)),
     tuple(
-        f"cumla.launch.{name}" for name in ("device", "kernel", "module", "source", "tensor_map")
+        f"cumla.launch.{name}"
+        for name in ("device", "kernel", "module", "slots", "source", "tensor_map")
     ),
     ("cumla.launch.split",),
     ("cumla.launch.merge_states", *(f"cumla.launch.{family}" for family in FAMILIES)),

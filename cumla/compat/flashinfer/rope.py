@@ -63,12 +63,8 @@ def apply_rope_with_cos_sin_cache(
 
     Raises
     ------
-    TypeError
-        An argument is no tensor.
-    RuntimeError
-        Shapes or dtypes do not fit.
-    CumlaError
-        As `cumla.apply_rope`.
+    TypeError, RuntimeError, CumlaError
+        An argument is no tensor, shapes or dtypes do not fit, or as `cumla.apply_rope`.
     """
     check_tensors(query=query, key=key)
     outputs = query.new_empty(query.shape), key.new_empty(key.shape)

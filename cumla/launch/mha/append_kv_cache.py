@@ -7,6 +7,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
+from cumla.launch.slots import indices, num_entries, num_requests, page_numbers
 from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
@@ -103,15 +104,15 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
         *_rows(a.q_out),
         *_rows(a.k),
         *_rows(a.v),
-        *_pages(a.k_cache),
-        *_pages(a.v_cache),
-        *_indices(a.slot_mapping),
-        *_indices(a.batch_indices),
-        *_indices(a.positions),
-        *_indices(a.kv_lens),
-        *_indices(a.qo_indptr),
-        *_page_numbers(a.block_table, a.kv_indices),
-        *_indices(a.kv_indptr),
+        *_rows(a.k_cache),
+        *_rows(a.v_cache),
+        *indices(a.slot_mapping),
+        *indices(a.batch_indices),
+        *indices(a.positions),
+        *indices(a.kv_lens),
+        *indices(a.qo_indptr),
+        *page_numbers(a.block_table, a.kv_indices),
+        *indices(a.kv_indptr),
         *_angles(a.cos),
         *_angles(a.sin),
         *_scales(a.k_scale),
@@ -119,7 +120,7 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
         a.tokens,
         a.rows.shape[1],
         _batch(a),
-        _entries(a),
+        num_entries(a.block_table, a.kv_indices),
         a.k_cache.shape[0] if a.k_cache is not None and in_cache else 0,
         a.k_cache.shape[1] if a.k_cache is not None and in_cache else 0,
         0 if a.cos is None else a.cos.shape[0],
@@ -150,12 +151,7 @@ def _heads(view: ArrayView | None) -> int:
 
 
 def _rows(view: ArrayView | None) -> tuple[int, ...]:
-    """Pack struct BatchedRows."""
-    return (0, 0, 0, 0) if view is None else (view.ptr, *view.strides[:3])
-
-
-def _pages(view: ArrayView | None) -> tuple[int, ...]:
-    """Pack struct Pages."""
+    """Pack struct BatchedRows, or Pages."""
     return (0, 0, 0, 0) if view is None else (view.ptr, *view.strides[:3])
 
 
@@ -170,29 +166,8 @@ def _scales(scale: Scale) -> tuple[float, ...]:
     return (0, 0, 0, scale.number, 0) if view is None else (view.ptr, *view.strides, 1.0, 0)
 
 
-def _indices(view: ArrayView | None) -> tuple[int, int, bool]:
-    """Pack struct Indices."""
-    return (0, 0, False) if view is None else (view.ptr, view.strides[0], view.dtype == "int64")
-
-
-def _page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> tuple[int, int, int]:
-    """Pack address, stride of a request and stride of an entry."""
-    if table is not None:
-        return (table.ptr, table.strides[0], table.strides[1])
-    return (0, 0, 0) if page_list is None else (page_list.ptr, 0, page_list.strides[0])
-
-
 def _batch(a: AppendKVArguments) -> int:
     """Count the requests."""
     if a.kv_lens is not None:
         return a.kv_lens.shape[0]
-    if a.block_table is not None:
-        return a.block_table.shape[0]
-    return 0 if a.kv_indptr is None else a.kv_indptr.shape[0] - 1
-
-
-def _entries(a: AppendKVArguments) -> int:
-    """Count the page numbers of a request, or of the list."""
-    if a.block_table is not None:
-        return a.block_table.shape[1]
-    return 0 if a.kv_indices is None else a.kv_indices.shape[0]
+    return num_requests(a.block_table, a.kv_indptr)

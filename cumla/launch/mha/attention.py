@@ -296,7 +296,7 @@ def attention_values(
     key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
 ) -> tuple[Any, ...]:
     """List the fields of struct AttentionParams."""
-    a, layout = arguments, key.layout
+    a = arguments
     pages = a.pages
     if pages is not None and len(pages.shape) == 1:  # a table whose rows are a page apart
         pages = pages._replace(shape=(1, *pages.shape), strides=(4, 4))
@@ -318,11 +318,8 @@ def attention_values(
         *lse_strides,
         *((0, 0) if pages is None else (pages.ptr, pages.strides[0] // 4)),
         0 if a.sinks is None else a.sinks.ptr,
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
-        buffer + layout.partial_out,
-        buffer + layout.partial_lse,
+        *key.layout.schedule_at(buffer),
+        *key.layout.partials_at(buffer),
         min(a.k.shape[1] if pages is None else pages.shape[1] * key.page_size, MOST_TOKENS),
         a.k.shape[1]
         if pages is None

@@ -16,11 +16,8 @@ _PARAMS = struct.Struct("<QQQ6i")
 
 def invariant_parts_launch(key: MHAKey, buffer: int) -> Launch:
     """Describe how to cut the row tiles that a schedule of one part has put into the buffer."""
-    layout = key.layout
     values = (
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
+        *key.layout.schedule_at(buffer),
         key.num_places,
         key.parts,
         key.num_tickets,

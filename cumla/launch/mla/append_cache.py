@@ -7,6 +7,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
+from cumla.launch.slots import indices, num_entries, num_requests, page_numbers
 from cumla.launch.source import HALVES, KernelSpec
 
 if TYPE_CHECKING:
@@ -82,19 +83,19 @@ def append_values(
         *a.latent_cache.strides[:3],
         a.rope_cache.ptr,
         *a.rope_cache.strides[:3],
-        *_indices(a.slot_mapping),
-        *_indices(a.batch_indices),
-        *_indices(a.positions),
-        *_page_numbers(a.block_table, a.kv_indices),
-        *_indices(a.kv_indptr),
+        *indices(a.slot_mapping),
+        *indices(a.batch_indices),
+        *indices(a.positions),
+        *page_numbers(a.block_table, a.kv_indices),
+        *indices(a.kv_indptr),
         *((0, 0) if a.cos_sin is None else (a.cos_sin.ptr, a.cos_sin.strides[0])),
         *_rows(a.q_pe),
         *_rows(a.q_pe_out),
         tokens,
         num_pages,
         page_size,
-        _batch(a.block_table, a.kv_indptr),
-        _num_entries(a.block_table, a.kv_indices),
+        num_requests(a.block_table, a.kv_indptr),
+        num_entries(a.block_table, a.kv_indices),
         0 if a.cos_sin is None else a.cos_sin.shape[0],
         row_tiles,
         num_heads,
@@ -111,27 +112,3 @@ def _ceil(count: int, size: int) -> int:
 def _rows(view: ArrayView | None) -> tuple[int, int, int]:
     """Pack struct Rows."""
     return (0, 0, 0) if view is None else (view.ptr, view.strides[0], view.strides[1])
-
-
-def _indices(view: ArrayView | None) -> tuple[int, int, bool]:
-    """Pack struct Indices."""
-    return (0, 0, False) if view is None else (view.ptr, view.strides[0], view.dtype == "int64")
-
-
-def _page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> tuple[int, int, int]:
-    """Pack address, stride of a request and stride of an entry."""
-    if table is not None:
-        return (table.ptr, table.strides[0], table.strides[1])
-    return (0, 0, 0) if page_list is None else (page_list.ptr, 0, page_list.strides[0])
-
-
-def _batch(table: ArrayView | None, bounds: ArrayView | None) -> int:
-    if table is not None:
-        return table.shape[0]
-    return 0 if bounds is None else bounds.shape[0] - 1
-
-
-def _num_entries(table: ArrayView | None, page_list: ArrayView | None) -> int:
-    if table is not None:
-        return table.shape[1]
-    return 0 if page_list is None else page_list.shape[0]

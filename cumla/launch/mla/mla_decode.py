@@ -119,7 +119,7 @@ def decode_values(
 
     The order is that of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
     """
-    block_table, layout = arguments.block_table, key.layout
+    block_table = arguments.block_table
     columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
     return (
         *(value for view in columns for value in (view.ptr, *view.strides[:3])),
@@ -129,11 +129,8 @@ def decode_values(
         *(stride // 4 for stride in lse.strides),
         block_table.ptr,
         block_table.strides[0] // 4,
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
-        buffer + layout.partial_out,
-        buffer + layout.partial_lse,
+        *key.layout.schedule_at(buffer),
+        *key.layout.partials_at(buffer),
         min(block_table.shape[1] * key.page_size, MOST_TOKENS),
         (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
         key.num_places,

@@ -252,3 +252,11 @@ class PlanLayout:
         ):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return cls(*offsets)
+
+    def schedule_at(self, buffer: int) -> tuple[int, int, int]:
+        """Give the addresses of places, parts and tickets in a buffer."""
+        return buffer + self.places, buffer + self.parts, buffer + self.tickets
+
+    def partials_at(self, buffer: int) -> tuple[int, int]:
+        """Give the addresses of partial outputs and of their log-sum-exps."""
+        return buffer + self.partial_out, buffer + self.partial_lse

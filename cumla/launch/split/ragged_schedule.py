@@ -33,7 +33,6 @@ def ragged_schedule_launch(
     ``(batch,)``, or None where `kv_indptr` tells it. That is ``(batch + 1,)`` where pages come as a
     list, and None where they come as a block table.
     """
-    layout = key.layout
     values = (
         0 if qo_indptr is None else qo_indptr.ptr,
         0 if qo_indptr is None else qo_indptr.strides[0] // 4,
@@ -41,9 +40,7 @@ def ragged_schedule_launch(
         0 if kv_lens is None else kv_lens.strides[0] // 4,
         0 if kv_indptr is None else kv_indptr.ptr,
         0 if kv_indptr is None else kv_indptr.strides[0] // 4,
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
+        *key.layout.schedule_at(buffer),
         key.batch,
         key.total_tokens,
         key.num_places,

@@ -45,13 +45,10 @@ _PARAMS = struct.Struct("<QqQQQ11i2I4x")
 
 def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
     """Describe how to compute the schedule for ``(batch,)`` int32 lengths into a plan's buffer."""
-    layout = key.layout
     values = (
         kv_lens.ptr,
         kv_lens.strides[0] // 4,
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
+        *key.layout.schedule_at(buffer),
         key.num_places,
         key.parts,
         key.num_tickets,
