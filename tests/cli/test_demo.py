@@ -393,8 +393,9 @@ def append_interleaved(*arrays: Any, **options: Any) -> None:
     REAL_KV_APPEND(*arrays, **options, interleaved=True)
 
 
-def append_to_the_first_layer(*arrays: Any, block_table: Any, **options: Any) -> None:
-    REAL_KV_APPEND(*arrays, **options, block_table=block_table % (arrays[2].shape[0] // 2))
+def append_to_the_first_layer(k_cache: Any, block_table: Any, **options: Any) -> None:
+    table = block_table % (k_cache.shape[0] // 2)
+    REAL_KV_APPEND(**options, k_cache=k_cache, block_table=table)
 
 
 @pytest.mark.parametrize("wrong", [append_interleaved, append_to_the_first_layer])
