@@ -15,6 +15,7 @@ from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold, time_graph
 
 __all__ = [
     "Bench",
+    "Call",
     "CheckError",
     "Column",
     "Limits",

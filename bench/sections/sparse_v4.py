@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.sections import calls
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.cases import Ceilings
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import filled

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cumla.bench import calls
+from bench.sections import calls
 from cumla.bench.cases import PAGE_SIZE, log_normal_lengths
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu

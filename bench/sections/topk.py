@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.sections import calls
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import Gpu
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.sections import calls
+from bench.sections.indexer import DecodeStep, PagedLogitsCase, floor_us
+from bench.sections.mla import against
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.indexer import DecodeStep, PagedLogitsCase, floor_us
-from cumla.bench.mla import against
 from cumla.bench.problem import filled
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM

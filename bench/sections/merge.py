@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 
+from bench.sections import calls
+from bench.sections.moves import FIGURES, measure_moves
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.moves import FIGURES, measure_moves
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 
 __all__ = ["SECTION", "MergeCase"]

@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.sections import calls
+from bench.sections.mla import against
+from bench.sections.moves import FIGURES, measure_moves
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.mla import against
-from cumla.bench.moves import FIGURES, measure_moves
 from cumla.bench.section import Bench, CheckError, Column, Row, Section
 
 __all__ = [
