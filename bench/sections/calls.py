@@ -9,22 +9,6 @@ from typing import Any
 import cumla
 from cumla.bench.section import Call
 
-__all__ = [
-    "append",
-    "append_indexer",
-    "attention",
-    "decode_schedule",
-    "dsa",
-    "logits",
-    "logits_schedule",
-    "many_heads",
-    "merge",
-    "paged_logits",
-    "quantize",
-    "sparse",
-    "top_k",
-]
-
 
 def decode_schedule(shape: tuple[int, int, int], kv_lens: Any) -> Call:
     """Make a call that computes a decode plan's schedule, for (batch, q_len, heads)."""

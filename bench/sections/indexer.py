@@ -19,19 +19,7 @@ from cumla import reference
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.section import Bench, CheckError, Column, Row, Section
-
-__all__ = [
-    "SECTIONS",
-    "CacheCase",
-    "DecodeStep",
-    "LogitsCase",
-    "LogitsScheduleCase",
-    "PagedLogitsCase",
-    "PrefillLogitsCase",
-    "PrefillStep",
-    "floor_us",
-]
+from cumla.bench.section import RATES, Bench, CheckError, Column, Row, Section
 
 HEADS, DIM = 64, 128
 TOKEN_BYTES = DIM + 4  # of keys and scale in a cache
@@ -323,10 +311,7 @@ _LOGITS = Section(
     measure=_measure_logits,
     shape=(Column("op", "op"), *_SHAPE),
     figures=(
-        Column("us", "us", "us"),
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("GB/s", "gbps", ".0f"),
-        Column("efficiency", "efficiency", ".2f"),
+        *RATES,
         Column("x DeepGEMM", lambda row: against(row, "DeepGEMM"), usual=None),
         Column("graph us", "graph_us", "us"),
     ),

@@ -17,20 +17,11 @@ from cumla.bench.cases import LOG_NORMAL_SIGMA, PAGE_SIZE, Case, vary
 from cumla.bench.dense import SECTION, time_checked
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.problem import Problem, check, decode, filled, lay_out
-from cumla.bench.section import Bench, Call, CheckError, Column, Row, Section, columns
+from cumla.bench.section import RATES, Bench, Call, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.shape import PACKED_BYTES, SCALES
 
-__all__ = [
-    "SECTIONS",
-    "AttentionCase",
-    "RaggedCase",
-    "ScheduleCase",
-    "WaysCase",
-    "schedule_cases",
-]
-
-_US = Column("us", "us", "us")
+_US = RATES[0]
 _FEW = columns("batch", "heads", "kv_len")
 
 # --- the dense table ------------------------------------------------------------------------------
@@ -55,12 +46,12 @@ def peer_mark(peer: Row) -> str:
 _DENSE = replace(
     SECTION,
     figures=(
-        *SECTION.figures[:4],
+        *RATES,
         Column("x FlashMLA", lambda row: against(row, "FlashMLA"), usual=None),
         Column(
             "x best peer", lambda row: against(row, row.get("best_peer"), named=True), usual=None
         ),
-        *SECTION.figures[4:],
+        *SECTION.figures[len(RATES) :],
     ),
 )
 
@@ -351,9 +342,8 @@ _ATTENTION = Section(
     measure=_measure_attention,
     shape=(*_FEW[:2], Column("q_len", _q_lens), _FEW[2], Column("causal", "causal")),
     figures=(
-        _US,
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("efficiency", "efficiency", ".2f"),
+        *RATES[:2],
+        RATES[-1],
         Column("share of the sustained product", "sustained_share", ".2f", usual=None),
         Column("schedule us", "schedule_us", "us"),
     ),

@@ -13,7 +13,7 @@ from cumla import reference
 from cumla.bench.cases import Ceilings
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import filled
-from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
+from cumla.bench.section import RATES, Bench, CheckError, Column, Row, Section, columns
 from cumla.mla.shape import V4_BYTES, V4_FP8_DIM, V4_ROW_BYTES, VALUE_DIM
 
 __all__ = ["SECTIONS", "V4Case"]
@@ -151,12 +151,6 @@ SECTIONS = (
         ),
         measure=_measure,
         shape=columns("batch", "q_len", "heads", "topk", "extra_topk"),
-        figures=(
-            Column("us", "us", "us"),
-            Column("TFLOP/s", "tflops", ".0f"),
-            Column("GB/s", "gbps", ".0f"),
-            Column("efficiency", "efficiency", ".2f"),
-            Column("schedule us", "schedule_us", "us"),
-        ),
+        figures=(*RATES, Column("schedule us", "schedule_us", "us")),
     ),
 )

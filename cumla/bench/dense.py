@@ -6,7 +6,7 @@ from __future__ import annotations
 from cumla.bench.cases import DENSE, Case
 from cumla.bench.ceilings import stream_only
 from cumla.bench.problem import Problem, check, lay_out
-from cumla.bench.section import Bench, Column, Row, Section, columns
+from cumla.bench.section import RATES, Bench, Column, Row, Section, columns
 from cumla.bench.timing import Timing
 
 __all__ = ["SECTION", "time_checked"]
@@ -59,10 +59,7 @@ SECTION = Section(
         Column("batch_invariant", "batch_invariant", usual=False),
     ),
     figures=(
-        Column("us", "us", "us"),
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("GB/s", "gbps", ".0f"),
-        Column("efficiency", "efficiency", ".2f"),
+        *RATES,
         Column("stream-only us", "stream_only_us", "us"),
         Column("graph us", "graph_us", "us"),
     ),

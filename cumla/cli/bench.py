@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure or read, and report; 0 if every result was right."""
     try:
         if args.explain:
-            _refuse(args, "--explain", "warm", "source", "json", *_OUTPUTS)
+            if given := _given(args, ("warm", "source", "json", *_OUTPUTS)):
+                raise _UsageError(f"{', '.join(given)}: --explain has no use for it; leave it out")
             _explain(_cases(args), args.sm_count)
             return 0
         source = _source(args)
@@ -158,12 +159,6 @@ def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
         return cases.vary(chosen, args.kv_heads or [1], args.dtype or ["bfloat16"], seeds)
     except ValueError as error:
         raise _UsageError(str(error)) from error
-
-
-def _refuse(args: argparse.Namespace, mode: str, *names: str) -> None:
-    """Say which options do not go with one that does something else."""
-    if options := _given(args, names):
-        raise _UsageError(f"{', '.join(options)}: {mode} has no use for it; leave it out")
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
