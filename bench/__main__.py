@@ -22,7 +22,7 @@ from cumla.bench.section import Row
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or read, and report; 0 if every result was right."""
     parser = argparse.ArgumentParser("python -m bench", description=(__doc__ or "").split(".")[0])
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="SECTION")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--warm", action="store_true", help="leave the L2 cache as it is")
     parser.add_argument("--from", dest="source", type=Path, help="measure nothing: read this file")
     parser.add_argument("--json", type=Path, help="write everything there")

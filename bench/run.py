@@ -8,18 +8,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from bench.sections import (
-    append,
-    append_heads,
-    forms,
-    indexer,
-    merge,
-    mha,
-    mla,
-    sparse,
-    sparse_v4,
-    topk,
-)
+from bench.sections import append, forms, indexer, merge, mha, mla, sparse, sparse_v4, topk
 from bench.sections.host import measure_host
 from cumla.bench import run as base
 from cumla.bench.gpu import Gpu
@@ -51,8 +40,7 @@ SECTIONS: tuple[Section, ...] = (
     forms.SECTION,
     mha.SECTION,
     merge.SECTION,
-    append.SECTION,
-    append_heads.SECTION,
+    *append.SECTIONS,
     *indexer.SECTIONS,
     topk.SECTION,
     *sparse.SECTIONS,

@@ -71,7 +71,6 @@ class PagedLogitsCase:
         return [max(self.kv_len - hidden, 0) for hidden in reversed(range(self.next_n))]
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"batch": self.batch, "next_n": self.next_n, "heads": HEADS, "dim": DIM}
         return {"op": "paged_mqa_logits", **shape, "kv_len": self.kv_len, "logits": "float32"}
 
@@ -104,7 +103,6 @@ class PrefillLogitsCase:
         return np.maximum(np.arange(self.q_len) + self.kv_len - self.q_len + 1, 0)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"q_len": self.q_len, "kv_len": self.kv_len, "heads": HEADS, "dim": DIM}
         return {"op": "mqa_logits", **shape, "causal": True, "logits": "float32"}
 
@@ -334,7 +332,6 @@ class LogitsScheduleCase:
         return f"paged_schedule-b{self.batch}-n{self.next_n}-kv{self.kv_len}"
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"batch": self.batch, "next_n": self.next_n, "kv_len": self.kv_len}
         return {"op": "paged_schedule", **shape}
 
@@ -393,7 +390,6 @@ class CacheCase:
         return self.tokens * (_ROW_BYTES + TOKEN_BYTES)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"op": self.op, "tokens": self.tokens, "dim": DIM}
         return shape | {"dtype": "bfloat16", "nbytes": self.nbytes}
 
@@ -437,18 +433,13 @@ class _CacheStep:
                 raise CheckError(f"{name}: page {pages[i]} was not written as it should be")
 
 
-def _measure_cache(bench: Bench, case: CacheCase) -> Row:
-    make = partial(_CacheStep, bench.gpu, case)
-    return measure_moves(bench, case.nbytes, make, in_graph=False)
-
-
 def _cache_section(op: str, shape: tuple[Column, ...]) -> Section:
     return Section(
         name="indexer",
         title=f"{op}: ",
         ops=(op,),
         cases=tuple(CacheCase(op, mbytes) for mbytes in (128, 2000)),
-        measure=_measure_cache,
+        measure=partial(measure_moves, _CacheStep, in_graph=False),
         shape=(*shape, Column("dtype", "dtype")),
         figures=FIGURES,
     )

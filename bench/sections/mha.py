@@ -98,7 +98,6 @@ class MHACase:
         return 2 * pairs * self.heads * sum(self.widths)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         figures = {"dtype": "bfloat16", "nbytes": self.nbytes, "flops": self.flops}
         return {"op": "attention"} | asdict(self) | figures
 

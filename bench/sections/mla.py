@@ -75,11 +75,9 @@ class RaggedCase:
 
     @property
     def name(self) -> str:
-        """Identify the case in messages."""
         return f"{self.case.name}-lognormal"
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return self.case.to_json() | {"lengths": "lognormal", "sigma": LOG_NORMAL_SIGMA}
 
 
@@ -161,7 +159,6 @@ class ScheduleCase:
         return rng.integers(1, 2 * self.kv_len, self.batch, dtype=np.int32)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"batch": self.batch, "heads": self.heads, "kv_len": self.kv_len}
         return shape | {"lengths": "ragged" if self.ragged else "equal"}
 
@@ -262,7 +259,6 @@ class AttentionCase:
         return tokens[self.visible[tokens] >= PAGE_SIZE]
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return {"op": "mla_attention"} | asdict(self) | {"page": PAGE_SIZE, "dtype": "bfloat16"}
 
 
@@ -367,7 +363,6 @@ class WaysCase:
         return f"{self.case.name} by {self.by}"
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         row = self.case.to_json()
         return row if self.by != "page size" else {key: row[key] for key in row if key != "page"}
 

@@ -85,7 +85,6 @@ class SparseCase:
         return max(memory, self.flops / (ceilings.matmul_tflops * 1e6))
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         figures = {"nbytes": self.nbytes, "flops": self.flops}
         return {"op": self.op, "dtype": "bfloat16"} | asdict(self) | figures
 
@@ -121,7 +120,6 @@ class StepCase:
         return sum(parts) + reading
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return {"op": "dsa_step", "cache": "packed"} | asdict(self)
 
 

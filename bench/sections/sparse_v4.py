@@ -59,7 +59,6 @@ class V4Case:
         return max(memory, self.flops / (ceilings.matmul_tflops * 1e6))
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         figures = {"nbytes": self.nbytes, "flops": self.flops}
         return {"op": "sparse_v4", "dtype": "bfloat16"} | asdict(self) | figures
 

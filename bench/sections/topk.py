@@ -47,7 +47,6 @@ class TopKCase:
         return int(lengths[lengths > self.k].sum() + self.rows * self.k) * 4
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return {"op": "top_k"} | asdict(self) | {"nbytes": self.nbytes}
 
 

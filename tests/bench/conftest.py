@@ -12,8 +12,7 @@ import pytest
 
 from bench.run import SECTIONS
 from bench.sections import calls, forms, mla
-from bench.sections.append import AppendCase
-from bench.sections.append_heads import AppendHeadsCase
+from bench.sections.append import AppendCase, AppendHeadsCase
 from bench.sections.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, PrefillLogitsCase
 from bench.sections.merge import MergeCase
 from bench.sections.mha import MHACase
