@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import cumla
 from bench.frameworks import laid_out
+from bench.run import say, write
 from cumla.bench.gpu import Gpu
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns
@@ -143,7 +144,7 @@ class Ranks:
                 pair[1].record()
                 pairs.append(pair)
         cuda.synchronize()
-        return median(begin.elapsed_time(end) for begin, end in pairs[_WARMUP:])
+        return float(median(begin.elapsed_time(end) for begin, end in pairs[_WARMUP:]))
 
 
 def measure(ranks: Ranks, case: Case) -> Row:
@@ -251,9 +252,8 @@ def measured(rank: int, world: int, folder: str, path: str) -> None:
         results["rows"].append(measure(ranks, case))
         ranks.torch.cuda.empty_cache()
         if rank == 0:
-            Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            sys.stderr.write(f"{results['rows'][-1]}\n")
-    sys.stderr.flush()
+            write(Path(path), results)
+            say(str(results["rows"][-1]))
     os._exit(0)  # without a farewell, which could wait for the other ranks
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.peers import Turns
+from bench.sections.host import as_tensor
 from cumla.bench.cases import PAGE_SIZE, Case
-from cumla.bench.host import as_tensor
 from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.section import Bench
 from cumla.bench.timing import Timing, in_turns

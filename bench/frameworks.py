@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.framework_steps import PARTS
+from bench.run import say, write
 from cumla.bench.gpu import Gpu
+from cumla.bench.report import piped
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns
 
@@ -151,10 +153,8 @@ def laid_out(shown: Sequence[Column], rows: Sequence[Row]) -> str:
     """Print a table; nothing without rows."""
     if not rows:
         return ""
-    rule = ["---:"] * len(shown)
-    lines = [[column.title for column in shown], rule]
-    lines += [[column.cell(row) for column in shown] for row in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines = [[column.cell(row) for column in shown] for row in rows]
+    return piped([[column.title for column in shown], *lines])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -164,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=110.0, help="for all of it (110)")
     args = parser.parse_args(arguments)
     for results in run(args.seconds):
-        args.file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        sys.stderr.write(f"{len(results['rows'])} rows\n")
+        write(args.file, results)
+        say(f"{len(results['rows'])} rows")
     sys.stdout.write(to_markdown(results))
 
 

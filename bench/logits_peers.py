@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.peers import Turns
-from cumla.bench import calls
-from cumla.bench.cases import PAGE_SIZE
-from cumla.bench.gpu import Gpu
-from cumla.bench.host import as_tensor
-from cumla.bench.indexer import (
+from bench.sections import calls
+from bench.sections.host import as_tensor
+from bench.sections.indexer import (
     DIM,
     HEADS,
     DecodeStep,
@@ -29,6 +27,8 @@ from cumla.bench.indexer import (
     PrefillLogitsCase,
     PrefillStep,
 )
+from cumla.bench.cases import PAGE_SIZE
+from cumla.bench.gpu import Gpu
 from cumla.bench.section import Bench
 from cumla.bench.timing import in_turns
 

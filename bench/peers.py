@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.sections.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase, floor_us
+from bench.sections.sparse import SparseCase
 from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
-from cumla.bench.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase, floor_us
-from cumla.bench.sparse import SparseCase
 from cumla.bench.timing import Timing
 
 __all__ = ["PeerTime", "Peers", "Turns", "add_published", "best_peer", "load_peers"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records a benchmark: everything that ``cumla bench`` measures, start times, and other libraries.
+"""Records a benchmark: all sections, host and start times, and other libraries.
 
     python -m bench.record records/h200.json
     python -m bench.record records/h200-peers.json --peers all --rows 'b*'
@@ -12,20 +12,18 @@ the indexer, unless `--peers` or `--rows` says otherwise. Published times of oth
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.decode_peers import PEER_CASES, PEERS, run_peers
 from bench.logits_peers import DEEP_GEMM, run_deep_gemm
 from bench.peers import add_published, best_peer
+from bench.run import run, say, write
+from bench.sections import indexer
 from bench.start import StartError
 from bench.start import measure as measure_start
 from cumla.bench.cases import Case, Ceilings, select
 from cumla.bench.gpu import Gpu
-from cumla.bench.indexer import LogitsCase
-from cumla.bench.run import SECTIONS, run, sections_of
 from cumla.bench.section import Bench, Note, Row
 
 _IN_TURNS = (
@@ -48,7 +46,7 @@ def record(
     except StartError as error:
         start = {"failed": str(error)}
     note("import and first calls")
-    for results in run(SECTIONS, note, host=True):
+    for results in run(note):
         yield add_published(results | {"start": start})
     results = add_published(results | {"start": start})
     results["protocol"] += "." + _IN_TURNS
@@ -58,7 +56,7 @@ def record(
             add_decode_peers(bench, case, tuple(name for name in names if name in PEERS), note)
             yield results
         if not names or "deepgemm" in names:
-            for logits in sections_of(("indexer",))[0].cases:
+            for logits in indexer.SECTIONS[0].cases:
                 add_deep_gemm(bench, logits, note)
                 yield results
 
@@ -80,7 +78,7 @@ def add_decode_peers(bench: Bench, case: Case, names: tuple[str, ...], note: Not
     note(f"{case.name}: {times or 'no peer ran'}")
 
 
-def add_deep_gemm(bench: Bench, case: LogitsCase, note: Note) -> None:
+def add_deep_gemm(bench: Bench, case: indexer.LogitsCase, note: Note) -> None:
     """Run DeepGEMM on a case of the indexer, and put it beside the rows of that shape."""
     runs = run_deep_gemm(bench, case)
     _add_notes(bench, runs.notes)
@@ -107,12 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     names = tuple(args.peers)
     cases = select(args.rows) if args.rows else PEER_CASES
-    for results in record(_say, () if names == ("none",) else cases, names):
-        args.file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    for results in record(say, () if names == ("none",) else cases, names):
+        write(args.file, results)
 
 
 if __name__ == "__main__":

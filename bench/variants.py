@@ -10,22 +10,19 @@ in turns, L2 cold; ``failed`` instead of times where a result was wrong.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from bench.run import say, write
 from cumla import MLADecodePlan
 from cumla.bench import ceilings
-from cumla.bench.calls import Call
 from cumla.bench.cases import Case, grid
 from cumla.bench.explain import key_of
 from cumla.bench.gpu import Gpu
 from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.run import environment, measure, refuse_slow_kernels
-from cumla.bench.section import Bench, Row, Section
+from cumla.bench.section import Bench, Call, Row, Section
 from cumla.bench.timing import in_turns
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
@@ -86,12 +83,8 @@ def run() -> Iterator[Row]:
     refuse_slow_kernels()
     with Gpu() as gpu:
         bench = Bench(gpu, ceilings.measure(gpu), results=environment(gpu))
-        for results in measure(bench, (SECTION,), _say):
+        for results in measure(bench, (SECTION,), say):
             yield results | {"worst": worst(results["variants"])}
-
-
-def _say(line: Any) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def main() -> None:
@@ -100,8 +93,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     file: Path = parser.parse_args().file
     for results in run():
-        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    _say(f"worst choice: {results['worst']:.3f} x the best")
+        write(file, results)
+    say(f"worst choice: {results['worst']:.3f} x the best")
 
 
 if __name__ == "__main__":

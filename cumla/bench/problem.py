@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.bench import calls
+import cumla
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
-from cumla.bench.section import CheckError
+from cumla.bench.section import Call, CheckError
 from cumla.errors import CumlaError
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
-__all__ = ["ATTEND_ROWS", "Problem", "check", "check_some", "filled", "lay_out", "sample"]
+__all__ = ["ATTEND_ROWS", "Problem", "check", "decode", "filled", "lay_out", "sample"]
 
 ATTEND_ROWS = {
     dtype: bench_spec("attend_rows", "AttendRowsParams", 256, dtype=dtype) for dtype in DTYPES
@@ -76,11 +76,31 @@ class Problem:
         q, kv, out = (bits.view(dtype) for bits in (self.q, self.kv, self.out))
         return q, kv, self.tables[cache], self.kv_lens, out, self.lse
 
-    def call(self, cache: int = 0, **options: Any) -> calls.Call:
+    def call(self, cache: int = 0, **options: Any) -> Call:
         """Make a call with its schedule ready."""
         if self.case.batch_invariant:
             options["invariant_len"] = self.tables[0].shape[1] * PAGE_SIZE
-        return calls.decode(*self.arguments(cache), **options)
+        return decode(*self.arguments(cache), **options)
+
+
+def decode(
+    q: Any,
+    kv_cache: Any,
+    block_table: Any,
+    kv_lens: Any,
+    out: Any = None,
+    lse: Any = None,
+    *,
+    kv_scale: float | None = None,
+    invariant_len: int | None = None,
+) -> Call:
+    """Make a call of a decode plan; with `invariant_len`, its longest length, batch-invariant."""
+    plan = cumla.MLADecodePlan.from_arrays(
+        q, kv_cache, batch_invariant=invariant_len is not None, max_kv_len=invariant_len
+    )
+    plan.update(kv_lens)
+    outputs = {"kv_scale": kv_scale, "out": out, "lse": lse}
+    return partial(plan.run, q, kv_cache, block_table, **outputs)
 
 
 def filled(gpu: Gpu, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
@@ -137,35 +157,6 @@ def check(
     with np.errstate(invalid="ignore"):  # a row that sees nothing: infinite in both
         errors = np.where(got_lse == want_lse, 0.0, np.abs(got_lse - want_lse) / np.abs(want_lse))
     return row_error, _worst(case, "lse", rows, errors, _LSE_TOLERANCE)
-
-
-def check_some(
-    gpu: Gpu, name: str, problem: Problem, gather: Callable[[NDArray[np.int64]], Any]
-) -> None:
-    """Compare rows of some requests with float64, over a cache that is gathered for that.
-
-    So neither the cache nor the query of the call need lie as `check` reads them. Given requests,
-    all of one length, `gather` returns their pages in order: (pages, 64, kv_heads, 576) uint16,
-    contiguous. Errors begin with `name` and number the requests among those that are checked.
-    """
-    case = problem.case
-    requests = np.unique([0, case.batch // 2, case.batch - 1])
-    each = -(-case.kv_len // PAGE_SIZE)
-    table = np.arange(len(requests) * each, dtype=np.int32).reshape(-1, each)
-    chosen = gpu.upload(requests)
-    some = Problem(
-        case=replace(case, batch=len(requests), batch_invariant=False),
-        q=problem.q[chosen],
-        kv=gather(requests),
-        tables=[gpu.upload(table)],
-        kv_lens=gpu.upload(case.lengths[requests]),
-        out=problem.out[chosen],
-        lse=problem.lse[chosen],
-    )
-    try:
-        check(gpu, some)
-    except CheckError as error:
-        raise CheckError(f"{name}: some requests of {case.name}: {error}") from error
 
 
 def _worst(

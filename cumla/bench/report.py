@@ -5,95 +5,79 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from cumla.bench.indexer import queries
-from cumla.bench.mla import SHAPE, peer_mark
-from cumla.bench.run import SECTIONS
-from cumla.bench.section import Row, show_us
+from cumla.bench.dense import SECTION
+from cumla.bench.section import Row
 
-__all__ = ["failures", "to_csv", "to_markdown", "to_text"]
+__all__ = [
+    "Part",
+    "Table",
+    "failures",
+    "head",
+    "how",
+    "parts",
+    "piped",
+    "to_csv",
+    "to_markdown",
+    "to_text",
+]
 
 Table = list[list[str]]
+Part = str | Table
 
-_COLUMNS = (
-    "; graph us: a call among many, back to back in a CUDA graph; efficiency: the time that bytes "
-    "or operations need at the ceilings, divided by ours"
-)
-_PEERS = "; x peer: the peer's time{where}, divided by ours"
-_GRAPHS = (
-    " Merges and appends of up to 256 MB: graphs go round 512 MiB of inputs and outputs; graph "
-    "share: of the copy ceiling; graph copy: plain copies of as many bytes in such a graph."
-)
 _L2 = {"cold": "full of other data", "warm": "as the call before has left it"}
-_SCALED = (
-    " *: scaled: that peer was measured on {device} ({date}), its time is multiplied by the ratio "
-    "of the two GPUs' ceilings."
-)
-_BACK_TO_BACK = " +: as the mean of back-to-back graph replays, which hides the launch."
-_IN_TURNS = " us in turns: ours in turns with the peers of this run, whose x is by it."
-_APART = " ^: a much slower peer, which ran apart, minutes after ours."
 
 
-def to_text(results: Row) -> str:
-    """Print results for the terminal."""
-    said = ["\n".join(notes)] if (notes := results.get("notes")) else []
-    return "\n\n".join([*_parts(results, _aligned), *said, *failures(results), _note(results)])
+def parts(results: Row) -> list[Part]:
+    """List the lines of a report and its table, the last of them how to read it."""
+    rows = results["rows"]
+    return [*head(results), SECTION.table(results), *failures(rows), f"{how(results)}."]
 
 
-def failures(results: Row) -> list[str]:
-    """List what is wrong with results that are."""
-    rows = (row for section in SECTIONS for row in section.rows(results))
+def head(results: Row) -> list[Part]:
+    """Say what ran, and what the GPU can do at best."""
+    return [_machine_line(results), _ceilings_line(results)]
+
+
+def how(results: Row) -> str:
+    """Say how to read the table, without a full stop."""
+    return (
+        f"Times: single calls with an L2 cache {_L2[results.get('l2', 'cold')]}; graph us: a call "
+        "among many, back to back in a CUDA graph; efficiency: the time that bytes or operations "
+        "need at the ceilings, divided by ours"
+    )
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """List what is wrong with rows that are."""
     return [row["failed"] for row in rows if "failed" in row]
 
 
-def to_markdown(results: Row) -> str:
-    """Print results for documents."""
-    note = _note(results).replace("*", "\\*")
-    return "\n\n".join([*_parts(results, _piped), note]) + "\n"
+def to_text(parts: Sequence[Part]) -> str:
+    """Print a report for the terminal."""
+    return "\n\n".join(part if isinstance(part, str) else _aligned(part) for part in parts)
 
 
-def _parts(results: Row, draw: Callable[[Table], str]) -> list[str]:
-    """List what every report has: the lines, and the tables as `draw` makes them."""
-    parts = [_machine_line(results), _ceilings_line(results)]
-    for section in SECTIONS:
-        tables = [section.table(results)]
-        if section.name == "rows":
-            tables.append(_peers_of_this_run(section.rows(results)))
-        if "paged_schedule" in section.ops:
-            tables.append(_indexer_in_turns(results["indexer"] if tables[0] else ()))
-        parts += [draw(table) for table in tables if table]
-    if "host" in results:
-        parts.append(_host_line(results))
-    if "start" in results:
-        parts.append(_start_line(results["start"]))
-    return parts
+def to_markdown(parts: Sequence[Part]) -> str:
+    """Print a report for documents."""
+    drawn = (part if isinstance(part, str) else piped(part) for part in parts)
+    return "\n\n".join(drawn).replace("*", "\\*") + "\n"
 
 
-def to_csv(results: Row) -> str:
-    """Print the rows of all sections for a spreadsheet."""
-    rows: list[Row] = []
-    for section in SECTIONS:
-        for row in section.rows(results):
-            flat = {"section": section.name} | row
-            lines: Any = flat.pop(section.each, [{}]) if section.each else [{}]
-            rows += [flat | line for line in lines]
-    nested = ("peers", "seeds", "pages")
-    columns = [key for key in _all_keys(rows) if key not in nested]
-    peers = _all_keys([row.get("peers", {}) for row in rows])
+def to_csv(rows: Sequence[Row]) -> str:
+    """Print rows for a spreadsheet, without what is nested in them."""
+    columns = {
+        key: None
+        for row in rows
+        for key, value in row.items()
+        if not isinstance(value, (dict, list))
+    }
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*columns, *(f"{name}_scaled_us" for name in peers)])
-    for row in rows:
-        found = row.get("peers", {})
-        times = [found[name]["scaled_us"] if name in found else None for name in peers]
-        writer.writerow([*(row.get(key) for key in columns), *times])
+    writer = csv.DictWriter(file, list(columns), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return file.getvalue()
-
-
-def _all_keys(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def _machine_line(results: Row) -> str:
@@ -125,108 +109,14 @@ def _ceilings_line(results: Row) -> str:
     )
 
 
-def _measured(row: Row) -> dict[str, Row]:
-    """Peers that ran in this run."""
-    return {name: peer for name, peer in row.get("peers", {}).items() if "measured" in peer}
-
-
-def _own_us(row: Row) -> float | None:
-    """Find what ours took in turns with peers; all of a row share these turns."""
-    times = (peer["own_us"] for peer in _measured(row).values() if "own_us" in peer)
-    return next(times, None)
-
-
-def _peers_of_this_run(rows: Sequence[Row]) -> Table:
-    rows = [row for row in rows if _measured(row)]
-    if not rows:
-        return []
-    names = _all_keys([_measured(row) for row in rows])
-    shape = [column for column in SHAPE if column.is_shown(rows)]
-    own = ["us", "us in turns"] if any(map(_own_us, rows)) else ["us"]
-    titles = [title for name in names for title in (f"{name} us", "x")]
-    first, *others = (column.title for column in shape)
-    table = [[f"peers of this run: {first}", *others, *own, *titles]]
-    for row in rows:
-        times = (row["us"], _own_us(row))[: len(own)]
-        cells = [*(column.cell(row) for column in shape), *map(show_us, times)]
-        for name in names:
-            peer = _measured(row).get(name)
-            x = "-" if peer is None else f"{peer['x']:.2f}{peer_mark(peer)}"
-            cells += [show_us(peer["us"] if peer else None), x]
-        table.append(cells)
-    return table
-
-
-def _indexer_in_turns(rows: Sequence[Row]) -> Table:
-    """Show what a peer of this run took in turns with cumla."""
-    table = [["indexer in turns: op", "batch", "queries", "kv_len", "us", "DeepGEMM us", "x"]]
-    for row in rows:
-        for peer in _measured(row).values():
-            shape = (row["op"], row.get("batch", 1), queries(row), row["kv_len"])
-            times = [show_us(peer["own_us"]), show_us(peer["us"]), f"{peer['x']:.3f}"]
-            table.append([*map(str, shape), *times])
-    return table if len(table) > 1 else []
-
-
-def _host_line(results: Row) -> str:
-    times = ", ".join(
-        f"{show_us(time['us'])} us ({name}{', which allocates both' if name == 'JAX' else ''})"
-        for name, time in results["host"].items()
-    )
-    line = f"Host time of an eager call with a ready plan, out= and lse=: {times}"
-    does = {"arguments": "read the arguments", "launch": "are the driver's launch"}
-    stages = results.get("host_stages", {}).items()  # earlier files have none
-    parts = [f"{show_us(time['us'])} us {does[name]}" for name, time in stages]
-    return line + (f"; of CuPy's {', '.join(parts)}" if parts else "")
-
-
-def _start_line(start: Row) -> str:
-    if "failed" in start:
-        return f"Start times: not measured ({start['failed']})"
-    names = ""
-    if "names_s" in start:
-        names = (
-            f", with a name that computes {start['names_s']:.2f} s (numpy and ml_dtypes alone "
-            f"{start['dependencies_s']:.2f} s)"
-        )
-    return (
-        f"import cumla {start['import_s']:.3f} s{names}; first call of a process "
-        f"{start['first_call_cold_s']:.2f} s with a cold kernel cache, "
-        f"{start['first_call_warm_s']:.2f} s with a warm one"
-    )
-
-
-def _note(results: Row) -> str:
-    note = f"Times: single calls with an L2 cache {_L2[results.get('l2', 'cold')]}"
-    rows = results["rows"] + results.get("indexer", [])
-    peers = [peer for row in rows for peer in row.get("peers", {}).values()]
-    if rows or "attention" in results:
-        note += _COLUMNS
-    if peers:
-        in_this_run = any("measured" in peer for peer in peers)
-        note += _PEERS.format(where=", in this run" if in_this_run else "")
-    note += "."
-    if any(row.get("graph_us") for name in ("merge", "append") for row in results.get(name, ())):
-        note += _GRAPHS
-    if any(map(_own_us, results["rows"])):
-        note += _IN_TURNS
-    if any("apart" in peer for peer in peers):
-        note += _APART
-    scaled = [peer for peer in peers if "measured" not in peer]
-    if scaled:
-        note += _SCALED.format(**results["peers"])
-    if any("clock" in peer for peer in scaled):
-        note += _BACK_TO_BACK
-    return note
-
-
 def _aligned(table: Table) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(map(str.rjust, cells, widths)) for cells in table)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _piped(table: Table) -> str:
-    titles, *rows = ([cell.replace("*", r"\*") for cell in cells] for cells in table)
+def piped(table: Table) -> str:
+    """Draw a table for Markdown."""
+    titles, *rows = table
     rule = ["---:"] * len(titles)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole benchmark, from the machine's description to the results as one JSON object."""
+"""A benchmark, from the machine's description to the results as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,22 +11,9 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 import cumla
-from cumla.bench import (
-    append,
-    append_heads,
-    ceilings,
-    forms,
-    indexer,
-    merge,
-    mha,
-    mla,
-    sparse,
-    sparse_v4,
-    topk,
-)
+from cumla.bench import ceilings
 from cumla.bench.cases import LOG_NORMAL_SIGMA
 from cumla.bench.gpu import Gpu
-from cumla.bench.host import measure_host
 from cumla.bench.section import Bench, Note, Row, Section
 from cumla.bench.timing import time_cold, time_warm
 from cumla.errors import CumlaError
@@ -35,15 +22,7 @@ from cumla.launch.device import current_device, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
-__all__ = [
-    "PROTOCOL",
-    "SECTIONS",
-    "environment",
-    "measure",
-    "refuse_slow_kernels",
-    "run",
-    "sections_of",
-]
+__all__ = ["PROTOCOL", "environment", "measure", "refuse_slow_kernels", "run"]
 
 PROTOCOL = (
     "CUDA events, median of 30 after 0.1 s of rest, 512 MiB read through L2 before each run (with "
@@ -54,56 +33,20 @@ PROTOCOL = (
     "visible pairs only; efficiency: the larger of bytes / read ceiling and operations / "
     "matrix-product "
     f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
-    "to the tokens of the equal-length case. Batch-invariant: the plan's longest length at the "
-    "longest request. Ragged queries: median of 3 behind one warm-up; efficiency: operations of "
-    "visible pairs a second as a share of the matrix-product ceiling. Page sizes: all of them in "
-    "turns, median of 3 turns of 10. FP8 caches: every format and bfloat16 in such turns, checked "
-    "against float64 over what the quantised rows stand for; bytes: those of the format. Forms of "
-    "the same work: those of a group in such turns, ratio: time / time of its first. Merging and "
-    "writing into caches: some of what was written is checked against float64 first; bytes read "
-    "and written, efficiency as a share of the copy ceiling; copy_us: a plain copy that reads and "
-    "writes as many bytes, timed likewise; up to 256 MB graph_us: mean of the calls of a CUDA "
-    "graph that moves 4 GiB and goes round 512 MiB of inputs and outputs, every set of which is "
-    "checked afterwards, graph_copy_us: of plain copies, likewise. The indexer's logits: 64 heads "
-    "of 128, float32, cleaned, inputs normal(0, 1) quantised, some rows checked against float64 "
-    "first; bytes: each visible token's 132 once, the logits; the matrix-product ceiling is that "
-    "of float8_e4m3fn. Sparse attention: bytes: each listed row once for each list, of a prefill "
-    "each cached row once, queries, output, lists; top-k: scores once, indices; a step of a layer: "
-    "logits, top-k and attention, floor: the sum of the three"
+    "to the tokens of the equal-length case"
 )
-
-SECTIONS: tuple[Section, ...] = (
-    *mla.SECTIONS,
-    forms.SECTION,
-    mha.SECTION,
-    merge.SECTION,
-    append.SECTION,
-    append_heads.SECTION,
-    *indexer.SECTIONS,
-    topk.SECTION,
-    *sparse.SECTIONS,
-    *sparse_v4.SECTIONS,
-)
-"""All sections, in the order in which they are measured and printed."""
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
 # The last one's version ends with its commit where it was built from a checkout.
 _OTHERS = ("torch", "triton", "flashinfer-python", "jax", "deep_gemm")
 
 
-def sections_of(names: tuple[str, ...] | None = None) -> tuple[Section, ...]:
-    """Choose sections by the names that ``--only`` takes; None chooses all."""
-    return tuple(section for section in SECTIONS if names is None or section.name in names)
-
-
-def run(
-    sections: tuple[Section, ...], note: Note, *, warm: bool = False, host: bool = False
-) -> Iterator[Row]:
+def run(sections: tuple[Section, ...], note: Note, *, warm: bool = False) -> Iterator[Row]:
     """Run a benchmark on the current GPU; yield the results so far, fuller each time.
 
-    `note` is told what has been done: a line for the ceilings, one a case, and one with `host`,
-    which measures what a call costs the host. With `warm` the L2 cache stays as it is before a
-    timed call. A case whose result is wrong has ``failed`` instead of times.
+    `note` is told what has been done: a line for the ceilings, and one a case. With `warm` the L2
+    cache stays as it is before a timed call. A case whose result is wrong has ``failed`` instead of
+    times.
     """
     refuse_slow_kernels()
     current_device()  # where there is none, or no CuPy, that is said before anything takes time
@@ -122,13 +65,8 @@ def run(
             f"empty kernel {found.empty_us:.1f} us"
         )
         bench = Bench(gpu, found, time_warm if warm else time_cold, results)
+        yield results
         yield from measure(bench, sections, note)
-        if host:
-            measured = measure_host(gpu)
-            results["notes"] += measured.pop("notes")
-            results |= measured
-            note("host")
-            yield results
 
 
 def measure(bench: Bench, sections: tuple[Section, ...], note: Note) -> Iterator[Row]:

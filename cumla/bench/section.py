@@ -14,7 +14,9 @@ from cumla.bench.gpu import STREAM_BYTES, Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold, time_graph
 
 __all__ = [
+    "RATES",
     "Bench",
+    "Call",
     "CheckError",
     "Column",
     "Limits",
@@ -128,6 +130,15 @@ def _said(row: Row) -> str:
 def columns(*names: str) -> tuple[Column, ...]:
     """Make columns that have the names of their keys."""
     return tuple(Column(name, name) for name in names)
+
+
+RATES = (
+    Column("us", "us", "us"),
+    Column("TFLOP/s", "tflops", ".0f"),
+    Column("GB/s", "gbps", ".0f"),
+    Column("efficiency", "efficiency", ".2f"),
+)
+"""Columns of what `Timing.rates` names."""
 
 
 class Case(Protocol):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How things are timed: on the GPU with a cold L2 cache, in CUDA graphs, and on the host."""
+"""How things are timed: on the GPU with a cold L2 cache, and in CUDA graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +18,6 @@ __all__ = [
     "in_turns",
     "time_cold",
     "time_graph",
-    "time_host",
     "time_sustained",
     "time_warm",
 ]
@@ -161,23 +159,3 @@ def time_sustained(
     end = gpu.record()
     gpu.synchronize()
     return gpu.elapsed_us(begin, end) / half
-
-
-def time_host(
-    call: Callable[[], object],
-    drain: Callable[[], object],
-    *,
-    repeats: int = 512,
-    warmup: int = 64,
-    burst: int = 16,
-) -> Timing:
-    """Time how long a call keeps the host; `drain` waits for the GPU between bursts of calls."""
-    measured = []
-    for i in range(warmup + repeats):
-        if i % burst == 0:
-            drain()
-        begin = perf_counter_ns()
-        call()
-        measured.append((perf_counter_ns() - begin) / 1e3)
-    drain()
-    return Timing.of(measured[warmup:])

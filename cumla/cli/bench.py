@@ -17,7 +17,6 @@ from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from cumla.bench.cases import Case
-    from cumla.bench.section import Section
 
 __all__ = ["add_parser", "run"]
 
@@ -26,8 +25,6 @@ _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 _CASES = ("rows", *_GRID, "kv_heads", "dtype", "lengths")
 """Options that choose cases."""
 _OUTPUTS = ("csv", "plot", "markdown")
-_HOST = "host"
-"""What ``--only`` takes beside the names of sections."""
 
 
 class _UsageError(Exception):
@@ -39,10 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench",
         help="measure the kernels against the ceilings of this GPU",
-        description="Check each case against float64, time it, and put it beside the ceilings of "
-        "the same run. By default the dense table and all other sections: other lengths and "
-        "modes, schedules, ragged queries, page sizes, FP8 caches, forms of the same work, "
-        "merging, writing into caches, the indexer, and host times.",
+        description="Check each case of dense decoding against float64, time it, and put it beside "
+        "the ceilings of the same run. `python -m bench` in the repository measures all else.",
     )
     _add_cases(parser)
     _add_ways(parser)
@@ -51,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_cases(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("which cases (with any of these, the cases alone)")
+    group = parser.add_argument_group("which cases")
     group.add_argument(
         "--rows",
         nargs="+",
@@ -78,13 +73,6 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     group.add_argument(
         "--warm", action="store_true", help="leave the L2 cache as it is instead of emptying it"
-    )
-    group.add_argument(
-        "--only",
-        nargs="+",
-        metavar="SECTION",
-        help="measure these sections and the ceilings alone, for example merge; an unknown name "
-        "lists all",
     )
     group.add_argument(
         "--explain",
@@ -131,12 +119,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure or read, and report; 0 if every result was right."""
     try:
         if args.explain:
-            _refuse(args, "--explain", "only", "warm", "source", "json", *_OUTPUTS)
+            if given := _given(args, ("warm", "source", "json", *_OUTPUTS)):
+                raise _UsageError(f"{', '.join(given)}: --explain has no use for it; leave it out")
             _explain(_cases(args), args.sm_count)
             return 0
         source = _source(args)
-        if args.only is not None:
-            _refuse(args, "--only", *_CASES)
         _check_outputs(args)
         results = _measure(args) if source is None else _read(source)
         return 1 if _report(args, results) and source is None else 0
@@ -172,26 +159,6 @@ def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
         return cases.vary(chosen, args.kv_heads or [1], args.dtype or ["bfloat16"], seeds)
     except ValueError as error:
         raise _UsageError(str(error)) from error
-
-
-def _sections(args: argparse.Namespace) -> tuple[tuple[Section, ...], bool]:
-    """Choose sections, and whether host times are measured: all, those named, or dense cases."""
-    from cumla.bench.run import SECTIONS, sections_of
-
-    if _given(args, _CASES):
-        dense, *_ = sections_of(("rows",))
-        return (replace(dense, cases=_cases(args)),), False
-    known = dict.fromkeys([*(section.name for section in SECTIONS), _HOST])
-    wanted = args.only or known
-    if unknown := [name for name in wanted if name not in known]:
-        raise _UsageError(f"--only: needs some of {', '.join(known)}; got {', '.join(unknown)}")
-    return sections_of(tuple(wanted)), _HOST in wanted
-
-
-def _refuse(args: argparse.Namespace, mode: str, *names: str) -> None:
-    """Say which options do not go with one that does something else."""
-    if options := _given(args, names):
-        raise _UsageError(f"{', '.join(options)}: {mode} has no use for it; leave it out")
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -235,7 +202,7 @@ def _source(args: argparse.Namespace) -> Path | None:
     files = [path for path in (args.source, args.markdown) if isinstance(path, Path)]
     if len(files) > 1:
         raise _UsageError("--from and --markdown both name a file: leave one out")
-    given = _given(args, (*_CASES, "warm", "only", "json"))
+    given = _given(args, (*_CASES, "warm", "json"))
     if files and given:
         raise _UsageError(f"{', '.join(given)}: nothing is measured where a file is read")
     return files[0] if files else None
@@ -258,36 +225,37 @@ def _report(args: argparse.Namespace, results: dict[str, Any]) -> bool:
     """Print and draw; true if a result was wrong."""
     from cumla.bench import report
 
+    parts, rows = report.parts(results), results["rows"]
     if args.markdown is None:
-        print(report.to_text(results))
+        print(report.to_text(parts))
     else:
-        print(report.to_markdown(results), end="")
+        print(report.to_markdown(parts), end="")
     if args.csv is not None:
-        args.csv.write_text(report.to_csv(results), encoding="utf-8")
+        args.csv.write_text(report.to_csv(rows), encoding="utf-8")
     if args.plot is not None:
         from cumla.bench.plot import draw
 
         for path in draw(results, args.plot):
             print(f"drew {path}", file=sys.stderr)
-    return bool(report.failures(results))
+    return bool(report.failures(rows))
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; what has been measured is in the file even if a later step fails."""
+    from cumla.bench import dense
     from cumla.bench import run as bench
 
-    sections, host = _sections(args)
-    steps = 1 + sum(len(section.cases) for section in sections) + host
+    section = replace(dense.SECTION, cases=_cases(args))
     began = perf_counter()
     results: dict[str, Any] = {}
-    with ProgressBar("benchmark", steps) as bar:
+    with ProgressBar("benchmark", 1 + len(section.cases)) as bar:
 
         def note(line: str) -> None:
             bar.advance(note=line)
             if not sys.stderr.isatty():
                 print(f"{perf_counter() - began:6.1f} s  {line}", file=sys.stderr, flush=True)
 
-        for results in bench.run(sections, note, warm=args.warm, host=host):
+        for results in bench.run((section,), note, warm=args.warm):
             if args.json is not None:
                 args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

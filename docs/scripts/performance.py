@@ -3,7 +3,7 @@
 
     python docs/scripts/performance.py
 
-The tables are those of ``python -m cumla bench --markdown``. A test compares both files with what
+The tables are those of ``python -m bench --markdown``. A test compares both files with what
 this script makes.
 """
 
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench import frameworks  # noqa: E402
+from bench.report import parts as parts_of  # noqa: E402
 from cumla.bench.report import to_markdown  # noqa: E402
 
 Results = dict[str, Any]
@@ -62,7 +63,8 @@ Every case is compared with a float64 result before it is timed. A single call i
 cache full of other data. Machines differ by several per cent, so compare efficiencies and ratios of
 one run, not microseconds of two runs.
 
-`python -m cumla bench` measures on your GPU.
+`python -m cumla bench` measures the dense table on your GPU. `python -m bench` in the repository
+measures all tables.
 """
 
 CURVES = """\
@@ -114,12 +116,14 @@ def page(results: Results, peers: Results, inside: Results | None = None) -> str
     """
     dates = {"date": results["date"][:10], "peers_date": peers["date"][:10]}
     parts = [INTRODUCTION.format(**dates).strip()]
-    for part in to_markdown(results).strip().split("\n\n"):
+    for part in to_markdown(parts_of(results)).strip().split("\n\n"):
         heading = next((HEADINGS[start] for start in HEADINGS if part.startswith(start)), None)
         if heading is not None:
             parts.append(f"## {heading}")
         parts.append(part)
-    table = next(part for part in to_markdown(peers).split("\n\n") if part.startswith(PEERS))
+    table = next(
+        part for part in to_markdown(parts_of(peers)).split("\n\n") if part.startswith(PEERS)
+    )
     if inside is not None:
         text = INSIDE.format(date=inside["date"][:10], **inside["machine"])
         parts += [text.strip(), frameworks.to_markdown(inside).strip()]

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from cumla.bench import calls, forms, mla, run
-from cumla.bench.append import AppendCase
-from cumla.bench.append_heads import AppendHeadsCase
+from bench.run import SECTIONS
+from bench.sections import calls, forms, mla
+from bench.sections.append import AppendCase, AppendHeadsCase
+from bench.sections.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, PrefillLogitsCase
+from bench.sections.merge import MergeCase
+from bench.sections.mha import MHACase
+from bench.sections.sparse import SparseCase, StepCase
+from bench.sections.sparse_v4 import V4Case
+from bench.sections.topk import TopKCase
+from cumla.bench import problem, run
 from cumla.bench.cases import Case
-from cumla.bench.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, PrefillLogitsCase
-from cumla.bench.merge import MergeCase
-from cumla.bench.mha import MHACase
 from cumla.bench.section import Section
-from cumla.bench.sparse import SparseCase, StepCase
-from cumla.bench.sparse_v4 import V4Case
-from cumla.bench.topk import TopKCase
 from tests.bench.fake_gpu import FakeCumla, FakeGpu, fake_bench
 
 DENSE = (Case(17, 1, 3, 64), Case(2, 2, 3, 128))  # the first is no small batch
@@ -64,7 +65,7 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
 
 def small_sections() -> tuple[Section, ...]:
     """All sections with small cases."""
-    return tuple(replace(section, cases=SMALL[section.title]) for section in run.SECTIONS)
+    return tuple(replace(section, cases=SMALL[section.title]) for section in SECTIONS)
 
 
 def small(title: str, *cases: Any) -> Section:
@@ -95,7 +96,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes = Fakes()
-    monkeypatch.setattr(calls, "cumla", fakes.cumla)
+    for module in (calls, problem):
+        monkeypatch.setattr(module, "cumla", fakes.cumla)
     for name in ("CUMLA_CHECK", "CUMLA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     return fakes

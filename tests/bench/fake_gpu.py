@@ -3,7 +3,8 @@
 
 The public functions of cumla compute NumPy arrays through the reference, so a benchmark can run
 from end to end on it. Parameter structs are packed as for a real launch and read from the bytes.
-`FakeCumla` takes the place of the package in `cumla.bench.calls`, which holds all calls of it.
+`FakeCumla` takes the place of the package in `cumla.bench.problem` and
+`bench.sections.calls`, which hold all calls of it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from bench import logits_peers
 from bench.logits_peers import run_deep_gemm
-from cumla.bench.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase
+from bench.sections.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase
 from tests.bench.conftest import Fakes
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
 

@@ -15,10 +15,10 @@ from bench import record, start, variants
 from bench.decode_peers import PeerRuns
 from bench.logits_peers import LogitsPeerRuns
 from bench.peers import Turns, add_published, load_peers
+from bench.sections.indexer import PagedLogitsCase, PrefillLogitsCase, floor_us
+from bench.sections.sparse import SparseCase
 from cumla.bench.cases import DENSE, Case
 from cumla.bench.explain import key_of
-from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase, floor_us
-from cumla.bench.sparse import SparseCase
 from cumla.bench.timing import Timing
 from tests.bench.conftest import DENSE as SMALL_DENSE
 from tests.bench.conftest import Fakes, small
@@ -111,8 +111,8 @@ def recorded(fakes: Fakes, monkeypatch: pytest.MonkeyPatch, results: dict[str, A
     """Names what ran; a run has small rows, and every library 6 us beside cumla's 5."""
     ran: list[Any] = []
 
-    def run(sections: Any, note: Any, *, host: bool) -> Any:
-        ran.append((sections, host))
+    def run(note: Any) -> Any:
+        ran.append("all")
         yield results | {"protocol": "Events"}
 
     def run_peers(bench: Any, case: Case, names: Any) -> PeerRuns:
@@ -131,14 +131,14 @@ def recorded(fakes: Fakes, monkeypatch: pytest.MonkeyPatch, results: dict[str, A
     monkeypatch.setattr(record, "Gpu", lambda: fakes.gpu)
     monkeypatch.setattr(record, "run_peers", run_peers)
     monkeypatch.setattr(record, "run_deep_gemm", run_deep_gemm)
-    monkeypatch.setattr(record, "sections_of", lambda names: (logits,))
+    monkeypatch.setattr(record.indexer, "SECTIONS", (logits,))
     return SimpleNamespace(ran=ran, logits=logits)
 
 
 def test_everything_is_recorded(recorded: Any) -> None:
     told: list[str] = []
     *_, results = record.record(told.append, SMALL_DENSE[1:])
-    assert recorded.ran == [(record.SECTIONS, True), (SMALL_DENSE[1], ()), *recorded.logits.cases]
+    assert recorded.ran == ["all", (SMALL_DENSE[1], ()), *recorded.logits.cases]
     assert (results["start"], results["notes"]) == ({"import_s": 0.1}, ["torch SDPA: no"])
     assert results["protocol"].startswith("Events. Peers that are marked")
     first, second = results["rows"]

@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cumla.bench import ceilings, host, run, timing
+from bench import __main__ as command
+from bench import run as everything
+from bench.report import lines, parts
+from bench.sections import host
+from cumla.bench import ceilings, run
 from cumla.bench.cases import Case, Ceilings
 from cumla.bench.gpu import Gpu
 from cumla.bench.report import failures, to_csv, to_markdown, to_text
@@ -42,7 +46,7 @@ def test_a_run_grows_and_tells_each_step(whole: Fakes) -> None:
     sections = (small("", Case(1, 1, 2, 64)), small("page sizes: "))
     runs = run.run(sections, told.append)
     sizes = [(len(results["rows"]), len(results.get("pages", ()))) for results in runs]
-    assert sizes == [(1, 0), (1, 1)]
+    assert sizes == [(0, 0), (1, 0), (1, 1)]
     assert [line.partition(":")[0] for line in told[1:]] == [
         "b1-s1-h2-kv64",
         f"{DECODE.name} by page size",
@@ -50,7 +54,7 @@ def test_a_run_grows_and_tells_each_step(whole: Fakes) -> None:
 
 
 def test_a_run_describes_itself(whole: Fakes) -> None:
-    (results,) = run.run((small("", Case(1, 1, 2, 64)),), lambda line: None, warm=True)
+    *_, results = run.run((small("", Case(1, 1, 2, 64)),), lambda line: None, warm=True)
     assert (results["l2"], results["notes"]) == ("warm", [])
     assert results["ceilings"] == CEILINGS.to_json()
 
@@ -61,11 +65,56 @@ def test_warm_runs_do_not_empty_the_cache(whole: Fakes) -> None:
     assert results["rows"][0]["us"] == LAUNCH_US
 
 
-def test_host_times_are_measured_on_request(whole: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {"host": {"CuPy": {"us": 12.0}}, "host_stages": {}, "notes": ["no JAX"]}
-    monkeypatch.setattr(run, "measure_host", lambda gpu: measured)
-    *_, results = run.run((), lambda line: None, host=True)
-    assert (results["host"], results["notes"]) == ({"CuPy": {"us": 12.0}}, ["no JAX"])
+@pytest.fixture
+def small_run(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured: a run of sections has the rows of small ones, and the L2's state."""
+
+    def fake(sections: Any, note: Any, *, warm: bool) -> Any:
+        names = {section.name for section in sections}
+        described = {name: results[name] for name in ("machine", "date", "ceilings")}
+        start = described | {"l2": "warm" if warm else "cold", "notes": [], "rows": []}
+        yield start | {name: results[name] for name in everything.NAMES if name in names}
+
+    host_times = {"host": {"CuPy": {"us": 12.0}}, "host_stages": {}, "notes": ["no JAX"]}
+    monkeypatch.setattr(everything.base, "run", fake)
+    monkeypatch.setattr(everything, "Gpu", lambda: nullcontext())
+    monkeypatch.setattr(everything, "measure_host", lambda gpu: dict(host_times))
+
+
+@pytest.mark.parametrize("name", everything.NAMES)
+def test_sections_are_chosen_by_name(small_run: None, name: str) -> None:
+    *_, results = everything.run(lambda line: None, [name])
+    assert {name for name in everything.NAMES if results.get(name)} == {name}
+    assert results["protocol"] == everything.PROTOCOL
+    assert results["notes"] == (["no JAX"] if name == "host" else [])
+
+
+def test_the_command_measures(
+    small_run: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    assert command.main(["--only", "merge", "host", "--warm", "--json", str(file)]) == 0
+    measured = json.loads(file.read_text())
+    assert [name for name in everything.NAMES if measured.get(name)] == ["merge", "host"]
+    assert measured["l2"] == "warm"
+    assert capsys.readouterr().out == to_text(parts(measured)) + "\n"
+    with pytest.raises(SystemExit):
+        command.main(["--only", "dense"])
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_the_command_reads(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, table = tmp_path / "run.json", tmp_path / "run.csv"
+    file.write_text(json.dumps(results))
+    assert command.main(["--from", str(file), "--markdown", "--csv", str(table)]) == 0
+    assert capsys.readouterr().out == to_markdown(parts(results))
+    assert table.read_text() == to_csv(lines(results))
+    results["merge"][0]["failed"] = "merge is off"
+    file.write_text(json.dumps(results))
+    assert command.main(["--from", str(file)]) == 1
+    assert "\n\nmerge is off\n\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["CUMLA_CHECK", "CUMLA_DEBUG"])
@@ -81,13 +130,6 @@ def test_the_environment_names_kernels_and_versions(monkeypatch: pytest.MonkeyPa
     found = run.environment(FakeGpu())  # type: ignore[arg-type]
     assert found["digests"]["mla_schedule"] == "digest of mla_schedule"
     assert (found["machine"]["gpu"], found["machine"]["nvrtc"]) == ("Fake GPU", "12.9")
-
-
-def test_sections_are_chosen_by_name() -> None:
-    assert run.sections_of() == run.SECTIONS
-    merges = run.sections_of(("merge", "indexer"))
-    assert {section.name for section in merges} == {"merge", "indexer"}
-    assert len(merges) == 5
 
 
 def test_the_fake_gpu_has_the_methods_of_the_real_one() -> None:
@@ -168,7 +210,7 @@ def test_the_fp8_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_calls(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    monkeypatch.setattr(host, "time_host", partial(timing.time_host, repeats=4, warmup=1))
+    monkeypatch.setattr(host, "time_host", partial(host.time_host, repeats=4, warmup=1))
     monkeypatch.setattr(host, "find_spec", lambda name: None)
     return fakes
 
@@ -203,7 +245,7 @@ def test_host_time_of_jax(few_calls: Fakes, monkeypatch: pytest.MonkeyPatch, has
 
 
 def test_every_section_has_its_table(results: dict[str, Any]) -> None:
-    markdown, text = to_markdown(results), to_text(results)
+    markdown, text = to_markdown(parts(results)), to_text(parts(results))
     for section in small_sections():
         table = section.table(results)
         assert len(table) > len(SMALL[section.title])
@@ -216,7 +258,7 @@ def test_every_section_has_its_table(results: dict[str, Any]) -> None:
 
 
 def test_cells(results: dict[str, Any]) -> None:
-    markdown = to_markdown(results)
+    markdown = to_markdown(parts(results))
     for line in (
         "| 2 | 2 | 3 | 128 | 5.0 | 1 | 64 | 0.01 | 5.0 | 5.0 |",
         "| 17 | 1 | 3 | 64 | 5.0 | 5.0, 5.0 | 5.0 | 1.000 |",
@@ -245,17 +287,17 @@ def test_failed_rows_say_so(results: dict[str, Any]) -> None:
         (row,) = (row for row in results[section.name] if not row)
         row |= case.to_json() | {"failed": f"{case.name} is off"}
     wrong = [f"{SMALL[section.title][0].name} is off" for section in small_sections()]
-    assert failures(results) == wrong
-    text = to_text(results)
+    assert failures(lines(results)) == wrong
+    text = to_text(parts(results))
     assert all(line in text for line in wrong)
-    assert to_markdown(results).count("| failed |") == len(wrong)
+    assert to_markdown(parts(results)).count("| failed |") == len(wrong)
 
 
 @pytest.mark.parametrize("name", ["h100.json", "h200.json", "h200-peers.json"])
 def test_recorded_runs_print(name: str) -> None:
     recorded = json.loads((RECORDS / name).read_text())
-    markdown = to_markdown(recorded)
-    assert to_text(recorded).count("\n") > 100
+    markdown = to_markdown(parts(recorded))
+    assert to_text(parts(recorded)).count("\n") > 100
     in_this_run = name == "h200-peers.json"
     assert ("| peers of this run: batch |" in markdown) == in_this_run
     where = ", in this run" if in_this_run else ""
@@ -276,7 +318,7 @@ def test_peers_of_a_run_stand_beside_published_ones(results: dict[str, Any]) -> 
     results["indexer"][0]["peers"] = {
         "DeepGEMM": {"us": 6.0, "scaled_us": 6.0, "own_us": 5.0, "x": 1.2, "measured": True}
     }
-    lines = to_markdown(results).splitlines()
+    lines = to_markdown(parts(results)).splitlines()
     at = next(i for i, line in enumerate(lines) if "peers of this run" in line)
     assert lines[at].endswith("| kv_len | us | us in turns | FlashInfer us | x | Triton us | x |")
     assert lines[at + 2] == "| 2 | 2 | 3 | 128 | 5.0 | 4.8 | 6.0 | 1.25 | 9.0 | 1.80^ |"
@@ -289,7 +331,7 @@ def test_peers_of_a_run_stand_beside_published_ones(results: dict[str, Any]) -> 
 
 def test_csv_has_a_line_for_each_time(results: dict[str, Any]) -> None:
     results["rows"][0]["peers"] = {"FlashMLA": {"scaled_us": 250.0}}
-    rows = list(csv.DictReader(io.StringIO(to_csv(results))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(lines(results)))))
     count = {name: sum(row["section"] == name for row in rows) for name in results}
     assert (count["rows"], count["fp8"], count["forms"], count["indexer"]) == (2, 4, 9, 7)
     assert rows[0]["FlashMLA_scaled_us"] == "250.0"

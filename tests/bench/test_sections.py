@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.bench import calls, ceilings, forms, mla
-from cumla.bench.append import AppendCase
+from bench.run import SECTIONS
+from bench.sections import forms, mla
+from bench.sections.append import AppendCase
+from bench.sections.indexer import CacheCase, PagedLogitsCase, PrefillLogitsCase, floor_us
+from bench.sections.merge import MergeCase
+from bench.sections.sparse import SparseCase
+from bench.sections.topk import TopKCase
+from cumla.bench import ceilings, dense
 from cumla.bench.cases import Case
-from cumla.bench.indexer import CacheCase, PagedLogitsCase, PrefillLogitsCase, floor_us
-from cumla.bench.merge import MergeCase
 from cumla.bench.problem import check, lay_out, sample
-from cumla.bench.run import SECTIONS
 from cumla.bench.section import CheckError
-from cumla.bench.sparse import SparseCase
-from cumla.bench.topk import TopKCase
 from tests.bench.conftest import DECODE, DENSE, SMALL, Fakes, small
 from tests.bench.fake_gpu import CEILINGS, LAUNCH_US, memory
 
@@ -289,14 +290,14 @@ def test_what_is_not_written_is_found(
 def test_an_error_of_one_case_leaves_the_others(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = mla.lay_out
+    original = dense.lay_out
 
     def broken(gpu: Any, case: Case, *caches: int) -> Any:
         if case == DENSE[0]:
             raise TypeError("no such\nargument")
         return original(gpu, case, *caches)
 
-    monkeypatch.setattr(mla, "lay_out", broken)
+    monkeypatch.setattr(dense, "lay_out", broken)
     first, second = fakes.measure(small(""))["rows"]
     assert first["failed"] == f"{DENSE[0].name}: TypeError: no such"
     assert second["us"] == LAUNCH_US
@@ -450,7 +451,7 @@ def test_a_layout_that_is_mistaken_is_found(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch, group: Any, form: Any
 ) -> None:
     """A form's cache is read as if its rows lay one after the other."""
-    original = calls.decode
+    original = forms.decode
     strides = forms.cache_parts(form, np.zeros(form.cache_elements, np.uint16))[0].strides
 
     def mistaken(q: Any, kv_cache: Any, *others: Any, **options: Any) -> Any:
@@ -460,7 +461,7 @@ def test_a_layout_that_is_mistaken_is_found(
             (kv_cache,) = forms.cache_parts(replace(form, cache="packed"), flat)
         return original(q, kv_cache, *others, **options)
 
-    monkeypatch.setattr(calls, "decode", mistaken)
+    monkeypatch.setattr(forms, "decode", mistaken)
     (row,) = small("forms: ", group).run(fakes.bench, fakes.told.append)
     assert row["failed"].startswith(f"{form.name}: some requests of ")
 

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
+from bench.sections.host import time_host
 from cumla.bench.timing import (
     Timing,
     in_turns,
     time_cold,
     time_graph,
-    time_host,
     time_sustained,
 )
 from tests.bench.fake_gpu import FakeGpu
@@ -77,7 +77,7 @@ def test_sustained_times_the_last_half_without_a_pause():
 
 def test_host_waits_between_bursts_outside_the_clock(monkeypatch):
     clock = [0]
-    monkeypatch.setattr("cumla.bench.timing.perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr("bench.sections.host.perf_counter_ns", lambda: clock[0])
     done = []
 
     def call() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from cumla import cli
-from cumla.bench import explain, plot, run
+from cumla.bench import dense, explain, plot, run
 from cumla.bench.cases import DENSE, Case, grid
-from cumla.bench.report import to_csv, to_markdown, to_text
+from cumla.bench.report import parts, to_csv, to_markdown, to_text
 from cumla.bench.section import Section
 from cumla.errors import CumlaError, MissingDependencyError, UnsupportedDeviceError
 
 RECORDED = Path(__file__).resolve().parents[2] / "records" / "h200.json"
-NAMES = list(dict.fromkeys(section.name for section in run.SECTIONS))
 
 
 @pytest.fixture
@@ -66,32 +65,12 @@ def test_cases(asked: dict[str, Any], arguments: str, cases: tuple[Case, ...]) -
     assert cumla_bench(*arguments.split()) == 0
     (section,) = asked["sections"]
     assert (section.name, section.cases) == ("rows", cases)
-    assert (asked["warm"], asked["host"]) == (False, False)
+    assert asked["warm"] is False
 
 
-def test_everything_by_default(asked: dict[str, Any]) -> None:
+def test_the_dense_table_by_default(asked: dict[str, Any]) -> None:
     assert cumla_bench("--warm") == 0
-    assert asked == {"sections": run.SECTIONS, "warm": True, "host": True}
-
-
-@pytest.mark.parametrize("name", [*NAMES, "host"])
-def test_only(asked: dict[str, Any], name: str) -> None:
-    assert cumla_bench("--only", name) == 0
-    chosen = tuple(section for section in run.SECTIONS if section.name == name)
-    assert (asked["sections"], asked["host"]) == (chosen, name == "host")
-
-
-def test_only_several(asked: dict[str, Any]) -> None:
-    assert cumla_bench("--only", "merge", "append") == 0
-    assert [section.name for section in asked["sections"]] == ["merge", "append"]
-
-
-def test_an_unknown_section_lists_all(
-    asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cumla_bench("--only", "dense") == 1
-    said = capsys.readouterr().err
-    assert said == f"cumla bench: --only: needs some of {', '.join(NAMES)}, host; got dense\n"
+    assert asked == {"sections": (dense.SECTION,), "warm": True}
 
 
 @pytest.mark.parametrize(
@@ -111,12 +90,6 @@ def test_an_unknown_section_lists_all(
         (
             "--explain --json a.json --plot a",
             "--json, --plot: --explain has no use for it; leave it out",
-        ),
-        ("--explain --only forms", "--only: --explain has no use for it; leave it out"),
-        ("--only forms --markdown a.json", "--only: nothing is measured where a file is read"),
-        (
-            "--only forms --q-len 2 --kv-heads 1",
-            "--q-len, --kv-heads: --only has no use for it; leave it out",
         ),
     ],
 )
@@ -186,18 +159,16 @@ def test_what_argparse_refuses(
     [UnsupportedDeviceError("no GPU"), MissingDependencyError("no CuPy")],
     ids=["no GPU", "no CuPy"],
 )
-@pytest.mark.parametrize("arguments", [[], ["--only", "forms"]])
 def test_without_a_gpu_what_else_there_is_to_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     error: CumlaError,
-    arguments: list[str],
 ) -> None:
     def none() -> Any:
         raise error
 
     monkeypatch.setattr(run, "current_device", none)
-    assert cumla_bench(*arguments) == 1
+    assert cumla_bench() == 1
     said = capsys.readouterr()
     first, way_out, *commands = said.err[said.err.index("cumla bench: ") :].splitlines()
     assert (said.out, first) == ("", f"cumla bench: {error}")
@@ -228,8 +199,8 @@ def test_everything_is_written(
     assert " s  a step\n" in said.err
     written = json.loads(files[0].read_text())
     assert written == json.loads(RECORDED.read_text())
-    assert said.out == to_text(written) + "\n"
-    assert files[1].read_text() == to_csv(written)
+    assert said.out == to_text(parts(written)) + "\n"
+    assert files[1].read_text() == to_csv(written["rows"])
     assert (tmp_path / "c" / "roofline.svg").exists()
 
 
@@ -251,10 +222,10 @@ def test_a_wrong_result_is_told_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded = json.loads(RECORDED.read_text())
-    recorded["merge"][0] = recorded["merge"][0] | {"failed": "merge is off"}
+    recorded["rows"][0] = recorded["rows"][0] | {"failed": "out is off"}
     monkeypatch.setattr(run, "run", lambda *of, **options: iter([recorded]))
     assert cumla_bench() == 1
-    assert "merge is off" in capsys.readouterr().out
+    assert "out is off" in capsys.readouterr().out
 
 
 def test_missing_matplotlib_is_said_before_anything_is_measured(
@@ -276,7 +247,7 @@ def test_markdown_of_a_file(
     asked: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: tuple[str | Path, ...]
 ) -> None:
     assert cumla_bench(*arguments) == 0
-    assert capsys.readouterr().out == to_markdown(json.loads(RECORDED.read_text()))
+    assert capsys.readouterr().out == to_markdown(parts(json.loads(RECORDED.read_text())))
     assert asked == {}
 
 

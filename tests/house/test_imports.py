@@ -56,6 +56,7 @@ def imports_of(path: Path) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.module, f"{path} imports relatively"
+            assert node.module.partition(".")[0] not in ("bench", "tests"), f"{path}: not installed"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= names & MODULES.keys()
             found |= {node.module} if names - MODULES.keys() else set()

@@ -102,7 +102,7 @@ def test_no_module_hides_a_public_name() -> None:
 
 def source_files() -> list[Path]:
     files = [ROOT / name for name in ("pyproject.toml", ".pre-commit-config.yaml", ".ci/run")]
-    for folder in ("cumla", "tests"):
+    for folder in ("bench", "cumla", "tests"):
         files += (p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
     return files
 

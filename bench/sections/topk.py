@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.sections import calls
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import Gpu
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
@@ -47,7 +47,6 @@ class TopKCase:
         return int(lengths[lengths > self.k].sum() + self.rows * self.k) * 4
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return {"op": "top_k"} | asdict(self) | {"nbytes": self.nbytes}
 
 

@@ -12,33 +12,16 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.bench import calls
-from cumla.bench.cases import DENSE, LOG_NORMAL_SIGMA, PAGE_SIZE, Case, vary
-from cumla.bench.ceilings import stream_only
-from cumla.bench.gpu import DTYPES
-from cumla.bench.problem import Problem, check, check_some, filled, lay_out
-from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
-from cumla.bench.timing import Timing
+from bench.sections import calls
+from cumla.bench.cases import LOG_NORMAL_SIGMA, PAGE_SIZE, Case, vary
+from cumla.bench.dense import SECTION, time_checked
+from cumla.bench.gpu import DTYPES, Gpu
+from cumla.bench.problem import Problem, check, decode, filled, lay_out
+from cumla.bench.section import RATES, Bench, Call, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.shape import PACKED_BYTES, SCALES
 
-__all__ = [
-    "SECTIONS",
-    "AttentionCase",
-    "RaggedCase",
-    "ScheduleCase",
-    "WaysCase",
-    "schedule_cases",
-]
-
-SHAPE = (
-    *columns("batch", "q_len", "heads", "kv_len"),
-    Column("kv_heads", "kv_heads", usual=1),
-    Column("dtype", "dtype", usual="bfloat16"),
-    Column("lengths", "lengths", usual="equal"),
-    Column("batch_invariant", "batch_invariant", usual=False),
-)
-_US = Column("us", "us", "us")
+_US = RATES[0]
 _FEW = columns("batch", "heads", "kv_len")
 
 # --- the dense table ------------------------------------------------------------------------------
@@ -60,57 +43,15 @@ def peer_mark(peer: Row) -> str:
     return "*+" if "clock" in peer else "*"
 
 
-def _single(bench: Bench, problem: Problem) -> tuple[Timing, tuple[float, float]]:
-    """Check a problem, then time it: one call with its schedule ready."""
-    call = problem.call()
-    call()
-    errors = check(bench.gpu, problem)
-    return bench.time(call), errors
-
-
-def _measure_dense(bench: Bench, case: Case) -> Row:
-    problem = lay_out(bench.gpu, case)
-    single, (row_error, lse_error) = _single(bench, problem)
-    order = bench.gpu.download(problem.tables[0])
-    stream = bench.time(stream_only(bench.gpu, problem.kv, order[order >= 0]))
-    floor = case.floor_us(bench.ceilings)
-    return single.rates(case.flops, case.nbytes, floor) | {
-        "stream_only_us": stream.us,
-        "graph_us": _graph_us(bench, case),
-        "row_error": row_error,
-        "lse_error": lse_error,
-    }
-
-
-def _graph_us(bench: Bench, case: Case) -> float | None:
-    """Time a call among many in a graph that goes round several caches, of a small batch."""
-    caches = bench.limits.caches(case.batch, case.cache_bytes)
-    if caches == 1:
-        return None
-    problem = lay_out(bench.gpu, case, caches)
-    rotating = [problem.call(cache) for cache in range(caches)]
-    least = bench.limits.graph_calls
-    graph = bench.graph(rotating, least)
-    check(bench.gpu, problem, cache=(max(least, caches) - 1) % caches)  # what the last call left
-    return graph.us
-
-
-_DENSE = Section(
-    name="rows",
-    cases=DENSE,
-    measure=_measure_dense,
-    shape=SHAPE,
+_DENSE = replace(
+    SECTION,
     figures=(
-        _US,
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("GB/s", "gbps", ".0f"),
-        Column("efficiency", "efficiency", ".2f"),
+        *RATES,
         Column("x FlashMLA", lambda row: against(row, "FlashMLA"), usual=None),
         Column(
             "x best peer", lambda row: against(row, row.get("best_peer"), named=True), usual=None
         ),
-        Column("stream-only us", "stream_only_us", "us"),
-        Column("graph us", "graph_us", "us"),
+        *SECTION.figures[len(RATES) :],
     ),
 )
 
@@ -122,7 +63,7 @@ def _usual_us(bench: Bench, case: Case) -> float:
     for row in bench.results.get("rows", ()):
         if Case.from_json(row) == case and "us" in row:
             return float(row["us"])
-    return _single(bench, lay_out(bench.gpu, case))[0].us
+    return time_checked(bench, lay_out(bench.gpu, case))[0].us
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +75,9 @@ class RaggedCase:
 
     @property
     def name(self) -> str:
-        """Identify the case in messages."""
         return f"{self.case.name}-lognormal"
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return self.case.to_json() | {"lengths": "lognormal", "sigma": LOG_NORMAL_SIGMA}
 
 
@@ -146,7 +85,7 @@ def _measure_ragged(bench: Bench, ragged: RaggedCase) -> Row:
     equal = _usual_us(bench, ragged.case)
     seeds: list[Row] = []
     for case in vary((ragged.case,), (1,), (ragged.case.dtype,), ragged.seeds):
-        timing, _ = _single(bench, lay_out(bench.gpu, case))
+        timing, _ = time_checked(bench, lay_out(bench.gpu, case))
         seeds.append({"seed": case.seed, **timing.figures()})
     worst = max(seed["us"] for seed in seeds)
     return {"seeds": seeds, "worst_us": worst, "equal_us": equal, "ratio": worst / equal}
@@ -159,7 +98,7 @@ _RAGGED = Section(
         RaggedCase(Case(128, 1, heads, mean)) for heads in (16, 128) for mean in (1024, 4096, 8192)
     ),
     measure=_measure_ragged,
-    shape=(*SHAPE[:3], Column("mean kv_len", "kv_len")),
+    shape=(*SECTION.shape[:3], Column("mean kv_len", "kv_len")),
     figures=(
         Column("worst seed us", "worst_us", "us"),
         Column(
@@ -174,7 +113,7 @@ _RAGGED = Section(
 
 def _measure_invariant(bench: Bench, case: Case) -> Row:
     usual = _usual_us(bench, replace(case, batch_invariant=False))
-    timing, _ = _single(bench, lay_out(bench.gpu, case))
+    timing, _ = time_checked(bench, lay_out(bench.gpu, case))
     return timing.figures() | {"usual_us": usual, "ratio": timing.us / usual}
 
 
@@ -187,7 +126,7 @@ _INVARIANT = Section(
         + ((1, 1, 16, 131072),)
     ),
     measure=_measure_invariant,
-    shape=SHAPE[:4],
+    shape=SECTION.shape[:4],
     figures=(
         Column("invariant us", "us", "us"),
         Column("usual us", "usual_us", "us"),
@@ -220,7 +159,6 @@ class ScheduleCase:
         return rng.integers(1, 2 * self.kv_len, self.batch, dtype=np.int32)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"batch": self.batch, "heads": self.heads, "kv_len": self.kv_len}
         return shape | {"lengths": "ragged" if self.ragged else "equal"}
 
@@ -321,7 +259,6 @@ class AttentionCase:
         return tokens[self.visible[tokens] >= PAGE_SIZE]
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return {"op": "mla_attention"} | asdict(self) | {"page": PAGE_SIZE, "dtype": "bfloat16"}
 
 
@@ -401,9 +338,8 @@ _ATTENTION = Section(
     measure=_measure_attention,
     shape=(*_FEW[:2], Column("q_len", _q_lens), _FEW[2], Column("causal", "causal")),
     figures=(
-        _US,
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("efficiency", "efficiency", ".2f"),
+        *RATES[:2],
+        RATES[-1],
         Column("share of the sustained product", "sustained_share", ".2f", usual=None),
         Column("schedule us", "schedule_us", "us"),
     ),
@@ -427,9 +363,37 @@ class WaysCase:
         return f"{self.case.name} by {self.by}"
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         row = self.case.to_json()
         return row if self.by != "page size" else {key: row[key] for key in row if key != "page"}
+
+
+def check_some(
+    gpu: Gpu, name: str, problem: Problem, gather: Callable[[NDArray[np.int64]], Any]
+) -> None:
+    """Compare rows of some requests with float64, over a cache that is gathered for that.
+
+    So neither the cache nor the query of the call need lie as `check` reads them. Given requests,
+    all of one length, `gather` returns their pages in order: (pages, 64, kv_heads, 576) uint16,
+    contiguous. Errors begin with `name` and number the requests among those that are checked.
+    """
+    case = problem.case
+    requests = np.unique([0, case.batch // 2, case.batch - 1])
+    each = -(-case.kv_len // PAGE_SIZE)
+    table = np.arange(len(requests) * each, dtype=np.int32).reshape(-1, each)
+    chosen = gpu.upload(requests)
+    some = Problem(
+        case=replace(case, batch=len(requests), batch_invariant=False),
+        q=problem.q[chosen],
+        kv=gather(requests),
+        tables=[gpu.upload(table)],
+        kv_lens=gpu.upload(case.lengths[requests]),
+        out=problem.out[chosen],
+        lse=problem.lse[chosen],
+    )
+    try:
+        check(gpu, some)
+    except CheckError as error:
+        raise CheckError(f"{name}: some requests of {case.name}: {error}") from error
 
 
 def _measure_pages(bench: Bench, paged: WaysCase) -> Row:
@@ -448,7 +412,7 @@ def _measure_pages(bench: Bench, paged: WaysCase) -> Row:
     }
 
 
-def _checked_pages(bench: Bench, case: Case, q: Any, cached: Any, page_size: int) -> calls.Call:
+def _checked_pages(bench: Bench, case: Case, q: Any, cached: Any, page_size: int) -> Call:
     """Make a call with shuffled pages of a size, its schedule ready, and check what it gives."""
     gpu = bench.gpu
     count = case.batch * -(-case.kv_len // page_size)
@@ -524,7 +488,7 @@ def _measure_fp8(bench: Bench, quantised: WaysCase) -> Row:
     q, _, *others = problem.arguments()
     checked = {}
     for name, cache in _caches(bench, problem).items():
-        call = calls.decode(q, cache.argument, *others, kv_scale=cache.kv_scale)
+        call = decode(q, cache.argument, *others, kv_scale=cache.kv_scale)
         problem.poison(gpu)
         call()
         check_some(gpu, name, problem, partial(_stands_for, bench, problem, cache))

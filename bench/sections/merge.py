@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
+from bench.sections import calls
+from bench.sections.moves import FIGURES, measure_moves
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.moves import FIGURES, measure_moves
-from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
+from cumla.bench.section import CheckError, Column, Row, Section, columns
 
 __all__ = ["SECTION", "MergeCase"]
 
@@ -45,7 +45,6 @@ class MergeCase:
         return (self.count + 1) * self.tokens * _HEADS * (_HEAD_DIM * self.itemsize + 4)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return asdict(self) | {"nbytes": self.nbytes}
 
 
@@ -89,10 +88,6 @@ class _Step:
         return worst
 
 
-def _measure(bench: Bench, case: MergeCase) -> Row:
-    return measure_moves(bench, case.nbytes, partial(_Step, bench.gpu, case))
-
-
 def _case_of(nbytes: int, count: int, dtype: str) -> MergeCase:
     """Choose the tokens so that about `nbytes` are read and written."""
     return MergeCase(count, round(nbytes / MergeCase(count, 1, dtype).nbytes), dtype)
@@ -106,7 +101,7 @@ SECTION = Section(
         for nbytes in (64 << 20, 1 << 30)
         for count, dtype in ((2, "bfloat16"), (8, "bfloat16"), (2, "float32"))
     ),
-    measure=_measure,
+    measure=partial(measure_moves, _Step),
     shape=(Column("partial results", "count"), *columns("tokens", "dtype")),
     figures=FIGURES,
 )

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.sections import calls
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.cases import Ceilings
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import filled
-from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
+from cumla.bench.section import RATES, Bench, CheckError, Column, Row, Section, columns
 from cumla.mla.shape import V4_BYTES, V4_FP8_DIM, V4_ROW_BYTES, VALUE_DIM
 
 __all__ = ["SECTIONS", "V4Case"]
@@ -59,7 +59,6 @@ class V4Case:
         return max(memory, self.flops / (ceilings.matmul_tflops * 1e6))
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         figures = {"nbytes": self.nbytes, "flops": self.flops}
         return {"op": "sparse_v4", "dtype": "bfloat16"} | asdict(self) | figures
 
@@ -151,12 +150,6 @@ SECTIONS = (
         ),
         measure=_measure,
         shape=columns("batch", "q_len", "heads", "topk", "extra_topk"),
-        figures=(
-            Column("us", "us", "us"),
-            Column("TFLOP/s", "tflops", ".0f"),
-            Column("GB/s", "gbps", ".0f"),
-            Column("efficiency", "efficiency", ".2f"),
-            Column("schedule us", "schedule_us", "us"),
-        ),
+        figures=(*RATES, Column("schedule us", "schedule_us", "us")),
     ),
 )

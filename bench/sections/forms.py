@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.bench import calls
+from bench.sections.mla import check_some
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.gpu import DTYPES
-from cumla.bench.problem import Problem, check_some, filled
-from cumla.bench.section import Bench, Column, Row, Section, columns
+from cumla.bench.problem import Problem, decode, filled
+from cumla.bench.section import Bench, Call, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["SECTION", "Form", "FormGroup"]
@@ -129,7 +129,7 @@ def _measure(bench: Bench, group: FormGroup) -> Row:
     }
 
 
-def _checked(bench: Bench, form: Form, cached: Any, queries: Any) -> calls.Call:
+def _checked(bench: Bench, form: Form, cached: Any, queries: Any) -> Call:
     """Make a call with shuffled pages, its schedule ready, and check what it gives."""
     gpu, case = bench.gpu, form.case
     pages = np.random.default_rng(case.pages).permutation(case.pages).astype(np.int32)
@@ -139,7 +139,7 @@ def _checked(bench: Bench, form: Form, cached: Any, queries: Any) -> calls.Call:
     problem = Problem.of(gpu, case, q, parts[0], pages[None])
     columns = tuple(part.view(DTYPES[case.dtype]) for part in parts)
     q, _, *others = problem.arguments()
-    call = calls.decode(q, columns if len(columns) > 1 else columns[0], *others)
+    call = decode(q, columns if len(columns) > 1 else columns[0], *others)
     call()
 
     def gather(requests: NDArray[np.int64]) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from bench.sections import calls
+from bench.sections.indexer import DecodeStep, PagedLogitsCase, floor_us
+from bench.sections.mla import against
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.indexer import DecodeStep, PagedLogitsCase, floor_us
-from cumla.bench.mla import against
 from cumla.bench.problem import filled
-from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
+from cumla.bench.section import RATES, Bench, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.shape import PACKED_BYTES
 
@@ -85,7 +85,6 @@ class SparseCase:
         return max(memory, self.flops / (ceilings.matmul_tflops * 1e6))
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         figures = {"nbytes": self.nbytes, "flops": self.flops}
         return {"op": self.op, "dtype": "bfloat16"} | asdict(self) | figures
 
@@ -121,7 +120,6 @@ class StepCase:
         return sum(parts) + reading
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         return {"op": "dsa_step", "cache": "packed"} | asdict(self)
 
 
@@ -233,8 +231,6 @@ def _measure_step(bench: Bench, case: StepCase) -> Row:
     }
 
 
-_US = Column("us", "us", "us")
-_EFFICIENCY = Column("efficiency", "efficiency", ".2f")
 _SCHEDULE = Column("schedule us", "schedule_us", "us")
 _LISTS = Section(
     name="sparse",
@@ -257,10 +253,7 @@ _LISTS = Section(
         *columns("cache", "batch", "q_len", "heads", "kv_len", "topk"),
     ),
     figures=(
-        _US,
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("GB/s", "gbps", ".0f"),
-        _EFFICIENCY,
+        *RATES,
         Column("x FlashMLA", lambda row: against(row, "FlashMLA"), usual=None),
         _SCHEDULE,
     ),
@@ -273,11 +266,11 @@ _STEPS = Section(
     measure=_measure_step,
     shape=columns("batch", "heads", "kv_len", "topk"),
     figures=(
-        _US,
+        RATES[0],
         Column("logits and top-k", "select_us", "us"),
         Column("attention", "attend_us", "us"),
         Column("floor us", "floor_us", "us"),
-        _EFFICIENCY,
+        RATES[-1],
         _SCHEDULE,
     ),
 )

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Protocol
+from typing import Any, Protocol
 
 from cumla.bench.ceilings import fill_normal
+from cumla.bench.gpu import Gpu
 from cumla.bench.section import Bench, Column, Row
 
 __all__ = ["FIGURES", "Step", "measure_moves"]
@@ -25,17 +26,18 @@ class Step(Protocol):
 
 
 def measure_moves(
-    bench: Bench, nbytes: int, make: Callable[[int], Step], *, in_graph: bool = True
+    step: Callable[[Gpu, Any, int], Step], bench: Bench, case: Any, *, in_graph: bool = True
 ) -> Row:
     """Check a call, then time it, and a plain copy that reads and writes as many bytes.
 
     A single call pays for its launch and for getting under way, and nothing for what it leaves
     unwritten in L2. So cases of up to `Limits.moved_bytes` are timed in a CUDA graph, too: its
     calls go round 512 MiB of arrays, outputs included, and move 4 GiB, as the copy does that is
-    the ceiling. Kernels of cumla may be launched while the one before them ends. `make` makes the
+    the ceiling. Kernels of cumla may be launched while the one before them ends. `step` makes the
     arrays of a call from a seed, so that no two calls read the same numbers; what is written is
     poisoned. Returns times, rates, and shares of the copy ceiling.
     """
+    make, nbytes = partial(step, bench.gpu, case), case.nbytes
     one = make(0)
     one.run()
     error = one.check()

@@ -7,21 +7,21 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from time import perf_counter_ns
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.gpu import Gpu
-from cumla.bench.problem import lay_out
+from cumla.bench.problem import decode, lay_out
 from cumla.bench.section import Row
-from cumla.bench.timing import Timing, time_host
+from cumla.bench.timing import Timing
 from cumla.core.arrays import glance, reopen_call
 from cumla.launch.mla.shape import HEAD_DIM
 
-__all__ = ["HOST_CASE", "as_tensor", "measure_host"]
+__all__ = ["HOST_CASE", "as_tensor", "measure_host", "time_host"]
 
 HOST_CASE = Case(16, 1, 16, 1024)
 """Little work for the GPU: the host counts."""
@@ -33,7 +33,7 @@ def measure_host(gpu: Gpu, case: Case = HOST_CASE) -> Row:
     JAX's arrays cannot be written to: there the time includes two outputs.
     """
     arrays = lay_out(gpu, case).arguments()
-    call = calls.decode(*arrays)
+    call = decode(*arrays)
     times = {"CuPy": time_host(call, gpu.synchronize)}
     stages = _stages(gpu, call, arrays)
     notes = []
@@ -41,16 +41,36 @@ def measure_host(gpu: Gpu, case: Case = HOST_CASE) -> Row:
         torch = import_module("torch")
         tensors = tuple(as_tensor(torch, array) for array in arrays)
         gpu.synchronize()
-        times["PyTorch"] = time_host(calls.decode(*tensors), torch.cuda.synchronize)
+        times["PyTorch"] = time_host(decode(*tensors), torch.cuda.synchronize)
     if find_spec("jax") is not None:
         try:
-            times["JAX"] = time_host(calls.decode(*_jax_arrays(case)), gpu.synchronize)
+            times["JAX"] = time_host(decode(*_jax_arrays(case)), gpu.synchronize)
         except Exception as error:  # JAX for the CPU, or for another CUDA: no reason to stop
             reason = str(error).strip().partition("\n")[0]
             notes.append(f"JAX: no host time ({type(error).__name__}: {reason})")
     of = {"host": times, "host_stages": stages}
     figures = {key: {name: time.figures() for name, time in of[key].items()} for key in of}
     return {**figures, "notes": notes}
+
+
+def time_host(
+    call: Callable[[], object],
+    drain: Callable[[], object],
+    *,
+    repeats: int = 512,
+    warmup: int = 64,
+    burst: int = 16,
+) -> Timing:
+    """Time how long a call keeps the host; `drain` waits for the GPU between bursts of calls."""
+    measured = []
+    for i in range(warmup + repeats):
+        if i % burst == 0:
+            drain()
+        begin = perf_counter_ns()
+        call()
+        measured.append((perf_counter_ns() - begin) / 1e3)
+    drain()
+    return Timing.of(measured[warmup:])
 
 
 def _stages(gpu: Gpu, call: Any, arrays: tuple[Any, ...]) -> dict[str, Timing]:

@@ -3,50 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import cumla
-
-__all__ = [
-    "append",
-    "append_indexer",
-    "attention",
-    "decode",
-    "decode_schedule",
-    "dsa",
-    "logits",
-    "logits_schedule",
-    "many_heads",
-    "merge",
-    "paged_logits",
-    "quantize",
-    "sparse",
-    "top_k",
-]
-
-Call = Callable[[], object]
-
-
-def decode(
-    q: Any,
-    kv_cache: Any,
-    block_table: Any,
-    kv_lens: Any,
-    out: Any = None,
-    lse: Any = None,
-    *,
-    kv_scale: float | None = None,
-    invariant_len: int | None = None,
-) -> Call:
-    """Make a call of a decode plan; with `invariant_len`, its longest length, batch-invariant."""
-    plan = cumla.MLADecodePlan.from_arrays(
-        q, kv_cache, batch_invariant=invariant_len is not None, max_kv_len=invariant_len
-    )
-    plan.update(kv_lens)
-    outputs = {"kv_scale": kv_scale, "out": out, "lse": lse}
-    return partial(plan.run, q, kv_cache, block_table, **outputs)
+from cumla.bench.section import Call
 
 
 def decode_schedule(shape: tuple[int, int, int], kv_lens: Any) -> Call:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cumla.bench import calls
+from bench.sections import calls
 from cumla.bench.cases import PAGE_SIZE, log_normal_lengths
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
@@ -98,7 +98,6 @@ class MHACase:
         return 2 * pairs * self.heads * sum(self.widths)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         figures = {"dtype": "bfloat16", "nbytes": self.nbytes, "flops": self.flops}
         return {"op": "attention"} | asdict(self) | figures
 

@@ -12,26 +12,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.sections import calls
+from bench.sections.mla import against
+from bench.sections.moves import FIGURES, measure_moves
 from cumla import reference
-from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.mla import against
-from cumla.bench.moves import FIGURES, measure_moves
-from cumla.bench.section import Bench, CheckError, Column, Row, Section
-
-__all__ = [
-    "SECTIONS",
-    "CacheCase",
-    "DecodeStep",
-    "LogitsCase",
-    "LogitsScheduleCase",
-    "PagedLogitsCase",
-    "PrefillLogitsCase",
-    "PrefillStep",
-    "floor_us",
-]
+from cumla.bench.section import RATES, Bench, CheckError, Column, Row, Section
 
 HEADS, DIM = 64, 128
 TOKEN_BYTES = DIM + 4  # of keys and scale in a cache
@@ -83,7 +71,6 @@ class PagedLogitsCase:
         return [max(self.kv_len - hidden, 0) for hidden in reversed(range(self.next_n))]
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"batch": self.batch, "next_n": self.next_n, "heads": HEADS, "dim": DIM}
         return {"op": "paged_mqa_logits", **shape, "kv_len": self.kv_len, "logits": "float32"}
 
@@ -116,7 +103,6 @@ class PrefillLogitsCase:
         return np.maximum(np.arange(self.q_len) + self.kv_len - self.q_len + 1, 0)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"q_len": self.q_len, "kv_len": self.kv_len, "heads": HEADS, "dim": DIM}
         return {"op": "mqa_logits", **shape, "causal": True, "logits": "float32"}
 
@@ -323,10 +309,7 @@ _LOGITS = Section(
     measure=_measure_logits,
     shape=(Column("op", "op"), *_SHAPE),
     figures=(
-        Column("us", "us", "us"),
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("GB/s", "gbps", ".0f"),
-        Column("efficiency", "efficiency", ".2f"),
+        *RATES,
         Column("x DeepGEMM", lambda row: against(row, "DeepGEMM"), usual=None),
         Column("graph us", "graph_us", "us"),
     ),
@@ -349,7 +332,6 @@ class LogitsScheduleCase:
         return f"paged_schedule-b{self.batch}-n{self.next_n}-kv{self.kv_len}"
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"batch": self.batch, "next_n": self.next_n, "kv_len": self.kv_len}
         return {"op": "paged_schedule", **shape}
 
@@ -408,7 +390,6 @@ class CacheCase:
         return self.tokens * (_ROW_BYTES + TOKEN_BYTES)
 
     def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
         shape = {"op": self.op, "tokens": self.tokens, "dim": DIM}
         return shape | {"dtype": "bfloat16", "nbytes": self.nbytes}
 
@@ -452,18 +433,13 @@ class _CacheStep:
                 raise CheckError(f"{name}: page {pages[i]} was not written as it should be")
 
 
-def _measure_cache(bench: Bench, case: CacheCase) -> Row:
-    make = partial(_CacheStep, bench.gpu, case)
-    return measure_moves(bench, case.nbytes, make, in_graph=False)
-
-
 def _cache_section(op: str, shape: tuple[Column, ...]) -> Section:
     return Section(
         name="indexer",
         title=f"{op}: ",
         ops=(op,),
         cases=tuple(CacheCase(op, mbytes) for mbytes in (128, 2000)),
-        measure=_measure_cache,
+        measure=partial(measure_moves, _CacheStep, in_graph=False),
         shape=(*shape, Column("dtype", "dtype")),
         figures=FIGURES,
     )
