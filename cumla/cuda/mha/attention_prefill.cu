@@ -51,8 +51,9 @@ struct PrefillLayout {
   static constexpr int kTileBytes = kBlock * 128;  // kBlock rows x 64 columns of 16 bits, 128-byte swizzle
   static constexpr int kQueryBytes = kKeyTiles * 64 * 128;  // of a consumer
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
+  static constexpr int kOutBytes = 16 * 128;  // of a warp: 16 rows x 64 columns
   static constexpr int kItemBytes = 64;
-  static constexpr int kBytes = kConsumers * kQueryBytes + kStages * (kKeyBytes + kValueBytes) +
+  static constexpr int kBytes = kConsumers * (kQueryBytes + 4 * kOutBytes) + kStages * (kKeyBytes + kValueBytes) +
                                 kItems * kItemBytes + 256;
 
   u32 start;
@@ -60,7 +61,8 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 query(int consumer) const { return start + consumer * kQueryBytes; }
   __device__ __forceinline__ u32 keys(int s) const { return query(kConsumers) + s * kKeyBytes; }
   __device__ __forceinline__ u32 values(int s) const { return keys(kStages) + s * kValueBytes; }
-  __device__ __forceinline__ u32 item(u32 n) const { return values(kStages) + n % kItems * kItemBytes; }
+  __device__ __forceinline__ u32 out(int warp) const { return values(kStages) + warp * kOutBytes; }
+  __device__ __forceinline__ u32 item(u32 n) const { return out(4 * kConsumers) + n % kItems * kItemBytes; }
   __device__ __forceinline__ u32 barrier(int i) const { return item(0) + kItems * kItemBytes + i * 8; }
   __device__ __forceinline__ u32 keys_full(int s) const { return barrier(s); }
   __device__ __forceinline__ u32 keys_free(int s) const { return barrier(kStages + s); }
@@ -69,6 +71,7 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 item_full(u32 n) const { return barrier(4 * kStages + n % kItems); }
   __device__ __forceinline__ u32 item_free(u32 n) const { return item_full(n) + kItems * 8; }
   __device__ __forceinline__ u32 wanted() const { return barrier(4 * kStages + 2 * kItems); }
+  __device__ __forceinline__ u32 begun() const { return wanted() + 8; }
 };
 
 // A row tile of a kv head. After the last one comes one without rows.
@@ -110,15 +113,16 @@ struct Dealer {
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
     tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
     total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
-    const i64 tokens = max(tiles > 0 ? places[tiles - 1].tokens : 0, 64);
+    const i64 tokens = max(places[0].tokens, 64);  // the other requests are taken to be as long as the first
     const u32 in_l2 = kBytesInL2 / (tokens * (p.key_columns + p.value_columns) * 2);
     heads_of_section = min(max(in_l2, 1u), static_cast<u32>(p.num_kv_heads));
   }
 
-  __device__ __forceinline__ Item next() const {
-    const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
+  // The first item of a CTA is the one of its own number.
+  __device__ __forceinline__ Item next(u32 n) const {
+    const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
     if (at >= total) {
-      // When all have asked, for the next launch.
+      // When all that had an item have asked in vain, for the next launch.
       if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
       return {};
     }
@@ -140,7 +144,7 @@ struct Dealer {
 
   // Announces the next item, the n-th of this CTA. False after the last one.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
-    const Item item = next();
+    const Item item = next(n);
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
@@ -170,7 +174,8 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
 }
 
 // One warp loads the keys, or the values, by boxes, each lane its own of a block. The next item is wanted with the last
-// loads of this one, and not before, so that it goes to who is the first to be done.
+// loads of this one, and not before, so that it goes to who is the first to be done. The first keys of all come alone:
+// when all CTAs begin, what L2 can deliver is what they wait for.
 template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
   const int first = threadIdx.x % 32 * p.box_rows;
@@ -183,6 +188,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+      if (!kOfKeys && t == 0) mbarrier_wait(shared.begun(), 0, "the first keys");
       const int stage = t % Layout::kStages;
       const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
       const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
@@ -198,6 +204,10 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
         for (int k = 0; k < kTiles; ++k)
           tma_load_4d_async(tiles + k * Layout::kTileBytes + first * 128, kOfKeys ? &p.key_map : &p.value_map, full,
                             k * 64, row, item.head, page);
+      if (kOfKeys && t == 0) {
+        mbarrier_wait(full, 0, "the first keys");
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.begun());
+      }
     }
   }
 }
@@ -259,8 +269,8 @@ struct PrefillConsumer {
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
   float maximum[2], sum[2], factor[2], added[2];
-  int clear_from, clear_to;  // blocks in between are seen whole by all rows
-  int raise_from;            // once blocks from here on are done, each row has seen a key, if it sees any
+  Seen seen_by_all;  // tokens that all rows see
+  int position[2];   // of the rows of this thread, in the request
 
   __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
       : p(p), shared(shared), consumer(consumer),
@@ -273,8 +283,16 @@ struct PrefillConsumer {
     if (lane == 0) mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void begin(const Item& item) {
+  // What the rows see, without a branch.
+  __device__ __forceinline__ void look(const Item& item) {
     const RaggedTile tile = tile_of(p, item, consumer);
+    // The first row's end is the least, the last row's beginning the greatest.
+    seen_by_all = {seen_by(p, tile, item.tokens, 63).first, max(seen_by(p, tile, item.tokens, 0).end, 0)};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) position[r] = position_of(p, tile, item.tokens, row + 8 * r);
+  }
+
+  __device__ __forceinline__ void begin() {
 #pragma unroll
     for (float& x : output) x = 0.0f;
 #pragma unroll
@@ -282,12 +300,6 @@ struct PrefillConsumer {
       maximum[r] = kLowest;
       sum[r] = 0.0f;
     }
-    // The first row's end is the least, the last row's beginning the greatest.
-    const Seen last = seen_by(p, tile, item.tokens, 63);
-    clear_from = last.first / kBlock + (last.first % kBlock != 0);
-    const int end = max(seen_by(p, tile, item.tokens, 0).end, 0);
-    clear_to = end / kBlock;
-    raise_from = end / kBlock + (end % kBlock != 0) - 1;
   }
 
   __device__ __forceinline__ static void multiply(float (&d)[kBlock / 2], u64 a, u64 b, bool accumulate) {
@@ -366,23 +378,26 @@ struct PrefillConsumer {
     for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));
   }
 
+  // Which of a thread's scores of a row, two in every eight tokens, are of tokens before this one: a bit each.
+  __device__ __forceinline__ static u32 scores_before(int token) {
+    const int within = min(max(token, 0), kBlock);
+    return static_cast<u32>((u64{1} << (within / 8 * 2 + min(within % 8, 2))) - 1);
+  }
+
   // Caps scores, and masks those that a row does not see.
   __device__ __forceinline__ void mask(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
-    if (__builtin_expect(block < clear_from || block >= clear_to, 0)) {
-      const Item item = read_item(shared, n);
-      const RaggedTile tile = tile_of(p, item, consumer);
-      const int column = block * kBlock + (lane % 4) * 2;
+    const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
+    if (__builtin_expect(!is_clear, 0)) {
+      const int tokens = load_shared_u32(shared.item(n)), column = block * kBlock + (lane % 4) * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const Seen seen = seen_by(p, tile, item.tokens, row + 8 * r);
-        const int first = seen.first - column, end = seen.end - column;
+        const Seen seen = seen_from(p, tokens, position[r]);
+        const u32 visible = scores_before(seen.end - column) & ~scores_before(seen.first - column);
 #pragma unroll
-        for (int i = 0; i < kBlock / 4; ++i) {
-          const int token = 8 * (i / 2) + (i & 1);
-          if (token < first || token >= end) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
-        }
+        for (int i = 0; i < kBlock / 4; ++i)
+          if (!(visible & 1u << i)) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
       }
     }
   }
@@ -458,45 +473,93 @@ struct PrefillConsumer {
     return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
-  __device__ __forceinline__ void write(u32 n) {
+  // How the rows of the item before end, but for their outputs: computed while products run, and therefore without a
+  // branch. Lanes 0 to 15 of a warp have a row each, and so have the others once more.
+  struct Ending {
+    int rows;
+    float inverse[2];  // of the rows of this thread's products
+    u64 out;           // of the row lane % 16 of the warp
+  };
+  __device__ __forceinline__ Ending end_rows(u32 n, bool exists) const {
     const RaggedTile tile = tile_of(p, read_item(shared, n), consumer);
+    const int of_warp = lane % 16, of_tile = warp * 16 + of_warp;
+    const float added_up = of_rows(sum_of_quad(sum[0]), sum_of_quad(sum[1]));
+    const float highest_score = of_rows(maximum[0], maximum[1]);
+    const Query to(p, tile, of_tile);
+    Ending ending;
+    ending.rows = exists ? tile.rows : 0;
+    const bool is_row = of_tile < ending.rows;
+    // The sink counts last, so that the weight of a row's only key is 1, without a rounding.
+    const float sink = kLog2E * load_global_float_if(is_row && p.sinks != nullptr, p.sinks + to.head, -kInfinity);
+    const float highest = fmaxf(highest_score, sink), rescaled = exp2_approx(highest_score - highest);
+    const float total = rescaled * added_up + exp2_approx(sink - highest);
+    const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
+    float* const lse =
+        p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
+    store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
+                          total == 0.0f ? p.empty_lse : (highest + log2_approx(total)) * kLn2);
+    ending.out = reinterpret_cast<u64>(p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token +
+                                       to.head * p.out_stride_head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ending.inverse[r] = __shfl_sync(0xffffffffu, inverse, lane / 4 + 8 * r);
+    return ending;
+  }
+
+  // Of two numbers that the lanes of a quad share, for its two rows, the one of row lane % 16.
+  __device__ __forceinline__ float of_rows(float upper, float lower) const {
+    const float of_upper = __shfl_sync(0xffffffffu, upper, lane % 8 * 4);
+    const float of_lower = __shfl_sync(0xffffffffu, lower, lane % 8 * 4);
+    return lane % 16 < 8 ? of_upper : of_lower;
+  }
+
+  __device__ __forceinline__ void write(const Ending& ending) const {
+    if (__builtin_expect(!p.out_is_float, 1))
+      write_rows(ending);
+    else
+      write_float_rows(ending);
+  }
+
+  __device__ __forceinline__ void write_float_rows(const Ending& ending) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int of_tile = row + 8 * r;
-      const Query to(p, tile, of_tile);
-      const bool exists = of_tile < tile.rows;
-      // The sink counts last, so that the weight of a row's only key is 1, without a rounding.
-      const float sink = exists && p.sinks != nullptr ? p.sinks[to.head] * kLog2E : -kInfinity;
-      const float highest = fmaxf(maximum[r], sink), rescaled = exp2_approx(maximum[r] - highest);
-      const float total = rescaled * sum_of_quad(sum[r]) + exp2_approx(sink - highest);
-      const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
-      if (exists && lane % 4 == 0)
-        p.lse[to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token] =
-            total == 0.0f ? p.empty_lse : (highest + log2_approx(total)) * kLn2;
-      char* const out =
-          p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token + to.head * p.out_stride_head;
-      const int columns = exists ? p.value_columns : 0;
-      // A quad of lanes stores 16 columns of a row, each lane a, b at 2 (lane % 4) and c, d eight columns later. In 16
-      // bits lanes trade with their neighbour: eight bytes a lane, full 32-byte sectors.
-      if (p.out_is_float) {
-        float* const destination = reinterpret_cast<float*>(out) + lane % 4 * 2;
+      float* const destination =
+          reinterpret_cast<float*>(__shfl_sync(0xffffffffu, ending.out, lane / 4 + 8 * r)) + lane % 4 * 2;
+      const int columns = row + 8 * r < ending.rows ? p.value_columns : 0;
 #pragma unroll
-        for (int j = 0; j < kValueTiles * 8; ++j)
-          if (j * 8 < columns)
-            store_global_float2(destination + j * 8, output[4 * j + 2 * r] * inverse,
-                                output[4 * j + 2 * r + 1] * inverse);
-        continue;
-      }
-      const int odd = lane % 2, own = odd * 8;
-      char* const destination = out + (own + (lane % 4 - odd) * 2) * 2;
+      for (int j = 0; j < kValueTiles * 8; ++j)
+        if (j * 8 < columns)
+          store_global_float2(destination + j * 8, output[4 * j + 2 * r] * ending.inverse[r],
+                              output[4 * j + 2 * r + 1] * ending.inverse[r]);
+    }
+  }
+
+  // 64 columns at a time: as the products leave them, four lanes have 32 bytes of a row, and a store touches eight
+  // lines. Through shared memory eight lanes have a line.
+  __device__ __forceinline__ void write_rows(const Ending& ending) const {
+    const float (&inverse)[2] = ending.inverse;
+    const u32 staged = shared.out(4 * consumer + warp);
+    const int to_row = lane % 16, to_chunk = lane / 16, chunk = lane % 8;
 #pragma unroll
-      for (int j = 0; j < kValueTiles * 8; j += 2) {
-        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
-        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-        if (j * 8 + own < columns)
-          store_global_8(destination + j * 16, odd ? received : first, odd ? second : received);
+    for (int v = 0; v < kValueTiles; ++v) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float* const o = output + 32 * v + 8 * k;
+        store_matrix_x4(staged + to_row * 128 + (((2 * k + to_chunk) ^ (to_row & 7)) << 4),
+                        pack_pair<T>(o[0] * inverse[0], o[1] * inverse[0]),
+                        pack_pair<T>(o[2] * inverse[1], o[3] * inverse[1]),
+                        pack_pair<T>(o[4] * inverse[0], o[5] * inverse[0]),
+                        pack_pair<T>(o[6] * inverse[1], o[7] * inverse[1]));
       }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * i + lane / 8;
+        char* const destination = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, ending.out, at));
+        const uint4 bits = load_shared_16(staged + at * 128 + ((chunk ^ (at & 7)) << 4));
+        if (warp * 16 + at < ending.rows && v * 64 + chunk * 8 < p.value_columns)
+          store_global_16(destination + v * 128 + chunk * 16, bits);
+      }
+      __syncwarp();
     }
   }
 
@@ -527,19 +590,21 @@ struct PrefillConsumer {
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
+      const Ending ending = end_rows(n - 1, t > 0);
+      look(item);
       warpgroup_wait<0>();
       keep_behind_wait(scores);
       keep_behind_wait(output);
       if (t > 0) {
         arrive(shared.values_free((t - 1) % Layout::kStages));
-        write(n - 1);
+        write(ending);
         mbarrier_arrive(shared.item_free(n - 1));
       }
       if (!exists) break;
       int block = blocks.end - 1;
       arrive(shared.keys_free(t % Layout::kStages));
       if (block == blocks.first) fetch_query(n + 1);
-      begin(item);
+      begin();
       mask(n, block);
       raise_maximum();
       exponentiate();
@@ -559,7 +624,7 @@ struct PrefillConsumer {
         keep_behind_wait(scores);
         // Maxima seldom grow once each row has one: scores are weighed by those there are, and computed again if weights
         // come out too large. Not of the last block, because its query is overwritten meanwhile.
-        bool raises = kBlock == 64 || block == blocks.first || block >= raise_from, grown;
+        bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
         if (block == blocks.first) fetch_query(n + 1);
 #pragma unroll 1
         for (;; raises = true) {
@@ -619,6 +684,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
       mbarrier_init(shared.item_free(i), 32 * (4 * kConsumers + (kCopied ? 4 : 2)));  // all threads that read it
     }
     mbarrier_init(shared.wanted(), 1);
+    mbarrier_init(shared.begun(), 1);
     fence_mbarrier_init();
   }
   grid_dependency_launch();

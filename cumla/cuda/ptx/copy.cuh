@@ -173,6 +173,12 @@ __device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 h
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_global_16(void* destination, const uint4& v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_float2(void* destination, float low, float high) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(low), "f"(high) : "memory");
 }
@@ -181,6 +187,17 @@ __device__ __forceinline__ void store_global_float2(void* destination, float low
 __device__ __forceinline__ void store_global_float4(void* destination, float a, float b, float c, float d) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+// Only where `valid`, without a branch.
+__device__ __forceinline__ float load_global_float_if(bool valid, const float* source, float otherwise) {
+  float value;
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\nmov.f32 %0, %3;\n@valid ld.global.f32 %0, [%1];\n}"
+               : "=&f"(value)
+               : "l"(source), "r"(static_cast<int>(valid)), "f"(otherwise)
+               : "memory");
+  return value;
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st

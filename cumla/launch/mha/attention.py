@@ -343,7 +343,7 @@ def attention_values(
         2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         *divisor_of(key.heads_per_group),
         *divisor_of(key.page_size or 1),
-        *divisor_of(max(key.q_len, 1)),
+        *divisor_of(key.q_len or 1 << 31),
         key.batch_invariant,
         _EMPTY_LSE,
         *_scales(a.k_scale),

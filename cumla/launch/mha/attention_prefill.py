@@ -30,7 +30,7 @@ def tile_rows(tiles: tuple[int, int], form: str) -> int:
 def _smem(tiles: tuple[int, int], block: int, consumers: int) -> int:
     """Count the bytes of PrefillLayout."""
     keys, values = tiles
-    return consumers * keys * 64 * 128 + 2 * (keys + values) * block * 128 + 4 * 64 + 256
+    return consumers * (keys + 1) * 64 * 128 + 2 * (keys + values) * block * 128 + 4 * 64 + 256
 
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:

@@ -84,8 +84,7 @@ struct AttentionParams {
 };
 
 __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
-  if (p.tokens_apart == 0) return {0, token};
-  const int request = quotient(token, p.by_tokens_apart);
+  const int request = quotient(token, p.by_tokens_apart);  // 0 if tokens_apart is
   return {request, token - request * p.tokens_apart};
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
@@ -107,12 +106,17 @@ struct Seen {
   int first, end;
 };
 
-__device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTile& tile, int tokens, int row) {
-  const int position = tokens - tile.q_len + min(tile.token_of(p, row), tile.q_len - 1);
+__device__ __forceinline__ int position_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int row) {
+  return tokens - tile.q_len + min(tile.token_of(p, row), tile.q_len - 1);
+}
+__device__ __forceinline__ Seen seen_from(const AttentionParams& p, int tokens, int position) {
   Seen seen = {0, tokens};
   if (p.window_right >= 0) seen.end = min(static_cast<i64>(tokens), static_cast<i64>(position) + p.window_right + 1);
   if (p.window_left >= 0) seen.first = max(position - min(p.window_left, tokens), 0);
   return seen;
+}
+__device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTile& tile, int tokens, int row) {
+  return seen_from(p, tokens, position_of(p, tile, tokens, row));
 }
 
 // The segment at a place, without the blocks that lie before all windows.
