@@ -121,6 +121,7 @@ void store_global_float4(void* destination, float a, float b, float c, float d) 
   const float words[4] = {a, b, c, d};
   std::memcpy(destination, words, 16);
 }
+float load_global_float_if(bool valid, const float* source, float otherwise) { return valid ? *source : otherwise; }
 void store_global_float_if(bool valid, u64 destination, float value) {
   if (valid) *reinterpret_cast<float*>(destination) = value;
 }

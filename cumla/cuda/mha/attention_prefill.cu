@@ -3,9 +3,9 @@
 // each consumer, to all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 or 512
 // threads, one CTA an SM.
 //
-// The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. CTAs take the next one from a
-// counter, the last rows of a request first, for they see most keys, and the kv heads of a section, whose keys and
-// values stay in L2, before the next section.
+// The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. Each CTA begins with the tile of its
+// own number and takes the next ones from a counter, the last rows of a request first, for they see most keys, and the
+// kv heads of a section, whose keys and values stay in L2, before the next section.
 //
 // Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
 // pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The
@@ -16,11 +16,13 @@
 //   the warpgroup:                P1 = exp S1              P2 = exp S2
 //
 // and take turns: while one issues its products the others make probabilities. The output of a tile is written while
-// the others multiply; the first scores of the next tile are there by then.
+// the others multiply; the first scores of the next tile are there by then. What happens once per tile has as few
+// instructions as possible: a warp has a scheduler almost for itself, and each instruction waits for the one before.
 //
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
 // and some four other instructions for each at 128 a clock 512.
-// Shared memory: query 8,192 a 64 columns and consumer + 2 stages of keys and values + announcements 256 + barriers 256
+// Shared memory: query 8,192 a 64 columns and consumer + output 8,192 a consumer + 2 stages of keys and values
+//                + announcements 256 + barriers 256
 // Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56; of three
 //                consumers 160, loaders 32
 #include "mha/attention/copy.cuh"
@@ -557,7 +559,7 @@ struct PrefillConsumer {
         char* const destination = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, ending.out, at));
         const uint4 bits = load_shared_16(staged + at * 128 + ((chunk ^ (at & 7)) << 4));
         if (warp * 16 + at < ending.rows && v * 64 + chunk * 8 < p.value_columns)
-          store_global_16(destination + v * 128 + chunk * 16, bits);
+          *reinterpret_cast<uint4*>(destination + v * 128 + chunk * 16) = bits;
       }
       __syncwarp();
     }
