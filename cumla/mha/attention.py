@@ -166,7 +166,8 @@ def attention(
         num_kv_heads)``; the kernel reads it, and it may change between the replays of a graph. 1 by
         default.
     kv_layout : str
-        ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
+        ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``. The
+        shape does not tell them apart: with the wrong one results are wrong without an error.
     out, lse : array, optional
         Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and
         ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)`` float32.
@@ -203,14 +204,10 @@ def attention(
     --------
     >>> import numpy as np, cumla
     >>> q = np.ones((5, 8, 64), np.float16)  # 1 and 4 new tokens
-    >>> k_cache = v_cache = np.ones((4, 16, 2, 64), np.float16)
-    >>> out, lse = cumla.attention(
-    ...     q, k_cache, v_cache,
-    ...     kv_lens=np.array([20, 4], np.int32), qo_indptr=np.array([0, 1, 5], np.int32),
-    ...     block_table=np.array([[0, 1], [3, 0]], np.int32),
-    ... )
-    >>> out.shape, lse.shape
-    ((5, 8, 64), (5, 8))
+    >>> k = v = np.ones((4, 16, 2, 64), np.float16)
+    >>> lens, qo_indptr, table = np.int32([20, 4]), np.int32([0, 1, 5]), np.int32([[0, 1], [3, 0]])
+    >>> cumla.attention(q, k, v, kv_lens=lens, qo_indptr=qo_indptr, block_table=table).out.shape
+    (5, 8, 64)
     """
     numbers = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
     options = _checked_options(causal, window, softcap, softmax_scale, kv_layout, numbers)
@@ -645,12 +642,11 @@ class AttentionPlan(TableOrList[MHAKey]):
     >>> import numpy as np, cumla
     >>> q = np.ones((5, 8, 64), np.float16)  # 1 and 4 new tokens
     >>> k = v = np.ones((4, 16, 2, 64), np.float16)
-    >>> block_table = np.array([[0, 1], [3, 0]], np.int32)
-    >>> qo_indptr = np.array([0, 1, 5], np.int32)
+    >>> table, qo_indptr = np.array([[0, 1], [3, 0]], np.int32), np.array([0, 1, 5], np.int32)
     >>> plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=qo_indptr)
     >>> plan.update(np.array([20, 4], np.int32), qo_indptr=qo_indptr)
     >>> for layer in range(3):
-    ...     out, lse = plan.run(q, k, v, block_table)
+    ...     out, lse = plan.run(q, k, v, table)
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """

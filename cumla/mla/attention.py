@@ -115,6 +115,14 @@ def mla_attention(
 
     What :func:`cumla.mla_decode` says of CUDA graphs holds here, too.
     """
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((5, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
+    >>> table, lens, qo_indptr = np.int32([[0, 1], [2, 3]]), np.int32([100, 7]), np.int32([0, 1, 5])
+    >>> cumla.mla_attention(q, kv_cache, table, lens, qo_indptr=qo_indptr).out.shape
+    (5, 16, 512)
     causal = checked_flag("causal", causal)
     check_one_form(block_table, kv_indptr, kv_indices)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
@@ -188,12 +196,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((5, 16, 576), np.float16)  # 1 and 4 query tokens
-    >>> kv_cache = np.ones((4, 64, 576), np.float16)
-    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
-    >>> qo_indptr = np.array([0, 1, 5], np.int32)
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((5, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
+    >>> block_table, qo_indptr = np.int32([[0, 1], [2, 3]]), np.int32([0, 1, 5])
     >>> plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr)
     >>> plan.update(np.array([100, 7], np.int32), qo_indptr=qo_indptr)
     >>> for layer in range(3):

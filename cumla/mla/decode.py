@@ -168,6 +168,14 @@ def mla_decode(
     A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
     none of them alive: keep arrays and plan as long as the graph is replayed.
     """
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((1, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
+    >>> block_table, kv_lens = np.array([[2, 0]], np.int32), np.array([100], np.int32)
+    >>> cumla.mla_decode(q, kv_cache, block_table, kv_lens).out.shape
+    (1, 1, 16, 512)
     causal = checked_flag("causal", causal)
     operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
     scale = checked_scale(softmax_scale, SCALE)
@@ -279,10 +287,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((2, 1, 16, 576), np.float16)
-    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
     >>> plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
     >>> plan.update(np.array([100, 7], np.int32))
