@@ -39,7 +39,7 @@ from cumla.indexer.arguments import (
     logits_output,
     pages_of,
 )
-from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.device import checked_sm_count, require_hopper
 from cumla.launch.indexer.paged_mqa_logits import (
     PagedMQAArguments,
     paged_mqa_logits_launch,
@@ -360,10 +360,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         """
         numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
         shape = _checked_shape(numbers, per_row_lens)
-        if sm_count is None:
-            sm_count = properties(current_device()).sm_count
-        checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
-        return plan_bytes(PagedMQAKey(*shape, sm_count))
+        return plan_bytes(PagedMQAKey(*shape, checked_sm_count(sm_count)))
 
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device, and keep the lengths there.

@@ -21,6 +21,7 @@ from cumla.core.arguments import (
     check_layout,
     checked_flag,
     checked_int,
+    checked_max_kv_len,
     checked_scale,
     dtype_name,
     number_of,
@@ -40,7 +41,7 @@ from cumla.core.paged import (
     refuse_value,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.device import checked_sm_count, require_hopper
 from cumla.launch.mha.attention import (
     MOST_TENSOR_COLUMNS,
     PIECE_BLOCKS,
@@ -771,9 +772,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         """
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         shape = _checked_shape(batch, total_tokens, heads, 64, None, ("bfloat16", None))
-        if sm_count is None:
-            sm_count = properties(current_device()).sm_count
-        sm_count = checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
+        sm_count = checked_sm_count(sm_count)
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         key = _key(batch, shape, False, False, 0, sm_count, cuts)
         forms: tuple[dict[str, Any], ...] = (
@@ -937,19 +936,8 @@ def _checked_shape(
 
 def _checked_cuts(batch: int, batch_invariant: Any, max_kv_len: Any) -> tuple[bool, int, int]:
     """Check how a plan's requests are cut."""
-    if not checked_flag("batch_invariant", batch_invariant):
-        if max_kv_len is not None:
-            raise ValueError(
-                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
-                f"any length; leave it out"
-            )
-        return _NO_CUTS
-    if max_kv_len is None:
-        raise ValueError(
-            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
-            "serve, got None; pass it, it sizes the plan's buffer"
-        )
-    return _cuts(batch, checked_int("max_kv_len", max_kv_len, "nothing to plan for"))
+    most = checked_max_kv_len(checked_flag("batch_invariant", batch_invariant), max_kv_len)
+    return _cuts(batch, most) if most else _NO_CUTS
 
 
 def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:

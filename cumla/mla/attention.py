@@ -22,6 +22,7 @@ from cumla.core.paged import (
     not_one_form,
 )
 from cumla.core.state import AttentionState
+from cumla.launch.device import checked_sm_count
 from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
@@ -29,7 +30,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of, sm_count_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
