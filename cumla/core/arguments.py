@@ -286,7 +286,9 @@ def as_number(name: str, value: Any) -> float:
     """Return a factor that is a Python or NumPy number as a float."""
     # A float alone is told without asking an ABC.
     if not isinstance(value, (float, Real)) or isinstance(value, bool):
-        way_out = "pass float(...) of it once (an array on a GPU would have to be waited for)"
+        way_out = "pass float(...) of it"
+        if hasattr(value, "shape"):
+            way_out += " once (an array on a GPU would have to be waited for)"
         raise _wrong_option(name, "a Python or NumPy number", value, way_out)
     return float(value)
 

@@ -250,9 +250,6 @@ def _checked_options(
     factors: tuple[float | None, float | None],
 ) -> _Options:
     causal = checked_flag("causal", causal)
-    for name, number in (("softcap", softcap), ("softmax_scale", softmax_scale)):
-        if isinstance(number, (bool, np.bool_)):
-            raise TypeError(f"{name}: needs a number, got bool; pass one, or leave it out")
     cap = 0.0 if softcap is None else as_number("softcap", softcap)
     if not (cap == 0.0 and softcap is None) and not 1e-3 <= cap <= 1e6:
         raise ValueError(

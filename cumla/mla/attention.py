@@ -115,7 +115,6 @@ def mla_attention(
     Offsets and page numbers are taken on trust; the check mode, ``CUMLA_CHECK=1``, looks at them.
 
     What :func:`cumla.mla_decode` says of CUDA graphs holds here, too.
-    """
 
     Examples
     --------
@@ -124,6 +123,7 @@ def mla_attention(
     >>> table, lens, qo_indptr = np.int32([[0, 1], [2, 3]]), np.int32([100, 7]), np.int32([0, 1, 5])
     >>> cumla.mla_attention(q, kv_cache, table, lens, qo_indptr=qo_indptr).out.shape
     (5, 16, 512)
+    """
     causal = checked_flag("causal", causal)
     check_one_form(block_table, kv_indptr, kv_indices)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)

@@ -295,6 +295,8 @@ class DSAPlan:
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
         """
         chosen = self.indices if indices is None else indices
+        if chosen is None and self._lengths is None:
+            chosen = self._chosen  # never updated, as the plan that attends will say
         if chosen is None:
             raise ValueError(
                 "indices: needs a selection of this step, got none since plan.update; call "

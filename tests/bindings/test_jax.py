@@ -543,10 +543,10 @@ def test_tensors_of_another_framework() -> None:
     torch = pytest.importorskip("torch")
     arrays, _ = divided(DECODE.make())
     lengths = torch.from_numpy(np.array(arrays.pop("kv_lens")))
-    with refused(
-        TypeError, "kv_lens: needs an array of JAX or NumPy beside traced ones, got torch"
-    ):
-        jax.jit(functools.partial(cumla.mla_decode, kv_lens=lengths))(**arrays)
+    for given, got in ((lengths, "torch"), ([1, 2], "builtins.list; make one with jax")):
+        message = f"kv_lens: needs an array of JAX or NumPy beside traced ones, got {got}"
+        with refused(TypeError, message):
+            jax.jit(functools.partial(cumla.mla_decode, kv_lens=given))(**arrays)
 
 
 @every_append
