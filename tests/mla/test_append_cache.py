@@ -271,7 +271,6 @@ ROTATING = [
         )
         for s in ((9, 32), (64,), (9, 2, 32))
     ),
-    wrong_type("cos_sin", (aligned((9, 32)),) * 2, "one array, got 2 of them; join the two along"),
     wrong_type("q_pe", aligned((5, 3, 64), F32), "kv_cache's dtype bfloat16, got float32; convert"),
     *(
         wrong(
@@ -289,6 +288,7 @@ ROTATING = [
     ),
     *badly_laid_out("cos_sin", aligned((9, 64), F32)),
     *badly_laid_out("cos_sin", aligned((9, 64))),
+    wrong_type("cos_sin", (aligned((9, 32)),) * 2, "one array, got 2 of them; join the two along"),
     *(
         refusal
         for name in ("q_pe", "q_pe_out")
