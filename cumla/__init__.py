@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw CUDA kernels for Multi-head Latent Attention on NVIDIA Hopper.
+"""Raw CUDA attention kernels for NVIDIA Hopper: MLA, MHA and GQA, sparse attention, its indexer.
 
 Arrays of CuPy, PyTorch, JAX and NumPy go in and come out; kernels are compiled when first used.
 Importing this package touches no GPU; NumPy is loaded with the first name that computes.

@@ -57,10 +57,9 @@ class MissingDependencyError(CumlaError, ImportError):
 
     Parameters
     ----------
-    problem : str
-        What is wrong with the installation, without a full stop. The two install commands are
-        added to it.
+    problem, install : str
+        What is wrong, without a full stop, and what to do: by default the commands for a GPU.
     """
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}; {_INSTALL}")
+    def __init__(self, problem: str, install: str = _INSTALL) -> None:
+        super().__init__(f"{problem}; {install}")

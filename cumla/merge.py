@@ -85,6 +85,13 @@ def merge_attention_states(
     One launch merges 60 partial results and reads each once. More are merged by further launches,
     which hand a float32 result on in memory of the caller's allocator; CuPy's serves no stream that
     is being captured.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> out, lse = np.ones((1, 1, 8), np.float32), np.zeros((1, 1), np.float32)
+    >>> cumla.merge_attention_states([out, 3 * out], [lse, lse]).out[0, 0].tolist()
+    [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
     """
     inputs = {**_named("outs", outs), **_named("lses", lses)}
     options = _checked_log2(lse_base)

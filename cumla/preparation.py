@@ -69,7 +69,8 @@ def prepare(
 
     Examples
     --------
-    >>> cumla.prepare(plan, cumla.append_mla_cache)  # doctest: +SKIP
+    >>> import numpy as np, cumla
+    >>> cumla.prepare(cumla.MLADecodePlan(4, 1, 16, like=np.zeros(1)))
     """
     check_device_number(device)
     names = ", ".join(f"cumla.{function.__name__}" for function in _KERNELS)

@@ -37,7 +37,14 @@ from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from cumla.errors import MissingDependencyError
+
+try:
+    import torch
+except ImportError as error:
+    problem = f"torch: cumla.torch needs PyTorch ({error})"
+    raise MissingDependencyError(problem, "pip install torch, or cumla[torch]") from error
+
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import _register_namedtuple
@@ -46,7 +53,7 @@ import cumla
 from cumla.core._dlpack import ArrayView
 from cumla.core.arguments import check_dtype, check_output, check_workspace, checked_flag
 from cumla.core.arrays import WORKSPACE, open_call
-from cumla.core.frameworks import Framework, Traced, framework_of_type
+from cumla.core.frameworks import NO_DSA_PLAN, Framework, Traced, framework_of_type
 from cumla.core.operation import Ready, Scheduled, checked_outputs, pack, run_on_cpu
 
 if TYPE_CHECKING:
@@ -391,7 +398,8 @@ class _WithoutMemory(Framework):
 def _traced(name: str, tensor: Any) -> Traced:
     return Traced(
         f"{name}: needs a tensor with memory, got a {type(tensor).__name__}; cumla's functions can "
-        f"be traced, but not its plans: call torch.ops.cumla.<function>_schedule and _attend",
+        f"be traced, but not its plans: call torch.ops.cumla.<function>_schedule and _attend; "
+        f"{NO_DSA_PLAN}",
         __name__,
     )
 

@@ -53,4 +53,7 @@ def current_device() -> int:
     try:
         return int(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
-        raise UnsupportedDeviceError(f"{NEEDED}, but no GPU can be used ({error})") from error
+        raise UnsupportedDeviceError(
+            f"{NEEDED}, but no GPU can be used ({error}); without one pass sm_count= to "
+            f"workspace_bytes, or like= an array on the CPU to a plan"
+        ) from error

@@ -242,6 +242,23 @@ def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
     return value
 
 
+def checked_max_kv_len(batch_invariant: bool, max_kv_len: object) -> int:
+    """Return the longest request of a plan; 0 where nothing depends on it."""
+    if not batch_invariant:
+        if max_kv_len is not None:
+            raise ValueError(
+                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
+                f"any length; leave it out"
+            )
+        return 0
+    if max_kv_len is None:
+        raise ValueError(
+            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
+            "serve, got None; pass it, it sizes the plan's buffer"
+        )
+    return checked_int("max_kv_len", max_kv_len, "nothing to plan for")
+
+
 def dtype_name(dtype: Any) -> Any:
     """Name a dtype of any framework; what is none, and names, are returned for their checks."""
     if dtype is None or isinstance(dtype, str):
@@ -269,7 +286,9 @@ def as_number(name: str, value: Any) -> float:
     """Return a factor that is a Python or NumPy number as a float."""
     # A float alone is told without asking an ABC.
     if not isinstance(value, (float, Real)) or isinstance(value, bool):
-        way_out = "pass float(...) of it once (an array on a GPU would have to be waited for)"
+        way_out = "pass float(...) of it"
+        if hasattr(value, "shape"):
+            way_out += " once (an array on a GPU would have to be waited for)"
         raise _wrong_option(name, "a Python or NumPy number", value, way_out)
     return float(value)
 

@@ -29,9 +29,11 @@ _FLOAT8 = "float8_"  # how the names of one-byte floats begin
 _SUSPECT = 1 << 40
 _MAKE_ONE = "torch.tensor, cupy.asarray, jax.numpy.asarray or numpy.asarray"
 _DISABLE = (
-    "import cumla.torch, which takes cumla's functions, but no plans, into graphs, or put the call "
-    "into a function of its own under @torch.compiler.disable"
+    "import cumla.torch, which takes cumla's functions into graphs, and in place of plans "
+    "torch.ops.cumla.<function>_schedule and _attend, or put the call into a function of its own "
+    "under @torch.compiler.disable"
 )
+NO_DSA_PLAN = "in place of DSAPlan call paged_mqa_logits, top_k and mla_sparse_decode"
 _OUTSIDE = "call cumla outside the traced function"
 
 
@@ -188,7 +190,7 @@ class _Torch(Allocator):
             else:
                 there, way_out = array.device, "move it with .to('cuda')"
                 if there.type == "meta":
-                    way_out = "it has no memory: make one on the GPU, and fill it"
+                    way_out = "it has no memory: make one there, and fill it"
                 raise ValueError(
                     f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
                     f"{way_out}"
@@ -387,17 +389,24 @@ class _Jax(Framework):
             self.binding = "cumla.jax"
 
     def device(self, name: str, array: Any) -> int | None:
+        self.check_numbers(name, array)
+        self.check_memory(name, array)
+        devices = len(array.sharding.device_set)
+        if devices > 1:
+            how, way_out = "sharded", f"call once a shard ({name}.addressable_shards[i].data)"
+            if array.sharding.is_fully_replicated:
+                how, way_out = "replicated", f"pass one copy ({name}.addressable_shards[0].data)"
+            raise _sharded(name, f"one that is {how} over {devices}", way_out)
+        return super().device(name, array)
+
+    @staticmethod
+    def check_numbers(name: str, array: Any) -> None:
+        """Refuse random keys."""
         if not isinstance(array.dtype, np.dtype):
             raise TypeError(
                 f"{name}: needs an array of numbers, got JAX's {array.dtype}; pass the numbers of "
                 f"a key, jax.random.key_data({name}), if they are meant"
             )
-        self.check_memory(name, array)
-        devices = len(array.sharding.device_set)
-        if devices > 1:
-            way_out = f"call once a shard ({name}.addressable_shards[i].data)"
-            raise _sharded(name, f"one that is sharded over {devices}", way_out)
-        return super().device(name, array)
 
     @staticmethod
     def check_memory(name: str, array: Any) -> None:
@@ -501,7 +510,8 @@ def recognise(name: str, array: object) -> Framework:
         if "Tracer" in parents:
             raise Traced(
                 f"{name}: needs an array with memory, got a JAX tracer ({kind.__name__}); use "
-                f"cumla.jax inside jax.jit, where plans and functions that write in place differ",
+                f"cumla.jax inside jax.jit, where plans and functions that write in place differ; "
+                f"{NO_DSA_PLAN}",
                 "cumla.jax",
             )
         framework = jax_framework()
@@ -518,7 +528,9 @@ def recognise(name: str, array: object) -> Framework:
 def _no_array(name: str, array: object) -> TypeError:
     kind = type(array)
     got, way_out = f"{kind.__module__}.{kind.__qualname__}", f"make one with {_MAKE_ONE}"
-    if isinstance(array, (list, tuple)):
+    if isinstance(array, tuple) and hasattr(array, "_fields"):
+        way_out = f"pass one array of it, such as .{array._fields[0]}"
+    elif isinstance(array, (list, tuple)):
         got += f" of {len(array)}"
     elif _is_instance(array, "torch.fx", "Proxy") or kind.__name__ == "ShapeDtypeStruct":
         way_out = f"it has no memory: {_OUTSIDE}"

@@ -77,8 +77,7 @@ class Shard:
     --------
     >>> import numpy as np
     >>> from cumla.distributed import Shard
-    >>> kv_lens = np.array([130, 5], np.int32)
-    >>> block_table = np.array([[0, 0, 1], [2, 1, 3]], np.int32)
+    >>> kv_lens, block_table = np.int32([130, 5]), np.int32([[0, 0, 1], [2, 1, 3]])
     >>> for rank in range(2):
     ...     pages = Shard(rank, 2, page_size=64).pages(kv_lens, block_table)
     ...     print(pages.block_table.tolist(), pages.kv_lens.tolist())

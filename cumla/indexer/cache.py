@@ -77,6 +77,12 @@ def append_indexer_cache(
     ------
     TypeError, ValueError, CumlaError
         As :func:`cumla.mla_decode`; a cache of JAX's.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> kv_cache = np.zeros((4, 64, 132), np.uint8)
+    >>> cumla.append_indexer_cache(np.ones((2, 128), np.float16), kv_cache, np.array([5, 64]))
     """
     power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
     caches = parts("kv_cache", kv_cache, ("values", "scales"))

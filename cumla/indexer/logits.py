@@ -102,6 +102,14 @@ def mqa_logits(
     Formula: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention",
     section 1. The products are summed by the tensor cores, all else in float32: the same call gives
     the same bits.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q, kv = (cumla.quantize_fp8(np.ones(n, np.float32)) for n in ((2, 8, 128), (5, 128)))
+    >>> ks, ke = np.array([0, 0], np.int32), np.array([4, 5], np.int32)
+    >>> cumla.mqa_logits(q.values, kv, q.scale, ks, ke).shape
+    (2, 5)
     """
     dtype = checked_logits_dtype(logits_dtype)
     width = 0

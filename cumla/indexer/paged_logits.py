@@ -39,7 +39,7 @@ from cumla.indexer.arguments import (
     logits_output,
     pages_of,
 )
-from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.device import checked_sm_count, require_hopper
 from cumla.launch.indexer.paged_mqa_logits import (
     PagedMQAArguments,
     paged_mqa_logits_launch,
@@ -130,6 +130,14 @@ def paged_mqa_logits(
     Notes
     -----
     A CUDA graph holds the addresses of the inputs and of `out`, and keeps none of them alive.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q, scale = cumla.quantize_fp8(np.ones((2, 1, 8, 128), np.float32))
+    >>> kv, table, lens = np.zeros((4, 64, 132), np.uint8), np.int32([[0], [2]]), np.int32([9, 7])
+    >>> cumla.paged_mqa_logits(q, kv, scale[:, 0], table, lens, max_kv_len=64).shape
+    (2, 64)
     """
     width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
     options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
@@ -262,15 +270,12 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
+    >>> import numpy as np, cumla
     >>> q = cumla.quantize_fp8(np.ones((2, 1, 64, 128), np.float32)).values
-    >>> kv_cache = np.zeros((4, 64, 1, 132), np.uint8)
-    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
-    >>> kv_lens = np.array([100, 7], np.int32)
+    >>> kv_cache, weights = np.zeros((4, 64, 132), np.uint8), np.ones((2, 64), np.float32)
+    >>> block_table, kv_lens = np.array([[0, 1], [2, 3]], np.int32), np.array([100, 7], np.int32)
     >>> plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, block_table, kv_lens)
     >>> plan.update(kv_lens)
-    >>> weights = np.ones((2, 64), np.float32)
     >>> for layer in range(3):
     ...     logits = plan.run(q, kv_cache, weights, block_table, max_kv_len=128)
     >>> logits.shape
@@ -355,10 +360,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         """
         numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
         shape = _checked_shape(numbers, per_row_lens)
-        if sm_count is None:
-            sm_count = properties(current_device()).sm_count
-        checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
-        return plan_bytes(PagedMQAKey(*shape, sm_count))
+        return plan_bytes(PagedMQAKey(*shape, checked_sm_count(sm_count)))
 
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device, and keep the lengths there.

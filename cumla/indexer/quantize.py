@@ -72,6 +72,12 @@ def quantize_fp8(
     -----
     Infinities count as the largest float32; NaN becomes the NaN 0x7f and changes nothing else in
     its row. Scales are positive, finite and normal, also those of rows of zeros.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> cumla.quantize_fp8(np.full((3, 128), 896, np.float32)).scale.tolist()
+    [2.0, 2.0, 2.0]
     """
     options = checked_flag("power_of_two_scales", power_of_two_scales)
     outputs = {"out": out, "scale_out": scale_out}

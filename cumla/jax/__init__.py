@@ -16,9 +16,8 @@ from cumla.errors import MissingDependencyError
 try:
     from jax import ffi as _ffi  # noqa: F401
 except ImportError as error:
-    raise MissingDependencyError(
-        f"jax: cumla.jax needs JAX 0.5 or later, with jax.ffi ({error}); pip install 'jax>=0.5'"
-    ) from error
+    problem = f"jax: cumla.jax needs JAX 0.5 or later, with jax.ffi ({error})"
+    raise MissingDependencyError(problem, "pip install jax, or cumla[jax]") from error
 
 from cumla.jax.caches import append_indexer_cache, append_kv_cache, append_mla_cache
 from cumla.jax.call import run as run

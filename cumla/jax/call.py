@@ -281,20 +281,17 @@ def as_array(name: str, array: Any) -> Any:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             _FRAMEWORK.check_memory(name, array)
         return jax.numpy.asarray(array)
-    framework_of(name, array)  # the error of what is no array
+    if type(array) not in (list, tuple):
+        framework_of(name, array)  # the error of what is no array
     raise TypeError(
         f"{name}: needs an array of JAX or NumPy beside traced ones, got "
-        f"{type(array).__module__}.{type(array).__qualname__}; convert it"
+        f"{type(array).__module__}.{type(array).__qualname__}; make one with jax.numpy.asarray"
     )
 
 
 def buffer_of(name: str, array: Any) -> Buffer:
     """Describe an array, or a `jax.ShapeDtypeStruct`; `TypeError` where XLA has no fixed shape."""
-    if not isinstance(array.dtype, np.dtype):
-        raise TypeError(
-            f"{name}: needs an array of numbers, got JAX's {array.dtype}; pass the numbers of a "
-            f"key, jax.random.key_data({name}), if they are meant"
-        )
+    _FRAMEWORK.check_numbers(name, array)
     if not all(isinstance(size, int) for size in array.shape):
         raise TypeError(
             f"{name}: needs sizes that are known while tracing, got {array.shape}; export a "

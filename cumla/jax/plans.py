@@ -193,26 +193,26 @@ class MLADecodePlan(_Front, decode.MLADecodePlan, _Value[Any]):  # type: ignore[
 class MLAAttentionPlan(_Front, mla_attention.MLAAttentionPlan, _Value[Any]):  # type: ignore[misc]
     """Schedule of :func:`cumla.mla_attention` as a value.
 
-    To :class:`cumla.MLAAttentionPlan` as :class:`MLADecodePlan` is to its namesake.
+    To :class:`cumla.MLAAttentionPlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """
 
 
 class MLASparsePlan(_Front, mla_sparse.MLASparsePlan, _Value[Any]):  # type: ignore[misc]
     """Schedule of :func:`cumla.mla_sparse_decode` and its relatives as a value.
 
-    To :class:`cumla.MLASparsePlan` as :class:`MLADecodePlan` is to its namesake.
+    To :class:`cumla.MLASparsePlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """
 
 
 class AttentionPlan(_Front, mha_attention.AttentionPlan, _Value[Any]):  # type: ignore[misc]
     """Schedule of :func:`cumla.attention` as a value.
 
-    To :class:`cumla.AttentionPlan` as :class:`MLADecodePlan` is to its namesake.
+    To :class:`cumla.AttentionPlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """
 
 
 class PagedMQALogitsPlan(_Front, paged_logits.PagedMQALogitsPlan, _Value[Any]):  # type: ignore[misc]
     """Schedule of :func:`cumla.paged_mqa_logits` as a value.
 
-    To :class:`cumla.PagedMQALogitsPlan` as :class:`MLADecodePlan` is to its namesake.
+    To :class:`cumla.PagedMQALogitsPlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """

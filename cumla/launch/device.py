@@ -12,10 +12,12 @@ from importlib import import_module
 from typing import Any
 
 from cumla.core._cupy import NEEDED, current_device, import_cupy, installed_cupy
+from cumla.core.arguments import checked_int
 from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
 __all__ = [
     "DeviceProperties",
+    "checked_sm_count",
     "current_device",
     "import_cupy",
     "import_driver",
@@ -87,3 +89,10 @@ def require_hopper(ordinal: int) -> DeviceProperties:
             f"arrays in CPU memory are computed by cumla.reference on any machine"
         )
     return found
+
+
+def checked_sm_count(sm_count: int | None) -> int:
+    """Check a number of multiprocessors; None asks the current GPU."""
+    if sm_count is None:
+        sm_count = properties(current_device()).sm_count
+    return checked_int("sm_count", sm_count, "leave it out to ask the current GPU")

@@ -21,6 +21,7 @@ from cumla.core.arguments import (
     check_layout,
     checked_flag,
     checked_int,
+    checked_max_kv_len,
     checked_scale,
     dtype_name,
     number_of,
@@ -40,7 +41,7 @@ from cumla.core.paged import (
     refuse_value,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.device import checked_sm_count, require_hopper
 from cumla.launch.mha.attention import (
     MOST_TENSOR_COLUMNS,
     PIECE_BLOCKS,
@@ -166,7 +167,8 @@ def attention(
         num_kv_heads)``; the kernel reads it, and it may change between the replays of a graph. 1 by
         default.
     kv_layout : str
-        ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
+        ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``. The
+        shape does not tell them apart: with the wrong one results are wrong without an error.
     out, lse : array, optional
         Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and
         ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)`` float32.
@@ -203,14 +205,10 @@ def attention(
     --------
     >>> import numpy as np, cumla
     >>> q = np.ones((5, 8, 64), np.float16)  # 1 and 4 new tokens
-    >>> k_cache = v_cache = np.ones((4, 16, 2, 64), np.float16)
-    >>> out, lse = cumla.attention(
-    ...     q, k_cache, v_cache,
-    ...     kv_lens=np.array([20, 4], np.int32), qo_indptr=np.array([0, 1, 5], np.int32),
-    ...     block_table=np.array([[0, 1], [3, 0]], np.int32),
-    ... )
-    >>> out.shape, lse.shape
-    ((5, 8, 64), (5, 8))
+    >>> k = v = np.ones((4, 16, 2, 64), np.float16)
+    >>> lens, qo_indptr, table = np.int32([20, 4]), np.int32([0, 1, 5]), np.int32([[0, 1], [3, 0]])
+    >>> cumla.attention(q, k, v, kv_lens=lens, qo_indptr=qo_indptr, block_table=table).out.shape
+    (5, 8, 64)
     """
     numbers = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
     options = _checked_options(causal, window, softcap, softmax_scale, kv_layout, numbers)
@@ -252,9 +250,6 @@ def _checked_options(
     factors: tuple[float | None, float | None],
 ) -> _Options:
     causal = checked_flag("causal", causal)
-    for name, number in (("softcap", softcap), ("softmax_scale", softmax_scale)):
-        if isinstance(number, (bool, np.bool_)):
-            raise TypeError(f"{name}: needs a number, got bool; pass one, or leave it out")
     cap = 0.0 if softcap is None else as_number("softcap", softcap)
     if not (cap == 0.0 and softcap is None) and not 1e-3 <= cap <= 1e6:
         raise ValueError(
@@ -645,12 +640,11 @@ class AttentionPlan(TableOrList[MHAKey]):
     >>> import numpy as np, cumla
     >>> q = np.ones((5, 8, 64), np.float16)  # 1 and 4 new tokens
     >>> k = v = np.ones((4, 16, 2, 64), np.float16)
-    >>> block_table = np.array([[0, 1], [3, 0]], np.int32)
-    >>> qo_indptr = np.array([0, 1, 5], np.int32)
+    >>> table, qo_indptr = np.array([[0, 1], [3, 0]], np.int32), np.array([0, 1, 5], np.int32)
     >>> plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=qo_indptr)
     >>> plan.update(np.array([20, 4], np.int32), qo_indptr=qo_indptr)
     >>> for layer in range(3):
-    ...     out, lse = plan.run(q, k, v, block_table)
+    ...     out, lse = plan.run(q, k, v, table)
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """
@@ -775,9 +769,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         """
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         shape = _checked_shape(batch, total_tokens, heads, 64, None, ("bfloat16", None))
-        if sm_count is None:
-            sm_count = properties(current_device()).sm_count
-        sm_count = checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
+        sm_count = checked_sm_count(sm_count)
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         key = _key(batch, shape, False, False, 0, sm_count, cuts)
         forms: tuple[dict[str, Any], ...] = (
@@ -941,19 +933,8 @@ def _checked_shape(
 
 def _checked_cuts(batch: int, batch_invariant: Any, max_kv_len: Any) -> tuple[bool, int, int]:
     """Check how a plan's requests are cut."""
-    if not checked_flag("batch_invariant", batch_invariant):
-        if max_kv_len is not None:
-            raise ValueError(
-                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
-                f"any length; leave it out"
-            )
-        return _NO_CUTS
-    if max_kv_len is None:
-        raise ValueError(
-            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
-            "serve, got None; pass it, it sizes the plan's buffer"
-        )
-    return _cuts(batch, checked_int("max_kv_len", max_kv_len, "nothing to plan for"))
+    most = checked_max_kv_len(checked_flag("batch_invariant", batch_invariant), max_kv_len)
+    return _cuts(batch, most) if most else _NO_CUTS
 
 
 def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:

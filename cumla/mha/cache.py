@@ -117,18 +117,11 @@ def append_kv_cache(
     kv_lens : array, optional
         ``(batch,)`` int32: tokens of each request, the new ones included. Beside slot_mapping it
         tells the positions for the rotation, unless `positions` does.
-    block_table : array, optional
-        ``(batch, max_pages)`` int32: page numbers of each request.
-    kv_indices, kv_indptr : array, optional
-        ``(entries,)`` and ``(batch + 1,)`` int32, instead of block_table: the page numbers of
-        request i are ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``.
+    block_table, kv_indices, kv_indptr : array, optional
+        As in :func:`append_mla_cache`.
     cos_sin : array or pair of arrays, optional
-        ``(max_position, rotary_dim)`` float32, bfloat16 or float16: the cosines of all pairs of
-        columns, then their sines; or ``(cos, sin)``, each ``(max_position, rotary_dim / 2)``, any
-        strides. A table freqs_cis ``(max_position, rotary_dim / 2, 2)`` is passed as
-        ``(freqs_cis[..., 0], freqs_cis[..., 1])``. rotary_dim is a multiple of 16, at most
-        head_dim; the other columns are copied. With c and s the j-th of them, pair j becomes
-        ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
+        ``(max_position, rotary_dim)``, the cosines, then the sines, or a pair ``(cos, sin)``, as in
+        :func:`apply_rope`, which has the formula. The other columns are copied.
     interleaved : bool
         Pair j is columns 2 j and 2 j + 1 (GPT-J); if False, j and ``j + rotary_dim / 2`` (GPT-NeoX,
         Llama, Qwen). :func:`append_mla_cache` has the other default, as DeepSeek's models do.
@@ -171,11 +164,8 @@ def append_kv_cache(
     >>> import numpy as np, cumla
     >>> k = v = np.ones((2, 4, 64), np.float16)
     >>> k_cache, v_cache = np.zeros((2, 8, 16, 4, 64), np.float16)
-    >>> cumla.append_kv_cache(
-    ...     k, v, k_cache, v_cache,
-    ...     kv_lens=np.array([3, 4], np.int32), qo_indptr=np.array([0, 1, 2], np.int32),
-    ...     block_table=np.array([[5], [2]], np.int32),
-    ... )
+    >>> given = {"qo_indptr": np.int32([0, 1, 2]), "block_table": np.int32([[5], [2]])}
+    >>> cumla.append_kv_cache(k, v, k_cache, v_cache, kv_lens=np.int32([3, 4]), **given)
     >>> np.argwhere(k_cache[..., 0, 0]).tolist()
     [[2, 3], [5, 2]]
     """

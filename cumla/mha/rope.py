@@ -102,6 +102,8 @@ def apply_rope(
     interleaved = checked_flag("interleaved", interleaved)
     rotary_offset = checked_int("rotary_offset", rotary_offset, "pass the first column", 0)
     table = parts("cos_sin", cos_sin, ("cosines", "sines"))
+    if q is None:
+        raise TypeError("q: needs an array, got None; pass keys alone as q, with k=None")
     keys = {} if k is None else {"k": k}
     outputs = {"q_out": q_out}
     if k is not None:

@@ -219,10 +219,11 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
         )
     for name, view in others:
         if view.dtype != query.dtype and allowed[name] == (query.dtype,):
-            raise TypeError(
-                f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
-                f"them"
-            )
+            need, way_out = f"{first}'s dtype {query.dtype}", "convert one of them"
+            if name == cache and (view.dtype == "int8" or view.dtype.startswith("float8")):
+                need += f", or {' or '.join(E4M3)}"
+                way_out = "convert it, or pass .view(uint8) of e4m3 bits"
+            raise TypeError(f"{name}: needs {need}, got {view.dtype}; {way_out}")
         check_dtype(name, view.dtype, allowed[name])
 
 
@@ -332,5 +333,6 @@ def _check_heads(num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads: needs a multiple of num_kv_heads, got {num_heads} query heads and "
-            f"{num_kv_heads} kv heads; pad the query heads"
+            f"{num_kv_heads} kv heads; pad the query heads, or check the axes of kv_cache: "
+            f"(num_pages, page_size, num_kv_heads, {HEAD_DIM})"
         )

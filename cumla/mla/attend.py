@@ -6,13 +6,13 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cumla.core.arguments import bind, checked_int, checked_scale, number_of
+from cumla.core.arguments import bind, checked_scale, number_of
 from cumla.core.arrays import open_call
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
-from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.device import require_hopper
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, MLAAttentionKey, MLADecodeKey
@@ -170,11 +170,3 @@ class MLAPlan(Plan[K], Generic[K]):
 def sm_count_of(device: int | None) -> int:
     """Count the multiprocessors of a GPU that can run the kernels; 0 for the CPU."""
     return 0 if device is None else require_hopper(device).sm_count
-
-
-def checked_sm_count(sm_count: int | None) -> int:
-    """Check a number of multiprocessors; None asks the current GPU."""
-    if sm_count is None:
-        sm_count = properties(current_device()).sm_count
-    checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
-    return sm_count

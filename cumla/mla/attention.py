@@ -22,6 +22,7 @@ from cumla.core.paged import (
     not_one_form,
 )
 from cumla.core.state import AttentionState
+from cumla.launch.device import checked_sm_count
 from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
@@ -29,7 +30,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of, sm_count_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
@@ -114,6 +115,14 @@ def mla_attention(
     Offsets and page numbers are taken on trust; the check mode, ``CUMLA_CHECK=1``, looks at them.
 
     What :func:`cumla.mla_decode` says of CUDA graphs holds here, too.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((5, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
+    >>> table, lens, qo_indptr = np.int32([[0, 1], [2, 3]]), np.int32([100, 7]), np.int32([0, 1, 5])
+    >>> cumla.mla_attention(q, kv_cache, table, lens, qo_indptr=qo_indptr).out.shape
+    (5, 16, 512)
     """
     causal = checked_flag("causal", causal)
     check_one_form(block_table, kv_indptr, kv_indices)
@@ -188,12 +197,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((5, 16, 576), np.float16)  # 1 and 4 query tokens
-    >>> kv_cache = np.ones((4, 64, 576), np.float16)
-    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
-    >>> qo_indptr = np.array([0, 1, 5], np.int32)
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((5, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
+    >>> block_table, qo_indptr = np.int32([[0, 1], [2, 3]]), np.int32([0, 1, 5])
     >>> plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr)
     >>> plan.update(np.array([100, 7], np.int32), qo_indptr=qo_indptr)
     >>> for layer in range(3):

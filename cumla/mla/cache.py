@@ -143,6 +143,9 @@ def append_mla_cache(
     >>> bool((out == 1).all())
     True
     """
+    if isinstance(cos_sin, (tuple, list)):
+        got = f"{len(cos_sin)} of them"
+        raise TypeError(f"cos_sin: needs one array, got {got}; join the two along the last axis")
     interleaved = checked_flag("interleaved", interleaved)
     number = None if kv_scale is None else number_of("kv_scale", kv_scale)
     optional = {

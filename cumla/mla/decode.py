@@ -14,7 +14,7 @@ from cumla.core.arguments import (
     bind,
     check_device_number,
     checked_flag,
-    checked_int,
+    checked_max_kv_len,
     checked_scale,
     number_of,
 )
@@ -30,6 +30,7 @@ from cumla.core.paged import (
     refuse_value,
 )
 from cumla.core.state import AttentionState
+from cumla.launch.device import checked_sm_count
 from cumla.launch.mla.choice import attend_launch, decode_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLADecodeKey
@@ -43,7 +44,7 @@ from cumla.mla.arguments import (
     checked_shape,
     named,
 )
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of, sm_count_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
@@ -167,6 +168,14 @@ def mla_decode(
 
     A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
     none of them alive: keep arrays and plan as long as the graph is replayed.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((1, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
+    >>> block_table, kv_lens = np.array([[2, 0]], np.int32), np.array([100], np.int32)
+    >>> cumla.mla_decode(q, kv_cache, block_table, kv_lens).out.shape
+    (1, 1, 16, 512)
     """
     causal = checked_flag("causal", causal)
     operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
@@ -279,10 +288,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((2, 1, 16, 576), np.float16)
-    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
     >>> plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
     >>> plan.update(np.array([100, 7], np.int32))
@@ -320,7 +327,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         shape = checked_shape(numbers, num_heads, num_kv_heads, page_size, dtype)
         causal = checked_flag("causal", causal)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
-        max_blocks = _checked_max_blocks(batch_invariant, max_kv_len)
+        max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
         modes = (batch_invariant, max_blocks, self._variant, cache)
@@ -391,7 +398,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         shape = checked_shape({"batch": batch, "q_len": q_len}, num_heads, num_kv_heads)
         cache = checked_cache_dtype(cache_dtype)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
-        max_blocks = _checked_max_blocks(batch_invariant, max_kv_len)
+        max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         modes = (batch_invariant, max_blocks, None, cache)
         return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
 
@@ -481,20 +488,3 @@ def _key(
             f"columns of block_table, or fewer requests at once"
         )
     return key
-
-
-def _checked_max_blocks(batch_invariant: bool, max_kv_len: Any) -> int:
-    """Return the most KV blocks of a request of a plan; 0 where nothing depends on them."""
-    if not batch_invariant:
-        if max_kv_len is not None:
-            raise ValueError(
-                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
-                f"any length; leave it out"
-            )
-        return 0
-    if max_kv_len is None:
-        raise ValueError(
-            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
-            "serve, got None; pass it, it sizes the plan's buffer"
-        )
-    return -(-checked_int("max_kv_len", max_kv_len, "nothing to plan for") // BLOCK_TOKENS)

@@ -50,9 +50,9 @@ def merge_attention_states(
 
     Examples
     --------
-    >>> import numpy as np
+    >>> import numpy as np, cumla
     >>> out, lse = np.ones((1, 1, 2)), np.zeros((1, 1))
-    >>> merge_attention_states([out, 3 * out], [lse, lse]).out
+    >>> cumla.reference.merge_attention_states([out, 3 * out], [lse, lse]).out
     array([[[2., 2.]]])
     """
     outs, lses = list(outs), list(lses)

@@ -138,13 +138,10 @@ class DSAPlan:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((2, 1, 16, 576), np.float16)
-    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> index_q = cumla.quantize_fp8(np.ones((2, 1, 8, 128), np.float32)).values
-    >>> index_cache = np.zeros((4, 64, 1, 132), np.uint8)
-    >>> weights = np.ones((2, 8), np.float32)
+    >>> index_cache, weights = np.zeros((4, 64, 132), np.uint8), np.ones((2, 8), np.float32)
     >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
     >>> plan = cumla.DSAPlan(q, kv_cache, index_q, index_cache, block_table, topk=32)
     >>> plan.update(np.array([100, 7], np.int32))
@@ -294,6 +291,8 @@ class DSAPlan:
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
         """
         chosen = self.indices if indices is None else indices
+        if chosen is None and self._lengths is None:
+            chosen = self._chosen  # never updated, as the plan that attends will say
         if chosen is None:
             raise ValueError(
                 "indices: needs a selection of this step, got none since plan.update; call "

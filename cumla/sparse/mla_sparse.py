@@ -19,12 +19,13 @@ from cumla.core.operation import run
 from cumla.core.paged import check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
+from cumla.launch.device import checked_sm_count
 from cumla.launch.merge_states import merge_spec
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.launch.sparse.shape import V4, MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
-from cumla.mla.attend import SCALE, checked_sm_count, sm_count_of
+from cumla.mla.attend import SCALE, sm_count_of
 from cumla.mla.fp8_caches import FP8
 from cumla.sparse.arguments import (
     TOKEN_AXES,
@@ -173,14 +174,12 @@ def mla_sparse_decode(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
+    >>> import numpy as np, cumla
     >>> q = np.ones((1, 2, 16, 576), np.float16)  # two tokens of one request
     >>> kv_cache = np.ones((4, 64, 576), np.float16)
     >>> indices = np.array([[[200, 3, -1, 70], [201, 3, 0, 70]]], np.int32)
-    >>> out, lse = cumla.mla_sparse_decode(q, kv_cache, indices)
-    >>> out.shape, lse.shape
-    ((1, 2, 16, 512), (1, 16, 2))
+    >>> cumla.mla_sparse_decode(q, kv_cache, indices).out.shape
+    (1, 2, 16, 512)
     """
     lengths = topk_length, extra_topk_length
     extra = extra_kv_cache, extra_indices
@@ -251,14 +250,11 @@ def mla_sparse_attention(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((3, 16, 576), np.float16)
-    >>> kv = np.ones((100, 576), np.float16)
+    >>> import numpy as np, cumla
+    >>> q, kv = np.ones((3, 16, 576), np.float16), np.ones((100, 576), np.float16)
     >>> indices = np.array([[0, -1], [1, 0], [2, 1]], np.int32)
-    >>> out, lse = cumla.mla_sparse_attention(q, kv, indices)
-    >>> out.shape, lse.shape
-    ((3, 16, 512), (3, 16))
+    >>> cumla.mla_sparse_attention(q, kv, indices).out.shape
+    (3, 16, 512)
     """
     lengths = topk_length, extra_topk_length
     extra = extra_kv_cache, extra_indices
@@ -329,10 +325,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
-    >>> q = np.ones((2, 1, 16, 576), np.float16)
-    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> import numpy as np, cumla
+    >>> q, kv_cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> indices = np.array([[[200, 3, -1, 70]], [[7, 0, 0, 0]]], np.int32)
     >>> plan = cumla.MLASparsePlan.from_arrays(q, kv_cache, indices)
     >>> plan.update(np.array([4, 1], np.int32))

@@ -121,8 +121,7 @@ def top_k(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cumla
+    >>> import numpy as np, cumla
     >>> scores = np.array([[3, 1, 4, 1, 5], [2, 7, 1, 8, 2]], np.float32)
     >>> cumla.top_k(scores, 2).indices
     array([[2, 4],

@@ -185,6 +185,13 @@ def test_numbers_and_flags(check: Any, value: Any, expected: Any) -> None:
         assert (got, type(got)) == (expected, type(expected))
 
 
+def test_only_an_array_is_told_of_a_gpu() -> None:
+    with pytest.raises(TypeError, match=r"got str; pass float\(\.\.\.\) of it$"):
+        as_number("n", "a")
+    with pytest.raises(TypeError, match=r"got ndarray; .* once \(an array on a GPU"):
+        as_number("n", np.ones(1))
+
+
 def test_scales_at_the_ends_keep_scores_in_float32() -> None:
     """Ordinary 16-bit inputs, up to the outliers of 1e4 on every column, stay finite and normal."""
     for scale in (1e-20, 1e6):

@@ -159,8 +159,9 @@ def test_torch_compile(torch: Any) -> None:
     """Of the whole graph it is Dynamo's error, with our text in it; else it is ours."""
     x = torch.ones(3, 128)
     way_out = (
-        r"import cumla\.torch, which takes cumla's functions, but no plans, into graphs, or put "
-        r"the call into a function of its own under @torch\.compiler\.disable"
+        r"import cumla\.torch, which takes cumla's functions into graphs, and in place of plans "
+        r"torch\.ops\.cumla\.<function>_schedule and _attend, or put the call into a function of "
+        r"its own under @torch\.compiler\.disable"
     )
     with pytest.raises(Exception, match=f"cumla runs eagerly .*; {way_out}") as caught:
         torch.compile(scales_of, backend="eager", fullgraph=True)(x)
@@ -225,6 +226,13 @@ def test_a_list_is_no_array(value: Any) -> None:
     message = rf"^t: needs an array .*, got builtins\.{kind} of {length}; make one with torch\.tens"
     with pytest.raises(TypeError, match=message):
         open_call((("q", np.zeros(3)), ("t", value)))
+
+
+def test_a_whole_result_is_no_array() -> None:
+    rows = cumla.quantize_fp8(np.ones((2, 8, 32), np.float32))
+    for given, field in ((rows, "values"), (cumla.top_k(rows.scale, 2), "indices")):
+        with pytest.raises(TypeError, match=rf"^q: .*; pass one array of it, such as \.{field}$"):
+            open_call((("q", given),))
 
 
 def test_parts() -> None:

@@ -210,10 +210,12 @@ place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
 q = jax.device_put(jax.numpy.zeros((2, 1, 16, 576), "bfloat16"), place)
 kv_cache = jax.numpy.zeros((6, 64, 1, 576), "bfloat16")
 table, lengths = jax.numpy.zeros((2, 3), "int32"), jax.numpy.zeros(2, "int32")
-try:
-    cumla.mla_decode(q, kv_cache, table, lengths)
-except ValueError as error:
-    print(error)
+everywhere = jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+for several in (q, everywhere):
+    try:
+        cumla.mla_decode(several, kv_cache, table, lengths)
+    except ValueError as error:
+        print(error)
 print(cumla.mla_decode(q.addressable_shards[0].data, kv_cache, table[:1], lengths[:1]).out.shape)
 """
 
@@ -231,7 +233,10 @@ def test_sharded_jax_arrays() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    message, shape = result.stdout.splitlines()
+    message, replicated, shape = result.stdout.splitlines()
+    assert replicated.endswith(
+        "got one that is replicated over 2; pass one copy (q.addressable_shards[0].data)"
+    )
     assert message.startswith("q: needs an array on one device, got one that is sharded over 2; ")
     assert "q.addressable_shards[i].data" in message
     assert shape == "(1, 1, 16, 512)"

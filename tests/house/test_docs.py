@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if DOCS / "history" not in path.parents)
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
+SOURCES = [path for path in (ROOT / "cumla").rglob("*.py") if ">>> " in path.read_text("utf-8")]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TESTED_ELSEWHERE = ("context_parallel_jax",)
 RESULTS, PEERS = ROOT / "records/h200.json", ROOT / "records/h200-peers.json"
@@ -76,6 +78,26 @@ def test_the_check_mode_finds_what_its_page_says(capsys: pytest.CaptureFixture[s
 def test_example_runs(example: Path) -> None:
     pytest.importorskip("jax" if "jax" in example.stem else "torch")
     runpy.run_path(str(example), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_examples_of_docstrings_run(path: Path) -> None:
+    """As in help(): an example imports what it uses."""
+    if path.parent.name == "cli":
+        pytest.skip("nothing public")
+    for framework in re.findall(r">>> import.*\b(jax|torch)\b", path.read_text("utf-8")):
+        pytest.importorskip(framework)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    for test in doctest.DocTestFinder().find(module, extraglobs={}):
+        test.globs = {}
+        assert doctest.DocTestRunner().run(test).failed == 0, test.name
+
+
+def test_public_functions_and_plans_have_examples() -> None:
+    for name in cumla.__all__:
+        if not name.endswith(("Error", "State", "Rows", "Result")):
+            assert ">>> " in getattr(cumla, name).__doc__, name
 
 
 def test_every_public_name_has_a_page() -> None:

@@ -53,6 +53,20 @@ def test_import_brings_no_framework(arguments: tuple[str, ...], numpy: bool) -> 
     assert not packages & FRAMEWORKS
 
 
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_a_binding_without_its_framework(name: str) -> None:
+    code = f"""
+import sys, cumla
+sys.modules[{name!r}] = None
+try:
+    import cumla.{name}
+except cumla.MissingDependencyError as error:
+    print(error)
+"""
+    said = python("-c", code).stdout
+    assert re.match(rf"{name}: .*; pip install {name}, or cumla\[{name}\]$", said)
+
+
 def test_names_that_are_loaded_late() -> None:
     assert set(cumla.__all__) | {"reference"} <= set(dir(cumla))
     loaded = (

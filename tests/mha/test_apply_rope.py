@@ -40,6 +40,7 @@ F16, F32 = np.float16, np.float32
         *badly_laid_out("k", aligned((5, 2, 64))),
         *badly_laid_out("q_out", aligned((5, 4, 64))),
         Refusal({"k": None, "k_out": aligned((5, 2, 64))}, ValueError, "k: needed with k_out"),
+        wrong_type("q", None, "an array, got None; pass keys alone as q, with k=None"),
         wrong_type("positions", None, "an array of"),
         wrong_type("positions", np.zeros(5, F32), "int32 or int64, got float32; convert"),
         wrong("positions", np.zeros(4, int), "shape (tokens,) with tokens 5, got (4,); reshape"),

@@ -66,8 +66,8 @@ PAGED = [
     ),
     wrong("k_scale", 2.0, "an e4m3 cache, got bfloat16; leave it out"),
     wrong_type("v_scale", True, "a number, or a float32 array, got bool; convert"),
-    wrong_type("softcap", True, "a number, got bool; pass one, or leave it out"),
-    wrong_type("softmax_scale", np.bool_(1), "a number, got bool; pass one, or leave it out"),
+    wrong_type("softcap", True, "a Python or NumPy number, got bool; pass float("),
+    wrong_type("softmax_scale", np.bool_(1), "a Python or NumPy number, got bool; pass float("),
     wrong_type("batch_invariant", 1, "True or False, got int"),
     *(
         wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... {shape}; {way}")

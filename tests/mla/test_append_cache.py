@@ -286,6 +286,7 @@ ROTATING = [
     ),
     *badly_laid_out("cos_sin", aligned((9, 64), F32)),
     *badly_laid_out("cos_sin", aligned((9, 64))),
+    wrong_type("cos_sin", (aligned((9, 32)),) * 2, "one array, got 2 of them; join the two along"),
     *(
         refusal
         for name in ("q_pe", "q_pe_out")

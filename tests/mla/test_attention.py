@@ -97,7 +97,7 @@ REFUSED = [
         wrong("qo_indptr", i32(*shape), f"shape (batch + 1,) ... got {shape}; give")
         for shape in ((0,), (3, 1), ())
     ),
-    Refusal({"kv_cache": zeros(6, 64, 3, 576)}, ValueError, "num_heads: needs a multiple of num_"),
+    Refusal({"kv_cache": zeros(6, 64, 3, 576)}, ValueError, "num_heads: ... axes of kv_cache"),
     *badly_laid_out("q", zeros(*Q)),
     *badly_laid_out("kv_cache", zeros(*CACHE)),
     *badly_laid_out("out", zeros(*OUT)),

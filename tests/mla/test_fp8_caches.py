@@ -168,7 +168,10 @@ CACHES = [
     wrong_type("kv_cache[1]", cache_of(BF16, E4M3), "q's dtype bfloat16, got float8_e4m3fn"),
     wrong_type("kv_cache[2]", cache_of(E4M3, BF16, BF16), "float32, got bfloat16; convert"),
     wrong_type("kv_cache[2]", cache_of(BF16, BF16, F32), "kv_cache[0] of ... got bfloat16; leave"),
-    wrong_type("kv_cache", aligned((6, 64, 1, 576), np.int8), "q's dtype bfloat16, got int8"),
+    wrong_type(
+        *("kv_cache", aligned((6, 64, 1, 576), np.int8)),
+        "q's dtype bfloat16, or float8_e4m3fn or uint8, got int8; convert it, or pass .view(uint8)",
+    ),
     *(
         wrong(name, cache, f"the first axes of kv_cache[0], (6, 64, 1), got {got}; pass both parts")
         for name, cache, got in (

@@ -62,8 +62,8 @@ def quantize_fp8(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> values, scale = quantize_fp8(np.array([[448, -1], [224, 3]], np.float32))
+    >>> import numpy as np, cumla
+    >>> values, scale = cumla.reference.quantize_fp8(np.array([[448, -1], [224, 3]], np.float32))
     >>> scale
     array([1. , 0.5], dtype=float32)
     >>> values.astype(int)

@@ -64,12 +64,12 @@ accumulate
 
     Examples
     --------
-    >>> import numpy as np
+    >>> import numpy as np, cumla
     >>> rng = np.random.default_rng(0)
     >>> q, kv_cache = rng.normal(size=(1, 1, 16, 576)), rng.normal(size=(4, 64, 576))
-    >>> out, lse = mla_sparse_decode(q, kv_cache, np.array([[[200, 3, -1, 70]]], np.int32))
-    >>> out.shape, lse.shape
-    ((1, 1, 16, 512), (1, 16, 1))
+    >>> indices = np.array([[[200, 3, -1, 70]]], np.int32)
+    >>> cumla.reference.mla_sparse_decode(q, kv_cache, indices).out.shape
+    (1, 1, 16, 512)
     """
     parts = (q,) if isinstance(q, np.ndarray) else q
     batch, q_len, num_heads, _ = parts[0].shape

@@ -82,8 +82,8 @@ def top_k(
 
     Examples
     --------
-    >>> import numpy as np
-    >>> top_k(np.array([[3, 1, 4, 1, 5]], np.float32), 2).indices
+    >>> import numpy as np, cumla
+    >>> cumla.reference.top_k(np.array([[3, 1, 4, 1, 5]], np.float32), 2).indices
     array([[2, 4]], dtype=int32)
     """
     rows, width = scores.shape
