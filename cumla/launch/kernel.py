@@ -14,7 +14,7 @@ from cumla.core.operation import Address, Operation
 from cumla.errors import CumlaError
 from cumla.launch.device import import_driver, require_hopper
 from cumla.launch.module import load
-from cumla.launch.tensor_map import TensorMap
+from cumla.launch.tensor_map import TensorMap, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,22 +117,27 @@ def _offsets(layout: str) -> tuple[int, ...]:
 class Template:
     """A launch with its kernel loaded and its parameters packed, but for some addresses."""
 
-    __slots__ = ("_cluster", "_grid", "_kernel", "_packed", "_relocations")
+    __slots__ = ("_cluster", "_fields", "_grid", "_kernel", "_packed")
 
     def __init__(self, kernel: LoadedKernel, launch: Launch) -> None:
         self._kernel = kernel
         self._grid = launch.grid
         self._cluster = launch.cluster
         self._packed = launch.pack()
-        self._relocations = launch.relocations()
+        self._fields = [
+            (offset, argument, addend, tensor_map, tensor_map and tensor_map.address_at())
+            for offset, argument, addend, tensor_map in launch.relocations()
+        ]
 
     def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
         """Complete the parameters with the addresses of the arguments that the relocations name."""
         parameters = _buffer_type(len(self._packed)).from_buffer_copy(self._packed)
-        for offset, argument, addend, tensor_map in self._relocations:
+        for offset, argument, addend, tensor_map, within in self._fields:
             address = addresses[argument] + addend
             if tensor_map is None:
                 _pack_address(parameters, offset, address)
+            elif within is not None and is_plain(address):  # the rest of the descriptor is packed
+                _pack_address(parameters, offset + within, address)
             else:
                 encoded = tensor_map._replace(ptr=address).encode()
                 parameters[offset : offset + len(encoded)] = encoded

@@ -30,14 +30,23 @@ class TensorMap(NamedTuple):
         depends on it, other addresses are put there without the driver.
         """
         around = _around_address(self._replace(ptr=0))
-        if around is None or self.ptr & ~_PROBED:
+        if around is None or not is_plain(self.ptr):
             return _encoded(self)
         before, after = around
         return before + self.ptr.to_bytes(8, "little") + after
 
+    def address_at(self) -> int | None:
+        """Tell where a descriptor of this layout holds a plain address, in bytes, if it does."""
+        around = _around_address(self._replace(ptr=0))
+        return None if around is None else len(around[0])
+
 
 _PROBES = 0x2AAAAAAAAAA0, 0x555555555550  # addresses that have no bit in common
-_PROBED = _PROBES[0] | _PROBES[1]
+
+
+def is_plain(address: int) -> bool:
+    """Whether an address has no bits but those of which it is known how descriptors hold them."""
+    return not address & ~(_PROBES[0] | _PROBES[1])
 
 
 @lru_cache(maxsize=1024)

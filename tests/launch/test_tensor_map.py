@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from cumla.core.operation import Address
 from cumla.errors import CumlaError
-from cumla.launch import tensor_map
+from cumla.launch import kernel, tensor_map
+from cumla.launch.module import LoadedKernel
+from cumla.launch.source import KernelSpec
 
 PTR = 7 << 40
 
@@ -78,6 +81,30 @@ def test_a_descriptor_that_hides_its_address_is_asked_for(driver: FakeDriver) ->
         got = tensor_map.paged_kv_map(address, *layout).encode()
         assert driver.seen[-1][2] == address
         assert got[77] == address >> 12 & 0xFF
+
+
+@pytest.mark.parametrize(("at", "also_at"), [(0, None), (120, None), (0, 77)])
+def test_templates_hold_the_descriptors_of_new_addresses(
+    at: int,
+    also_at: int | None,
+    driver: FakeDriver,
+    small: KernelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel, "import_driver", lambda: SimpleNamespace(cuLaunchKernelEx=None))
+    monkeypatch.setattr(kernel, "_config", lambda *_: None)
+    driver.address_at, driver.also_at = at, also_at
+    layout = struct.Struct("<q128s")
+    shape = "bfloat16", (70, 64, 1, 576), (73728, 1152, 1152, 2), 64
+    described = tensor_map.paged_kv_map(Address.of("kv_cache", 0, 32), *shape)
+    template = kernel.Template(
+        LoadedKernel(handle=1, spec=small, device=0, owner=None),
+        kernel.Launch(small, (1, 1, 1), layout, (7, described)),
+    )
+    for address in (PTR, PTR + (5 << 12), 1 << 47):
+        parameters, _ = template.at({"kv_cache": address}, 0)._owned
+        wanted = tensor_map.paged_kv_map(address + 32, *shape).encode()
+        assert layout.unpack(parameters) == (7, wanted)
 
 
 @pytest.mark.parametrize(
