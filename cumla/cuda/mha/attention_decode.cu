@@ -660,6 +660,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   }
   if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
   if (p.box_rows == kChunk && threadIdx.x == 32) prefetch_tensor_map(&p.value_map);
+  if (warp == 2) prefetch_plan(p, lane);
   __syncwarp();
   grid_dependency_launch();
   grid_dependency_wait();

@@ -689,6 +689,9 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
     mbarrier_init(shared.begun(), 1);
     fence_mbarrier_init();
   }
+  if (warp == 1) prefetch_plan(p, threadIdx.x % 32);
+  if (!kCopied && (threadIdx.x == 64 || threadIdx.x == 96))
+    prefetch_tensor_map(threadIdx.x == 64 ? &p.key_map : &p.value_map);
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();

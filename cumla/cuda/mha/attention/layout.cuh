@@ -4,6 +4,7 @@
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
@@ -159,6 +160,17 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
   if (entry < 0 || p.block_table == nullptr) return entry < 0 ? -1 : 0;
   const int page = p.block_table[entry];
   return is_page(p, page) ? page : -1;
+}
+
+// Prefetches into L2 what the first loads depend on, one after the other: a CTA its part, all CTAs together the places
+// and the block table, as far as one line a thread goes. That reads nothing: an earlier kernel may still write there.
+// thread: below 32.
+__device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread) {
+  constexpr int kPlaces = 128 / sizeof(TilePlace), kEntries = 128 / sizeof(int);  // of a line
+  const int line = (blockIdx.z * gridDim.y + blockIdx.y + blockIdx.x) * 32 + thread;
+  if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
+  if (line * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + line * kPlaces);
+  if (p.block_table != nullptr && line * kEntries < p.page_entries) prefetch_l2(p.block_table + line * kEntries);
 }
 
 // The request of a tile, where factors are told apart by it: then either q has an axis of requests, or their rows of
