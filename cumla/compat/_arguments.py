@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
+
+from cumla.compat._torch import is_traced
 
 __all__ = ["CallersNames", "check_axes", "check_new_rows", "check_tensors", "refuse"]
 
 
 class CallersNames:
     """A ``with`` block in whose errors arguments have the names that the caller gave them.
+
+    Where ``torch.compile`` may trace, write ``with names():``, which it can enter.
 
     Parameters
     ----------
@@ -30,6 +35,9 @@ class CallersNames:
         self._names = names
         self._pattern = re.compile(rf"(?<![\w.])({any_of_them})(?!\w)")
         self._kind = kind
+
+    def __call__(self) -> Any:
+        return nullcontext() if is_traced() else self
 
     def __enter__(self) -> None:
         return None

@@ -77,7 +77,7 @@ def check_given(**tensors: Any) -> None:
 def check_lists(names: CallersNames, **tensors: Any) -> None:
     """Check that these are tensors of one axis or None; `names` makes the kind of the errors."""
     check_given(**tensors)
-    with names:
+    with names():
         for name, tensor in tensors.items():
             if tensor is not None:
                 form = "batch_size + 1" if name.startswith("cu_") else "batch_size"

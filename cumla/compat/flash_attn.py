@@ -255,7 +255,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
     )
-    with _APPEND:
+    with _APPEND():
         rotation = _rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
         queries = rows_of("q", q, cu_seqlens_q)
         new = _new_rows(k, v, cu_seqlens_k_new, cache_seqlens, rotation)
@@ -267,7 +267,7 @@ def flash_attn_with_kvcache(
             caches = k_cache, v_cache
             q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered, factors)
     lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
-    with _ATTEND:
+    with _ATTEND():
         return attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
 
 
@@ -343,7 +343,7 @@ def flash_attn_varlen_func(
     factors = factors_of(k_descale, v_descale)
     check_lists(_ROWS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     options = options_of(softmax_scale, causal, window_size, softcap) | factors
-    with _ROWS:
+    with _ROWS():
         queries, keys = rows_of("q", q, cu_seqlens_q), rows_of("k", k, cu_seqlens_k)
         lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
         if cu_seqlens_k is None:
@@ -456,7 +456,7 @@ def flash_attn_combine(
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     check_given(out=out)
-    with _COMBINE:
+    with _COMBINE():
         check_axes("out_partial", out_partial, f"num_splits, {Q_AXES}")
         check_axes("lse_partial", lse_partial, "num_splits, batch_size, seqlen_q, num_heads")
         if out is None:

@@ -33,10 +33,11 @@ What carries over from FlashMLA:
 * It is for inference: no gradients flow.
 
 What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
-that only a graph computes. Sparse calls take any number of heads, any topk, 16-bit caches, and
-``topk_length`` beside the format of DeepSeek-V3.2; an index that names no slot counts as absent
-whatever its value is. A second cache (``extra_k_cache``) goes with V4's format alone. Tensors on
-the CPU are computed by `cumla.reference`.
+that only a graph computes. In graphs of torch.compile, after ``import cumla.torch``, each call
+computes its own, from the lengths that it is given. Sparse calls take any number of heads, any
+topk, 16-bit caches, and ``topk_length`` beside the format of DeepSeek-V3.2; an index that names no
+slot counts as absent whatever its value is. A second cache (``extra_k_cache``) goes with V4's
+format alone. Tensors on the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ from cumla.compat._flash_mla_sparse import (
     packed_rows,
     with_sink,
 )
+from cumla.compat._torch import is_traced
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import open_call
-from cumla.mla.decode import MLADecodePlan
+from cumla.mla.decode import MLADecodePlan, mla_decode
 from cumla.mla.shape import HEAD_DIM
-from cumla.sparse.mla_sparse import MLASparsePlan
+from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_decode
 
 if TYPE_CHECKING:
     import torch
@@ -275,6 +277,10 @@ def flash_mla_with_kvcache(
     )
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     shape = _shape_of(q, k_cache, bool(causal))  # FlashMLA takes what is merely true or false
+    if is_traced():  # graphs take no plans
+        arrays = q, k_cache, block_table, cache_seqlens
+        out, lse = mla_decode(*arrays, softmax_scale=scale, causal=shape.causal)
+        return out, lse.masked_fill(lse == -inf, inf)
     _check_first_use(metadata, shape)
 
     def updated() -> MLADecodePlan:
@@ -323,6 +329,10 @@ def _attend_sparsely(
             f"so of a packed cache"
         )
     second, extra_topk = extra.checked(d_qk)
+    if is_traced():
+        second |= {"topk_length": topk_length, "extra_topk_length": extra.extra_topk_length}
+        out, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
+        return _of_flash_mla(out, lse, attn_sink)
     modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
@@ -338,6 +348,11 @@ def _attend_sparsely(
         plan = _updated_plan(metadata, shape, q, updated)
         out, lse = plan.run(q, cache, indices, **second, softmax_scale=softmax_scale)
     metadata._shape = shape
+    return _of_flash_mla(out, lse, attn_sink)
+
+
+def _of_flash_mla(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
+    """Give results with the sinks of out alone, and lse +inf where it was -inf."""
     out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
     return out, per_head.transpose(1, 2)
 

@@ -163,6 +163,7 @@ class Planned(ABC, Generic[P, S]):
     def _ready_plan(self, q: Any) -> P:
         """Return a plan whose schedule serves a run with this query, on the current stream."""
         assert self._shape is not None
+        place = _place(self._q_name, q)
         tokens = q.shape[0]
         made_for = self._shape, tokens
         if self._plan is None or made_for != self._made_for:
@@ -174,7 +175,7 @@ class Planned(ABC, Generic[P, S]):
                 )
             self._plan = self._make(self._shape, tokens, q)
             self._made_for, self._updated_on = made_for, None
-        if self._updated_on != _place(self._q_name, q):
+        if self._updated_on != place:
             self._update()
         return self._plan
 
