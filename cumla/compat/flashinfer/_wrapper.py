@@ -277,10 +277,10 @@ def checked_dtypes(
         raise ValueError(f"q_data_type: needs bfloat16 or float16, got {query}; convert the arrays")
     if cache != query and (name not in fp8_beside or name_of(cache) != "float8_e4m3fn"):
         fp8 = f", or float8_e4m3fn beside {' or '.join(fp8_beside)}" if fp8_beside else ""
-        raise ValueError(
-            f"kv_data_type: needs q_data_type, {query}{fp8}, got {cache}; keep the cache in that, "
-            f"or import the wrapper from flashinfer"
-        )
+        way_out = "keep the cache in that, or import the wrapper from flashinfer"
+        if name_of(cache) in ("bfloat16", "float16"):
+            way_out = f"pass q_data_type={cache}, if the queries are that, too"
+        raise ValueError(f"kv_data_type: needs q_data_type, {query}{fp8}, got {cache}; {way_out}")
     if output not in (None, query):
         raise ValueError(
             f"{output_name}: needs q_data_type, {query}, got {output}; leave it out, and pass out= "

@@ -83,7 +83,10 @@ def top_k(
     _check_tie_break(tie_break)
     with _CALLERS():
         if k > input.shape[-1]:
-            raise ValueError(f"k: needs at most the {input.shape[-1]} columns of input, got {k}")
+            raise ValueError(
+                f"k: needs at most the {input.shape[-1]} columns of input, got {k}; pass "
+                f"min(k, input.shape[-1]), or call cumla.top_k, which puts -1 after the last one"
+            )
         too_many = sorted and k > MOST_SORTED
         found = select(input, k, values=True, sorted=sorted and not too_many)
     values, indices = found.values, found.indices.long()
