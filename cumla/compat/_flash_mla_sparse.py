@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
 from cumla.compat._torch import import_torch, is_traced
 from cumla.core.arguments import check_dtype, checked_scale
 from cumla.core.arrays import from_numpy, to_numpy
@@ -155,10 +155,13 @@ def flash_mla_sparse_fwd(
 
     Raises
     ------
+    NotImplementedError
+        q or kv requires a gradient while gradients are recorded.
     TypeError, ValueError, CumlaError
         As :func:`cumla.mla_sparse_attention`.
     """
     check_tensors(q=q, kv=kv, indices=indices)
+    refuse_gradients(q=q, kv=kv)
     check_axes("q", q, "s_q, h_q, d_qk")
     check_axes("kv", kv, "s_kv, 1, d_qk")
     check_axes("indices", indices, "s_q, 1, topk")

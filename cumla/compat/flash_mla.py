@@ -79,6 +79,10 @@ __all__ = [
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
 _ONLY_V4 = "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone"
+_TWO_CALLS = (
+    "attend to each cache with cumla's own functions, and merge the results by "
+    "cumla.merge_attention_states"
+)
 _UPDATES = (  # of the check mode
     "call plan.update(kv_lens) after each change of the lengths",
     "call plan.update(topk_length) after each change of the lengths",
@@ -89,6 +93,7 @@ _NAMES = CallersNames(
         "kv_lens": "cache_seqlens",
         "extra_kv_cache": "extra_k_cache",
         "extra_indices": "extra_indices_in_kvcache",
+        "that the plan was updated with": "of the metadata object's first call",
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     }
 )
@@ -222,8 +227,8 @@ def flash_mla_with_kvcache(
         ``(heads_q,)``, float32, with indices: out is scaled by ``exp(lse) / (exp(lse) +
         exp(attn_sink))``.
     topk_length : torch.Tensor, optional
-        ``(batch,)``, int32, with indices: entries of each list. Only the first call with a metadata
-        object reads them.
+        ``(batch,)``, or ``(batch, seq_q)`` unlike in FlashMLA, int32, with indices: entries of each
+        list. Only the first call with a metadata object reads them.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length : torch.Tensor, optional
         With a k_cache of 584 bytes per row, a second one, ``(num_blocks, page_size, 1, 584)`` with
         pages of its own size; lists of its slots, ``(batch, seq_q, extra_topk)`` int32; and their
@@ -252,7 +257,7 @@ def flash_mla_with_kvcache(
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
     extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     if indices is None or not is_fp8_kvcache:
-        refuse(_ONLY_V4, **extra._asdict())
+        refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
@@ -269,12 +274,10 @@ def flash_mla_with_kvcache(
             topk_length,
             extra,
         )
-    refuse(
-        "belongs to sparse attention, whose calls have indices",
-        is_fp8_kvcache=is_fp8_kvcache or None,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-    )
+    why = "belongs to sparse attention, whose calls have indices"
+    dense = "pass indices, or call cumla.mla_decode, which takes FP8 caches and their scales"
+    refuse(why, NotImplementedError, dense, is_fp8_kvcache=is_fp8_kvcache or None)
+    refuse(why, attn_sink=attn_sink, topk_length=topk_length)
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     shape = _shape_of(q, k_cache, bool(causal))  # FlashMLA takes what is merely true or false
     if is_traced():  # graphs take no plans
@@ -321,7 +324,7 @@ def _attend_sparsely(
     check_sink(q, attn_sink)
     batch, seq_q, heads_q, d_qk = q.shape
     if d_qk == HEAD_DIM:
-        refuse(_ONLY_V4, **extra._asdict())
+        refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
     cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
     if not is_fp8 and k_cache.dtype != q.dtype:
         raise TypeError(
@@ -393,6 +396,13 @@ def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
             f"k_cache: needs q's dtype {q.dtype}, got {k_cache.dtype}; cumla.mla_decode itself "
             f"takes FP8 caches and their scales"
         )
+    for name, tensor in {"q": q, "k_cache": k_cache}.items():
+        if tensor.shape[-1] != HEAD_DIM:
+            raise ValueError(
+                f"{name}: needs {HEAD_DIM} columns, {_VALUE_DIM} latent ones and those of RoPE, "
+                f"got shape {tuple(tensor.shape)}; where they lie apart, call cumla.mla_decode "
+                f"with pairs; 512 columns in all, as in DeepSeek-V4, go with indices"
+            )
     kv_heads = heads_k[0] if heads_k else 1
     mask = causal and seq_q > 1
     return _Shape(batch, seq_q, heads_q, page_size, kv_heads, q.dtype, mask, q.device)

@@ -88,6 +88,7 @@ _16_BITS = ("auto", "bfloat16", "float16")
 _FP8 = ("fp8", "fp8_e4m3")
 _ATTEND = CallersNames(
     {
+        "k (kv_layout)": "k",
         "kv_lens": "seqused_k",
         "qo_indptr": "cu_seqlens_q",
         "kv_indptr": "cu_seqlens_k",
