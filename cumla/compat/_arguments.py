@@ -5,13 +5,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
-__all__ = ["CallersNames", "check_axes", "check_new_rows", "check_tensors", "refuse"]
+from cumla.compat._torch import import_torch, is_traced
+
+__all__ = [
+    "CallersNames",
+    "check_axes",
+    "check_new_rows",
+    "check_tensors",
+    "refuse",
+    "refuse_gradients",
+]
 
 
 class CallersNames:
     """A ``with`` block in whose errors arguments have the names that the caller gave them.
+
+    Where ``torch.compile`` may trace, write ``with names():``, which it can enter.
 
     Parameters
     ----------
@@ -31,6 +43,9 @@ class CallersNames:
         self._pattern = re.compile(rf"(?<![\w.])({any_of_them})(?!\w)")
         self._kind = kind
 
+    def __call__(self) -> Any:
+        return nullcontext() if is_traced() else self
+
     def __enter__(self) -> None:
         return None
 
@@ -46,7 +61,12 @@ def check_tensors(**tensors: Any) -> None:
         if not hasattr(tensor, "new_empty"):
             kind = type(tensor)
             way_out = "pass a tensor"
-            if isinstance(tensor, (list, tuple)):
+            if isinstance(tensor, (list, tuple)) and any(hasattr(p, "new_empty") for p in tensor):
+                way_out += (
+                    ", such as torch.cat(..., dim=-1) of parts, or call cumla's own functions, "
+                    "which take parts where they lie apart"
+                )
+            elif isinstance(tensor, (list, tuple)):
                 way_out += (
                     ", such as torch.tensor(..., dtype=torch.int32) of lengths or page numbers"
                 )
@@ -76,8 +96,25 @@ def check_new_rows(**pairs: tuple[Any, Any]) -> None:
             raise TypeError(f"{name}: needs the cache's dtype {need}, got {got}; convert it")
 
 
-def refuse(why: str, kind: type[Exception] = NotImplementedError, **arguments: object) -> None:
+def refuse(
+    why: str,
+    kind: type[Exception] = NotImplementedError,
+    way_out: str = "leave it out",
+    /,
+    **arguments: object,
+) -> None:
     """Refuse what is given of arguments that stand for what cumla does not have."""
     for name, value in arguments.items():
         if value is not None:
-            raise kind(f"{name}: {why}; leave it out")
+            raise kind(f"{name}: {why}; {way_out}")
+
+
+def refuse_gradients(**tensors: Any) -> None:
+    """Refuse tensors that require a gradient, while gradients are recorded; None is no tensor."""
+    if import_torch().is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise NotImplementedError(
+                    f"{name}: requires a gradient, and cumla has no backward pass; call this under "
+                    f"torch.no_grad(), or pass {name}.detach()"
+                )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
 from cumla.compat._torch import import_torch, positions_of
 from cumla.core.arguments import checked_flag
 from cumla.mha.attention import attention
@@ -65,6 +65,12 @@ class Rows(NamedTuple):
 def refuse_missing(reasons: Mapping[str, str], **arguments: object) -> None:
     """Refuse what is given of arguments of what cumla does not have; `reasons` say the way out."""
     for name, value in arguments.items():
+        if name in ("qv", "seqused_q") and isinstance(value, (bool, float)):
+            raise TypeError(
+                f"{name}: needs a tensor, got {value}; the order is FlashAttention-3's, without "
+                f"FlashAttention-2's dropout_p before softmax_scale: pass softmax_scale and causal "
+                f"by name"
+            )
         if value is not None:
             raise NotImplementedError(f"{name}: {reasons[name]}")
 
@@ -77,7 +83,7 @@ def check_given(**tensors: Any) -> None:
 def check_lists(names: CallersNames, **tensors: Any) -> None:
     """Check that these are tensors of one axis or None; `names` makes the kind of the errors."""
     check_given(**tensors)
-    with names:
+    with names():
         for name, tensor in tensors.items():
             if tensor is not None:
                 form = "batch_size + 1" if name.startswith("cu_") else "batch_size"
@@ -87,7 +93,6 @@ def check_lists(names: CallersNames, **tensors: Any) -> None:
 def check_rows(**tensors: Any) -> None:
     """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
     check_given(**tensors)
-    is_recorded = import_torch().is_grad_enabled()
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -100,11 +105,7 @@ def check_rows(**tensors: Any) -> None:
                 f"{name}: cumla.attention takes up to {_MOST_COLUMNS} columns of a head, got "
                 f"{tensor.shape[-1]}; for a latent cache call cumla.mla_decode"
             )
-        if is_recorded and tensor.requires_grad:
-            raise NotImplementedError(
-                f"{name}: requires a gradient, and cumla has no backward pass; call this under "
-                f"torch.no_grad(), or pass {name}.detach()"
-            )
+    refuse_gradients(**tensors)
 
 
 def factors_of(k_descale: Any, v_descale: Any) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
-from cumla.compat._torch import import_torch
-from cumla.core.arguments import Array, bind, checked_scale
-from cumla.core.arrays import from_numpy, open_call, to_numpy
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
+from cumla.compat._torch import import_torch, is_traced
+from cumla.core.arguments import check_dtype, checked_scale
+from cumla.core.arrays import from_numpy, to_numpy
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
 from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.mla_sparse import mla_sparse_attention
@@ -87,9 +87,17 @@ def check_sink(q: Any, attn_sink: Any) -> None:
     if attn_sink is None:
         return
     check_tensors(attn_sink=attn_sink)
-    views = open_call((("q", q), ("attn_sink", attn_sink))).views
-    table = {"attn_sink": Array("heads_q", ("float32",))}
-    bind(table, {"attn_sink": views[1]}, {"heads_q": q.shape[-2]})
+    check_dtype("attn_sink", str(attn_sink.dtype).removeprefix("torch."), ("float32",))
+    heads, shape = q.shape[-2], tuple(attn_sink.shape)
+    if shape != (heads,):
+        raise ValueError(
+            f"attn_sink: needs shape (heads_q,) with heads_q {heads}, got {shape}; reshape it"
+        )
+    if attn_sink.device != q.device:
+        raise ValueError(
+            f"attn_sink: needs a tensor on {q.device}, as q, got one on {attn_sink.device}; move "
+            f"it there"
+        )
 
 
 def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
@@ -140,16 +148,20 @@ def flash_mla_sparse_fwd(
         ``(s_q, h_q, 512)``, q's dtype. 0 where nothing is named.
     max_logits : torch.Tensor or None
         ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On the
-        CPU alone: no kernel of cumla computes it, and on the GPU it is None.
+        CPU alone: no kernel of cumla computes it, and on the GPU and in graphs of torch.compile it
+        is None.
     lse : torch.Tensor
         ``(s_q, h_q)``, float32, natural logarithm. +inf where nothing is named.
 
     Raises
     ------
+    NotImplementedError
+        q or kv requires a gradient while gradients are recorded.
     TypeError, ValueError, CumlaError
         As :func:`cumla.mla_sparse_attention`.
     """
     check_tensors(q=q, kv=kv, indices=indices)
+    refuse_gradients(q=q, kv=kv)
     check_axes("q", q, "s_q, h_q, d_qk")
     check_axes("kv", kv, "s_kv, 1, d_qk")
     check_axes("indices", indices, "s_q, 1, topk")
@@ -160,13 +172,13 @@ def flash_mla_sparse_fwd(
             f"kv: needs one kv head, got shape {tuple(kv.shape)}; pass the heads one by one"
         )
     check_sink(q, attn_sink)
-    with _NAMES:
+    with _NAMES():
         scale = checked_scale(sm_scale, 1.0)
         out, lse = mla_sparse_attention(
             q, kv, indices, topk_length=topk_length, softmax_scale=scale
         )
     max_logits = None
-    if not q.is_cuda:
+    if not q.is_cuda and not is_traced():
         arrays = {"q": q, "kv": kv, "indices": indices}
         lengths = None if topk_length is None else to_numpy("topk_length", topk_length)
         host = [to_numpy(name, tensor) for name, tensor in arrays.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["import_torch", "positions_of"]
+__all__ = ["import_torch", "is_traced", "positions_of"]
 
 
 def import_torch() -> Any:
@@ -18,6 +18,11 @@ def import_torch() -> Any:
             "install torch, or call cumla's own functions, which take arrays of NumPy, CuPy and JAX"
         ) from error
     return torch
+
+
+def is_traced() -> bool:
+    """Whether torch.compile or torch.export is tracing the call."""
+    return bool(import_torch().compiler.is_compiling())
 
 
 def positions_of(offsets: Any, first: Any, tokens: int, step: int = 1) -> Any:

@@ -22,7 +22,9 @@ What carries over from DeepGEMM:
   inside the cache, but their results are undefined.
 * The rows of the logits begin at multiples of 1024 bytes: ``logits.stride(0)`` is larger than the
   number of columns.
-* Calls can be captured into a CUDA graph, once the kernels are loaded.
+* Calls can be captured into a CUDA graph, once the kernels are loaded. Graphs of torch.compile take
+  the logits, after ``import cumla.torch``: there rows are not padded, and paged logits compute
+  their schedule in the call, so that the metadata may be any.
 * It is for inference: no gradients flow.
 
 What differs: more shapes are taken (8, 16, 32 or 64 heads, pages of 16, 32, 64 or 128 tokens, up to
@@ -42,7 +44,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._torch import is_traced
 from cumla.core.arguments import INT32, Array, bind, checked_int
+from cumla.core.frameworks import eager_only
 from cumla.core.operation import Operation, Output, run
 from cumla.errors import CumlaError, UnsupportedDeviceError
 from cumla.indexer.arguments import checked_logits_dtype, checked_pair
@@ -53,6 +57,7 @@ from cumla.indexer.paged_logits import (
     checked_kv_lens,
     checked_paged,
     named,
+    paged_mqa_logits,
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.indexer.indexer_shape import MOST_TOKENS
@@ -201,7 +206,10 @@ def fp8_fp4_mqa_logits(
     check_axes("kv[0]", keys, "seq_len_kv, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_int("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
-    with _NAMES:
+    out = None
+    if not is_traced():  # a graph makes it without padding
+        out = _padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype)
+    with _NAMES():
         logits: torch.Tensor = mqa_logits(
             queries,
             kv,
@@ -210,11 +218,13 @@ def fp8_fp4_mqa_logits(
             cu_seq_len_k_end,
             max_kv_len=width or None,
             clean=bool(clean_logits),
-            out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
+            logits_dtype=dtype,
+            out=out,
         )
     return logits
 
 
+@eager_only
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: None = None
 ) -> torch.Tensor:
@@ -335,8 +345,14 @@ def fp8_fp4_paged_mqa_logits(
     check_axes("q", queries, "batch, next_n, num_heads, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_int("max_context_len", max_context_len, "there is nothing to write")
+    if is_traced():  # graphs compute the schedule in the call
+        arrays = queries, kv_cache, weights, block_table, context_lens
+        traced: torch.Tensor = paged_mqa_logits(
+            *arrays, max_kv_len=width, clean=bool(clean_logits), logits_dtype=dtype
+        )
+        return traced
     out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
-    with _NAMES:
+    with _NAMES():
         inputs = named(queries, kv_cache, weights, block_table)
         inputs |= {"kv_lens": context_lens, "schedule_meta": schedule_meta}
         run(_SCORES, inputs, {"out": out}, (width, dtype, bool(clean_logits)))

@@ -100,6 +100,7 @@ _OF_NEW_ROWS = {
     "positions": "rotary_seqlens",
 }
 _OF_CACHES = {
+    "k (kv_layout)": "k_cache",
     "k": "k_cache",
     "v": "v_cache",
     "kv_lens": "cache_seqlens",
@@ -109,6 +110,7 @@ _OF_CACHES = {
     "v_scale": "v_descale",
 }
 _OF_ROWS = {
+    "k (kv_layout)": "k",
     "kv_lens": "seqused_k",
     "qo_indptr": "cu_seqlens_q",
     "kv_indptr": "cu_seqlens_k",
@@ -116,13 +118,10 @@ _OF_ROWS = {
     "k_scale": "k_descale",
     "v_scale": "v_descale",
 }
-_APPEND, _ATTEND, _ROWS = (
-    CallersNames({**names, "block_table": table}, RuntimeError)
-    for names, table in (
-        (_OF_NEW_ROWS, "page_table or cache_batch_idx"),
-        (_OF_CACHES, "page_table or cache_batch_idx"),
-        (_OF_ROWS, "k"),
-    )
+_ROWS = CallersNames({**_OF_ROWS, "block_table": "k"}, RuntimeError)
+_BY_PAGES, _BY_ROWS = (  # of appending, and of attending
+    [CallersNames({**n, "block_table": table}, RuntimeError) for n in (_OF_NEW_ROWS, _OF_CACHES)]
+    for table in ("page_table", "cache_batch_idx")
 )
 _COMBINE = CallersNames(
     {"outs": "out_partial", "outs[0]": "out_partial", "lses": "lse_partial"}, RuntimeError
@@ -243,19 +242,20 @@ def flash_attn_with_kvcache(
         attention_chunk=attention_chunk or None,
         q_descale=q_descale,
     )
+    appending, attending = _BY_PAGES if cache_batch_idx is None else _BY_ROWS
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
     options = options_of(softmax_scale, causal, window_size, softcap) | factors
     check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
     check_lists(
-        _APPEND,
+        appending,
         cache_seqlens=None if type(cache_seqlens) is int else cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
     )
-    with _APPEND:
+    with appending():
         rotation = _rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
         queries = rows_of("q", q, cu_seqlens_q)
         new = _new_rows(k, v, cu_seqlens_k_new, cache_seqlens, rotation)
@@ -267,7 +267,7 @@ def flash_attn_with_kvcache(
             caches = k_cache, v_cache
             q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered, factors)
     lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
-    with _ATTEND:
+    with attending():
         return attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
 
 
@@ -343,7 +343,7 @@ def flash_attn_varlen_func(
     factors = factors_of(k_descale, v_descale)
     check_lists(_ROWS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     options = options_of(softmax_scale, causal, window_size, softcap) | factors
-    with _ROWS:
+    with _ROWS():
         queries, keys = rows_of("q", q, cu_seqlens_q), rows_of("k", k, cu_seqlens_k)
         lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
         if cu_seqlens_k is None:
@@ -456,7 +456,7 @@ def flash_attn_combine(
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     check_given(out=out)
-    with _COMBINE:
+    with _COMBINE():
         check_axes("out_partial", out_partial, f"num_splits, {Q_AXES}")
         check_axes("lse_partial", lse_partial, "num_splits, batch_size, seqlen_q, num_heads")
         if out is None:

@@ -33,10 +33,11 @@ What carries over from FlashMLA:
 * It is for inference: no gradients flow.
 
 What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
-that only a graph computes. Sparse calls take any number of heads, any topk, 16-bit caches, and
-``topk_length`` beside the format of DeepSeek-V3.2; an index that names no slot counts as absent
-whatever its value is. A second cache (``extra_k_cache``) goes with V4's format alone. Tensors on
-the CPU are computed by `cumla.reference`.
+that only a graph computes. In graphs of torch.compile, after ``import cumla.torch``, each call
+computes its own, from the lengths that it is given. Sparse calls take any number of heads, any
+topk, 16-bit caches, and ``topk_length`` beside the format of DeepSeek-V3.2; an index that names no
+slot counts as absent whatever its value is. A second cache (``extra_k_cache``) goes with V4's
+format alone. Tensors on the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ from cumla.compat._flash_mla_sparse import (
     packed_rows,
     with_sink,
 )
+from cumla.compat._torch import is_traced
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import open_call
-from cumla.mla.decode import MLADecodePlan
+from cumla.mla.decode import MLADecodePlan, mla_decode
 from cumla.mla.shape import HEAD_DIM
-from cumla.sparse.mla_sparse import MLASparsePlan
+from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_decode
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +79,10 @@ __all__ = [
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
 _ONLY_V4 = "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone"
+_TWO_CALLS = (
+    "attend to each cache with cumla's own functions, and merge the results by "
+    "cumla.merge_attention_states"
+)
 _UPDATES = (  # of the check mode
     "call plan.update(kv_lens) after each change of the lengths",
     "call plan.update(topk_length) after each change of the lengths",
@@ -87,6 +93,7 @@ _NAMES = CallersNames(
         "kv_lens": "cache_seqlens",
         "extra_kv_cache": "extra_k_cache",
         "extra_indices": "extra_indices_in_kvcache",
+        "that the plan was updated with": "of the metadata object's first call",
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     }
 )
@@ -220,8 +227,8 @@ def flash_mla_with_kvcache(
         ``(heads_q,)``, float32, with indices: out is scaled by ``exp(lse) / (exp(lse) +
         exp(attn_sink))``.
     topk_length : torch.Tensor, optional
-        ``(batch,)``, int32, with indices: entries of each list. Only the first call with a metadata
-        object reads them.
+        ``(batch,)``, or ``(batch, seq_q)`` unlike in FlashMLA, int32, with indices: entries of each
+        list. Only the first call with a metadata object reads them.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length : torch.Tensor, optional
         With a k_cache of 584 bytes per row, a second one, ``(num_blocks, page_size, 1, 584)`` with
         pages of its own size; lists of its slots, ``(batch, seq_q, extra_topk)`` int32; and their
@@ -250,7 +257,7 @@ def flash_mla_with_kvcache(
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
     extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     if indices is None or not is_fp8_kvcache:
-        refuse(_ONLY_V4, **extra._asdict())
+        refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
@@ -267,14 +274,16 @@ def flash_mla_with_kvcache(
             topk_length,
             extra,
         )
-    refuse(
-        "belongs to sparse attention, whose calls have indices",
-        is_fp8_kvcache=is_fp8_kvcache or None,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-    )
+    why = "belongs to sparse attention, whose calls have indices"
+    dense = "pass indices, or call cumla.mla_decode, which takes FP8 caches and their scales"
+    refuse(why, NotImplementedError, dense, is_fp8_kvcache=is_fp8_kvcache or None)
+    refuse(why, attn_sink=attn_sink, topk_length=topk_length)
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     shape = _shape_of(q, k_cache, bool(causal))  # FlashMLA takes what is merely true or false
+    if is_traced():  # graphs take no plans
+        arrays = q, k_cache, block_table, cache_seqlens
+        out, lse = mla_decode(*arrays, softmax_scale=scale, causal=shape.causal)
+        return out, lse.masked_fill(lse == -inf, inf)
     _check_first_use(metadata, shape)
 
     def updated() -> MLADecodePlan:
@@ -315,7 +324,7 @@ def _attend_sparsely(
     check_sink(q, attn_sink)
     batch, seq_q, heads_q, d_qk = q.shape
     if d_qk == HEAD_DIM:
-        refuse(_ONLY_V4, **extra._asdict())
+        refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
     cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
     if not is_fp8 and k_cache.dtype != q.dtype:
         raise TypeError(
@@ -323,6 +332,10 @@ def _attend_sparsely(
             f"so of a packed cache"
         )
     second, extra_topk = extra.checked(d_qk)
+    if is_traced():
+        second |= {"topk_length": topk_length, "extra_topk_length": extra.extra_topk_length}
+        out, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
+        return _of_flash_mla(out, lse, attn_sink)
     modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
@@ -338,6 +351,11 @@ def _attend_sparsely(
         plan = _updated_plan(metadata, shape, q, updated)
         out, lse = plan.run(q, cache, indices, **second, softmax_scale=softmax_scale)
     metadata._shape = shape
+    return _of_flash_mla(out, lse, attn_sink)
+
+
+def _of_flash_mla(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
+    """Give results with the sinks of out alone, and lse +inf where it was -inf."""
     out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
     return out, per_head.transpose(1, 2)
 
@@ -378,6 +396,13 @@ def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
             f"k_cache: needs q's dtype {q.dtype}, got {k_cache.dtype}; cumla.mla_decode itself "
             f"takes FP8 caches and their scales"
         )
+    for name, tensor in {"q": q, "k_cache": k_cache}.items():
+        if tensor.shape[-1] != HEAD_DIM:
+            raise ValueError(
+                f"{name}: needs {HEAD_DIM} columns, {_VALUE_DIM} latent ones and those of RoPE, "
+                f"got shape {tuple(tensor.shape)}; where they lie apart, call cumla.mla_decode "
+                f"with pairs; 512 columns in all, as in DeepSeek-V4, go with indices"
+            )
     kv_heads = heads_k[0] if heads_k else 1
     mask = causal and seq_q > 1
     return _Shape(batch, seq_q, heads_q, page_size, kv_heads, q.dtype, mask, q.device)

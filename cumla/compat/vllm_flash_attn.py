@@ -88,6 +88,7 @@ _16_BITS = ("auto", "bfloat16", "float16")
 _FP8 = ("fp8", "fp8_e4m3")
 _ATTEND = CallersNames(
     {
+        "k (kv_layout)": "k",
         "kv_lens": "seqused_k",
         "qo_indptr": "cu_seqlens_q",
         "kv_indptr": "cu_seqlens_k",
@@ -233,7 +234,7 @@ block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
     options = options_of(softmax_scale, causal, window, softcap)
     if k.dtype.itemsize == 1:
         options |= factors_of(k_descale, v_descale)
-    with _ATTEND:
+    with _ATTEND():
         _check_lengths(cu_seqlens_k, seqused_k, block_table)
         queries = rows_of("q", q, cu_seqlens_q)
         if cu_seqlens_k is None:
@@ -337,7 +338,7 @@ def reshape_and_cache_flash(
     check_tensors(**tensors, slot_mapping=slot_mapping)
     is_fp8 = kv_cache_dtype in _FP8
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale} if is_fp8 else {}
-    with _WRITE:
+    with _WRITE():
         check_axes("slot_mapping", slot_mapping, "slots")
         slots = slot_mapping.shape[0]
         for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):

@@ -29,8 +29,8 @@ _FLOAT8 = "float8_"  # how the names of one-byte floats begin
 _SUSPECT = 1 << 40
 _MAKE_ONE = "torch.tensor, cupy.asarray, jax.numpy.asarray or numpy.asarray"
 _DISABLE = (
-    "import cumla.torch, which takes cumla's functions into graphs, and in place of plans "
-    "torch.ops.cumla.<function>_schedule and _attend, or put the call into a function of its own "
+    "after import cumla.torch graphs take cumla's functions, and in place of plans "
+    "torch.ops.cumla.<function>_schedule and _attend; or put the call into a function of its own "
     "under @torch.compiler.disable"
 )
 NO_DSA_PLAN = "in place of DSAPlan call paged_mqa_logits, top_k and mla_sparse_decode"

@@ -452,6 +452,15 @@ def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
         flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, seqused_q=SEQLENS)
 
 
+def test_the_order_of_flash_attention_2() -> None:
+    rows, offsets = TWO[:, 0], int32(0, 1, 2)
+    way_out = "needs a tensor, got .*; the order is FlashAttention-3's, .* dropout_p .*: pass"
+    with pytest.raises(TypeError, match=f"^seqused_q: {way_out}"):
+        flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, 0.0, None, True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"^qv: {way_out}"):
+        flash_attn_func(TWO, TWO, TWO, 0.0, None, True)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("expanded", [False, True])
 def test_caches_of_e4m3(small: Small, expanded: bool) -> None:
     """Factors a request and head, or one for all, expanded."""
@@ -547,7 +556,7 @@ NEW = {"k": TWO, "v": TWO}
         ({"q": torch.zeros(3, 1, 4, 16).half()}, "k_cache: needs a row for each of the 3"),
         (
             {"q": torch.zeros(2, 1, 3, 16).half()},
-            "q: needs a multiple of the 2 kv heads of k_cache",
+            r"q: needs a multiple of the 2 kv heads of k_cache.*; check the axes of k_cache and of",
         ),
         ({"q": torch.zeros(2, 1, 4, 16).double()}, "q: needs bfloat16 or float16"),
         ({"q": torch.zeros(2, 1, 4, 16)}, "k_cache: needs float32, got float16"),
@@ -564,7 +573,8 @@ NEW = {"k": TWO, "v": TWO}
         ({"cache_batch_idx": SEQLENS[0]}, "cache_batch_idx: needs axes"),
         ({"cache_seqlens": SEQLENS[0]}, "cache_seqlens: needs axes"),
         ({**NEW, "cu_seqlens_k_new": SEQLENS[0]}, "cu_seqlens_k_new: needs axes"),
-        ({**NEW, "cache_batch_idx": SEQLENS.long()}, "page_table or cache_batch_idx: needs int32"),
+        ({**NEW, "cache_batch_idx": SEQLENS.long()}, "cache_batch_idx: needs int32"),
+        ({"page_table": SEQLENS[:, None].long()}, "page_table: needs int32"),
         (
             {"page_table": SEQLENS[:, None], "cache_batch_idx": SEQLENS},
             "cache_batch_idx: needs caches without pages",

@@ -378,22 +378,25 @@ def test_another_number_of_pages_is_no_other_shape(
     assert len(plans.alive) == 1
 
 
+_MERGE = "attend to each cache .* cumla.merge_attention_states"
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "way_out"),
     [
-        "is_fp8_kvcache",
-        "attn_sink",
-        "extra_k_cache",
-        "extra_indices_in_kvcache",
-        "topk_length",
-        "extra_topk_length",
+        ("is_fp8_kvcache", "pass indices, or call cumla.mla_decode, which takes FP8 caches"),
+        ("attn_sink", "leave it out"),
+        ("extra_k_cache", _MERGE),
+        ("extra_indices_in_kvcache", _MERGE),
+        ("topk_length", "leave it out"),
+        ("extra_topk_length", _MERGE),
     ],
 )
 def test_what_dense_decoding_does_not_take(
-    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str, way_out: str
 ) -> None:
     to = "a second cache" if name.startswith("extra") else "sparse attention"
-    with pytest.raises(NotImplementedError, match=f"^{name}: belongs to {to}.*; leave it out"):
+    with pytest.raises(NotImplementedError, match=f"^{name}: belongs to {to}.*; {way_out}"):
         call(inputs, metadata, **{name: torch.ones(1, dtype=torch.int32)})
 
 
@@ -437,7 +440,8 @@ def test_head_dim_v_is_512(
         ({"q": (576,)}, r"^q: needs axes \(batch, seq_q, heads_q, 576\), got shape \(576,\)"),
         ({"q": (3, 16, 576)}, r"^q: needs axes .*got shape \(3, 16, 576\)"),
         ({"k_cache": (64, 576)}, r"^k_cache: needs axes .*got shape \(64, 576\)"),
-        ({"k_cache": (9, 64, 1, 500)}, r"^k_cache: needs .*got .*500"),
+        ({"k_cache": (9, 64, 1, 500)}, r"^k_cache: needs 576 columns.*got .*500"),
+        ({"q": (3, 1, 16, 512)}, r"^q: needs 576 columns.* cumla.mla_decode with .* with indices"),
         ({"k_cache": (9, 32, 1, 576)}, "^k_cache: needs a page size of 64 .*got 32"),
     ],
 )
@@ -487,7 +491,11 @@ def test_the_mask_makes_no_difference_to_a_single_query(
 def test_dense_decoding_needs_every_tensor(
     inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str
 ) -> None:
-    for wrong, kind, more in ((None, "NoneType", "$"), ([1], "list", ", such as .*int32")):
+    for wrong, kind, more in (
+        (None, "NoneType", "$"),
+        ([1], "list", ", such as .*int32"),
+        ((torch.zeros(1),), "tuple", r", such as torch.cat\(.* parts where they lie apart$"),
+    ):
         message = f"^{name}: needs a PyTorch tensor, got builtins.{kind}; pass a tensor{more}"
         with pytest.raises(TypeError, match=message):
             call(inputs, metadata, **{name: wrong})

@@ -186,7 +186,10 @@ def test_the_check_mode_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> No
     lengths = torch.tensor([64, 7, 30], dtype=torch.int32)
     problem.call(metadata, topk_length=lengths)
     lengths[1] = 8
-    with pytest.raises(ValueError, match=r"^topk_length\[1\]: .*; call get_mla_metadata\(\) for"):
+    told = (
+        r"needs the value of the metadata object's first call, 7.*; call get_mla_metadata\(\) for"
+    )
+    with pytest.raises(ValueError, match=rf"^topk_length\[1\]: {told}"):
         problem.call(metadata, topk_length=lengths)
 
 
@@ -329,6 +332,16 @@ def test_rows_of_nan_beyond_a_length() -> None:
         ({"indices": ints(2, 1, 9)}, ValueError, "indices: needs shape"),
         ({"topk_length": ints(2)}, ValueError, r"topk_length: needs shape \(s_q,\) with s_q 3"),
         ({"attn_sink": torch.zeros(3)}, ValueError, "attn_sink: needs shape"),
+        (
+            {"attn_sink": torch.zeros(4, device="meta")},
+            ValueError,
+            "attn_sink: needs a tensor on cpu, as q, got one on meta; move",
+        ),
+        (
+            {"q": torch.zeros(3, 4, 576, requires_grad=True)},
+            NotImplementedError,
+            r"q: requires a gradient.*torch\.no_grad\(\), or pass q\.detach\(\)",
+        ),
         ({"d_v": 256}, ValueError, "d_v: needs 512, .*got 256"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale: needs a number from"),
         (

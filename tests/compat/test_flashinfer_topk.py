@@ -140,7 +140,11 @@ def test_what_is_refused() -> None:
     scores = numbers(2, 9)
     for call, error, message in (
         (lambda: flashinfer.top_k([1], 1), TypeError, "input: needs a PyTorch tensor"),
-        (lambda: flashinfer.top_k(scores, 10), RuntimeError, "k: needs at most the 9 columns"),
+        (
+            lambda: flashinfer.top_k(scores, 10),
+            RuntimeError,
+            "k: needs at most the 9 columns.*; pass min",
+        ),
         (lambda: flashinfer.top_k(scores.int(), 1), RuntimeError, "input: needs float32 or"),
         (
             lambda: flashinfer.top_k(scores, 1, tie_break=flashinfer.TopKTieBreak.LARGE),

@@ -159,8 +159,8 @@ def test_torch_compile(torch: Any) -> None:
     """Of the whole graph it is Dynamo's error, with our text in it; else it is ours."""
     x = torch.ones(3, 128)
     way_out = (
-        r"import cumla\.torch, which takes cumla's functions into graphs, and in place of plans "
-        r"torch\.ops\.cumla\.<function>_schedule and _attend, or put the call into a function of "
+        r"after import cumla\.torch graphs take cumla's functions, and in place of plans "
+        r"torch\.ops\.cumla\.<function>_schedule and _attend; or put the call into a function of "
         r"its own under @torch\.compiler\.disable"
     )
     with pytest.raises(Exception, match=f"cumla runs eagerly .*; {way_out}") as caught:

@@ -25,6 +25,7 @@ from cumla.compat.flashinfer._wrapper import (
 )
 from cumla.compat.flashinfer.page import get_seq_lens
 from cumla.core.arguments import checked_int, checked_scale
+from cumla.core.frameworks import eager_only
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
 
@@ -101,7 +102,7 @@ class Options(NamedTuple):
                 f"neither rotates nor adds a bias: for ROPE_LLAMA rotate queries and keys by "
                 f"apply_rope_pos_ids before, for ALIBI import the wrapper from flashinfer"
             )
-        with NAMES:
+        with NAMES():
             left = checked_int("window_left", self.window_left, "pass -1 for none", -(1 << 31))
             scale = None if self.sm_scale is None else checked_scale(self.sm_scale, 1.0)
         cap = self.logits_soft_cap
@@ -227,6 +228,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             raise RuntimeError("run: needs a plan, got none; call plan() first")
         return self._shape
 
+    @eager_only
     def _attend(
         self,
         names: CallersNames,
@@ -337,6 +339,7 @@ class PagedWrapper(AttentionWrapper):
             del arrays["last_page_len"]
         self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
 
+    @eager_only
     def _attend_to_pages(
         self, q: Any, paged_kv_cache: Any, elsewhere: Mapping[str, Any], **options: Any
     ) -> Any:
@@ -361,7 +364,7 @@ def attend_once(
 ) -> Any:
     """Attend in one request, without a plan; the cache is its one page."""
     torch = sys.modules["torch"]
-    with NAMES:
+    with NAMES():
         check_tensors(q=q, k=k, v=v)
         check_axes("q", q, _Q)
         is_hnd = checked_layout(kv_layout) == "HND"
@@ -445,7 +448,7 @@ def _scales(
         factors = {n: _factor(n, scale) for n, scale in given.items() if scale is not None}
     elif (v_scale := of_scores.pop("v_scale")) is not None:
         of_out = factor_of("v_scale", v_scale, "")
-    factor = prod(factor_of(n, scale, "") for n, scale in of_scores.items() if scale is not None)
+    factor = prod([factor_of(n, scale, "") for n, scale in of_scores.items() if scale is not None])
     if factor != 1.0:
         sm_scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * factor
     return sm_scale, factors, of_out

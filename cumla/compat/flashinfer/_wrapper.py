@@ -163,6 +163,7 @@ class Planned(ABC, Generic[P, S]):
     def _ready_plan(self, q: Any) -> P:
         """Return a plan whose schedule serves a run with this query, on the current stream."""
         assert self._shape is not None
+        place = _place(self._q_name, q)
         tokens = q.shape[0]
         made_for = self._shape, tokens
         if self._plan is None or made_for != self._made_for:
@@ -174,7 +175,7 @@ class Planned(ABC, Generic[P, S]):
                 )
             self._plan = self._make(self._shape, tokens, q)
             self._made_for, self._updated_on = made_for, None
-        if self._updated_on != _place(self._q_name, q):
+        if self._updated_on != place:
             self._update()
         return self._plan
 
@@ -276,10 +277,10 @@ def checked_dtypes(
         raise ValueError(f"q_data_type: needs bfloat16 or float16, got {query}; convert the arrays")
     if cache != query and (name not in fp8_beside or name_of(cache) != "float8_e4m3fn"):
         fp8 = f", or float8_e4m3fn beside {' or '.join(fp8_beside)}" if fp8_beside else ""
-        raise ValueError(
-            f"kv_data_type: needs q_data_type, {query}{fp8}, got {cache}; keep the cache in that, "
-            f"or import the wrapper from flashinfer"
-        )
+        way_out = "keep the cache in that, or import the wrapper from flashinfer"
+        if name_of(cache) in ("bfloat16", "float16"):
+            way_out = f"pass q_data_type={cache}, if the queries are that, too"
+        raise ValueError(f"kv_data_type: needs q_data_type, {query}{fp8}, got {cache}; {way_out}")
     if output not in (None, query):
         raise ValueError(
             f"{output_name}: needs q_data_type, {query}, got {output}; leave it out, and pass out= "

@@ -70,7 +70,7 @@ def merge_state(
         As `cumla.merge_attention_states`.
     """
     check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
-    with _TWO:
+    with _TWO():
         check_axes("v_a", v_a, _V)
         return tuple(merge_attention_states((v_a, v_b), (s_a.float(), s_b.float()), lse_base=2))
 
@@ -100,7 +100,7 @@ def merge_state_in_place(
         As `merge_state`.
     """
     check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
-    with _IN_PLACE:
+    with _IN_PLACE():
         check_axes("v", v, _V)
         other = s_other.float()
         if mask is not None:
@@ -138,7 +138,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         As `merge_state`; shapes in messages have num_states in front.
     """
     check_tensors(v=v, s=s)
-    with _MANY:
+    with _MANY():
         check_axes("v", v, "seq_len, num_states, num_heads, head_dim")
         check_axes("s", s, "seq_len, num_states, num_heads")
         return tuple(merge_attention_states(v.swapaxes(0, 1), s.float().swapaxes(0, 1), lse_base=2))

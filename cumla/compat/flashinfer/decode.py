@@ -43,7 +43,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import check_axes, check_tensors, refuse
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.compat.flashinfer._attention import (
     Numbers,
     Options,
@@ -68,6 +68,7 @@ _THEIRS = {
     "last_page_len": "last_page_len",
     "kv_lens": "seq_lens",
 }
+_NAMES_OF_TYPES = CallersNames({}), CallersNames({"kv_data_type": "data_type"})
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -205,15 +206,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"q_len_per_req: needs a number from 1, got {q_len_per_req}; pass the query tokens "
                 f"of each request"
             )
-        self._say_pages(
-            {"kv_indptr": indptr, "kv_indices": indices, "last_page_len": last_page_len},
-            seq_lens,
-            Numbers(num_qo_heads, num_kv_heads, head_dim, head_dim, page_size),
-            (q_data_type or data_type, kv_data_type or data_type, o_data_type),
-            Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
-            causal=True,  # with one query it hides nothing
-            q_len=q_len_per_req,
-        )
+        with _NAMES_OF_TYPES[kv_data_type is None and data_type is not None]:
+            self._say_pages(
+                {"kv_indptr": indptr, "kv_indices": indices, "last_page_len": last_page_len},
+                seq_lens,
+                Numbers(num_qo_heads, num_kv_heads, head_dim, head_dim, page_size),
+                (q_data_type or data_type, kv_data_type or data_type, o_data_type),
+                Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+                causal=True,  # with one query it hides nothing
+                q_len=q_len_per_req,
+            )
 
     begin_forward = plan
 

@@ -65,6 +65,7 @@ from cumla.compat.flashinfer._wrapper import (
     name_of,
 )
 from cumla.core.arguments import checked_scale
+from cumla.core.frameworks import eager_only
 from cumla.mla.attention import MLAAttentionPlan
 
 if TYPE_CHECKING:
@@ -390,6 +391,7 @@ cute_dsl_impl, use_sinks
         self._form, self._sm_scale = form, sm_scale
 
     @_warns_of_positions
+    @eager_only
     def run(
         self,
         q_nope: torch.Tensor | None = None,

@@ -88,7 +88,7 @@ def append_paged_kv_cache(
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
     check_tensors(append_key=append_key, append_value=append_value)
-    with _PARTS[is_pair(paged_kv_cache)]:
+    with _PARTS[is_pair(paged_kv_cache)]():
         caches = split_cache(paged_kv_cache)
         check_tensors(**dict(zip(names_of_parts(is_pair(paged_kv_cache)), caches, strict=True)))
         check_new_rows(append_key=(append_key, caches[0]), append_value=(append_value, caches[1]))
@@ -144,7 +144,7 @@ def append_paged_mla_kv_cache(
         As `cumla.append_mla_cache`.
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
-    with _NAMES:
+    with _NAMES():
         append_mla_cache(
             (append_ckv, append_kpe),
             (ckv_cache, kpe_cache),

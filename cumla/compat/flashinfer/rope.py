@@ -154,7 +154,7 @@ def _rotate_from_cache(
 ) -> None:
     """Rotate rows of all heads into outputs of their shapes."""
     check_tensors(positions=positions, cos_sin_cache=cos_sin_cache)
-    with _FROM_CACHE:
+    with _FROM_CACHE():
         for name, rows in (("query", query), ("key", key)):
             check_axes(name, rows, "tokens, heads * head_size")
             if head_size < 1 or rows.shape[1] % head_size:
@@ -180,7 +180,7 @@ def _rotate_by_positions(
     """Rotate by a table with a row for each token."""
     check_tensors(pos_ids=pos_ids)
     torch: Any = sys.modules["torch"]
-    with _FROM_POSITIONS:
+    with _FROM_POSITIONS():
         check_axes("pos_ids", pos_ids, "tokens")
         check_axes("q", q, "tokens, num_qo_heads, head_dim")
         columns = q.shape[-1] if rotary_dim is None else rotary_dim

@@ -81,9 +81,12 @@ def top_k(
     """
     check_tensors(input=input)
     _check_tie_break(tie_break)
-    with _CALLERS:
+    with _CALLERS():
         if k > input.shape[-1]:
-            raise ValueError(f"k: needs at most the {input.shape[-1]} columns of input, got {k}")
+            raise ValueError(
+                f"k: needs at most the {input.shape[-1]} columns of input, got {k}; pass "
+                f"min(k, input.shape[-1]), or call cumla.top_k, which puts -1 after the last one"
+            )
         too_many = sorted and k > MOST_SORTED
         found = select(input, k, values=True, sorted=sorted and not too_many)
     values, indices = found.values, found.indices.long()
@@ -162,7 +165,7 @@ def top_k_page_table_transform(
         offsets = row_starts
     elif offsets is not None and page_size != 1:
         offsets = offsets * page_size
-    with _CALLERS:
+    with _CALLERS():
         found = select(
             input,
             k,
@@ -209,7 +212,7 @@ def top_k_ragged_transform(
     """
     check_tensors(input=input, offsets=offsets, lengths=lengths)
     _check_tie_break(tie_break)
-    with _CALLERS:
+    with _CALLERS():
         found = select(input, k, lengths=lengths, row_starts=row_starts, offsets=offsets)
     return found.indices
 
