@@ -117,9 +117,11 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
-    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+    if constexpr (kHasRope<AnyTile>) {
+      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
+      mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+    }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
@@ -156,15 +158,19 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     if (!rows.take()) break;
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array once for all columns of a row
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    if (p.rope_is_apart) {
-      rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
-      rows.locate(p.latent);
+    if constexpr (kHasRope<AnyTile>) {
+      rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array once for all columns of a row
+      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      if (p.rope_is_apart) {
+        rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+        rows.locate(p.latent);
+      } else {
+        rows.template copy_located<1, kRopeTile * 128>(stage + kRopeTile * kTileBytes);
+      }
+      mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     } else {
-      rows.template copy_located<1, kRopeTile * 128>(stage + kRopeTile * kTileBytes);
+      rows.locate(p.latent);
     }
-    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     if (parity == 1) rows.move(kHalfTiles * 128);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {

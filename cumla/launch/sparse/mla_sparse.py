@@ -63,15 +63,17 @@ class SparseArguments(NamedTuple):
 _MOST_SINK = 3e38  # a higher one is infinite: no value has weight beside it
 _MANY = 4  # row tiles of lists for each multiprocessor
 
+_TILES = {576: "SelectedTile<kRowTile>", 512: "ValueTile"}  # by the columns of a row
 _SPECS = {
-    (dtype, shared): KernelSpec.of(
-        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, shared),
-        tags=[dtype, *(["shared_blocks"] if shared else [])],
+    (dtype, shared, columns): KernelSpec.of(
+        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, shared, tile),
+        tags=[dtype, *["512"] * (columns == 512), *["shared_blocks"] * shared],
         threads=384,
         smem_bytes=232160,
     )
     for dtype in HALVES
     for shared in (False, True)
+    for columns, tile in _TILES.items()
 }
 SPECS = tuple(_SPECS.values())
 
@@ -83,7 +85,7 @@ def sparse_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
 
 def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
     if key.cache == "same":
-        return (_spec(key),)
+        return tuple([_spec(key, columns) for columns in _TILES])
     if key.cache == V4:
         return V4_SPECS
     if key.cache == PACKED and key.row_tile == ROW_TILE:
@@ -91,10 +93,10 @@ def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
     return sparse_fp8_specs(key)
 
 
-def _spec(key: MLASparseKey) -> KernelSpec:
+def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
     """Choose by what binds: many lists share rows in L2, and then it is arithmetic."""
     many = key.num_places * key.row_tiles >= _MANY * key.sm_count
-    return _SPECS[key.dtype, key.row_tiles > 1 or many]
+    return _SPECS[key.dtype, key.row_tiles > 1 or many, columns]
 
 
 def lengths_launches(key: MLASparseKey, buffer: int, lengths: Lengths) -> tuple[Launch, ...]:
@@ -140,7 +142,8 @@ def _row_launches(
         of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
-        attend = decode_launch(_spec(key), key, buffer, decode, out, lse)
+        columns = 512 if a.kv_rope is None else 576
+        attend = decode_launch(_spec(key, columns), key, buffer, decode, out, lse)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)
     return select_rows_launch(key, buffer, (lists, 0)), attend
