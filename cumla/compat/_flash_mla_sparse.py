@@ -12,7 +12,7 @@ from cumla.core.arguments import check_dtype, checked_scale
 from cumla.core.arrays import from_numpy, to_numpy
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
 from cumla.reference.sparse.mla_sparse import largest_scores
-from cumla.sparse.mla_sparse import mla_sparse_attention
+from cumla.sparse.mla_sparse import attend_as_flash_mla, mla_sparse_attention
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def check_sink(q: Any, attn_sink: Any) -> None:
 
 
 def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
-    """Give results as FlashMLA does: sinks scale out alone, and lse is +inf where it was -inf.
+    """Give results in graphs as FlashMLA does: sinks scale out alone, an lse of -inf is +inf.
 
     `out` is ``(..., tokens, heads, 512)`` and `lse` ``(..., tokens, heads)``; both are changed.
     """
@@ -174,15 +174,18 @@ def flash_mla_sparse_fwd(
     check_sink(q, attn_sink)
     with _NAMES():
         scale = checked_scale(sm_scale, 1.0)
-        out, lse = mla_sparse_attention(
-            q, kv, indices, topk_length=topk_length, softmax_scale=scale
-        )
+        if is_traced():  # graphs take public functions
+            state = mla_sparse_attention(
+                q, kv, indices, topk_length=topk_length, softmax_scale=scale
+            )
+            out, lse = with_sink(*state, attn_sink)
+            return out, None, lse
+        out, lse = attend_as_flash_mla(q, kv, indices, topk_length, attn_sink, scale)
     max_logits = None
-    if not q.is_cuda and not is_traced():
+    if not q.is_cuda:
         arrays = {"q": q, "kv": kv, "indices": indices}
         lengths = None if topk_length is None else to_numpy("topk_length", topk_length)
         host = [to_numpy(name, tensor) for name, tensor in arrays.items()]
         scores = largest_scores(*host, topk_length=lengths, softmax_scale=scale)
         max_logits = from_numpy("torch", scores)
-    out, lse = with_sink(out, lse, attn_sink)
     return out, max_logits, lse

@@ -335,29 +335,26 @@ def _attend_sparsely(
     if is_traced():
         second |= {"topk_length": topk_length, "extra_topk_length": extra.extra_topk_length}
         out, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
-        return _of_flash_mla(out, lse, attn_sink)
+        out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
+        return out, per_head.transpose(1, 2)
     modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
     _check_first_use(metadata, shape)
 
     def updated() -> MLASparsePlan:
-        plan = MLASparsePlan.from_arrays(q, cache, indices, **second)
+        plan = FlashMLASparsePlan.from_arrays(q, cache, indices, **second)
         plan.update(topk_length, extra_topk_length=extra.extra_topk_length)
         return plan
 
     with _NAMES:
         checked_scale(softmax_scale, 1.0)
         plan = _updated_plan(metadata, shape, q, updated)
-        out, lse = plan.run(q, cache, indices, **second, softmax_scale=softmax_scale)
+        out, lse = plan.run(
+            q, cache, indices, **second, sinks=attn_sink, softmax_scale=softmax_scale
+        )
     metadata._shape = shape
-    return _of_flash_mla(out, lse, attn_sink)
-
-
-def _of_flash_mla(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
-    """Give results with the sinks of out alone, and lse +inf where it was -inf."""
-    out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
-    return out, per_head.transpose(1, 2)
+    return out, lse
 
 
 def _check_first_use(metadata: FlashMLASchedMeta, shape: _Shape | _SparseShape) -> None:
@@ -378,6 +375,12 @@ class FlashMLAPlan(MLADecodePlan):
     """FlashMLA's log-sum-exp of nothing is +inf."""
 
     _empty_lse = inf
+
+
+class FlashMLASparsePlan(MLASparsePlan):
+    """And that of lists is without sinks."""
+
+    _as_flash_mla = True
 
 
 def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:

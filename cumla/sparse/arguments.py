@@ -78,12 +78,16 @@ class _Columns(NamedTuple):
 
 
 def checked_arguments(
-    given: Views, axes: tuple[str, ...] | None, softmax_scale: float | None, factor: float | None
+    given: Views,
+    axes: tuple[str, ...] | None,
+    softmax_scale: float | None,
+    factor: float | None,
+    as_flash_mla: bool,
 ) -> Attended:
     """Check all but the lengths of the lists.
 
     `axes` are those of q before its columns, None for either; `factor` is the argument kv_scale if
-    that is a number.
+    that is a number; `as_flash_mla` tells whose log-sum-exp is wanted.
     """
     views = {name: _in_pages(name, view) for name, view in given.items()}
     q = views.get("q")
@@ -115,6 +119,7 @@ def checked_arguments(
         softmax_scale=scale if softmax_scale is None else softmax_scale,
         extra_kv_cache=extra,
         extra_indices=as_batch(cast("ArrayView", views["extra_indices"]), 3) if extra else None,
+        as_flash_mla=as_flash_mla,
     )
     return Attended(columns.q, launched, columns.cache)
 

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from cumla import reference
 from cumla.core.operation import Operation, Scheduled, parts_on_host
@@ -68,8 +71,8 @@ class SparseSchedule(Operation["Lengths", MLASparseKey]):
 class SparseAttend(Stated[Attended, MLASparseKey]):
     """Attends to the rows that lists name.
 
-    `axes` are those of q before its columns, None for either. Options are softmax_scale, and
-    kv_scale if it is a number.
+    `axes` are those of q before its columns, None for either. Options are softmax_scale, kv_scale
+    if it is a number, and whether the log-sum-exp is FlashMLA's: without sinks, inf for no rows.
     """
 
     # The indices tell which page numbers are used; they may have any values themselves.
@@ -79,7 +82,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         super().__init__()
         self._axes = axes
 
-    def arguments(self, views: Views, options: tuple[float | None, float | None]) -> Attended:
+    def arguments(self, views: Views, options: tuple[float | None, float | None, bool]) -> Attended:
         """Check all but the lengths."""
         return checked_arguments(views, self._axes, *options)
 
@@ -110,11 +113,13 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         is_batch = len(rows) == 2
         definition = reference.mla_sparse_decode if is_batch else reference.mla_sparse_attention
         named = ("topk_length", "extra_topk_length", "row_to_request")
-        others = ("block_table", "sinks", "extra_kv_cache", "extra_indices", "out", "lse")
+        sinks = host.get("sinks") if a.as_flash_mla else None  # which its lse is without
+        others = ["block_table", "extra_kv_cache", "extra_indices", "out", "lse"]
+        others += [] if a.as_flash_mla else ["sinks"]
         given: dict[str, Any] = {name: host[name] for name in others if name in host}
         given |= {name: on_rows(host[name], rows) for name in named if name in host}
         factor: Any = a.kv_scale  # a view, if it is an array
-        return definition(
+        state = definition(
             parts_on_host(host, "q"),
             parts_on_host(host, "kv_cache"),
             host["indices"],
@@ -122,6 +127,15 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
             kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
             **given,
         )
+        if a.as_flash_mla:
+            out, lse = state
+            if sinks is not None:
+                of_heads = lse if len(rows) == 1 else lse.swapaxes(1, 2)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    share = np.where(of_heads == -inf, 0, 1 / (1 + np.exp(sinks - of_heads)))
+                out[...] = (out.astype(np.float32) * share[..., None]).astype(out.dtype)
+            lse[lse == -inf] = inf
+        return state
 
 
 class SparseAttention(Scheduled[Attended, MLASparseKey]):

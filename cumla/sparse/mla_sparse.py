@@ -20,7 +20,6 @@ from cumla.core.paged import check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count
-from cumla.launch.merge_states import merge_spec
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.launch.sparse.shape import V4, MLASparseKey
@@ -264,17 +263,28 @@ def mla_sparse_attention(
     return _run(_ATTENTION, inputs, numbers, {"out": out, "lse": lse}, stream)
 
 
+def attend_as_flash_mla(
+    q: Any, kv_cache: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any
+) -> AttentionState:
+    """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp."""
+    more = _given(topk_length=topk_length, sinks=sinks)
+    inputs = named(q, kv_cache, None, **more, indices=indices)
+    outputs = {"out": None, "lse": None}
+    return _run(_ATTENTION, inputs, (softmax_scale, None, False), outputs, None, as_flash_mla=True)
+
+
 def _run(
     operations: tuple[SparseAttention, ...],
     inputs: dict[str, Any],
     numbers: tuple[Any, Any, Any],
     outputs: dict[str, Any],
     stream: Any,
+    as_flash_mla: bool = False,
 ) -> AttentionState:
     """Run the first operation, or the batch-invariant one."""
     softmax_scale, kv_scale, batch_invariant = numbers
     operation = operations[checked_flag("batch_invariant", batch_invariant)]
-    options = _options(softmax_scale, kv_scale)
+    options = _options(softmax_scale, kv_scale, as_flash_mla)
     return AttentionState(*run(operation, inputs, outputs, options, stream))
 
 
@@ -289,10 +299,12 @@ def _given(**arrays: Any) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _options(softmax_scale: Any, kv_scale: Any) -> tuple[float | None, float | None]:
+def _options(
+    softmax_scale: Any, kv_scale: Any, as_flash_mla: bool = False
+) -> tuple[float | None, float | None, bool]:
     """Check the numbers: None is the default scale and, of kv_scale, one that is an array."""
     scale = None if softmax_scale is None else checked_scale(softmax_scale, SCALE)
-    return scale, None if kv_scale is None else number_of("kv_scale", kv_scale)
+    return scale, None if kv_scale is None else number_of("kv_scale", kv_scale), as_flash_mla
 
 
 class MLASparsePlan(Plan[MLASparseKey]):
@@ -339,6 +351,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
     _schedule = _SCHEDULE
     _attend = _ATTEND
     _lengths = "topk_length"
+    _as_flash_mla = False  # whose log-sum-exp is without sinks, and inf for an empty list
 
     def __init__(
         self,
@@ -387,7 +400,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         arrays = named(q, kv_cache, None, indices=indices, **extra)
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        attended = _ATTEND.arguments(views, (None, None))
+        attended = _ATTEND.arguments(views, (None, None, False))
         *sizes, extra_topk, dtype = shape_of(attended.launched)
         with call:
             return cls(
@@ -484,7 +497,7 @@ softmax_scale, kv_scale, out, lse, stream
         TypeError, ValueError, NotPreparedError, CumlaError
             As :meth:`cumla.MLADecodePlan.run`.
         """
-        options = _options(softmax_scale, kv_scale)
+        options = _options(softmax_scale, kv_scale, self._as_flash_mla)
         more = _optional(block_table, row_to_request, sinks, extra_kv_cache, extra_indices)
         inputs = {**more, "indices": indices}
         factors = () if kv_scale is None or options[1] is not None else (kv_scale,)
@@ -499,8 +512,7 @@ softmax_scale, kv_scale, out, lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        with_sinks = {merge_spec(dtype) for dtype in (self.key.dtype, "float32")}
-        for spec in (*sparse_specs(self.key), *with_sinks):
+        for spec in sparse_specs(self.key):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:

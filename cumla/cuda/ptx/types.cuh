@@ -25,6 +25,7 @@ struct alignas(64) TensorMap {
 constexpr int kWarpgroup = 128;  // threads
 
 constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

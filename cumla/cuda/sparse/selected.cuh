@@ -16,6 +16,7 @@ using namespace split;
 template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;
+  static constexpr bool kHasSinks = true;
 
   __device__ __forceinline__ explicit ListTile(const MlaDecodeParams& p) : RaggedTile(p) {
     index = blockIdx.x;

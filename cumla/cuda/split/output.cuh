@@ -5,6 +5,7 @@
 //   out, out_stride_batch, out_stride_token, out_stride_head, out_is_float     strides in bytes
 //   lse, lse_stride_batch, lse_stride_head, lse_stride_token                   strides in elements
 //   empty_lse                                                                  where nothing is visible
+//   sinks, sinks_stride, sink_in_lse                                           where tiles have sinks
 //   parts, row_groups                                                          of the plan
 #pragma once
 #include "split/tile.cuh"
@@ -50,6 +51,20 @@ __device__ __forceinline__ void store_lse(const Params& p, int request, const Ro
   const TokenPlace at = place_of(p, request, to.token);
   p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] =
       lse == -kInfinity ? p.empty_lse : lse * kLn2;
+}
+
+// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. One beyond all
+// finite numbers leaves no weight to values. Rows of a tile that has sinks are heads of one token.
+template <typename Params, typename AnyTile>
+__device__ __forceinline__ void take_sink(const Params& p, const AnyTile& tile, int row, float& scale, float& lse) {
+  if constexpr (AnyTile::kHasSinks) {
+    if (p.sinks == nullptr || row >= tile.rows) return;
+    const float sink = p.sinks[(tile.first_row + row) * p.sinks_stride] * kLog2E;
+    if (fmaxf(lse, sink) == -kInfinity) return;
+    const float of_sink = exp2_approx(sink - lse);  // as a multiple of the sum of the values' weights
+    scale *= reciprocal_approx(1.0f + of_sink);
+    if (p.sink_in_lse) lse = fmaxf(lse, sink) + log2_approx(1.0f + exp2_approx(-fabsf(sink - lse)));
+  }
 }
 
 template <typename Params, typename AnyTile>

@@ -13,7 +13,7 @@ namespace cumla::split {
 
 // Row tile where all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).
 struct Tile {
-  static constexpr bool kIsRagged = false;
+  static constexpr bool kIsRagged = false, kHasSinks = false;
   using Held = const Tile&;  // by what walks over segments
   int index, first_row, rows;   // index over all kv heads; rows of this tile that exist
   int least_shift, most_shift;  // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
@@ -40,7 +40,7 @@ struct Tile {
 
 // Row tile where query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads).
 struct RaggedTile {
-  static constexpr bool kIsRagged = true;
+  static constexpr bool kIsRagged = true, kHasSinks = false;
   using Held = RaggedTile;
   int index, first_row, rows;
   int least_shift, most_shift;

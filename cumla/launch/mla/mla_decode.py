@@ -36,6 +36,8 @@ class DecodeArguments(NamedTuple):
     softmax_scale: float  # factor of the scores
     causal: bool  # bottom-right causal mask
     empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
+    sinks: ArrayView | None = None  # (num_heads,) float32; of lists alone
+    sink_in_lse: bool = True
 
 
 FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
@@ -86,7 +88,7 @@ def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
 
 
-PARAMS_FORMAT = "<128s128s128s33q14if8Iif20x"
+PARAMS_FORMAT = "<128s128s128s33q14if8Iifi2q"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
@@ -119,7 +121,7 @@ def decode_values(
 
     The order is that of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
     """
-    block_table = arguments.block_table
+    block_table, sinks = arguments.block_table, arguments.sinks
     columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
     return (
         *(value for view in columns for value in (view.ptr, *view.strides[:3])),
@@ -154,6 +156,8 @@ def decode_values(
         *divisor_of(key.q_len),
         key.batch_invariant,
         arguments.empty_lse,
+        arguments.sink_in_lse,
+        *((0, 0) if sinks is None else (sinks.ptr, sinks.strides[0] // 4)),
     )
 
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from math import e, log2
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.core.arrays import ArrayView
-from cumla.launch.merge_states import StateViews, merge_launch
 from cumla.launch.mla.mla_decode import DecodeArguments, decode_launch
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import (
@@ -58,9 +57,9 @@ class SparseArguments(NamedTuple):
     softmax_scale: float  # factor of the scores
     extra_kv_cache: ArrayView | None = None  # as kv_cache, V4
     extra_indices: ArrayView | None = None  # (batch, q_len, extra_topk) int32
+    as_flash_mla: bool = False  # the log-sum-exp is without sinks, and inf for an empty list
 
 
-_MOST_SINK = 3e38  # a higher one is infinite: no value has weight beside it
 _MANY = 4  # row tiles of lists for each multiprocessor
 
 _TILES = {576: "SelectedTile<kRowTile>", 512: "ValueTile"}  # by the columns of a row
@@ -79,7 +78,7 @@ SPECS = tuple(_SPECS.values())
 
 
 def sparse_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape, in the order in which they run; sinks need one more."""
+    """List the kernels of a shape, in the order in which they run."""
     return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key))
 
 
@@ -116,12 +115,8 @@ def attend_launches(
     `buffer` is the address of a plan's buffer, which holds a schedule; `out` is ``(batch, q_len,
     num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``.
     """
-    a = arguments
     attends = _v4_launches if key.cache == V4 else _row_launches
-    launches = attends(key, buffer, a, out, lse)
-    return (
-        launches if a.sinks is None else (*launches, _sinks_launch(key, buffer, a.sinks, out, lse))
-    )
+    return attends(key, buffer, arguments, out, lse)
 
 
 def _row_launches(
@@ -198,6 +193,9 @@ def _decode_arguments(
         a.kv_scale,
         a.softmax_scale,
         causal=False,
+        empty_lse=inf if a.as_flash_mla else -inf,
+        sinks=a.sinks,
+        sink_in_lse=not a.as_flash_mla,
     )
 
 
@@ -211,16 +209,3 @@ def _as_rows(part: ArrayView, count: int, step: int) -> ArrayView:
     columns = part.shape[3]
     strides = (step, step, step, part.strides[3])
     return part._replace(shape=(count, 1, 1, columns), strides=strides)
-
-
-def _sinks_launch(
-    key: MLASparseKey, buffer: int, sinks: ArrayView, out: ArrayView, lse: ArrayView
-) -> Launch:
-    """Describe how to take sinks into results: states without a value, merged in place."""
-    per_head = lse._replace(shape=tuple(lse.shape[i] for i in (0, 2, 1)))
-    per_head = per_head._replace(strides=tuple(lse.strides[i] for i in (0, 2, 1)))
-    size = out.strides[3]
-    nothing = ArrayView(buffer + key.zeros, out.shape, (0, 0, 0, size), out.dtype, out.device)
-    sink = sinks._replace(shape=per_head.shape, strides=(0, 0, sinks.strides[0]))
-    result = StateViews(out, per_head)
-    return merge_launch((result, StateViews(nothing, sink)), None, result, log2(e), _MOST_SINK)

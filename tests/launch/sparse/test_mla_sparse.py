@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -73,14 +74,11 @@ def test_packed_rows(heads: int) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("heads", [8, 40, 128])
 def test_whatever_is_launched_is_among_the_kernels_of_a_shape(heads: int, cache: str) -> None:
-    """They are what a plan makes ready; sinks take one more."""
+    """They are what a plan makes ready."""
     key = key_of(heads, cache)
     known = {spec.entry for spec in sparse_specs(key)}
     assert {*entries(key)} <= known
-    sinks = strided(11, (heads,), (4,), "float32")
-    *before, last = entries(key, sinks=sinks)
-    assert before == entries(key)
-    assert last == "merge_states_float32"  # of the output
+    assert entries(key, sinks=strided(11, (heads,), (4,), "float32")) == entries(key)
 
 
 def test_every_kernel_serves_a_shape() -> None:
@@ -183,14 +181,19 @@ def test_the_parameters_by_name(heads: int) -> None:
     assert key.counts == key.selected + 15 * 700 * 4
 
 
-def test_sinks_are_states_without_a_value() -> None:
-    """Merged in place, with zeros of the plan's buffer in the place of their output."""
-    key = key_of(16)
-    out, lse = outputs_of(key)
-    arguments = arguments_of(key, sinks=strided(11, (16,), (4,), "float32"))
-    merge = attend_launches(key, BUFFER, arguments, out, lse)[-1]
-    addresses = [value for value in merge.values if isinstance(value, int) and value >= 1 << 40]
-    assert {BUFFER + key.zeros, 7 << 40, 8 << 40, 11 << 40} == {*addresses}
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", [8, 24, 128])
+def test_kernels_get_sinks_and_whose_logarithm_is_wanted(heads: int, cache: str) -> None:
+    key = key_of(heads, cache)
+    sinks = strided(11, (2 * heads,), (8,), "float32")._replace(shape=(heads,))
+    for as_flash_mla, given, wanted in (
+        (False, sinks, (-inf, True, sinks.ptr, 2)),
+        (True, sinks, (inf, False, sinks.ptr, 2)),
+        (True, None, (inf, False, 0, 0)),
+    ):
+        arguments = arguments_of(key, sinks=given)._replace(as_flash_mla=as_flash_mla)
+        launch = attend_launches(key, BUFFER, arguments, *outputs_of(key))[-1]
+        assert any(launch.values[i : i + 4] == wanted for i in range(len(launch.values)))
 
 
 # --- results --------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ using namespace split;
 
 constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
-constexpr float kLog2E = 1.4426950408889634f;
 
 template <bool kFirst, typename A, typename B>
 struct TypeIf {

@@ -349,6 +349,8 @@ struct Consumer {
       LatentJoiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile,
                                   segment).join(more);
     } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) take_sink(p, tile, row + 8 * r, inverse[r], lse[r]);
       write_result(segment, inverse, lse);
     }
   }

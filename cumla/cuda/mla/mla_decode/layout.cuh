@@ -76,6 +76,9 @@ struct MlaDecodeParams {
   Divisor by_heads_per_group, by_page_size, by_num_heads, by_q_len;
   int batch_invariant;  // requests are cut at fixed places, one of them into any number of pieces
   float empty_lse;      // log-sum-exp of a row that sees nothing: an infinity
+  int sink_in_lse;
+  const float* sinks;  // of lists: a score of each head that has no value; null for none
+  i64 sinks_stride;    // elements
 };
 
 // An entry of a segment's pages.

@@ -55,8 +55,11 @@ struct Heads64Finisher {
       float total = load_shared_float(shared.of_warp(0, head));
 #pragma unroll
       for (int w = 1; w < 8; ++w) total += load_shared_float(shared.of_warp(w, head));
-      store_shared_float(shared.factor(0, head), total == 0.0f ? 0.0f : (Form::kGrouped ? 1.0f : of.kv_scale) / total);
-      write_lse(head, total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total));
+      float factor = total == 0.0f ? 0.0f : (Form::kGrouped ? 1.0f : of.kv_scale) / total;
+      float lse = total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total);
+      if (!segment.split()) take_sink(p, tile, head, factor, lse);
+      store_shared_float(shared.factor(0, head), factor);
+      write_lse(head, lse);
     }
     consumers_sync();
   }
