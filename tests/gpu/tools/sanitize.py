@@ -128,6 +128,7 @@ V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
     V4Case(batch=2, topk=128, extra=512, page_size=16, gaps=True, sinks="finite", **_LISTS),
     V4Case(batch=1, heads=80, topk=700, scales="wild", places="rows", page_size=53, **_LISTS),
     V4Case(batch=2, heads=16, topk=200, form="bfloat16", gaps=True, **_LISTS),
+    V4Case(heads=80, topk=300, form="bfloat16", sinks="finite", **_LISTS),
 )
 LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
     (8, 64, 3),
