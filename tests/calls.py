@@ -471,10 +471,7 @@ OPERATIONS = {
         cumla.mla_sparse_attention,
         selected_of_tokens,
         lambda: {"out": aligned((4, 16, 512)), "lse": aligned((4, 16), np.float32)},
-        (
-            *("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
-            "merge_states_bfloat16",  # of sinks
-        ),
+        ("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
         integers=("topk_length", "row_to_request", "block_table", "indices"),
         any_values=("indices",),
         empty=(("q", "indices", "topk_length", "row_to_request"),),

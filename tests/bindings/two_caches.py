@@ -56,9 +56,6 @@ TWO_CACHES = {
         cumla.mla_sparse_attention,
         _tokens,
         lambda: {"out": aligned((4, 16, 512)), "lse": aligned((4, 16), np.float32)},
-        (
-            *(*2 * ("bound_rows",), "mla_schedule", *2 * ("select_rows",), "mla_sparse_v4"),
-            "merge_states_bfloat16",
-        ),
+        (*2 * ("bound_rows",), "mla_schedule", *2 * ("select_rows",), "mla_sparse_v4"),
     ),
 }

@@ -293,8 +293,11 @@ struct Joiner {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
       const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
       float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
-      float lse = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
-      take_sink(p, tile, row, scale, lse);
+      float with_sink = 0.0f;
+      if constexpr (AnyTile::kHasSinks) {
+        with_sink = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
+        take_sink(p, tile, row, scale, with_sink);
+      }
       if constexpr (kGroups == 1) {
         const float4& v = sum.v[0];
         store_pair<T>(p, tile, segment.request, row, lane % 4, unit * 8, (r == 0 ? v.x : v.z) * scale,
@@ -309,7 +312,8 @@ struct Joiner {
         }
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
-        store_lse(p, segment.request, Row(p, tile, row), lse);
+        store_lse(p, segment.request, Row(p, tile, row),
+                  AnyTile::kHasSinks ? with_sink : weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
     }
   }
 };

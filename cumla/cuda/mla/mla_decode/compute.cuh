@@ -349,8 +349,9 @@ struct Consumer {
       LatentJoiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile,
                                   segment).join(more);
     } else {
+      if constexpr (AnyTile::kHasSinks)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) take_sink(p, tile, row + 8 * r, inverse[r], lse[r]);
+        for (int r = 0; r < 2; ++r) take_sink(p, tile, row + 8 * r, inverse[r], lse[r]);
       write_result(segment, inverse, lse);
     }
   }

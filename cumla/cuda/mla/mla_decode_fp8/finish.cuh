@@ -90,14 +90,18 @@ struct Fp8Finisher {
       const float total = exp2_approx(ours - highest) * sum_of_four(shared.sum(row, consumer * 4)) +
                           exp2_approx(theirs - highest) * sum_of_four(shared.sum(row, (1 - consumer) * 4));
       float inverse = total == 0.0f ? 0.0f : of.kv_scale / total;
-      float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
-      if (!segment.split()) take_sink(p, tile, row, inverse, lse);
+      float with_sink = 0.0f;
+      if constexpr (AnyTile::kHasSinks) {
+        with_sink = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+        if (!segment.split()) take_sink(p, tile, row, inverse, with_sink);
+      }
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
         own[set][k] = exp2_approx(reference_of(consumer, set, row) - highest) * inverse;
         other[set][k] = exp2_approx(reference_of(1 - consumer, set, row) - highest) * inverse;
       }
-      if (writes) write_lse(row, lse);
+      if (writes)
+        write_lse(row, AnyTile::kHasSinks ? with_sink : total == 0.0f ? -kInfinity : highest + log2_approx(total));
     }
   }
 

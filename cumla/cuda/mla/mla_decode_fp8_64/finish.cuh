@@ -56,10 +56,16 @@ struct Heads64Finisher {
 #pragma unroll
       for (int w = 1; w < 8; ++w) total += load_shared_float(shared.of_warp(w, head));
       float factor = total == 0.0f ? 0.0f : (Form::kGrouped ? 1.0f : of.kv_scale) / total;
-      float lse = total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total);
-      if (!segment.split()) take_sink(p, tile, head, factor, lse);
+      float with_sink = 0.0f;
+      if constexpr (AnyTile::kHasSinks) {
+        with_sink = total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total);
+        if (!segment.split()) take_sink(p, tile, head, factor, with_sink);
+      }
       store_shared_float(shared.factor(0, head), factor);
-      write_lse(head, lse);
+      if constexpr (AnyTile::kHasSinks)
+        write_lse(head, with_sink);
+      else
+        write_lse(head, total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total));
     }
     consumers_sync();
   }
