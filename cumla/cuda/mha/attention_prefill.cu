@@ -592,7 +592,7 @@ struct PrefillConsumer {
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
-      const Ending ending = end_rows(n - 1, t > 0);
+      const Ending ending = end_rows(n == 0 ? n : n - 1, t > 0);
       look(item);
       warpgroup_wait<0>();
       keep_behind_wait(scores);

@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
+    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
     if constexpr (kHasRope<AnyTile>) {
-      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
       rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
       mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     }
@@ -170,6 +170,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     } else {
       rows.locate(p.latent);
+      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
     }
     if (parity == 1) rows.move(kHalfTiles * 128);
 #pragma unroll 1
