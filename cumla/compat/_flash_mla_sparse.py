@@ -23,7 +23,9 @@ _BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of 
 _VALUE_DIM = 512
 _PACKED = {HEAD_DIM: PACKED_BYTES, _VALUE_DIM: V4_BYTES}
 """Bytes of a row in FlashMLA's FP8 formats, by the columns of q: V32 and MODEL1."""
-_NAMES = CallersNames({"kv_cache": "kv", "softmax_scale": "sm_scale", "total_tokens": "s_q"})
+_NAMES = CallersNames(
+    {"kv_cache": "kv", "softmax_scale": "sm_scale", "total_tokens": "s_q", "sinks": "attn_sink"}
+)
 
 
 def packed_rows(name: str, cache: Any, columns: int) -> Any:
@@ -106,8 +108,9 @@ def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
     `out` is ``(..., tokens, heads, 512)`` and `lse` ``(..., tokens, heads)``; both are changed.
     """
     if attn_sink is not None:
-        # 1 - sink's share of the weights; without any weights, and of +inf, it is 0.
-        out.mul_((lse - attn_sink).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1))
+        # 1 - sink's share of the weights, of which an empty list has none
+        share = (lse - attn_sink).sigmoid().masked_fill_(lse == -inf, 0.0)
+        out.mul_(share.unsqueeze(-1))
     return out, lse.masked_fill_(lse == -inf, inf)
 
 
@@ -161,7 +164,7 @@ def flash_mla_sparse_fwd(
         As :func:`cumla.mla_sparse_attention`.
     """
     check_tensors(q=q, kv=kv, indices=indices)
-    refuse_gradients(q=q, kv=kv)
+    refuse_gradients(q=q, kv=kv, attn_sink=attn_sink)
     check_axes("q", q, "s_q, h_q, d_qk")
     check_axes("kv", kv, "s_kv, 1, d_qk")
     check_axes("indices", indices, "s_q, 1, topk")

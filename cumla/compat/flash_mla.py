@@ -46,7 +46,13 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._arguments import (
+    CallersNames,
+    check_axes,
+    check_tensors,
+    refuse,
+    refuse_gradients,
+)
 from cumla.compat._flash_mla_sparse import (
     SecondCache,
     check_sink,
@@ -93,6 +99,7 @@ _NAMES = CallersNames(
         "kv_lens": "cache_seqlens",
         "extra_kv_cache": "extra_k_cache",
         "extra_indices": "extra_indices_in_kvcache",
+        "sinks": "attn_sink",
         "that the plan was updated with": "of the metadata object's first call",
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     }
@@ -322,6 +329,7 @@ def _attend_sparsely(
     check_axes("q", q, "batch, seq_q, heads_q, d_qk")
     check_axes("indices", indices, "batch, seq_q, topk")
     check_sink(q, attn_sink)
+    refuse_gradients(q=q, k_cache=k_cache, attn_sink=attn_sink)
     batch, seq_q, heads_q, d_qk = q.shape
     if d_qk == HEAD_DIM:
         refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())

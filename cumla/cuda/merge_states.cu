@@ -46,8 +46,7 @@ struct MergeStatesParams {
   OutType out_type;
   float to_log2;    // from the base of the log-sum-exps
   float from_log2;  // and back
-  float most;       // from which on a log-sum-exp is infinite; infinity where that means an empty result
-  int unused;
+  int unused[2];
   AttentionState partials[kMostPartials];
 };
 
@@ -191,7 +190,6 @@ __device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeS
       if (first + k >= p.count) continue;
       const AttentionState& partial = p.partials[first + k];
       lse[k] = *place.lse(partial);
-      if (lse[k] > p.most) lse[k] = p.most;
       const uint4* const row = reinterpret_cast<const uint4*>(place.out(partial));
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
@@ -250,7 +248,7 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   const float lse = p.count > kFew ? merge_row<T, kColumnsOfMany>(p, place, lane, lanes)
                                    : merge_row<T, kColumnsOfFew>(p, place, lane, lanes);
   __syncwarp();  // all have read the log-sum-exps, one of which the result may replace
-  if (lane == 0) *place.lse(p.result) = lse >= p.most ? kInfinity : lse;
+  if (lane == 0) *place.lse(p.result) = lse;
 }
 
 }  // namespace cumla

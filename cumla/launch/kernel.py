@@ -125,7 +125,7 @@ class Template:
         self._cluster = launch.cluster
         self._packed = launch.pack()
         self._fields = [
-            (offset, argument, addend, tensor_map, tensor_map and tensor_map.address_at())
+            (offset, argument, addend, tensor_map, _address_at(tensor_map))
             for offset, argument, addend, tensor_map in launch.relocations()
         ]
 
@@ -142,6 +142,11 @@ class Template:
                 encoded = tensor_map._replace(ptr=address).encode()
                 parameters[offset : offset + len(encoded)] = encoded
         return PreparedLaunch(self._kernel, self._grid, self._cluster, parameters, stream)
+
+
+def _address_at(tensor_map: TensorMap | None) -> int | None:
+    """Tell where a packed descriptor takes other addresses, if it was packed with a plain one."""
+    return tensor_map.address_at() if tensor_map and is_plain(tensor_map.ptr) else None
 
 
 _pack_address = struct.Struct("<Q").pack_into

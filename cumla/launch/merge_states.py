@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import struct
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
@@ -55,7 +55,7 @@ class StateViews(NamedTuple):
 
 
 _NOTHING = (0,) * 8  # the fields of no state
-_PARAMS = struct.Struct(f"<17q6i3fi{len(_NOTHING) * MOST_PARTIALS}q")
+_PARAMS = struct.Struct(f"<17q6i2f2i{len(_NOTHING) * MOST_PARTIALS}q")
 
 
 def merge_launch(
@@ -63,14 +63,13 @@ def merge_launch(
     carried: StateViews | None,
     result: StateViews,
     log2_of_base: float,
-    most: float = inf,
 ) -> Launch:
     """Describe how to merge partial results, behind what an earlier launch has merged.
 
     There are 1 to `MOST_PARTIALS` partials of one shape and dtype. `carried` is the float32 result
     of the launch before this one; `result` is where to write, out float32, bfloat16 or float16. The
-    log-sum-exps are of the base whose binary logarithm is given. From `most` on one is infinite and
-    takes all the weight; by default infinity stands for an empty result.
+    log-sum-exps are of the base whose binary logarithm is given; infinities
+    stand for an empty result.
     """
     first = partials[0].out
     rows = prod(first.shape[:3])
@@ -88,7 +87,7 @@ def merge_launch(
         _OUT_TYPES[result.out.dtype],
         log2_of_base,
         1.0 / log2_of_base,
-        most,
+        0,
         0,
         *(field for partial in partials for field in partial.fields),
         *_NOTHING * (MOST_PARTIALS - len(partials)),

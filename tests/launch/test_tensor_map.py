@@ -41,6 +41,7 @@ class FakeDriver:
         numbers = ([int(n) for n in each] for each in (sizes, strides, box, steps))
         if self.address_at is not None:
             struct.pack_into("<Q", self._descriptor, self.address_at, ptr)
+            struct.pack_into("B", self._descriptor, 50, 0 if ptr >> 47 else 50)
         if self.also_at is not None:
             struct.pack_into("B", self._descriptor, self.also_at, ptr >> 12 & 0xFF)
         self.seen.append((kind.name.rpartition("_")[2], rank, ptr, *numbers, swizzle.name))
@@ -83,10 +84,12 @@ def test_a_descriptor_that_hides_its_address_is_asked_for(driver: FakeDriver) ->
         assert got[77] == address >> 12 & 0xFF
 
 
+@pytest.mark.parametrize("first", [0, 1 << 47])
 @pytest.mark.parametrize(("at", "also_at"), [(0, None), (120, None), (0, 77)])
 def test_templates_hold_the_descriptors_of_new_addresses(
     at: int,
     also_at: int | None,
+    first: int,
     driver: FakeDriver,
     small: KernelSpec,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,7 +99,7 @@ def test_templates_hold_the_descriptors_of_new_addresses(
     driver.address_at, driver.also_at = at, also_at
     layout = struct.Struct("<q128s")
     shape = "bfloat16", (70, 64, 1, 576), (73728, 1152, 1152, 2), 64
-    described = tensor_map.paged_kv_map(Address.of("kv_cache", 0, 32), *shape)
+    described = tensor_map.paged_kv_map(Address.of("kv_cache", first, 32), *shape)
     template = kernel.Template(
         LoadedKernel(handle=1, spec=small, device=0, owner=None),
         kernel.Launch(small, (1, 1, 1), layout, (7, described)),

@@ -104,7 +104,7 @@ __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const I
   return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock + 1)};
 }
 
-// Takes items from the counter. One lane.
+// Takes items: the first one by the CTA's number, the others from the counter. One lane.
 template <typename Layout>
 struct Dealer {
   const AttentionParams& p;
@@ -592,6 +592,8 @@ struct PrefillConsumer {
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
+      // Before the first item ends there is nothing to end: its own record stands for that of the one before, and
+      // nothing of what comes out is stored.
       const Ending ending = end_rows(n == 0 ? n : n - 1, t > 0);
       look(item);
       warpgroup_wait<0>();

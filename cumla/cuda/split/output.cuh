@@ -54,13 +54,13 @@ __device__ __forceinline__ void store_lse(const Params& p, int request, const Ro
 }
 
 // Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. One beyond all
-// finite numbers leaves no weight to values. Rows of a tile that has sinks are heads of one token. Callers leave the
+// finite numbers leaves no weight to values, and so does one whose base-2 score is beyond them. Rows of a tile that has sinks are heads of one token. Callers leave the
 // text of other tiles as it is without: ptxas spills registers of some kernels otherwise.
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ void take_sink(const Params& p, const AnyTile& tile, int row, float& scale, float& lse) {
   if (p.sinks == nullptr || row >= tile.rows) return;
   const float sink = p.sinks[(tile.first_row + row) * p.sinks_stride] * kLog2E;
-  if (fmaxf(lse, sink) == -kInfinity) return;
+  if (lse == -kInfinity && sink == -kInfinity) return;
   const float of_sink = exp2_approx(sink - lse);  // as a multiple of the sum of the values' weights
   scale *= reciprocal_approx(1.0f + of_sink);
   if (p.sink_in_lse) lse = fmaxf(lse, sink) + log2_approx(1.0f + exp2_approx(-fabsf(sink - lse)));

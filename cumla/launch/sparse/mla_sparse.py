@@ -78,7 +78,7 @@ SPECS = tuple(_SPECS.values())
 
 
 def sparse_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape, in the order in which they run."""
+    """List the kernels of a shape, of each width of rows in 16 bits."""
     return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key))
 
 

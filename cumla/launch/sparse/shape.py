@@ -142,7 +142,7 @@ class MLASparseKey(LatentKey):
 
     @cached_property
     def zeros(self) -> int:
-        """Where in the buffer a row of zeros lies, the value of a sink."""
+        """Where in the buffer a row of zeros lies: RoPE columns, or a packed row, that are not."""
         return _aligned(self.list_bounds[-1] + self.num_places * 4)
 
     @cached_property

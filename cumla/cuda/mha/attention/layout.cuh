@@ -166,7 +166,7 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
 // thread: below 32.
 __device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread) {
   constexpr int kPlaces = 128 / sizeof(TilePlace), kEntries = 128 / sizeof(int);  // of a line
-  const int line = (blockIdx.z * gridDim.y + blockIdx.y + blockIdx.x) * 32 + thread;
+  const i64 line = (i64{blockIdx.z} * gridDim.y + blockIdx.y + blockIdx.x) * 32 + thread;
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   if (line * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + line * kPlaces);
   if (p.block_table != nullptr && line * kEntries < p.page_entries) prefetch_l2(p.block_table + line * kEntries);
