@@ -471,9 +471,10 @@ def check(operation: Operation, half: str = "") -> None:
     for count in range(len(outputs) + 1):
         for some in combinations(outputs, count):
             name = f"{operation.function.__name__}{half}{'_out' if some else ''}"
-            overload = "default" if count in (0, len(outputs)) else some[0]
             given = named | {n: outputs[n] for n in some}
-            op = getattr(getattr(torch.ops.cumla, name), overload)
+            packet = getattr(torch.ops.cumla, name)
+            overload = "_".join(some)
+            op = getattr(packet, overload if overload in packet.overloads() else "default")
             # It multiplies by 0 to see what is written, which PyTorch does not do with e4m3.
             bytes_of = lambda a: a.view(torch.uint8) if a.dtype == torch.float8_e4m3fn else a  # noqa: E731
             args, kwargs = torch.utils._pytree.tree_map_only(
