@@ -159,7 +159,7 @@ def flash_mla_sparse_fwd(
     Raises
     ------
     NotImplementedError
-        q or kv requires a gradient while gradients are recorded.
+        q, kv or attn_sink requires a gradient while gradients are recorded.
     TypeError, ValueError, CumlaError
         As :func:`cumla.mla_sparse_attention`.
     """

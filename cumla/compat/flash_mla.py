@@ -253,7 +253,8 @@ def flash_mla_with_kvcache(
     ------
     NotImplementedError
         If an argument of the sparse attention is given without indices, a second cache beside one
-        that is not in V4's format, or a packed cache in another format; the message names it.
+        that is not in V4's format, or a packed cache in another format; or if one beside indices
+        requires a gradient while gradients are recorded. The message names it.
     TypeError, ValueError
         If an argument is none that `cumla.mla_decode` or `cumla.mla_sparse_decode` takes, or the
         metadata object was first used with other shapes.

@@ -216,6 +216,11 @@ def ints(*shape: int) -> Any:
         ({"attn_sink": torch.zeros(8)}, ValueError, r"attn_sink: needs shape \(heads_q,\)"),
         ({"attn_sink": torch.zeros(64).half()}, TypeError, "attn_sink: needs float32, got float16"),
         (
+            {"attn_sink": torch.zeros(64, requires_grad=True)},
+            NotImplementedError,
+            "attn_sink: requires a gradient",
+        ),
+        (
             {"k_cache": ints(90, 2, 1, 336).to(torch.uint8)},
             NotImplementedError,
             "k_cache: needs rows of 656 bytes, the format of DeepSeek-V3.2, or of 584, that of V4",
@@ -341,6 +346,11 @@ def test_rows_of_nan_beyond_a_length() -> None:
             {"q": torch.zeros(3, 4, 576, requires_grad=True)},
             NotImplementedError,
             r"q: requires a gradient.*torch\.no_grad\(\), or pass q\.detach\(\)",
+        ),
+        (
+            {"attn_sink": torch.zeros(4, requires_grad=True)},
+            NotImplementedError,
+            "attn_sink: requires a gradient",
         ),
         ({"d_v": 256}, ValueError, "d_v: needs 512, .*got 256"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale: needs a number from"),

@@ -3,9 +3,9 @@
 // each consumer, to all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 or 512
 // threads, one CTA an SM.
 //
-// The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. Each CTA begins with the tile of its
-// own number and takes the next ones from a counter, the last rows of a request first, for they see most keys, and the
-// kv heads of a section, whose keys and values stay in L2, before the next section.
+// The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. Each CTA begins with the tile of
+// its own number and takes the next ones from a counter, the last rows of a request first, for they see most keys, and
+// the kv heads of a section, whose keys and values stay in L2, before the next section.
 //
 // Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
 // pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The

@@ -53,9 +53,9 @@ __device__ __forceinline__ void store_lse(const Params& p, int request, const Ro
       lse == -kInfinity ? p.empty_lse : lse * kLn2;
 }
 
-// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. One beyond all
-// finite numbers leaves no weight to values, and so does one whose base-2 score is beyond them. Rows of a tile that has sinks are heads of one token. Callers leave the
-// text of other tiles as it is without: ptxas spills registers of some kernels otherwise.
+// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. A sink that is
+// infinite in base 2 leaves no weight to values. Rows of a tile that has sinks are heads of one token. Callers keep the
+// text for other tiles as it is without sinks: ptxas spills registers of some kernels otherwise.
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ void take_sink(const Params& p, const AnyTile& tile, int row, float& scale, float& lse) {
   if (p.sinks == nullptr || row >= tile.rows) return;
