@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -38,7 +39,8 @@ PROTOCOL = (
     "caches of at least 1 GiB in all. MLA, bfloat16, q_len 1, pages of 64 tokens in any order, "
     "schedules made before. one GPU: attention over the whole cache; share: over that of a rank; "
     "exchange: the all-to-all over heads alone; merge: the merge alone; all: share, exchange and "
-    "merge, compared with one GPU first (out 2e-2, lse 1e-3). maps: pages and slots of a step. "
+    "merge, compared with one GPU first (out 2e-2, lse 1e-3); mapped: all, through PyTorch's "
+    "symmetric memory, compared as well. maps: pages and slots of a step. "
     "links: so many bytes from each rank to each other one, by an all-to-all and by an all-gather"
 )
 _LAYERS = 8
@@ -71,6 +73,8 @@ _SHOWN = (
     *columns("batch", "heads", "kv_len"),
     *(Column(name, f"{name}_us", "us") for name in ("one", "share", "exchange", "merge", "all")),
     Column("x one GPU", "ratio", ".2f"),
+    Column("mapped", "mapped_us", "us"),
+    Column("x one GPU", "mapped_ratio", ".2f"),
     Column("maps", "maps_us", "us"),
     *columns("failed"),
 )
@@ -147,10 +151,20 @@ class Ranks:
         return float(median(begin.elapsed_time(end) for begin, end in pairs[_WARMUP:]))
 
 
+def is_near(ranks: Ranks, found: Any, whole: Any) -> bool:
+    """Compare the heads of all ranks with one GPU."""
+    each = found.out.shape[2]
+    heads = slice(ranks.rank * each, (ranks.rank + 1) * each)
+    out = found.out.float() - whole.out[:, :, heads].float()
+    lse = found.lse - whole.lse[:, heads]
+    return not ranks.worst(float(out.abs().max() > 2e-2 or lse.abs().max() > 1e-3))
+
+
 def measure(ranks: Ranks, case: Case) -> Row:
     """Compare a case with one GPU, then time it and its parts."""
     torch = ranks.torch
-    parallel = ContextParallel(ranks.dist.group.WORLD, page_size=_PAGE)
+    group = ranks.dist.group.WORLD
+    parallel = ContextParallel(group, page_size=_PAGE)
     generator = torch.Generator(ranks.device).manual_seed(0)
     on: Row = {"device": ranks.device, "generator": generator}
     entries = -(-case.kv_len // _PAGE)
@@ -180,19 +194,24 @@ def measure(ranks: Ranks, case: Case) -> Row:
     def share(layer: int) -> Any:
         return plans["share"].run(q, caches[layer % copies], own.block_table, **options)
 
-    def both(layer: int) -> Any:
+    def both(layer: int, parallel: ContextParallel = parallel) -> Any:
         cache = caches[layer % copies]
         return parallel.attend(plans["share"].run, q, cache, own.block_table, **options)
 
+    works: dict[str, Callable[[int], Any]] = {"one": one, "share": share, "all": both}
+    if ranks.device.type == "cuda":
+        reading = ContextParallel(group, page_size=_PAGE, symmetric_memory=True)
+        works["mapped"] = partial(both, parallel=reading)
+    each = case.heads // ranks.world
     with ranks.on_stream():
-        wanted, found = one(0), both(0)
-        each = case.heads // ranks.world
-        heads = slice(ranks.rank * each, (ranks.rank + 1) * each)
-        parts = [share(0)] * ranks.world
-        out, lse = found.out.float() - wanted.out[:, :, heads].float(), wanted.lse[:, heads]
-        is_right = out.abs().max() <= 2e-2 and (found.lse - lse).abs().max() <= 1e-3
-    if ranks.worst(float(not is_right)):
-        return {**case._asdict(), "failed": "differs from one GPU"}
+        wanted, parts = one(0), [share(0)] * ranks.world
+        differing = [
+            name
+            for name in ("all", "mapped")
+            if name in works and not is_near(ranks, works[name](0), wanted)
+        ]
+    if differing:
+        return {**case._asdict(), "failed": f"differs from one GPU: {', '.join(differing)}"}
 
     nbytes = case.batch * case.heads * (512 * 2 + 16)
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
@@ -209,12 +228,14 @@ def measure(ranks: Ranks, case: Case) -> Row:
     def maps(_: int) -> Any:
         return parallel.pages(kv_lens, table), parallel.slots(table, requests, kv_lens - 1)
 
-    works = {"one": one, "share": share, "exchange": exchange, "merge": merge, "all": both}
-    times = {f"{name}_us": ranks.time(work) for name, work in {**works, "maps": maps}.items()}
+    works |= {"exchange": exchange, "merge": merge, "maps": maps}
+    times = {f"{name}_us": ranks.time(work) for name, work in works.items()}
+    mapped = times.get("mapped_us")
     return {
         **case._asdict(),
         **times,
         "ratio": times["one_us"] / times["all_us"],
+        "mapped_ratio": mapped and times["one_us"] / mapped,
         "exchanged_bytes": nbytes * (ranks.world - 1) // ranks.world,
     }
 

@@ -55,6 +55,8 @@ class Driver:
         self._push = _declare(cuda.cuCtxPushCurrent_v2, handle)
         self._pop = _declare(cuda.cuCtxPopCurrent_v2, pointer)
         self._is_capturing = _declare(cuda.cuStreamIsCapturing, handle, pointer)
+        info = (handle, pointer, pointer, pointer, pointer, pointer)
+        self._capture_info = _declare(cuda.cuStreamGetCaptureInfo_v2, *info)
         self._exchange_mode = _declare(cuda.cuThreadExchangeStreamCaptureMode, pointer)
         self._event_create = _declare(cuda.cuEventCreate, pointer, ctypes.c_uint)
         self._event_record = _declare(waiting.cuEventRecord, handle, handle)
@@ -115,6 +117,16 @@ class Driver:
             return True  # the legacy stream, while a stream that synchronises with it captures
         self._check(result, "cuStreamIsCapturing")
         return status.value != 0
+
+    def capture_number(self, stream: int) -> int | None:
+        """Which capture `stream` is part of: a number of its own in the process, or None."""
+        if not self.is_capturing(stream):
+            return None
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        places = (ctypes.byref(status), ctypes.byref(number))
+        result = self._capture_info(stream, *places, None, None, None)
+        self._check(result, "cuStreamGetCaptureInfo")
+        return number.value
 
     def record_event(self, stream: int) -> int:
         """Record a new event on `stream`, whose device is current."""

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from importlib import import_module
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cumla.core._driver import driver
+from cumla.core.arguments import checked_flag
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Group", "group_of"]
 
+_LEAST_SHARED = 1 << 20  # bytes of symmetric memory for an exchange
 _LSE_BYTES = 16  # of a row: the lse, and padding that keeps rows at multiples of 16 bytes
 
 
@@ -23,6 +29,7 @@ class Group(ABC):
     """A group that the user has made, seen from one of its ranks."""
 
     arrays: ClassVar[tuple[str, str]]  # module and class of the arrays that it moves
+    reads_others: ClassVar[bool] = False  # in place of an exchange
 
     rank: Any
     world: int
@@ -49,6 +56,14 @@ class Group(ABC):
     def state(self, buffer: Any, columns: int, like: Any) -> tuple[Any, Any]:
         """Return out, of the dtype of `like`, and lse in a buffer."""
 
+    def received(self, buffer: Any, whole: bool) -> Sequence[Any]:
+        """Exchange buffers: what each rank has for this one, its piece of the heads or all."""
+        heads, *rest = buffer.shape
+        moved = (self.all_gather if whole else self.all_to_all)(buffer)
+        shares = heads if whole else heads // self.world
+        of_ranks = moved.reshape(self.world, shares, *rest)
+        return [of_ranks[rank] for rank in range(self.world)]
+
     @abstractmethod
     def all_to_all(self, buffer: Any) -> Any:
         """Give each rank its piece of the first axis; those of all ranks, one after the other."""
@@ -72,7 +87,7 @@ class _InMemory(Group):
 
     def computed(self, compute: Callable[..., Any], shape: tuple[int, ...], like: Any) -> Any:
         *lead, columns = shape
-        buffer = self._empty((*lead, columns + _LSE_BYTES // like.dtype.itemsize), like)
+        buffer = self._buffer((*lead, columns + _LSE_BYTES // like.dtype.itemsize), like)
         out, lse = self.state(buffer, columns, like)
         compute(out=out, lse=lse)
         return buffer
@@ -83,6 +98,10 @@ class _InMemory(Group):
 
     def once(self, sinks: Any) -> Any:
         return sinks if self.rank == 0 else None
+
+    def _buffer(self, shape: tuple[int, ...], like: Any) -> Any:
+        """Allocate what is sent."""
+        return self._empty(shape, like)
 
     @abstractmethod
     def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
@@ -119,6 +138,93 @@ class _Torch(_InMemory):
         sent, to = (each.view(self._xp.uint8) for each in (array, received))
         self._all_gather(to, sent, group=self._group)
         return received
+
+
+class _Shared:
+    """Memory of each rank that all of them read, in parts of which exchanges take the next one.
+
+    While a rank reads what one exchange has left, others may write for the next one: into another
+    part. They write into the first part again after the next barrier, so all have read it by then.
+    Captured exchanges may run after any others: they have parts of their own, and the first of a
+    capture waits for all ranks before it writes.
+    """
+
+    def __init__(self, memory: Any, group: Any, nbytes: int, device: Any) -> None:
+        torch = sys.modules["torch"]
+        if memory.get_backend(device) is None:
+            raise ValueError(
+                f"symmetric_memory: needs arrays on GPUs that map each other's memory, got them on "
+                f"{device}; leave it out"
+            )
+        self._nbytes = nbytes
+        self._own = memory.empty(4 * nbytes, dtype=torch.uint8, device=device)
+        self._handle = memory.rendezvous(self._own, group)
+        self._timeout = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+        self._next = {False: 0, True: 0}  # part of captured exchanges, and of others
+        self._captured = False
+        self._capture: int | None = None  # the last one
+        self._first = 0  # byte of the part in use
+
+    def begin(self, capture: int | None, nbytes: int) -> Any:
+        """Take bytes of the next part, to be written."""
+        self._captured = capture is not None
+        if self._captured and capture != self._capture:
+            self._capture = capture
+            self._wait()
+        self._first = (2 * self._captured + self._next[self._captured]) * self._nbytes
+        return self._own[self._first : self._first + nbytes]
+
+    def written(self) -> None:
+        """Wait, on the stream, until all ranks have written."""
+        self._wait()
+        self._next[self._captured] ^= 1
+
+    def read(self, rank: int, buffer: Any, first: int, shares: int) -> Any:
+        """Show heads of the buffer that another rank has in this part."""
+        rest = buffer.shape[1:]
+        begin = self._first // buffer.dtype.itemsize + first * prod(rest)
+        return self._handle.get_buffer(rank, (shares, *rest), buffer.dtype, begin)
+
+    def _wait(self) -> None:
+        self._handle.barrier(timeout_ms=self._timeout)
+
+
+class _Symmetric(_Torch):
+    """A process group whose ranks read each other's results, through PyTorch's symmetric memory."""
+
+    reads_others = True
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._memory = import_module("torch.distributed._symmetric_memory")
+        self._of_size: dict[int, _Shared] = {}  # for good: graphs may use them
+        self._shared: _Shared | None = None
+
+    def _buffer(self, shape: tuple[int, ...], like: Any) -> Any:
+        nbytes = prod(shape) * like.dtype.itemsize
+        size = max(_LEAST_SHARED, 1 << (nbytes - 1).bit_length())
+        capture = None
+        if like.is_cuda:
+            capture = driver().capture_number(self._xp.cuda.current_stream().cuda_stream)
+        shared = self._of_size.get(size)
+        if shared is None:
+            if capture is not None:
+                raise RuntimeError(
+                    "symmetric_memory: needs memory that all ranks map before a capture, and this "
+                    "exchange is larger than those before; run it once outside of a capture"
+                )
+            shared = self._of_size[size] = _Shared(self._memory, self._group, size, like.device)
+        self._shared = shared
+        return shared.begin(capture, nbytes).view(like.dtype).view(shape)
+
+    def received(self, buffer: Any, whole: bool) -> Sequence[Any]:
+        shared, self._shared = self._shared, None
+        assert shared is not None
+        shared.written()
+        heads = buffer.shape[0]
+        shares = heads if whole else heads // self.world
+        first = 0 if whole else self.rank * shares
+        return [shared.read(rank, buffer, first, shares) for rank in range(self.world)]
 
 
 class _CuPy(_InMemory):
@@ -218,12 +324,18 @@ class _Jax(Group):
         return jnp.where(self.rank == 0, sinks, -jnp.inf)
 
 
-def group_of(group: Any) -> Group:
+def group_of(group: Any, symmetric_memory: bool = False) -> Group:
     """See a group of any framework; frameworks are told through `sys.modules`."""
+    torch = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", ())
+    if checked_flag("symmetric_memory", symmetric_memory) and not isinstance(group, torch):
+        raise ValueError(
+            f"symmetric_memory: needs a process group of torch.distributed, got "
+            f"{type(group).__module__}.{type(group).__qualname__}; leave it out"
+        )
     if isinstance(group, str):
         return _Jax(group)
     for module, kind, seen in (
-        ("torch.distributed", "ProcessGroup", _Torch),
+        ("torch.distributed", "ProcessGroup", _Symmetric if symmetric_memory else _Torch),
         ("cupy.cuda.nccl", "NcclCommunicator", _CuPy),
     ):
         if isinstance(group, getattr(sys.modules.get(module), kind, ())):

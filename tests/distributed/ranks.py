@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import cumla
 from cumla.distributed import ContextParallel
+from tests.distributed.mapped import mapped
 
 WORLD = 4
 
@@ -52,6 +53,14 @@ class Setting:
 
 
 setting = Setting()
+SYMMETRIC = (
+    "one after the other",
+    "same bits",
+    "odd heads",
+    "no tokens",
+    "decode, q_len 3, gather",
+    "attention, q_len 1",
+)
 FEW = ("decode, q_len 3", "attention, q_len 3, gather")  # for other blocks than pages
 
 
@@ -233,6 +242,25 @@ def same_bits(parallel: ContextParallel) -> None:
     assert torch.equal(parallel.gather_heads(strided), queries("mla", len(setting.lengths), 1))
 
 
+def one_after_the_other(parallel: ContextParallel) -> None:
+    """Different results, of which none is overwritten before all ranks have read it."""
+    generator = torch.Generator().manual_seed(13)
+    shape = parallel.world, 5, setting.heads
+    outs = there(torch.randn(*shape, 64, generator=generator).bfloat16())
+    lses = there(torch.randn(*shape, generator=generator))
+    found = []
+    for factor in (1, -1, 2, 3, -2, 1):
+        if factor == 3:  # a call that is refused takes no turn
+            with pytest.raises((TypeError, ValueError)):
+                parallel.merge(outs[parallel.rank], lses[parallel.rank, :1])
+        found.append(parallel.merge(factor * outs[parallel.rank], lses[parallel.rank]))
+    for factor, state in zip((1, -1, 2, 3, -2, 1), found, strict=True):
+        whole = cumla.merge_attention_states(list(factor * outs), list(lses))
+        own = own_heads(parallel)
+        assert torch.equal(state.out, whole.out[:, own])
+        assert torch.equal(state.lse, whole.lse[:, own])
+
+
 def odd_heads(parallel: ContextParallel) -> None:
     """Any number of heads, where each rank gets all of them."""
     kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)[:, :, :5]
@@ -313,6 +341,7 @@ def refused(parallel: ContextParallel) -> None:
 def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
     found: dict[str, Callable[[ContextParallel], None]] = {
         "same bits": same_bits,
+        "one after the other": one_after_the_other,
         "odd heads": odd_heads,
         "no tokens": no_tokens,
         "refused": refused,
@@ -371,6 +400,14 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
                 if block == setting.page or exhaustive or name in FEW:
                     key = f"{world} ranks, blocks of {block}: {name}"
                     found[key] = outcome(lambda c=case, p=parallel: c(p))
+    with mapped(folder, late=0.02 * (rank % 2)):
+        for world, group in groups.items():
+            parallel = ContextParallel(group, page_size=setting.page, symmetric_memory=True)
+            for name in SYMMETRIC:
+                case = cases(exhaustive)[name]
+                found[f"{world} ranks, symmetric memory: {name}"] = outcome(
+                    lambda c=case, p=parallel: c(p)
+                )
     if rank >= 2:
         found["a rank that lags"] = a_rank_that_fails(lagging, dies=False)
     if rank == 3:

@@ -93,15 +93,19 @@ def torch_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
                 if name in ranks.FEW or (block == setting.page and not (has_offsets and big)):
                     key = f"{setting.heads} heads, blocks of {block}: {name}"
                     found[key] = partial(with_setting, ranks, setting, case, parallel)
-        parallel = ContextParallel(group, page_size=setting.page)
-        for family in ("mla", "mha"):
-            for q_len in (1, 3):
-                key = f"{setting.heads} heads: graph, {family}, q_len {q_len}"
-                case = partial(graph, family=family, q_len=q_len)
+        for symmetric in (False, True):
+            parallel = ContextParallel(group, page_size=setting.page, symmetric_memory=symmetric)
+            own = {"graphs": graphs}
+            for family in ("mla", "mha"):
+                for q_len in (1, 3):
+                    name = f"graph, {family}, q_len {q_len}"
+                    own[name] = partial(graph, family=family, q_len=q_len)
+                own[f"repeats, {family}"] = partial(repeats, family=family)
+            if symmetric:
+                own |= {name: ranks.cases(exhaustive=False)[name] for name in ranks.SYMMETRIC}
+            for name, case in own.items():
+                key = f"{setting.heads} heads{', symmetric memory' * symmetric}: {name}"
                 found[key] = partial(with_setting, ranks, setting, case, parallel)
-            key = f"{setting.heads} heads: repeats, {family}"
-            case = partial(repeats, family=family)
-            found[key] = partial(with_setting, ranks, setting, case, parallel)
     return found
 
 
@@ -171,6 +175,56 @@ def graph(parallel: Any, family: str, q_len: int) -> None:
             again = step()
         torch.cuda.synchronize()
         assert torch.equal(again.out, kept[0]) and torch.equal(again.lse, kept[1])
+
+
+def graphs(parallel: Any) -> None:
+    """Graphs of one, two and three exchanges, and calls between them, one right after the other."""
+    import torch
+
+    import cumla
+    from tests.distributed import ranks
+
+    heads = ranks.setting.heads
+    generator = torch.Generator(ranks.setting.device).manual_seed(13)
+    on = {"device": ranks.setting.device, "generator": generator}
+    outs = torch.randn(WORLD, 5, heads, 512, **on).bfloat16()
+    lses = torch.randn(WORLD, 5, heads, **on)
+    own = ranks.own_heads(parallel)
+    wanted = {
+        factor: cumla.merge_attention_states(list(outs * factor), list(lses)).out[:, own].clone()
+        for factor in range(1, 13)
+    }
+    scale = torch.ones((), dtype=outs.dtype, device=outs.device)
+
+    def merged(times: int) -> Any:
+        return parallel.merge(outs[parallel.rank] * (scale * times), lses[parallel.rank])
+
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        merged(1)
+    torch.cuda.synchronize()
+    captured = []
+    for count in (1, 2, 3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            states = [merged(k + 1) for k in range(count)]
+        captured.append((graph, states))
+    differing = torch.zeros((), dtype=torch.int64, device=outs.device)
+    with torch.cuda.stream(stream):
+        for i in range(60):
+            if i % 5 == parallel.rank:
+                torch.cuda._sleep(100_000)  # a rank that is late
+            scale.fill_(i % 4 + 1)
+            graph, states = captured[i % 3]
+            if i % 7:
+                graph.replay()
+            else:
+                states = [merged(1)]
+            for k, state in enumerate(states):
+                differing += (state.out != wanted[(i % 4 + 1) * (k + 1)]).sum()
+    torch.cuda.synchronize()
+    assert int(differing) == 0
 
 
 def repeats(parallel: Any, family: str) -> None:
