@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,19 +20,13 @@ MOST_PARTIALS = 60  # kMostPartials of the kernel
 _COLUMNS_OF_FEW, _COLUMNS_OF_MANY, _FEW = 4, 2, 2
 _WARP = 32
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
 _OUT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 _SPECS = {
-    dtype: KernelSpec(
-        stem="merge_states",
-        entry=f"merge_states_{dtype}",
-        function=f"merge_states<{tag}>",
-        params="MergeStatesParams",
-        threads=64,
-        min_blocks=10,
+    dtype: KernelSpec.of(
+        *("", "merge_states", "MergeStatesParams", dtype), tags=[dtype], threads=64, min_blocks=10
     )
-    for dtype, tag in _TAGS.items()
+    for dtype in FLOATS
 }
 SPECS = tuple(_SPECS.values())
 

@@ -69,13 +69,14 @@ class KernelSpec:
     ) -> KernelSpec:
         """Describe an entry point of the family's function, or template, that its file is named by.
 
-        `arguments` are those of the template: dtypes, bools, numbers and names. `name` and `tags`
-        make the entry point's name, `name` being that of the file by default; `limits` are threads,
-        min_blocks and smem_bytes.
+        `family` is "" for what all families share. `arguments` are those of the template: dtypes,
+        bools, numbers and names. `name` and `tags` make the entry point's name, `name` being that
+        of the file by default; `limits` are threads, min_blocks and smem_bytes.
         """
         listed = ", ".join(map(_in_cuda, arguments))
         entry, function = "_".join((name or stem, *tags)), f"{stem}<{listed}>" if listed else stem
-        return cls(stem, entry, function, params, package=f"{_CUDA}.{family}", **limits)
+        package = f"{_CUDA}.{family}" if family else _CUDA
+        return cls(stem, entry, function, params, package=package, **limits)
 
     @property
     def path(self) -> str:

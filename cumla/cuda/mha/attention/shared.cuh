@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of attention, and the registers of its warpgroups, which go with it.
+#pragma once
+#include "split/plan.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-byte swizzle
+
+template <int kKeyTiles, int kValueTiles, bool kE4m3>
+struct SharedLayout {
+  static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
+  // Even: each consumer, and each of two loading warpgroups, has stages of its own.
+  static constexpr int kStages = kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
+  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
+  static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // warpgroups
+  static constexpr int kLoaderRegisters = !kE4m3 ? 56 : kLoaders > 1 ? 80 : 104;
+  static constexpr int kConsumerRegisters = !kE4m3 ? 224 : kLoaders > 1 ? 176 : 200;
+  static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 4 ? 4 : kTiles > 2 ? 6 : 8;
+  static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
+  static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
+  static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
+  static constexpr int kPagesBytes = kBlockTokens * 8;  // of a block
+  static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
+                                kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
+  static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
+
+  u32 query;
+
+  __device__ __forceinline__ u32 keys(int s) const {
+    return query + kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * (kKeyBytes + kValueBytes);
+  }
+  __device__ __forceinline__ u32 values(int s) const { return keys(s) + kKeyBytes; }
+  __device__ __forceinline__ u32 exchange() const { return keys(0) + kBuffers * (kKeyBytes + kValueBytes); }
+  __device__ __forceinline__ u32 of_row(int consumer, int what, int row) const {
+    return exchange() + kExchangeBytes + ((consumer * 3 + what) * kRowTile + row) * 4;
+  }
+  __device__ __forceinline__ u32 barriers() const { return of_row(2, 0, 0); }
+  __device__ __forceinline__ u32 keys_full(int s) const { return barriers() + s * 8; }
+  __device__ __forceinline__ u32 values_full(int s) const { return barriers() + (kStages + s) * 8; }
+  __device__ __forceinline__ u32 keys_free(int s) const { return barriers() + (2 * kStages + s) * 8; }
+  __device__ __forceinline__ u32 values_free(int s) const { return barriers() + (3 * kStages + s) * 8; }
+  __device__ __forceinline__ u32 query_full() const { return barriers() + 4 * kStages * 8; }
+  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  __device__ __forceinline__ u32 words() const { return query_full() + 16; }
+  __device__ __forceinline__ u32 raw_keys(int s) const {
+    return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2;
+  }
+  __device__ __forceinline__ u32 raw_values(int s) const { return raw_keys(s) + kKeyBytes / 2; }
+  __device__ __forceinline__ u32 raw_pages(int s) const { return raw_keys(kRawBlocks) + s * kPagesBytes; }
+};
+
+}  // namespace cumla::mha

@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a warp of attention_decode does with a chunk: scores, softmax, and the product with the values.
+#pragma once
+#include "mha/attention/layout.cuh"
+#include "mha/attention_decode/layout.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
+
+__device__ __forceinline__ const char* query_row(const AttentionParams& p, const RaggedTile& tile, int row) {
+  const Query of(p, tile, row);
+  return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
+}
+
+// What a warp has of a row tile. Lane 4 g + q has the query of row g, scores and outputs of rows 2 q and 2 q + 1, of
+// each eight rows.
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+struct ChunkAttender {
+  using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
+  using Unit = typename TypeIf<kE4m3, Fp16, T>::Type;  // of the products
+  static constexpr int kEights = kRows / 8;
+  static constexpr int kReads = Layout::kKeyRow / 64;  // of 16 bytes of a key, by a lane
+  static constexpr int kSteps = kE4m3 ? 4 : 2;         // products of each
+
+  const AttentionParams& p;
+  const Layout& shared;
+  const RaggedTile& tile;
+  const int warp, lane;
+  u32 query[kEights][Layout::kQueryWords];  // unless warps share it
+  float output[kEights][kValues / 16][4];
+  float scores[kEights][4];
+  float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
+  float factor[kEights][2];  // of scores, to the base 2, or of what is capped
+  Seen common;  // what all rows see
+
+  __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const RaggedTile& tile)
+      : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+
+  // Eight rows, columns in the order in which the keys' words have them.
+  __device__ __forceinline__ void load_rows(u32 (&words)[Layout::kQueryWords], int eight) const {
+    constexpr int kColumns = 16 / Layout::kUnit;
+    const int row = eight * 8 + lane / 4;
+    const char* const from = row < tile.rows ? query_row(p, tile, row) : nullptr;
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+      const int column = (4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns;
+      uint4 v = {0, 0, 0, 0};
+      if (from != nullptr && column < p.key_columns)
+        v = load_global_16(reinterpret_cast<const uint4*>(from + column * 2));
+      words[4 * i] = v.x;
+      words[4 * i + 1] = v.y;
+      words[4 * i + 2] = v.z;
+      words[4 * i + 3] = v.w;
+    }
+  }
+
+  // Ahead of begin(), which waits for it.
+  __device__ __forceinline__ void load_query() {
+    if constexpr (!Layout::kSharesQuery)
+#pragma unroll
+      for (int n = 0; n < kEights; ++n) load_rows(query[n], n);
+  }
+
+  // Eight rows of a bfloat16 query as float16, times powers of two; what undoes that of the lane's row.
+  __device__ __forceinline__ static float narrow_query(u32 (&words)[Layout::kQueryWords]) {
+    if constexpr (!kE4m3 || !kIsBf16<T>) return 1.0f;
+    u32 highest = 0;  // as bits: those of larger numbers are larger
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords; ++i)
+      highest = max(highest, max(words[i] << 16 & 0x7f800000u, words[i] & 0x7f800000u));
+    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    // 2^(e - 127) becomes 2^14; of tiny numbers, and where there is an infinity, less is done.
+    const u32 exponent = min(max(highest >> 23, 30u), 254u);
+    const float up = __uint_as_float((127 + 127 + 14 - exponent) << 23), down = __uint_as_float((exponent - 14) << 23);
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords; ++i) {
+      const float2 pair = unpack_pair<Bf16>(words[i]);
+      words[i] = pack_pair<Fp16>(pair.x * up, pair.y * up);
+    }
+    return down;
+  }
+
+  __device__ __forceinline__ void share_query() const {
+    if (warp < kEights) {
+      u32 words[Layout::kQueryWords];
+      load_rows(words, warp);
+      const float undone = narrow_query(words);
+#pragma unroll
+      for (int i = 0; i < Layout::kQueryWords / 4; ++i)
+        store_shared_16(shared.query_words(warp, i),
+                        {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+      if (lane % 4 == 0) store_shared_float(shared.undone(warp * 8 + lane / 4), undone);
+    }
+    __syncthreads();
+  }
+
+  // The sink counts once: in the first piece of a row tile, for warp 0.
+  __device__ __forceinline__ void begin(const Segment& segment) {
+    const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile)) : 1.0f;
+    const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
+    common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
+    if constexpr (Layout::kSharesQuery) share_query();
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+#pragma unroll
+      for (int i = 0; i < kValues / 16; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[n][i][e] = 0.0f;
+      float undone = 1.0f;
+      if constexpr (!Layout::kSharesQuery) undone = narrow_query(query[n]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = n * 8 + lane % 4 * 2 + r;
+        maximum[n][r] = kLowest;
+        sum[n][r] = weight[n][r] = 0.0f;
+        const float scale = of_keys * (Layout::kSharesQuery ? load_shared_float(shared.undone(row))
+                                                            : __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4));
+        const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * scale;
+        factor[n][r] = fminf(of_scores, kMaxFactor);
+        if (!has_sink || row >= tile.rows) continue;
+        const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
+        if (sink == -kInfinity) continue;
+        maximum[n][r] = sink;
+        if (lane < 4) sum[n][r] = weight[n][r] = 1.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(u32 keys) {
+    constexpr int kTurns = kEights > 1 ? 1 : 2;  // each product waits for the one before
+    float products[kTurns][kEights][4];
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) products[0][n][e] = products[kTurns - 1][n][e] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      const auto place = [&](int more) {
+        return keys + Layout::template place<Layout::kKeyRow>(token_of_row(lane / 4) + more, 4 * i + lane % 4);
+      };
+      const uint4 low = load_shared_16(place(0)), high = load_shared_16(place(8));
+      const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+      u32 b[kEights][kSteps * 2];
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int j = 0; j < kSteps / 2; ++j) {
+          const int first = i * kSteps * 2 + 4 * j;
+          uint4 v;
+          if constexpr (Layout::kSharesQuery)
+            v = load_shared_16(shared.query_words(n, first / 4));
+          else
+            v = {query[n][first], query[n][first + 1], query[n][first + 2], query[n][first + 3]};
+          b[n][4 * j] = v.x;
+          b[n][4 * j + 1] = v.y;
+          b[n][4 * j + 2] = v.z;
+          b[n][4 * j + 3] = v.w;
+        }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        u32 a[4];
+        if constexpr (kE4m3) {
+          expand_e4m3x4(lows[k], a[0], a[2]);
+          expand_e4m3x4(highs[k], a[1], a[3]);
+        } else {
+          a[0] = lows[2 * k];
+          a[1] = highs[2 * k];
+          a[2] = lows[2 * k + 1];
+          a[3] = highs[2 * k + 1];
+        }
+#pragma unroll
+        for (int n = 0; n < kEights; ++n)
+          mma_m16n8k16<Unit>(products[k % kTurns][n], a[0], a[1], a[2], a[3], b[n][2 * k], b[n][2 * k + 1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (kTurns > 1) products[0][n][e] += products[kTurns - 1][n][e];
+        scores[n][e] = products[0][n][e] * factor[n][e & 1];
+      }
+  }
+
+  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e).
+  __device__ __forceinline__ void cap_scores() {
+    if (p.to_softcap == 0.0f) return;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        scores[n][e] = p.scale_log2 * (1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[n][e])));
+  }
+
+  __device__ __forceinline__ void mask_scores(const Segment& segment, int first) {
+    if (first >= common.first && first + kChunk <= common.end) return;
+    const int token = first + token_of_row(lane / 4);
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Seen seen = seen_by(p, tile, segment.tokens, n * 8 + lane % 4 * 2 + r);
+        if (token < seen.first || token >= seen.end) scores[n][r] = -kInfinity;
+        if (token + 8 < seen.first || token + 8 >= seen.end) scores[n][r + 2] = -kInfinity;
+      }
+  }
+
+  __device__ __forceinline__ void raise_maximum() {
+    bool grown = false;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        grown |= fmaxf(scores[n][r], scores[n][r + 2]) > maximum[n][r] + kMaximumSlack;
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float next = fmaxf(scores[n][r], scores[n][r + 2]);
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, lanes));
+        if (next <= maximum[n][r] + kMaximumSlack) next = maximum[n][r];
+        const float kept = exp2_approx(maximum[n][r] - next);
+#pragma unroll
+        for (int i = 0; i < kValues / 16; ++i) {
+          output[n][i][r] *= kept;
+          output[n][i][r + 2] *= kept;
+        }
+        sum[n][r] *= kept;
+        weight[n][r] *= kept;
+        maximum[n][r] = next;
+      }
+  }
+
+  // Probabilities as operands of the second product.
+  __device__ __forceinline__ void exponentiate(u32 (&probabilities)[kEights][2]) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float a = exp2_approx(scores[n][2 * half] - maximum[n][0]);
+        const float b = exp2_approx(scores[n][2 * half + 1] - maximum[n][1]);
+        const u32 packed = pack_pair<Unit>(a, b);
+        const float2 rounded = unpack_pair<Unit>(packed);
+        sum[n][0] += a;
+        sum[n][1] += b;
+        weight[n][0] += rounded.x;
+        weight[n][1] += rounded.y;
+        probabilities[n][half] = transpose_matrix(packed);
+      }
+  }
+
+  __device__ __forceinline__ void multiply_values_of(int i, const u32 (&a)[4], const u32 (&probabilities)[kEights][2]) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+      mma_m16n8k16<Unit>(output[n][i], a[0], a[1], a[2], a[3], probabilities[n][0], probabilities[n][1]);
+  }
+
+  // `words`: of the four tokens, the same columns each. Products i and, of e4m3, i + 1 are of columns in pairs.
+  __device__ __forceinline__ void multiply_word(int i, const u32 (&words)[4], const u32 (&probabilities)[kEights][2]) {
+    u32 a[4];
+    if constexpr (kE4m3) {
+      const u32 first = __byte_perm(words[0], words[1], 0x5140), last = __byte_perm(words[2], words[3], 0x5140);
+      expand_e4m3x4(first, a[0], a[1]);
+      expand_e4m3x4(last, a[2], a[3]);
+      multiply_values_of(i, a, probabilities);
+      const u32 next = __byte_perm(words[0], words[1], 0x7362), end = __byte_perm(words[2], words[3], 0x7362);
+      expand_e4m3x4(next, a[0], a[1]);
+      expand_e4m3x4(end, a[2], a[3]);
+      multiply_values_of(i + 1, a, probabilities);
+    } else {
+      a[0] = __byte_perm(words[0], words[1], 0x5410);
+      a[1] = __byte_perm(words[0], words[1], 0x7632);
+      a[2] = __byte_perm(words[2], words[3], 0x5410);
+      a[3] = __byte_perm(words[2], words[3], 0x7632);
+      multiply_values_of(i, a, probabilities);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(u32 chunk, const u32 (&probabilities)[kEights][2]) {
+    constexpr int kEach = kE4m3 ? 2 : 1;  // products of a word
+    const int g = lane / 4, q = lane % 4;
+    const auto place = [&](int e, int i) {  // of the e-th of a lane's four tokens
+      return chunk + Layout::kKeyBytes +
+             Layout::template place<Layout::kValueRow>(token_of_row(2 * q + e % 2) + e / 2 * 8, i);
+    };
+    if constexpr (Layout::kValueRow == 64) {  // eight bytes a lane
+      float2 v[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = load_shared_float2(place(e, g / 2) + g % 2 * 8);
+      const u32 first[4] = {__float_as_uint(v[0].x), __float_as_uint(v[1].x), __float_as_uint(v[2].x),
+                            __float_as_uint(v[3].x)};
+      const u32 second[4] = {__float_as_uint(v[0].y), __float_as_uint(v[1].y), __float_as_uint(v[2].y),
+                             __float_as_uint(v[3].y)};
+      multiply_word(0, first, probabilities);
+      multiply_word(kEach, second, probabilities);
+    } else {
+#pragma unroll
+      for (int s = 0; s < Layout::kValueRow / 128; ++s) {
+        uint4 v[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = load_shared_16(place(e, g + 8 * s));
+        const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
+                                 {v[0].y, v[1].y, v[2].y, v[3].y},
+                                 {v[0].z, v[1].z, v[2].z, v[3].z},
+                                 {v[0].w, v[1].w, v[2].w, v[3].w}};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) multiply_word((4 * s + w) * kEach, words[w], probabilities);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void attend(const Segment& segment, u32 chunk, int first) {
+    u32 probabilities[kEights][2];
+    multiply_keys(chunk);
+    cap_scores();
+    mask_scores(segment, first);
+    raise_maximum();
+    exponentiate(probabilities);
+    multiply_values(chunk, probabilities);
+  }
+};
+
+}  // namespace cumla::mha

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a row tile in attention_decode.
+#pragma once
+#include "mha/attention/layout.cuh"
+#include "mha/attention_decode/compute.cuh"
+#include "mha/attention_decode/layout.cuh"
+#include "split/join.cuh"
+#include "split/output.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+// What a warp does with a row tile: its chunks, and the end.
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
+  using Base = ChunkAttender<T, kKeys, kValues, kRows, kE4m3>;
+  using typename Base::Layout;
+  using Base::kEights;
+  using Base::p, Base::shared, Base::tile, Base::warp, Base::lane;
+  using Base::output, Base::maximum, Base::sum, Base::weight;
+  using Base::Base;
+  static constexpr int kRounds = kValues / 64;    // of sums, 64 columns each
+  static constexpr int kEach = kDecodeWarps / 4;  // of the warps, whose outputs a lane adds up
+
+  // First of the eight columns of outputs 4 round to 4 round + 3 in lanes of g.
+  __device__ __forceinline__ static int column_of(int round, int g) {
+    return kE4m3 && kValues > 64 ? round / 2 * 128 + g * 16 + round % 2 * 8 : round * 64 + g * 8;
+  }
+
+  // The warps' results, added up; then out and log-sum-exp, or a piece of them. Warp 4 + w of those that add has the
+  // columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in row g.
+  __device__ __forceinline__ void finish(const Segment& segment, bool more) {
+    const int g = lane / 4, q = lane % 4, adder = warp - kWarpgroup / 32;
+    const bool adds = adder >= 0 && adder < kJoinWarps;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
+          sum[n][r] += __shfl_xor_sync(0xffffffffu, sum[n][r], lanes);
+          weight[n][r] += __shfl_xor_sync(0xffffffffu, weight[n][r], lanes);
+        }
+    __syncthreads();  // what the tile before left has been read
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (lane < 4)
+          store_shared_float4(shared.statistics_of(warp, n * 8 + 2 * q + r),
+                              {maximum[n][r], sum[n][r], weight[n][r], 0.0f});
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        if (n + round > 0) __syncthreads();
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float(&even)[4] = output[n][4 * round + 2 * half], (&odd)[4] = output[n][4 * round + 2 * half + 1];
+            store_shared_float4(shared.sums_of(warp, 2 * q + r) + g * 32 + half * 16,
+                                {even[r], even[r + 2], odd[r], odd[r + 2]});
+          }
+        __syncthreads();
+        if (!adds) continue;
+        add_warps(segment, n, adder, column_of(round, adder), round == 0);
+      }
+    if (adds && segment.split())
+      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, AttentionParams, RaggedTile>(
+          p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile, segment).join(more);
+  }
+
+  // Each lane of a quad weighs every fourth warp's output of row lane / 4, relative to the highest score of all. Gives
+  // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
+  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float (&own)[kEach],
+                                               bool is_first) const {
+    const int row = n * 8 + lane / 4;
+    float highest = kLowest, total = 0.0f, rounded = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k)
+      highest = fmaxf(highest, load_shared_float(shared.statistics_of(lane % 4 + 4 * k, row)));
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const float4 of_warp = load_shared_float4(shared.statistics_of(lane % 4 + 4 * k, row));
+      own[k] = exp2_approx(of_warp.x - highest);
+      total += own[k] * of_warp.y;
+      rounded += own[k] * of_warp.z;
+    }
+    total = sum_of_quad(total);
+    rounded = sum_of_quad(rounded);
+    if (is_first && adder == 0 && lane % 4 == 0) {
+      const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+      float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kRowGroup + row;
+      if (!segment.split()) {
+        if (row < tile.rows) store_lse(p, segment.request, Row(p, tile, row), lse);
+      } else {
+        of_piece[0] = lse;
+        if (kEights == 1) of_piece[8] = -kInfinity;
+      }
+    }
+    const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+    return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile)) : inverse;
+  }
+
+  __device__ __forceinline__ static float sum_of_quad(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  }
+
+  // Each lane of a quad adds up eight columns of its warps; then they trade, so that each has the sums of two.
+  __device__ __forceinline__ void add_warps(const Segment& segment, int n, int adder, int column,
+                                            bool is_first) const {
+    const int q = lane % 4;
+    float own[kEach], sums[8];
+    const float inverse = weigh_warps(segment, n, adder, own, is_first);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const u32 from = shared.sums_of(q + 4 * k, lane / 4) + adder * 32;
+      const float4 low = load_shared_float4(from), high = load_shared_float4(from + 16);
+      const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i] += own[k] * v[i];
+    }
+    float four[4], two[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      four[i] = (q & 2 ? sums[4 + i] : sums[i]) + __shfl_xor_sync(0xffffffffu, q & 2 ? sums[i] : sums[4 + i], 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      two[i] = (q & 1 ? four[2 + i] : four[i]) + __shfl_xor_sync(0xffffffffu, q & 1 ? four[i] : four[2 + i], 1);
+    store(segment, n, column, two[0] * inverse, two[1] * inverse);
+  }
+
+  // Two columns of a row each, of `column` and the seven after it; of a piece, whose one row group has 16 rows.
+  __device__ __forceinline__ void store(const Segment& segment, int n, int column, float a, float b) const {
+    constexpr int kHalf = kValues / 16;  // eights of half of the columns
+    if (!segment.split())
+      return store_pair<T>(p, tile, segment.request, n * 8 + lane / 4, lane % 4, column, a, b);
+    const int half = column / 8 / kHalf;
+    float4* const piece = p.partial_out + piece_offset<kValues>(p, piece_index(p, tile, blockIdx.y, segment.slot), half,
+                                                                0, column / 8 - half * kHalf, lane);
+    if (kEights == 1)
+      store_global_float4(piece, a, b, 0.0f, 0.0f);
+    else
+      store_global_float2(reinterpret_cast<float2*>(piece) + n, a, b);
+  }
+};
+
+}  // namespace cumla::mha

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of attention_decode, and the order in which a product takes the tokens of a chunk.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+
+constexpr int kDecodeWarps = 12, kChunk = 16;  // tokens
+constexpr int kSharedMost = 232448;
+
+template <int kKeys, int kValues, int kRows, bool kE4m3>
+struct DecodeLayout {
+  static constexpr int kUnit = kE4m3 ? 1 : 2, kKeyRow = kKeys * kUnit, kValueRow = kValues * kUnit;  // bytes
+  static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
+  static constexpr int kSumsRow = 68 * 4, kSumsWarp = 8 * kSumsRow + 32;  // bytes: 64 columns and a shift of banks
+  static constexpr int kSumsBytes = kDecodeWarps * kSumsWarp;
+  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 16;  // and barriers, and two words
+  static constexpr bool kSharesQuery = kRows > 8 || kKeys > 192;  // registers have no room for it
+  static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
+  static constexpr int kQueryBytes = kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : 0;
+  static constexpr int kOthers = kSumsBytes + kStatisticsBytes + kQueryBytes;
+  static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
+  static constexpr int kMost = kSharesQuery ? 2 : 3;
+  static constexpr int kStages = kFitting < kMost ? kFitting : kMost;
+  static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kOthers;
+  static_assert(kStages >= 2 && kSumsBytes >= 8192 + 1024, "chunks come ahead, and joining uses the sums");
+
+  u32 base;
+
+  __device__ __forceinline__ u32 chunk(int warp, int stage) const {
+    return base + (warp * kStages + stage) * kChunkBytes;
+  }
+  __device__ __forceinline__ u32 sums() const { return base + kDecodeWarps * kStages * kChunkBytes; }
+  __device__ __forceinline__ u32 sums_of(int warp, int row) const {
+    return sums() + warp * kSumsWarp + row * kSumsRow;
+  }
+  // Of a warp and a row: maximum, sum of the weights, sum of the rounded weights.
+  __device__ __forceinline__ u32 statistics_of(int warp, int row) const {
+    return sums() + kSumsBytes + (warp * kRows + row) * 16;
+  }
+  // A chunk has come that the copy engine brings.
+  __device__ __forceinline__ u32 full(int warp, int stage) const {
+    return statistics_of(kDecodeWarps, 0) + (warp * 4 + stage) * 8;
+  }
+  __device__ __forceinline__ u32 words() const { return full(kDecodeWarps, 0); }
+  // The i-th four words of each lane, of eight rows; and of all rows the factors that undo theirs.
+  __device__ __forceinline__ u32 query_words(int eight, int i) const {
+    return words() + 16 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ u32 undone(int row) const {
+    return words() + 16 + kRows / 8 * kQueryWords * 128 + row * 4;
+  }
+
+  // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.
+  template <int kRow>
+  __device__ __forceinline__ static u32 place(int token, int i) {
+    constexpr int kTile = tile_bytes<kRow>(), kPieces = kTile / 16;
+    const int swizzle = kTile == 128 ? token & 7 : token >> 1 & 3;
+    return i / kPieces * kChunk * kTile + token * kTile + ((i % kPieces ^ swizzle) << 4);
+  }
+  template <int kRow>
+  __device__ __forceinline__ static constexpr int tile_bytes() { return kRow % 128 == 0 ? 128 : 64; }
+};
+
+// Token of a chunk that a product's row g < 8 is of; row g + 8 is of the token eight later. So lanes that read keys or
+// values at once read from all banks.
+__device__ __forceinline__ int token_of_row(int g) { return g ^ (g & 1) * 4; }
+
+}  // namespace cumla::mha

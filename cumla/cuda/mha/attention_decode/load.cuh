@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a warp of attention_decode loads its chunks of keys and values, some ahead.
+#pragma once
+#include "mha/attention/layout.cuh"
+#include "mha/attention_decode/layout.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+// The segment at a place, and how many chunks of it some row sees. The part is read anew: registers are scarce.
+template <int kRows>
+__device__ __forceinline__ Segment chunks_at(const AttentionParams& p, RaggedTile& tile, int place, int& chunks) {
+  const Segment segment = visible_segment(p, tile, part_of_cta(p, blockIdx.y), place);
+  tile.rows = min(tile.rows, kRows);
+  const int begin = segment.begin * kBlockTokens;
+  const int end = min(segment.tokens, seen_by(p, tile, segment.tokens, tile.rows - 1).end);
+  chunks = min(segment.blocks * (kBlockTokens / kChunk), (max(end - begin, 0) + kChunk - 1) / kChunk);
+  return segment;
+}
+
+// One warp copies 16 rows of kRowBytes, of which the first `bytes` exist; lane k has the offset of row k, -1 for zeros.
+template <typename Layout, int kRowBytes>
+__device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes, u32 to) {
+  constexpr int kLanes = Layout::template tile_bytes<kRowBytes>() / 16, kAtOnce = 32 / kLanes;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kChunk; first += kAtOnce) {
+    const int row = first + lane / kLanes;
+    const i64 offset = __shfl_sync(0xffffffffu, own, row);
+#pragma unroll
+    for (int i = lane % kLanes; i < kRowBytes / 16; i += kLanes) {
+      const bool exists = offset >= 0 && i * 16 < bytes;
+      copy_16_async(to + Layout::template place<kRowBytes>(row, i), base + (exists ? offset + i * 16 : 0), exists);
+    }
+  }
+}
+
+// The token whose offset a lane has: number and row of its page; the row is -1 where there is no token.
+struct ChunkRow {
+  int number, row;
+};
+
+// A warp's chunks, in the order in which it multiplies them. Page numbers are loaded a chunk before they are needed.
+template <typename Layout, int kRows>
+struct ChunksAhead {
+  const AttentionParams& p;
+  const Layout& shared;
+  const int last_place, warp, lane;
+  RaggedTile tile;
+  Segment segment;
+  int place, chunk, chunks;  // chunk: of the segment
+
+  // From a tile on; first_place: of it.
+  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
+                                         const Segment& segment, int chunks, int first_place, int last_place)
+      : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
+        segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks) {}
+
+  __device__ __forceinline__ ChunkRow advance() {
+    chunk += kDecodeWarps;
+    while (chunk >= chunks && place < last_place) {
+      segment = chunks_at<kRows>(p, tile, ++place, chunks);
+      chunk = warp;
+    }
+    ChunkRow at = {0, -1};
+    if (chunk >= chunks) return at;
+    const int token = segment.begin * kBlockTokens + chunk * kChunk + lane % kChunk;
+    int row;
+    const i64 entry = entry_of(p, tile, segment.tokens, token, row);
+    if (entry < 0) return at;
+    at.row = row;
+    if (p.block_table != nullptr) at.number = p.block_table[entry];
+    return at;
+  }
+
+  // A whole chunk of one page comes by the copy engine, which is told in what is returned; any other one row by row.
+  __device__ __forceinline__ bool copy_async(const ChunkRow& at, int stage, bool was_boxed) const {
+    const u32 to = shared.chunk(warp, stage);
+    const bool exists = at.row >= 0 && is_page(p, at.number);
+    if (p.box_rows == kChunk && __all_sync(0xffffffffu, exists)) {
+      if (!was_boxed) fence_proxy_async_shared();  // threads have written there
+      __syncwarp();
+      if (lane == 0) {
+        const u32 full = shared.full(warp, stage);
+        mbarrier_arrive_expect_tx(full, Layout::kChunkBytes);
+        copy_boxes<Layout::kKeyRow>(&p.key_map, to, full, at);
+        copy_boxes<Layout::kValueRow>(&p.value_map, to + Layout::kKeyBytes, full, at);
+      }
+      return true;
+    }
+    const auto offset = [&](const Columns& of) {
+      return exists ? at.number * of.stride_page + at.row * of.stride_row + blockIdx.z * of.stride_head : i64{-1};
+    };
+    copy_chunk<Layout, Layout::kKeyRow>(p.keys.base, offset(p.keys), p.key_columns * Layout::kUnit, to);
+    copy_chunk<Layout, Layout::kValueRow>(p.values.base, offset(p.values), p.value_columns * Layout::kUnit,
+                                          to + Layout::kKeyBytes);
+    return false;
+  }
+
+  template <int kRow>
+  __device__ __forceinline__ static void copy_boxes(const TensorMap* map, u32 to, u32 full, const ChunkRow& at) {
+    constexpr int kTile = Layout::template tile_bytes<kRow>();
+#pragma unroll
+    for (int i = 0; i < kRow / kTile; ++i)
+      tma_load_4d_async(to + i * kChunk * kTile, map, full, i * kTile / Layout::kUnit, at.row, blockIdx.z, at.number);
+  }
+};
+
+}  // namespace cumla::mha

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// A consumer warpgroup of attention_prefill: its products, in turns with the others.
+#pragma once
+#include "mha/attention/copy.cuh"
+#include "mha/attention/layout.cuh"
+#include "mha/attention_prefill/layout.cuh"
+#include "mha/attention_prefill/softmax.cuh"
+#include "split/tile.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr float kMostAdded = 4096.0f;  // of weights by an old maximum: a thread's of a row and block
+
+// One consumer warpgroup. kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>
+struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers> {
+  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers>;
+  using typename Softmax::Layout, typename Softmax::Ending;
+  using Softmax::p, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
+  using Softmax::output, Softmax::scores, Softmax::probabilities;
+  using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all;
+  using Softmax::look, Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
+  using Softmax::pack, Softmax::end_rows, Softmax::write;
+  using Softmax::Softmax;
+  static constexpr int kThreads = kConsumers * kWarpgroup;
+
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ static void multiply(float (&d)[kBlock / 2], u64 a, u64 b, bool accumulate) {
+    if constexpr (kBlock == 64)
+      wgmma_m64n64k16_async<T>(d, a, b, accumulate);
+    else
+      wgmma_m64n128k16_async<T>(d, a, b, accumulate);
+  }
+
+  __device__ __forceinline__ void issue_scores(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int column = 0; column < kKeyTiles; ++column)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        multiply(scores, matrix_descriptor(shared.query(consumer) + column * 8192 + k * 32, 0, 1024),
+                 matrix_descriptor(shared.keys(stage) + column * Layout::kTileBytes + k * 32, 0, 1024), column + k > 0);
+    warpgroup_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kBlock / 16; ++k)
+      wgmma_values_async<T>(output, probabilities + 4 * k,
+                            matrix_descriptor(shared.values(stage) + k * 2048, Layout::kTileBytes, 1024));
+    warpgroup_commit();
+  }
+
+  // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN. All consumers.
+  __device__ __forceinline__ void clear_values_past(int stage, int valid) const {
+    constexpr int kChunks = kValueTiles * 8;
+    for (int i = valid * kChunks + threadIdx.x - kWarpgroup; i < kBlock * kChunks; i += kThreads)
+      store_shared_zero_16(shared.values(stage) + (i % kChunks / 8) * Layout::kTileBytes + (i / kChunks) * 128 +
+                           (i % 8) * 16);
+    fence_proxy_async_shared();
+    named_barrier_sync<kTogether, kThreads>();
+  }
+
+  __device__ __forceinline__ void meet() const {
+    if (consumer == 0)
+      named_barrier_sync<kOwn, kWarpgroup>();
+    else if (kConsumers == 2 || consumer == 1)
+      named_barrier_sync<kOwn + 1, kWarpgroup>();
+    else
+      named_barrier_sync<kOwn + 2, kWarpgroup>();
+  }
+
+  __device__ __forceinline__ bool any(bool vote) const {
+    if (consumer == 0) return named_barrier_any<kOwn, kWarpgroup>(vote);
+    if (kConsumers == 2 || consumer == 1) return named_barrier_any<kOwn + 1, kWarpgroup>(vote);
+    return named_barrier_any<kOwn + 2, kWarpgroup>(vote);
+  }
+
+  // Begins to copy the query rows of an item, after the last products with those of the item before.
+  __device__ __forceinline__ void fetch_query(u32 n) const {
+    mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
+    const Item item = read_item(shared, n);
+    meet();
+    copy_query<kKeyTiles, 16>(p, tile_of(p, item, consumer), warp * 16, shared.query(consumer));
+  }
+
+  __device__ __forceinline__ void wait_for_query() const {
+    copy_async_wait_all();
+    fence_proxy_async_shared();
+    meet();
+  }
+
+  // Turns go round: each barrier is between who gives and who takes.
+  __device__ __forceinline__ void take_turn() const {
+    if (consumer == 0)
+      named_barrier_sync<kTurns, 2 * kWarpgroup>();
+    else if (kConsumers == 2 || consumer == 1)
+      named_barrier_sync<kTurns + 1, 2 * kWarpgroup>();
+    else
+      named_barrier_sync<kTurns + 2, 2 * kWarpgroup>();
+  }
+  __device__ __forceinline__ void give_turn() const {
+    if (consumer == kConsumers - 1)
+      named_barrier_arrive<kTurns, 2 * kWarpgroup>();
+    else if (kConsumers == 2 || consumer == 0)
+      named_barrier_arrive<kTurns + 1, 2 * kWarpgroup>();
+    else
+      named_barrier_arrive<kTurns + 2, 2 * kWarpgroup>();
+  }
+
+  __device__ __forceinline__ void wait_for_keys(u32 t) const {
+    mbarrier_wait(shared.keys_full(t % Layout::kStages), t / Layout::kStages & 1, "keys");
+    if constexpr (kCopied) fence_proxy_async_shared();
+  }
+  __device__ __forceinline__ void wait_for_values(u32 t) const {
+    mbarrier_wait(shared.values_full(t % Layout::kStages), t / Layout::kStages & 1, "values");
+    if constexpr (kCopied) fence_proxy_async_shared();
+  }
+
+  // Scores of block t, and then the products with values of block t - 1; who waits knows when it is their turn.
+  __device__ __forceinline__ void issue_both(u32 t, bool has_values) {
+    take_turn();
+    issue_scores(t % Layout::kStages);
+    if (has_values) wait_for_values(t - 1);
+    issue_values((t - 1) % Layout::kStages);
+    give_turn();
+  }
+
+  // Block t is the t-th of all tiles. Without branches around products, which ptxas would not let overlap: before the
+  // first block, and after the last one, they are of whatever memory holds, and dropped.
+  __device__ __forceinline__ void work() {
+    if (consumer == kConsumers - 1) give_turn();
+#pragma unroll
+    for (u32& x : probabilities) x = 0;
+    fetch_query(0);
+    u32 t = 0;
+#pragma unroll 1
+    for (u32 n = 0;; ++n) {
+      const Item item = read_item(shared, n);
+      const bool exists = item.rows > 0;
+      const Seen blocks = blocks_of_item<kBlock>(p, item);
+      if (exists) {
+        wait_for_query();
+        wait_for_keys(t);
+      }
+      issue_both(t, t > 0);
+      // Before the first item ends there is nothing to end: its own record stands for that of the one before, and
+      // nothing of what comes out is stored.
+      const Ending ending = end_rows(n == 0 ? n : n - 1, t > 0);
+      look(item);
+      warpgroup_wait<0>();
+      keep_behind_wait(scores);
+      keep_behind_wait(output);
+      if (t > 0) {
+        arrive(shared.values_free((t - 1) % Layout::kStages));
+        write(ending);
+        mbarrier_arrive(shared.item_free(n - 1));
+      }
+      if (!exists) break;
+      int block = blocks.end - 1;
+      arrive(shared.keys_free(t % Layout::kStages));
+      if (block == blocks.first) fetch_query(n + 1);
+      begin();
+      mask(n, block);
+      raise_maximum();
+      exponentiate();
+      sum[0] += added[0];
+      sum[1] += added[1];
+      pack();
+      const int valid = item.tokens - block * kBlock;
+      if (valid < kBlock) {
+        wait_for_values(t);
+        clear_values_past(t % Layout::kStages, max(valid, 0));
+      }
+#pragma unroll 1
+      for (++t, --block; block >= blocks.first; ++t, --block) {
+        wait_for_keys(t);
+        issue_both(t, true);
+        warpgroup_wait<1>();
+        keep_behind_wait(scores);
+        // Maxima seldom grow once each row has one: scores are weighed by those there are, and computed again if
+        // weights come out too large. Not of the last block, because its query is overwritten meanwhile.
+        bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
+        if (block == blocks.first) fetch_query(n + 1);
+#pragma unroll 1
+        for (;; raises = true) {
+          mask(n, block);
+          grown = raises && raise_maximum();
+          exponentiate();
+          // ptxas moves the wait for the products with values up to the last branch: this vote's. All warps take the
+          // same one, for they must wait at the same place.
+          grown = any(raises ? grown : !(fmaxf(added[0], added[1]) < kMostAdded));
+          if (raises || !grown) break;
+          issue_scores(t % Layout::kStages);
+          warpgroup_wait<0>();
+          keep_behind_wait(scores);
+          keep_behind_wait(output);
+        }
+        arrive(shared.keys_free(t % Layout::kStages));
+        sum[0] += added[0];
+        sum[1] += added[1];
+        if (raises && grown) {
+          warpgroup_wait<0>();
+          keep_behind_wait(output);
+#pragma unroll
+          for (int i = 0; i < kValueTiles * 32; ++i) output[i] *= factor[i >> 1 & 1];
+        }
+        warpgroup_wait<0>();
+        keep_behind_wait(output);
+        arrive(shared.values_free((t - 1) % Layout::kStages));
+        pack();
+      }
+    }
+    if (consumer == 0) take_turn();  // which the last one gave
+    copy_async_wait_all();
+  }
+};
+
+}  // namespace cumla::mha

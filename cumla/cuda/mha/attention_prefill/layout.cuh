@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of attention_prefill, the names of its barriers, and the row tiles that are announced there.
+#pragma once
+#include "mha/attention/layout.cuh"
+#include "split/tile.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr int kItems = 4;  // announcements: of the tile that is written, the next one, that after it, and one more
+constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; whose turn it is; of each one
+
+template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
+struct PrefillLayout {
+  static constexpr int kConsumers = kConsumers_, kStages = 2;
+  static constexpr int kTileBytes = kBlock * 128;  // kBlock rows x 64 columns of 16 bits, 128-byte swizzle
+  static constexpr int kQueryBytes = kKeyTiles * 64 * 128;  // of a consumer
+  static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
+  static constexpr int kOutBytes = 16 * 128;  // of a warp: 16 rows x 64 columns
+  static constexpr int kItemBytes = 64;
+  static constexpr int kBytes = kConsumers * (kQueryBytes + 4 * kOutBytes) + kStages * (kKeyBytes + kValueBytes) +
+                                kItems * kItemBytes + 256;
+
+  u32 start;
+
+  __device__ __forceinline__ u32 query(int consumer) const { return start + consumer * kQueryBytes; }
+  __device__ __forceinline__ u32 keys(int s) const { return query(kConsumers) + s * kKeyBytes; }
+  __device__ __forceinline__ u32 values(int s) const { return keys(kStages) + s * kValueBytes; }
+  __device__ __forceinline__ u32 out(int warp) const { return values(kStages) + warp * kOutBytes; }
+  __device__ __forceinline__ u32 item(u32 n) const { return out(4 * kConsumers) + n % kItems * kItemBytes; }
+  __device__ __forceinline__ u32 barrier(int i) const { return item(0) + kItems * kItemBytes + i * 8; }
+  __device__ __forceinline__ u32 keys_full(int s) const { return barrier(s); }
+  __device__ __forceinline__ u32 keys_free(int s) const { return barrier(kStages + s); }
+  __device__ __forceinline__ u32 values_full(int s) const { return barrier(2 * kStages + s); }
+  __device__ __forceinline__ u32 values_free(int s) const { return barrier(3 * kStages + s); }
+  __device__ __forceinline__ u32 item_full(u32 n) const { return barrier(4 * kStages + n % kItems); }
+  __device__ __forceinline__ u32 item_free(u32 n) const { return item_full(n) + kItems * 8; }
+  __device__ __forceinline__ u32 wanted() const { return barrier(4 * kStages + 2 * kItems); }
+  __device__ __forceinline__ u32 begun() const { return wanted() + 8; }
+};
+
+// A row tile of a kv head. After the last one comes one without rows.
+struct Item {
+  int tokens, first_row, q_len, q_begin;
+  i64 pages;
+  int head, rows;
+};
+
+// The tile of 64 rows that a consumer has.
+__device__ __forceinline__ RaggedTile tile_of(const AttentionParams& p, const Item& item, int consumer) {
+  RaggedTile tile(p);
+  tile.index = item.head;
+  tile.q_len = item.q_len;
+  tile.q_begin = item.q_begin;
+  tile.first_row = item.first_row + 64 * consumer;
+  tile.rows = min(max(item.rows - 64 * consumer, 0), 64);
+  tile.pages = item.pages;
+  return tile;
+}
+
+// Blocks that rows of an item see, [first, end). One where they see nothing: its scores are all masked.
+template <int kBlock>
+__device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const Item& item) {
+  const RaggedTile tile = tile_of(p, item, 0);
+  const int first = max(seen_by(p, tile, item.tokens, 0).first, 0);
+  const int end = max(seen_by(p, tile, item.tokens, item.rows - 1).end, 0);
+  return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock + 1)};
+}
+
+// The n-th item, between its announcement and this thread's arrival at item_free.
+template <typename Layout>
+__device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
+  const uint4 a = load_shared_16(shared.item(n)), b = load_shared_16(shared.item(n) + 16);
+  return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
+          static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
+}
+
+}  // namespace cumla::mha

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loading warpgroup of attention_prefill: it takes row tiles from the schedule, and loads their keys and values.
+#pragma once
+#include "mha/attention/copy.cuh"
+#include "mha/attention/layout.cuh"
+#include "mha/attention_prefill/layout.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr i64 kBytesInL2 = 24 << 20;  // of the keys and values of a section
+
+// Takes items: the first one by the CTA's number, the others from the counter. One lane.
+template <typename Layout>
+struct Dealer {
+  const AttentionParams& p;
+  const TilePlace* const places;
+  u32 tiles, total, heads_of_section;
+
+  __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
+      : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
+    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
+    total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
+    const i64 tokens = max(places[0].tokens, 64);  // the other requests are taken to be as long as the first
+    const u32 in_l2 = kBytesInL2 / (tokens * (p.key_columns + p.value_columns) * 2);
+    heads_of_section = min(max(in_l2, 1u), static_cast<u32>(p.num_kv_heads));
+  }
+
+  __device__ __forceinline__ Item next(u32 n) const {
+    const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
+    if (at >= total) {
+      // When all that had an item have asked in vain, for the next launch.
+      if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
+      return {};
+    }
+    const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
+    const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head), place = rest / heads;
+    const TilePlace from = places[tiles - 1 - place];
+    Item item;
+    item.head = first_head + rest - place * heads;
+    item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
+    item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
+    item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
+    item.rows = min(64 * Layout::kConsumers, item.q_len * p.heads_per_group - item.first_row);
+    item.pages = from.pages;
+    item.tokens = min(static_cast<i64>(min(max(from.tokens, 0), kMaxTokens)), p.max_tokens);
+    if (p.block_table == nullptr)
+      item.tokens = min(static_cast<i64>(item.tokens), max(p.page_entries - item.pages, i64{0}));
+    return item;
+  }
+
+  // Announces the next item, the n-th of this CTA. False after the last one.
+  __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
+    const Item item = next(n);
+    mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
+    store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
+                                     static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
+    store_shared_16(shared.item(n) + 16,
+                    {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
+                     static_cast<u32>(item.head), static_cast<u32>(item.rows)});
+    mbarrier_arrive(shared.item_full(n));
+    return item.rows > 0;
+  }
+};
+
+// A loading warp uses what it read once.
+template <typename Layout>
+__device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
+  mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
+  const Item item = read_item(shared, n);
+  mbarrier_arrive(shared.item_free(n));
+  return item;
+}
+
+// One warp loads the keys, or the values, by boxes, each lane its own of a block. The next item is wanted with the last
+// loads of this one, and not before, so that it goes to who is the first to be done. The first keys of all come alone:
+// when all CTAs begin, what L2 can deliver is what they wait for.
+template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
+__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
+  const int first = threadIdx.x % 32 * p.box_rows;
+  u32 t = 0;
+#pragma unroll 1
+  for (u32 n = 0;; ++n) {
+    const Item item = item_at(shared, n);
+    if (item.rows == 0) return;
+    const RaggedTile tile = tile_of(p, item, 0);
+    const Seen blocks = blocks_of_item<kBlock>(p, item);
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+      if (!kOfKeys && t == 0) mbarrier_wait(shared.begun(), 0, "the first keys");
+      const int stage = t % Layout::kStages;
+      const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
+      const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
+      if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
+      int row = 0, page = -1;
+      if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
+      mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
+                    kOfKeys ? "a free stage of keys" : "a free stage of values");
+      if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, kTiles * Layout::kTileBytes);
+      __syncwarp();
+      if (first < kBlock)
+#pragma unroll
+        for (int k = 0; k < kTiles; ++k)
+          tma_load_4d_async(tiles + k * Layout::kTileBytes + first * 128, kOfKeys ? &p.key_map : &p.value_map, full,
+                            k * 64, row, item.head, page);
+      if (kOfKeys && t == 0) {
+        mbarrier_wait(full, 0, "the first keys");
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.begun());
+      }
+    }
+  }
+}
+
+// All four warps load keys and values row by row; lane 0 of warp 0 also deals.
+template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
+__device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
+  constexpr int kRows = kBlock / 4;  // of a warp
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
+  const Dealer<Layout> dealer(p);
+  bool more = warp == 0 && lane == 0 && dealer.announce(shared, 0);
+  u32 t = 0;
+#pragma unroll 1
+  for (u32 n = 0;; ++n) {
+    const Item item = item_at(shared, n);
+    if (item.rows == 0) break;
+    const RaggedTile tile = tile_of(p, item, 0);
+    const Seen blocks = blocks_of_item<kBlock>(p, item);
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+      if (more && block == blocks.first) more = dealer.announce(shared, n + 1);
+      const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
+      int row = 0;
+      const int page = page_of(p, tile, item.tokens, block * kBlock + first + lane % kRows, row);
+      const auto offset = [&](const Columns& from) {
+        return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + item.head * from.stride_head;
+      };
+      mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
+      copy_rows<kKeyTiles, Layout::kTileBytes, kRows>(p.keys.base, offset(p.keys), first, p.key_columns,
+                                                      shared.keys(stage));
+      mbarrier_arrive_after_copies(shared.keys_full(stage));
+      mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
+      copy_rows<kValueTiles, Layout::kTileBytes, kRows>(p.values.base, offset(p.values), first, p.value_columns,
+                                                        shared.values(stage));
+      mbarrier_arrive_after_copies(shared.values_full(stage));
+    }
+  }
+  copy_async_wait_all();
+}
+
+template <typename Layout>
+__device__ __forceinline__ void deal(const AttentionParams& p, const Layout& shared) {
+  const Dealer<Layout> dealer(p);
+  for (u32 n = 0; dealer.announce(shared, n); ++n)
+    mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
+}
+
+}  // namespace cumla::mha

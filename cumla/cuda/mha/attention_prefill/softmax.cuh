@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// The softmax of attention_prefill, and the end of a row tile: out and log-sum-exp.
+#pragma once
+#include "mha/attention/layout.cuh"
+#include "mha/attention_prefill/layout.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+// What a consumer warpgroup has, and its softmax; the products are PrefillConsumer's. Rows of a thread:
+// 16 warp + lane / 4 and that + 8; in every group of eight columns the two at 2 (lane % 4).
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers>
+struct PrefillSoftmax {
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
+
+  const AttentionParams& p;
+  const Layout& shared;
+  const int consumer, warp, lane, row;
+  float output[kValueTiles * 32];
+  float scores[kBlock / 2];
+  u32 probabilities[kBlock / 4];
+  float maximum[2], sum[2], factor[2], added[2];
+  Seen seen_by_all;  // tokens that all rows see
+  int position[2];   // of the rows of this thread, in the request
+
+  __device__ __forceinline__ PrefillSoftmax(const AttentionParams& p, const Layout& shared, int consumer)
+      : p(p), shared(shared), consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        row(warp * 16 + lane / 4) {}
+
+  // What the rows see, without a branch.
+  __device__ __forceinline__ void look(const Item& item) {
+    const RaggedTile tile = tile_of(p, item, consumer);
+    // The first row's end is the least, the last row's beginning the greatest.
+    seen_by_all = {seen_by(p, tile, item.tokens, 63).first, max(seen_by(p, tile, item.tokens, 0).end, 0)};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) position[r] = position_of(p, tile, item.tokens, row + 8 * r);
+  }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (float& x : output) x = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[r] = kLowest;
+      sum[r] = 0.0f;
+    }
+  }
+
+  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler
+  // does not join with its neighbours': it takes registers for all that it sees together.
+  __device__ __forceinline__ void cap(float* few) const {
+    const float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
+    if (__builtin_expect(to_softcap == 0.0f, 1)) return;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));
+  }
+
+  // Which of a thread's scores of a row, two in every eight tokens, are of tokens before this one: a bit each.
+  __device__ __forceinline__ static u32 scores_before(int token) {
+    const int within = min(max(token, 0), kBlock);
+    return static_cast<u32>((u64{1} << (within / 8 * 2 + min(within % 8, 2))) - 1);
+  }
+
+  __device__ __forceinline__ void mask(u32 n, int block) {
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
+    const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
+    if (__builtin_expect(!is_clear, 0)) {
+      const int tokens = load_shared_u32(shared.item(n)), column = block * kBlock + (lane % 4) * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Seen seen = seen_from(p, tokens, position[r]);
+        const u32 visible = scores_before(seen.end - column) & ~scores_before(seen.first - column);
+#pragma unroll
+        for (int i = 0; i < kBlock / 4; ++i)
+          if (!(visible & 1u << i)) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
+      }
+    }
+  }
+
+  // Raises the maximum of each row; the factor of what was added up before is left in `factor`. True if one is not 1.
+  __device__ __forceinline__ bool raise_maximum() {
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float next = fmaxf(scores[2 * r], scores[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kBlock / 8; ++j) next = fmaxf(next, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
+      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+      next *= p.scale_log2;
+      if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
+      grown |= next != maximum[r];
+      factor[r] = exp2_approx(maximum[r] - next);
+      maximum[r] = next;
+      sum[r] *= factor[r];
+    }
+    return grown;
+  }
+
+  // Scores become weights, float32; the sums of a thread's are left in `added`.
+  __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) added[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; i += 2) {
+      const int r = i >> 1 & 1;
+      scores[i] = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
+      scores[i + 1] = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
+      added[r] += scores[i] + scores[i + 1];
+    }
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+    keep_before_products(probabilities);
+  }
+
+  __device__ __forceinline__ static float sum_of_quad(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  }
+
+  // How the rows of the item before end, but for their outputs: computed while products run, and therefore without a
+  // branch. Lanes 0 to 15 of a warp have a row each, and so have the others once more.
+  struct Ending {
+    int rows;
+    float inverse[2];  // of the rows of this thread's products
+    u64 out;           // of the row lane % 16 of the warp
+  };
+  __device__ __forceinline__ Ending end_rows(u32 n, bool exists) const {
+    const RaggedTile tile = tile_of(p, read_item(shared, n), consumer);
+    const int of_warp = lane % 16, of_tile = warp * 16 + of_warp;
+    const float added_up = of_rows(sum_of_quad(sum[0]), sum_of_quad(sum[1]));
+    const float highest_score = of_rows(maximum[0], maximum[1]);
+    const Query to(p, tile, of_tile);
+    Ending ending;
+    ending.rows = exists ? tile.rows : 0;
+    const bool is_row = of_tile < ending.rows;
+    // The sink counts last, so that the weight of a row's only key is 1, without a rounding.
+    const float sink = kLog2E * load_global_float_if(is_row && p.sinks != nullptr, p.sinks + to.head, -kInfinity);
+    const float highest = fmaxf(highest_score, sink), rescaled = exp2_approx(highest_score - highest);
+    const float total = rescaled * added_up + exp2_approx(sink - highest);
+    const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
+    float* const lse =
+        p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
+    store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
+                          total == 0.0f ? p.empty_lse : (highest + log2_approx(total)) * kLn2);
+    ending.out = reinterpret_cast<u64>(p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token +
+                                       to.head * p.out_stride_head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ending.inverse[r] = __shfl_sync(0xffffffffu, inverse, lane / 4 + 8 * r);
+    return ending;
+  }
+
+  // Of two numbers that the lanes of a quad share, for its two rows, the one of row lane % 16.
+  __device__ __forceinline__ float of_rows(float upper, float lower) const {
+    const float of_upper = __shfl_sync(0xffffffffu, upper, lane % 8 * 4);
+    const float of_lower = __shfl_sync(0xffffffffu, lower, lane % 8 * 4);
+    return lane % 16 < 8 ? of_upper : of_lower;
+  }
+
+  __device__ __forceinline__ void write(const Ending& ending) const {
+    if (__builtin_expect(!p.out_is_float, 1))
+      write_rows(ending);
+    else
+      write_float_rows(ending);
+  }
+
+  __device__ __forceinline__ void write_float_rows(const Ending& ending) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float* const destination =
+          reinterpret_cast<float*>(__shfl_sync(0xffffffffu, ending.out, lane / 4 + 8 * r)) + lane % 4 * 2;
+      const int columns = row + 8 * r < ending.rows ? p.value_columns : 0;
+#pragma unroll
+      for (int j = 0; j < kValueTiles * 8; ++j)
+        if (j * 8 < columns)
+          store_global_float2(destination + j * 8, output[4 * j + 2 * r] * ending.inverse[r],
+                              output[4 * j + 2 * r + 1] * ending.inverse[r]);
+    }
+  }
+
+  // 64 columns at a time: as the products leave them, four lanes have 32 bytes of a row, and a store touches eight
+  // lines. Through shared memory eight lanes have a line.
+  __device__ __forceinline__ void write_rows(const Ending& ending) const {
+    const float (&inverse)[2] = ending.inverse;
+    const u32 staged = shared.out(4 * consumer + warp);
+    const int to_row = lane % 16, to_chunk = lane / 16, chunk = lane % 8;
+#pragma unroll
+    for (int v = 0; v < kValueTiles; ++v) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float* const o = output + 32 * v + 8 * k;
+        store_matrix_x4(staged + to_row * 128 + (((2 * k + to_chunk) ^ (to_row & 7)) << 4),
+                        pack_pair<T>(o[0] * inverse[0], o[1] * inverse[0]),
+                        pack_pair<T>(o[2] * inverse[1], o[3] * inverse[1]),
+                        pack_pair<T>(o[4] * inverse[0], o[5] * inverse[0]),
+                        pack_pair<T>(o[6] * inverse[1], o[7] * inverse[1]));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * i + lane / 8;
+        char* const destination = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, ending.out, at));
+        const uint4 bits = load_shared_16(staged + at * 128 + ((chunk ^ (at & 7)) << 4));
+        if (warp * 16 + at < ending.rows && v * 64 + chunk * 8 < p.value_columns)
+          *reinterpret_cast<uint4*>(destination + v * 128 + chunk * 16) = bits;
+      }
+      __syncwarp();
+    }
+  }
+};
+
+}  // namespace cumla::mha
