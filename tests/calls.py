@@ -488,7 +488,7 @@ OPERATIONS = {
         cumla.paged_mqa_logits,
         pages,
         lambda: {"out": aligned((6, 50), np.float32)},
-        ("paged_mqa_schedule", "paged_mqa_logits_h32_d32_n128"),
+        ("paged_mqa_schedule_256", "paged_mqa_logits_h32_d32_n128"),
         integers=("block_table", "kv_lens"),
         empty=(("q", "weights", "block_table", "kv_lens"),),
     ),

@@ -45,11 +45,11 @@ from cumla.launch.indexer.paged_mqa_logits import (
     paged_mqa_logits_launch,
     paged_mqa_logits_spec,
 )
-from cumla.launch.indexer.paged_mqa_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.indexer.paged_mqa_schedule import (
     PagedMQAKey,
     kept_lens,
     paged_mqa_schedule_launch,
+    paged_mqa_schedule_spec,
     plan_bytes,
 )
 from cumla.launch.module import load
@@ -406,7 +406,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
         logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.next_n, 1))
-        for spec in (*SCHEDULE_SPECS, logits):
+        for spec in (paged_mqa_schedule_spec(key), logits):
             load(spec, device, capturing=capturing)
 
     def _check_shape(self, arguments: PagedArguments) -> None:

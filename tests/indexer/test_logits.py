@@ -369,7 +369,7 @@ def test_the_shape_chooses_the_kernels(
     given = {name: cupy.like(value) for name, value in steps.items()}
     cumla.paged_mqa_logits(**given)
     schedule, logits = bindings.entries
-    assert schedule == "paged_mqa_schedule"
+    assert schedule == "paged_mqa_schedule_256"
     assert f"_d{head_dim}_" in logits
     PLAN.ready(given).run(**PLAN.inputs(given))
     assert bindings.entries == [schedule, logits]

@@ -2,7 +2,8 @@
 // Deals the blocks of 64 tokens of all requests out to parts, one for each CTA of paged_mqa_logits, as contiguous
 // ranges. A request costs its blocks and one more, for its query; all parts cost the same, give or take one. Part i
 // begins where the summed cost reaches i / parts of the whole. tests/launch/indexer/paged_mqa_schedule_mirror.py does
-// the same in NumPy, as its oracle. One CTA; a thread has consecutive requests, then some of the parts.
+// the same in NumPy, as its oracle. One CTA, of as few threads as have a request each; a thread has consecutive requests,
+// then some of the parts.
 #include "indexer/paged_mqa_plan.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"
@@ -49,12 +50,14 @@ __device__ __forceinline__ int cost_of_kept(const PagedMqaScheduleParams& p, int
   return cost_of_tokens(tokens);
 }
 
+template <int kThreads>
 __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams& p) {
-  __shared__ i64 warp_sums[kScheduleWarps];
-  __shared__ i64 starts[kScheduleThreads];  // cost before a thread's first request
+  constexpr int kWarps = kThreads / 32;
+  __shared__ i64 warp_sums[kWarps];
+  __shared__ i64 starts[kThreads];  // cost before a thread's first request
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int batch = p.lengths.batch;
-  const int per_thread = (batch + kScheduleThreads - 1) / kScheduleThreads;
+  const int per_thread = (batch + kThreads - 1) / kThreads;
   const int begin = min(thread * per_thread, batch), end = min(begin + per_thread, batch);
 
   grid_dependency_launch();
@@ -66,14 +69,14 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   const i64 inclusive = warp_inclusive_sum(cost);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  const i64 warps = warp_inclusive_sum(warp_sums[lane]);
+  const i64 warps = warp_inclusive_sum(lane < kWarps ? warp_sums[lane] : 0);
   const i64 total = __shfl_sync(0xffffffffu, warps, 31);
   const i64 before = __shfl_sync(0xffffffffu, warps, max(warp - 1, 0));
   starts[thread] = (warp == 0 ? 0 : before) + inclusive - cost;
   __syncthreads();
 
   const ContextLengths lengths = kept_lengths(p);
-  for (int part = thread; part <= p.parts; part += kScheduleThreads) {
+  for (int part = thread; part <= p.parts; part += kThreads) {
     if (part == p.parts) {
       p.bounds[part] = {batch, 0};
       continue;
@@ -81,7 +84,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
     const i64 target = total * part / p.parts;
     int owner = 0;  // the last thread that begins at or before the target, and has requests
 #pragma unroll
-    for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    for (int step = kThreads / 2; step > 0; step /= 2)
       if ((owner + step) * per_thread < batch && starts[owner + step] <= target) owner += step;
     int request = owner * per_thread;
     i64 left = target - starts[owner];

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 _NAMES = "indexer", "paged_mqa_schedule", "PagedMqaScheduleParams"
-SPECS = (KernelSpec.of(*_NAMES, threads=1024),)
+_FEW, _MANY = (KernelSpec.of(*_NAMES, n, tags=[str(n)], threads=n) for n in (256, 1024))
+SPECS = (_FEW, _MANY)
 
 
 class PagedMQAKey(NamedTuple):
@@ -75,6 +76,11 @@ def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> tu
 _PARAMS = struct.Struct(f"<{LENGTHS_FIELDS}2q2i")
 
 
+def paged_mqa_schedule_spec(key: PagedMQAKey) -> KernelSpec:
+    """Choose the kernel by the number of requests: few threads begin earlier."""
+    return _FEW if key.batch <= _FEW.threads else _MANY
+
+
 def paged_mqa_schedule_launch(
     key: PagedMQAKey,
     kv_lens: ArrayView,
@@ -90,4 +96,4 @@ def paged_mqa_schedule_launch(
     """
     kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
     values = (*lengths_values(key, kv_lens, key.most_tokens), buffer, kept, key.num_sms, 0)
-    return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
+    return Launch(paged_mqa_schedule_spec(key), (1, 1, 1), _PARAMS, values)

@@ -17,7 +17,7 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr i64 kBytesInL2 = 24 << 20;  // of the keys and values of a section
+constexpr u64 kBytesInL2 = 12 << 20;  // of the keys and values of a section: those that late CTAs still read lie there, too
 
 // Takes items: the first one by the CTA's number, the others from the counter. One lane.
 template <typename Layout>
@@ -30,9 +30,16 @@ struct Dealer {
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
     tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
     total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
-    const i64 tokens = max(places[0].tokens, 64);  // the other requests are taken to be as long as the first
-    const u32 in_l2 = kBytesInL2 / (tokens * (p.key_columns + p.value_columns) * 2);
-    heads_of_section = min(max(in_l2, 1u), static_cast<u32>(p.num_kv_heads));
+    // The other requests are taken to be like the first one. Sections are alike, and have a tile for almost each CTA:
+    // or long tiles of a small last one would begin when all others end.
+    const u32 heads = p.num_kv_heads;
+    const u64 requests = max(p.q_len / max(places[0].q_len, 1), 1), tokens = max(places[0].tokens, 64);
+    const u64 bytes = requests * tokens * (p.key_columns + p.value_columns) * 2;
+    heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), heads);
+    while (heads % heads_of_section != 0) --heads_of_section;
+    while (heads_of_section < heads &&
+           (heads % heads_of_section != 0 || tiles * heads_of_section < gridDim.x / 8 * 7))
+      ++heads_of_section;
   }
 
   __device__ __forceinline__ Item next(u32 n) const {
@@ -43,10 +50,10 @@ struct Dealer {
       return {};
     }
     const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
-    const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head), place = rest / heads;
+    const u32 rest = at % of_section, place = rest / heads_of_section;
     const TilePlace from = places[tiles - 1 - place];
     Item item;
-    item.head = first_head + rest - place * heads;
+    item.head = first_head + rest - place * heads_of_section;
     item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
     item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
     item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
