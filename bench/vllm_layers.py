@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from itertools import product
@@ -478,6 +478,10 @@ def main() -> None:
     torch = import_module("torch")
     if not torch.cuda.is_available():
         sys.exit("PyTorch sees no GPU")
+    for path in BACKENDS[PARTS[name][0].family].values():
+        with suppress(Exception):  # raised again, and said, by each case
+            resolve_name(path)
+    gc.freeze()  # each capture collects garbage, which takes long over all that vLLM imports
     for row in part_rows(PARTS[name], "cuda", float(seconds)):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

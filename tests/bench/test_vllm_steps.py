@@ -149,3 +149,23 @@ def test_tables_have_ratios_and_reasons() -> None:
     assert "| FA3 | - | 12.5 | 1.25 | 5.0 | 1.00 |" in text
     assert "FA3, 1, 1, 1, 1, 1, 1, 1: error 5.0e-01" in text
     assert "mla: killed" in text
+
+
+def test_a_record_shares_its_time_among_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: dict[str, float] = {}
+
+    def printed(module: str, name: str, seconds: float) -> list[dict[str, Any]]:
+        assert module == "bench.vllm_layers"
+        shares[name] = seconds
+        return [{"failed": "no GPU"}]
+
+    named: dict[str, Any] = {"printed_rows": printed, "Gpu": SimpleNamespace}
+    named |= {"environment": lambda gpu: {"machine": {}}, "refuse_slow_kernels": lambda: None}
+    for name, value in named.items():
+        monkeypatch.setattr(vllm_steps, name, value)
+    monkeypatch.setattr(vllm_steps.metadata, "version", lambda package: f"{package} 1")
+    monkeypatch.setattr(vllm_steps.time, "monotonic", lambda: 0.0)
+    *_, results = vllm_steps.run(48)
+    assert results["machine"] == {"vllm": "vllm 1"}
+    assert [row["part"] for row in results["rows"]] == list(vllm_layers.PARTS)
+    assert list(shares.values()) == [16.0, 12.0, 32.0, 48.0]  # of 16, 8, 16 and 8 cases
