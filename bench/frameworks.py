@@ -26,7 +26,7 @@ from cumla.bench.report import piped
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns
 
-__all__ = ["laid_out", "limits", "main", "run", "to_markdown", "with_limits"]
+__all__ = ["laid_out", "limits", "main", "printed_rows", "run", "to_markdown", "with_limits"]
 
 PROTOCOL = (
     "us: median of 30 steps, each from the call until its result is there; host us: until the call "
@@ -66,9 +66,16 @@ def part(name: str, seconds: float) -> list[Row]:
     """Run a framework in a process of its own, no longer than that."""
     if find_spec(name) is None:
         return [{"framework": name, "skipped": f"{name} is not installed"}]
+    return [
+        {"framework": name} | row for row in printed_rows("bench.framework_steps", name, seconds)
+    ]
+
+
+def printed_rows(module: str, name: str, seconds: float) -> list[Row]:
+    """Run a part of a module in a process of its own: the rows that it printed, and its end."""
     if seconds <= _MARGIN:
-        return [{"framework": name, "skipped": "no time was left"}]
-    command = [sys.executable, "-m", "bench.framework_steps", name, str(seconds - _MARGIN)]
+        return [{"skipped": "no time was left"}]
+    command = [sys.executable, "-m", module, name, str(seconds - _MARGIN)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, check=False, env=os.environ
@@ -80,7 +87,7 @@ def part(name: str, seconds: float) -> list[Row]:
         errors = f"not done after {seconds:.0f} s"
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     if errors:
-        rows.append({"framework": name, "failed": errors.strip().splitlines()[-1]})
+        rows.append({"failed": errors.strip().splitlines()[-1]})
     return rows
 
 
