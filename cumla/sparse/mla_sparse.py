@@ -352,6 +352,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
     _attend = _ATTEND
     _lengths = "topk_length"
     _as_flash_mla = False  # whose log-sum-exp is without sinks, and inf for an empty list
+    _columns: int | None = None  # of q, where arrays told them: which kernel prepare loads
 
     def __init__(
         self,
@@ -403,7 +404,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         attended = _ATTEND.arguments(views, (None, None, False))
         *sizes, extra_topk, dtype = shape_of(attended.launched)
         with call:
-            return cls(
+            plan = cls(
                 *sizes,
                 extra_topk=extra_topk,
                 dtype=dtype,
@@ -413,6 +414,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
                 like=next(iter(arrays.values())),
                 stream=stream,
             )
+        plan._columns = attended.launched.columns
+        return plan
 
     @staticmethod
     def workspace_bytes(
@@ -512,7 +515,7 @@ softmax_scale, kv_scale, out, lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        for spec in sparse_specs(self.key):
+        for spec in sparse_specs(self.key, self._columns):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:

@@ -6,18 +6,13 @@
 #include "sparse/selected.cuh"
 
 namespace cumla::sparse {
+
+// Rows of 512 columns.
 struct ValueTile : SelectedTile<kRowTile> {
   using Held = ValueTile;
+  static constexpr bool kHasRope = false;
   using SelectedTile<kRowTile>::SelectedTile;
 };
-}  // namespace cumla::sparse
-
-namespace cumla::mla {
-template <>
-constexpr bool kHasRope<sparse::ValueTile> = false;
-}  // namespace cumla::mla
-
-namespace cumla::sparse {
 
 // kSharedBlocks: several row tiles read the same rows. AnyTile: SelectedTile<kRowTile> or ValueTile.
 template <typename T, bool kSharedBlocks, typename AnyTile>

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.core.arrays import ArrayView
 from cumla.launch.mla.mla_decode import DecodeArguments, decode_launch
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import (
     sparse_fp8_launch,
@@ -59,14 +60,19 @@ class SparseArguments(NamedTuple):
     extra_indices: ArrayView | None = None  # (batch, q_len, extra_topk) int32
     as_flash_mla: bool = False  # the log-sum-exp is without sinks, and inf for an empty list
 
+    @property
+    def columns(self) -> int:
+        """Columns of the queries."""
+        return VALUE_DIM if self.q_rope is None else HEAD_DIM
+
 
 _MANY = 4  # row tiles of lists for each multiprocessor
 
-_TILES = {576: "SelectedTile<kRowTile>", 512: "ValueTile"}  # by the columns of a row
+_TILES = {HEAD_DIM: "SelectedTile<kRowTile>", VALUE_DIM: "ValueTile"}  # by the columns of a row
 _SPECS = {
     (dtype, shared, columns): KernelSpec.of(
         *("sparse", "mla_sparse", "MlaDecodeParams", dtype, shared, tile),
-        tags=[dtype, *["512"] * (columns == 512), *["shared_blocks"] * shared],
+        tags=[dtype, *["512"] * (columns == VALUE_DIM), *["shared_blocks"] * shared],
         threads=384,
         smem_bytes=232160,
     )
@@ -77,14 +83,14 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def sparse_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape, of each width of rows in 16 bits."""
-    return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key))
+def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
+    """List the kernels of a shape; of rows in 16 bits for so many columns, or for each width."""
+    return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key, columns))
 
 
-def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
+def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, ...]:
     if key.cache == "same":
-        return tuple([_spec(key, columns) for columns in _TILES])
+        return tuple([_spec(key, width) for width in _TILES if columns in (None, width)])
     if key.cache == V4:
         return V4_SPECS
     if key.cache == PACKED and key.row_tile == ROW_TILE:
@@ -137,8 +143,7 @@ def _row_launches(
         of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
-        columns = 512 if a.kv_rope is None else 576
-        attend = decode_launch(_spec(key, columns), key, buffer, decode, out, lse)
+        attend = decode_launch(_spec(key, a.columns), key, buffer, decode, out, lse)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)
     return select_rows_launch(key, buffer, (lists, 0)), attend

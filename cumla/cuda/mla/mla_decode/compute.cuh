@@ -63,7 +63,7 @@ struct Consumer {
   __device__ __forceinline__ void multiply_query(int t) {
     const u32 stage = shared.stage(consumer);
     const u32 phase = (t / 2) & 1;
-    constexpr int kFirst = kHasRope<AnyTile> ? 0 : 1;
+    constexpr int kFirst = AnyTile::kHasRope ? 0 : 1;
 #pragma unroll
     for (int i = kFirst; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
@@ -101,13 +101,13 @@ struct Consumer {
     warpgroup_commit();
   }
   __device__ __forceinline__ void begin_products() {
-    if constexpr (!kWideProducts<AnyTile>) keep_before_products(output);
+    if constexpr (!AnyTile::kWideProducts) keep_before_products(output);
     warpgroup_arrive();
   }
   // a: probabilities in registers or in shared memory.
   template <typename Operand>
   __device__ __forceinline__ void multiply_values(Operand a, u64 values) {
-    if constexpr (kWideProducts<AnyTile>) {
+    if constexpr (AnyTile::kWideProducts) {
       wgmma_m64n256k16_async<T>(output, a, values);
     } else {
 #pragma unroll
