@@ -265,12 +265,14 @@ def mla_sparse_attention(
 
 def attend_as_flash_mla(
     q: Any, kv_cache: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any
-) -> AttentionState:
-    """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp."""
+) -> tuple[Any, Any, Any]:
+    """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp: out, lse and max_logits."""
     more = _given(topk_length=topk_length, sinks=sinks)
     inputs = named(q, kv_cache, None, **more, indices=indices)
-    outputs = {"out": None, "lse": None}
-    return _run(_ATTENTION, inputs, (softmax_scale, None, False), outputs, None, as_flash_mla=True)
+    outputs = dict.fromkeys(("out", "lse", "max_logits"))
+    options = (*_options(softmax_scale, None, as_flash_mla=True), True)
+    out, lse, max_logits = run(_ATTENTION[False], inputs, outputs, options)
+    return out, lse, max_logits
 
 
 def _run(
@@ -279,12 +281,11 @@ def _run(
     numbers: tuple[Any, Any, Any],
     outputs: dict[str, Any],
     stream: Any,
-    as_flash_mla: bool = False,
 ) -> AttentionState:
     """Run the first operation, or the batch-invariant one."""
     softmax_scale, kv_scale, batch_invariant = numbers
     operation = operations[checked_flag("batch_invariant", batch_invariant)]
-    options = _options(softmax_scale, kv_scale, as_flash_mla)
+    options = _options(softmax_scale, kv_scale)
     return AttentionState(*run(operation, inputs, outputs, options, stream))
 
 

@@ -15,6 +15,7 @@ namespace cumla::split {
 struct TileTraits {
   static constexpr bool kIsRagged = false;
   static constexpr bool kHasSinks = false;      // scores that have no value (split/output.cuh)
+  static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output, too
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too
   static constexpr bool kWideProducts = true;   // MLA: products have 256 columns
 };

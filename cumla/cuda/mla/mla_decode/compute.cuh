@@ -34,6 +34,7 @@ struct Consumer {
   float sum[2];              // of the exponentials over the blocks this consumer owns, for the log-sum-exp,
   float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
   int limit[2];              // tokens that the two rows see
+  float max_logit[2];        // where tiles have them: this lane's largest scores, base 2; maximum may be lower
 
   __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                       int consumer)
@@ -55,6 +56,7 @@ struct Consumer {
       maximum[r] = kLowest;
       sum[r] = 0.0f;
       weight[r] = 0.0f;
+      if constexpr (AnyTile::kHasMaxLogits) max_logit[r] = -kInfinity;
       limit[r] = segment.tokens - tile.shift_of(p, row + 8 * r);
     }
   }
@@ -159,12 +161,13 @@ struct Consumer {
   }
 
   // The running maximum of the rows with this block's scores: lanes only compare theirs where one has to move.
-  __device__ __forceinline__ void raise_maximum(float (&next)[2]) const {
+  __device__ __forceinline__ void raise_maximum(float (&next)[2]) {
     float highest[2];
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       highest[r] = highest_of<0, 16>(r) * p.scale_log2;
+      if constexpr (AnyTile::kHasMaxLogits) max_logit[r] = fmaxf(max_logit[r], highest[r]);
       grown |= highest[r] > maximum[r] + kMaximumSlack;
       next[r] = maximum[r];
     }
@@ -331,6 +334,11 @@ struct Consumer {
         store_shared_float(shared.sum(consumer, row + 8 * r), sum[r]);
         store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
       }
+      if constexpr (AnyTile::kHasMaxLogits) {
+        max_logit[r] = fmaxf(max_logit[r], __shfl_xor_sync(0xffffffffu, max_logit[r], 1));
+        max_logit[r] = fmaxf(max_logit[r], __shfl_xor_sync(0xffffffffu, max_logit[r], 2));
+        if (consumer == 1 && lane % 4 == 0) store_shared_float(shared.max_logit(row + 8 * r), max_logit[r]);
+      }
     }
     consumers_sync();
 #pragma unroll
@@ -340,6 +348,8 @@ struct Consumer {
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
       inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
       lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
+      if constexpr (AnyTile::kHasMaxLogits)
+        if (consumer == 0) max_logit[r] = fmaxf(max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
@@ -363,6 +373,9 @@ struct Consumer {
     if (consumer == 0 && lane % 4 == 0) {
       p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
       p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];  // plant: partial
+      if constexpr (AnyTile::kHasMaxLogits)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = max_logit[r];
     }
     float4* const destination = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
 #pragma unroll
@@ -379,7 +392,10 @@ struct Consumer {
       const Row to(p, tile, row + 8 * r);
       char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
                   to.head * p.out_stride_head;
-      if (exists && consumer == 0 && lane % 4 == 0) store_lse(p, segment.request, to, lse[r]);
+      if (exists && consumer == 0 && lane % 4 == 0) {
+        store_lse(p, segment.request, to, lse[r]);
+        if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, max_logit[r]);
+      }
       if (p.out_is_float)
         write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
       else
