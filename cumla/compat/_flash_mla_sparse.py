@@ -148,8 +148,8 @@ def flash_mla_sparse_fwd(
     out : torch.Tensor
         ``(s_q, h_q, 512)``, q's dtype. 0 where nothing is named.
     max_logits : torch.Tensor or None
-        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. None
-        in graphs of torch.compile.
+        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On
+        the GPU a score that is NaN does not count. None in graphs of torch.compile.
     lse : torch.Tensor
         ``(s_q, h_q)``, float32, natural logarithm. +inf where nothing is named.
 

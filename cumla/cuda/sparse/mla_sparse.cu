@@ -34,14 +34,14 @@ struct MaxLogitsTile : AnyTile {
   }
   __device__ __forceinline__ static void store_max_logit(const MlaDecodeParams& p, int request, const Row& to,
                                                          float highest) {
-    static_cast<const MlaSparseMaxLogitsParams&>(p).max_logits[request * p.lse_stride_batch +
-                                                               to.head * p.lse_stride_head +
-                                                               to.token * p.lse_stride_token] = highest * kLn2;
+    float* const max_logits = static_cast<const MlaSparseMaxLogitsParams&>(p).max_logits;
+    max_logits[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
+        highest * kLn2;
   }
 };
 
-// kSharedBlocks: several row tiles read the same rows. AnyTile: SelectedTile<kRowTile> or ValueTile, or MaxLogitsTile of
-// one of them.
+// kSharedBlocks: several row tiles read the same rows. AnyTile: SelectedTile<kRowTile>, ValueTile, or MaxLogitsTile of
+// either.
 template <typename T, bool kSharedBlocks, typename AnyTile>
 __device__ __forceinline__ void mla_sparse(const MlaDecodeParams& p) {
   mla_decode<T, kSharedBlocks, kRows, AnyTile>(p);

@@ -291,8 +291,10 @@ struct Joiner {
     const i64 base = piece_index(p, tile, segment.first_part, 0);
     float highest = -kInfinity;
 #pragma unroll 4
-    for (int i = 0; i < pieces; ++i)
-      highest = fmaxf(highest, load_l2_float(tile.partial_max_logit(p, base + (i == 0 ? segment.first_slot : 2 * i), row)));
+    for (int i = 0; i < pieces; ++i) {
+      const i64 piece = base + (i == 0 ? segment.first_slot : 2 * i);
+      highest = fmaxf(highest, load_l2_float(tile.partial_max_logit(p, piece, row)));
+    }
     tile.store_max_logit(p, segment.request, Row(p, tile, row), highest);
   }
 

@@ -15,11 +15,20 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
+// What a lane keeps for max_logits: the largest scores, base 2, that it saw of its two rows. A base without members
+// where tiles have none: an unused member changes how ptxas orders instructions.
+template <bool kHasMaxLogits>
+struct MaxLogits {};
+template <>
+struct MaxLogits<true> {
+  float max_logit[2];
+};
+
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
 // kCopied: tiles were written by threads' own copies, not by TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer {
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
 
@@ -34,7 +43,6 @@ struct Consumer {
   float sum[2];              // of the exponentials over the blocks this consumer owns, for the log-sum-exp,
   float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
   int limit[2];              // tokens that the two rows see
-  float max_logit[2];        // where tiles have them: this lane's largest scores, base 2; maximum may be lower
 
   __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                       int consumer)
@@ -56,7 +64,7 @@ struct Consumer {
       maximum[r] = kLowest;
       sum[r] = 0.0f;
       weight[r] = 0.0f;
-      if constexpr (AnyTile::kHasMaxLogits) max_logit[r] = -kInfinity;
+      if constexpr (AnyTile::kHasMaxLogits) this->max_logit[r] = -kInfinity;
       limit[r] = segment.tokens - tile.shift_of(p, row + 8 * r);
     }
   }
@@ -167,7 +175,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       highest[r] = highest_of<0, 16>(r) * p.scale_log2;
-      if constexpr (AnyTile::kHasMaxLogits) max_logit[r] = fmaxf(max_logit[r], highest[r]);
+      if constexpr (AnyTile::kHasMaxLogits) this->max_logit[r] = fmaxf(this->max_logit[r], highest[r]);
       grown |= highest[r] > maximum[r] + kMaximumSlack;
       next[r] = maximum[r];
     }
@@ -335,9 +343,9 @@ struct Consumer {
         store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
       }
       if constexpr (AnyTile::kHasMaxLogits) {
-        max_logit[r] = fmaxf(max_logit[r], __shfl_xor_sync(0xffffffffu, max_logit[r], 1));
-        max_logit[r] = fmaxf(max_logit[r], __shfl_xor_sync(0xffffffffu, max_logit[r], 2));
-        if (consumer == 1 && lane % 4 == 0) store_shared_float(shared.max_logit(row + 8 * r), max_logit[r]);
+        this->max_logit[r] = fmaxf(this->max_logit[r], __shfl_xor_sync(0xffffffffu, this->max_logit[r], 1));
+        this->max_logit[r] = fmaxf(this->max_logit[r], __shfl_xor_sync(0xffffffffu, this->max_logit[r], 2));
+        if (consumer == 1 && lane % 4 == 0) store_shared_float(shared.max_logit(row + 8 * r), this->max_logit[r]);
       }
     }
     consumers_sync();
@@ -349,7 +357,8 @@ struct Consumer {
       inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
       lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
       if constexpr (AnyTile::kHasMaxLogits)
-        if (consumer == 0) max_logit[r] = fmaxf(max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
+        if (consumer == 0)
+          this->max_logit[r] = fmaxf(this->max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
@@ -375,7 +384,7 @@ struct Consumer {
       p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];  // plant: partial
       if constexpr (AnyTile::kHasMaxLogits)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = max_logit[r];
+        for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = this->max_logit[r];
     }
     float4* const destination = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
 #pragma unroll
@@ -394,7 +403,7 @@ struct Consumer {
                   to.head * p.out_stride_head;
       if (exists && consumer == 0 && lane % 4 == 0) {
         store_lse(p, segment.request, to, lse[r]);
-        if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, max_logit[r]);
+        if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, this->max_logit[r]);
       }
       if (p.out_is_float)
         write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
