@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
 from cumla.compat._torch import import_torch, is_traced
 from cumla.core.arguments import check_dtype, checked_scale
-from cumla.core.arrays import from_numpy, to_numpy
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
-from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.mla_sparse import attend_as_flash_mla, mla_sparse_attention
 
 if TYPE_CHECKING:
@@ -150,9 +148,8 @@ def flash_mla_sparse_fwd(
     out : torch.Tensor
         ``(s_q, h_q, 512)``, q's dtype. 0 where nothing is named.
     max_logits : torch.Tensor or None
-        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On the
-        CPU alone: no kernel of cumla computes it, and on the GPU and in graphs of torch.compile it
-        is None.
+        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On
+        the GPU a score that is NaN does not count. None in graphs of torch.compile.
     lse : torch.Tensor
         ``(s_q, h_q)``, float32, natural logarithm. +inf where nothing is named.
 
@@ -183,12 +180,5 @@ def flash_mla_sparse_fwd(
             )
             out, lse = with_sink(*state, attn_sink)
             return out, None, lse
-        out, lse = attend_as_flash_mla(q, kv, indices, topk_length, attn_sink, scale)
-    max_logits = None
-    if not q.is_cuda:
-        arrays = {"q": q, "kv": kv, "indices": indices}
-        lengths = None if topk_length is None else to_numpy("topk_length", topk_length)
-        host = [to_numpy(name, tensor) for name, tensor in arrays.items()]
-        scores = largest_scores(*host, topk_length=lengths, softmax_scale=scale)
-        max_logits = from_numpy("torch", scores)
+        out, lse, max_logits = attend_as_flash_mla(q, kv, indices, topk_length, attn_sink, scale)
     return out, max_logits, lse

@@ -83,16 +83,20 @@ def checked_arguments(
     softmax_scale: float | None,
     factor: float | None,
     as_flash_mla: bool,
+    has_max_logits: bool = False,
 ) -> Attended:
     """Check all but the lengths of the lists.
 
     `axes` are those of q before its columns, None for either; `factor` is the argument kv_scale if
-    that is a number; `as_flash_mla` tells whose log-sum-exp is wanted.
+    that is a number; `as_flash_mla` tells whose log-sum-exp is wanted, and
+    `has_max_logits` whether the largest scores are.
     """
     views = {name: _in_pages(name, view) for name, view in given.items()}
     q = views.get("q")
     is_narrow = q is not None and q.shape[-1:] == (VALUE_DIM,)
     columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, factor)
+    if has_max_logits:
+        check_dtype("kv_cache", columns.kv_cache.dtype, (columns.q.dtype,))
     rows, num_heads = columns.q.shape[:-2], columns.q.shape[-2]
     sizes = dict(zip(QUERY_AXES if len(rows) == 2 else TOKEN_AXES, columns.q.shape, strict=False))
     for name in ("indices", "extra_indices"):
@@ -120,6 +124,7 @@ def checked_arguments(
         extra_kv_cache=extra,
         extra_indices=as_batch(cast("ArrayView", views["extra_indices"]), 3) if extra else None,
         as_flash_mla=as_flash_mla,
+        has_max_logits=has_max_logits,
     )
     return Attended(columns.q, launched, columns.cache)
 

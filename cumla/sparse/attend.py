@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from cumla import reference
-from cumla.core.operation import Operation, Scheduled, parts_on_host
+from cumla.core.operation import Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import Host, Results, Stated
 from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
 from cumla.launch.sparse.shape import MLASparseKey
 from cumla.mla.attend import sm_count_of
 from cumla.mla.shape import VALUE_DIM
+from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.arguments import (
     Attended,
     Rows,
@@ -73,6 +74,8 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
 
     `axes` are those of q before its columns, None for either. Options are softmax_scale, kv_scale
     if it is a number, and whether the log-sum-exp is FlashMLA's: without sinks, inf for no rows.
+    A fourth one may tell that max_logits come, too: of query tokens without a batch, over whole
+    rows of q's dtype.
     """
 
     # The indices tell which page numbers are used; they may have any values themselves.
@@ -82,7 +85,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         super().__init__()
         self._axes = axes
 
-    def arguments(self, views: Views, options: tuple[float | None, float | None, bool]) -> Attended:
+    def arguments(self, views: Views, options: tuple[Any, ...]) -> Attended:
         """Check all but the lengths."""
         return checked_arguments(views, self._axes, *options)
 
@@ -90,17 +93,23 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         """Tell the latent columns."""
         return VALUE_DIM
 
+    def outputs(self, arguments: Attended) -> tuple[Output, ...]:
+        """Tell the shapes of out and lse; that of max_logits is lse's."""
+        out, lse = super().outputs(arguments)
+        more = [lse._replace(name="max_logits")] if arguments.launched.has_max_logits else []
+        return out, lse, *more
+
     def recipe(
         self, key: Any, arguments: Attended, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
         """Describe the launches, or none without query tokens."""
         if 0 in arguments.rows:
             return ()
-        out, lse = outs
+        out, lse, *max_logits = outs
         if len(arguments.rows) == 1:  # lse has its heads last, and a batch has them first
             lse = lse._replace(shape=lse.shape[::-1], strides=lse.strides[::-1])
         views = arguments.launched, as_batch(out, 4), as_batch(lse, 3)
-        return attend_launches(key, buffer, *views)
+        return attend_launches(key, buffer, *views, *max_logits)
 
     def check_values(self, host: Host, arguments: Attended) -> None:
         """Look at lengths, requests and page numbers."""
@@ -135,7 +144,14 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
                     share = np.where(of_heads == -inf, 0, 1 / (1 + np.exp(sinks - of_heads)))
                 out[...] = (out.astype(np.float32) * share[..., None]).astype(out.dtype)
             lse[lse == -inf] = inf
-        return state
+        if not a.has_max_logits:
+            return state
+        lengths = given.get("topk_length")
+        return *state, largest_scores(
+            *(host[name] for name in ("q", "kv_cache", "indices")),
+            topk_length=lengths,
+            softmax_scale=a.softmax_scale,
+        )
 
 
 class SparseAttention(Scheduled[Attended, MLASparseKey]):
@@ -155,7 +171,8 @@ class SparseAttention(Scheduled[Attended, MLASparseKey]):
         """Tell the shape to plan for."""
         attended = arguments[1]
         modes = attended.cache, device, sm_count_of(device), self._batch_invariant
-        return key_of(*shape_of(attended.launched), *modes)
+        a = attended.launched
+        return key_of(*shape_of(a), *modes, a.has_max_logits)
 
 
 def shape_of(arguments: Any) -> tuple[int, int, int, int, int, str]:
@@ -181,7 +198,8 @@ def key_of(
     device: int | None,
     sm_count: int,
     batch_invariant: bool = False,
+    has_max_logits: bool = False,
 ) -> MLASparseKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    modes = dtype, cache, device, sm_count, batch_invariant, extra_topk
+    modes = dtype, cache, device, sm_count, batch_invariant, extra_topk, has_max_logits
     return MLASparseKey(batch, q_len, num_heads, topk, *modes)

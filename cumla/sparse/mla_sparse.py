@@ -265,12 +265,14 @@ def mla_sparse_attention(
 
 def attend_as_flash_mla(
     q: Any, kv_cache: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any
-) -> AttentionState:
-    """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp."""
+) -> tuple[Any, Any, Any]:
+    """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp: out, lse and max_logits."""
     more = _given(topk_length=topk_length, sinks=sinks)
     inputs = named(q, kv_cache, None, **more, indices=indices)
-    outputs = {"out": None, "lse": None}
-    return _run(_ATTENTION, inputs, (softmax_scale, None, False), outputs, None, as_flash_mla=True)
+    outputs = dict.fromkeys(("out", "lse", "max_logits"))
+    options = (*_options(softmax_scale, None, as_flash_mla=True), True)
+    out, lse, max_logits = run(_ATTENTION[False], inputs, outputs, options)
+    return out, lse, max_logits
 
 
 def _run(
@@ -279,12 +281,11 @@ def _run(
     numbers: tuple[Any, Any, Any],
     outputs: dict[str, Any],
     stream: Any,
-    as_flash_mla: bool = False,
 ) -> AttentionState:
     """Run the first operation, or the batch-invariant one."""
     softmax_scale, kv_scale, batch_invariant = numbers
     operation = operations[checked_flag("batch_invariant", batch_invariant)]
-    options = _options(softmax_scale, kv_scale, as_flash_mla)
+    options = _options(softmax_scale, kv_scale)
     return AttentionState(*run(operation, inputs, outputs, options, stream))
 
 
@@ -352,6 +353,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
     _attend = _ATTEND
     _lengths = "topk_length"
     _as_flash_mla = False  # whose log-sum-exp is without sinks, and inf for an empty list
+    _columns: int | None = None  # of q, where arrays told them: which kernel prepare loads
 
     def __init__(
         self,
@@ -403,7 +405,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         attended = _ATTEND.arguments(views, (None, None, False))
         *sizes, extra_topk, dtype = shape_of(attended.launched)
         with call:
-            return cls(
+            plan = cls(
                 *sizes,
                 extra_topk=extra_topk,
                 dtype=dtype,
@@ -413,6 +415,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
                 like=next(iter(arrays.values())),
                 stream=stream,
             )
+        plan._columns = attended.launched.columns
+        return plan
 
     @staticmethod
     def workspace_bytes(
@@ -512,7 +516,7 @@ softmax_scale, kv_scale, out, lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        for spec in sparse_specs(self.key):
+        for spec in sparse_specs(self.key, self._columns):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:

@@ -333,6 +333,11 @@ def test_rows_of_nan_beyond_a_length() -> None:
         ({"kv": torch.zeros(50, 576)}, ValueError, "kv: needs axes"),
         ({"kv": torch.zeros(50, 2, 576).bfloat16()}, ValueError, "kv: needs one kv head"),
         ({"kv": torch.zeros(50, 1, 576)}, TypeError, "kv: needs q's dtype bfloat16, got float32"),
+        (
+            {"kv": torch.zeros(50, 1, 656, dtype=torch.uint8)},
+            TypeError,
+            "kv: needs bfloat16, got float8_e4m3fn",
+        ),
         ({"indices": ints(3, 9)}, ValueError, "indices: needs axes"),
         ({"indices": ints(2, 1, 9)}, ValueError, "indices: needs shape"),
         ({"topk_length": ints(2)}, ValueError, r"topk_length: needs shape \(s_q,\) with s_q 3"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.sparse import attend
+from cumla.sparse import attend, mla_sparse
 from tests.calls import BF16, int32, numbers, refused
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
@@ -205,6 +205,23 @@ def test_an_update_without_lengths_in_check_mode(
     with refused(ValueError, "block_table[1, 1]: needs a page number from 0 to 3, got 9"):
         plan.run(**given)
     assert bindings.entries == []
+
+
+@pytest.mark.parametrize(("columns", "tag"), [(576, ""), (512, "_512")])
+def test_what_is_prepared(
+    cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch, columns: int, tag: str
+) -> None:
+    """The kernel for the columns of the arrays, or those for both where none were given."""
+    loaded: list[str] = []
+    monkeypatch.setattr(mla_sparse, "load", lambda spec, *_, **__: loaded.append(spec.entry))
+    q, cache = (numbers(*shape, columns) for shape in ((2, 3, HEADS), (4, 8, 1)))
+    given = on_gpu(cupy, batched() | {"q": q, "kv_cache": cache})
+    always = [*SCHEDULE, "select_rows"]
+    cumla.MLASparsePlan.from_arrays(**given).prepare()
+    assert sorted(loaded) == sorted([*always, f"mla_sparse_bfloat16{tag}"])
+    loaded.clear()
+    cumla.MLASparsePlan(2, 3, HEADS, TOPK, device=0).prepare()
+    assert sorted(loaded) == sorted([*always, "mla_sparse_bfloat16", "mla_sparse_bfloat16_512"])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

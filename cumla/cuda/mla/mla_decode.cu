@@ -118,7 +118,7 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    if constexpr (kHasRope<AnyTile>) {
+    if constexpr (AnyTile::kHasRope) {
       rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
       mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     if (!rows.take()) break;
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    if constexpr (kHasRope<AnyTile>) {
+    if constexpr (AnyTile::kHasRope) {
       rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array once for all columns of a row
       mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
       if (p.rope_is_apart) {

@@ -286,6 +286,18 @@ struct Joiner {
     }
   }
 
+  // The largest score of a row: that of its pieces, in whatever order.
+  __device__ __forceinline__ void join_max_logit(int row) const {
+    const i64 base = piece_index(p, tile, segment.first_part, 0);
+    float highest = -kInfinity;
+#pragma unroll 4
+    for (int i = 0; i < pieces; ++i) {
+      const i64 piece = base + (i == 0 ? segment.first_slot : 2 * i);
+      highest = fmaxf(highest, load_l2_float(tile.partial_max_logit(p, piece, row)));
+    }
+    tile.store_max_logit(p, segment.request, Row(p, tile, row), highest);
+  }
+
   template <int kGroups>
   __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum) const {
 #pragma unroll 1
@@ -314,6 +326,8 @@ struct Joiner {
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
         store_lse(p, segment.request, Row(p, tile, row),
                   AnyTile::kHasSinks ? with_sink : weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
+      if constexpr (AnyTile::kHasMaxLogits)
+        if (row < tile.rows && unit == 0 && lane % 4 == 0) join_max_logit(row);
     }
   }
 };

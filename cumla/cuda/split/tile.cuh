@@ -11,9 +11,17 @@
 
 namespace cumla::split {
 
+// What kernels ask of a tile's type when they are compiled. A tile overrides what differs.
+struct TileTraits {
+  static constexpr bool kIsRagged = false;
+  static constexpr bool kHasSinks = false;      // scores that have no value (split/output.cuh)
+  static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output, too
+  static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too
+  static constexpr bool kWideProducts = true;   // MLA: products have 256 columns
+};
+
 // Row tile where all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).
-struct Tile {
-  static constexpr bool kIsRagged = false, kHasSinks = false;
+struct Tile : TileTraits {
   using Held = const Tile&;  // by what walks over segments
   int index, first_row, rows;   // index over all kv heads; rows of this tile that exist
   int least_shift, most_shift;  // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
@@ -39,8 +47,8 @@ struct Tile {
 };
 
 // Row tile where query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads).
-struct RaggedTile {
-  static constexpr bool kIsRagged = true, kHasSinks = false;
+struct RaggedTile : TileTraits {
+  static constexpr bool kIsRagged = true;
   using Held = RaggedTile;
   int index, first_row, rows;
   int least_shift, most_shift;

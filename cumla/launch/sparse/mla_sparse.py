@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import struct
+from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.core.arrays import ArrayView
-from cumla.launch.mla.mla_decode import DecodeArguments, decode_launch
+from cumla.launch.mla.mla_decode import PARAMS_FORMAT, DecodeArguments, decode_launch
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import (
     sparse_fp8_launch,
@@ -58,33 +61,50 @@ class SparseArguments(NamedTuple):
     extra_kv_cache: ArrayView | None = None  # as kv_cache, V4
     extra_indices: ArrayView | None = None  # (batch, q_len, extra_topk) int32
     as_flash_mla: bool = False  # the log-sum-exp is without sinks, and inf for an empty list
+    has_max_logits: bool = False  # the largest score of each row is an output, too
+
+    @property
+    def columns(self) -> int:
+        """Columns of the queries."""
+        return VALUE_DIM if self.q_rope is None else HEAD_DIM
 
 
 _MANY = 4  # row tiles of lists for each multiprocessor
 
-_TILES = {576: "SelectedTile<kRowTile>", 512: "ValueTile"}  # by the columns of a row
-_SPECS = {
-    (dtype, shared, columns): KernelSpec.of(
-        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, shared, tile),
-        tags=[dtype, *["512"] * (columns == 512), *["shared_blocks"] * shared],
-        threads=384,
-        smem_bytes=232160,
+_TILES = {HEAD_DIM: "SelectedTile<kRowTile>", VALUE_DIM: "ValueTile"}  # by the columns of a row
+
+
+def _made(dtype: str, columns: int, shared: bool, has_max_logits: bool) -> KernelSpec:
+    tile = _TILES[columns]
+    params, tile, smem_bytes = (
+        ("MlaSparseMaxLogitsParams", f"MaxLogitsTile<{tile}>", 232416)
+        if has_max_logits
+        else ("MlaDecodeParams", tile, 232160)
     )
-    for dtype in HALVES
-    for shared in (False, True)
-    for columns, tile in _TILES.items()
-}
+    flags = {"512": columns == VALUE_DIM, "shared_blocks": shared, "max_logits": has_max_logits}
+    return KernelSpec.of(
+        *("sparse", "mla_sparse", params, dtype, shared, tile),
+        tags=[dtype, *[tag for tag, is_on in flags.items() if is_on]],
+        threads=384,
+        smem_bytes=smem_bytes,
+    )
+
+
+_FLAGS = False, True
+_SPECS = {names: _made(*names) for names in product(HALVES, _TILES, _FLAGS, _FLAGS)}
 SPECS = tuple(_SPECS.values())
 
-
-def sparse_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape, of each width of rows in 16 bits."""
-    return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key))
+_MAX_LOGITS_PARAMS = struct.Struct(f"{PARAMS_FORMAT}2q48x")
 
 
-def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
+def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
+    """List the kernels of a shape; of rows in 16 bits for so many columns, or for each width."""
+    return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key, columns))
+
+
+def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, ...]:
     if key.cache == "same":
-        return tuple([_spec(key, columns) for columns in _TILES])
+        return tuple([_spec(key, width) for width in _TILES if columns in (None, width)])
     if key.cache == V4:
         return V4_SPECS
     if key.cache == PACKED and key.row_tile == ROW_TILE:
@@ -95,7 +115,7 @@ def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
     """Choose by what binds: many lists share rows in L2, and then it is arithmetic."""
     many = key.num_places * key.row_tiles >= _MANY * key.sm_count
-    return _SPECS[key.dtype, key.row_tiles > 1 or many, columns]
+    return _SPECS[key.dtype, columns, key.row_tiles > 1 or many, key.has_max_logits]
 
 
 def lengths_launches(key: MLASparseKey, buffer: int, lengths: Lengths) -> tuple[Launch, ...]:
@@ -108,15 +128,25 @@ def lengths_launches(key: MLASparseKey, buffer: int, lengths: Lengths) -> tuple[
 
 
 def attend_launches(
-    key: MLASparseKey, buffer: int, arguments: SparseArguments, out: ArrayView, lse: ArrayView
+    key: MLASparseKey,
+    buffer: int,
+    arguments: SparseArguments,
+    out: ArrayView,
+    lse: ArrayView,
+    max_logits: ArrayView | None = None,
 ) -> tuple[Launch, ...]:
     """Describe how to select the rows that exist, and to attend to them.
 
     `buffer` is the address of a plan's buffer, which holds a schedule; `out` is ``(batch, q_len,
-    num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``.
+    num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``. `max_logits`, of keys that have it,
+    lies as lse does.
     """
     attends = _v4_launches if key.cache == V4 else _row_launches
-    return attends(key, buffer, arguments, out, lse)
+    *selects, attend = attends(key, buffer, arguments, out, lse)
+    if max_logits is not None:
+        values = *attend.values, max_logits.ptr, buffer + key.partial_max_logits
+        attend = attend._replace(layout=_MAX_LOGITS_PARAMS, values=values)
+    return *selects, attend
 
 
 def _row_launches(
@@ -137,8 +167,7 @@ def _row_launches(
         of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
-        columns = 512 if a.kv_rope is None else 576
-        attend = decode_launch(_spec(key, columns), key, buffer, decode, out, lse)
+        attend = decode_launch(_spec(key, a.columns), key, buffer, decode, out, lse)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)
     return select_rows_launch(key, buffer, (lists, 0)), attend

@@ -44,6 +44,7 @@ class MLASparseKey(LatentKey):
     sm_count: int  # multiprocessors of that device, 0 for the CPU
     batch_invariant: bool = False
     extra_topk: int = 0  # entries of a list that name rows of a second cache
+    has_max_logits: bool = False  # the largest score of each row is an output, too; cache "same"
 
     num_kv_heads = 1
     page_size = 1  # what a list names is one row
@@ -146,9 +147,16 @@ class MLASparseKey(LatentKey):
         return _aligned(self.list_bounds[-1] + self.num_places * 4)
 
     @cached_property
+    def partial_max_logits(self) -> int:
+        """Where in the buffer the largest scores of pieces lie, in the order of their lse."""
+        return _aligned(self.zeros + VALUE_DIM * 4)
+
+    @cached_property
     def layout(self) -> PlanLayout:
         """Where things lie in the plan's buffer; its size covers the lists as well."""
-        return replace(PlanLayout.of(self), nbytes=_aligned(self.zeros + VALUE_DIM * 4))
+        layout = PlanLayout.of(self)
+        maxima = layout.partial_out - layout.partial_lse if self.has_max_logits else 0
+        return replace(layout, nbytes=self.partial_max_logits + maxima)
 
 
 def _aligned(offset: int) -> int:

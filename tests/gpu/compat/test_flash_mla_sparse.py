@@ -158,14 +158,54 @@ def test_prefill(d_qk: int, s_q: int, s_kv: int, heads: int, topk: int, more: bo
         options["topk_length"] = torch.arange(s_q, dtype=torch.int32) * 37 % (topk + 1)
     there = {name: tensor.cuda() for name, tensor in options.items()}
     got = flash_mla.flash_mla_sparse_fwd(q.cuda(), kv.cuda(), lists.cuda(), SCALE, **there)
-    out, max_logits, lse = got[0].cpu(), got[1], got[2].cpu()
-    assert max_logits is None  # no kernel computes it
+    out, max_logits, lse = (tensor.cpu() for tensor in got)
     wanted = naive(
         *(q, kv[:, 0].double(), lists[:, 0]), options.get("topk_length"), options.get("attn_sink")
     )
     close_rows(out, wanted[0], twice=more)
     close_lse(lse, wanted[2])
+    close_max_logits(max_logits, wanted[1])
     assert torch.isposinf(lse[-1]).all()
+    assert torch.isneginf(max_logits[-1]).all()
+
+
+def close_max_logits(got: Any, want: Any) -> None:
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=2.01 / 65536, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("s_q", "heads"), [(1, 16), (3, 128), (600, 64)])
+@pytest.mark.parametrize("d_qk", [512, 576])
+def test_a_prefill_that_is_captured_and_replayed(
+    d_qk: int, s_q: int, heads: int, dtype: Any
+) -> None:
+    """Lists that are cut and lists that are whole. out has the bits of the kernel without
+    max_logits, and lse, too."""
+    q, kv, lists = prefill(s_q, 3000, heads, 2048, s_q > 1, d_qk)
+    q, kv = q.to(dtype), kv.to(dtype)
+    there = [tensor.cuda() for tensor in (q, kv, lists)]
+    lengths = torch.full((s_q,), 2048, dtype=torch.int32, device="cuda")
+
+    def call() -> Any:
+        return flash_mla.flash_mla_sparse_fwd(*there, SCALE, topk_length=lengths)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    rows, each = kv[:, 0].double(), torch.full((s_q,), 2048, dtype=torch.int32)
+    for first in (2048, 65, 0):
+        each[0] = first
+        lengths.copy_(each)
+        for tensor in got:
+            tensor.fill_(math.nan)
+        graph.replay()
+        state = cumla.mla_sparse_attention(*there, topk_length=lengths, softmax_scale=SCALE)
+        assert torch.equal(got[0], state.out)
+        assert torch.equal(got[2].masked_fill(got[2] == math.inf, -math.inf), state.lse)
+        _, wanted, _ = naive(q[:8], rows, lists[:8, 0], each)
+        close_max_logits(got[1][:8].cpu(), wanted)
 
 
 # --- DeepSeek-V4 ----------------------------------------------------------------------------------

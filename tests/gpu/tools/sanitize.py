@@ -46,6 +46,8 @@ import cumla.launch.device as devices  # noqa: E402
 from cumla.launch import module  # noqa: E402
 from cumla.launch.kernel import PreparedLaunch  # noqa: E402
 from cumla.launch.sparse import top_k  # noqa: E402
+from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
+from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
 from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
 from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
@@ -129,6 +131,14 @@ V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
     V4Case(batch=1, heads=80, topk=700, scales="wild", places="rows", page_size=53, **_LISTS),
     V4Case(batch=2, heads=16, topk=200, form="bfloat16", gaps=True, **_LISTS),
     V4Case(heads=80, topk=300, form="bfloat16", sinks="finite", **_LISTS),
+)
+_CUT: dict[str, Any] = {"operation": "tokens", "topk": 2800, "sinks": "finite"}
+_EMPTY: dict[str, Any] = {"operation": "tokens", "topk": 300, "batch": 4, **_LISTS}
+MAX_LOGITS: tuple[SparseCase, ...] = (  # one row tile and two; lists that are cut, and empty ones
+    SparseCase(batch=5, heads=24, form="bfloat16", page_size=16, **_CUT),
+    SparseCase(heads=80, form="float16", **_EMPTY),
+    V4Case(heads=16, form="float16", **_EMPTY),
+    V4Case(batch=3, heads=80, form="bfloat16", **_CUT),
 )
 LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
     (8, 64, 3),
@@ -617,7 +627,12 @@ def attend_to_lists(cupy: Any) -> None:
     for case in V4:
         attend_v4(cupy, case)
         print(f"sanitize: lists, {case.name}: agree", flush=True)
+    for case in MAX_LOGITS:
+        attend_with_max_logits(cupy, case)
+        print(f"sanitize: lists, max_logits, {case.name}: agree", flush=True)
     with multiprocessors(2):
+        for case in MAX_LOGITS:
+            attend_with_max_logits(cupy, replace(case, batch=3 + case.batch))
         for case in SPARSE:
             attend_sparse(cupy, replace(case, batch=3 + case.batch))
         for case in V4:
@@ -658,6 +673,24 @@ def attend_v4(cupy: Any, case: V4Case) -> None:
     results = (call(**given), call(**given, batch_invariant=True), plan.run(**moved.inputs))
     for out, lse in results:
         problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get(), expected)
+
+
+def attend_with_max_logits(cupy: Any, case: SparseCase) -> None:
+    """As FlashMLA's prefill does; all but max_logits has the bits of the kernel without them."""
+    problem = make_v4(np, case) if isinstance(case, V4Case) else make_sparse(np, case)
+    given = {name: there(cupy, array) for name, array in problem.arguments.items()}
+    arrays = [given.get(n) for n in ("q", "kv_cache", "indices", "topk_length", "sinks")]
+    out, lse, max_logits = attend_as_flash_mla(*arrays, case.softmax_scale)
+    wanted = largest_scores(
+        *(problem.arguments[n] for n in ("q", "kv_cache", "indices")),
+        topk_length=problem.arguments.get("topk_length"),
+        softmax_scale=case.softmax_scale,
+    )
+    np.testing.assert_allclose(max_logits.get(), wanted, rtol=2.01 / 65536, atol=1e-6)
+    assert cumla.mla_sparse_attention(**given).out.get().tobytes() == out.get().tobytes()
+    given.pop("sinks", None)
+    want = cumla.mla_sparse_attention(**given).lse.get()
+    np.testing.assert_array_equal(np.where(lse.get() == np.inf, -np.inf, lse.get()), want)
 
 
 def with_gaps(cupy: Any, cache: Any) -> Any:

@@ -17,7 +17,7 @@ from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, mla_sparse_packed, s
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.split.plan import piece_blocks
 from tests.emulator import emulated_gpu
-from tests.gpu.tools.sanitize import attend_sparse, there
+from tests.gpu.tools.sanitize import MAX_LOGITS, attend_sparse, attend_with_max_logits, there
 from tests.gpu.tools.sparse_problem import SparseCase, make_sparse
 from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
 from tests.launch.structs import parameters
@@ -85,7 +85,12 @@ def test_every_kernel_serves_a_shape() -> None:
     made = (mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows)
     every = {spec for module in made for spec in module.SPECS}
     keys = [key_of(h, cache) for h in (8, 24, 128) for cache in CACHES]
-    keys += [key_of(h, dtype="float16") for h in (8, 128)]
+    keys += [
+        key_of(h, dtype=dtype, has_max_logits=has)
+        for h in (8, 128)
+        for dtype in ("bfloat16", "float16")
+        for has in (False, True)
+    ]
     assert every == {spec for key in keys for spec in sparse_specs(key)} & every
 
 
@@ -196,6 +201,28 @@ def test_kernels_get_sinks_and_whose_logarithm_is_wanted(heads: int, cache: str)
         assert any(launch.values[i : i + 4] == wanted for i in range(len(launch.values)))
 
 
+@pytest.mark.parametrize("heads", [40, 128])
+@pytest.mark.parametrize("columns", [576, 512])
+def test_kernels_with_max_logits(heads: int, columns: int) -> None:
+    """One of its own; where it writes them, and those of pieces, which overlap nothing."""
+    key, plain = key_of(heads, has_max_logits=True), key_of(heads)
+    narrow = {} if columns == 576 else {"q_rope": None, "kv_rope": None}
+    out, lse = outputs_of(key)
+    max_logits = lse._replace(ptr=12 << 40)
+    arguments = arguments_of(key, **narrow)
+    without = attend_launches(plain, BUFFER, arguments, out, lse)[-1]
+    select, launch = attend_launches(key, BUFFER, arguments, out, lse, max_logits)
+    assert select.spec.entry == "select_rows"
+    assert launch.spec.entry == f"{without.spec.entry}_max_logits"
+    assert launch.spec in sparse_specs(key, columns)
+    got, those = parameters(launch), parameters(without)
+    at = got.pop("partial_max_logits") - BUFFER
+    assert got == those | {"max_logits": 12 << 40}
+    assert at == plain.layout.nbytes
+    pieces = key.row_tiles * key.parts * 2
+    assert key.layout.nbytes - at >= pieces * key.row_groups * 16 * 4
+
+
 # --- results --------------------------------------------------------------------------------------
 
 FEW = (
@@ -209,6 +236,12 @@ FEW = (
 def test_attention_to_lists(case: SparseCase) -> None:
     with emulated_gpu() as cupy:
         attend_sparse(cupy, case)
+
+
+@pytest.mark.parametrize("case", some(MAX_LOGITS, 4), ids=lambda case: case.name)
+def test_attention_with_max_logits(case: SparseCase) -> None:
+    with emulated_gpu() as cupy:
+        attend_with_max_logits(cupy, case)
 
 
 @pytest.mark.exhaustive

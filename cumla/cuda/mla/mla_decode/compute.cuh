@@ -15,11 +15,20 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
+// What a lane keeps for max_logits: the largest scores, base 2, that it saw of its two rows. A base without members
+// where tiles have none: an unused member changes how ptxas orders instructions.
+template <bool kHasMaxLogits>
+struct MaxLogits {};
+template <>
+struct MaxLogits<true> {
+  float max_logit[2];
+};
+
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
 // kCopied: tiles were written by threads' own copies, not by TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer {
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
 
@@ -55,6 +64,7 @@ struct Consumer {
       maximum[r] = kLowest;
       sum[r] = 0.0f;
       weight[r] = 0.0f;
+      if constexpr (AnyTile::kHasMaxLogits) this->max_logit[r] = -kInfinity;
       limit[r] = segment.tokens - tile.shift_of(p, row + 8 * r);
     }
   }
@@ -63,7 +73,7 @@ struct Consumer {
   __device__ __forceinline__ void multiply_query(int t) {
     const u32 stage = shared.stage(consumer);
     const u32 phase = (t / 2) & 1;
-    constexpr int kFirst = kHasRope<AnyTile> ? 0 : 1;
+    constexpr int kFirst = AnyTile::kHasRope ? 0 : 1;
 #pragma unroll
     for (int i = kFirst; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
@@ -101,13 +111,13 @@ struct Consumer {
     warpgroup_commit();
   }
   __device__ __forceinline__ void begin_products() {
-    if constexpr (!kWideProducts<AnyTile>) keep_before_products(output);
+    if constexpr (!AnyTile::kWideProducts) keep_before_products(output);
     warpgroup_arrive();
   }
   // a: probabilities in registers or in shared memory.
   template <typename Operand>
   __device__ __forceinline__ void multiply_values(Operand a, u64 values) {
-    if constexpr (kWideProducts<AnyTile>) {
+    if constexpr (AnyTile::kWideProducts) {
       wgmma_m64n256k16_async<T>(output, a, values);
     } else {
 #pragma unroll
@@ -159,12 +169,13 @@ struct Consumer {
   }
 
   // The running maximum of the rows with this block's scores: lanes only compare theirs where one has to move.
-  __device__ __forceinline__ void raise_maximum(float (&next)[2]) const {
+  __device__ __forceinline__ void raise_maximum(float (&next)[2]) {
     float highest[2];
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       highest[r] = highest_of<0, 16>(r) * p.scale_log2;
+      if constexpr (AnyTile::kHasMaxLogits) this->max_logit[r] = fmaxf(this->max_logit[r], highest[r]);
       grown |= highest[r] > maximum[r] + kMaximumSlack;
       next[r] = maximum[r];
     }
@@ -331,6 +342,11 @@ struct Consumer {
         store_shared_float(shared.sum(consumer, row + 8 * r), sum[r]);
         store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
       }
+      if constexpr (AnyTile::kHasMaxLogits) {
+        this->max_logit[r] = fmaxf(this->max_logit[r], __shfl_xor_sync(0xffffffffu, this->max_logit[r], 1));
+        this->max_logit[r] = fmaxf(this->max_logit[r], __shfl_xor_sync(0xffffffffu, this->max_logit[r], 2));
+        if (consumer == 1 && lane % 4 == 0) store_shared_float(shared.max_logit(row + 8 * r), this->max_logit[r]);
+      }
     }
     consumers_sync();
 #pragma unroll
@@ -340,6 +356,9 @@ struct Consumer {
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
       inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
       lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
+      if constexpr (AnyTile::kHasMaxLogits)
+        if (consumer == 0)
+          this->max_logit[r] = fmaxf(this->max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
@@ -363,6 +382,9 @@ struct Consumer {
     if (consumer == 0 && lane % 4 == 0) {
       p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
       p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];  // plant: partial
+      if constexpr (AnyTile::kHasMaxLogits)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = this->max_logit[r];
     }
     float4* const destination = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
 #pragma unroll
@@ -379,7 +401,10 @@ struct Consumer {
       const Row to(p, tile, row + 8 * r);
       char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
                   to.head * p.out_stride_head;
-      if (exists && consumer == 0 && lane % 4 == 0) store_lse(p, segment.request, to, lse[r]);
+      if (exists && consumer == 0 && lane % 4 == 0) {
+        store_lse(p, segment.request, to, lse[r]);
+        if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, this->max_logit[r]);
+      }
       if (p.out_is_float)
         write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
       else

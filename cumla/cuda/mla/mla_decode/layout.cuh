@@ -106,14 +106,6 @@ __device__ __forceinline__ int tile_in_order(int owner, int i) {
   return i == 0 ? kRopeTile : (i - 1) ^ (owner * kHalfTiles);
 }
 
-// Whether the rows that a tile attends to have RoPE columns beside those that are values, too.
-template <typename AnyTile>
-constexpr bool kHasRope = true;
-
-// Whether products have 256 columns: in kernels of 512 threads they would need more registers than threads start with.
-template <typename AnyTile>
-constexpr bool kWideProducts = true;
-
 // By a warpgroup that computes: its segments, one after the other.
 template <typename Consumer, typename Layout, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,

@@ -137,7 +137,7 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
     const char* rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
     const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-    for (int k = 0; k < (kHasRope<AnyTile> ? kTiles : kRopeTile); ++k)
+    for (int k = 0; k < (AnyTile::kHasRope ? kTiles : kRopeTile); ++k)
       copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid);
   }
 }

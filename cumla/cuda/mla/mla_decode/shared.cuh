@@ -38,6 +38,8 @@ struct SharedLayout {
   // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads
   // of a joining CTA must agree on.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
+  // Where tiles have max_logits: those of consumer 1, at the end of a segment.
+  __device__ __forceinline__ u32 max_logit(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
 };
 
 // One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. `first` and `second` arrive

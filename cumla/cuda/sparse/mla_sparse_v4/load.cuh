@@ -12,22 +12,15 @@
 #include "ptx/types.cuh"
 
 namespace cumla::sparse {
-struct V4Tile : SelectedTile<kRowTile> {
-  using Held = V4Tile;
-  using SelectedTile<kRowTile>::SelectedTile;
-};
-}  // namespace cumla::sparse
-
-namespace cumla::mla {
-template <>
-constexpr bool kHasRope<sparse::V4Tile> = false;
-template <>
-constexpr bool kWideProducts<sparse::V4Tile> = false;
-}  // namespace cumla::mla
-
-namespace cumla::sparse {
 
 using namespace ptx;
+
+struct V4Tile : SelectedTile<kRowTile> {
+  using Held = V4Tile;
+  static constexpr bool kHasRope = false;
+  static constexpr bool kWideProducts = false;  // more registers than 512 threads start with
+  using SelectedTile<kRowTile>::SelectedTile;
+};
 
 constexpr int kV4Tiles = 7;                      // of 64 e4m3 columns; the eighth tile is bfloat16
 constexpr int kV4RowBytes = kV4Tiles * 64 + 128;
