@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
-from cumla.compat._torch import import_torch, is_traced
+from cumla.compat._torch import import_torch, is_traced, plainly
 from cumla.core.arguments import check_dtype, checked_scale
 from cumla.core.arrays import from_numpy, to_numpy
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
@@ -114,6 +114,7 @@ def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
     return out, lse.masked_fill_(lse == -inf, inf)
 
 
+@plainly
 def flash_mla_sparse_fwd(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -60,7 +60,7 @@ from cumla.compat._flash_mla_sparse import (
     packed_rows,
     with_sink,
 )
-from cumla.compat._torch import is_traced
+from cumla.compat._torch import is_traced, plainly
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import open_call
 from cumla.mla.decode import MLADecodePlan, mla_decode
@@ -178,6 +178,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
+@plainly
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -164,6 +164,8 @@ class _Torch(Allocator):
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._dtypes: dict[object, tuple[str, Callable[[int], int]]] = {}
+        # Without modes: through one, such as a default device, each look at a tensor takes 2 us.
+        self._plainly = torch._C.DisableTorchFunction
         try:
             self._dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:  # a PyTorch without TorchDynamo
@@ -172,38 +174,39 @@ class _Torch(Allocator):
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         if self._compiles():
             raise TypeError(f"{named[0][0]}: cumla runs eagerly, got torch.compile; {_DISABLE}")
-        views: list[ArrayView | None] = []
-        for name, array in named:
-            try:
-                ptr = array.data_ptr()
-                strides = array.stride()
-            except RuntimeError as error:
-                raise self._not_dense(name, array, error) from error
-            shape = tuple(array.shape)
-            if shape and type(shape[0]) is not int:
-                raise TypeError(f"{name}: cumla runs eagerly, got torch.jit.trace; {_OUTSIDE}")
-            dtype, to_bytes = self._dtypes.get(array.dtype) or self._learn(array.dtype)
-            if array.is_cuda:
-                device = array.get_device()
-            elif array.is_cpu:
-                device = None
-            else:
-                there, way_out = array.device, "move it with .to('cuda')"
-                if there.type == "meta":
-                    way_out = "it has no memory: make one there, and fill it"
-                raise ValueError(
-                    f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
-                    f"{way_out}"
-                )
-            if ptr < _SUSPECT:
-                self._check_memory(name, array, ptr)
-            if array.is_neg():
-                raise ValueError(
-                    f"{name}: needs a tensor whose memory holds its values, got one with the "
-                    f"negative bit, as of x.conj().imag; pass {name}.resolve_neg()"
-                )
-            views.append(ArrayView(ptr, shape, tuple(map(to_bytes, strides)), dtype, device))
-        return views
+        with self._plainly():
+            return [self._view(name, array) for name, array in named]
+
+    def _view(self, name: str, array: Any) -> ArrayView:
+        try:
+            ptr = array.data_ptr()
+            strides = array.stride()
+        except RuntimeError as error:
+            raise self._not_dense(name, array, error) from error
+        shape = tuple(array.shape)
+        if shape and type(shape[0]) is not int:
+            raise TypeError(f"{name}: cumla runs eagerly, got torch.jit.trace; {_OUTSIDE}")
+        dtype, to_bytes = self._dtypes.get(array.dtype) or self._learn(array.dtype)
+        if array.is_cuda:
+            device = array.get_device()
+        elif array.is_cpu:
+            device = None
+        else:
+            there, way_out = array.device, "move it with .to('cuda')"
+            if there.type == "meta":
+                way_out = "it has no memory: make one there, and fill it"
+            raise ValueError(
+                f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
+                f"{way_out}"
+            )
+        if ptr < _SUSPECT:
+            self._check_memory(name, array, ptr)
+        if array.is_neg():
+            raise ValueError(
+                f"{name}: needs a tensor whose memory holds its values, got one with the "
+                f"negative bit, as of x.conj().imag; pass {name}.resolve_neg()"
+            )
+        return ArrayView(ptr, shape, tuple(map(to_bytes, strides)), dtype, device)
 
     @eager_only
     def _compiles(self) -> bool:
@@ -212,12 +215,13 @@ class _Torch(Allocator):
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
         try:
-            return tuple(
-                [
-                    (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())
-                    for a in arrays
-                ]
-            )
+            with self._plainly():
+                return tuple(
+                    [
+                        (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())
+                        for a in arrays
+                    ]
+                )
         except RuntimeError:  # no dense tensor, as `views` will say
             return None
 
@@ -272,14 +276,16 @@ class _Torch(Allocator):
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int
     ) -> tuple[object, ArrayView]:
         torch = self._torch
-        if stream == torch._C._cuda_getCurrentRawStream(device):
-            array = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        else:  # the caching allocator hands memory out for the stream that is current in torch
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
-                array = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        to_bytes = (self._dtypes.get(array.dtype) or self._learn(array.dtype))[1]
-        strides = tuple(map(to_bytes, array.stride()))
-        return array, ArrayView(array.data_ptr(), shape, strides, dtype, device)
+        kind = getattr(torch, dtype)
+        with self._plainly():
+            if stream == torch._C._cuda_getCurrentRawStream(device):
+                array = torch.empty(shape, dtype=kind, device=device)
+            else:  # the caching allocator hands memory out for the stream that is current in torch
+                with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+                    array = torch.empty(shape, dtype=kind, device=device)
+            to_bytes = (self._dtypes.get(kind) or self._learn(kind))[1]
+            strides = tuple(map(to_bytes, array.stride()))
+            return array, ArrayView(array.data_ptr(), shape, strides, dtype, device)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         torch = self._torch

@@ -357,7 +357,10 @@ def fake_torch(cuda, monkeypatch):
         module.allocated.append((shape, device, module.current))
         return Tensor(shape, dtype)
 
-    module._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: module.current)
+    module._C = types.SimpleNamespace(
+        _cuda_getCurrentRawStream=lambda device: module.current,
+        DisableTorchFunction=contextlib.nullcontext,
+    )
     module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
     module.empty = empty
     monkeypatch.setitem(sys.modules, "torch", module)
@@ -791,6 +794,24 @@ def test_a_tensor_that_changes_is_not_known_again():
         change()
         assert glance((x,)) not in seen
         seen.add(glance((x,)))
+
+
+def test_modes_of_torch_see_no_look():
+    """Nor pay for it: a default device is such a mode."""
+    torch = pytest.importorskip("torch")
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    x = torch.zeros(3)
+    views_at_first(x)
+    with Mode():
+        assert glance((x,)) is not None and open_call((("x", x),)).views
+        assert not seen
+        assert x.shape == (3,) and seen
 
 
 def test_what_a_glance_leaves_to_the_whole_look(cupy):
