@@ -164,8 +164,9 @@ class _Torch(Allocator):
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._dtypes: dict[object, tuple[str, Callable[[int], int]]] = {}
-        # Without modes: through one, such as a default device, each look at a tensor takes 2 us.
-        self._plainly = torch._C.DisableTorchFunction
+        # Through a mode, such as a default device, each look at a tensor takes 2 us.
+        self._has_mode = torch._C._is_torch_function_mode_enabled
+        self._plainly = torch._C.DisableTorchFunction  # without any, which takes 0.3 us
         try:
             self._dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:  # a PyTorch without TorchDynamo
@@ -214,14 +215,16 @@ class _Torch(Allocator):
         return bool(self._dynamo())  # False or None where it does not
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
-        try:
+        if self._has_mode():
             with self._plainly():
-                return tuple(
-                    [
-                        (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())
-                        for a in arrays
-                    ]
-                )
+                return self.glance(arrays)
+        try:
+            return tuple(
+                [
+                    (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())
+                    for a in arrays
+                ]
+            )
         except RuntimeError:  # no dense tensor, as `views` will say
             return None
 
@@ -275,17 +278,19 @@ class _Torch(Allocator):
     def empty(
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int
     ) -> tuple[object, ArrayView]:
+        if self._has_mode():
+            with self._plainly():
+                return self.empty(shape, dtype, device, stream)
         torch = self._torch
         kind = getattr(torch, dtype)
-        with self._plainly():
-            if stream == torch._C._cuda_getCurrentRawStream(device):
+        if stream == torch._C._cuda_getCurrentRawStream(device):
+            array = torch.empty(shape, dtype=kind, device=device)
+        else:  # the caching allocator hands memory out for the stream that is current in torch
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
                 array = torch.empty(shape, dtype=kind, device=device)
-            else:  # the caching allocator hands memory out for the stream that is current in torch
-                with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
-                    array = torch.empty(shape, dtype=kind, device=device)
-            to_bytes = (self._dtypes.get(kind) or self._learn(kind))[1]
-            strides = tuple(map(to_bytes, array.stride()))
-            return array, ArrayView(array.data_ptr(), shape, strides, dtype, device)
+        to_bytes = (self._dtypes.get(kind) or self._learn(kind))[1]
+        strides = tuple(map(to_bytes, array.stride()))
+        return array, ArrayView(array.data_ptr(), shape, strides, dtype, device)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         torch = self._torch

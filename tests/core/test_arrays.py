@@ -359,6 +359,7 @@ def fake_torch(cuda, monkeypatch):
 
     module._C = types.SimpleNamespace(
         _cuda_getCurrentRawStream=lambda device: module.current,
+        _is_torch_function_mode_enabled=lambda: False,
         DisableTorchFunction=contextlib.nullcontext,
     )
     module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
