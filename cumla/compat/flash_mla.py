@@ -150,7 +150,7 @@ class FlashMLASchedMeta:
 
     def __init__(self) -> None:
         self._shape: _Shape | _SparseShape | None = None  # of the calls that succeeded
-        self._device: int | None = None  # CUDA ordinal of the last plan
+        self._device: int | None = None  # where those were, as a CUDA ordinal
         # By shape, stream, and whether a graph computes the schedule. Graphs hold their addresses,
         # so none is let go.
         self._plans: dict[tuple[_Shape | _SparseShape, int, bool], Plan[Any]] = {}
@@ -443,7 +443,7 @@ def _updated_plan(
     plan = plans.get((shape, call.stream, False)) or plans.get((shape, call.stream, capturing))
     if plan is None:
         plan = plans[shape, call.stream, capturing] = updated()
-        metadata._device = plan._device
+    metadata._device = plan._device
     return plan
 
 

@@ -24,6 +24,7 @@ from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays, framew
 from cumla.core._lifetime import keep_until_passed, order_streams
 from cumla.core.arrays import (
     ArrayView,
+    current_stream,
     from_numpy,
     glance,
     open_call,
@@ -769,6 +770,12 @@ def test_a_glance_tells_torch_devices_apart(fake_torch):
     assert glance((tensor,)) not in (seen, None)
     tensor.ordinal = 0
     assert glance((tensor,)) == seen
+
+
+def test_the_current_stream_is_that_of_a_call(fake_torch, cupy):
+    for array in (fake_torch.Tensor((3,), fake_torch.uint8), cupy.ndarray(), np.zeros(3)):
+        call = open_call((("x", array),))
+        assert current_stream("x", array, call.device) == call.stream
 
 
 def test_a_glance_tells_cupy_arrays_apart(cupy):
