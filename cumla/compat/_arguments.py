@@ -80,9 +80,8 @@ def check_tensors(**tensors: Any) -> None:
 
 def check_axes(name: str, tensor: Any, *forms: str) -> None:
     """Check the number of axes against forms such as ``"batch, next_n"``."""
-    shape = tuple(tensor.shape)
-    if all(len(shape) != form.count(",") + 1 for form in forms):
-        wanted = " or ".join(f"({form})" for form in forms)
+    if len(tensor.shape) not in [form.count(",") + 1 for form in forms]:
+        wanted, shape = " or ".join(f"({form})" for form in forms), tuple(tensor.shape)
         raise ValueError(f"{name}: needs axes {wanted}, got shape {shape}; reshape it")
 
 

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
-from cumla.compat._torch import import_torch, is_traced
+from cumla.compat._torch import import_torch, is_traced, plainly
 from cumla.core.arguments import check_dtype, checked_scale
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
 from cumla.sparse.mla_sparse import attend_as_flash_mla, mla_sparse_attention
@@ -36,18 +36,18 @@ def packed_rows(name: str, cache: Any, columns: int) -> Any:
             f"{name}: needs {', '.join(sorted(_BYTES))} with is_fp8_kvcache, got {dtype}; pass the "
             f"packed cache"
         )
-    if cache.shape[-1] not in _PACKED.values():
-        raise NotImplementedError(
-            f"{name}: needs rows of {PACKED_BYTES} bytes, the format of DeepSeek-V3.2, or of "
-            f"{V4_BYTES}, that of V4, got shape {tuple(cache.shape)}; cumla has no other packed "
-            f"format"
-        )
     if cache.shape[-1] != bytes_of_row:
+        if cache.shape[-1] not in _PACKED.values():
+            raise NotImplementedError(
+                f"{name}: needs rows of {PACKED_BYTES} bytes, the format of DeepSeek-V3.2, or of "
+                f"{V4_BYTES}, that of V4, got shape {tuple(cache.shape)}; cumla has no other "
+                f"packed format"
+            )
         raise ValueError(
             f"{name}: needs rows of {bytes_of_row} bytes beside q of {columns} columns, got shape "
             f"{tuple(cache.shape)}; pass the queries of the model that has the cache"
         )
-    return cache.view(import_torch().uint8)
+    return cache if dtype == "uint8" else cache.view(import_torch().uint8)
 
 
 class SecondCache(NamedTuple):
@@ -64,7 +64,7 @@ class SecondCache(NamedTuple):
         """
         cache, lists, _ = self
         if cache is None:
-            for name, tensor in self._asdict().items():
+            for name, tensor in zip(self._fields, self, strict=True):
                 if tensor is not None:
                     raise ValueError(
                         f"{name}: needs an extra_k_cache, whose slots it is about, got None; pass "
@@ -112,6 +112,7 @@ def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
     return out, lse.masked_fill_(lse == -inf, inf)
 
 
+@plainly
 def flash_mla_sparse_fwd(
     q: torch.Tensor,
     kv: torch.Tensor,

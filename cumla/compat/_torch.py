@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
-__all__ = ["import_torch", "is_traced", "positions_of"]
+__all__ = ["import_torch", "is_traced", "plainly", "positions_of"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def import_torch() -> Any:
@@ -23,6 +27,22 @@ def import_torch() -> Any:
 def is_traced() -> bool:
     """Whether torch.compile or torch.export is tracing the call."""
     return bool(import_torch().compiler.is_compiling())
+
+
+def plainly(function: _Function) -> _Function:
+    """Call a function that makes no tensor without torch's modes, unless it is traced.
+
+    A default device is such a mode, through which each look at a tensor takes 2 us.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if is_traced():
+            return function(*args, **named)
+        with import_torch()._C.DisableTorchFunction():
+            return function(*args, **named)
+
+    return call  # type: ignore[return-value]
 
 
 def positions_of(offsets: Any, first: Any, tokens: int, step: int = 1) -> Any:

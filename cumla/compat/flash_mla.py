@@ -60,9 +60,9 @@ from cumla.compat._flash_mla_sparse import (
     packed_rows,
     with_sink,
 )
-from cumla.compat._torch import is_traced
+from cumla.compat._torch import is_traced, plainly
 from cumla.core.arguments import INT32, Array, bind, checked_scale
-from cumla.core.arrays import open_call
+from cumla.core.arrays import current_stream, open_call
 from cumla.mla.decode import MLADecodePlan, mla_decode
 from cumla.mla.shape import HEAD_DIM
 from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_decode
@@ -146,10 +146,11 @@ class FlashMLASchedMeta:
     Nothing in it is for users to read or to change.
     """
 
-    __slots__ = ("_plans", "_shape")
+    __slots__ = ("_device", "_plans", "_shape")
 
     def __init__(self) -> None:
         self._shape: _Shape | _SparseShape | None = None  # of the calls that succeeded
+        self._device: int | None = None  # where those were, as a CUDA ordinal
         # By shape, stream, and whether a graph computes the schedule. Graphs hold their addresses,
         # so none is let go.
         self._plans: dict[tuple[_Shape | _SparseShape, int, bool], Plan[Any]] = {}
@@ -178,6 +179,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
+@plainly
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -430,14 +432,18 @@ def _updated_plan(
 
     A schedule that was only captured has not been computed, so it serves captures alone.
     """
-    plans, call = metadata._plans, open_call((("q", q),))
-    plan = plans.get((shape, call.stream, False))
+    plans = metadata._plans
+    if metadata._shape is not None:  # then it is this one, whose tensors are all in one place
+        plan = plans.get((shape, current_stream("q", q, metadata._device), False))
+        if plan is not None:
+            return plan
+    call = open_call((("q", q),))
+    with call:  # the driver answers for the current context, which a new thread does not have
+        capturing = call.capturing
+    plan = plans.get((shape, call.stream, False)) or plans.get((shape, call.stream, capturing))
     if plan is None:
-        with call:  # the driver answers for the current context, which a new thread does not have
-            capturing = call.capturing
-        plan = plans.get((shape, call.stream, capturing))
-        if plan is None:
-            plan = plans[shape, call.stream, capturing] = updated()
+        plan = plans[shape, call.stream, capturing] = updated()
+    metadata._device = plan._device
     return plan
 
 

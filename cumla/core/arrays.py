@@ -301,6 +301,17 @@ def reopen_call(array: object, device: int | None, stream: object = None) -> Cal
     return Call(framework, allocator, device, handle, stream)
 
 
+@eager_only
+def current_stream(name: str, array: object, device: int | None) -> int:
+    """CUstream handle of a call without `stream=` whose arrays, the first of them this, are there.
+
+    It is what `open_call` finds, and nothing is asked of the array but its type.
+    """
+    if device is None:
+        return 0
+    return framework_of(name, array).allocator().current_stream(device)
+
+
 def open_device(device: int | None = None, *, stream: object = None) -> Call:
     """Open a call without arrays: memory comes from CuPy, on its current device and stream.
 

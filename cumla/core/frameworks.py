@@ -164,6 +164,9 @@ class _Torch(Allocator):
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._dtypes: dict[object, tuple[str, Callable[[int], int]]] = {}
+        # Through a mode, such as a default device, each look at a tensor takes 2 us.
+        self._has_mode = torch._C._is_torch_function_mode_enabled
+        self._plainly = torch._C.DisableTorchFunction  # without any, which takes 0.3 us
         try:
             self._dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:  # a PyTorch without TorchDynamo
@@ -172,38 +175,39 @@ class _Torch(Allocator):
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         if self._compiles():
             raise TypeError(f"{named[0][0]}: cumla runs eagerly, got torch.compile; {_DISABLE}")
-        views: list[ArrayView | None] = []
-        for name, array in named:
-            try:
-                ptr = array.data_ptr()
-                strides = array.stride()
-            except RuntimeError as error:
-                raise self._not_dense(name, array, error) from error
-            shape = tuple(array.shape)
-            if shape and type(shape[0]) is not int:
-                raise TypeError(f"{name}: cumla runs eagerly, got torch.jit.trace; {_OUTSIDE}")
-            dtype, to_bytes = self._dtypes.get(array.dtype) or self._learn(array.dtype)
-            if array.is_cuda:
-                device = array.get_device()
-            elif array.is_cpu:
-                device = None
-            else:
-                there, way_out = array.device, "move it with .to('cuda')"
-                if there.type == "meta":
-                    way_out = "it has no memory: make one there, and fill it"
-                raise ValueError(
-                    f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
-                    f"{way_out}"
-                )
-            if ptr < _SUSPECT:
-                self._check_memory(name, array, ptr)
-            if array.is_neg():
-                raise ValueError(
-                    f"{name}: needs a tensor whose memory holds its values, got one with the "
-                    f"negative bit, as of x.conj().imag; pass {name}.resolve_neg()"
-                )
-            views.append(ArrayView(ptr, shape, tuple(map(to_bytes, strides)), dtype, device))
-        return views
+        with self._plainly():
+            return [self._view(name, array) for name, array in named]
+
+    def _view(self, name: str, array: Any) -> ArrayView:
+        try:
+            ptr = array.data_ptr()
+            strides = array.stride()
+        except RuntimeError as error:
+            raise self._not_dense(name, array, error) from error
+        shape = tuple(array.shape)
+        if shape and type(shape[0]) is not int:
+            raise TypeError(f"{name}: cumla runs eagerly, got torch.jit.trace; {_OUTSIDE}")
+        dtype, to_bytes = self._dtypes.get(array.dtype) or self._learn(array.dtype)
+        if array.is_cuda:
+            device = array.get_device()
+        elif array.is_cpu:
+            device = None
+        else:
+            there, way_out = array.device, "move it with .to('cuda')"
+            if there.type == "meta":
+                way_out = "it has no memory: make one there, and fill it"
+            raise ValueError(
+                f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
+                f"{way_out}"
+            )
+        if ptr < _SUSPECT:
+            self._check_memory(name, array, ptr)
+        if array.is_neg():
+            raise ValueError(
+                f"{name}: needs a tensor whose memory holds its values, got one with the "
+                f"negative bit, as of x.conj().imag; pass {name}.resolve_neg()"
+            )
+        return ArrayView(ptr, shape, tuple(map(to_bytes, strides)), dtype, device)
 
     @eager_only
     def _compiles(self) -> bool:
@@ -211,6 +215,9 @@ class _Torch(Allocator):
         return bool(self._dynamo())  # False or None where it does not
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
+        if self._has_mode():
+            with self._plainly():
+                return self.glance(arrays)
         try:
             return tuple(
                 [
@@ -271,13 +278,17 @@ class _Torch(Allocator):
     def empty(
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int
     ) -> tuple[object, ArrayView]:
+        if self._has_mode():
+            with self._plainly():
+                return self.empty(shape, dtype, device, stream)
         torch = self._torch
+        kind = getattr(torch, dtype)
         if stream == torch._C._cuda_getCurrentRawStream(device):
-            array = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            array = torch.empty(shape, dtype=kind, device=device)
         else:  # the caching allocator hands memory out for the stream that is current in torch
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
-                array = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        to_bytes = (self._dtypes.get(array.dtype) or self._learn(array.dtype))[1]
+                array = torch.empty(shape, dtype=kind, device=device)
+        to_bytes = (self._dtypes.get(kind) or self._learn(kind))[1]
         strides = tuple(map(to_bytes, array.stride()))
         return array, ArrayView(array.data_ptr(), shape, strides, dtype, device)
 

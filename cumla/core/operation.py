@@ -8,8 +8,8 @@ functions, plans and bindings are callers of the same recipe.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
+from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from operator import mul
@@ -201,9 +201,8 @@ class Packed(NamedTuple):
         return tuple(results)
 
 
-def _module(binding: str) -> Any:
-    """Find a binding by its name: core imports none."""
-    return sys.modules.get(binding) or import_module(binding)
+_module = cache(import_module)
+"""Finds a binding by its name: core imports none."""
 
 
 class _Known(NamedTuple):
@@ -234,10 +233,10 @@ def run(
     if stream is None and not (looks or given):
         framework = framework_of_type.get(type(next(iter(inputs.values()))))
         if framework is not None and framework.binding:
-            module = _module(framework.binding)
-            results = module.run_eagerly(operation, inputs, tuple(outputs), options)
+            eagerly = _module(framework.binding).run_eagerly
+            results: tuple[Any, ...] | None = eagerly(operation, inputs, tuple(outputs), options)
             if results is not None:
-                return tuple(results)
+                return results
     seen = None if looks else glance((*inputs.values(), *given.values()))
     identity = (seen, *inputs, *given, options)
     known = None if seen is None else operation.ready.get(identity)

@@ -123,19 +123,21 @@ def run_eagerly(
 ) -> tuple[Any, ...] | None:
     """Run an eager call as a program of its own, which is compiled once for each shape.
 
-    None if that would not run where the arrays are: if one of them is traced or not of JAX, or not
-    on the GPU on which `jax.jit` computes those that are not committed to a device.
+    None if that would not run where the arrays are: if one of them is traced or not of JAX, as the
+    first one is, or not on the GPU on which `jax.jit` computes those that are not committed to a
+    device.
     """
     default = jax.config.jax_default_device or jax.local_devices()[0]
-    for array in inputs.values():
-        if framework_of_type.get(type(array)) is not _FRAMEWORK:
+    arrays = tuple(inputs.values())
+    kind = type(arrays[0])
+    for array in arrays:
+        if type(array) is not kind:
             return None
         sharding = array.sharding
-        _, device = _places.get(id(sharding)) or _place(sharding)
-        if device is not default:
+        if (_places.get(id(sharding)) or _place(sharding))[1] is not default:
             return None
     try:
-        return _compiled(operation, tuple(inputs), outputs, options)(*inputs.values())
+        return _compiled(operation, tuple(inputs), outputs, options)(*arrays)
     except RuntimeError:
         for name, array in inputs.items():
             _FRAMEWORK.check_memory(name, array)

@@ -218,6 +218,7 @@ class Plans:
         self.alive: list[weakref.ref[Any]] = []
         monkeypatch.setattr(flash_mla, "FlashMLAPlan", self)
         monkeypatch.setattr(flash_mla, "open_call", self.open_call)
+        monkeypatch.setattr(flash_mla, "current_stream", lambda *_: self.stream)
 
     def open_call(self, arguments: Any) -> Plans:
         self.views = open_call(arguments).views

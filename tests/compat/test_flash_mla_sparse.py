@@ -180,6 +180,24 @@ def test_the_schedule_is_computed_by_the_first_call() -> None:
             problem.call(metadata, **{"topk_length": lengths, **change})
 
 
+def test_modes_of_torch_see_no_call() -> None:
+    """Nor pay for it: a default device is such a mode."""
+    seen: list[Any] = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), named: Any = None):
+            seen.append(function)
+            return function(*args, **named or {})
+
+    problem, sink, tokens = Decode(), torch.zeros(64), prefill(3, 50, 64, 9)
+    lengths, metadata = ints(3), flash_mla.get_mla_metadata()[0]
+    with Mode():
+        problem.call(metadata, attn_sink=sink, topk_length=lengths)
+        flash_mla.flash_mla_sparse_fwd(*tokens, SCALE, attn_sink=sink, topk_length=lengths)
+        assert not seen
+        assert problem.q.shape and seen
+
+
 def test_the_check_mode_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     problem, metadata = Decode(), flash_mla.get_mla_metadata()[0]

@@ -24,6 +24,7 @@ from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays, framew
 from cumla.core._lifetime import keep_until_passed, order_streams
 from cumla.core.arrays import (
     ArrayView,
+    current_stream,
     from_numpy,
     glance,
     open_call,
@@ -357,7 +358,11 @@ def fake_torch(cuda, monkeypatch):
         module.allocated.append((shape, device, module.current))
         return Tensor(shape, dtype)
 
-    module._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: module.current)
+    module._C = types.SimpleNamespace(
+        _cuda_getCurrentRawStream=lambda device: module.current,
+        _is_torch_function_mode_enabled=lambda: False,
+        DisableTorchFunction=contextlib.nullcontext,
+    )
     module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
     module.empty = empty
     monkeypatch.setitem(sys.modules, "torch", module)
@@ -767,6 +772,12 @@ def test_a_glance_tells_torch_devices_apart(fake_torch):
     assert glance((tensor,)) == seen
 
 
+def test_the_current_stream_is_that_of_a_call(fake_torch, cupy):
+    for array in (fake_torch.Tensor((3,), fake_torch.uint8), cupy.ndarray(), np.zeros(3)):
+        call = open_call((("x", array),))
+        assert current_stream("x", array, call.device) == call.stream
+
+
 def test_a_glance_tells_cupy_arrays_apart(cupy):
     kind = cupy.ndarray
     others = (kind(), kind((4, 9)), kind(dtype="int16"), kind(device=1), kind(ptr=0x2000))
@@ -791,6 +802,24 @@ def test_a_tensor_that_changes_is_not_known_again():
         change()
         assert glance((x,)) not in seen
         seen.add(glance((x,)))
+
+
+def test_modes_of_torch_see_no_look():
+    """Nor pay for it: a default device is such a mode."""
+    torch = pytest.importorskip("torch")
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    x = torch.zeros(3)
+    views_at_first(x)
+    with Mode():
+        assert glance((x,)) is not None and open_call((("x", x),)).views
+        assert not seen
+        assert x.shape == (3,) and seen
 
 
 def test_what_a_glance_leaves_to_the_whole_look(cupy):
