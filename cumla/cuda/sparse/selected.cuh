@@ -63,10 +63,12 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, Selected
   return segment;
 }
 
-// The row tiles of a list share what L2 fetches ahead.
+// The row tiles of a list share what L2 fetches ahead. Rows of few lists are in L2 anyway, those of small caches soon
+// are; then fetching only delays the copies (docs/kernels/mla_sparse.md).
 template <int kTileRows>
-__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const SelectedTile<kTileRows>&) {
-  return share_of_grid();
+__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const SelectedTile<kTileRows>&) {
+  constexpr int kRowsInL2 = 36 << 10;
+  return gridDim.x > 1 && p.num_pages > kRowsInL2 ? share_of_grid() : FetchShare{kBlockTokens, 1};
 }
 
 template <int kTileRows>
