@@ -446,7 +446,7 @@ OPERATIONS = {
         cumla.attention,
         keys_in_rows,
         attended,
-        ("mla_attention_schedule", "attention_decode_bfloat16_64_64_8"),
+        ("mla_attention_schedule", "attention_bfloat16_64_64"),
         integers=("qo_indptr", "kv_indptr"),
         empty=(("q",), ("q", "qo_indptr+1", "kv_indptr+1")),
     ),

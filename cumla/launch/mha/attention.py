@@ -154,8 +154,8 @@ class MHAKey(RaggedKey):
     def few_rows(self) -> tuple[int, KernelSpec] | None:
         """Rows and kernel of small row tiles, where the requests' mean ones are as small.
 
-        Of 16-bit keys where it is faster (docs/kernels/mha.md): without a window, with 64 columns
-        or small pages, and if no request can have many more rows than the mean.
+        Of 16-bit keys where it is faster (docs/kernels/mha.md): without a window, with small pages,
+        or 64 columns and many requests, and if none can have many more rows than the mean.
         """
         is_e4m3 = self.cache_dtype == _E4M3
         more = 0 if self.q_len else (self.total_tokens - self.batch) * self.heads_per_group
@@ -167,8 +167,9 @@ class MHAKey(RaggedKey):
 
     @property
     def _comes_in_pieces(self) -> bool:
-        """Whether a load brings little: rows are short, or pages are."""
-        return self.kernel_tiles == (1, 1) or self.form != "pages"
+        """Whether a load brings little: pages are short, or rows are, and thread blocks wait."""
+        waits = self.batch * self.num_kv_heads >= self.sm_count // 2
+        return self.form != "pages" or (self.kernel_tiles == (1, 1) and waits)
 
     @cached_property
     def num_places(self) -> int:

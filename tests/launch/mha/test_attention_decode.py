@@ -32,7 +32,9 @@ FEW = (  # few kernels: each takes seconds to compile
 
 
 def check_sample(sample: Sample) -> None:
-    got, stems = launched(make(sample), 4 + sample.seed % 9)
+    # 16-bit keys of 64 columns need a request for each two of them.
+    multiprocessors = 4 + sample.seed % (9 if sample.cache == "e4m3" else 2)
+    got, stems = launched(make(sample), multiprocessors)
     assert stems[-1] == "attention_decode"
     check(sample, got, cumla.reference.attention(**make(sample)))
 
@@ -56,7 +58,7 @@ def test_every_kernel(columns: tuple[int, int], dtype: str, heads: tuple[int, in
         spec = decode_spec(dtype, tiles, 2 * heads[0], e4m3=cache == "e4m3")
         gains = cache == "e4m3" or tiles == (1, 1) or page_size % 64
         for sample in samples(4, **fixed, **pages):
-            got, stems = launched(make(sample), 5)
+            got, stems = launched(make(sample), 3)
             assert stems[-1] == ("attention_decode" if spec and gains else "attention")
             check(sample, got, cumla.reference.attention(**make(sample)))
 
