@@ -48,7 +48,8 @@ class ContextParallel(Shard):
         Let the ranks of a process group read each other's results, through memory that PyTorch maps
         on all of them (`torch.distributed._symmetric_memory`), in place of an exchange by NCCL:
         faster for few query tokens. For GPUs of one host that reach each other. Calls of one
-        object must follow each other on the device, and the first one of a size maps memory.
+        object must follow each other on the device, and the first one of a size maps memory. As
+        with any collective, a rank that raises alone is out of step with the others afterwards.
 
     Raises
     ------

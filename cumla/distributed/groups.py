@@ -13,7 +13,7 @@ from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cumla.core._driver import driver
+from cumla.core._driver import driver, on_device
 from cumla.core.arguments import checked_flag
 
 if TYPE_CHECKING:
@@ -146,8 +146,11 @@ class _Shared:
     While a rank reads what one exchange has left, others may write for the next one: into another
     part. They write into the first part again after the next barrier, so all have read it by then.
     Captured exchanges may run after any others: they have parts of their own, and the first of a
-    capture waits for all ranks before it writes.
+    capture waits for all ranks before it writes. Graphs may outlive the group that made them, so
+    what they use stays for the life of the process.
     """
+
+    _of_graphs: ClassVar[set[_Shared]] = set()
 
     def __init__(self, memory: Any, group: Any, nbytes: int, device: Any) -> None:
         torch = sys.modules["torch"]
@@ -170,6 +173,7 @@ class _Shared:
         self._captured = capture is not None
         if self._captured and capture != self._capture:
             self._capture = capture
+            self._of_graphs.add(self)
             self._wait()
         self._first = (2 * self._captured + self._next[self._captured]) * self._nbytes
         return self._own[self._first : self._first + nbytes]
@@ -197,7 +201,12 @@ class _Symmetric(_Torch):
     def __init__(self, group: Any) -> None:
         super().__init__(group)
         self._memory = import_module("torch.distributed._symmetric_memory")
-        self._of_size: dict[int, _Shared] = {}  # for good: graphs may use them
+        if not hasattr(self._memory, "get_backend"):
+            raise ValueError(
+                f"symmetric_memory: needs a PyTorch whose symmetric memory tells its backend, 2.11 "
+                f"is tested, got {self._xp.__version__}; leave it out"
+            )
+        self._of_size: dict[int, _Shared] = {}
         self._shared: _Shared | None = None
 
     def _buffer(self, shape: tuple[int, ...], like: Any) -> Any:
@@ -205,7 +214,9 @@ class _Symmetric(_Torch):
         size = max(_LEAST_SHARED, 1 << (nbytes - 1).bit_length())
         capture = None
         if like.is_cuda:
-            capture = driver().capture_number(self._xp.cuda.current_stream().cuda_stream)
+            stream = self._xp.cuda.current_stream(like.device).cuda_stream
+            with on_device(driver(), like.device.index):
+                capture = driver().capture_number(stream)
         shared = self._of_size.get(size)
         if shared is None:
             if capture is not None:

@@ -63,8 +63,8 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, Selected
   return segment;
 }
 
-// The row tiles of a list share what L2 fetches ahead. Rows of few lists are in L2 anyway, those of small caches soon
-// are; then fetching only delays the copies (docs/kernels/mla_sparse.md).
+// The row tiles of a list share what L2 fetches ahead. A single one has nobody to fetch for, and rows of a small cache
+// are in L2 soon: there fetching only delays the copies (docs/kernels/mla_sparse.md).
 template <int kTileRows>
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const SelectedTile<kTileRows>&) {
   constexpr int kRowsInL2 = 36 << 10;

@@ -59,14 +59,15 @@ def test_cupy(tmp_path: Path) -> None:
     check("cupy", tmp_path, 9)
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """NCCL's error ends the exchange of the other rank."""
+@pytest.mark.parametrize(("what", "error"), [("failing", "NCCL"), ("failing-mapped", "CUDA error")])
+def test_a_rank_that_dies(tmp_path: Path, what: str, error: str) -> None:
+    """NCCL's error, or a barrier's, ends the exchange of the other rank."""
     needs_torch()
-    first, second = launch("failing", tmp_path)
+    first, second = launch(what, tmp_path)
     assert (tmp_path / "0.json").exists(), first.stdout
     assert second.returncode == 0, second.stdout
     assert first.returncode not in (0, -999), first.stdout
-    assert "NCCL" in first.stdout
+    assert error in first.stdout
 
 
 JAX = """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a NCCL group, each a process with a GPU of its own.
 
-    python -m tests.gpu.tools.ranks torch|cupy|failing RANK FOLDER
+    python -m tests.gpu.tools.ranks torch|cupy|failing|failing-mapped RANK FOLDER
 
 runs a rank of two and leaves in FOLDER/RANK.json what it found: the name of a case -> "" or what
 went wrong. `launch` starts both.
@@ -335,13 +335,16 @@ def cupy_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
 # --- a rank that fails ---------------------------------------------------------------------------
 
 
-def fail(rank: int, folder: Path) -> None:
-    """Rank 1 leaves; the other one's exchange ends with NCCL's error, or NCCL ends the process."""
+def fail(rank: int, folder: Path, symmetric: bool) -> None:
+    """Rank 1 leaves; the other one's exchange ends with NCCL's error, or NCCL ends the process.
+
+    With symmetric memory its barrier ends with an error of CUDA.
+    """
     import torch
 
     from cumla.distributed import ContextParallel
 
-    parallel = ContextParallel(torch_group(rank, folder, 10))
+    parallel = ContextParallel(torch_group(rank, folder, 10), symmetric_memory=symmetric)
     state = torch.zeros(2, 8, 512, device="cuda"), torch.zeros(2, 8, device="cuda")
     parallel.merge(*state)
     torch.cuda.synchronize()
@@ -356,8 +359,8 @@ def fail(rank: int, folder: Path) -> None:
 def main() -> None:
     what, number, place = sys.argv[1:]
     rank, folder = int(number), Path(place)
-    if what == "failing":
-        fail(rank, folder)
+    if what.startswith("failing"):
+        fail(rank, folder, what == "failing-mapped")
     from tests.distributed.ranks import outcome
 
     cases = {"torch": torch_cases, "cupy": cupy_cases}[what](rank, folder)

@@ -289,6 +289,8 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
         for next_n in (1, 2):
             score_pages(cupy, next_n, clean=clean)
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
+    score_pages(cupy, 1, batch=300, mean=30)  # scheduled by 1,024 threads
+    print("sanitize: logits of many requests: agree", flush=True)
     for heads, head_dim, next_n in LOGITS_SHAPES:
         score_sequence(cupy, heads=heads, head_dim=head_dim)
         score_pages(cupy, next_n, batch=3, mean=130, heads=heads, head_dim=head_dim)

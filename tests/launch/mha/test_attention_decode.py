@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -88,6 +89,14 @@ def chosen_for(given: dict[str, Any]) -> str:
         options["qo_indptr"] = given["qo_indptr"]
     plan = cumla.AttentionPlan.from_arrays(given["q"], given["k"], given["v"], **options)
     return attention_spec(plan.key).stem
+
+
+@pytest.mark.parametrize(("multiprocessors", "stem"), [(13, "attention_decode"), (14, "attention")])
+def test_few_requests_of_64_columns_take_wide_tiles(multiprocessors: int, stem: str) -> None:
+    """Of whole pages: six kv heads of requests are enough for half of 13, not of 14."""
+    given = decoding() | {name: np.ones((60, 64, 2, 64), BF16) for name in "kv"}
+    plan = cumla.AttentionPlan.from_arrays(given["q"], given["k"], given["v"])
+    assert attention_spec(replace(plan.key, sm_count=multiprocessors)).stem == stem
 
 
 def test_which_kernel_decodes() -> None:

@@ -164,20 +164,25 @@ def test_one_workspace_serves_every_form(form: dict[str, Any]) -> None:
     assert plan.key.layout.nbytes <= nbytes
 
 
-def test_sections_of_heads_cover_all() -> None:
-    """As if few keys filled L2: the heads of one section come before those of the next."""
+@pytest.mark.parametrize("fills", [False, True])
+def test_sections_of_heads_cover_all(fills: bool) -> None:
+    """As if few keys filled L2: a section a head, or one, for a tile for each thread block."""
     arguments = mixture() | {"q": mixture()["q"].repeat(3, 1)}  # three heads of keys
     arguments |= {name: arguments[name].repeat(3, 2)[:, :, :3] for name in "kv"}
     expected = cumla.reference.attention(**arguments)
-    text = "kBytesInL2 = 12 << 20"
+    edits = {"kBytesInL2 = 12 << 20": "kBytesInL2 = 1"}
+    if fills:
+        edits["gridDim.x / 8 * 7"] = "20u"
     real = tests.emulator.translation_unit
 
     def smaller(spec: Any) -> str:
         whole = real(spec)
         if spec.stem != "attention_prefill":
             return whole
-        assert text in whole
-        return whole.replace(text, "kBytesInL2 = 1")
+        for text, other in edits.items():
+            assert text in whole
+            whole = whole.replace(text, other)
+        return whole
 
     tests.emulator._library.cache_clear()
     try:

@@ -34,12 +34,12 @@ struct Dealer {
     // or long tiles of a small last one would begin when all others end.
     const u32 heads = p.num_kv_heads;
     const u64 requests = max(p.q_len / max(places[0].q_len, 1), 1), tokens = max(places[0].tokens, 64);
-    const u64 bytes = requests * tokens * (p.key_columns + p.value_columns) * 2;
-    heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), heads);
-    while (heads % heads_of_section != 0) --heads_of_section;
-    while (heads_of_section < heads &&
-           (heads % heads_of_section != 0 || tiles * heads_of_section < gridDim.x / 8 * 7))
-      ++heads_of_section;
+    const u64 bytes = requests * tokens * (p.key_columns + p.value_columns) * 2 * heads;
+    u32 sections = min(static_cast<u32>(min(bytes / kBytesInL2, u64{heads})) + 1, heads);
+    while (heads % sections != 0) ++sections;
+    sections = min(sections, max(total / max(gridDim.x / 8 * 7, 1u), 1u));
+    while (heads % sections != 0) --sections;
+    heads_of_section = heads / sections;
   }
 
   __device__ __forceinline__ Item next(u32 n) const {
