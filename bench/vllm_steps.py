@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a decoding step of vLLM's attention layers: cumla's backend beside vLLM's own.
 
-    python -m bench.vllm_steps records/h200-vllm.json
+    python -m bench.vllm_steps records/h100-vllm-steps.json
 
 Needs vLLM's package with its compiled FlashMLA and FlashAttention 3, and a GPU. Each part of
 `bench.vllm_layers` runs in a process of its own; what one raises becomes a line of the record.
@@ -116,7 +116,7 @@ def _named(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record into a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="where the record goes, as JSON")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all of it (240)")
     args = parser.parse_args(arguments)
     for results in run(args.seconds):

@@ -21,13 +21,16 @@ MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
 def check_version(
     server: str, version: str, tested: tuple[tuple[int, ...], tuple[int, ...]], option: str
 ) -> None:
-    """Refuse a server whose interfaces its plugin was not tested with."""
+    """Refuse a server whose interfaces its plugin was not tested with.
+
+    By a RuntimeError: of an ImportError older servers keep the name alone.
+    """
     size = len(tested[0])
     found = re.match(rf"\d+(\.\d+){{{size - 1}}}", version)
     if found is None or not tested[0] <= tuple(map(int, found[0].split("."))) <= tested[1]:
         *lead, end = tested[1]
         first, last, beyond = (".".join(map(str, v)) for v in (*tested, (*lead, end + 1)))
-        raise ImportError(
+        raise RuntimeError(
             f"{server}: cumla's backend needs a version from {first} to {last}, got {version}; "
             f'install one ("{server}>={first},<{beyond}"), or a cumla that knows yours, or leave '
             f"out --attention-backend {option}"

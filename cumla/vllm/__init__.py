@@ -25,12 +25,13 @@ def register() -> None:
     """Make cumla the backend CUSTOM of this process, unless another plugin has taken that name.
 
     vLLM calls this in each of its processes; a second call changes nothing. Versions that the
-    plugin does not serve are refused when a server selects CUSTOM, and disturb no other.
+    plugin does not serve are refused when a server selects CUSTOM, and disturb no other; those
+    without a registry of attention backends get a warning.
 
     Raises
     ------
     ImportError
-        There is no vLLM, or one without a registry of attention backends.
+        There is no vLLM.
 
     Examples
     --------
@@ -38,8 +39,13 @@ def register() -> None:
     >>> cumla.vllm.TESTED
     ((0, 25), (0, 33))
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    import vllm
 
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        _log.warning("vLLM %s has no --attention-backend CUSTOM: %s", vllm.__version__, error)
+        return
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != _PATH:
         _log.warning(

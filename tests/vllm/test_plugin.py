@@ -59,6 +59,16 @@ def test_another_plugin_keeps_the_name(caplog: pytest.LogCaptureFixture) -> None
     assert "theirs.Backend" in caplog.text
 
 
+def test_vllm_without_a_registry_is_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    with caplog.at_level(logging.WARNING):
+        the_entry_point().load()()
+    assert not overrides
+    assert "has no --attention-backend CUSTOM" in caplog.text
+
+
 def test_loading_the_entry_point_imports_neither_vllm_nor_torch() -> None:
     code = "import sys, cumla.vllm; print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
@@ -84,7 +94,7 @@ def test_other_versions_are_refused_when_asked_for(version: str) -> None:
     with stubbed(version):
         cumla.vllm.register()
         match = rf'^vllm: .* from 0.25 to 0.33, got {version}; install .*"vllm>=0.25,<0.34"'
-        with pytest.raises(ImportError, match=match):
+        with pytest.raises(RuntimeError, match=match):
             _ = cumla.vllm.Backend
 
 
