@@ -29,7 +29,7 @@ from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
-from cumla.launch.sparse import mla_sparse_fp8, select_rows
+from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, select_rows
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
@@ -48,6 +48,7 @@ BY_NAME = {  # of launchers of several structs, or of another family's
     "SelectRowsParams": select_rows._SELECT_PARAMS,
     "MlaSparseFp8Params": mla_sparse_fp8._PACKED_PARAMS,
     "MlaDecodeParams": mla_decode._PARAMS,
+    "MlaSparseMaxLogitsParams": mla_sparse._MAX_LOGITS_PARAMS,
 }
 
 
