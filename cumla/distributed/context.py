@@ -124,6 +124,12 @@ class ContextParallel(Shard):
             num_heads is no multiple of the ranks; arrays of another framework than the group's;
             out, lse, stream, window, or a list of pages; or as `attention`.
         """
+        if type(getattr(attention, "__self__", None)).__module__.startswith("cumla.jax"):
+            raise TypeError(
+                "attention: needs a function, or the run of a plan of cumla, got one of cumla.jax, "
+                "which returns the next plan, too; call it apart, and pass out and lse to "
+                "ContextParallel.merge"
+            )
         queries = q if isinstance(q, (tuple, list)) else (q,)
         for part in queries:
             self._group.check("q", part)
@@ -143,13 +149,21 @@ class ContextParallel(Shard):
         if self._takes_tokens(attention, axes, options):
             called = (prod(axes), 1)
             queries = [part.reshape(*called, *part.shape[-2:]) for part in queries]
-        if options.get("sinks") is not None:
-            options["sinks"] = self._group.once(options["sinks"])
+        sinks = options.get("sinks")
+        if sinks is not None:
+            self._group.check("sinks", sinks)
+            if tuple(sinks.shape) != (heads,):  # or ranks would wait for the one that counts them
+                raise ValueError(
+                    f"sinks: needs shape (num_heads,) = ({heads},), those of all heads, got "
+                    f"{tuple(sinks.shape)}; pass the same on every rank"
+                )
+            options["sinks"] = self._group.once(sinks)
         values = options.get("v")
         if values is None and len(arrays) > 1 and len(arrays[1].shape) > 2:  # no block table
             values = arrays[1]
         columns = _LATENT_COLUMNS if values is None else values.shape[-1]
-        self._check_pages(arrays[0] if arrays else options.get("k", options.get("kv_cache")))
+        cache = arrays[0] if arrays else options.get("k", options.get("kv_cache"))
+        self._check_pages(cache, 2 if options.get("kv_layout") == "HND" else 1)
         given = tuple(queries) if isinstance(q, (tuple, list)) else queries[0]
 
         def compute(**outputs: Any) -> Any:
@@ -215,11 +229,11 @@ class ContextParallel(Shard):
         xp = namespace(array)
         return xp.moveaxis(self._group.all_gather(xp.moveaxis(array, -2, 0)), 0, -2)
 
-    def _check_pages(self, cache: Any) -> None:
-        """Refuse a cache whose pages are not those that block tables were made for."""
+    def _check_pages(self, cache: Any, axis: int) -> None:
+        """Refuse a cache whose pages, along an axis, are not those that tables were made for."""
         whole = cache[0] if isinstance(cache, (tuple, list)) else cache
         shape = getattr(whole, "shape", ())
-        if len(shape) > 2 and self.page_size not in shape[1:3]:
+        if len(shape) > 2 and self.page_size != shape[axis]:
             raise ValueError(
                 f"page_size: needs that of the cache, whose shape is {tuple(shape)}, got "
                 f"{self.page_size}; make ContextParallel with page_size="
@@ -241,11 +255,12 @@ class ContextParallel(Shard):
             return True
         if not (options.get("causal", True) if key is None else key.causal):
             return False
-        if key is not None or "qo_indptr" in options:
+        if key is not None or "qo_indptr" in options or attention is cumla.mla_attention:
             raise ValueError(
                 "causal: needs False for requests of several query tokens, got True; take the "
                 "pages from ContextParallel.pages with q_len or qo_indptr, which makes a request "
-                "of each query token, and leave qo_indptr out here (of a plan: q_len=1)"
+                "of each query token, and call mla_decode, or attention without qo_indptr (a "
+                "plan: of q_len 1, made from q.reshape(-1, 1, *q.shape[-2:]))"
             )
         return len(axes) == 1 or axes[1] != 1
 

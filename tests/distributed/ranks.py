@@ -333,6 +333,19 @@ def refused(parallel: ContextParallel) -> None:
             (cumla.mla_decode, q, kv.own[0][:, :1], *pages),
             {},
         ),
+        (
+            ValueError,
+            "page_size: needs that of the cache, whose shape is",  # which is another axis's
+            (cumla.attention, q, *(kv.own[0][:, :1, None].expand(-1, -1, setting.page, -1),) * 2),
+            {},
+        ),
+        (
+            ValueError,
+            "sinks: needs shape .num_heads,. = ",
+            (cumla.attention, *decoding[1:]),
+            {"sinks": sinks()[:2]},
+        ),
+        (ValueError, "causal: needs False for requests of several", ragged, {}),
     ):
         with pytest.raises(kind, match=f"^{start}"):
             parallel.attend(*arguments, **options)

@@ -238,3 +238,11 @@ def test_an_axis_that_is_not_mapped() -> None:
         ValueError, match=r"^group: needs the name of an axis that jax\.shard_map maps"
     ):
         parallel.pages(lengths(), np.zeros((len(LENGTHS), 2), np.int32))
+
+
+def test_a_plan_that_is_a_value() -> None:
+    kind = cumla.jax.MLADecodePlan
+    with pytest.raises(
+        TypeError, match=r"^attention: .* got one of cumla\.jax.*ContextParallel\.merge"
+    ):
+        ContextParallel("ranks").attend(kind.__new__(kind).run, np.zeros((1, 1, 16, 576)))
