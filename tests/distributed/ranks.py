@@ -417,7 +417,7 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
         for world, group in groups.items():
             parallel = ContextParallel(group, page_size=setting.page, symmetric_memory=True)
             for name in SYMMETRIC:
-                case = cases(exhaustive)[name]
+                case = cases(exhaustive=False)[name]
                 found[f"{world} ranks, symmetric memory: {name}"] = outcome(
                     lambda c=case, p=parallel: c(p)
                 )
