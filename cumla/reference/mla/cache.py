@@ -69,31 +69,10 @@ def append_mla_cache(
 
     Parameters
     ----------
-    rows : ndarray or pair of ndarray
-        ``(tokens, num_kv_heads, 576)``, or without the head axis for one KV head; or the same as
-        ``(ckv, k_pe)``, 512 and 64 wide; of V4 448 and 64 wide. Of any floating dtype.
-    kv_cache : ndarray, or pair or triple of ndarray
-        ``(num_pages, page_size, num_kv_heads, 576)``, or in parts, as in :func:`mla_decode`.
-        Written to. Scales of its own go with RoPE columns of 16 bits. Or pages of V4's slots, of
-        584 bytes, as in :func:`mla_sparse_attention`.
-    slot_mapping : ndarray of integers, shape (tokens,), optional
-        Where each row goes.
-    batch_indices, positions : ndarray of integers, shape (tokens,), optional
-        Request of each row, and its position there.
-    block_table : ndarray of integers, shape (batch, max_pages), optional
-        Page numbers of each request.
-    kv_indices, kv_indptr : ndarray of integers, shapes (entries,) and (batch + 1,), optional
-        The same as a list of page numbers, and where each request begins and ends in it.
-    cos_sin : ndarray, shape (max_position, 64), optional
-        32 cosines and 32 sines of each position.
-    interleaved : bool, default True
-        Pair j is columns 2 j and 2 j + 1; otherwise j and j + 32.
-    q_pe : ndarray, shape (tokens, num_heads, 64), optional
-        Queries to rotate in the same way, whether or not their token's row is skipped.
-    q_pe_out : ndarray, shape (tokens, num_heads, 64), optional
-        Where to write them; q_pe itself by default. What has no row in cos_sin is left as it is.
-    kv_scale : ndarray of one float32, or float, optional
-        Of e4m3 columns without scales of their own; 1 by default.
+    rows, kv_cache, slot_mapping, batch_indices, positions, block_table, kv_indices, kv_indptr, \
+cos_sin, interleaved, q_pe, q_pe_out, kv_scale
+        As in :func:`cumla.append_mla_cache`, of any floating dtype and any strides. q_pe_out is
+        q_pe itself by default.
 
     Raises
     ------

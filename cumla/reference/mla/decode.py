@@ -48,31 +48,9 @@ def mla_decode(
 
     Parameters
     ----------
-    q : ndarray of bfloat16, float16, float32 or float64, shape (batch, q_len, num_heads, 576)
-        Absorbed queries. A pair ``(q_nope, q_pe)`` holds the first 512 columns and the last 64.
-    kv_cache : ndarray, shape (num_pages, page_size, num_kv_heads, 576)
-        Pages of latent rows; without the head axis for one KV head. Any strides, any page size. A
-        pair ``(ckv, k_pe)`` as for q. In a dtype of q's, or float8_e4m3fn, or uint8 with its bits:
-        of a pair also the first part alone. A third part is float32 scales, (num_pages, page_size,
-        num_kv_heads, 4), of 128 latent columns each. One array of uint8 with 656 columns is the
-        packed format: 512 e4m3, 4 float32 scales, 64 bfloat16.
-    block_table : ndarray of int32, shape (batch, max_pages)
-        Page numbers of each request, in the order of its tokens.
-    kv_lens : ndarray of int32, shape (batch,)
-        Number of cached tokens of each request, those of the queries included.
-    softmax_scale : float, optional
-        Factor of the scores; 576 ** -0.5 by default. A model passes its own, which stems from the
-        head dimension before absorption.
-    kv_scale : ndarray of one float32, or float, optional
-        Factor of e4m3 columns without scales of their own; 1 by default.
-    causal : bool, default True
-        Align the queries with the end of the cache: query ``i`` sees the first
-        ``kv_lens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
-    batch_invariant : bool, default False
-        Makes no difference here: each request is computed on its own.
-    out, lse : ndarray, optional
-        Where to write the results: ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and
-        ``(batch, num_heads, q_len)`` float32.
+    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, causal, batch_invariant, out, lse
+        As in :func:`cumla.mla_decode`, of any strides, and of float32 and float64, too.
+        batch_invariant makes no difference: each request is computed on its own.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
 
