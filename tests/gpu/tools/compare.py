@@ -284,7 +284,9 @@ def folder_of(path: Path) -> Iterator[Path]:
         yield path
         return
     with TemporaryDirectory() as folder, tarfile.open(path) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 on
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
         yield Path(folder)
 
 
