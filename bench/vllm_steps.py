@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a decoding step of vLLM's attention layers: cumla's backend beside vLLM's own.
 
-    python -m bench.vllm_steps records/h100-vllm-steps.json
+    python -m bench.vllm_steps records/h200-vllm-steps.json
 
 Needs vLLM's package with its compiled FlashMLA and FlashAttention 3, and a GPU. Each part of
 `bench.vllm_layers` runs in a process of its own; what one raises becomes a line of the record.
