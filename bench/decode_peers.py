@@ -19,10 +19,11 @@ import numpy as np
 
 from bench.peers import Turns
 from bench.sections.host import as_tensor
+from bench.turns import in_turns
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.section import Bench
-from cumla.bench.timing import Timing, in_turns
+from cumla.bench.timing import Timing
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["PEERS", "PEER_CASES", "PeerRuns", "run_peers"]

@@ -27,10 +27,10 @@ from bench.sections.indexer import (
     PrefillLogitsCase,
     PrefillStep,
 )
+from bench.turns import in_turns
 from cumla.bench.cases import PAGE_SIZE
 from cumla.bench.gpu import Gpu
 from cumla.bench.section import Bench
-from cumla.bench.timing import in_turns
 
 __all__ = ["DEEP_GEMM", "LogitsPeerRuns", "run_deep_gemm"]
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from bench.ceilings import measure
 from bench.sections import append, forms, indexer, merge, mha, mla, sparse, sparse_v4, topk
 from bench.sections.host import measure_host
 from cumla.bench import run as base
@@ -55,7 +56,7 @@ def run(note: Note, names: Collection[str] = NAMES, *, warm: bool = False) -> It
     """Measure what has these names, as `cumla.bench.run.run` does."""
     sections = tuple(section for section in SECTIONS if section.name in names)
     results: Row = {}
-    for results in base.run(sections, note, warm=warm):
+    for results in base.run(sections, note, warm=warm, limits=measure):
         results["protocol"] = PROTOCOL
         yield results
     if "host" in names:

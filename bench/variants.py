@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.run import say, write
+from bench.turns import in_turns
 from cumla import MLADecodePlan
 from cumla.bench import ceilings
 from cumla.bench.cases import Case, grid
@@ -23,7 +24,6 @@ from cumla.bench.gpu import Gpu
 from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.run import environment, measure, refuse_slow_kernels
 from cumla.bench.section import Bench, Call, Row, Section
-from cumla.bench.timing import in_turns
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
 __all__ = ["SECTION", "admissible", "worst"]

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.turns import in_turns
 from cumla.bench.section import Row
-from cumla.bench.timing import Timing, in_turns
+from cumla.bench.timing import Timing
 
 __all__ = ["BACKENDS", "PARTS", "Backend", "Case", "case_rows", "part_rows"]
 

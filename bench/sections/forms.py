@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.sections.mla import check_some
+from bench.turns import time_by_name
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import Problem, decode, filled
@@ -119,7 +120,7 @@ def _measure(bench: Bench, group: FormGroup) -> Row:
             filled(bench.gpu, (queries,), dtype, seed=3),
         )
     checked = {form.name: _checked(bench, form, *memory[form.case.dtype]) for form in group.forms}
-    times = bench.in_turns(checked)
+    times = time_by_name(bench, checked)
     usual = times[group.forms[0].name].us
     return {
         "forms": [

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.sections import calls
+from bench.turns import time_by_name
 from cumla.bench.cases import LOG_NORMAL_SIGMA, PAGE_SIZE, Case, vary
 from cumla.bench.dense import SECTION, time_checked
 from cumla.bench.gpu import DTYPES, Gpu
@@ -402,7 +403,7 @@ def _measure_pages(bench: Bench, paged: WaysCase) -> Row:
     cached = filled(gpu, (slots, HEAD_DIM), case.dtype, seed=2)
     q = filled(gpu, (case.batch, case.q_len, case.heads, HEAD_DIM), case.dtype, seed=3)
     checked = {str(size): _checked_pages(bench, case, q, cached, size) for size in _PAGE_SIZES}
-    times = bench.in_turns(checked)
+    times = time_by_name(bench, checked)
     usual = times[str(PAGE_SIZE)].us
     return {
         "pages": [
@@ -493,7 +494,7 @@ def _measure_fp8(bench: Bench, quantised: WaysCase) -> Row:
         call()
         check_some(gpu, name, problem, partial(_stands_for, bench, problem, cache))
         checked[name] = call
-    times = bench.in_turns(checked)
+    times = time_by_name(bench, checked)
     formats = []
     for name, time in times.items():
         nbytes = case.nbytes + case.batch * case.kv_len * (_FORMATS[name] - _FORMATS["bfloat16"])

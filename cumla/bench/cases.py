@@ -48,7 +48,7 @@ _KEYS = {  # of the ceilings, in files of results and of peers
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What one GPU can do at best; the last three are 0 in older files."""
+    """What one GPU can do at best; the last three are 0 where they were not measured."""
 
     # Reading a large array, and copying one (bytes read and written), in 10^9 bytes a second.
     read_gbps: float
@@ -67,8 +67,9 @@ class Ceilings:
         return cls(**{name: figures[key] for name, key in _KEYS.items() if key in figures})
 
     def to_json(self) -> dict[str, float | bool]:
-        """Name the figures as the results file does."""
-        return {key: getattr(self, name) for name, key in _KEYS.items()}
+        """Name the figures as the results file does, without those that were not measured."""
+        figures = {key: getattr(self, name) for name, key in _KEYS.items()}
+        return {key: figure for key, figure in figures.items() if figure}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,16 @@ from cumla.bench.timing import time_cold, time_sustained
 from cumla.launch.mla.shape import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
 
-__all__ = ["EMPTY", "FILL_NORMAL", "STREAM_KV", "fill_normal", "measure", "stream_only"]
+__all__ = [
+    "EMPTY",
+    "FILL_NORMAL",
+    "MATMUL_SIZE",
+    "STREAM_KV",
+    "fill_normal",
+    "measure",
+    "product_tflops",
+    "stream_only",
+]
 
 EMPTY = bench_spec("empty", "EmptyParams", 32)
 FILL_NORMAL = {
@@ -31,8 +40,7 @@ _EMPTY_PARAMS = struct.Struct("<i")
 _FILL_NORMAL_PARAMS = struct.Struct("<QqQf4x")
 _STREAM_KV_PARAMS = struct.Struct("<128sQi52x")  # the tensor map aligns the struct to 64 bytes
 
-_MATMUL_SIZE = 8192
-_FP8_RATIO = 1356 / 754  # of the two products on an H200
+MATMUL_SIZE = 8192
 _ROW_BYTES = 2 * HEAD_DIM
 _NO_TRANSPOSE, _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 14, 68, -1  # of cuBLAS
 
@@ -53,47 +61,31 @@ def measure(gpu: Gpu) -> Ceilings:
     product, stream = _matmul(gpu, large)
     with stream:
         matmul = time_cold(gpu, product, repeats=15)
-    tflops = _product_tflops(matmul.us)
-    fp8_tflops, fp8_scaled = _fp8_tflops(gpu, large, tflops)
     empty = time_cold(gpu, lambda: gpu.launch(EMPTY, 1, _EMPTY_PARAMS, (0,)))
     with stream:  # last, because it heats the GPU
         sustained_us = time_sustained(gpu, product, matmul.us)
     return Ceilings(
         read_gbps=large.nbytes / (read.us * 1e3),
         copy_gbps=large.nbytes / (copy.us * 1e3),  # half of it read, half of it written
-        matmul_tflops=tflops,
+        matmul_tflops=product_tflops(matmul.us),
         empty_us=empty.us,
-        fp8_tflops=fp8_tflops,
-        fp8_scaled=fp8_scaled,
-        sustained_tflops=_product_tflops(sustained_us),
+        sustained_tflops=product_tflops(sustained_us),
     )
 
 
-def _product_tflops(us: float) -> float:
-    return 2 * _MATMUL_SIZE**3 / (us * 1e6)
-
-
-def _fp8_tflops(gpu: Gpu, large: Any, bfloat16_tflops: float) -> tuple[float, bool]:
-    """Measure a product of float8_e4m3fn matrices; without PyTorch's, scale the other product.
-
-    CuPy has no binding of cuBLASLt, where such products are.
-    """
-    made = _fp8_matmul(gpu, large)
-    if made is None:
-        return bfloat16_tflops * _FP8_RATIO, True
-    product, stream = made
-    with stream:
-        return _product_tflops(time_cold(gpu, product, repeats=15).us), False
+def product_tflops(us: float) -> float:
+    """Rate of a product of matrices of `MATMUL_SIZE` rows and columns."""
+    return 2 * MATMUL_SIZE**3 / (us * 1e6)
 
 
 def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextManager[object]]:
     """Make a product of bfloat16 matrices that lie in `large`, and what to run it inside."""
-    size = _MATMUL_SIZE**2
+    size = MATMUL_SIZE**2
     matrices = [large[i * size : (i + 1) * size] for i in range(3)]
     if find_spec("torch") is None:
         return _cublas_product(gpu, *(gpu.address(matrix) for matrix in matrices)), nullcontext()
     torch = import_module("torch")
-    shape = (_MATMUL_SIZE, _MATMUL_SIZE)
+    shape = (MATMUL_SIZE, MATMUL_SIZE)
     a, b, c = (
         torch.from_dlpack(matrix.view("int16")).view(torch.bfloat16).reshape(shape)
         for matrix in matrices
@@ -105,40 +97,12 @@ def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextMa
     return product, gpu.torch_stream(torch)
 
 
-def _fp8_matmul(
-    gpu: Gpu, large: Any
-) -> tuple[Callable[[], object], AbstractContextManager[object]] | None:
-    """Make a product of the numbers in `large` as float8_e4m3fn, if PyTorch has it."""
-    if find_spec("torch") is None:
-        return None
-    torch = import_module("torch")
-    if not hasattr(torch, "_scaled_mm"):
-        return None
-    n = _MATMUL_SIZE
-    with gpu.torch_stream(torch):
-        a, b = (
-            torch.from_dlpack(large[i * n * n : (i + 1) * n * n].view("int16"))
-            .view(torch.bfloat16)
-            .reshape(n, n)
-            .to(torch.float8_e4m3fn)
-            for i in range(2)
-        )
-        one = torch.ones((), dtype=torch.float32, device=a.device)
-
-    def product() -> object:
-        return torch._scaled_mm(
-            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    return product, gpu.torch_stream(torch)
-
-
 def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
     """Do the same through CuPy's cuBLAS where PyTorch is not installed."""
     cublas = import_module("cupy_backends.cuda.libs.cublas")
     handle = import_module("cupy.cuda.device").get_cublas_handle()
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-    n = _MATMUL_SIZE
+    n = MATMUL_SIZE
 
     def product() -> None:
         cublas.setStream(handle, gpu.stream.ptr)

@@ -99,7 +99,7 @@ def _ceilings_line(results: Row) -> str:
     long = f" (sustained, repeated for 1.5 s: {sustained:.0f})" if sustained else ""
     fp8 = ""
     if ceilings.get("fp8_matmul_TFLOPs"):
-        how = " (scaled from that of bfloat16, not measured)" if ceilings["fp8_scaled"] else ""
+        how = " (scaled from that of bfloat16, not measured)" if ceilings.get("fp8_scaled") else ""
         fp8 = f", float8_e4m3fn {ceilings['fp8_matmul_TFLOPs']:.0f} TFLOP/s{how}"
     return (
         f"Ceilings of this run: read {ceilings['read_GBps']:.0f} GB/s, copy "

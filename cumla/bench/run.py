@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 
 import cumla
 from cumla.bench import ceilings
-from cumla.bench.cases import LOG_NORMAL_SIGMA
+from cumla.bench.cases import LOG_NORMAL_SIGMA, Ceilings
 from cumla.bench.gpu import Gpu
 from cumla.bench.section import Bench, Note, Row, Section
 from cumla.bench.timing import time_cold, time_warm
@@ -41,17 +41,23 @@ _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
 _OTHERS = ("torch", "triton", "flashinfer-python", "jax", "deep_gemm")
 
 
-def run(sections: tuple[Section, ...], note: Note, *, warm: bool = False) -> Iterator[Row]:
+def run(
+    sections: tuple[Section, ...],
+    note: Note,
+    *,
+    warm: bool = False,
+    limits: Callable[[Gpu], Ceilings] | None = None,
+) -> Iterator[Row]:
     """Run a benchmark on the current GPU; yield the results so far, fuller each time.
 
     `note` is told what has been done: a line for the ceilings, and one a case. With `warm` the L2
-    cache stays as it is before a timed call. A case whose result is wrong has ``failed`` instead of
-    times.
+    cache stays as it is before a timed call. `limits` measures the ceilings, `ceilings.measure` by
+    default. A case whose result is wrong has ``failed`` instead of times.
     """
     refuse_slow_kernels()
     current_device()  # where there is none, or no CuPy, that is said before anything takes time
     with Gpu() as gpu:
-        found = ceilings.measure(gpu)
+        found = (limits or ceilings.measure)(gpu)
         results = environment(gpu) | {
             "protocol": PROTOCOL,
             "ceilings": found.to_json(),

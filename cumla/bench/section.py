@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import ceil
 from typing import Any, Protocol
 
 from cumla.bench.cases import Ceilings
 from cumla.bench.gpu import STREAM_BYTES, Gpu
-from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold, time_graph
+from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
 
 __all__ = [
     "RATES",
@@ -30,8 +29,6 @@ __all__ = [
 Row = dict[str, Any]
 Note = Callable[[str], None]
 Call = Callable[[], object]
-
-_TURN_REPEATS = 10  # runs of one turn
 
 
 class CheckError(Exception):
@@ -73,11 +70,6 @@ class Bench:
     def time(self, call: Call, *, repeats: int = 30, warmup: int = 5) -> Timing:
         """Time a single call."""
         return self.timer(self.gpu, call, repeats=repeats, warmup=warmup)
-
-    def in_turns(self, calls: dict[str, Call]) -> dict[str, Timing]:
-        """Time calls in turns, so that a GPU that changes its clocks meets all alike."""
-        times = in_turns(partial(self.time, repeats=_TURN_REPEATS), tuple(calls.values()))
-        return dict(zip(calls, times, strict=True))
 
     def graph(self, calls: Sequence[Call], least: int) -> Timing:
         """Time calls back to back in one graph, `least` of them or each once."""

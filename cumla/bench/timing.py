@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 __all__ = [
     "GpuTimer",
     "Timing",
-    "in_turns",
     "time_cold",
     "time_graph",
     "time_sustained",
     "time_warm",
 ]
-
-_ROUNDS = 3
 
 
 class Timing(NamedTuple):
@@ -38,15 +35,6 @@ class Timing(NamedTuple):
         """Summarise measurements."""
         low, median, high = np.percentile(np.asarray(measured, np.float64), (10, 50, 90))
         return cls(float(median), float(low), float(high))
-
-    @classmethod
-    def of_turns(cls, turns: Sequence[Timing]) -> Timing:
-        """Summarise measurements that were made in turns with others: median, and extremes."""
-        return cls(
-            float(np.median([time.us for time in turns])),
-            min(time.low for time in turns),
-            max(time.high for time in turns),
-        )
 
     def figures(self) -> dict[str, float]:
         """Name the median, and the times between which four fifths of the runs lie."""
@@ -111,19 +99,6 @@ def _time_after(
         pairs.append((begin, gpu.record()))
     gpu.synchronize()
     return Timing.of([gpu.elapsed_us(begin, end) for begin, end in pairs[warmup:]])
-
-
-def in_turns(
-    time: Callable[[Callable[[], object]], Timing],
-    calls: Sequence[Callable[[], object]],
-    rounds: int = _ROUNDS,
-) -> list[Timing]:
-    """Time calls one after the other, several times.
-
-    A GPU changes by several per cent within minutes, which meets all of them alike.
-    """
-    turns = [[time(call) for call in calls] for _ in range(rounds)]
-    return [Timing.of_turns(times) for times in zip(*turns, strict=True)]
 
 
 def time_graph(

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
+from bench import ceilings as all_ceilings
 from bench import run as everything
 from bench.report import lines, parts
 from bench.sections import host
@@ -54,9 +56,10 @@ def test_a_run_grows_and_tells_each_step(whole: Fakes) -> None:
 
 
 def test_a_run_describes_itself(whole: Fakes) -> None:
-    *_, results = run.run((small("", Case(1, 1, 2, 64)),), lambda line: None, warm=True)
+    sections, found = (small("", Case(1, 1, 2, 64)),), replace(CEILINGS, fp8_tflops=1.0)
+    *_, results = run.run(sections, lambda line: None, warm=True, limits=lambda gpu: found)
     assert (results["l2"], results["notes"]) == ("warm", [])
-    assert results["ceilings"] == CEILINGS.to_json()
+    assert results["ceilings"] == found.to_json()
 
 
 def test_warm_runs_do_not_empty_the_cache(whole: Fakes) -> None:
@@ -69,7 +72,8 @@ def test_warm_runs_do_not_empty_the_cache(whole: Fakes) -> None:
 def small_run(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured: a run of sections has the rows of small ones, and the L2's state."""
 
-    def fake(sections: Any, note: Any, *, warm: bool) -> Any:
+    def fake(sections: Any, note: Any, *, warm: bool, limits: Any) -> Any:
+        assert limits is all_ceilings.measure
         names = {section.name for section in sections}
         described = {name: results[name] for name in ("machine", "date", "ceilings")}
         start = described | {"l2": "warm" if warm else "cold", "notes": [], "rows": []}
@@ -156,8 +160,8 @@ def test_ceilings(monkeypatch: pytest.MonkeyPatch, has_product: bool) -> None:
     gpu: Any = FakeGpu()
     made = ticks(gpu, 800.0) if has_product else None
     monkeypatch.setattr(ceilings, "_matmul", lambda gpu, large: ticks(gpu, PRODUCT_US))
-    monkeypatch.setattr(ceilings, "_fp8_matmul", lambda gpu, large: made)
-    found = ceilings.measure(gpu)
+    monkeypatch.setattr(all_ceilings, "_fp8_matmul", lambda gpu, large: made)
+    found = all_ceilings.measure(gpu)
     of_us = 2 * 8192**3 / 1e6
     assert found.matmul_tflops == found.sustained_tflops == pytest.approx(of_us / PRODUCT_US)
     assert found.read_gbps == pytest.approx(gpu.streamed.nbytes / LAUNCH_US / 1e3)
@@ -166,6 +170,9 @@ def test_ceilings(monkeypatch: pytest.MonkeyPatch, has_product: bool) -> None:
     expected = of_us / 800.0 if has_product else of_us / PRODUCT_US * 1356 / 754
     assert found.fp8_tflops == pytest.approx(expected)
     assert Ceilings.from_json(found.to_json()) == found
+    without = ceilings.measure(gpu).to_json()
+    assert found.to_json().items() > without.items()
+    assert not [key for key in without if "fp8" in key]
 
 
 def test_the_sustained_ceiling_is_that_of_a_hot_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +184,6 @@ def test_the_sustained_ceiling_is_that_of_a_hot_gpu(monkeypatch: pytest.MonkeyPa
         return PRODUCT_US if len(runs) <= 400 else 1750.0
 
     monkeypatch.setattr(ceilings, "_matmul", lambda gpu, large: ticks(gpu, us))
-    monkeypatch.setattr(ceilings, "_fp8_matmul", lambda gpu, large: None)
     found = ceilings.measure(gpu)
     assert found.sustained_tflops == pytest.approx(2 * 8192**3 / 1e6 / 1750.0)
     assert 1.4e6 <= gpu.now - runs[20] <= 2e6
@@ -187,9 +193,9 @@ def test_the_fp8_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch multiplies such matrices on the CPU, too; without PyTorch there is no product."""
     torch = pytest.importorskip("torch")
     gpu: Any = FakeGpu()
-    monkeypatch.setattr(ceilings, "_MATMUL_SIZE", 32)
-    bits = np.random.default_rng(0).standard_normal(4096).astype(np.float32).view(np.uint16)[1::2]
-    made = ceilings._fp8_matmul(gpu, np.ascontiguousarray(bits))
+    monkeypatch.setattr(ceilings, "MATMUL_SIZE", 32)
+    bits = np.empty(4096, np.uint16)
+    made = all_ceilings._fp8_matmul(gpu, bits)
     assert made is not None
     product: Any = made[0]()
     a, b = (
@@ -201,8 +207,8 @@ def test_the_fp8_product(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(2)
     )
     assert torch.allclose(product.float(), a @ b.T, rtol=1e-2, atol=1e-2)
-    monkeypatch.setattr(ceilings, "find_spec", lambda name: None)
-    assert ceilings._fp8_matmul(gpu, gpu.streamed) is None
+    monkeypatch.setattr(all_ceilings, "find_spec", lambda name: None)
+    assert all_ceilings._fp8_matmul(gpu, gpu.streamed) is None
 
 
 # --- host times -----------------------------------------------------------------------------------

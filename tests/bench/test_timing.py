@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 
 from bench.sections.host import time_host
+from bench.turns import in_turns
 from cumla.bench.timing import (
     Timing,
-    in_turns,
     time_cold,
     time_graph,
     time_sustained,
