@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
 from cumla.compat._torch import import_torch, is_traced, plainly
 from cumla.core.arguments import check_dtype, checked_scale
+from cumla.mla.arguments import DTYPES
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
 from cumla.sparse.mla_sparse import attend_as_flash_mla, mla_sparse_attention
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SecondCache", "check_sink", "flash_mla_sparse_fwd", "packed_rows", "with_sink"]
+__all__ = [
+    "SecondCache",
+    "check_dtypes",
+    "check_sink",
+    "flash_mla_sparse_fwd",
+    "packed_rows",
+    "with_sink",
+]
 
 _BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of an FP8 cache
 _VALUE_DIM = 512
@@ -26,9 +34,20 @@ _NAMES = CallersNames(
 )
 
 
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_dtypes(name: str, rows: Any, q: Any, way_out: str) -> None:
+    """Check that rows which are not packed have q's dtype, and are of 16 bits."""
+    if rows.dtype != q.dtype:
+        check_dtype("q", _dtype(q), DTYPES)
+        raise TypeError(f"{name}: needs q's dtype {_dtype(q)}, got {_dtype(rows)}; {way_out}")
+
+
 def packed_rows(name: str, cache: Any, columns: int) -> Any:
     """Check an FP8 cache beside queries of so many columns, and name its bytes as such."""
-    dtype = str(cache.dtype).removeprefix("torch.")
+    dtype = _dtype(cache)
     bytes_of_row = _PACKED.get(columns, PACKED_BYTES)
     check_axes(name, cache, f"num_blocks, page_size, 1, {bytes_of_row}")
     if dtype not in _BYTES:
@@ -87,7 +106,7 @@ def check_sink(q: Any, attn_sink: Any) -> None:
     if attn_sink is None:
         return
     check_tensors(attn_sink=attn_sink)
-    check_dtype("attn_sink", str(attn_sink.dtype).removeprefix("torch."), ("float32",))
+    check_dtype("attn_sink", _dtype(attn_sink), ("float32",))
     heads, shape = q.shape[-2], tuple(attn_sink.shape)
     if shape != (heads,):
         raise ValueError(
@@ -172,6 +191,7 @@ def flash_mla_sparse_fwd(
         raise ValueError(
             f"kv: needs one kv head, got shape {tuple(kv.shape)}; pass the heads one by one"
         )
+    check_dtypes("kv", kv, q, "convert it; flash_mla_with_kvcache reads packed caches")
     check_sink(q, attn_sink)
     with _NAMES():
         scale = checked_scale(sm_scale, 1.0)

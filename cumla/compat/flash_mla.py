@@ -55,6 +55,7 @@ from cumla.compat._arguments import (
 )
 from cumla.compat._flash_mla_sparse import (
     SecondCache,
+    check_dtypes,
     check_sink,
     flash_mla_sparse_fwd,
     packed_rows,
@@ -336,12 +337,9 @@ def _attend_sparsely(
     batch, seq_q, heads_q, d_qk = q.shape
     if d_qk == HEAD_DIM:
         refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
+    if not is_fp8:
+        check_dtypes("k_cache", k_cache, q, "of a packed cache say is_fp8_kvcache=True")
     cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
-    if not is_fp8 and k_cache.dtype != q.dtype:
-        raise TypeError(
-            f"k_cache: needs q's dtype {q.dtype}, or is_fp8_kvcache=True, got {k_cache.dtype}; say "
-            f"so of a packed cache"
-        )
     second, extra_topk = extra.checked(d_qk)
     if is_traced():
         second |= {"topk_length": topk_length, "extra_topk_length": extra.extra_topk_length}
@@ -405,11 +403,7 @@ def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
             f"k_cache: needs a page size of {_PAGE_SIZE} tokens, FlashMLA's, got {page_size}; call "
             f"cumla.mla_decode, which takes any"
         )
-    if k_cache.dtype != q.dtype:
-        raise TypeError(
-            f"k_cache: needs q's dtype {q.dtype}, got {k_cache.dtype}; cumla.mla_decode itself "
-            f"takes FP8 caches and their scales"
-        )
+    check_dtypes("k_cache", k_cache, q, "cumla.mla_decode itself takes FP8 caches and their scales")
     for name, tensor in {"q": q, "k_cache": k_cache}.items():
         if tensor.shape[-1] != HEAD_DIM:
             raise ValueError(

@@ -423,7 +423,10 @@ class _Jax(Framework):
     def check_memory(name: str, array: Any) -> None:
         """Refuse an array whose memory is gone."""
         if array.is_deleted():
-            raise ValueError(f"{name}: needs an array with memory, got one deleted or donated")
+            raise ValueError(
+                f"{name}: needs an array with memory, got one deleted or donated; use the array "
+                f"that the donating call returned"
+            )
 
     def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
         try:

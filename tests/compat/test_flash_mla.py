@@ -467,7 +467,7 @@ def test_fp8_caches_are_not_flash_mlas(
 ) -> None:
     """Without is_fp8_kvcache, which belongs to its sparse attention, they are no caches of q's."""
     cache = torch.zeros(9, 64, 1, columns, dtype=torch.uint8).view(getattr(torch, dtype))
-    message = f"^k_cache: needs q's dtype torch.bfloat16, got torch.{dtype}; cumla.mla_decode"
+    message = f"^k_cache: needs q's dtype bfloat16, got {dtype}; cumla.mla_decode"
     with pytest.raises(TypeError, match=message):
         call(inputs, metadata, k_cache=cache)
 

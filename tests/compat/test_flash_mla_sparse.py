@@ -253,7 +253,16 @@ def ints(*shape: int) -> Any:
             TypeError,
             "k_cache: needs float8_e4m3fn, int8, uint8 with is_fp8_kvcache, got bfloat16",
         ),
-        ({"is_fp8_kvcache": False}, TypeError, "k_cache: needs q's dtype torch.bfloat16, or is_fp"),
+        (
+            {"is_fp8_kvcache": False},
+            TypeError,
+            "k_cache: needs q's dtype bfloat16, got uint8; of a packed cache say is_fp8_kvcache",
+        ),
+        (
+            {"is_fp8_kvcache": False, "q": torch.zeros(3, 2, 4, 576)},
+            TypeError,
+            "q: needs bfloat16 or float16, got float32",
+        ),
         (
             {"is_fp8_kvcache": False, "k_cache": torch.zeros(90, 2, 3, 576).bfloat16()},
             ValueError,
@@ -354,8 +363,9 @@ def test_rows_of_nan_beyond_a_length() -> None:
         (
             {"kv": torch.zeros(50, 1, 656, dtype=torch.uint8)},
             TypeError,
-            "kv: needs bfloat16, got float8_e4m3fn",
+            "kv: needs q's dtype bfloat16, got uint8; convert it; flash_mla_with_kvcache reads",
         ),
+        ({"q": torch.zeros(3, 4, 576)}, TypeError, "q: needs bfloat16 or float16, got float32"),
         ({"indices": ints(3, 9)}, ValueError, "indices: needs axes"),
         ({"indices": ints(2, 1, 9)}, ValueError, "indices: needs shape"),
         ({"topk_length": ints(2)}, ValueError, r"topk_length: needs shape \(s_q,\) with s_q 3"),
