@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cumla.core.arguments import INT32, bind, checked_int
+from cumla.core.arguments import INT32, checked_flag, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
 from cumla.core.operation import Output, run
-from cumla.core.paged import KV_LENS, refuse_value
+from cumla.core.paged import refuse_value
 from cumla.core.plan import Workspace
 from cumla.core.state import AttentionState
 from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_paged
@@ -37,10 +37,10 @@ __all__ = ["DSAPlan"]
 
 
 class _Seen(NamedTuple):
-    """Checked lengths of requests, and what they are to be cut to."""
+    """Checked lengths, and what they are to be cut to."""
 
     kv_lens: ArrayView
-    q_len: int
+    q_len: int  # query tokens of each length
     most: tuple[int, int]  # tokens that are seen, tokens that are selected
 
 
@@ -50,9 +50,10 @@ class _Visible(Unplanned[_Seen]):
     integers = ("kv_lens",)
 
     def arguments(self, views: Views, options: tuple[int, tuple[int, int]]) -> _Seen:
-        bind({"kv_lens": KV_LENS}, views, {})
-        kv_lens = views["kv_lens"]
+        kv_lens = views["kv_lens"]  # the indexer's plan has checked its shape and dtype
         assert kv_lens is not None
+        if len(kv_lens.shape) == 2:
+            return _Seen(_in_one_row(kv_lens), 1, options[1])
         return _Seen(kv_lens, *options)
 
     def outputs(self, arguments: _Seen) -> tuple[Output, ...]:
@@ -73,7 +74,7 @@ class _Visible(Unplanned[_Seen]):
     def reference(self, host: Host, arguments: _Seen) -> Results:
         _, q_len, most = arguments
         hidden = np.arange(q_len - 1, -1, -1)
-        visible = host["kv_lens"].astype(np.int64)[:, None] - hidden
+        visible = host["kv_lens"].astype(np.int64).reshape(-1, 1) - hidden
         cut = [np.clip(visible, 0, number).astype(np.int32) for number in most]
         for name, numbers in zip(("visible", "counts"), cut, strict=True):
             if name in host:
@@ -94,11 +95,13 @@ class DSAPlan:
     """Scores, selection and attention of a decoding step, for every layer of a model.
 
     The step of DeepSeek-V3.2: in each layer the indexer scores all tokens that a query token sees,
-    the best `topk` of them are selected, and attention reads the rows of these alone. ``update``
-    computes both schedules once per step, from lengths on the device; ``select`` is the indexer and
-    the selection of one layer, and ``run`` its attention. Layers that share a selection call
-    ``run`` without a ``select`` before, or pass `indices`. Nothing waits for the device, and all of
-    it can be captured into a CUDA graph, which then serves changing lengths.
+    the best `topk` of them are selected, and attention reads the rows of these alone. In that of
+    DeepSeek-V4 these are compressed tokens, and one softmax goes over the selected ones and those
+    of a sliding window, which are in a second cache, `extra_kv_cache`. ``update`` computes both
+    schedules once per step, from lengths on the device; ``select`` is the indexer and the selection
+    of one layer, and ``run`` its attention. Layers that share a selection call ``run`` without a
+    ``select`` before, or pass `indices`. Nothing waits for the device, and all of it can be
+    captured into a CUDA graph, which then serves changing lengths.
 
     It holds a :class:`cumla.PagedMQALogitsPlan`, a :class:`cumla.MLASparsePlan`, and between them
     :func:`cumla.top_k`: what is said of plans there holds here. The arrays between the three belong
@@ -117,10 +120,15 @@ class DSAPlan:
     block_table : array
         ``(batch, max_pages)`` int32, as of :func:`cumla.paged_mqa_logits`.
     topk : int
-        How many tokens a query token attends to: 2048 in DeepSeek-V3.2.
+        How many tokens are selected: 2048 in DeepSeek-V3.2, 512 or 1024 in DeepSeek-V4.
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
+    per_row_lens : bool
+        Whether the lengths of an update are ``(batch, q_len)`` instead of ``(batch,)``.
+    extra_kv_cache, extra_indices : array, optional
+        As in :func:`cumla.mla_sparse_decode`, beside a kv_cache in DeepSeek-V4's format: the cache
+        of the window, and ``(batch, q_len, extra_topk)`` int32 slots of it.
     stream : optional
         As in :class:`cumla.MLADecodePlan`.
 
@@ -150,6 +158,18 @@ class DSAPlan:
     ...     out, lse = plan.run(q, kv_cache, block_table)
     >>> indices.shape, out.shape
     ((2, 1, 32), (2, 1, 16, 512))
+
+    DeepSeek-V4: 32 of the compressed tokens, and a window of up to 128 raw ones.
+
+    >>> q, compressed = q[..., :512].astype("bfloat16"), np.zeros((4, 64, 584), np.uint8)
+    >>> window = {"extra_kv_cache": np.zeros((2, 256, 584), np.uint8)}
+    >>> window["extra_indices"] = np.arange(256, dtype=np.int32).reshape(2, 1, 128)
+    >>> made_of = (q, compressed, index_q, index_cache, block_table)
+    >>> plan = cumla.DSAPlan(*made_of, topk=32, **window)
+    >>> plan.update(np.array([100, 7], np.int32), extra_topk_length=np.array([128, 31], np.int32))
+    >>> indices = plan.select(index_q, index_cache, weights, block_table)
+    >>> plan.run(q, compressed, block_table, **window, sinks=np.zeros(16, np.float32)).out.shape
+    (2, 1, 16, 512)
     """
 
     def __init__(
@@ -162,6 +182,9 @@ class DSAPlan:
         *,
         topk: int,
         max_kv_len: int | None = None,
+        per_row_lens: bool = False,
+        extra_kv_cache: Any = None,
+        extra_indices: Any = None,
         stream: Any = None,
     ) -> None:
         topk = checked_int("topk", topk, "there is nothing to select")
@@ -176,6 +199,7 @@ class DSAPlan:
         self._width = ceil(most / page_size) * page_size  # rows of logits that begin at 16 bytes
         self._seen = q_len, (most, min(most, topk))
         self._shape = batch, q_len, topk
+        per_row = checked_flag("per_row_lens", per_row_lens)
         self._device = call.device
         self._writes = call.framework != "jax"  # JAX's arrays cannot be written to
         rows = batch * q_len
@@ -186,16 +210,24 @@ class DSAPlan:
             self._memory: Workspace | None = None
             if self._writes:
                 for name in ("visible", "counts"):
-                    self._own[name] = _new(call, (batch, q_len), "int32")
+                    self._own[name] = _new(call, (rows, 1) if per_row else (batch, q_len), "int32")
                 self._own["logits"] = _new(call, (rows, self._width), "float32")
                 self._lists["out"] = self._chosen.reshape(rows, topk)
                 self._lists["valid_counts"] = self._own["counts"].reshape(rows)
                 if call.device is not None:
                     self._memory = Workspace((self._chosen, *self._own.values()), call)
         self._logits_plan = PagedMQALogitsPlan(
-            *shape[:4], max_pages=max_pages, page_size=page_size, like=index_q, stream=stream
+            *shape[:4],
+            max_pages=max_pages,
+            page_size=page_size,
+            per_row_lens=per_row,
+            like=index_q,
+            stream=stream,
         )
-        self._attend_plan = _Attention.from_arrays(q, kv_cache, self._chosen, stream=stream)
+        extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
+        self._attend_plan = _Attention.from_arrays(
+            q, kv_cache, self._chosen, stream=stream, **extra
+        )
         self._lengths: Any = None  # of the rows of logits
         self.indices: Any = None
 
@@ -212,14 +244,17 @@ class DSAPlan:
                 if spec.entry == f"top_k_{name}_float32":
                     load(spec, self._device, capturing=lambda: False)
 
-    def update(self, kv_lens: Any, *, stream: Any = None) -> None:
+    def update(self, kv_lens: Any, *, extra_topk_length: Any = None, stream: Any = None) -> None:
         """Compute both schedules for these lengths, on the device, and keep the lengths there.
 
         Parameters
         ----------
         kv_lens : array
             ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Query
-            token i sees ``kv_lens - (q_len - 1 - i)`` of them.
+            token i sees ``kv_lens - (q_len - 1 - i)`` of them. With `per_row_lens` contiguous
+            ``(batch, q_len)``: how many each query token sees, as compressed tokens need it.
+        extra_topk_length : array, optional
+            As in :meth:`cumla.MLASparsePlan.update`: entries of the lists of `extra_indices`.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`.
         """
@@ -229,7 +264,8 @@ class DSAPlan:
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
         self._lengths = visible.reshape(-1)
-        self._attend_plan.update(counts, stream=stream)
+        counts = counts.reshape(*self._shape[:2])
+        self._attend_plan.update(counts, extra_topk_length=extra_topk_length, stream=stream)
         self._note_use(stream)
 
     def select(
@@ -274,6 +310,8 @@ class DSAPlan:
         block_table: Any,
         *,
         indices: Any = None,
+        extra_kv_cache: Any = None,
+        extra_indices: Any = None,
         sinks: Any = None,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
@@ -285,7 +323,8 @@ class DSAPlan:
 
         Parameters
         ----------
-        q, kv_cache, block_table, sinks, softmax_scale, kv_scale, out, lse, stream
+        q, kv_cache, block_table, extra_kv_cache, extra_indices, sinks, softmax_scale, kv_scale, \
+out, lse, stream
             As in :func:`cumla.mla_sparse_decode`.
         indices : array, optional
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
@@ -304,8 +343,9 @@ class DSAPlan:
                 "None; pass the table of kv_cache"
             )
         options = {"softmax_scale": softmax_scale, "kv_scale": kv_scale, "sinks": sinks}
+        extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
         given = {"out": out, "lse": lse, "stream": stream, "block_table": block_table}
-        state = self._attend_plan.run(q, kv_cache, chosen, **options, **given)
+        state = self._attend_plan.run(q, kv_cache, chosen, **options, **extra, **given)
         self._note_use(stream)
         return state
 
@@ -324,9 +364,20 @@ def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> N
     assert query is not None
     if query.shape[:-2] != lead:
         raise ValueError(
-            f"q: needs shape (batch, q_len, num_heads, 576) with batch {lead[0]} and q_len "
+            f"q: needs shape (batch, q_len, num_heads, 576 or 512) with batch {lead[0]} and q_len "
             f"{lead[1]}, as index_q has, got {query.shape}; reshape one of them"
         )
+
+
+def _in_one_row(lengths: ArrayView) -> ArrayView:
+    """See the lengths of all query tokens, ``(batch, q_len)``, as those of requests of one each."""
+    (batch, q_len), (step, inner) = lengths.shape, lengths.strides
+    if batch > 1 and q_len > 1 and step != q_len * inner:
+        raise ValueError(
+            f"kv_lens: needs lengths in equal steps of memory, got strides {lengths.strides} of "
+            f"shape {lengths.shape}; make a contiguous copy"
+        )
+    return lengths._replace(shape=(batch * q_len,), strides=(inner if q_len > 1 else step,))
 
 
 def _new(call: Call, shape: tuple[int, ...], dtype: str) -> Any:

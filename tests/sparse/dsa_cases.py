@@ -18,6 +18,7 @@ from tests.calls import BF16, E4M3
 MADE_OF = ("q", "kv_cache", "index_q", "index_cache", "block_table")
 SELECTED_FROM = ("index_q", "index_cache", "index_weights", "block_table")
 ATTENDED = ("q", "kv_cache", "block_table")
+WINDOW = ("extra_kv_cache", "extra_indices")
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,19 @@ class Step:
     pages: int = 4  # of a request
     topk: int = 20
     packed: bool = False
+    v4: bool = False
+    window: int = 0  # entries of the lists of a second cache, beside v4
     dtype: Any = BF16
 
     @property
     def capacity(self) -> int:
         """Tokens of a request."""
         return self.page * self.pages
+
+    @property
+    def columns(self) -> int:
+        """Those of queries."""
+        return 512 if self.v4 else 576
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         """The arrays of a layer. The page of no request is NaN in both caches."""
@@ -47,9 +55,10 @@ class Step:
         pages = rng.permutation(count).astype(np.int32)
         slots = (pages[:, None] * self.page + np.arange(self.page)).ravel()
         kv_cache = np.full((count + 1, self.page, 1, 576), np.nan, self.dtype)
-        if self.packed:
-            kv_cache = np.full((count + 1, self.page, 1, 656), 0x7F, np.uint8)
-        rows = rng.standard_normal((len(slots), 576), np.float32).astype(self.dtype)
+        if self.packed or self.v4:
+            slot_bytes = 584 if self.v4 else 656
+            kv_cache = np.full((count + 1, self.page, 1, slot_bytes), 0x7F, np.uint8)
+        rows = rng.standard_normal((len(slots), self.columns), np.float32).astype(self.dtype)
         reference.append_mla_cache(rows, kv_cache, slots)
         index_cache = np.full((count + 1, self.page * (self.dim + 4)), 0x7F, np.uint8)
         keys, scales = np.split(index_cache[:-1], [self.page * self.dim], axis=1)
@@ -57,18 +66,32 @@ class Step:
         scales[...] = rng.choice([0.5, 1, 2], (count, self.page)).astype("f4").view(np.uint8)
         lead = self.batch, self.q_len
         weights = rng.integers(-8, 9, (self.batch * self.q_len, self.index_heads)) / 8
+        q = rng.standard_normal((*lead, self.heads, self.columns), np.float32)
         return {
-            "q": rng.standard_normal((*lead, self.heads, 576), np.float32).astype(self.dtype),
+            "q": q.astype(self.dtype),
             "kv_cache": kv_cache,
             "index_q": self._small(rng, (*lead, self.index_heads, self.dim)),
             "index_cache": index_cache.reshape(count + 1, self.page, 1, self.dim + 4),
             "index_weights": weights.astype(np.float32),
             "block_table": pages.reshape(self.batch, self.pages),
+            **(self._window(rng) if self.window else {}),
         }
 
+    def _window(self, rng: np.random.Generator) -> dict[str, Any]:
+        """A second cache, whose slots are NaN where no list names them, with its lists."""
+        lists = self.batch, self.q_len, self.window
+        slots = rng.permutation(2 * np.prod(lists))[: np.prod(lists)]
+        cache = np.full((-(-2 * len(slots) // 8), 8, 1, 584), 0x7F, np.uint8)
+        rows = rng.standard_normal((len(slots), 512), np.float32).astype(self.dtype)
+        reference.append_mla_cache(rows, cache, slots)
+        lists_of = slots.astype(np.int32).reshape(lists)
+        return {"extra_kv_cache": cache, "extra_indices": lists_of}
+
     def visible(self, kv_lens: Any, most: int | None = None) -> Any:
-        """How many tokens each query token sees, ``(batch, q_len)``."""
-        seen = kv_lens.astype(np.int64)[:, None] - np.arange(self.q_len - 1, -1, -1)
+        """How many tokens each query token sees, ``(batch, q_len)``; by its own length, if any."""
+        seen = kv_lens.astype(np.int64)
+        if seen.ndim == 1:
+            seen = seen[:, None] - np.arange(self.q_len - 1, -1, -1)
         return np.clip(seen, 0, self.capacity if most is None else most).astype(np.int32)
 
     def selected(self, given: dict[str, Any], kv_lens: Any, most: int | None = None) -> Any:
@@ -79,10 +102,12 @@ class Step:
         found = reference.top_k(logits, self.topk, lengths=visible.ravel())
         return found.indices.reshape(self.batch, self.q_len, self.topk)
 
-    def expected(self, given: dict[str, Any], kv_lens: Any, most: int | None = None) -> Any:
+    def expected(
+        self, given: dict[str, Any], kv_lens: Any, most: int | None = None, **options: Any
+    ) -> Any:
         """Indices, out and lse of a layer."""
         indices = self.selected(given, kv_lens, most)
-        return indices, *attended(given, indices)
+        return indices, *attended(given, indices, **options)
 
     @staticmethod
     def _small(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
@@ -90,7 +115,12 @@ class Step:
 
 
 def attended(given: dict[str, Any], indices: Any, **options: Any) -> Any:
-    """Attention of a layer to the tokens of a selection."""
+    """Attention of a layer to the tokens of a selection, and to its window."""
     q, kv_cache, block_table = (given[name] for name in ATTENDED)
-    options["block_table"] = block_table
+    options |= {"block_table": block_table, **window_of(given)}
     return reference.mla_sparse_decode(q, kv_cache, indices, **options)
+
+
+def window_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The second cache of a layer and its lists, if it has them."""
+    return {name: given[name] for name in WINDOW if name in given}

@@ -14,14 +14,16 @@ from cumla.core import _lifetime
 from tests.calls import BF16, E4M3, Refusal, all_of, int32, numbers, refused, wrong, wrong_type
 from tests.emulator import emulated_gpu
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
-from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended
+from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended, window_of
 
 STEP, STEP_2 = Step(), Step(q_len=2)
+V4, V4_2 = (Step(q_len=q_len, v4=True, window=11) for q_len in (1, 2))
 CAPACITY, TOPK = STEP.capacity, STEP.topk
 LENS = int32(57, 9, 33)  # most of a table, fewer than topk, one after the end of a page
 
 
 def plan_of(given: dict[str, Any], topk: int = TOPK, **options: Any) -> cumla.DSAPlan:
+    options = window_of(given) | options
     return cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=topk, **options)
 
 
@@ -30,12 +32,12 @@ def select(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
 
 
 def run(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
-    return plan.run(*(given[name] for name in ATTENDED), **options)
+    return plan.run(*(given[name] for name in ATTENDED), **window_of(given) | options)
 
 
-def step(plan: cumla.DSAPlan, given: dict[str, Any], kv_lens: Any) -> Any:
+def step(plan: cumla.DSAPlan, given: dict[str, Any], kv_lens: Any, **lengths: Any) -> Any:
     """Indices, out and lse of a layer."""
-    plan.update(kv_lens)
+    plan.update(kv_lens, **lengths)
     indices = select(plan, given)
     return np.array(indices), *run(plan, given)
 
@@ -72,6 +74,47 @@ def test_below_topk_it_is_dense_attention() -> None:
     dense = cumla.mla_decode(given["q"], given["kv_cache"], given["block_table"], kv_lens)
     np.testing.assert_allclose(out.astype("f4"), dense.out.astype("f4"), rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(lse, dense.lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize("of", [V4, V4_2], ids=["s1", "s2"])
+def test_the_step_of_v4(of: Step, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selected tokens and a window in one softmax, for lengths of both that change."""
+    monkeypatch.setenv("CUMLA_CHECK", check)
+    given, sinks = of.arguments(), numbers(4, dtype=np.float32)
+    plan = plan_of(given)
+    for kv_lens, recent in (
+        (LENS, int32(11, 7, 11)),
+        (int32(CAPACITY, 0, 21), int32(11, 3, 0)),
+        (int32(4, 16, 0), np.arange(of.batch * of.q_len, dtype=np.int32).reshape(3, -1)),
+    ):
+        options = {"extra_topk_length": recent}
+        plan.update(kv_lens, **options)
+        for layer in (given, of.arguments(seed=1)):
+            indices = np.array(select(plan, layer))
+            want = of.expected(layer, kv_lens, sinks=sinks, **options)
+            assert_same((indices, *run(plan, layer, sinks=sinks)), want)
+    assert_same(step(plan, given, LENS), of.expected(given, LENS))  # windows that are full
+
+
+def test_one_cache_of_v4() -> None:
+    of = Step(v4=True)
+    given = of.arguments()
+    assert_same(step(plan_of(given), given, LENS), of.expected(given, LENS))
+
+
+@pytest.mark.parametrize("of", [STEP_2, V4_2, V4], ids=["v32", "v4", "s1"])
+def test_lengths_of_query_tokens(of: Step) -> None:
+    """As compressed tokens have them, of which a draft may see as many as the token before."""
+    given, most = of.arguments(), 40
+    plan = plan_of(given, per_row_lens=True, max_kv_len=most)
+    some = int32([7, 8], [33, 33], [CAPACITY, 0]), int32([2**31 - 1, 20], [-5, 1], [16, 41])
+    for kv_lens in (lengths[:, : of.q_len] for lengths in some):
+        got = step(plan, given, kv_lens.copy())
+        assert_same(got, of.expected(given, kv_lens, most))
+        np.testing.assert_array_equal(
+            (got[0] >= 0).sum(axis=-1), np.clip(kv_lens, 0, min(most, TOPK))
+        )
 
 
 def test_layers_that_share_a_selection() -> None:
@@ -122,12 +165,13 @@ def test_lengths_of_any_number() -> None:
 
 
 def test_no_requests() -> None:
-    given = STEP_2.arguments()
-    for name in ("q", "index_q", "index_weights", "block_table"):
-        given[name] = given[name][:0]
-    results = step(plan_of(given), given, int32())
-    shapes = [array.shape for array in results]
-    assert shapes == [(0, 2, TOPK), (0, 2, STEP.heads, 512), (0, STEP.heads, 2)]
+    for of in (STEP_2, V4_2):
+        given = of.arguments()
+        for name in ("q", "index_q", "index_weights", "block_table", "extra_indices"):
+            given |= {name: given[name][:0]} if name in given else {}
+        results = step(plan_of(given), given, int32())
+        shapes = [array.shape for array in results]
+        assert shapes == [(0, 2, TOPK), (0, 2, STEP.heads, 512), (0, STEP.heads, 2)]
 
 
 def test_caches_and_outputs_and_options_are_those_of_attention() -> None:
@@ -156,7 +200,7 @@ def test_frameworks(framework: str) -> None:
         as_bits, name = bits[array.dtype]
         return library.from_numpy(array.view(as_bits)).view(getattr(library, name))
 
-    for of in (STEP, STEP_2):
+    for of in (STEP, STEP_2, V4_2):
         host = of.arguments()
         given = {name: there(array) for name, array in host.items()}
         plan = plan_of(given)
@@ -177,12 +221,13 @@ REFUSED = [
     *(wrong_type("topk", n, "an int, got") for n in (True, 2.0, "20", None)),
     wrong("max_kv_len", 0, "a number from 1, got 0; leave it out"),
     wrong_type("max_kv_len", 10.5, "an int, got float"),
+    wrong_type("per_row_lens", 1, "True or False, got int; pass one of"),
     *(
         wrong(
             "q",
             np.zeros((*lead, 4, 576), BF16),
-            f"shape (batch, q_len, num_heads, 576) with batch 3 and q_len 1, as index_q has, got "
-            f"{(*lead, 4)}"[:-1],
+            f"shape (batch, q_len, num_heads, 576 or 512) with batch 3 and q_len 1, as index_q "
+            f"has, got {(*lead, 4)}"[:-1],
         )
         for lead in ((2, 1), (3, 2), (3,))
     ),
@@ -196,7 +241,7 @@ REFUSED = [
 
 @all_of(REFUSED)
 def test_plans_that_are_refused(refusal: Refusal) -> None:
-    options = {"topk": TOPK, "max_kv_len": None}
+    options = {"topk": TOPK, "max_kv_len": None, "per_row_lens": False}
     changed = {name: refusal.changes.get(name, value) for name, value in options.items()}
     with refused(refusal.error, refusal.message):
         plan_of(STEP.arguments() | refusal.changes, **changed)
@@ -240,15 +285,54 @@ def test_arrays_of_another_shape() -> None:
         run(plan, given | {"block_table": None})
 
 
+def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the plan that attends."""
+    given, packed = V4_2.arguments(), Step(q_len=2, packed=True).arguments()
+    window = window_of(given)
+    with refused(ValueError, "extra_kv_cache: needs a kv_cache of 584 bytes per slot beside it"):
+        plan_of(packed, **window)
+    with refused(ValueError, "extra_indices: needed with extra_kv_cache, got None; pass a list"):
+        plan_of(given, extra_indices=None)
+    with refused(ValueError, "extra_indices: needs shape (batch, q_len, extra_topk) with batch 3"):
+        plan_of(given, extra_indices=window["extra_indices"][:2])
+    with refused(ValueError, "extra_topk_length: needs a plan with cache_dtype 'v4', the format"):
+        plan_of(packed).update(LENS, extra_topk_length=LENS)
+    plan = plan_of(given)
+    with refused(ValueError, "extra_topk_length: needs shape (batch,) or (batch, q_len) with bat"):
+        plan.update(LENS, extra_topk_length=LENS[:2])
+    step(plan, given, LENS)
+    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
+        run(plan, given, extra_kv_cache=None, extra_indices=None)
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    with refused(ValueError, "extra_topk_length[1]: needs a length from 0 to extra_topk = 11, got"):
+        plan.update(LENS, extra_topk_length=int32(11, 12, 0))
+
+
+def test_lengths_of_query_tokens_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(STEP_2.arguments(), per_row_lens=True)
+    both = np.stack([LENS, LENS], axis=1)
+    with refused(ValueError, "kv_lens: needs shape (batch, next_n) with batch 3, next_n 2, got"):
+        plan.update(LENS)
+    with refused(ValueError, "kv_lens: needs lengths in equal steps of memory, got strides (4, "):
+        plan.update(np.asfortranarray(both))
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    both[2, 1] = CAPACITY + 1
+    with refused(ValueError, f"kv_lens[2, 1]: needs a length from 0 to max_kv_len = {CAPACITY}"):
+        plan.update(both)
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
 class OnGpu:
     """A plan, and the arrays of its calls."""
 
-    def __init__(self, cupy: FakeCuPy, q_len: int = 2, **options: Any) -> None:
-        self.given = {n: cupy.like(array) for n, array in Step(q_len=q_len).arguments().items()}
-        self.kv_lens = cupy.like(LENS)
+    def __init__(self, cupy: FakeCuPy, of: Step = STEP_2, **options: Any) -> None:
+        q_len = of.q_len
+        self.given = {n: cupy.like(array) for n, array in of.arguments().items()}
+        each = options.get("per_row_lens", False)
+        self.kv_lens = cupy.ndarray((3, q_len), "int32") if each else cupy.like(LENS)
+        self.lengths = {"extra_topk_length": cupy.like(LENS)} if of.window else {}
         self.results = {
             "out": cupy.ndarray((3, q_len, 4, 512), BF16),
             "lse": cupy.ndarray((3, 4, q_len), "float32"),
@@ -256,25 +340,27 @@ class OnGpu:
         self.plan = plan_of(self.given, **options)
 
     def step(self, layers: int = 1, **options: Any) -> None:
-        self.plan.update(self.kv_lens, **options)
+        self.plan.update(self.kv_lens, **self.lengths, **options)
         for _ in range(layers):
             select(self.plan, self.given, **options)
             run(self.plan, self.given, **self.results, **options)
 
 
-@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("per_row_lens", [False, True])
+@pytest.mark.parametrize("of", [STEP, STEP_2, V4, V4_2], ids=["s1", "s2", "v4-s1", "v4-s2"])
 def test_a_captured_step_allocates_nothing(
-    q_len: int, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+    of: Step, per_row_lens: bool, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
 ) -> None:
     """And prepare() has loaded all that it launches; a ready step launches the same."""
-    gpu = OnGpu(cupy, q_len)
+    gpu = OnGpu(cupy, of, per_row_lens=per_row_lens)
     cumla.prepare(gpu.plan)
     loaded, allocated = list(cupy.compiled), list(cupy.allocated)
     driver.capturing.add(0)
     gpu.step(layers=2)
     launched = bindings.entries
     driver.capturing.clear()
-    assert launched.count("bound_rows") == 3  # what is seen, what is selected, bounds of the lists
+    bounds = 2 if of.window else 1  # of the lists, after what is seen and what is selected
+    assert launched.count("bound_rows") == 2 + bounds
     assert launched[-8:-4] == launched[-4:]
     for _ in range(2):
         gpu.step(layers=2)
@@ -332,17 +418,19 @@ def test_a_plan_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> Non
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("q_len", [1, 2])
-def test_the_kernels_make_the_step(q_len: int) -> None:
-    """Their own text, on the CPU."""
-    of = Step(q_len=q_len)
+@pytest.mark.parametrize("of", [STEP, STEP_2, V4, V4_2], ids=["s1", "s2", "v4-s1", "v4-s2"])
+def test_the_kernels_make_the_step(of: Step) -> None:
+    """Their own text, on the CPU; of V4 with lengths of each query token."""
     host = of.arguments()
     with emulated_gpu() as cupy:
         given = {name: cupy.like(array) for name, array in host.items()}
-        plan = plan_of(given)
+        plan = plan_of(given, per_row_lens=of.v4)
         for kv_lens in (LENS, int32(0, CAPACITY, 21)):
-            plan.update(cupy.like(kv_lens))
-            indices, out, lse = of.expected(host, kv_lens)
+            seen, recent = of.visible(kv_lens) if of.v4 else kv_lens, int32(11, 0, 4)
+            there = {"extra_topk_length": cupy.like(recent)} if of.v4 else {}
+            plan.update(cupy.like(seen), **there)
+            lengths = {"extra_topk_length": recent} if of.v4 else {}
+            indices, out, lse = of.expected(host, seen, **lengths)
             np.testing.assert_array_equal(select(plan, given), indices)
             state = run(plan, given)
             np.testing.assert_allclose(state.out.astype("f4"), out.astype("f4"), atol=2**-6)

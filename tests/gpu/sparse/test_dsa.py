@@ -16,12 +16,21 @@ from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import bits_of, from_torch, to_torch
 from tests.gpu.tools.problem import Guarded
 from tests.mla.tolerance import assert_close_lse, assert_close_out
-from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended
+from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended, window_of
 
-KERNELS = ("select_rows", "top_k", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed")
+KERNELS = (
+    "select_rows",
+    "top_k",
+    "mla_sparse",
+    "mla_sparse_fp8",
+    "mla_sparse_packed",
+    "mla_sparse_v4",
+)
 cp: Any = pytest.importorskip("cupy")
 
 SMALL = Step(topk=100, heads=16, page=64, pages=8, index_heads=64, dim=128, packed=True, q_len=2)
+WIDE: dict[str, Any] = {"page": 64, "index_heads": 64, "dim": 128, "v4": True, "window": 128}
+SMALL_V4 = Step(topk=100, heads=16, pages=8, q_len=2, **WIDE)
 LENS = int32(500, 65, 256)
 
 
@@ -47,33 +56,45 @@ class Layers:
         self.indices = [cp.full((*lead, of.topk), -7, np.int32) for _ in self.host]
 
     def plan(self, **options: Any) -> cumla.DSAPlan:
-        return cumla.DSAPlan(*(self.given[0][n] for n in MADE_OF), topk=self.of.topk, **options)
+        options |= {"topk": self.of.topk, **window_of(self.given[0])}
+        return cumla.DSAPlan(*(self.given[0][n] for n in MADE_OF), **options)
 
-    def run(self, plan: cumla.DSAPlan, kv_lens: Any, shared: int = -1, **options: Any) -> None:
-        """A step; the layer `shared` takes the selection of the one before."""
-        plan.update(kv_lens, **options)
+    def run(
+        self,
+        plan: cumla.DSAPlan,
+        kv_lens: Any,
+        shared: int = -1,
+        sinks: Any = None,
+        recent: Any = None,
+        **options: Any,
+    ) -> None:
+        """A step, with windows of `recent` tokens; the layer `shared` selects as the one before."""
+        plan.update(kv_lens, extra_topk_length=recent, **options)
         for layer, given in enumerate(self.given):
             if layer != shared:
                 plan.select(*(given[name] for name in SELECTED_FROM), **options)
             out, lse = self.outs[layer].array, self.lses[layer].array
-            plan.run(*(given[name] for name in ATTENDED), out=out, lse=lse, **options)
+            more = {"sinks": sinks, **window_of(given), **options}
+            plan.run(*(given[name] for name in ATTENDED), out=out, lse=lse, **more)
             self.indices[layer][...] = plan.indices
 
-    def check(self, kv_lens: np.ndarray, shared: int = -1) -> None:
+    def check(self, kv_lens: np.ndarray, shared: int = -1, **options: Any) -> None:
         """Compare all layers, and make their outputs NaN again."""
         for layer, host in enumerate(self.host):
             source = self.host[layer - (layer == shared)]
             indices = self.of.selected(source, kv_lens)
             np.testing.assert_array_equal(self.indices[layer].get(), indices)
             out, lse = self.outs[layer], self.lses[layer]
-            self.compare(host, indices, out.array, lse.array)
+            self.compare(host, indices, out.array, lse.array, **options)
             for guarded in (out, lse):
                 guarded.check_guards()
                 guarded.repoison()
 
-    def compare(self, host: dict[str, Any], indices: np.ndarray, out: Any, lse: Any) -> None:
+    def compare(
+        self, host: dict[str, Any], indices: np.ndarray, out: Any, lse: Any, **options: Any
+    ) -> None:
         exact = np.empty(out.shape, np.float32)
-        want = attended(host, indices, out=exact)
+        want = attended(host, indices, out=exact, **options)
         bits = out.view(np.uint16).get().view(out.dtype)
         assert_close_out(bits, want.out, visible_v_rms=1.0)
         assert_close_lse(lse.get(), want.lse)
@@ -84,6 +105,13 @@ STEPS = (
     Step(topk=2048, heads=16, page=64, pages=80, index_heads=64, dim=128, packed=True, q_len=2),
     Step(topk=512, heads=64, page=64, pages=20, index_heads=32, dim=128, q_len=4),
     Step(topk=77, heads=8, page=16, pages=30, index_heads=8, dim=32, dtype=np.dtype("f2")),
+    Step(topk=300, heads=16, page=64, pages=20, index_heads=64, dim=128, v4=True),
+)
+V4_STEPS = (
+    Step(topk=512, heads=64, pages=80, **WIDE),
+    Step(topk=1024, heads=128, pages=40, q_len=2, **WIDE),
+    Step(topk=512, heads=16, pages=20, q_len=4, **WIDE),
+    Step(topk=77, heads=8, page=16, pages=30, v4=True, window=70),
 )
 
 
@@ -99,6 +127,21 @@ def test_steps(of: Step) -> None:
         layers.check(kv_lens)
 
 
+@pytest.mark.parametrize("of", V4_STEPS, ids=lambda of: f"h{of.heads}-s{of.q_len}-k{of.topk}")
+def test_steps_of_v4(of: Step) -> None:
+    """Selected tokens, a window and sinks in one softmax; lengths of each query token."""
+    layers, most, k = Layers(of), of.capacity, of.topk
+    plan = layers.plan(per_row_lens=True)
+    rng = np.random.default_rng(0)
+    sinks = rng.standard_normal(of.heads, np.float32)
+    for lengths in ((most, k, k + 1), (k - 1, most - 63, 3), (-9, 2**31 - 1, of.page)):
+        kv_lens = int32(*lengths)[:, None] - np.arange(of.q_len, dtype=np.int32)[::-1] // 2
+        recent = rng.integers(-1, of.window + 2, kv_lens.shape, np.int32)
+        given = {"sinks": cp.asarray(sinks), "recent": cp.asarray(recent)}
+        layers.run(plan, cp.asarray(kv_lens), **given)
+        layers.check(kv_lens, sinks=sinks, extra_topk_length=recent)
+
+
 def test_below_topk_it_is_dense_attention() -> None:
     of = Step(topk=600, heads=16, page=64, pages=8, index_heads=64, dim=128)
     layers = Layers(of)
@@ -112,11 +155,13 @@ def test_below_topk_it_is_dense_attention() -> None:
     assert_close_lse(layers.lses[0].array.get(), dense.lse.get())
 
 
-def test_a_graph_of_three_layers_with_changing_lengths() -> None:
-    """The second layer shares the selection of the first. Nothing is allocated in the capture,
-    where CuPy would refuse; prepare() suffices before it."""
-    layers = Layers(SMALL, 3)
+@pytest.mark.parametrize("of", [SMALL, SMALL_V4], ids=["v32", "v4"])
+def test_a_graph_of_three_layers_with_changing_lengths(of: Step) -> None:
+    """The second layer shares the selection of the first; windows change, too. Nothing is allocated
+    in the capture, where CuPy would refuse; prepare() suffices before it."""
+    layers = Layers(of, 3)
     kv_lens = cp.asarray(LENS)
+    recent = cp.asarray(int32(128, 65, 0)) if of.window else None
     plan = layers.plan()
     cumla.prepare(plan)
     layers.indices[0][...] = layers.indices[1]  # CuPy's kernel is loaded before the capture
@@ -124,14 +169,17 @@ def test_a_graph_of_three_layers_with_changing_lengths() -> None:
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        layers.run(plan, kv_lens, shared=1)
+        layers.run(plan, kv_lens, shared=1, recent=recent)
         graph = stream.end_capture()
-    for lengths in (LENS, LENS + 1, int32(512, 100, 101), int32(0, 1, 64)):
+    for i, lengths in enumerate((LENS, LENS + 1, int32(512, 100, 101), int32(0, 1, 64))):
         kv_lens.set(lengths)
+        window = {"extra_topk_length": int32(128, i, 127 - i)} if recent is not None else {}
+        for new in window.values():
+            recent.set(new)
         cp.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        layers.check(lengths, shared=1)
+        layers.check(lengths, shared=1, **window)
 
 
 def test_tensors_of_pytorch() -> None:
