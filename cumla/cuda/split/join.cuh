@@ -192,6 +192,10 @@ struct Joiner {
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
     sum.weight[0] = sum.weight[1] = 0.0f;
     sum.maximum[0] = sum.maximum[1] = -kInfinity;
+    float sinks[2];  // on their way with the pieces
+    if constexpr (AnyTile::kHasSinks)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sinks[r] = sink_of(p, tile, group * kRowGroup + lane / 4 + 8 * r);
     const int count = (pieces + helpers - 1) / helpers;
     const int end = active ? min((helper + 1) * count, pieces) : 0;
     // The pieces lie two slots apart, the first perhaps in its second slot.
@@ -235,7 +239,7 @@ struct Joiner {
       }
     }
     if (helpers > 1) gather(sum, helper, helpers);
-    if (active && helper == 0) store(unit, group, sum);
+    if (active && helper == 0) store(unit, group, sum, sinks);
   }
 
   // Where a warp leaves what it has for the first helper of its item.
@@ -299,7 +303,7 @@ struct Joiner {
   }
 
   template <int kGroups>
-  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum) const {
+  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum, const float (&sinks)[2]) const {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
@@ -308,7 +312,7 @@ struct Joiner {
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {
         with_sink = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
-        take_sink(p, tile, row, scale, with_sink);
+        take_sink(p, r == 0 ? sinks[0] : sinks[1], scale, with_sink);
       }
       if constexpr (kGroups == 1) {
         const float4& v = sum.v[0];

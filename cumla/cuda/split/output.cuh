@@ -53,14 +53,19 @@ __device__ __forceinline__ void store_lse(const Params& p, int request, const Ro
       lse == -kInfinity ? p.empty_lse : lse * kLn2;
 }
 
-// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. A sink that is
-// infinite in base 2 leaves no weight to values. Rows of a tile that has sinks are heads of one token. Callers keep the
-// text for other tiles as it is without sinks: ptxas spills registers of some kernels otherwise.
+// A row's sink, base 2, -inf for none, and what takes it into what the output of a whole row is multiplied by, and its
+// log-sum-exp, base 2. A sink that is infinite in base 2 leaves no weight to values. Rows of a tile that has sinks are
+// heads of one token. Callers keep the text for other tiles as it is without sinks: ptxas spills registers of some
+// kernels otherwise.
 template <typename Params, typename AnyTile>
-__device__ __forceinline__ void take_sink(const Params& p, const AnyTile& tile, int row, float& scale, float& lse) {
-  if (p.sinks == nullptr || row >= tile.rows) return;
-  const float sink = p.sinks[(tile.first_row + row) * p.sinks_stride] * kLog2E;
-  if (lse == -kInfinity && sink == -kInfinity) return;
+__device__ __forceinline__ float sink_of(const Params& p, const AnyTile& tile, int row) {
+  if (p.sinks == nullptr || row >= tile.rows) return -kInfinity;
+  return p.sinks[(tile.first_row + row) * p.sinks_stride] * kLog2E;
+}
+
+template <typename Params>
+__device__ __forceinline__ void take_sink(const Params& p, float sink, float& scale, float& lse) {
+  if (sink == -kInfinity) return;
   const float of_sink = exp2_approx(sink - lse);  // as a multiple of the sum of the values' weights
   scale *= reciprocal_approx(1.0f + of_sink);
   if (p.sink_in_lse) lse = fmaxf(lse, sink) + log2_approx(1.0f + exp2_approx(-fabsf(sink - lse)));

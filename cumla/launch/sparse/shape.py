@@ -84,6 +84,11 @@ class MLASparseKey(LatentKey):
         return 3 if self.cache == V4 else super().min_saving
 
     @property
+    def min_share(self) -> int:
+        """KV blocks of a piece, at least: one of V4."""
+        return 1 if self.cache == V4 else super().min_share
+
+    @property
     def num_places(self) -> int:
         """Lists: one for each query token."""
         return self.batch * self.q_len

@@ -32,6 +32,7 @@ _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multip
 # Share of the multiprocessors that are busy, from which on more parts are not worth it.
 _GOOD_FILL = 0.9
 _ALIGNMENT = 256
+MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 MIN_BLOCKS = 4  # no cut of packed parts or of shares is closer to an end of its request
 _LEAST_BOX = 8  # rows: the period of the swizzle
 
@@ -142,6 +143,11 @@ class PlanKey(ABC):
     def min_saving(self) -> int:
         """KV blocks that cutting a request must save."""
         return min_saving(self.row_groups)
+
+    @property
+    def min_share(self) -> int:
+        """Cost of a part's share, or KV blocks of a piece, at least."""
+        return MIN_SHARE
 
     @property
     @abstractmethod

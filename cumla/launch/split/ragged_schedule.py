@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.schedule import FIXED_COST, MIN_SHARE
+from cumla.launch.split.schedule import FIXED_COST
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -52,7 +52,7 @@ def ragged_schedule_launch(
         FIXED_COST,
         key.piece_cost,
         key.min_blocks,
-        MIN_SHARE,
+        key.min_share,
         key.total_tokens // key.batch if qo_indptr is None else 0,
         key.row_tile,
     )

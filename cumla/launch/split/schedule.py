@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
-MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 _THREADS = 1024
 
 
@@ -56,7 +55,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         CUT_COST,
         piece_cost(key.row_groups),
         MIN_BLOCKS,
-        MIN_SHARE,
+        key.min_share,
         key.min_saving,
         key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.num_places),
         piece_blocks(key.row_groups),

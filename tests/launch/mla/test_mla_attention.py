@@ -19,9 +19,9 @@ from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split import ragged_schedule
-from cumla.launch.split.plan import MIN_BLOCKS, piece_cost
+from cumla.launch.split.plan import MIN_BLOCKS, MIN_SHARE, piece_cost
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
-from cumla.launch.split.schedule import FIXED_COST, MIN_SHARE
+from cumla.launch.split.schedule import FIXED_COST
 from tests.gpu.tools.parts import TILE_PLACE, tile_parts_table, tile_places_table
 from tests.launch.split.ragged_schedule_mirror import TileSchedule, schedule
 from tests.launch.structs import compile_checks, parameters

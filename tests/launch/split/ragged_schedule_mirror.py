@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, RaggedKey
-from cumla.launch.split.schedule import FIXED_COST, MIN_SHARE
+from cumla.launch.split.plan import BLOCK_TOKENS, MIN_SHARE, MOST_TOKENS, RaggedKey
+from cumla.launch.split.schedule import FIXED_COST
 
 
 class TileSchedule(NamedTuple):

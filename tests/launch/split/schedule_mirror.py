@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, min_saving, piece_blocks, piece_cost
-from cumla.launch.split.schedule import (
-    CUT_COST,
-    FIXED_COST,
+from cumla.launch.split.plan import (
+    BLOCK_TOKENS,
+    MIN_BLOCKS,
     MIN_SHARE,
-    SPECS,
-    max_tokens,
+    min_saving,
+    piece_blocks,
+    piece_cost,
 )
+from cumla.launch.split.schedule import CUT_COST, FIXED_COST, SPECS, max_tokens
 
 THREADS = SPECS[0].threads
 _PACKED_REQUESTS = 256  # most that are packed,

@@ -21,6 +21,7 @@ from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
     MIN_BLOCKS,
+    MIN_SHARE,
     ROW_GROUP,
     ROW_TILE,
     min_saving,
@@ -30,7 +31,6 @@ from cumla.launch.split.plan import (
 from cumla.launch.split.schedule import (
     CUT_COST,
     FIXED_COST,
-    MIN_SHARE,
     SPECS,
     max_tokens,
     schedule_spec,

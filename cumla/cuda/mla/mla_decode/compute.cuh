@@ -370,7 +370,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     } else {
       if constexpr (AnyTile::kHasSinks)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) take_sink(p, tile, row + 8 * r, inverse[r], lse[r]);
+        for (int r = 0; r < 2; ++r) take_sink(p, sink_of(p, tile, row + 8 * r), inverse[r], lse[r]);
       write_result(segment, inverse, lse);
     }
   }

@@ -73,7 +73,10 @@ template <typename AnyTile>
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
   constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
-  if (AnyTile::kIsRagged) return;
+  if (AnyTile::kIsRagged) {
+    if (thread == 1) prefetch_l2(p.tickets + static_cast<i64>(blockIdx.z * gridDim.x + blockIdx.x) * p.parts + blockIdx.y);
+    return;
+  }
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int lines = (p.max_pages + kLine - 1) / kLine;
@@ -122,15 +125,15 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   grid_dependency_wait();
 }
 
-// Two warps begin to copy the query rows of a request; eight lanes a row, 16 bytes each.
-template <int kQueryRows, typename Layout, typename AnyTile>
+// Some warps, kLoaders, begin to copy the query rows of a request; eight lanes a row, 16 bytes each.
+template <int kQueryRows, int kLoaders = 2, typename Layout, typename AnyTile>
 __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                            int request,
                                            int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
-  for (int i = 0; i < kQueryRows / 8; ++i) {
-    const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
+  for (int i = 0; i < kQueryRows / (4 * kLoaders); ++i) {
+    const int row = loader * (kQueryRows / kLoaders) + i * 4 + lane / 8;
     const bool valid = row < tile.rows;
     const Row from(p, tile, valid ? row : 0);
     const char* latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;

@@ -93,7 +93,7 @@ struct Fp8Finisher {
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {
         with_sink = total == 0.0f ? -kInfinity : highest + log2_approx(total);
-        if (!segment.split()) take_sink(p, tile, row, inverse, with_sink);
+        if (!segment.split()) take_sink(p, sink_of(p, tile, row), inverse, with_sink);
       }
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {

@@ -59,7 +59,7 @@ struct Heads64Finisher {
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {
         with_sink = total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total);
-        if (!segment.split()) take_sink(p, tile, head, factor, with_sink);
+        if (!segment.split()) take_sink(p, sink_of(p, tile, head), factor, with_sink);
       }
       store_shared_float(shared.factor(0, head), factor);
       if constexpr (AnyTile::kHasSinks)

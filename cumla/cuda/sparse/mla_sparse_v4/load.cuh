@@ -61,7 +61,7 @@ __device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int 
     mbarrier_init(shared.found(slot), warps);  // plant: V4 rows found, arrivals
     mbarrier_init(shared.used(slot), warps);   // plant: V4 rows used, arrivals
   }
-  initialise_barriers(shared, warps, warps + warps * 32, 64);  // plant: V4 tiles, arrivals
+  initialise_barriers(shared, warps, warps + warps * 32, warps * 32);  // plant: V4 tiles, arrivals
 }
 
 struct V4Row {
@@ -106,12 +106,13 @@ struct V4Finder {
       next = next == kNone ? kEnd : kNone;
     }
   }
-  // Leaves address and scales of the rows of block t. After the last block there is one of odd addresses.
+  // Leaves address and scales of the rows of block t. After the last block there is one of odd addresses, at once.
   __device__ __forceinline__ void find(int t) {
     if (next == kEnd) return;
     const int slot = t % V4Layout::kSlots;
     const V4Row row = find_row(p, next);
-    const uint2 scales = *reinterpret_cast<const uint2*>(row.scales);
+    uint2 scales = {0, 0};
+    if (next != kNone) scales = *reinterpret_cast<const uint2*>(row.scales);
     const u64 address = reinterpret_cast<u64>(row.columns) + (next == kNone);
     look_up();
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
@@ -124,11 +125,13 @@ struct V4Finder {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.found(slot));  // plant: V4 rows found
   }
-  // The bfloat16 columns of block t, which has been found: whether it exists.
-  __device__ __forceinline__ bool copy(int t) const {
+  // Whether block t, which has been found, exists; and its bfloat16 columns.
+  __device__ __forceinline__ bool exists(int t) const {
+    return (load_shared_u32(shared.row(t % V4Layout::kSlots, first_row)) & 1) == 0;
+  }
+  __device__ __forceinline__ void copy(int t) const {
     const int row = first_row + threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2, parity = t & 1;
     const u32 rows = shared.row(t % V4Layout::kSlots, row);
-    if (load_shared_u32(rows) & 1) return false;
     mbarrier_wait(shared.free(parity, 2), t / 2 & 1 ^ 1, "a free KV stage");  // synccheck misses it
     mbarrier_wait(shared.free(parity, 1), t / 2 & 1 ^ 1, "a free KV stage");
     const u32 tile = shared.stage(parity) + kV4Tiles * kTileBytes + row * 128;
@@ -140,7 +143,6 @@ struct V4Finder {
         copy_16_async(tile + g * 1024 + ((chunk + i ^ row % 8) << 4), from + i * 16, true);
     }
     mbarrier_arrive_after_copies(shared.full(parity, kHalfTiles));
-    return true;
   }
   __device__ __forceinline__ static const char* columns_at(u32 row) {
     const uint2 words = load_shared_8(row);
@@ -148,26 +150,30 @@ struct V4Finder {
   }
 };
 
-// Warps 2 and 3 also copy the query rows of a list before its first block.
+// They also copy the query rows of a list before its first block. Those of the first list wait until a second block is
+// on its way: a short list must not wait for rows behind them.
 __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V4Layout& shared, V4Tile& tile,
                                         const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
   V4Finder finder(params, shared, tile, part, last_place, warp);
   constexpr int kAhead = V4Layout::kSlots - 1;
-  // The block before which the next query is copied; the first one as soon as rows are on their way.
-  int place = part.place, query = warp < 2 ? -kAhead - 1 : -kAhead;
+  int place = part.place, blocks = 0;  // of the lists before place
 #pragma unroll 1
-  for (int t = -kAhead;; ++t) {
-    finder.find(t + kAhead);
+  for (int found = 0;; ++found) {
+    finder.find(found);
+    const int t = found < 2 ? found : found - kAhead;  // whose columns are copied
+    if (t < min(found, 2)) continue;
+    const bool exists = finder.exists(t);
 #pragma unroll 1
-    for (; t == query && place <= last_place; ++place) {
+    for (; place <= last_place && (t >= max(blocks, 1) || !exists); ++place) {
       const Segment segment = segment_of(p, tile, part, place);
       mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
-      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
+      copy_query<kRowTile, 4>(p, shared, tile, segment.request, warp);
       mbarrier_arrive_after_copies(shared.query_full());
-      query = max(query, 0) + segment.blocks;
+      blocks += segment.blocks;
     }
-    if (t >= 0 && !finder.copy(t)) break;
+    if (!exists) break;
+    finder.copy(t);
   }
   copy_async_wait_all();
 }
