@@ -36,6 +36,15 @@ __device__ __forceinline__ float weight_of(float lse, float maximum) {
   return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
 }
 
+// The sinks of both rows of a lane, on their way with the pieces. A base without members where tiles have none: an
+// unused member changes how ptxas orders instructions.
+template <bool kHasSinks>
+struct Sinks {};
+template <>
+struct Sinks<true> {
+  float sink[2];
+};
+
 // Shared memory that nobody else uses between the segments of a CTA.
 struct JoinSpace {
   u32 words;    // two, that all threads must agree on
@@ -143,7 +152,7 @@ struct Joiner {
   // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the
   // weights and the base-2 maximum to which all is relative.
   template <int kGroups>
-  struct Sum {
+  struct Sum : Sinks<AnyTile::kHasSinks> {
     float4 v[kGroups];  // of eight columns each
     float weight[2], maximum[2];
 
@@ -172,8 +181,10 @@ struct Joiner {
   __device__ __forceinline__ void join_share(int share) const {
     const int all = kValueDim / (8 * kGroups) * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
-    // A power of two: the helpers of an item divide the warps.
-    const int most = 1 << (31 - __clz(min(kJoinWarps, pieces)));
+    // A power of two: the helpers of an item divide the warps. With 512 columns `most` counts only where it is one:
+    // dense kernels keep the machine code without the rounding; of those over lists two would spill registers so.
+    int most = min(kJoinWarps, pieces);
+    if constexpr (kValueDim < 512 || AnyTile::kHasSinks) most = 1 << (31 - __clz(most));
     const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
 #pragma unroll 1
     for (int first = 0; first < items; first += kJoinWarps) {
@@ -192,10 +203,9 @@ struct Joiner {
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
     sum.weight[0] = sum.weight[1] = 0.0f;
     sum.maximum[0] = sum.maximum[1] = -kInfinity;
-    float sinks[2];  // on their way with the pieces
     if constexpr (AnyTile::kHasSinks)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) sinks[r] = sink_of(p, tile, group * kRowGroup + lane / 4 + 8 * r);
+      for (int r = 0; r < 2; ++r) sum.sink[r] = sink_of(p, tile, group * kRowGroup + lane / 4 + 8 * r);
     const int count = (pieces + helpers - 1) / helpers;
     const int end = active ? min((helper + 1) * count, pieces) : 0;
     // The pieces lie two slots apart, the first perhaps in its second slot.
@@ -239,7 +249,7 @@ struct Joiner {
       }
     }
     if (helpers > 1) gather(sum, helper, helpers);
-    if (active && helper == 0) store(unit, group, sum, sinks);
+    if (active && helper == 0) store(unit, group, sum);
   }
 
   // Where a warp leaves what it has for the first helper of its item.
@@ -303,7 +313,7 @@ struct Joiner {
   }
 
   template <int kGroups>
-  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum, const float (&sinks)[2]) const {
+  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum) const {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
@@ -312,7 +322,7 @@ struct Joiner {
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {
         with_sink = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
-        take_sink(p, r == 0 ? sinks[0] : sinks[1], scale, with_sink);
+        take_sink(p, r == 0 ? sum.sink[0] : sum.sink[1], scale, with_sink);
       }
       if constexpr (kGroups == 1) {
         const float4& v = sum.v[0];
