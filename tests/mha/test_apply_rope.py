@@ -84,7 +84,7 @@ def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "grid"), [(1, 0, (1, 1, 1)), (64, 2, (1, 2, 1)), (65, 5, (2, 3, 1))]
+    ("tokens", "kv_heads", "grid"), [(1, 0, (2, 1, 1)), (64, 2, (3, 2, 1)), (65, 5, (5, 3, 1))]
 )
 def test_grids(
     tokens: int,

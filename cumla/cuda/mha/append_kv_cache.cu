@@ -2,16 +2,25 @@
 // Writes the keys and values of new tokens into a cache of the same 16 or 32 bits or of e4m3, and rotates keys and
 // queries on the way.
 //
-// grid = (token tiles, chunks of four heads: of q, then k, then v), 256 threads. A team of `units` threads has one
-// token and four heads. Each thread holds the same two octets of columns of the four rows, so it loads cosines and
-// sines once for all of them. One thread holds both octets of half-split pairs, so threads exchange nothing. Loads of
-// rows are issued first; while they are in flight, each thread looks up the place of its token.
+// grid = (chunks of heads: of q, then k, then v; token tiles, in y and z), 128 threads. A team of threads has one token
+// and one chunk of up to eight heads. Teams go through the chunks of a token, then to the next token: neighbours read
+// neighbouring memory, and angles of one position. Each thread has the same two octets of columns of all its rows, so
+// it loads cosines and sines once for all of them. One thread has both octets of half-split pairs, so threads exchange
+// nothing.
 //
-// Budget: 32 KiB in flight per CTA, three CTAs per SM (at most 85 registers per thread), no shared memory. float32: 64
-// KiB, two CTAs per SM.
+// time line of a thread: load position and slot; copy rows to shared memory, asynchronously; look up the place of the
+// token; load cosines and sines; wait for the rows; rotate and store them. Rows do not go to registers, because ptxas
+// makes all loads whose results other basic blocks use share one scoreboard: whoever waits for an index waits for rows.
+//
+// Budget: 32 KiB of shared memory per CTA, in flight, six CTAs per SM (at most 80 registers per thread). float32: 64
+// KiB, three CTAs per SM.
+#include "mha/append_kv_cache/params.cuh"
+#include "mha/append_kv_cache/places.cuh"
+#include "mha/append_kv_cache/rotate.cuh"
 #include "rows/elements.cuh"
 #include "rows/quantize.cuh"
 #include "rows/slots.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -20,110 +29,12 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace rows;
 
-constexpr int kThreads = 256;
-constexpr int kHeads = 4;  // per thread
+constexpr int kThreads = 128;
+constexpr int kMaxHeads = 8;  // of a chunk
 template <typename T>
 constexpr bool kIsFp32 = false;
 template <>
 constexpr bool kIsFp32<Fp32> = true;
-
-// Rows of tokens in batches of equal length; ragged rows are one batch.
-struct BatchedRows {
-  char* data;
-  i64 stride_batch, stride_token, stride_head;
-};
-
-// One factor, one per kv head, or one per request and kv head: value = e4m3 * factor.
-struct Scales {
-  const char* data;  // null: `value`
-  i64 stride_request, stride_head;
-  float value;
-  int unused;
-};
-
-// Cosines or sines: rows are positions.
-struct Angles {
-  const char* data;
-  i64 stride_position, stride_column;
-};
-
-// The octets of each thread of a team. The first `rope_units` threads have an octet of first halves of pairs, from
-// octet `rope_first` on, and the octet of their second halves. The other threads have two of the `rest` octets each;
-// the last of them may have one.
-struct Division {
-  int units, rope_units, rope_first, rest;
-};
-
-struct AppendKvCacheParams {
-  BatchedRows q, q_out, k, v;
-  Pages k_cache, v_cache;
-  Indices slots, batch_indices, positions, kv_lens, bounds;  // bounds: of each request's tokens
-  const char* page_numbers;
-  i64 page_numbers_stride_request, page_numbers_stride;
-  Indices page_list_bounds;
-  Angles cos, sin;  // null: nothing is rotated
-  Scales k_scale, v_scale;
-  i64 tokens, tokens_of_batch, batch, num_entries, num_pages, page_size, max_position;
-  Division keys, values;  // queries are divided as keys are
-  int q_heads, kv_heads, interleaved, table_type;
-};
-
-enum TableType { kFloat, kBfloat16, kFloat16 };
-
-// A request, a position for the rotation, and a place: a position in the request's pages, or a slot. Negative: none.
-struct Token {
-  i64 request, position, place;
-};
-
-// The request whose tokens are [bounds[i], bounds[i + 1]), or -1.
-__device__ __forceinline__ i64 find_request(const AppendKvCacheParams& p, i64 token) {
-  i64 low = 0, high = p.batch;  // the last bound that is not above the token lies in [low, high)
-  while (high - low > 1) {
-    const i64 middle = (low + high) / 2;
-    (p.bounds[middle] <= token ? low : high) = middle;
-  }
-  return low < high && p.bounds[low] <= token && token < p.bounds[low + 1] ? low : -1;
-}
-
-__device__ __forceinline__ Token find_token(const AppendKvCacheParams& p, i64 token) {
-  Token found = {-1, -1, -1};
-  if (p.batch_indices.data != nullptr) {
-    found.request = p.batch_indices[token];
-  } else if (p.kv_lens.data != nullptr) {
-    i64 begin, end;
-    if (p.bounds.data != nullptr) {
-      found.request = find_request(p, token);
-      begin = found.request < 0 ? 0 : p.bounds[found.request];
-      end = found.request < 0 ? 0 : p.bounds[found.request + 1];
-    } else {
-      found.request = token / p.tokens_of_batch;
-      begin = found.request * p.tokens_of_batch;
-      end = begin + p.tokens_of_batch;
-    }
-    if (found.request >= 0) found.position = found.place = p.kv_lens[found.request] - (end - token);
-  }
-  if (p.positions.data != nullptr) {
-    found.position = p.positions[token];
-    if (p.kv_lens.data == nullptr) found.place = found.position;
-  }
-  if (p.slots.data != nullptr) found.place = p.slots[token];
-  return found;
-}
-
-// Finds the place of a token's rows in the cache.
-__device__ __forceinline__ Slot find_slot_of(const AppendKvCacheParams& p, i64 token, const Token& found) {
-  if (p.page_size == 0) return {token, 0};  // rows of tokens, no cache
-  if (found.place < 0) return {-1, 0};
-  return slot_at(p, found.request, found.place);
-}
-
-__device__ __forceinline__ float table_entry(const AppendKvCacheParams& p, const Angles& angles, i64 position,
-                                             int column) {
-  const char* const at = angles.data + position * angles.stride_position + column * angles.stride_column;
-  if (p.table_type == kFloat) return *reinterpret_cast<const float*>(at);
-  const u32 bits = *reinterpret_cast<const unsigned short*>(at);
-  return p.table_type == kBfloat16 ? unpack_pair<Bf16>(bits).x : unpack_pair<Fp16>(bits).x;
-}
 
 // The octets of one thread; `second` is negative if there is none.
 struct Share {
@@ -139,51 +50,6 @@ __device__ __forceinline__ Share share_of(const Division& division, int unit) {
   return {beside_rope(first), second < division.rest ? beside_rope(second) : -1, false};
 }
 
-// Cosines and sines of the eight pairs of one thread. Half-split: pair i begins in column i of the first octet.
-// Interleaved: even i are the pairs of the first octet, odd i those of the second.
-struct Turn {
-  float cos[kOctet], sin[kOctet];
-};
-
-__device__ __forceinline__ Turn load_turn(const AppendKvCacheParams& p, i64 position, int unit) {
-  Turn turn;
-#pragma unroll
-  for (int i = 0; i < kOctet; ++i) {
-    const int octet = i % 2 == 0 ? unit : unit + p.keys.rope_units;
-    const int pair = p.interleaved ? octet * (kOctet / 2) + i / 2 : unit * kOctet + i;
-    turn.cos[i] = table_entry(p, p.cos, position, pair);
-    turn.sin[i] = table_entry(p, p.sin, position, pair);
-  }
-  return turn;
-}
-
-__device__ __forceinline__ float2 turned(float x, float y, float cos, float sin) {
-  return {cos * x - sin * y, sin * x + cos * y};
-}
-
-__device__ __forceinline__ Octet<Fp32> octet_of(const float (&x)[kOctet]) {
-  return {{x[0], x[1], x[2], x[3]}, {x[4], x[5], x[6], x[7]}};
-}
-
-template <typename T>
-__device__ __forceinline__ void rotate(const Octet<T>& first, const Octet<T>& second, const Turn& turn,
-                                       bool interleaved, Octet<Fp32>& new_first, Octet<Fp32>& new_second) {
-  float a[kOctet], b[kOctet];
-#pragma unroll
-  for (int i = 0; i < kOctet / 2; ++i) {
-    const float2 x = first.pair(i), y = second.pair(i);
-    const int even = 2 * i, odd = even + 1;
-    const float2 one = turned(x.x, interleaved ? x.y : y.x, turn.cos[even], turn.sin[even]);
-    const float2 two = turned(interleaved ? y.x : x.y, y.y, turn.cos[odd], turn.sin[odd]);
-    a[even] = one.x;
-    a[odd] = interleaved ? one.y : two.x;
-    b[even] = interleaved ? two.x : one.y;
-    b[odd] = two.y;
-  }
-  new_first = octet_of(a);
-  new_second = octet_of(b);
-}
-
 template <typename T, bool kToFp8, typename Elements>
 __device__ __forceinline__ void store_octet(char* row, int octet, const Elements& elements, float inverse) {
   if constexpr (kToFp8) {
@@ -196,89 +62,140 @@ __device__ __forceinline__ void store_octet(char* row, int octet, const Elements
   }
 }
 
-__device__ __forceinline__ float inverse_scale(const Scales& scales, i64 request, int head) {
-  const float* const at = reinterpret_cast<const float*>(scales.data + request * scales.stride_request +
-                                                         head * scales.stride_head);
-  return 1.0f / (scales.data != nullptr ? *at : scales.value);
-}
+// Factors of a chunk of heads of one request.
+struct Factors {
+  const Scales* scales;
+  i64 request;
+  int head;
 
-// Two octets of up to four rows, in registers.
+  __device__ __forceinline__ float inverse(int i) const {
+    const float* const at = reinterpret_cast<const float*>(scales->data + request * scales->stride_request +
+                                                           (head + i) * scales->stride_head);
+    return 1.0f / (scales->data != nullptr ? *at : scales->value);
+  }
+};
+
+// Rows of one team: their memory, and how many they are.
+struct Chunk {
+  char* rows;
+  i64 stride;
+  int heads;
+};
+
+// Two octets of each row of a chunk, in shared memory. Each thread reads what it copied itself.
 template <typename T>
 struct Held {
-  Octet<T> first[kHeads], second[kHeads];
+  static constexpr int kBytes = kIsFp32<T> ? 32 : 16;  // of an octet
+  char* memory;
 
-  __device__ __forceinline__ void load(const char* rows, i64 stride, int heads, const Share& share) {
+  __device__ __forceinline__ void copy_octet_async(int i, const char* row, int octet) const {
+    const u32 to = shared_address(memory) + (i * kThreads + threadIdx.x) * kBytes;
+    copy_16_async(to, row + octet * kBytes, true);
+    if constexpr (kIsFp32<T>) copy_16_async(to + 16, row + octet * kBytes + 16, true);
+  }
+
+  __device__ __forceinline__ void copy_async(const Chunk& chunk, const Share& share) const {
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      if (i >= heads) break;
-      first[i].load_early(rows + i * stride, share.first);
-      if (share.second >= 0) second[i].load_early(rows + i * stride, share.second);
+    for (int i = 0; i < kMaxHeads; ++i) {
+      if (i >= chunk.heads) break;
+      const char* const row = chunk.rows + i * chunk.stride;
+      copy_octet_async(2 * i, row, share.first);
+      if (share.second >= 0) copy_octet_async(2 * i + 1, row, share.second);
+    }
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ Octet<T> octet(int i) const {
+    Octet<T> found;
+    found.load(memory, i * kThreads + threadIdx.x);
+    return found;
+  }
+
+  template <bool kToFp8>
+  __device__ __forceinline__ void store_copied(const Chunk& to, const Share& share, const Factors& factors) const {
+#pragma unroll 2
+    for (int i = 0; i < to.heads; ++i) {
+      char* const row = to.rows + i * to.stride;
+      const float inverse = kToFp8 ? factors.inverse(i) : 1.0f;
+      store_octet<T, kToFp8>(row, share.first, octet(2 * i), inverse);
+      if (share.second >= 0) store_octet<T, kToFp8>(row, share.second, octet(2 * i + 1), inverse);
+    }
+  }
+
+  template <bool kToFp8, bool kInterleaved>
+  __device__ __forceinline__ void store_turned(const Chunk& to, const Share& share, const Turn& turn,
+                                               const Factors& factors) const {
+#pragma unroll 2
+    for (int i = 0; i < to.heads; ++i) {
+      char* const row = to.rows + i * to.stride;
+      const float inverse = kToFp8 ? factors.inverse(i) : 1.0f;
+      Octet<Fp32> one, two;
+      rotate<kInterleaved>(octet(2 * i), octet(2 * i + 1), turn, one, two);
+      store_octet<T, kToFp8>(row, share.first, one, inverse);
+      store_octet<T, kToFp8>(row, share.second, two, inverse);
     }
   }
 
   template <bool kToFp8>
-  __device__ __forceinline__ void store_at(const AppendKvCacheParams& p, char* rows, i64 stride, int heads,
-                                           const Share& share, int unit, i64 position, const Scales* scales,
-                                           i64 request, int head) const {
-    const bool turns = share.is_rotated && position >= 0 && position < p.max_position;
-    Turn turn;
-    if (turns) turn = load_turn(p, position, unit);
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      if (i >= heads) break;
-      char* const row = rows + i * stride;
-      const float inverse = kToFp8 ? inverse_scale(*scales, request, head + i) : 1.0f;
-      if (turns) {
-        Octet<Fp32> one, two;
-        rotate(first[i], second[i], turn, p.interleaved, one, two);
-        store_octet<T, kToFp8>(row, share.first, one, inverse);
-        store_octet<T, kToFp8>(row, share.second, two, inverse);
-      } else {
-        store_octet<T, kToFp8>(row, share.first, first[i], inverse);
-        if (share.second >= 0) store_octet<T, kToFp8>(row, share.second, second[i], inverse);
-      }
+  __device__ __forceinline__ void store_at(const AppendKvCacheParams& p, const Chunk& to, const Share& share, int unit,
+                                           i64 position, const Factors& factors) const {
+    if (!share.is_rotated || position < 0 || position >= p.max_position) {
+      copy_async_wait<0>();
+      store_copied<kToFp8>(to, share, factors);
+      return;
     }
+    const Turn turn = load_turn(p, position, unit);
+    copy_async_wait<0>();
+    if (p.interleaved)  // two loops, because selections would cost as much as the rotation
+      store_turned<kToFp8, true>(to, share, turn, factors);
+    else
+      store_turned<kToFp8, false>(to, share, turn, factors);
   }
 };
 
-__device__ __forceinline__ char* row_of(const BatchedRows& rows, i64 token, i64 tokens_of_batch, int head) {
-  const i64 batch = token / tokens_of_batch;
-  return rows.data + batch * rows.stride_batch + (token - batch * tokens_of_batch) * rows.stride_token +
-         head * rows.stride_head;
-}
-
 template <typename T, bool kToFp8>
 __device__ __forceinline__ void append_kv_cache(const AppendKvCacheParams& p) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
   grid_dependency_launch();
   grid_dependency_wait();
-  const int q_chunks = (p.q_heads + kHeads - 1) / kHeads, kv_chunks = (p.kv_heads + kHeads - 1) / kHeads;
-  const bool is_query = blockIdx.y < q_chunks, is_value = blockIdx.y >= q_chunks + kv_chunks;
+  // Team `item` of the tile, which has as many tokens as a CTA has teams.
+  const int teams = kThreads * p.inverse_team >> 16, team = threadIdx.x * p.inverse_team >> 16;
+  const u32 item = blockIdx.x * teams + team, token_of_tile = item / gridDim.x;
+  const int piece = item - token_of_tile * gridDim.x, unit = threadIdx.x - team * p.team;
+  const i64 token = (static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y) * teams + token_of_tile;
+  const bool is_query = piece < p.q_chunks, is_value = piece >= p.q_chunks + p.kv_chunks;
   const Division& division = is_value ? p.values : p.keys;
-  const int team = threadIdx.x / division.units, unit = threadIdx.x % division.units;
-  const int teams = kThreads / division.units;
-  const i64 token = static_cast<i64>(blockIdx.x) * teams + team;
-  if (team >= teams || token >= p.tokens) return;
-  const int chunk = static_cast<int>(blockIdx.y) - (is_query ? 0 : is_value ? q_chunks + kv_chunks : q_chunks);
-  const int head = chunk * kHeads, heads = (is_query ? p.q_heads : p.kv_heads) - head;
+  if (team >= teams || unit >= division.units || token >= p.tokens) return;
+  const int head = (piece - (is_query ? 0 : is_value ? p.q_chunks + p.kv_chunks : p.q_chunks)) * p.heads;
+  const int heads = min(p.heads, (is_query ? p.q_heads : p.kv_heads) - head);
   const Share share = share_of(division, unit);
 
+  Loaded position, given_slot;
+  position.load(p.positions, token);
+  given_slot.load(p.slots, token);
   const BatchedRows& from = is_query ? p.q : is_value ? p.v : p.k;
-  Held<T> held;
-  held.load(row_of(from, token, p.tokens_of_batch, head), from.stride_head, heads, share);
-  const Token found = find_token(p, token);
+  const Held<T> held = {reinterpret_cast<char*>(shared_bytes)};
+  held.copy_async({row_of(p, from, token, head), from.stride_head, heads}, share);
+  const Token found = find_token(p, token, position, given_slot);
+  Chunk to = {nullptr, p.q_out.stride_head, heads};
   if (is_query) {
-    char* const to = row_of(p.q_out, token, p.tokens_of_batch, head);
-    held.template store_at<false>(p, to, p.q_out.stride_head, heads, share, unit, found.position, nullptr, 0, head);
-    return;
+    to.rows = row_of(p, p.q_out, token, head);
+  } else {
+    const bool is_known = p.max_position == 0 || p.page_size == 0 ||
+                          (found.position >= 0 && found.position < p.max_position);
+    const Slot slot = find_slot_of(p, token, found);
+    if (slot.page < 0 || !is_known) {
+      copy_async_wait<0>();  // no copy outlives its CTA
+      return;
+    }
+    const Pages& cache = is_value ? p.v_cache : p.k_cache;
+    to = {cache.data + cache.offset(slot.page, slot.row, head), cache.stride_head, heads};
   }
-  const bool is_known = p.max_position == 0 || p.page_size == 0 ||
-                        (found.position >= 0 && found.position < p.max_position);
-  const Slot slot = find_slot_of(p, token, found);
-  if (slot.page < 0 || !is_known) return;
-  const Pages& cache = is_value ? p.v_cache : p.k_cache;
-  char* const to = cache.data + cache.offset(slot.page, slot.row, head);
-  held.template store_at<kToFp8>(p, to, cache.stride_head, heads, share, unit, found.position,
-                                 is_value ? &p.v_scale : &p.k_scale, found.request, head);
+  const Factors factors = {is_value ? &p.v_scale : &p.k_scale, found.request, head};
+  if (kToFp8 && !is_query)
+    held.template store_at<kToFp8>(p, to, share, unit, found.position, factors);
+  else
+    held.template store_at<false>(p, to, share, unit, found.position, factors);
 }
 
 }  // namespace cumla::mha

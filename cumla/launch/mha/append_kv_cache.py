@@ -13,9 +13,10 @@ from cumla.launch.source import FLOATS, KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-_THREADS = 256
-_HEADS = 4  # of one thread
+_THREADS = 128
+_MAX_HEADS = 8  # of one thread
 _OCTET = 8  # columns
+_MAX_TILES = 1 << 15  # in y of the grid
 
 _TABLES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _SPECS = {
@@ -23,7 +24,8 @@ _SPECS = {
         *("mha", "append_kv_cache", "AppendKvCacheParams", dtype, to_fp8),
         tags=["fp8", dtype] if to_fp8 else [dtype],
         threads=_THREADS,
-        min_blocks=2 if dtype == "float32" else 3,
+        min_blocks=3 if dtype == "float32" else 6,
+        smem_bytes=_THREADS * 2 * _MAX_HEADS * (32 if dtype == "float32" else 16),
     )
     for dtype in FLOATS
     for to_fp8 in (False, True)
@@ -89,7 +91,7 @@ class AppendKVArguments(NamedTuple):
         return self.rows.shape[0] * self.rows.shape[1]
 
 
-_PARAMS = struct.Struct("<51q3qfi3qfi7q12i")
+_PARAMS = struct.Struct("<51q3qfi3qfi7q17i4x")
 
 
 def append_kv_launch(arguments: AppendKVArguments) -> Launch:
@@ -99,6 +101,9 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
     keys = _division(a.rows.shape[3], 0 if a.cos is None else 2 * a.cos.shape[1], a.rotary_offset)
     values = keys if a.v is None else _division(a.v.shape[3], 0, 0)
     in_cache = a.v_cache is not None
+    team = max(keys[0], values[0])
+    heads = _heads_of_chunk(a.tokens)
+    chunks = [-(-n // heads) for n in (q_heads, kv_heads, kv_heads if in_cache else 0)]
     fields = (
         *_rows(a.q),
         *_rows(a.q_out),
@@ -126,17 +131,24 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
         0 if a.cos is None else a.cos.shape[0],
         *keys,
         *values,
+        team,
+        -(-(1 << 16) // team),
+        heads,
+        *chunks[:2],
         q_heads,
         kv_heads,
         a.interleaved,
         0 if a.cos is None else _TABLES[a.cos.dtype],
     )
-    sections = (q_heads, kv_heads, kv_heads if in_cache else 0)
-    chunks = sum(-(-heads // _HEADS) for heads in sections)
-    teams = _THREADS // max(keys[0], values[0])
     cache_dtype = a.rows.dtype if a.k_cache is None else a.k_cache.dtype
-    grid = (-(-a.tokens // teams), chunks, 1)
+    tiles = -(-a.tokens // (_THREADS // team))
+    grid = (sum(chunks), min(tiles, _MAX_TILES), -(-tiles // _MAX_TILES))
     return Launch(append_kv_spec(a.rows.dtype, cache_dtype), grid, _PARAMS, fields)
+
+
+def _heads_of_chunk(tokens: int) -> int:
+    """Let few tokens have more threads, each with a shorter way."""
+    return 2 if tokens <= 512 else 4 if tokens <= 1024 else _MAX_HEADS
 
 
 def _division(columns: int, rotary_dim: int, rotary_offset: int) -> tuple[int, int, int, int]:

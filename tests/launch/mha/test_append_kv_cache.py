@@ -20,6 +20,7 @@ import cumla
 from cumla.core import operation as core
 from cumla.core._dlpack import numpy_dtype
 from cumla.core.arrays import open_call
+from cumla.launch.mha import append_kv_cache as launcher
 from tests.calls import int32
 from tests.emulator import emulate
 from tests.emulator.fenced import Fenced
@@ -68,6 +69,15 @@ def test_append_kv_cache(sample: Sample) -> None:
     call(cumla.append_kv_cache, **given)
     for name, owner in owners.items():
         check(owner, expected_owners[name], rotated=sample.table != "none")
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_chunks_of_heads(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tokens, and with tiles in both axes of the grid."""
+    monkeypatch.setattr(launcher, "_heads_of_chunk", lambda tokens: heads)
+    monkeypatch.setattr(launcher, "_MAX_TILES", 2)
+    for sample in SAMPLES[heads::8]:
+        test_append_kv_cache(sample)
 
 
 # --- apply_rope -----------------------------------------------------------------------------------
