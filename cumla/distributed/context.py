@@ -286,9 +286,9 @@ class ContextParallel(Shard):
         at_once = checked_flag("gather", gather) and few
         received = group.received(buffer.reshape(heads, *axes, buffer.shape[-1]), at_once)
         parts = [group.state(part, columns, like) for part in received]
-        outs, lses = zip(*parts, strict=True)
         if at_once or not gather:
-            return cumla.merge_attention_states(outs, lses)
+            return group.merged(parts)
+        outs, lses = zip(*parts, strict=True)
 
         def merge(**outputs: Any) -> Any:
             return cumla.merge_attention_states(outs, lses, **outputs)

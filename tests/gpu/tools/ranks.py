@@ -95,7 +95,7 @@ def torch_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
                     found[key] = partial(with_setting, ranks, setting, case, parallel)
         for symmetric in (False, True):
             parallel = ContextParallel(group, page_size=setting.page, symmetric_memory=symmetric)
-            own = {"graphs": graphs}
+            own = {"graphs": graphs, "many and few": many_and_few}
             for family in ("mla", "mha"):
                 for q_len in (1, 3):
                     name = f"graph, {family}, q_len {q_len}"
@@ -224,6 +224,32 @@ def graphs(parallel: Any) -> None:
             for k, state in enumerate(states):
                 differing += (state.out != wanted[(i % 4 + 1) * (k + 1)]).sum()
     torch.cuda.synchronize()
+    assert int(differing) == 0
+
+
+def many_and_few(parallel: Any) -> None:
+    """Merges that begin with a barrier of PyTorch, and such that wait themselves, in turns."""
+    import torch
+
+    import cumla
+    from tests.distributed import ranks
+
+    tokens, heads = 2560 // ranks.setting.heads, ranks.setting.heads
+    generator = torch.Generator(ranks.setting.device).manual_seed(17)
+    on = {"device": ranks.setting.device, "generator": generator}
+    outs = torch.randn(WORLD, tokens, heads, 512, **on).bfloat16()
+    lses = torch.randn(WORLD, tokens, heads, **on)
+    wanted = [cumla.merge_attention_states(list(outs * i), list(lses)).out for i in range(1, 4)]
+    differing = torch.zeros((), dtype=torch.int64, device=outs.device)
+    for i in range(60):
+        if i % 5 == parallel.rank:
+            torch.cuda._sleep(100_000)  # a rank that is late
+        gather = i % 4 in (1, 2)
+        own = slice(None) if gather else ranks.own_heads(parallel)
+        state = parallel.merge(
+            outs[parallel.rank] * (i % 3 + 1), lses[parallel.rank], gather=gather
+        )
+        differing += (state.out != wanted[i % 3][:, own]).sum()
     assert int(differing) == 0
 
 
