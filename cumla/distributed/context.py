@@ -294,5 +294,4 @@ class ContextParallel(Shard):
             return cumla.merge_attention_states(outs, lses, **outputs)
 
         own = group.computed(merge, (heads // world, *axes, columns), like)
-        out, lse = group.state(group.all_gather(own), columns, like)
-        return cumla.merge_attention_states([out], [lse])
+        return group.merged([group.state(group.all_gather(own), columns, like)])

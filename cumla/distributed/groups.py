@@ -269,17 +269,31 @@ class _Symmetric(_Torch):
 
 
 class _CuPy(_InMemory):
-    """A NCCL communicator of CuPy; it works on CuPy's current stream."""
+    """A NCCL communicator of CuPy; it works on CuPy's current stream.
+
+    CuPy gives memory that was allocated during a capture to others as soon as nobody holds it: what
+    graphs use is held here.
+    """
 
     arrays = ("cupy", "ndarray")
 
     def __init__(self, communicator: Any) -> None:
         self._nccl = sys.modules["cupy.cuda.nccl"]
         self._communicator = communicator
+        self._of_graphs: list[Any] = []
         super().__init__(sys.modules["cupy"], communicator.rank_id(), communicator.size())
 
     def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return self._xp.empty(shape, like.dtype)
+        array = self._xp.empty(shape, like.dtype)
+        if self._captures():
+            self._of_graphs.append(array)
+        return array
+
+    def merged(self, states: Sequence[tuple[Any, Any]]) -> AttentionState:
+        if not self._captures():
+            return super().merged(states)
+        out, lse = (self._empty(array.shape, array) for array in states[0])
+        return merge_attention_states(*zip(*states, strict=True), out=out, lse=lse)
 
     def all_to_all(self, buffer: Any) -> Any:
         received = self._empty(buffer.shape, buffer)
@@ -301,6 +315,9 @@ class _CuPy(_InMemory):
             array.data.ptr, received.data.ptr, array.nbytes, kind, self._stream()
         )
         return received
+
+    def _captures(self) -> bool:
+        return driver().is_capturing(self._stream())
 
     def _stream(self) -> int:
         return int(self._xp.cuda.get_current_stream().ptr)
