@@ -249,22 +249,24 @@ __device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Sta
 // Numbers wrap around. The whole block takes part.
 __device__ __forceinline__ void wait_for_ranks(const MergeStatesParams& p) {
   const int from = threadIdx.x;
-  u32* const own = p.arrivals[p.rank] + blockIdx.x * p.ranks;
-  const u32 turn = own[p.rank] + 1;
-  __syncthreads();  // all have read it
-  if (from == p.rank) {
-    own[from] = turn;
-  } else if (from < p.ranks) {
-    store_release_system(p.arrivals[from] + blockIdx.x * p.ranks + p.rank, turn);
-    u64 begin = 0;
-    for (u32 looks = 1; static_cast<int>(load_acquire_system(own + from) - turn) < 0; ++looks) {
-      if (looks % 1024 != 0) continue;  // the clock is slow
-      const u64 now = nanoseconds();
-      if (begin == 0) begin = now;
-      if (now - begin > static_cast<u64>(p.timeout)) __trap();
+  const int place = blockIdx.x * p.ranks;
+  u32* const own = p.arrivals[p.rank] + place;
+  u32 turn = 0;
+  if (from < p.ranks) {
+    turn = own[p.rank] + 1;  // on its way while the others are told
+    if (from != p.rank) {
+      add_release_system(p.arrivals[from] + place + p.rank, 1);
+      u64 begin = 0;
+      for (u32 looks = 1; static_cast<int>(load_acquire_system(own + from) - turn) < 0; ++looks) {
+        if (looks % 1024 != 0) continue;  // the clock is slow
+        const u64 now = nanoseconds();
+        if (begin == 0) begin = now;
+        if (now - begin > static_cast<u64>(p.timeout)) __trap();
+      }
     }
   }
   __syncthreads();
+  if (from == p.rank) own[from] = turn;
 }
 
 template <typename T>

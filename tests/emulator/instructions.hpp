@@ -222,7 +222,7 @@ void registers_decrease() {}
 
 // system.cuh
 u32 load_acquire_system(const u32* address) { return load_acquire(address); }
-void store_release_system(u32* address, u32 value) { store_relaxed(address, value); }
+void add_release_system(u32* address, u32 value) { atomic_add_acq_rel(address, value); }
 u64 nanoseconds() { return 0; }
 
 // mma.cuh

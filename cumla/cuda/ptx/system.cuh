@@ -12,9 +12,9 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* address) {
   return value;
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: st
-__device__ __forceinline__ void store_release_system(u32* address, u32 value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+// PTX ISA: Parallel Synchronization and Communication Instructions: red
+__device__ __forceinline__ void add_release_system(u32* address, u32 value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // PTX ISA: Special Registers: %globaltimer

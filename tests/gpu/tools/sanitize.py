@@ -357,8 +357,7 @@ def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:
 def merge_of_ranks(cupy: Any, ranks: int = 3) -> None:
     """Merge on one GPU what ranks have written, one rank after the other.
 
-    The first one finds that the others have come already; these find that those before them did,
-    and the numbers wrap around.
+    Each finds that those before it came, and is told that those after it did; numbers wrap around.
     """
     rng = np.random.default_rng(0)
     outs = rng.standard_normal((ranks, 9, 5, 72), np.float32)
@@ -372,10 +371,12 @@ def merge_of_ranks(cupy: Any, ranks: int = 3) -> None:
     tables = tuple(range(at, at + counters.nbytes, step))
     for turn in (0xFFFFFFFF, 0, 1):
         for rank in range(ranks):
-            counters[rank, :blocks, rank + 1 :] = turn
+            later = counters[rank, :blocks, rank + 1 :]
+            later += 1
             merge = MergeOfRanks(Meeting(rank, tables, 1_000_000_000))
             out, lse = merge(partials, logarithms)
             assert_merged(out.get(), lse.get(), outs, lses, lse_base=math.e)
+            later -= 1
         expected = np.zeros_like(counters.get())
         expected[:, :blocks] = turn
         np.testing.assert_array_equal(counters.get(), expected)
