@@ -32,6 +32,7 @@ def join() -> torch.device:
 def replayed(step: Callable[[], None]) -> Callable[[], None]:
     """Capture a step, its exchange included, into a CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes the arrays
     with torch.cuda.stream(stream):
         step()  # kernels are loaded, and NCCL connects
     torch.cuda.synchronize()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX: one request whose cache is cut among all devices of a process, inside `jax.shard_map`.
 
+    python examples/context_parallel_jax.py
+
 A million tokens on GPUs, a short request on CPUs, of which JAX makes several with ``XLA_FLAGS=``
 ``--xla_force_host_platform_device_count=4``. Needs JAX 0.6 or later.
 """

@@ -7,11 +7,16 @@
 // addresses costs as many instructions as adding. The log-sum-exps are loaded together with the columns, not before.
 // The weights are relative to a running maximum, as in flash attention.
 //
+// Partial results may be those of other GPUs, in memory that all of them map. Then a block waits, before its first load,
+// for the block of its number on each of them: a barrier without a kernel of its own. All blocks of such a grid must be
+// resident at once.
+//
 // Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor,
 // and 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/system.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
@@ -23,6 +28,7 @@ constexpr int kColumnsOfFew = 4, kColumnsOfMany = 2;  // of 16 bytes, of a lane,
 constexpr int kFew = 2;                               // partial results
 constexpr int kLoads = 8;                             // of 16 bytes, that a lane begins together
 constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes
+constexpr int kMostRanks = 8;
 
 // An output (batch, token, head, head_dim) and its log-sum-exp; strides in bytes, of batch, token and head.
 struct AttentionState {
@@ -46,8 +52,11 @@ struct MergeStatesParams {
   OutType out_type;
   float to_log2;    // from the base of the log-sum-exps
   float from_log2;  // and back
-  int unused[2];
+  int ranks;  // that wait for one another, or 0
+  int rank;
   AttentionState partials[kMostPartials];
+  u32* arrivals[kMostRanks];  // of each rank: for each block and each rank the number of times that it has come
+  i64 timeout;                // nanoseconds
 };
 
 template <typename T>
@@ -236,12 +245,40 @@ __device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Sta
   return lse;
 }
 
+// Waits until this block has come on all ranks, as many times as here: what they wrote before can be read then.
+// Numbers wrap around. The whole block takes part.
+__device__ __forceinline__ void wait_for_ranks(const MergeStatesParams& p) {
+  const int from = threadIdx.x;
+  const int place = blockIdx.x * p.ranks;
+  u32* const own = p.arrivals[p.rank] + place;
+  u32 turn = 0;
+  if (from < p.ranks) {
+    turn = own[p.rank] + 1;  // on its way while the others are told
+    if (from != p.rank) {
+      add_release_system(p.arrivals[from] + place + p.rank, 1);
+      u64 begin = 0;
+      for (u32 looks = 1; static_cast<int>(load_acquire_system(own + from) - turn) < 0; ++looks) {
+        if (looks % 1024 != 0) continue;  // the clock is slow
+        const u64 now = nanoseconds();
+        if (begin == 0) begin = now;
+        if (now - begin > static_cast<u64>(p.timeout)) __trap();
+      }
+    }
+  }
+  __syncthreads();
+  if (from == p.rank) own[from] = turn;
+}
+
 template <typename T>
 __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   const int lanes = 1 << p.lanes_log2;
   const int lane = threadIdx.x & (lanes - 1);
   const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
   grid_dependency_launch();
+  if (p.ranks != 0) {
+    grid_dependency_wait();
+    wait_for_ranks(p);
+  }
   if (row >= p.rows) return;
   const StateRow place(p, row);
   grid_dependency_wait();

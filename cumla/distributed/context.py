@@ -22,7 +22,8 @@ _REFUSED = {
     "out": "results are merged into new memory: leave it out",
     "lse": "results are merged into new memory: leave it out",
     "stream": "the exchange runs on the framework's current stream: make this one current",
-    "window": "the layers of a window need a cache of its size, which is not cut",
+    "window": "a layer with a window needs a cache of that size alone: keep it whole on each rank, "
+    "and call attention with the heads of the rank",
     "kv_indices": "pages of a rank are told by a table: pass block_table",
     "kv_indptr": "pages of a rank are told by a table: pass block_table",
 }
@@ -138,8 +139,8 @@ class ContextParallel(Shard):
         if function in _SPARSE:
             raise TypeError(
                 "attention: needs mla_decode, mla_attention, attention, or the run of one of their "
-                "plans, got sparse attention, whose lists no map divides yet; attend on each rank "
-                "to the entries that it holds, and use ContextParallel.merge"
+                "plans, got sparse attention; call it apart with the slots of this rank, which "
+                "ContextParallel.slots finds for the lists, and pass out and lse to merge"
             )
         for name, way_out in _REFUSED.items():
             if options.get(name) is not None:
@@ -175,7 +176,8 @@ class ContextParallel(Shard):
     def merge(self, out: Any, lse: Any, *, gather: bool = False) -> cumla.AttentionState:
         """Merge a partial result of this rank with those of the others: :meth:`attend` without it.
 
-        For attention that is called apart, such as that of plans of `cumla.jax`. Costs a copy.
+        For attention that is called apart, such as that of plans of `cumla.jax`, or sparse
+        attention to the slots that :meth:`slots` finds for positions. Costs a copy.
 
         Parameters
         ----------
@@ -286,13 +288,12 @@ class ContextParallel(Shard):
         at_once = checked_flag("gather", gather) and few
         received = group.received(buffer.reshape(heads, *axes, buffer.shape[-1]), at_once)
         parts = [group.state(part, columns, like) for part in received]
-        outs, lses = zip(*parts, strict=True)
         if at_once or not gather:
-            return cumla.merge_attention_states(outs, lses)
+            return group.merged(parts)
+        outs, lses = zip(*parts, strict=True)
 
         def merge(**outputs: Any) -> Any:
             return cumla.merge_attention_states(outs, lses, **outputs)
 
         own = group.computed(merge, (heads // world, *axes, columns), like)
-        out, lse = group.state(group.all_gather(own), columns, like)
-        return cumla.merge_attention_states([out], [lse])
+        return group.merged([group.state(group.all_gather(own), columns, like)])

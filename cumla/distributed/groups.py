@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cumla.core._driver import driver, on_device
 from cumla.core.arguments import checked_flag
+from cumla.distributed.merge import MergeOfRanks
+from cumla.launch.merge_states import MOST_BLOCKS, MOST_RANKS, Meeting, merge_blocks
+from cumla.merge import AttentionState, merge_attention_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,6 +66,10 @@ class Group(ABC):
         shares = heads if whole else heads // self.world
         of_ranks = moved.reshape(self.world, shares, *rest)
         return [of_ranks[rank] for rank in range(self.world)]
+
+    def merged(self, states: Sequence[tuple[Any, Any]]) -> AttentionState:
+        """Merge what :meth:`received` has given, in the order of the ranks."""
+        return merge_attention_states(*zip(*states, strict=True))
 
     @abstractmethod
     def all_to_all(self, buffer: Any) -> Any:
@@ -148,6 +155,9 @@ class _Shared:
     Captured exchanges may run after any others: they have parts of their own, and the first of a
     capture waits for all ranks before it writes. Graphs may outlive the group that made them, so
     what they use stays for the life of the process.
+
+    The barrier is one of PyTorch, or the beginning of the merge itself, which then needs counters
+    after the parts: they only grow, so nobody has to reset them.
     """
 
     _of_graphs: ClassVar[set[_Shared]] = set()
@@ -160,9 +170,19 @@ class _Shared:
                 f"{device}; leave it out"
             )
         self._nbytes = nbytes
-        self._own = memory.empty(4 * nbytes, dtype=torch.uint8, device=device)
+        world = group.size()
+        counters = 4 * MOST_BLOCKS * world
+        self._own = memory.empty(4 * nbytes + counters, dtype=torch.uint8, device=device)
         self._handle = memory.rendezvous(self._own, group)
         self._timeout = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+        self._own[4 * nbytes :].zero_()
+        self._wait()  # until nobody zeroes what another one has counted
+        at = [
+            self._handle.get_buffer(rank, (counters,), torch.uint8, 4 * nbytes).data_ptr()
+            for rank in range(world)
+        ]
+        rank = torch.distributed.get_rank(group)
+        self.merge = MergeOfRanks(Meeting(rank, tuple(at), 1_000_000 * self._timeout))
         self._next = {False: 0, True: 0}  # part of captured exchanges, and of others
         self._captured = False
         self._capture: int | None = None  # the last one
@@ -178,9 +198,10 @@ class _Shared:
         self._first = (2 * self._captured + self._next[self._captured]) * self._nbytes
         return self._own[self._first : self._first + nbytes]
 
-    def written(self) -> None:
-        """Wait, on the stream, until all ranks have written."""
-        self._wait()
+    def written(self, wait: bool) -> None:
+        """Go on to the next part; unless the merge waits until all ranks have written, wait."""
+        if wait:
+            self._wait()
         self._next[self._captured] ^= 1
 
     def read(self, rank: int, buffer: Any, first: int, shares: int) -> Any:
@@ -208,6 +229,7 @@ class _Symmetric(_Torch):
             )
         self._of_size: dict[int, _Shared] = {}
         self._shared: _Shared | None = None
+        self._merge: Callable[..., AttentionState] = merge_attention_states
 
     def _buffer(self, shape: tuple[int, ...], like: Any) -> Any:
         nbytes = prod(shape) * like.dtype.itemsize
@@ -231,25 +253,47 @@ class _Symmetric(_Torch):
     def received(self, buffer: Any, whole: bool) -> Sequence[Any]:
         shared, self._shared = self._shared, None
         assert shared is not None
-        shared.written()
         heads = buffer.shape[0]
         shares = heads if whole else heads // self.world
+        rows = shares * prod(buffer.shape[1:-1])
+        columns = (buffer.shape[-1] * buffer.dtype.itemsize - _LSE_BYTES) // 16
+        few = 0 < merge_blocks(rows, columns, self.world) <= MOST_BLOCKS
+        waits = buffer.is_cuda and self.world <= MOST_RANKS and few
+        self._merge = shared.merge if waits else merge_attention_states
+        shared.written(wait=not waits)
         first = 0 if whole else self.rank * shares
         return [shared.read(rank, buffer, first, shares) for rank in range(self.world)]
 
+    def merged(self, states: Sequence[tuple[Any, Any]]) -> AttentionState:
+        return self._merge(*zip(*states, strict=True))
+
 
 class _CuPy(_InMemory):
-    """A NCCL communicator of CuPy; it works on CuPy's current stream."""
+    """A NCCL communicator of CuPy; it works on CuPy's current stream.
+
+    CuPy gives memory that was allocated during a capture to others as soon as nobody holds it: what
+    graphs use is held here.
+    """
 
     arrays = ("cupy", "ndarray")
 
     def __init__(self, communicator: Any) -> None:
         self._nccl = sys.modules["cupy.cuda.nccl"]
         self._communicator = communicator
+        self._of_graphs: list[Any] = []
         super().__init__(sys.modules["cupy"], communicator.rank_id(), communicator.size())
 
     def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return self._xp.empty(shape, like.dtype)
+        array = self._xp.empty(shape, like.dtype)
+        if self._captures():
+            self._of_graphs.append(array)
+        return array
+
+    def merged(self, states: Sequence[tuple[Any, Any]]) -> AttentionState:
+        if not self._captures():
+            return super().merged(states)
+        out, lse = (self._empty(array.shape, array) for array in states[0])
+        return merge_attention_states(*zip(*states, strict=True), out=out, lse=lse)
 
     def all_to_all(self, buffer: Any) -> Any:
         received = self._empty(buffer.shape, buffer)
@@ -271,6 +315,9 @@ class _CuPy(_InMemory):
             array.data.ptr, received.data.ptr, array.nbytes, kind, self._stream()
         )
         return received
+
+    def _captures(self) -> bool:
+        return driver().is_capturing(self._stream())
 
     def _stream(self) -> int:
         return int(self._xp.cuda.get_current_stream().ptr)

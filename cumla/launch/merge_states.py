@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 MOST_PARTIALS = 60  # kMostPartials of the kernel
+MOST_RANKS = 8  # kMostRanks, that wait for one another
+MOST_BLOCKS = 512  # of such a launch: resident at once, ten on each multiprocessor
 # kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
 _COLUMNS_OF_FEW, _COLUMNS_OF_MANY, _FEW = 4, 2, 2
 _WARP = 32
@@ -48,8 +50,18 @@ class StateViews(NamedTuple):
         return (self.out.ptr, *self.out.strides[:3], self.lse.ptr, *self.lse.strides)
 
 
+class Meeting(NamedTuple):
+    """Ranks that wait for one another before any of them reads a partial result."""
+
+    rank: int
+    # Addresses of each rank's counters, `MOST_BLOCKS` times the number of ranks of 32 bits each.
+    arrivals: tuple[int, ...]
+    timeout: int  # in nanoseconds, after which the kernel traps
+
+
 _NOTHING = (0,) * 8  # the fields of no state
-_PARAMS = struct.Struct(f"<17q6i2f2i{len(_NOTHING) * MOST_PARTIALS}q")
+_RANKS = 25  # where the number of ranks is among the values
+_PARAMS = struct.Struct(f"<17q6i2f2i{len(_NOTHING) * MOST_PARTIALS + MOST_RANKS + 1}q")
 
 
 def merge_launch(
@@ -58,7 +70,7 @@ def merge_launch(
     result: StateViews,
     log2_of_base: float,
 ) -> Launch:
-    """Describe how to merge partial results, behind what an earlier launch has merged.
+    """Describe how to merge partial results, after what an earlier launch has merged.
 
     There are 1 to `MOST_PARTIALS` partials of one shape and dtype. `carried` is the float32 result
     of the launch before this one; `result` is where to write, out float32, bfloat16 or float16. The
@@ -85,10 +97,25 @@ def merge_launch(
         0,
         *(field for partial in partials for field in partial.fields),
         *_NOTHING * (MOST_PARTIALS - len(partials)),
+        *(0,) * (MOST_RANKS + 1),
     )
-    spec = merge_spec(first.dtype)
-    blocks = -(-rows // (spec.threads >> lanes_log2))
-    return Launch(spec, (blocks, 1, 1), _PARAMS, values)
+    blocks = merge_blocks(rows, columns, len(partials))
+    return Launch(merge_spec(first.dtype), (blocks, 1, 1), _PARAMS, values)
+
+
+def merge_after_meeting(launch: Launch, meeting: Meeting) -> Launch:
+    """Let a merge wait for all ranks before its first load."""
+    ranks = len(meeting.arrivals)
+    none = (0,) * (MOST_RANKS - ranks)
+    values = launch.values
+    first, last = values[:_RANKS], values[_RANKS + 2 : -MOST_RANKS - 1]
+    given = (*first, ranks, meeting.rank, *last, *meeting.arrivals, *none, meeting.timeout)
+    return launch._replace(values=given)
+
+
+def merge_blocks(rows: int, columns: int, count: int) -> int:
+    """Count the blocks that merge rows of so many times 16 bytes, of some partial results."""
+    return -(-rows // (SPECS[0].threads >> _lanes_log2(columns, count)))
 
 
 def _lanes_log2(columns: int, count: int) -> int:

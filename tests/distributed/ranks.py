@@ -61,7 +61,7 @@ SYMMETRIC = (
     "decode, q_len 3, gather",
     "attention, q_len 1",
 )
-FEW = ("decode, q_len 3", "attention, q_len 3, gather")  # for other blocks than pages
+FEW = ("decode, q_len 3", "attention, q_len 3, gather", "lists")  # for other blocks than pages
 
 
 def there(*arrays: torch.Tensor) -> Any:
@@ -225,6 +225,23 @@ def history(parallel: ContextParallel, family: str) -> None:
     compare(parallel, found, whole, False)
 
 
+def lists(parallel: ContextParallel) -> None:
+    """Sparse attention to positions, some of which do not exist; those of other ranks come last."""
+    kv, batch = made(parallel, "mla"), len(setting.lengths)
+    q, shape = queries("mla", batch, 2), (batch, 2, 40)
+    generator = torch.Generator().manual_seed(19)
+    most = setting.page * setting.columns + 5
+    positions = torch.randint(-5, most, shape, generator=generator, dtype=torch.int32)
+    positions[0] = -1
+    requests, positions = there(torch.arange(batch).repeat_interleave(80), positions)
+    whole = cumla.mla_sparse_decode(q, *kv.whole, positions, block_table=kv.table)
+    slots = parallel.slots(kv.own_table, requests, positions.flatten()).view(shape).int()
+    slots = slots.sort(descending=True).values
+    held = (slots >= 0).sum(-1, dtype=torch.int32)
+    partial = cumla.mla_sparse_decode(q, *kv.own, slots, topk_length=held)
+    compare(parallel, parallel.merge(*partial), whole, False)
+
+
 def same_bits(parallel: ContextParallel) -> None:
     """The shares are parts of what all heads on each rank give, and each call gives the same."""
     kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)
@@ -305,7 +322,7 @@ def refused(parallel: ContextParallel) -> None:
             {},
         ),
         (ValueError, "out: needs None over a cache that is cut", decoding, {"out": q}),
-        (ValueError, "window: needs None over a cache that is cut", decoding, {"window": 4}),
+        (ValueError, "window: needs None .*; .* keep it whole on each", decoding, {"window": 4}),
         (ValueError, "stream: needs None over a cache that is cut", decoding, {"stream": 0}),
         (ValueError, "causal: needs False for requests of several", ragged, {"qo_indptr": offsets}),
         (
@@ -323,7 +340,7 @@ def refused(parallel: ContextParallel) -> None:
         (TypeError, "gather: needs True or False", decoding, {"gather": 1}),
         (
             TypeError,
-            "attention: needs mla_decode, mla_attention, attention, or",
+            "attention: needs mla_decode, .* ContextParallel.slots finds",
             (cumla.mla_sparse_decode, *decoding[1:]),
             {},
         ),
@@ -355,6 +372,7 @@ def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
     found: dict[str, Callable[[ContextParallel], None]] = {
         "same bits": same_bits,
         "one after the other": one_after_the_other,
+        "lists": lists,
         "odd heads": odd_heads,
         "no tokens": no_tokens,
         "refused": refused,

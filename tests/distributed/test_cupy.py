@@ -66,8 +66,14 @@ class Communicator:
             self.recv(to + peer * count, count, kind, peer, stream)
 
 
+CAPTURING: set[int] = set()  # streams
+
+
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    CAPTURING.clear()
+    driver = SimpleNamespace(is_capturing=lambda stream: stream in CAPTURING)
+    monkeypatch.setattr("cumla.distributed.groups.driver", lambda: driver)
     Communicator.queues = {(a, b): Queue() for a in range(WORLD) for b in range(WORLD)}
     groups = threading.local()
     nccl = SimpleNamespace(
@@ -119,6 +125,32 @@ def test_ranks_compute_what_one_rank_does(gather: bool) -> None:
         own = slice(None) if gather else slice(rank * 2, rank * 2 + 2)
         np.testing.assert_allclose(state.lse, whole.lse[:, own], rtol=1e-5)
         np.testing.assert_allclose(state.out, whole.out[:, :, own], atol=1e-2, rtol=1e-2)
+
+
+def test_memory_of_graphs_is_kept() -> None:
+    """All that is written in a capture, and nothing else."""
+    states = [np.ones((2, HEADS, 16), np.float16), np.zeros((2, HEADS), np.float32)]
+
+    def work(rank: int) -> Any:
+        parallel = ContextParallel(Communicator(rank), page_size=PAGE)
+        kept = parallel._group._of_graphs
+        counts, found = [], []
+        for capturing in (False, True):
+            if capturing:
+                CAPTURING.add(7)
+            barrier.wait(20)
+            found.append(parallel.merge(*map(array, states)))
+            counts.append(len(kept))
+            barrier.wait(20)
+        out, lse = found[1]
+        np.testing.assert_array_equal(out, found[0].out)
+        np.testing.assert_array_equal(lse, found[0].lse)
+        return counts, any(it is out for it in kept), any(it is lse for it in kept)
+
+    barrier = threading.Barrier(WORLD)
+    with ThreadPoolExecutor(WORLD) as pool:
+        for found in pool.map(work, range(WORLD)):
+            assert found == ([0, 4], True, True)  # sent, received, out, lse
 
 
 def test_a_group_of_no_kind_that_is_known() -> None:

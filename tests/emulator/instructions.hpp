@@ -220,6 +220,11 @@ void registers_increase() {}
 template <int kRegisters>
 void registers_decrease() {}
 
+// system.cuh
+u32 load_acquire_system(const u32* address) { return load_acquire(address); }
+void add_release_system(u32* address, u32 value) { atomic_add_acq_rel(address, value); }
+u64 nanoseconds() { return 0; }
+
 // mma.cuh
 struct Fragments {
   u32 a[4], b[2];

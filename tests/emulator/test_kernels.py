@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.distributed.merge import MergeOfRanks
+from cumla.launch.merge_states import MOST_BLOCKS, Meeting
 from tests.emulator import Array, CuPy, emulated_gpu
 from tests.emulator.fenced import Fenced
 from tests.gpu.tools import pages, sanitize
@@ -65,6 +67,17 @@ def lists_of_rows(cupy: CuPy) -> None:
 
 def merges(cupy: CuPy) -> None:
     sanitize.merge_states(cupy, 2, "bfloat16", in_place=False)
+    sanitize.merge_of_ranks(cupy)
+
+
+def test_a_rank_that_does_not_come(cupy: CuPy) -> None:
+    """The kernel waits, and has written nothing but that it is there."""
+    states = cupy.asarray(np.ones((2, 1, 1, 8), np.float32)), cupy.zeros((2, 1, 1))
+    counters = cupy.zeros((2, MOST_BLOCKS, 2), np.uint32)
+    tables = tuple(sanitize.address_of(table) for table in counters)
+    with pytest.raises(AssertionError, match=r"merge_states_float32: .*wait"):
+        MergeOfRanks(Meeting(1, tables, 0))(*map(list, states))
+    assert np.argwhere(counters).tolist() == [[0, 0, 1]]
 
 
 def rows_into_caches(cupy: CuPy) -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from cumla import merge, reference
 from cumla.core.arrays import ArrayView
+from cumla.distributed.merge import MergeOfRanks
 from cumla.launch import merge_states
 from cumla.launch.kernel import Launch
-from cumla.launch.merge_states import MOST_PARTIALS, SPECS, StateViews
+from cumla.launch.merge_states import MOST_PARTIALS, MOST_RANKS, SPECS, Meeting, StateViews
 from tests.launch.test_kernel import compile_checks
 from tests.selection import some
 
@@ -167,17 +168,34 @@ def test_lanes_and_blocks_cover_every_row(
         assert launch.lanes == 1 or launch.lanes < columns  # none of the lanes idles
 
 
+def test_ranks_that_wait_for_one_another() -> None:
+    outs, lses = states(2, (2, 3, 4, 16), np.float32)
+    named = {**merge._named("outs", list(outs)), **merge._named("lses", list(lses))}
+    views = {name: view(array) for name, array in named.items()}
+    for operation, packed in (
+        (merge._MERGE, (0, 0, *[0] * MOST_RANKS, 0)),
+        (MergeOfRanks(Meeting(1, (64, 128), 7)), (2, 1, 64, 128, 0, 0, 0, 0, 0, 0, 7)),
+    ):
+        arguments = operation.arguments(views, 1.0)
+        (launch,) = operation.recipe(0, arguments, (view(outs[0]), view(lses[0])), 0)
+        stand_in = StandIn(launch)
+        assert (*stand_in.fields[25:27], *stand_in.fields[507:]) == packed
+        assert stand_in.count == 2 and stand_in.fields[27 + 8] == outs[1].ctypes.data
+
+
 def test_the_struct_is_as_the_kernel_sees_it(nvrtc: None) -> None:
     """The order of the fields, by initialising them in the order in which they are packed."""
     words = [
         "constexpr AttentionState kState = {nullptr, {1, 2, 3}, nullptr, {5, 6, 7}};",
         "constexpr MergeStatesParams kWords = {kState, {}, 16, 17, 18, 19, 20, 21, kOutFloat16,",
-        "                                      23.0f, 24.0f, {}, {kState}};",
+        "                                      23.0f, 24.0f, 25, 26, {kState}, {}, 515};",
     ]
     names = ("rows", "tokens", "heads", "columns", "lanes_log2", "count")
     checks = {f"kWords.{name}": 16 + i for i, name in enumerate(names)}
     checks |= {"kWords.to_log2": 23, "kWords.from_log2": 24}
     checks |= {"kWords.result.out_strides[2]": 3, "kWords.partials[0].lse_strides[2]": 7}
+    checks |= {"kWords.ranks": 25, "kWords.rank": 26, "kWords.timeout": 515}
+    checks |= {"sizeof(MergeStatesParams)": merge_states._PARAMS.size, "kMostRanks": MOST_RANKS}
     checks |= {"kMostPartials": MOST_PARTIALS, "kFew": merge_states._FEW}
     checks |= {"kColumnsOfFew": merge_states._COLUMNS_OF_FEW}
     checks |= {"kColumnsOfMany": merge_states._COLUMNS_OF_MANY}

@@ -56,7 +56,7 @@ def test_cupy(tmp_path: Path) -> None:
 
     if not nccl.available:
         pytest.skip("needs libnccl for CuPy")
-    check("cupy", tmp_path, 9)
+    check("cupy", tmp_path, 10)
 
 
 @pytest.mark.parametrize(("what", "error"), [("failing", "NCCL"), ("failing-mapped", "CUDA error")])

@@ -95,7 +95,7 @@ def torch_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
                     found[key] = partial(with_setting, ranks, setting, case, parallel)
         for symmetric in (False, True):
             parallel = ContextParallel(group, page_size=setting.page, symmetric_memory=symmetric)
-            own = {"graphs": graphs}
+            own = {"graphs": graphs, "many and few": many_and_few}
             for family in ("mla", "mha"):
                 for q_len in (1, 3):
                     name = f"graph, {family}, q_len {q_len}"
@@ -227,6 +227,32 @@ def graphs(parallel: Any) -> None:
     assert int(differing) == 0
 
 
+def many_and_few(parallel: Any) -> None:
+    """Merges that begin with a barrier of PyTorch, and such that wait themselves, in turns."""
+    import torch
+
+    import cumla
+    from tests.distributed import ranks
+
+    tokens, heads = 2560 // ranks.setting.heads, ranks.setting.heads
+    generator = torch.Generator(ranks.setting.device).manual_seed(17)
+    on = {"device": ranks.setting.device, "generator": generator}
+    outs = torch.randn(WORLD, tokens, heads, 512, **on).bfloat16()
+    lses = torch.randn(WORLD, tokens, heads, **on)
+    wanted = [cumla.merge_attention_states(list(outs * i), list(lses)).out for i in range(1, 4)]
+    differing = torch.zeros((), dtype=torch.int64, device=outs.device)
+    for i in range(60):
+        if i % 5 == parallel.rank:
+            torch.cuda._sleep(100_000)  # a rank that is late
+        gather = i % 4 in (1, 2)
+        own = slice(None) if gather else ranks.own_heads(parallel)
+        state = parallel.merge(
+            outs[parallel.rank] * (i % 3 + 1), lses[parallel.rank], gather=gather
+        )
+        differing += (state.out != wanted[i % 3][:, own]).sum()
+    assert int(differing) == 0
+
+
 def repeats(parallel: Any, family: str) -> None:
     """The same bits each time, however the ranks are timed."""
     import torch
@@ -329,7 +355,53 @@ def cupy_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
         for q_len in (1, 3)
         for gather in (False, True)
     }
-    return {**found, "index maps": write}
+    return {**found, "index maps": write, "graph": partial(cupy_graph, parallel, upload, table)}
+
+
+def cupy_graph(parallel: Any, upload: Callable[[tuple[int, ...]], Any], table: Any) -> None:
+    """A schedule and two layers in one graph; lengths change between replays."""
+    import cupy as cp
+
+    import cumla
+
+    rank, (batch, columns), heads = parallel.rank, table.shape, 16
+    caches = [upload((table.size, 64, 576)) for _ in range(2)]
+    own = [cp.full(cache.shape, 0xFFFF, np.uint16) for cache in caches]
+    for entry in range(rank, columns, WORLD):
+        for cache, there in zip(caches, own, strict=True):
+            there[table[:, entry]] = cache.view(np.uint16)[table[:, entry]]
+    own = [there.view(caches[0].dtype) for there in own]
+    q, block_table = upload((batch, 1, heads, 576)), cp.asarray(table)
+    lengths = np.array([700, 3, 0, 130, 64, 768], np.int32)
+    pages = parallel.pages(cp.asarray(lengths), block_table)
+    plan = cumla.MLADecodePlan.from_arrays(q, own[0])
+    each = slice(rank * heads // 2, (rank + 1) * heads // 2)
+
+    def step() -> list[Any]:
+        plan.update(pages.kv_lens)
+        return [parallel.attend(plan.run, q, cache, pages.block_table) for cache in own]
+
+    cp.cuda.Device().synchronize()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        states = step()
+        captured = stream.end_capture()
+        for shift in range(batch):
+            kv_lens = cp.asarray(np.roll(lengths, shift))
+            pages.kv_lens[...] = parallel.pages(kv_lens, block_table).kv_lens
+            q.view(np.uint16)[...] = upload(q.shape).view(np.uint16)
+            # As large as what is exchanged: memory of the graph, if CuPy took it for free.
+            others = [cp.full(batch * heads * 1040, 0xFF, np.uint8) for _ in range(8)]
+            captured.launch(stream)
+            assert all(bool((other == 0xFF).all()) for other in others)
+            for state, found in zip(step(), states, strict=True):
+                assert bool((state.out.view(np.uint16) == found.out.view(np.uint16)).all())
+                assert bool((state.lse == found.lse).all())
+            whole = cumla.mla_decode(q, caches[1], block_table, kv_lens).lse.get()[:, each]
+            np.testing.assert_allclose(states[1].lse.get(), whole, atol=1e-5, rtol=1e-5)
 
 
 # --- a rank that fails ---------------------------------------------------------------------------

@@ -43,8 +43,10 @@ if str(ROOT) not in sys.path:
 
 import cumla  # noqa: E402
 import cumla.launch.device as devices  # noqa: E402
+from cumla.distributed.merge import MergeOfRanks  # noqa: E402
 from cumla.launch import module  # noqa: E402
 from cumla.launch.kernel import PreparedLaunch  # noqa: E402
+from cumla.launch.merge_states import MOST_BLOCKS, Meeting, merge_blocks  # noqa: E402
 from cumla.launch.sparse import top_k  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
@@ -278,6 +280,8 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
+    merge_of_ranks(cupy)
+    print("sanitize: merged by ranks: agree", flush=True)
     append_all(cupy)
     attend_many_heads(cupy)
     for dtype in ("bfloat16", "float32"):
@@ -348,6 +352,39 @@ def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:
     options = {"out": partials[1], "lse": logarithms[1]} if in_place else {}
     out, lse = cumla.merge_attention_states(partials, logarithms, **options)
     assert_merged(typed(out.view(bits).get(), dtype), lse.get(), outs, lses, lse_base=math.e)
+
+
+def merge_of_ranks(cupy: Any, ranks: int = 3) -> None:
+    """Merge on one GPU what ranks have written, one rank after the other.
+
+    Each finds that those before it came, and is told that those after it did; numbers wrap around.
+    """
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((ranks, 9, 5, 72), np.float32)
+    lses = rng.standard_normal((ranks, 9, 5), np.float32)
+    partials, logarithms = list(cupy.asarray(outs)), list(cupy.asarray(lses))
+    blocks = merge_blocks(45, 18, ranks)
+    counters = cupy.zeros((ranks, MOST_BLOCKS, ranks), np.uint32)
+    counters[:, :blocks] = 0xFFFFFFFE
+    at = address_of(counters)
+    step = counters.nbytes // ranks
+    tables = tuple(range(at, at + counters.nbytes, step))
+    for turn in (0xFFFFFFFF, 0, 1):
+        for rank in range(ranks):
+            later = counters[rank, :blocks, rank + 1 :]
+            later += 1
+            merge = MergeOfRanks(Meeting(rank, tables, 1_000_000_000))
+            out, lse = merge(partials, logarithms)
+            assert_merged(out.get(), lse.get(), outs, lses, lse_base=math.e)
+            later -= 1
+        expected = np.zeros_like(counters.get())
+        expected[:, :blocks] = turn
+        np.testing.assert_array_equal(counters.get(), expected)
+
+
+def address_of(array: Any) -> int:
+    """Tell where an array lies: CuPy's, or the emulator's."""
+    return int(array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data)
 
 
 def append_rows(cupy: Any, form: str) -> None:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging partial results that ranks have in memory which all of them map."""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import TYPE_CHECKING, Any, cast
+
+from cumla.core.operation import run
+from cumla.launch.merge_states import merge_after_meeting
+from cumla.merge import AttentionState, _Arguments, _Merge, _named
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+    from cumla.launch.kernel import Launch
+    from cumla.launch.merge_states import Meeting
+
+__all__ = ["MergeOfRanks"]
+
+
+class MergeOfRanks(_Merge):
+    """Merges partial results of at most `MOST_RANKS` ranks, which wait for one another first.
+
+    Each of them merges as many, in the blocks of one launch that holds at most `MOST_BLOCKS`.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__()
+        self._meeting = meeting
+
+    def __call__(self, outs: Sequence[Any], lses: Sequence[Any]) -> AttentionState:
+        """Merge what all ranks have written before in the order of their streams."""
+        inputs = {**_named("outs", outs), **_named("lses", lses)}
+        return AttentionState(*run(self, inputs, {"out": None, "lse": None}, log2(e)))
+
+    def recipe(
+        self, key: int, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the launch."""
+        launches = super().recipe(key, arguments, outs, buffer)
+        return [merge_after_meeting(cast("Launch", it), self._meeting) for it in launches]
