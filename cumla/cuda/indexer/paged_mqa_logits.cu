@@ -58,6 +58,7 @@ struct PagedMqaParams {
 
 struct Requests {
   const PagedMqaParams& p;
+  mutable int tokens = 0;  // of the request whose blocks were asked for last: the loading warp reads a length once
 
   __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * p.lengths.next_n; }
   __device__ __forceinline__ int rows_of(int) const { return p.lengths.next_n; }
@@ -70,7 +71,8 @@ struct Requests {
   }
   __device__ __forceinline__ void blocks_of(int item, int& first, int& blocks) const {
     first = 0;
-    blocks = (tokens_of(p.lengths, item) + kBlockTokens - 1) / kBlockTokens;
+    tokens = tokens_of(p.lengths, item);
+    blocks = (tokens + kBlockTokens - 1) / kBlockTokens;
   }
 };
 
@@ -115,7 +117,7 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     if (!announce_next(shared, cursor, n, segment)) return;
     const u32 first_token = segment.first * kBlockTokens;
     if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);
-    const u32 tokens = tokens_of(p.lengths, segment.item);
+    const u32 tokens = cursor.work.tokens;
     const int boxes = segment.blocks << log2_of_boxes;
 #pragma unroll 1
     for (int begin = 0; begin < boxes; begin += 32) {
