@@ -89,6 +89,20 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
   if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
 }
 
+// The warps that load queries: query and weights of the first request into L2, while the loading warp waits for its
+// length. Should that be 0, another request is next, and this was for nothing.
+__device__ __forceinline__ void prefetch_query(const PagedMqaParams& p, int item) {
+  const int head = static_cast<int>(threadIdx.x) - 64;
+  if (item >= p.lengths.batch || head < 0 || head >= p.logits.num_heads) return;
+  const Requests work{p};
+#pragma unroll 1
+  for (int row = 0; row < p.lengths.next_n; ++row) {
+    prefetch_l2(work.query(item) + row * p.q_stride_row + head * p.logits.q_stride_head);
+    prefetch_l2(p.logits.weights + (work.first_row(item) + row) * p.logits.weights_stride_row +
+                head * p.logits.weights_stride_head);
+  }
+}
+
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several
 // boxes; a lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to
 // ask for a block in far less time than the block takes to come.
@@ -163,6 +177,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
   __syncthreads();  // barriers are made while the bounds come
+  prefetch_query(p, cursor.at.item);
   do_segments(p.logits, work, shared, [&] { load_pages(p, shared, cursor); });
 }
 
