@@ -437,11 +437,11 @@ def test_check_mode_knows_the_rows_of_cos_sin(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("tokens", "kv_heads", "columns", "heads", "grid"),
     [
-        (1, 1, 128, 0, (2, 1, 1)),  # a team of 8 threads has a token and 2, 4 or 8 heads
+        (1, 1, 128, 0, (2, 1, 1)),  # a team of 8 threads has a token and 2 or 4 heads
         (32, 4, 128, 0, (4, 2, 1)),
         (33, 8, 128, 32, (24, 3, 1)),
         (600, 8, 128, 32, (12, 38, 1)),
-        (1025, 8, 128, 32, (6, 65, 1)),
+        (1025, 8, 128, 32, (12, 65, 1)),
         (9, 5, 512, 0, (6, 3, 1)),
         (257, 1, 8, 0, (2, 3, 1)),
     ],

@@ -3,7 +3,7 @@
 // queries on the way.
 //
 // grid = (chunks of heads: of q, then k, then v; token tiles, in y and z), 128 threads. A team of threads has one token
-// and one chunk of up to eight heads. Teams go through the chunks of a token, then to the next token: neighbours read
+// and one chunk of up to four heads. Teams go through the chunks of a token, then to the next token: neighbours read
 // neighbouring memory, and angles of one position. Each thread has the same two octets of columns of all its rows, so
 // it loads cosines and sines once for all of them. One thread has both octets of half-split pairs, so threads exchange
 // nothing.
@@ -12,7 +12,7 @@
 // token; load cosines and sines; wait for the rows; rotate and store them. Rows do not go to registers, because ptxas
 // makes all loads whose results other basic blocks use share one scoreboard: whoever waits for an index waits for rows.
 //
-// Budget: 32 KiB of shared memory per CTA, in flight, six CTAs per SM (at most 80 registers per thread). float32: 64
+// Budget: 16 KiB of shared memory per CTA, in flight, seven CTAs per SM (at most 72 registers per thread). float32: 32
 // KiB, three CTAs per SM.
 #include "mha/append_kv_cache/params.cuh"
 #include "mha/append_kv_cache/places.cuh"
@@ -30,7 +30,7 @@ using namespace ptx;
 using namespace rows;
 
 constexpr int kThreads = 128;
-constexpr int kMaxHeads = 8;  // of a chunk
+constexpr int kMaxHeads = 4;  // of a chunk
 template <typename T>
 constexpr bool kIsFp32 = false;
 template <>

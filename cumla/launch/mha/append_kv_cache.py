@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 _THREADS = 128
-_MAX_HEADS = 8  # of one thread
+_MAX_HEADS = 4  # of one thread
 _OCTET = 8  # columns
 _MAX_TILES = 1 << 15  # in y of the grid
 
@@ -24,7 +24,7 @@ _SPECS = {
         *("mha", "append_kv_cache", "AppendKvCacheParams", dtype, to_fp8),
         tags=["fp8", dtype] if to_fp8 else [dtype],
         threads=_THREADS,
-        min_blocks=3 if dtype == "float32" else 6,
+        min_blocks=3 if dtype == "float32" else 7,
         smem_bytes=_THREADS * 2 * _MAX_HEADS * (32 if dtype == "float32" else 16),
     )
     for dtype in FLOATS
@@ -148,7 +148,7 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
 
 def _heads_of_chunk(tokens: int) -> int:
     """Let few tokens have more threads, each with a shorter way."""
-    return 2 if tokens <= 512 else 4 if tokens <= 1024 else _MAX_HEADS
+    return 2 if tokens <= 512 else _MAX_HEADS
 
 
 def _division(columns: int, rotary_dim: int, rotary_offset: int) -> tuple[int, int, int, int]:
