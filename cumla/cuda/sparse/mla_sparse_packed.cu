@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention of each query token to its own list of cache rows, for packed FP8 rows (656 bytes) and more than 16
-// heads: mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. grid = (row tiles of 64 heads, parts, 1).
+// heads: mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. grid = (row tiles of up to 64 heads, parts, 1).
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
@@ -16,10 +16,15 @@ struct MlaSparsePackedParams {
   Lists lists;
 };
 
+struct PackedTile : ListTile<kHeads> {
+  using Held = PackedTile;
+  __device__ __forceinline__ explicit PackedTile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
+};
+
 struct ListRows {
   using Params = MlaSparsePackedParams;
   using Form = RowForm<true, false>;
-  using Tile = ListTile<kHeads>;
+  using Tile = PackedTile;
 
   __device__ __forceinline__ static float kv_scale(const Params&) { return 1.0f; }
 

@@ -13,15 +13,16 @@ using namespace mla;
 using namespace split;
 
 // Some of the heads of a query token: grid = (row tiles, parts, 1). Its list is as the caller gave it (sparse/lists.cuh).
+// tile_rows: fewer than kTileRows where more thread blocks than there are pieces fit on the GPU.
 template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;
   static constexpr bool kHasSinks = true;
 
-  __device__ __forceinline__ explicit ListTile(const MlaDecodeParams& p) : RaggedTile(p) {
+  __device__ __forceinline__ explicit ListTile(const MlaDecodeParams& p, int tile_rows = kTileRows) : RaggedTile(p) {
     index = blockIdx.x;
-    first_row = blockIdx.x * kTileRows;
-    rows = min(kTileRows, p.heads_per_group - first_row);
+    first_row = blockIdx.x * tile_rows;
+    rows = min(tile_rows, p.heads_per_group - first_row);
     least_shift = most_shift = 0;
     q_len = 1;
   }

@@ -30,7 +30,7 @@ from cumla.launch.sparse.select_rows import (
     select_rows_launch,
 )
 from cumla.launch.sparse.shape import PACKED, V4
-from cumla.launch.split.plan import MOST_TOKENS, ROW_TILE
+from cumla.launch.split.plan import MOST_TOKENS
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
         return tuple([_spec(key, width) for width in _TILES if columns in (None, width)])
     if key.cache == V4:
         return V4_SPECS
-    if key.cache == PACKED and key.row_tile == ROW_TILE:
+    if key.has_whole_rows:
         return PACKED_SPECS
     return sparse_fp8_specs(key)
 
@@ -164,7 +164,7 @@ def _row_launches(
     scales = others[1] if a.kv_scales is not None else None
     decode = _decode_arguments(key, buffer, a, latent, rope)._replace(kv_scales=scales)
     if key.cache == PACKED:
-        of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
+        of_key = sparse_packed_launch if key.has_whole_rows else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
         attend = decode_launch(_spec(key, a.columns), key, buffer, decode, out, lse)

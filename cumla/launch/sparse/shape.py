@@ -50,11 +50,25 @@ class MLASparseKey(LatentKey):
     page_size = 1  # what a list names is one row
     causal = False
 
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether the kernel computes from whole packed rows, for many heads."""
+        return self.cache == PACKED and self.num_heads > NARROW_ROWS[0]
+
     @cached_property
     def row_tile(self) -> int:
-        """Heads of one thread block: fewer where it computes from e4m3 numbers."""
+        """Heads of one thread block: fewer where it computes from e4m3 numbers.
+
+        Pieces of few lists are cut by heads, too, as far as all fit on the GPU at once: what each
+        thread block stores and joins takes longer than its blocks.
+        """
         narrow, wide = NARROW_ROWS
-        if self.cache in ("same", V4) or (self.cache == PACKED and self.num_heads > narrow):
+        if self.has_whole_rows or self.cache == V4:
+            pieces = self.num_places * -(-self.max_blocks // self.min_share)
+            tiles = self.sm_count // max(pieces, 1)
+            few = (rows for rows in (narrow, wide) if -(-self.num_heads // rows) <= tiles)
+            return ROW_TILE if self.batch_invariant else next(few, ROW_TILE)
+        if self.cache == "same":
             return ROW_TILE
         return narrow if self.num_heads <= narrow else wide
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -65,10 +66,34 @@ def test_an_e4m3_cache(heads: int) -> None:
 def test_packed_rows(heads: int) -> None:
     """Their kernels look at the lists themselves."""
     key = key_of(heads, "packed")
-    few = heads <= 16
-    assert (key.row_tile, key.row_tiles) == (16 if few else 64, 1 if heads <= 64 else 2)
-    attend = "mla_sparse_fp8_16_packed" if few else "mla_sparse_packed"
+    assert key.row_tiles == (1 if heads <= 64 else 2)
+    attend = "mla_sparse_fp8_16_packed" if heads <= 16 else "mla_sparse_packed"
     assert entries(key) == ["bound_rows", "mla_schedule", attend]
+
+
+@pytest.mark.parametrize(
+    ("cache", "lists", "heads", "topk", "row_tile"),
+    [
+        ("v4", 1, 64, 640, 16),  # 10 pieces of a block
+        ("v4", 4, 64, 640, 32),
+        ("v4", 4, 128, 640, 64),  # four tiles each would need 160 thread blocks
+        ("v4", 14, 64, 640, 64),
+        ("packed", 1, 128, 2048, 16),  # 16 pieces of two blocks
+        ("packed", 4, 64, 2048, 32),
+        ("packed", 4, 128, 2048, 64),
+        ("packed", 1, 128, 0, 16),
+        ("same", 1, 128, 2048, 64),
+    ],
+)
+def test_few_lists_are_cut_by_heads(
+    cache: str, lists: int, heads: int, topk: int, row_tile: int
+) -> None:
+    """As far as all thread blocks fit on the GPU; where bits depend on no batch, not at all."""
+    key = key_of(heads, cache, batch=lists, q_len=1, topk=topk)
+    assert (key.row_tile, key.row_groups) == (row_tile, row_tile // 16)
+    assert key.may_wait
+    assert replace(key, batch_invariant=True).row_tile == 64
+    assert replace(key, device=None, sm_count=0).row_tile == 64
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -67,6 +67,13 @@ def test_attention_to_lists(case: SparseCase) -> None:
         attend_sparse(cupy, case)
 
 
+def test_few_lists_are_cut_by_heads() -> None:
+    """Into two tiles, of four pieces each."""
+    case = SparseCase(batch=1, heads=40, topk=500, scales="powers", sinks="finite", lists="mixed")
+    with emulated_gpu(8) as cupy:
+        attend_sparse(cupy, case)
+
+
 def test_log_sum_exps_of_single_rows() -> None:
     """They are scores, of which powers of two must take no bits."""
     case = SparseCase(batch=20, heads=17, topk=1, scales="zero")

@@ -130,6 +130,13 @@ def test_attention_to_lists(case: V4Case) -> None:
         attend_v4(cupy, case)
 
 
+def test_few_lists_are_cut_by_heads() -> None:
+    """Into three tiles, of two pieces each."""
+    case = V4Case(batch=1, heads=40, topk=70, extra=50, sinks="finite", lists="mixed")
+    with emulated_gpu(8) as cupy:
+        attend_v4(cupy, case)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lists", ["random", "same", "absent", "mixed", "first", "blocks"])
 @pytest.mark.parametrize("extra", [0, 1, 64, 130])
