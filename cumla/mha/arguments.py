@@ -152,10 +152,14 @@ def tables_of(views: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView] | t
 
 
 def _check_table(name: str, view: ArrayView, shape: str) -> None:
-    check_dtype(name, view.dtype, TABLES)
+    is_complex = view.dtype.startswith("complex")
+    way_out = "pass the pair (table.real, table.imag)" if is_complex else "convert it first"
+    check_dtype(name, view.dtype, TABLES, way_out)
     if len(view.shape) != 2 or 0 in view.shape:
+        is_cis = len(view.shape) == 3 and view.shape[2] == 2  # a reshape would mix the angles
+        way_out = "pass the pair (table[..., 0], table[..., 1])" if is_cis else "reshape it"
         raise ValueError(
-            f"{name}: needs shape {shape}, a row for each position, got {view.shape}; reshape it"
+            f"{name}: needs shape {shape}, a row for each position, got {view.shape}; {way_out}"
         )
     check_lies(name, view, "elements")
 
@@ -167,5 +171,6 @@ def check_rotation(cos: ArrayView, columns: int, rotary_offset: int) -> None:
         raise ValueError(
             f"cos_sin: needs rotary_dim a multiple of {2 * _OCTET} and rotary_offset one of "
             f"{_OCTET}, together at most the {columns} columns of a head, got rotary_dim "
-            f"{rotary_dim} and rotary_offset {rotary_offset}; pass the table of this model"
+            f"{rotary_dim} and rotary_offset {rotary_offset}; pass the table of this model, with "
+            f"each angle once"
         )

@@ -433,8 +433,11 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
     assert view is not None
     q = given["q"]
     assert q is not None
-    of_q = (q.dtype,) if q.dtype == "float32" else (q.dtype, *E4M3)
-    check_dtype(name, view.dtype, DTYPES if name == "q" else of_q)
+    if name == "q":
+        check_dtype(name, view.dtype, DTYPES)
+    else:
+        of_q = (q.dtype,) if q.dtype == "float32" else (q.dtype, *E4M3)
+        check_dtype(name, view.dtype, of_q, "convert it, or q")
     axes = {
         "q": "(total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)",
         "k": "(num_pages, page_size, num_kv_heads, head_dim) or (total_kv, num_kv_heads, head_dim)",

@@ -56,7 +56,9 @@ def paged_e4m3(**changes: Any) -> Arguments:
 
 PAGED = [
     wrong_type("q", aligned((8, 4, 64), np.float64), "bfloat16 or float16 or float32, got float64"),
-    wrong_type("q", aligned((8, 4, 64), F32), "")._replace(message="k: needs float32, got bfloat1"),
+    wrong_type("q", aligned((8, 4, 64), F32), "")._replace(
+        message="k: needs float32, got bfloat16; convert it, or q"
+    ),
     wrong_type(
         "k", aligned((6, 16, 2, 64), F16), "bfloat16 or float8_e4m3fn or uint8, got float16; conv"
     ),
