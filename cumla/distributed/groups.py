@@ -182,7 +182,8 @@ class _Shared:
             for rank in range(world)
         ]
         rank = torch.distributed.get_rank(group)
-        self.merge = MergeOfRanks(Meeting(rank, tuple(at), 1_000_000 * self._timeout))
+        nanoseconds = min(1_000_000 * self._timeout, (1 << 63) - 1)
+        self.merge = MergeOfRanks(Meeting(rank, tuple(at), nanoseconds))
         self._next = {False: 0, True: 0}  # part of captured exchanges, and of others
         self._captured = False
         self._capture: int | None = None  # the last one
@@ -230,8 +231,14 @@ class _Symmetric(_Torch):
         self._of_size: dict[int, _Shared] = {}
         self._shared: _Shared | None = None
         self._merge: Callable[..., AttentionState] = merge_attention_states
+        self._failed = False
 
     def _buffer(self, shape: tuple[int, ...], like: Any) -> Any:
+        if self._failed:
+            raise RuntimeError(
+                "symmetric_memory: needs all ranks to have merged as often, and a merge of this one "
+                "failed; make a new ContextParallel on every rank"
+            )
         nbytes = prod(shape) * like.dtype.itemsize
         size = max(_LEAST_SHARED, 1 << (nbytes - 1).bit_length())
         capture = None
@@ -265,7 +272,10 @@ class _Symmetric(_Torch):
         return [shared.read(rank, buffer, first, shares) for rank in range(self.world)]
 
     def merged(self, states: Sequence[tuple[Any, Any]]) -> AttentionState:
-        return self._merge(*zip(*states, strict=True))
+        self._failed = True  # until the merge is on its way: this rank would count one less
+        merged = self._merge(*zip(*states, strict=True))
+        self._failed = False
+        return merged
 
 
 class _CuPy(_InMemory):
