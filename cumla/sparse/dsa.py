@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,6 +90,8 @@ class _Attention(MLASparsePlan):
 
 
 _VISIBLE = _Visible()
+_INDEX_NAMES = {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"}
+_ANY_INDEX_NAME = re.compile(rf"(?<![\w.])({'|'.join(_INDEX_NAMES)})(?!\w)")
 
 
 class DSAPlan:
@@ -141,8 +144,7 @@ class DSAPlan:
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As the two plans. What is wrong with the indexer's arrays is said in the names of
-        :func:`cumla.paged_mqa_logits`.
+        As the two plans.
 
     Examples
     --------
@@ -189,8 +191,11 @@ class DSAPlan:
     ) -> None:
         topk = checked_int("topk", topk, "there is nothing to select")
         arrays = named_index(index_q, index_cache, None, block_table)
-        call = open_call(tuple(arrays.items()), stream=stream)
-        shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
+        try:
+            call = open_call(tuple(arrays.items()), stream=stream)
+            shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
+        except (TypeError, ValueError) as error:
+            raise _with_index_names(error) from None
         batch, q_len, _, _, page_size, max_pages = shape
         most = max_pages * page_size
         if max_kv_len is not None:
@@ -291,13 +296,12 @@ class DSAPlan:
             ``(batch, q_len, topk)`` int32 positions, as :attr:`indices`; the next ``select`` writes
             to the same memory, but with JAX.
         """
-        logits = self._logits_plan.run(
-            *(index_q, index_cache, index_weights, block_table),
-            max_kv_len=self._width,
-            clean=False,
-            out=self._own["logits"],
-            stream=stream,
-        )
+        arrays = index_q, index_cache, index_weights, block_table
+        options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
+        try:
+            logits = self._logits_plan.run(*arrays, **options, stream=stream)
+        except (TypeError, ValueError) as error:
+            raise _with_index_names(error) from None
         found = top_k(logits, self._shape[2], lengths=self._lengths, stream=stream, **self._lists)
         self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
         self._note_use(stream)
@@ -345,7 +349,12 @@ out, lse, stream
         options = {"softmax_scale": softmax_scale, "kv_scale": kv_scale, "sinks": sinks}
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
         given = {"out": out, "lse": lse, "stream": stream, "block_table": block_table}
-        state = self._attend_plan.run(q, kv_cache, chosen, **options, **extra, **given)
+        try:
+            state = self._attend_plan.run(q, kv_cache, chosen, **options, **extra, **given)
+        except ValueError:
+            if indices is None:  # q does not fit a selection that the caller did not pass
+                _check_query(q, kv_cache, self._shape[:2], stream)
+            raise
         self._note_use(stream)
         return state
 
@@ -367,6 +376,12 @@ def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> N
             f"q: needs shape (batch, q_len, num_heads, 576 or 512) with batch {lead[0]} and q_len "
             f"{lead[1]}, as index_q has, got {query.shape}; reshape one of them"
         )
+
+
+def _with_index_names(error: TypeError | ValueError) -> TypeError | ValueError:
+    """Give the arrays of the indexer the names that they have in calls of a DSAPlan."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(_ANY_INDEX_NAME.sub(lambda found: _INDEX_NAMES[found[0]], str(error)))
 
 
 def _in_one_row(lengths: ArrayView) -> ArrayView:

@@ -233,8 +233,9 @@ REFUSED = [
     ),
     wrong_type("q", np.zeros((3, 1, 4, 576), "f4"), "bfloat16 or float16, got float32"),
     wrong("kv_cache", np.zeros((4, 16, 2, 576), BF16), "one kv head, got 2; pass the heads"),
-    Refusal({"index_q": None}, TypeError, "q: needs an array"),
-    Refusal({"index_q": np.zeros((3, 1, 8, 32), "f2")}, TypeError, "q: needs float8_e4m3fn, or"),
+    Refusal({"index_q": None}, TypeError, "index_q: needs an array"),
+    wrong_type("index_q", np.zeros((3, 1, 8, 32), "f2"), "float8_e4m3fn, or"),
+    wrong_type("index_cache", np.zeros((4, 16, 36), "f2"), "uint8, got float16; view its bytes"),
     Refusal({"block_table": int32([0, 1])}, ValueError, "block_table: needs shape (batch, max"),
 ]
 
@@ -275,6 +276,10 @@ def test_arrays_of_another_shape() -> None:
     two = STEP_2.arguments()
     with refused(ValueError, "plan: made for (batch, next_n, num_heads, head_dim, page_size"):
         select(plan, two)
+    with refused(TypeError, "index_weights: needs float32, got float64; convert it"):
+        select(plan, given | {"index_weights": np.zeros((3, 8))})
+    with refused(ValueError, "q: needs shape (batch, q_len, num_heads, 576 or 512) with batch 3"):
+        run(plan, two)
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, two, indices=np.zeros((3, 2, TOPK), np.int32))
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
