@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
     from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
+    from cumla.sparse.arguments import Attended
 
 __all__ = ["DSAPlan"]
 
@@ -87,6 +88,19 @@ class _Attention(MLASparsePlan):
     """Attention of a step, whose lists are as long as the requests' lengths make them."""
 
     _lengths = "kv_lens"
+    most = 0  # tokens that a request may have, all of which a table must be able to name
+
+    def _check_shape(self, arguments: Attended) -> None:
+        super()._check_shape(arguments)
+        table, kv_cache = arguments.launched.block_table, arguments.launched.kv_cache
+        assert table is not None
+        columns, page_size = table.shape[1], kv_cache.shape[1]
+        if columns * page_size < self.most:
+            raise ValueError(
+                f"block_table: needs pages for max_kv_len = {self.most} tokens, got {columns} of "
+                f"{page_size}, kv_cache's page size; pass the table of kv_cache, or make the plan "
+                f"with the max_kv_len that it holds"
+            )
 
 
 _VISIBLE = _Visible()
@@ -233,6 +247,7 @@ class DSAPlan:
         self._attend_plan = _Attention.from_arrays(
             q, kv_cache, self._chosen, stream=stream, **extra
         )
+        self._attend_plan.most = most
         self._lengths: Any = None  # of the rows of logits
         self.indices: Any = None
 
@@ -263,14 +278,14 @@ class DSAPlan:
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`.
         """
-        self.indices = None
+        self.indices = self._lengths = None  # and so it stays if a check below raises
         self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
         inputs = {"plan": self._chosen, "kv_lens": kv_lens}
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
-        self._lengths = visible.reshape(-1)
         counts = counts.reshape(*self._shape[:2])
         self._attend_plan.update(counts, extra_topk_length=extra_topk_length, stream=stream)
+        self._lengths = visible.reshape(-1)
         self._note_use(stream)
 
     def select(
@@ -296,6 +311,7 @@ class DSAPlan:
             ``(batch, q_len, topk)`` int32 positions, as :attr:`indices`; the next ``select`` writes
             to the same memory, but with JAX.
         """
+        self._check_updated()
         arrays = index_q, index_cache, index_weights, block_table
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
         try:
@@ -333,9 +349,8 @@ out, lse, stream
         indices : array, optional
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
         """
+        self._check_updated()
         chosen = self.indices if indices is None else indices
-        if chosen is None and self._lengths is None:
-            chosen = self._chosen  # never updated, as the plan that attends will say
         if chosen is None:
             raise ValueError(
                 "indices: needs a selection of this step, got none since plan.update; call "
@@ -357,6 +372,13 @@ out, lse, stream
             raise
         self._note_use(stream)
         return state
+
+    def _check_updated(self) -> None:
+        if self._lengths is None:
+            raise ValueError(
+                "plan: needs an update, got none that was not refused; call plan.update(kv_lens) "
+                "before plan.select and plan.run"
+            )
 
     def _note_use(self, stream: Any) -> None:
         """Keep the plan's arrays until work so far is done, on another stream than theirs."""

@@ -251,7 +251,7 @@ def test_plans_that_are_refused(refusal: Refusal) -> None:
 def test_a_plan_without_an_update_or_a_selection() -> None:
     given = STEP.arguments()
     plan = plan_of(given)
-    never = "plan: never updated; call plan.update(kv_lens) before the first run"
+    never = "plan: needs an update, got none that was not refused; call plan.update(kv_lens)"
     with refused(ValueError, never):
         select(plan, given)
     with refused(ValueError, never):
@@ -286,6 +286,11 @@ def test_arrays_of_another_shape() -> None:
         run(plan, given, indices=plan.indices[..., :7])
     with refused(ValueError, "plan: made for a cache of bfloat16, got one of packed rows"):
         run(plan, given | {"kv_cache": np.zeros((13, 16, 656), np.uint8)})
+    few = f"block_table: needs pages for max_kv_len = {CAPACITY} tokens, got"
+    with refused(ValueError, f"{few} 3 of 16, kv_cache's page size; pass the table of kv_cache"):
+        run(plan, given | {"block_table": given["block_table"][:, :3]})
+    with refused(ValueError, f"{few} 4 of 1, "):  # rows without pages, beside a table of pages
+        run(plan, given | {"kv_cache": given["kv_cache"].reshape(-1, 576)})
     with refused(ValueError, "block_table: needs the pages of each request ... got None; pass"):
         run(plan, given | {"block_table": None})
 
@@ -305,6 +310,8 @@ def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(given)
     with refused(ValueError, "extra_topk_length: needs shape (batch,) or (batch, q_len) with bat"):
         plan.update(LENS, extra_topk_length=LENS[:2])
+    with refused(ValueError, "plan: needs an update, got none that was not refused"):
+        select(plan, given)  # the indexer's schedule was computed, that of attention was not
     step(plan, given, LENS)
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, given, extra_kv_cache=None, extra_indices=None)
