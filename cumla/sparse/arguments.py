@@ -170,6 +170,11 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
             f"extra_kv_cache: needs a kv_cache of {V4_BYTES} bytes per slot beside it, got one in "
             f"another format; attend to both and merge the results by cumla.merge_attention_states"
         )
+    if whole.shape[-1:] != (V4_BYTES,):
+        raise ValueError(
+            f"extra_kv_cache: needs slots of {V4_BYTES} bytes, as kv_cache has, got shape "
+            f"{whole.shape}; write them by cumla.append_mla_cache"
+        )
     return checked_v4("extra_kv_cache", with_head_axis(whole, 4))
 
 

@@ -762,7 +762,11 @@ def test_queries_are_one_array_of_512_columns() -> None:
 OF_TWO = [
     *(
         wrong("extra_kv_cache", zeros(*s), "axes (num_pages, page_size, num_kv_heads, 584), or th")
-        for s in ((584,), (7, 2, 1, 576), (7, 2, 512), (2, 7, 2, 1, 584))
+        for s in ((584,), (2, 7, 2, 1, 584))
+    ),
+    *(
+        wrong("extra_kv_cache", zeros(*s), f"slots of 584 bytes, as kv_cache has, got shape {s}; w")
+        for s in ((7, 2, 1, 576), (7, 2, 512))
     ),
     *(
         wrong_type("extra_kv_cache", zeros(7, 2, 584, dtype=dtype), "float8_e4m3fn or uint8, g")
