@@ -39,7 +39,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def check_dtypes(name: str, rows: Any, q: Any, way_out: str) -> None:
-    """Check that rows which are not packed have q's dtype, and are of 16 bits."""
+    """Refuse rows of another dtype than q's; the message is about q if that is no 16-bit dtype."""
     if rows.dtype != q.dtype:
         check_dtype("q", _dtype(q), DTYPES)
         raise TypeError(f"{name}: needs q's dtype {_dtype(q)}, got {_dtype(rows)}; {way_out}")

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from cumla.core.arguments import INT32, Array, Views, bind, check_dtype, check_layout, check_lies
+from cumla.core.arguments import (
+    INT32,
+    Array,
+    Views,
+    bind,
+    check_dtype,
+    check_layout,
+    check_lies,
+    dtype_name,
+)
 from cumla.core.paged import BLOCK_TABLE, Host, refuse_value
 from cumla.launch.sparse.mla_sparse import SparseArguments
 from cumla.launch.sparse.shape import PACKED, V4
@@ -161,15 +170,26 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
             f"extra_kv_cache: needs a kv_cache of {V4_BYTES} bytes per slot beside it, got one in "
             f"another format; attend to both and merge the results by cumla.merge_attention_states"
         )
+    if whole.shape[-1:] != (V4_BYTES,):
+        raise ValueError(
+            f"extra_kv_cache: needs slots of {V4_BYTES} bytes, as kv_cache has, got shape "
+            f"{whole.shape}; write them by cumla.append_mla_cache"
+        )
     return checked_v4("extra_kv_cache", with_head_axis(whole, 4))
 
 
 def checked_cache(cache_dtype: Any, dtype: Any = None) -> str:
     """Check what a plan's caches are to be, and name it as a key does."""
-    if not isinstance(cache_dtype, str) or cache_dtype not in (PACKED, V4):
-        return checked_cache_dtype(cache_dtype, dtype)
-    checked_cache_dtype(FP8, dtype)
-    return cache_dtype
+    if isinstance(cache_dtype, str) and cache_dtype in (PACKED, V4):
+        checked_cache_dtype(FP8, dtype)
+        return cache_dtype
+    if dtype_name(cache_dtype) not in (None, FP8, *DTYPES):
+        raise TypeError(
+            f"cache_dtype: needs q's dtype, {FP8}, {PACKED!r} or {V4!r}, got "
+            f"{dtype_name(cache_dtype)}; say {PACKED!r} of rows of {PACKED_BYTES} bytes, {V4!r} of "
+            f"slots of {V4_BYTES}"
+        )
+    return checked_cache_dtype(cache_dtype, dtype)
 
 
 def check_cache(arguments: Attended, made: str) -> None:
@@ -197,9 +217,15 @@ def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
 def _checked_columns(views: Views, axes: tuple[str, ...] | None, factor: float | None) -> _Columns:
     """Check query and cache of 576 columns."""
     query = cast("ArrayView", views["q"] if "q" in views else views["q[0]"])
+    whole = views.get("kv_cache")
+    if whole is not None and whole.shape[-1:] == (V4_BYTES,):
+        raise ValueError(
+            f"{'q' if 'q' in views else 'q[0]'}: needs one array of {VALUE_DIM} columns with "
+            f"kv_cache of {V4_BYTES} bytes per slot, got shape {query.shape}; join or slice the "
+            f"columns"
+        )
     columns = checked_query_and_cache(views, _axes_of(query, axes))
     check_one_head("kv_cache", columns.kv_cache)
-    whole = views.get("kv_cache")
     packed = whole is not None and is_packed(whole)
     kv_scale = checked_kv_scale(columns, views, factor)
     return _Columns(*columns, kv_scale, PACKED if packed else cache_of(columns.kv_cache))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
     from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
+    from cumla.sparse.arguments import Attended
 
 __all__ = ["DSAPlan"]
 
@@ -86,9 +88,24 @@ class _Attention(MLASparsePlan):
     """Attention of a step, whose lists are as long as the requests' lengths make them."""
 
     _lengths = "kv_lens"
+    most = 0  # tokens that a request may have, all of which a table must be able to name
+
+    def _check_shape(self, arguments: Attended) -> None:
+        super()._check_shape(arguments)
+        table, kv_cache = arguments.launched.block_table, arguments.launched.kv_cache
+        assert table is not None
+        columns, page_size = table.shape[1], kv_cache.shape[1]
+        if columns * page_size < self.most:
+            raise ValueError(
+                f"block_table: needs pages for max_kv_len = {self.most} tokens, got {columns} of "
+                f"{page_size}, kv_cache's page size; pass the table of kv_cache, or make the plan "
+                f"with the max_kv_len that it holds"
+            )
 
 
 _VISIBLE = _Visible()
+_INDEX_NAMES = {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"}
+_ANY_INDEX_NAME = re.compile(rf"(?<![\w.])({'|'.join(_INDEX_NAMES)})(?!\w)")
 
 
 class DSAPlan:
@@ -141,8 +158,7 @@ class DSAPlan:
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As the two plans. What is wrong with the indexer's arrays is said in the names of
-        :func:`cumla.paged_mqa_logits`.
+        As the two plans.
 
     Examples
     --------
@@ -189,8 +205,11 @@ class DSAPlan:
     ) -> None:
         topk = checked_int("topk", topk, "there is nothing to select")
         arrays = named_index(index_q, index_cache, None, block_table)
-        call = open_call(tuple(arrays.items()), stream=stream)
-        shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
+        try:
+            call = open_call(tuple(arrays.items()), stream=stream)
+            shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
+        except (TypeError, ValueError) as error:
+            raise _with_index_names(error) from None
         batch, q_len, _, _, page_size, max_pages = shape
         most = max_pages * page_size
         if max_kv_len is not None:
@@ -228,6 +247,7 @@ class DSAPlan:
         self._attend_plan = _Attention.from_arrays(
             q, kv_cache, self._chosen, stream=stream, **extra
         )
+        self._attend_plan.most = most
         self._lengths: Any = None  # of the rows of logits
         self.indices: Any = None
 
@@ -258,14 +278,14 @@ class DSAPlan:
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`.
         """
-        self.indices = None
+        self.indices = self._lengths = None  # and so it stays if a check below raises
         self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
         inputs = {"plan": self._chosen, "kv_lens": kv_lens}
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
-        self._lengths = visible.reshape(-1)
         counts = counts.reshape(*self._shape[:2])
         self._attend_plan.update(counts, extra_topk_length=extra_topk_length, stream=stream)
+        self._lengths = visible.reshape(-1)
         self._note_use(stream)
 
     def select(
@@ -291,13 +311,13 @@ class DSAPlan:
             ``(batch, q_len, topk)`` int32 positions, as :attr:`indices`; the next ``select`` writes
             to the same memory, but with JAX.
         """
-        logits = self._logits_plan.run(
-            *(index_q, index_cache, index_weights, block_table),
-            max_kv_len=self._width,
-            clean=False,
-            out=self._own["logits"],
-            stream=stream,
-        )
+        self._check_updated()
+        arrays = index_q, index_cache, index_weights, block_table
+        options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
+        try:
+            logits = self._logits_plan.run(*arrays, **options, stream=stream)
+        except (TypeError, ValueError) as error:
+            raise _with_index_names(error) from None
         found = top_k(logits, self._shape[2], lengths=self._lengths, stream=stream, **self._lists)
         self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
         self._note_use(stream)
@@ -329,9 +349,8 @@ out, lse, stream
         indices : array, optional
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
         """
+        self._check_updated()
         chosen = self.indices if indices is None else indices
-        if chosen is None and self._lengths is None:
-            chosen = self._chosen  # never updated, as the plan that attends will say
         if chosen is None:
             raise ValueError(
                 "indices: needs a selection of this step, got none since plan.update; call "
@@ -345,9 +364,21 @@ out, lse, stream
         options = {"softmax_scale": softmax_scale, "kv_scale": kv_scale, "sinks": sinks}
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
         given = {"out": out, "lse": lse, "stream": stream, "block_table": block_table}
-        state = self._attend_plan.run(q, kv_cache, chosen, **options, **extra, **given)
+        try:
+            state = self._attend_plan.run(q, kv_cache, chosen, **options, **extra, **given)
+        except ValueError:
+            if indices is None:  # q does not fit a selection that the caller did not pass
+                _check_query(q, kv_cache, self._shape[:2], stream)
+            raise
         self._note_use(stream)
         return state
+
+    def _check_updated(self) -> None:
+        if self._lengths is None:
+            raise ValueError(
+                "plan: needs an update, got none that was not refused; call plan.update(kv_lens) "
+                "before plan.select and plan.run"
+            )
 
     def _note_use(self, stream: Any) -> None:
         """Keep the plan's arrays until work so far is done, on another stream than theirs."""
@@ -367,6 +398,12 @@ def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> N
             f"q: needs shape (batch, q_len, num_heads, 576 or 512) with batch {lead[0]} and q_len "
             f"{lead[1]}, as index_q has, got {query.shape}; reshape one of them"
         )
+
+
+def _with_index_names(error: TypeError | ValueError) -> TypeError | ValueError:
+    """Give the arrays of the indexer the names that they have in calls of a DSAPlan."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(_ANY_INDEX_NAME.sub(lambda found: _INDEX_NAMES[found[0]], str(error)))
 
 
 def _in_one_row(lengths: ArrayView) -> ArrayView:

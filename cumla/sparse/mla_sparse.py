@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cumla.core.arguments import (
     check_device_number,
@@ -392,7 +392,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         batch_invariant: bool = False,
         workspace: Any = None,
         stream: Any = None,
-    ) -> MLASparsePlan:
+    ) -> Self:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
         Of the arrays, which are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`,

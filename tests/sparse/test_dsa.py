@@ -233,8 +233,9 @@ REFUSED = [
     ),
     wrong_type("q", np.zeros((3, 1, 4, 576), "f4"), "bfloat16 or float16, got float32"),
     wrong("kv_cache", np.zeros((4, 16, 2, 576), BF16), "one kv head, got 2; pass the heads"),
-    Refusal({"index_q": None}, TypeError, "q: needs an array"),
-    Refusal({"index_q": np.zeros((3, 1, 8, 32), "f2")}, TypeError, "q: needs float8_e4m3fn, or"),
+    Refusal({"index_q": None}, TypeError, "index_q: needs an array"),
+    wrong_type("index_q", np.zeros((3, 1, 8, 32), "f2"), "float8_e4m3fn, or"),
+    wrong_type("index_cache", np.zeros((4, 16, 36), "f2"), "uint8, got float16; view its bytes"),
     Refusal({"block_table": int32([0, 1])}, ValueError, "block_table: needs shape (batch, max"),
 ]
 
@@ -250,7 +251,7 @@ def test_plans_that_are_refused(refusal: Refusal) -> None:
 def test_a_plan_without_an_update_or_a_selection() -> None:
     given = STEP.arguments()
     plan = plan_of(given)
-    never = "plan: never updated; call plan.update(kv_lens) before the first run"
+    never = "plan: needs an update, got none that was not refused; call plan.update(kv_lens)"
     with refused(ValueError, never):
         select(plan, given)
     with refused(ValueError, never):
@@ -275,12 +276,21 @@ def test_arrays_of_another_shape() -> None:
     two = STEP_2.arguments()
     with refused(ValueError, "plan: made for (batch, next_n, num_heads, head_dim, page_size"):
         select(plan, two)
+    with refused(TypeError, "index_weights: needs float32, got float64; convert it"):
+        select(plan, given | {"index_weights": np.zeros((3, 8))})
+    with refused(ValueError, "q: needs shape (batch, q_len, num_heads, 576 or 512) with batch 3"):
+        run(plan, two)
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, two, indices=np.zeros((3, 2, TOPK), np.int32))
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, given, indices=plan.indices[..., :7])
     with refused(ValueError, "plan: made for a cache of bfloat16, got one of packed rows"):
         run(plan, given | {"kv_cache": np.zeros((13, 16, 656), np.uint8)})
+    few = f"block_table: needs pages for max_kv_len = {CAPACITY} tokens, got"
+    with refused(ValueError, f"{few} 3 of 16, kv_cache's page size; pass the table of kv_cache"):
+        run(plan, given | {"block_table": given["block_table"][:, :3]})
+    with refused(ValueError, f"{few} 4 of 1, "):  # rows without pages, beside a table of pages
+        run(plan, given | {"kv_cache": given["kv_cache"].reshape(-1, 576)})
     with refused(ValueError, "block_table: needs the pages of each request ... got None; pass"):
         run(plan, given | {"block_table": None})
 
@@ -300,6 +310,8 @@ def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(given)
     with refused(ValueError, "extra_topk_length: needs shape (batch,) or (batch, q_len) with bat"):
         plan.update(LENS, extra_topk_length=LENS[:2])
+    with refused(ValueError, "plan: needs an update, got none that was not refused"):
+        select(plan, given)  # the indexer's schedule was computed, that of attention was not
     step(plan, given, LENS)
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, given, extra_kv_cache=None, extra_indices=None)

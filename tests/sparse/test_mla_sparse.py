@@ -443,7 +443,10 @@ NOT_PLANNED = [
     ),
     *(wrong_type(name, 2.0, "an int, got float; convert it") for name in NUMBERS),
     wrong_type("batch_invariant", 1, "True or False, got int"),
-    wrong_type("cache_dtype", "float32", "dtype's bfloat16, or float8_e4m3fn, got float32"),
+    *(
+        wrong_type("cache_dtype", name, f"q's dtype, float8_e4m3fn, 'packed' or 'v4', got {name}")
+        for name in ("float32", "fp8_ds_mla")
+    ),
 ]
 
 

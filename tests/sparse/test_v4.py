@@ -749,19 +749,24 @@ def test_refusals_of_16_bits(refusal: Refusal) -> None:
         cumla.mla_sparse_decode(**narrow() | refusal.changes)
 
 
-def test_queries_in_parts_have_576_columns() -> None:
+def test_queries_are_one_array_of_512_columns() -> None:
+    need = "needs one array of 512 columns with kv_cache of 584 bytes per slot, got shape"
     pair = (numbers(2, 2, 3, 448), numbers(2, 2, 3, 64))
-    with refused(ValueError, "q[0]: needs a last axis of 512 ... got shape (2, 2, 3, 448)"):
+    with refused(ValueError, f"q[0]: {need} (2, 2, 3, 448); join or slice the columns"):
         cumla.mla_sparse_decode(**decode(q=pair))
-    wide = {"q": numbers(BATCH, Q_LEN, HEADS, 576)}
-    with refused(ValueError, "kv_cache: needs a last axis of 576 e4m3 numbers"):
-        cumla.mla_sparse_decode(**decode(**wide))
+    wide = numbers(BATCH, Q_LEN, HEADS, 576)
+    with refused(ValueError, f"q: {need} {wide.shape}; join or slice the columns"):
+        cumla.mla_sparse_decode(**decode(q=wide))
 
 
 OF_TWO = [
     *(
         wrong("extra_kv_cache", zeros(*s), "axes (num_pages, page_size, num_kv_heads, 584), or th")
-        for s in ((584,), (7, 2, 1, 576), (7, 2, 512), (2, 7, 2, 1, 584))
+        for s in ((584,), (2, 7, 2, 1, 584))
+    ),
+    *(
+        wrong("extra_kv_cache", zeros(*s), f"slots of 584 bytes, as kv_cache has, got shape {s}; w")
+        for s in ((7, 2, 1, 576), (7, 2, 512))
     ),
     *(
         wrong_type("extra_kv_cache", zeros(7, 2, 584, dtype=dtype), "float8_e4m3fn or uint8, g")
