@@ -236,8 +236,8 @@ class _Symmetric(_Torch):
     def _buffer(self, shape: tuple[int, ...], like: Any) -> Any:
         if self._failed:
             raise RuntimeError(
-                "symmetric_memory: needs all ranks to have merged as often, and a merge of this one "
-                "failed; make a new ContextParallel on every rank"
+                "symmetric_memory: needs all ranks to have merged as often, and a merge of this "
+                "one failed; make a new ContextParallel on every rank"
             )
         nbytes = prod(shape) * like.dtype.itemsize
         size = max(_LEAST_SHARED, 1 << (nbytes - 1).bit_length())

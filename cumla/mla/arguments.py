@@ -259,6 +259,8 @@ def _columns_problem(name: str, view: ArrayView) -> str:
             f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
             f" of the parts where they lie apart"
         )
+    if name == "kv_cache" and view.shape[-1] == PACKED_BYTES:
+        return f"{name}: needs packed rows as uint8, got {view.dtype}; pass a view as uint8"
     if name in ("q", "kv_cache"):
         return (
             f"{name}: needs a last axis of {HEAD_DIM} ({widths}), got shape "

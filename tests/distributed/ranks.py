@@ -21,6 +21,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -368,6 +369,17 @@ def refused(parallel: ContextParallel) -> None:
             parallel.attend(*arguments, **options)
 
 
+def a_failed_merge(parallel: ContextParallel) -> None:
+    """It leaves ranks that have merged more often than others: nothing goes on."""
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)
+    call = (cumla.mla_decode, q, *kv.own, *parallel.pages(kv.kv_lens, kv.own_table))
+    place = "cumla.distributed.groups.merge_attention_states"
+    with mock.patch(place, side_effect=MemoryError), pytest.raises(MemoryError):
+        parallel.attend(*call)
+    with pytest.raises(RuntimeError, match="make a new ContextParallel on every rank"):
+        parallel.attend(*call)
+
+
 def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
     found: dict[str, Callable[[ContextParallel], None]] = {
         "same bits": same_bits,
@@ -439,6 +451,8 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
                 found[f"{world} ranks, symmetric memory: {name}"] = outcome(
                     lambda c=case, p=parallel: c(p)
                 )
+            name = f"{world} ranks, symmetric memory: a failed merge"
+            found[name] = outcome(lambda p=parallel: a_failed_merge(p))
     if rank >= 2:
         found["a rank that lags"] = a_rank_that_fails(lagging, dies=False)
     if rank == 3:

@@ -192,7 +192,7 @@ CACHES = [
         )
         for n in (512, 640, 655)
     ),
-    wrong("kv_cache", np.zeros((6, 64, 1, 656), E4M3), "a last axis of 576 (512 latent + 64 RoPE)"),
+    wrong("kv_cache", np.zeros((6, 64, 1, 656), E4M3), "packed rows as uint8, got float8_e4m3fn"),
     wrong("kv_cache", np.zeros((0, 64, 1, 656), U8), "at least one token, got shape (0, 64"),
     Refusal(
         {"kv_cache": make_cache("packed", heads=3)}, ValueError, "num_heads: ... and 3 kv heads"
