@@ -16,6 +16,7 @@ import pytest
 
 import cumla
 from tests.calls import OPERATIONS, PLANS, Arguments, arrays_of, refused
+from tests.sparse.dsa_cases import MADE_OF, Step
 
 NO_FLAGS = [("yes", "str"), ("", "str"), (1, "int"), (0, "int"), (None, "NoneType")]
 NO_FLAGS += [(np.int64(1), "int64"), (np.ones(1, bool), "ndarray")]
@@ -80,6 +81,12 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     yield name, "batch_invariant", made
     yield f"{name}.from_arrays", "batch_invariant", from_arrays
     yield f"{name}.workspace_bytes", "batch_invariant", size
+    step = Step(q_len=1).arguments()
+    yield (
+        "DSAPlan",
+        "per_row_lens",
+        Call(cumla.DSAPlan, lambda: {k: step[k] for k in MADE_OF} | {"topk": 5}),
+    )
     name = "PagedMQALogitsPlan"
     made, _, size = of_plan(name)
     yield name, "per_row_lens", made
