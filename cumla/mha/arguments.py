@@ -55,9 +55,15 @@ def batched(view: ArrayView) -> ArrayView:
     return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
 
 
-def checked_rows(name: str, view: ArrayView, dtypes: tuple[str, ...], lead: str) -> ArrayView:
+def checked_rows(
+    name: str,
+    view: ArrayView,
+    dtypes: tuple[str, ...],
+    lead: str,
+    way_out: str = "convert it first",
+) -> ArrayView:
     """Check rows of heads, and give them four axes."""
-    check_dtype(name, view.dtype, dtypes)
+    check_dtype(name, view.dtype, dtypes, way_out)
     columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
     if not columns or columns % _OCTET or columns > MAX_HEAD_DIM or not view.shape[-2]:
         raise ValueError(

@@ -269,7 +269,7 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
     _check_rotated(views)
     lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
     k = checked_rows("k", views["k"], DTYPES, lead)
-    v = checked_rows("v", views["v"], (k.dtype,), lead)
+    v = checked_rows("v", views["v"], (k.dtype,), lead, "convert it, or k")
     if v.shape[:3] != k.shape[:3] or len(views["v"].shape) != len(views["k"].shape):
         raise ValueError(
             f"v: needs the tokens and heads of k, {views['k'].shape[:-1]}, got shape "
@@ -386,7 +386,7 @@ def _checked_queries(
         return None, None
     given = views["q"]
     lead = "of k with num_heads in place of num_kv_heads,"
-    q = checked_rows("q", given, (k.dtype,), lead)
+    q = checked_rows("q", given, (k.dtype,), lead, "convert it, or k")
     if (q.shape[:2], q.shape[3], len(given.shape)) != (
         k.shape[:2],
         k.shape[3],

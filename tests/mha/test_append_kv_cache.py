@@ -84,7 +84,7 @@ def fp8(**changes: Any) -> Arguments:
 SLOTS = [
     wrong_type("k", aligned((5, 2, 64), np.float64), " ... got float64; convert"),
     wrong_type("v", aligned((5, 2, 64), F32), "bfloat16, got float32; convert"),
-    wrong_type("v", aligned((5, 2, 32), F16), "bfloat16, got float16; convert it first"),
+    wrong_type("v", aligned((5, 2, 32), F16), "bfloat16, got float16; convert it, or k"),
     *(
         wrong("k", aligned(shape), f"shape (tokens, num_kv_heads, columns) or ... got {shape}; re")
         for shape in ((5, 64), (5, 2, 60), (5, 2, 520), (5, 2, 0), (5, 0, 64), (1, 1, 5, 2, 64))
@@ -260,7 +260,7 @@ ROTATING = [
         )
         for offset in (4, 8)
     ),
-    wrong_type("q", aligned((5, 4, 64), F16), "bfloat16, got float16; convert"),
+    wrong_type("q", aligned((5, 4, 64), F16), "bfloat16, got float16; convert it, or k"),
     *(
         wrong("q", aligned(s), f"tokens and columns of k, whose shape is (5, 2, 64), got {s}; pass")
         for s in ((4, 4, 64), (5, 4, 32), (1, 5, 4, 64))
