@@ -217,10 +217,14 @@ def check_rows(pages: ArrayView, batch: int) -> None:
 
 def check_made_for(names: Sequence[str], made: tuple[Any, ...], got: tuple[Any, ...]) -> None:
     """Refuse arrays of another shape than that of a plan; `names` are those of the numbers."""
-    if got != made:
-        raise ValueError(
-            f"plan: made for ({', '.join(names)}) {made}, got {got}; make a plan for this shape"
-        )
+    other = {n: (m, g) for n, m, g in zip(names, made, got, strict=True) if m != g}
+    if other:
+        rows = other.get("total_tokens", (0, 0))
+        pad = "pad q with rows to total_tokens, or " if rows[1] < rows[0] else ""
+        need, found = [
+            ", ".join(f"{name} {pair[i]}" for name, pair in other.items()) for i in (0, 1)
+        ]
+        raise ValueError(f"plan: made for {need}, got {found}; {pad}make a plan for this shape")
 
 
 # --- check mode ----------------------------------------------------------------------------------

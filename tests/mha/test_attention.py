@@ -414,6 +414,20 @@ def test_a_plan_has_the_window(causal: bool, window: Any) -> None:
         assert one[1:6].tobytes() == other[1:6].tobytes()
 
 
+def test_a_plan_of_another_shape_names_what_differs() -> None:
+    plan, given = PLANNED.ready(paged()), PLANNED.inputs(paged())
+    with refused(ValueError, "plan: made for num_heads 4, got num_heads 2; make a plan for this"):
+        plan.run(**given | {"q": given["q"][:, :2], "sinks": None})
+    fewer, more = given["q"][:6], np.concatenate([given["q"]] * 2)
+    with refused(
+        ValueError,
+        "plan: made for total_tokens 8, got total_tokens 6; pad q with rows to total_tokens, or m",
+    ):
+        plan.run(**given | {"q": fewer})
+    with refused(ValueError, "plan: made for total_tokens 8, got total_tokens 16; make a plan"):
+        plan.run(**given | {"q": more})
+
+
 def test_a_plan_for_hnd() -> None:
     arguments = keys_in_pages()
     turned = arguments | {name: swapped(arguments[name]) for name in "kv"}
@@ -438,7 +452,7 @@ def test_a_plan_for_e4m3(scale: Any) -> None:
     expected = cumla.attention(**arguments, **options)
     plain = cumla.attention(**arguments)
     assert got[0][1:6].tobytes() == expected[0][1:6].tobytes() != plain[0][1:6].tobytes()
-    with refused(ValueError, "plan: made for ("):
+    with refused(ValueError, "plan: made for cache_dtype float8_e4m3fn, got cache_dtype "):
         plan.run(**PLANNED.inputs(paged()))
 
 

@@ -253,8 +253,11 @@ def test_plans_that_are_refused(refusal: Refusal) -> None:
 
 def test_a_plan_of_another_table_or_cache() -> None:
     plan = ready(TABLE, attention())
-    for changes in ({"kv_cache": zeros(6, 64, 2, 576)}, {"kv_cache": zeros(6, 32, 1, 576)}):
-        with refused(ValueError, "plan: made for (total_tokens, num_heads, ... got ( ... ; make a"):
+    for changes, message in (
+        ({"kv_cache": zeros(6, 64, 2, 576)}, "num_kv_heads 1, got num_kv_heads 2; make a plan"),
+        ({"kv_cache": zeros(6, 32, 1, 576)}, "page_size 64, got page_size 32; make a plan for"),
+    ):
+        with refused(ValueError, f"plan: made for {message}"):
             plan.run(**TABLE.inputs(attention() | changes))
     with refused(ValueError, "block_table: needs shape (batch, max_pages) with batch 2, got (3, 3"):
         plan.run(**TABLE.inputs(attention() | {"block_table": i32(3, 3)}))

@@ -289,8 +289,12 @@ def test_plans_that_are_refused(refusal: Refusal) -> None:
 def test_a_plan_of_another_dtype_or_cache() -> None:
     plan = plan_of(decode())
     half = {name: decode()[name].astype(np.float16) for name in ("q", "kv_cache")}
-    for changes in (half, {"kv_cache": np.zeros((6, 64, 2, 576), BF16)}):
-        with refused(ValueError, "plan: made for ( ... got ( ... ; make a plan for this shape"):
+    heads = {"kv_cache": np.zeros((6, 64, 2, 576), BF16)}
+    for changes, message in (
+        (half, "dtype bfloat16, got dtype float16"),
+        (heads, "num_kv_heads 1, got num_kv_heads 2"),
+    ):
+        with refused(ValueError, f"plan: made for {message}; make a plan for this shape"):
             plan.run(**PLAN.inputs(decode() | changes))
 
 

@@ -412,22 +412,25 @@ def test_a_plan_of_one_request_takes_both_forms() -> None:
     with refused(ValueError, "topk_length: needs shape (batch,) or (batch, q_len) ... got (3,)"):
         plan.update(int32(1, 2, 3))
     wide = plan_of(decode())
-    with refused(ValueError, "plan: made for ( ... got (1, 4, 16, 5, 0, 'bfloat16'); make a plan"):
+    with refused(ValueError, "plan: made for batch 2, q_len 2, got batch 1, q_len 4; make a plan"):
         wide.run(**given)
 
 
 @pytest.mark.parametrize("changed", ["q_len", "heads", "topk", "dtype", "cache"])
 def test_a_plan_of_another_shape(changed: str) -> None:
     plan, given = plan_of(decode()), inputs(decode())
-    message = "plan: made for ( ... extra_topk, dtype) (2, 2, 16, 5, 0, 'bfloat16'), got"
     if changed == "q_len":
         given |= {"q": given["q"][:, :1], "indices": given["indices"][:, :1]}
+        message = "plan: made for q_len 2, got q_len 1; make a plan for this shape"
     elif changed == "heads":
         given["q"] = given["q"][:, :, :8]
+        message = "plan: made for num_heads 16, got num_heads 8; make"
     elif changed == "topk":
         given["indices"] = given["indices"][..., :4]
+        message = "plan: made for topk 5, got topk 4; make"
     elif changed == "dtype":
         given |= {name: given[name].astype(np.float16) for name in ("q", "kv_cache")}
+        message = "plan: made for dtype bfloat16, got dtype float16; make"
     else:
         given["kv_cache"] = np.zeros((6, 8, 656), np.uint8)
         message = "plan: made for a cache of bfloat16, got one of packed rows of 656 bytes; make"

@@ -349,11 +349,11 @@ def test_a_torch_plan_lives_in_torch_memory() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 3}, r"plan: made for .*\(2, 1, 16, 1, 64, 'bfloat16'\), got \(3,"),
+        ({"batch": 3}, "plan: made for batch 2, got batch 3; make a plan"),
         ({"q_len": 2}, "plan: made for"),
         ({"heads": 32}, "plan: made for"),
         ({"kv_heads": 2}, "plan: made for"),
-        ({"dtype": "float16"}, "plan: made for.*got .*'float16'"),
+        ({"dtype": "float16"}, "plan: made for dtype bfloat16, got dtype float16; make"),
     ],
 )
 def test_a_plan_of_another_shape(change: dict[str, Any], message: str) -> None:
