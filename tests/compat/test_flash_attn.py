@@ -611,7 +611,7 @@ def test_the_table_of_flash_attention_2(small: Small) -> None:
     got = flash_attn_with_kvcache(**arguments | turned, block_table=table)
     assert torch.equal(got, want)
     assert not torch.equal(got, flash_attn_with_kvcache(**arguments))
-    with pytest.raises(TypeError, match="^block_table: is another name of page_table, got both"):
+    with pytest.raises(TypeError, match=r"^block_table: is another name of page_table, got both"):
         flash_attn_with_kvcache(**arguments, page_table=table, block_table=table)
 
 
