@@ -14,7 +14,7 @@ What carries over from FlashAttention-3:
 
 * Names, order and defaults of the arguments: `causal` is False and `rotary_interleaved` is True
   unless told otherwise. FlashAttention-2 has another order, with ``dropout_p`` before
-  ``softmax_scale``, and ``block_table`` for ``page_table``: pass arguments by these names.
+  ``softmax_scale``: pass arguments by name. `flash_attn_with_kvcache` takes its ``block_table``.
 * lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf.
 * No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
 * Arrays that do not fit raise `RuntimeError`.
@@ -159,6 +159,8 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to a cache of keys and values, after writing new ones into it if there are any.
 
@@ -191,6 +193,8 @@ def flash_attn_with_kvcache(
         i-th by default.
     page_table : torch.Tensor, optional
         ``(batch_size, max_num_blocks_per_seq)`` int32.
+    block_table : torch.Tensor, optional
+        FlashAttention-2's name of page_table.
     cu_seqlens_q, cu_seqlens_k_new : torch.Tensor, optional
         ``(batch_size + 1,)`` int32: where the rows of each request begin in q, and in k and v.
     rotary_seqlens : torch.Tensor, optional
@@ -228,7 +232,7 @@ def flash_attn_with_kvcache(
     NotImplementedError
         What is asked for does not exist in cumla; the message names the argument and the way out.
     TypeError
-        An argument is no tensor, causal is no bool, or window_size no pair.
+        An argument is no tensor, causal is no bool, window_size no pair, or page_table comes twice.
     RuntimeError
         Arguments do not fit. New rows may have been written into the caches; a call that is put
         right writes the same ones there.
@@ -242,6 +246,10 @@ def flash_attn_with_kvcache(
         attention_chunk=attention_chunk or None,
         q_descale=q_descale,
     )
+    if block_table is not None:
+        if page_table is not None:
+            raise TypeError("block_table: is another name of page_table, got both; pass one")
+        page_table = block_table
     appending, attending = _BY_PAGES if cache_batch_idx is None else _BY_ROWS
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
@@ -564,6 +572,22 @@ def _check_requests(queries: Rows, **counts: int) -> None:
             )
 
 
+def _check_heads(q: Any, k: Any, k_cache: Any) -> None:
+    """Check the heads before anything is written."""
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    if k_cache.shape[2] != num_kv_heads:
+        raise ValueError(
+            f"k_cache: needs the {num_kv_heads} heads of k on its third axis, got shape "
+            f"{tuple(k_cache.shape)}; of caches with the heads before the tokens pass "
+            f"k_cache.transpose(1, 2) and v_cache.transpose(1, 2)"
+        )
+    if num_kv_heads and num_heads % num_kv_heads:
+        raise ValueError(
+            f"q: needs a multiple of the {num_kv_heads} heads of k, got {num_heads}; check the "
+            f"axes of both"
+        )
+
+
 def _append(
     queries: Rows,
     new: Rows,
@@ -579,6 +603,7 @@ def _append(
     q = queries.rows
     options: dict[str, Any] = {}
     _check_requests(queries, k=new.batch, cache_seqlens=len(lens))
+    _check_heads(q, new.rows, caches[0])
     if rotation is not None:
         cos_sin, is_interleaved, first = rotation
         _check_requests(queries, rotary_seqlens=len(lens if first is None else first))

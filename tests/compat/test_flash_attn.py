@@ -29,7 +29,7 @@ KVCACHE = (
     "cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None q_descale=None k_descale=None "
     "v_descale=None softmax_scale=None causal=False window_size=(-1, -1) attention_chunk=0 "
     "softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None "
-    "sm_margin=0 return_softmax_lse=False"
+    "sm_margin=0 return_softmax_lse=False block_table=None"
 )
 OF_FUNC = (
     "softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None "
@@ -64,7 +64,8 @@ def test_names_and_signatures_are_those_of_flash_attention(name: str, parameters
     found = inspect.signature(getattr(flash_attn, name)).parameters.values()
     given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
     assert " ".join(given) == parameters
-    assert {p.kind for p in found} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    kinds = {p.kind for p in found if p.name != "block_table"}  # which is FlashAttention-2's
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     assert name in flash_attn.__all__
 
 
@@ -536,6 +537,14 @@ NEW = {"k": TWO, "v": TWO}
         ({**NEW, "cache_seqlens": None}, "cache_seqlens: needed"),
         ({**NEW, "k": TWO[:1], "v": TWO[:1]}, "k: needs the 2 requests"),
         ({**NEW, "v": TWO[..., :8]}, "v_cache: needs shape"),
+        (
+            {**NEW, "k_cache": torch.zeros(2, 2, 8, 16).half()},
+            r"k_cache: needs the 2 heads of k on its third axis.*pass k_cache.transpose\(1, 2\)",
+        ),
+        (
+            {**NEW, "q": torch.zeros(2, 1, 3, 16).half()},
+            "q: needs a multiple of the 2 heads of k, got 3; check",
+        ),
         ({**NEW, "k": TWO.float()}, "k: needs the cache's dtype float16, got float32; convert it"),
         ({"cache_seqlens": -1}, "cache_seqlens: needs a number from 0 to 8"),
         ({"cache_seqlens": 9}, "cache_seqlens: needs a number from 0 to 8"),
@@ -590,6 +599,20 @@ def test_arguments_that_do_not_fit(small: Small, changes: dict[str, Any], says: 
         flash_attn_with_kvcache(**arguments)
     assert type(caught.value) is RuntimeError
     assert torch.equal(small.k_cache, before)
+
+
+def test_the_table_of_flash_attention_2(small: Small) -> None:
+    """Its block_table is page_table; caches of heads before tokens may come turned."""
+    arguments = {**small._asdict(), "cache_seqlens": SEQLENS}
+    table = int32(1, 0)[:, None]
+    want = flash_attn_with_kvcache(**arguments, page_table=table)
+    turned = {n: arguments[n].transpose(1, 2).contiguous() for n in ("k_cache", "v_cache")}
+    turned = {name: cache.transpose(1, 2) for name, cache in turned.items()}
+    got = flash_attn_with_kvcache(**arguments | turned, block_table=table)
+    assert torch.equal(got, want)
+    assert not torch.equal(got, flash_attn_with_kvcache(**arguments))
+    with pytest.raises(TypeError, match=r"^block_table: is another name of page_table, got both"):
+        flash_attn_with_kvcache(**arguments, page_table=table, block_table=table)
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "k", "page_table", "cache_seqlens"])

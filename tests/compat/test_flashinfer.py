@@ -440,6 +440,11 @@ def test_keys_and_values_that_do_not_fit() -> None:
         ),
         ({"paged_kv_cache": 7}, RuntimeError, "paged_kv_cache: needs a PyTorch tensor"),
         ({"kv_indptr": [0, 1]}, TypeError, "kv_indptr: needs a PyTorch tensor"),
+        (
+            {"kv_indices": case.lists[1], "kv_indptr": case.lists[0]},
+            RuntimeError,
+            "kv_indptr: needs 4 entries with the 3 requests of kv_last_page_len, got 9; pass kv_in",
+        ),
     ):
         with pytest.raises(error, match=f"^{message}"):
             flashinfer.append_paged_kv_cache(**usual | changes)

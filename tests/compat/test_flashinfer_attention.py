@@ -1114,7 +1114,7 @@ def test_arguments_of_a_run() -> None:
             {"q": batch.q.bfloat16()},
             "q: needs q_data_type of the plan, torch.float16, got torch.bf",
         ),
-        ({"q": batch.q[:, :4]}, "plan: made for num_heads 8, got num_heads 4; make a plan"),
+        ({"q": batch.q[:, :4]}, "plan: made for num_qo_heads 8, got num_qo_heads 4; make a"),
         ({"paged_kv_cache": batch.cache.bfloat16()}, r"k: needs kv_data_type|paged_kv_cache"),
         ({"paged_kv_cache": batch.cache[:, :1]}, "paged_kv_cache: needs keys and values along its"),
         ({"paged_kv_cache": batch.cache[:, 0]}, r"paged_kv_cache: needs axes \(num_pages, 2, "),

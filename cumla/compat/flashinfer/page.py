@@ -73,7 +73,7 @@ def append_paged_kv_cache(
     kv_indptr : torch.Tensor
         ``(batch + 1,)``, as kv_indices: where each request begins in it, and the last one ends.
     kv_last_page_len : torch.Tensor
-        Not looked at: the positions say where a row goes.
+        ``(batch,)``. Its numbers are not looked at: the positions say where a row goes.
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
 
@@ -89,6 +89,7 @@ def append_paged_kv_cache(
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
     check_tensors(append_key=append_key, append_value=append_value)
     with _PARTS[is_pair(paged_kv_cache)]():
+        _check_offsets(kv_indptr, kv_last_page_len)
         caches = split_cache(paged_kv_cache)
         check_tensors(**dict(zip(names_of_parts(is_pair(paged_kv_cache)), caches, strict=True)))
         check_new_rows(append_key=(append_key, caches[0]), append_value=(append_value, caches[1]))
@@ -145,6 +146,7 @@ def append_paged_mla_kv_cache(
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
     with _NAMES():
+        _check_offsets(kv_indptr, kv_last_page_len)
         append_mla_cache(
             (append_ckv, append_kpe),
             (ckv_cache, kpe_cache),
@@ -152,6 +154,17 @@ def append_paged_mla_kv_cache(
             positions=positions,
             kv_indices=kv_indices.int(),
             kv_indptr=kv_indptr.int(),
+        )
+
+
+def _check_offsets(kv_indptr: torch.Tensor, last: torch.Tensor) -> None:
+    """Tell offsets from page numbers, which would write nothing in their place."""
+    check_tensors(kv_last_page_len=last)
+    if kv_indptr.shape[0] != last.shape[0] + 1:
+        raise ValueError(
+            f"kv_indptr: needs {last.shape[0] + 1} entries with the {last.shape[0]} requests of "
+            f"kv_last_page_len, got {kv_indptr.shape[0]}; pass kv_indices, the page numbers, "
+            f"before kv_indptr"
         )
 
 
