@@ -74,15 +74,12 @@ def test_packed_rows(heads: int) -> None:
 @pytest.mark.parametrize(
     ("cache", "lists", "heads", "topk", "row_tile"),
     [
-        ("v4", 1, 64, 640, 16),  # 10 pieces of a block
-        ("v4", 4, 64, 640, 32),
-        ("v4", 4, 128, 640, 64),  # four tiles each would need 160 thread blocks
-        ("v4", 14, 64, 640, 64),
         ("packed", 1, 128, 2048, 16),  # 16 pieces of two blocks
         ("packed", 4, 64, 2048, 32),
-        ("packed", 4, 128, 2048, 64),
+        ("packed", 4, 128, 2048, 64),  # four tiles each would need 256 thread blocks
         ("packed", 1, 128, 0, 16),
         ("same", 1, 128, 2048, 64),
+        ("v4", 1, 128, 2048, 64),
     ],
 )
 def test_few_lists_are_cut_by_heads(

@@ -130,8 +130,7 @@ def test_attention_to_lists(case: V4Case) -> None:
         attend_v4(cupy, case)
 
 
-def test_few_lists_are_cut_by_heads() -> None:
-    """Into three tiles, of two pieces each."""
+def test_pieces_of_a_block() -> None:
     case = V4Case(batch=1, heads=40, topk=70, extra=50, sinks="finite", lists="mixed")
     with emulated_gpu(8) as cupy:
         attend_v4(cupy, case)
