@@ -13,6 +13,7 @@ import pytest
 
 from bench import vllm_layers, vllm_steps
 from bench.vllm_layers import BACKENDS, Case, case_rows, part_rows
+from tests.selection import some
 from tests.vllm.stub import stubbed
 
 torch = pytest.importorskip("torch")
@@ -103,7 +104,7 @@ def peers(monkeypatch: pytest.MonkeyPatch, **named: str) -> None:
         monkeypatch.setitem(BACKENDS, family, {"cumla": own} | named)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.cache}")
+@pytest.mark.parametrize("case", some(CASES, 3), ids=lambda case: f"{case.family} {case.cache}")
 def test_backends_compute_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer is cumla once more: with the same caches, checked against the same reference."""
     peers(monkeypatch, peer=BACKENDS[case.family]["cumla"], gone="no_such_module:Backend")

@@ -60,7 +60,7 @@ def test_every_kernel_compiles_within_its_budget(
     assert spec.smem_bytes <= kernel.smem <= 227 * 1024
 
 
-@some_files(8)
+@some_files(16)
 def test_debug_build_compiles_and_is_another(
     spec: KernelSpec, compiled: Compiler, compiled_for_debugging: Compiler
 ):
@@ -70,7 +70,7 @@ def test_debug_build_compiles_and_is_another(
     assert (debug != sections(compiled(spec).cubin)[name]) == waits
 
 
-@some_files(8)
+@some_files(16)
 def test_cupy_and_nvrtc_make_the_same_code(
     spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):
