@@ -376,7 +376,7 @@ out, lse, stream
     def _check_updated(self) -> None:
         if self._lengths is None:
             raise ValueError(
-                "plan: needs an update, got none that was not refused; call plan.update(kv_lens) "
+                "plan: needs an update, got none that succeeded; call plan.update(kv_lens) "
                 "before plan.select and plan.run"
             )
 

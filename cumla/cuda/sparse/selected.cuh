@@ -13,7 +13,7 @@ using namespace mla;
 using namespace split;
 
 // Some of the heads of a query token: grid = (row tiles, parts, 1). Its list is as the caller gave it (sparse/lists.cuh).
-// tile_rows: fewer than kTileRows where more thread blocks than there are pieces fit on the GPU.
+// tile_rows: fewer than kTileRows where few lists are cut by heads, too (MLASparseKey.row_tile).
 template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;

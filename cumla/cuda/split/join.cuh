@@ -181,8 +181,8 @@ struct Joiner {
   __device__ __forceinline__ void join_share(int share) const {
     const int all = kValueDim / (8 * kGroups) * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
-    // A power of two: the helpers of an item divide the warps. With 512 columns `most` counts only where it is one:
-    // dense kernels keep the machine code without the rounding; of those over lists two would spill registers so.
+    // A power of two: the helpers of an item divide the warps. With 512 columns the result is one without rounding,
+    // which changes how ptxas orders the main loop of dense kernels. Two kernels over lists spill registers without it.
     int most = min(kJoinWarps, pieces);
     if constexpr (kValueDim < 512 || AnyTile::kHasSinks) most = 1 << (31 - __clz(most));
     const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;

@@ -53,16 +53,16 @@ __device__ __forceinline__ void store_lse(const Params& p, int request, const Ro
       lse == -kInfinity ? p.empty_lse : lse * kLn2;
 }
 
-// A row's sink, base 2, -inf for none, and what takes it into what the output of a whole row is multiplied by, and its
-// log-sum-exp, base 2. A sink that is infinite in base 2 leaves no weight to values. Rows of a tile that has sinks are
-// heads of one token. Callers keep the text for other tiles as it is without sinks: ptxas spills registers of some
-// kernels otherwise.
+// The sink of a row, base 2; -inf if there is none. Rows of a tile that has sinks are heads of one token. Callers keep
+// the text for other tiles as it is without sinks: ptxas spills registers of some kernels otherwise.
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ float sink_of(const Params& p, const AnyTile& tile, int row) {
   if (p.sinks == nullptr || row >= tile.rows) return -kInfinity;
   return p.sinks[(tile.first_row + row) * p.sinks_stride] * kLog2E;
 }
 
+// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. A sink that is
+// infinite in base 2 leaves no weight to values.
 template <typename Params>
 __device__ __forceinline__ void take_sink(const Params& p, float sink, float& scale, float& lse) {
   if (sink == -kInfinity) return;

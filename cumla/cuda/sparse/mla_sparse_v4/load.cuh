@@ -150,8 +150,8 @@ struct V4Finder {
   }
 };
 
-// They also copy the query rows of a list before its first block. Those of the first list wait until a second block is
-// on its way: a short list must not wait for rows behind them.
+// The four finding warps. They also copy the query rows of a list before its first block, of the first list behind its
+// first block: nothing of a short list may wait in line. The first two blocks are copied as soon as they are found.
 __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V4Layout& shared, V4Tile& tile,
                                         const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
   for (int found = 0;; ++found) {
     finder.find(found);
     const int t = found < 2 ? found : found - kAhead;  // whose columns are copied
-    if (t < min(found, 2)) continue;
+    if (t < min(found, 2)) continue;  // blocks 2 to 4 are found one after the other
     const bool exists = finder.exists(t);
 #pragma unroll 1
     for (; place <= last_place && (t >= max(blocks, 1) || !exists); ++place) {
