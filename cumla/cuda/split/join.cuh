@@ -45,16 +45,17 @@ struct Sinks<true> {
   float sink[2];
 };
 
-// Shared memory that nobody else uses between the segments of a CTA.
+// Shared memory that nobody else uses between the segments of a CTA; `pieces` only after the last one.
 struct JoinSpace {
-  u32 words;    // two, that all threads must agree on
-  u32 sums;     // 8,192 bytes
-  u32 weights;  // 1,024 bytes
+  u32 words;      // two, that all threads must agree on
+  u32 sums;       // 8,192 bytes
+  u32 weights;    // 1,024 bytes
+  u32 pieces, more_pieces;  // of each consumer, Joiner's kPieceSpace a warp
 };
 
 // kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for
 // more code or got slower beside it.
-template <typename T, int kValueDim, int kManyGroups, typename Params, typename AnyTile>
+template <typename T, int kValueDim, int kManyGroups, int kPieceSpace, typename Params, typename AnyTile>
 struct Joiner {
   static constexpr int kFewGroups = 4;
   static_assert(kValueDim % (16 * kFewGroups) == 0, "half of the columns are whole units");
@@ -72,39 +73,52 @@ struct Joiner {
         tile(tile),
         segment(segment),
         pieces(segment.last_part - segment.first_part + 1),
-        warp(threadIdx.x / 32 - kWarpgroup / 32),
-        lane(threadIdx.x % 32) {}
+        warp(copy_of(threadIdx.x) / 32 - kWarpgroup / 32),
+        lane(copy_of(threadIdx.x) % 32) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
-  // model: fp8_segments, join
   __device__ __forceinline__ void join(bool more) const {
-    Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
-    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
-    consumers_sync();
-    if (threadIdx.x == kWarpgroup)
-      store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
-    consumers_sync();
-    const u32 role = load_shared_u32(space.words);
-    const int mine = blockIdx.y - segment.first_part;
-    int share = role == kGoOn ? -1 : mine;
-    u32 left = 0;
-    for (int looked = 0; share >= 0;) {
-      if (kManyGroups == kFewGroups || pieces < kManyPieces || p.batch_invariant)
-        join_share<kFewGroups, 4>(share);
-      else
-        join_share<kManyGroups, 8>(share);
-      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
-      share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
-      left &= left - 1;
-    }
-    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
-    consumers_sync();  // the role's place is written again
+    if (kManyGroups == kFewGroups || pieces < kManyPieces || p.batch_invariant)
+      join_units<kFewGroups>(more);
+    else
+      join_units<kManyGroups>(more);
   }
 
  private:
   enum Role : u32 { kGoOn, kOwnShare, kLast };
   // model: join
   static constexpr u32 kAll = 1u << 31;
+
+  // model: fp8_segments, join
+  template <int kGroups>
+  __device__ __forceinline__ void join_units(bool more) const {
+    Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
+    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
+    consumers_sync();
+    if (threadIdx.x == kWarpgroup)
+      store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
+    const int mine = blockIdx.y - segment.first_part;
+    int share = mine, first = 0;
+    Work<kGroups> work(*this, share, first);  // while others have yet to arrive
+    work.pin();
+    consumers_sync();
+    const u32 role = load_shared_u32(space.words);
+    if (role == kGoOn) share = -1;
+    u32 left = 0;
+    for (int looked = 0; share >= 0;) {
+      join_item(work, !more);
+      first += kJoinWarps;
+      if (first >= work.items) {
+        for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
+        share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
+        left &= left - 1;
+        first = 0;
+      }
+      if (share >= 0) work = Work<kGroups>(*this, share, first);
+    }
+    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
+    consumers_sync();  // the role's place is written again
+  }
 
   // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
   // model: join
@@ -174,30 +188,64 @@ struct Joiner {
     }
   };
 
-  // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
-  // instruction cache: the code is kept short rather than unrolled. kGroups: of eight columns in a unit; kAtOnce:
-  // pieces that a warp loads together.
-  template <int kGroups, int kAtOnce>
-  __device__ __forceinline__ void join_share(int share) const {
-    const int all = kValueDim / (8 * kGroups) * p.row_groups;
-    const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
-    // A power of two: the helpers of an item divide the warps. With 512 columns the result is one without rounding,
-    // which changes how ptxas orders the main loop of dense kernels. Two kernels over lists spill registers without it.
-    int most = min(kJoinWarps, pieces);
-    if constexpr (kValueDim < 512 || AnyTile::kHasSinks) most = 1 << (31 - __clz(most));
-    const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
-#pragma unroll 1
-    for (int first = 0; first < items; first += kJoinWarps) {
-      const int item = begin + min(first + warp / helpers, items - 1);
-      const bool active = first + warp < items * helpers;
-      const int unit = item / p.row_groups;
-      join_item<kGroups, kAtOnce>(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
-    }
+  // Of small numbers: dividend * divisor < 2^21.
+  __device__ __forceinline__ static int small_quotient(int dividend, float inverse) {
+    return static_cast<int>((dividend + 0.5f) * inverse);
   }
 
-  template <int kGroups, int kAtOnce>
-  __device__ __forceinline__ void join_item(int unit, int group, int helper, int helpers, bool active) const {
-    constexpr int kHalfUnits = kValueDim / (8 * kGroups) / 2;
+  // What a warp has of a share, which is a number of items, units of one row group: with few items several warps divide
+  // the pieces of one. kGroups: of eight columns in a unit.
+  template <int kGroups>
+  struct Work {
+    static constexpr int kUnits = kValueDim / (8 * kGroups), kHalfUnits = kUnits / 2;
+
+    int items, shift;       // of the share; helpers of an item, as a power of two
+    int unit, group;        // of the item
+    int from, to;           // pieces of this warp
+    const float* lse;       // of the first row of the group and piece 0 in its slot 0
+    const float4* columns;  // this lane's of that piece
+
+    __device__ __forceinline__ Work(const Joiner& of, int share, int first) {
+      const float inverse = reciprocal_approx(static_cast<float>(of.pieces));
+      const int all = kUnits * of.p.row_groups, begin = small_quotient(all * share, inverse);
+      items = small_quotient(all * (share + 1), inverse) - begin;
+      const int most = min(31 - __clz(of.pieces), 3);
+      shift = items > 4 ? 0 : items > 2 ? min(most, 1) : items == 2 ? min(most, 2) : most;
+      const int item = begin + min(first + (of.warp >> shift), items - 1);
+      unit = small_quotient(item, reciprocal_approx(static_cast<float>(of.p.row_groups)));
+      group = item - unit * of.p.row_groups;
+      const int count = (of.pieces + (1 << shift) - 1) >> shift;
+      const bool active = first + of.warp < items << shift;
+      from = helper(of) * count;
+      to = active ? min(from + count, of.pieces) : from;
+      const i64 base = piece_index(of.p, of.tile, of.segment.first_part, 0);
+      lse = of.p.partial_lse + base * of.rows_of_slot() + group * kRowGroup;
+      columns = of.p.partial_out +
+                piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, of.lane);
+    }
+    __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
+    // Now, not where it is used.
+    __device__ __forceinline__ void pin() {
+      lse = copy_of(lse);
+      columns = copy_of(columns);
+      from = copy_of(from);
+      to = copy_of(to);
+    }
+  };
+
+  __device__ __forceinline__ int rows_of_slot() const { return p.row_groups * kRowGroup; }
+  // Where piece i lies, in rows from the first part's slot 0: two slots apart, the first perhaps in its second slot.
+  __device__ __forceinline__ int row_of(int i) const {
+    return (i == 0 ? segment.first_slot : 2 * i) * rows_of_slot();
+  }
+
+  // All warps come here together. What runs once runs from a cold instruction cache, which is what most of its time goes
+  // into: loops are not unrolled. After the CTA's last segment (`is_free`) pieces come through shared memory, many at once.
+  template <int kGroups>
+  __device__ __forceinline__ void join_item(const Work<kGroups>& work, bool is_free) const {
+    constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes, kAtOnce = kFitting < 16 ? kFitting : 16;
+    static_assert(kAtOnce > 0, "room for a piece");
+    const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16, lses = space.sums + warp * 1024;
     Sum<kGroups> sum;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -205,51 +253,59 @@ struct Joiner {
     sum.maximum[0] = sum.maximum[1] = -kInfinity;
     if constexpr (AnyTile::kHasSinks)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) sum.sink[r] = sink_of(p, tile, group * kRowGroup + lane / 4 + 8 * r);
-    const int count = (pieces + helpers - 1) / helpers;
-    const int end = active ? min((helper + 1) * count, pieces) : 0;
-    // The pieces lie two slots apart, the first perhaps in its second slot.
-    const i64 base = piece_index(p, tile, segment.first_part, 0);
-    const int rows = p.row_groups * kRowGroup;  // of a slot
-    const float* const lse_base = p.partial_lse + base * rows + group * kRowGroup + lane / 4;
-    const float4* const base_of =
-        p.partial_out + piece_offset<kValueDim>(p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, lane);
+      for (int r = 0; r < 2; ++r) sum.sink[r] = sink_of(p, tile, work.group * kRowGroup + lane / 4 + 8 * r);
+    const float* const lse_base = work.lse + lane / 4;
 #pragma unroll 1
-    for (int first = helper * count; first < end; first += kAtOnce) {
-      float4 v[kAtOnce][kGroups];
-      float lse[kAtOnce][2];
+    for (int first = work.from; first < work.to; first += kAtOnce) {
+      const int end = min(first + kAtOnce, work.to);
+      if (is_free) {
+#pragma unroll 1
+        for (int i = first; i < end; ++i) {
+          const int row = row_of(i);
+          const float4* const source = work.columns + static_cast<i64>(row) * (kValueDim / 4);
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        lse[k][0] = lse[k][1] = -kInfinity;
-        const int i = first + k, row = (i == 0 ? segment.first_slot : 2 * i) * rows;
-        const float4* const source = base_of + static_cast<i64>(row) * (kValueDim / 4);
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) v[k][j] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (i < end) {
-          lse[k][0] = load_l2_float(lse_base + row);
-          lse[k][1] = load_l2_float(lse_base + row + 8);
-#pragma unroll
-          for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
+          for (int j = 0; j < kGroups; ++j) copy_16_async(own + (i - first) * kBytes + j * 512, source + 32 * j, true);
+          if (lane < kRowGroup / 4) copy_16_async(lses + (i - first) * 64 + lane * 16, work.lse + row + lane * 4, true);
         }
+        copy_async_wait_all();
+        __syncwarp();
       }
       float next[2] = {sum.maximum[0], sum.maximum[1]};
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll 1
+      for (int i = first; i < end; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          next[r] = fmaxf(next[r], lse[k][r]);
+          next[r] = fmaxf(next[r], lse_of(is_free, lses + (i - first) * 64, lse_base, i, r));
       sum.raise(next[0], next[1]);
+#pragma unroll 1
+      for (int i = first; i < end; ++i) {
+        float weight[2];
+        float4 v[kGroups];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const float weight[2] = {weight_of(lse[k][0], next[0]), weight_of(lse[k][1], next[1])};
+        for (int r = 0; r < 2; ++r) weight[r] = lse_of(is_free, lses + (i - first) * 64, lse_base, i, r);
+        if (is_free) {
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) sum.add(j, v[k][j], weight[0], weight[1]);
-        sum.weight[0] += weight[0];
-        sum.weight[1] += weight[1];
+          for (int j = 0; j < kGroups; ++j) v[j] = load_shared_float4(own + (i - first) * kBytes + j * 512);
+        } else {
+          const float4* const source = work.columns + static_cast<i64>(row_of(i)) * (kValueDim / 4);
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) v[j] = load_l2_float4(source + 32 * j);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          weight[r] = weight_of(weight[r], next[r]);
+          sum.weight[r] += weight[r];
+        }
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) sum.add(j, v[j], weight[0], weight[1]);
       }
+      __syncwarp();  // the next ones are written there
     }
-    if (helpers > 1) gather(sum, helper, helpers);
-    if (active && helper == 0) store(unit, group, sum);
+    if (work.shift > 0) gather(sum, work.helper(*this), 1 << work.shift);
+    if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
+  }
+  __device__ __forceinline__ float lse_of(bool is_free, u32 lses, const float* base, int i, int r) const {
+    return is_free ? load_shared_float(lses + lane / 4 * 4 + 32 * r) : load_l2_float(base + row_of(i) + 8 * r);
   }
 
   // Where a warp leaves what it has for the first helper of its item.

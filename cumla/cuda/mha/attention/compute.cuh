@@ -264,8 +264,11 @@ struct Consumer {
     consumers_sync();  // the next tile writes there, and so does joining
     if (segment.split()) {
       write_piece(segment, half, lse);
-      Joiner<T, kValueTiles * 64, 4, AttentionParams, RaggedTile>(
-          p, {shared.words(), shared.exchange(), shared.exchange() + 8192}, tile, segment).join(more);
+      constexpr int kSpace = Layout::kBuffers * (Layout::kKeyBytes + Layout::kValueBytes) / kJoinWarps;
+      Joiner<T, kValueTiles * 64, 4, kSpace, AttentionParams, RaggedTile>(
+          p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), shared.keys(0) + 4 * kSpace},
+          tile, segment)
+          .join(more);
     } else {
       write_result(segment, half, lse);
     }

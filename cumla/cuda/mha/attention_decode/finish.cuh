@@ -73,9 +73,13 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
         if (!adds) continue;
         add_warps(segment, n, adder, column_of(round, adder), round == 0);
       }
+    constexpr int kSpace = kDecodeWarps * Layout::kStages * Layout::kChunkBytes / kJoinWarps;
     if (adds && segment.split())
-      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, AttentionParams, RaggedTile>(
-          p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile, segment).join(more);
+      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, kSpace, AttentionParams, RaggedTile>(
+          p,
+          {shared.words(), shared.sums(), shared.sums() + 8192, shared.chunk(0, 0), shared.chunk(0, 0) + 4 * kSpace},
+          tile, segment)
+          .join(more);
   }
 
   // Each lane of a quad weighs every fourth warp's output of row lane / 4, relative to the highest score of all. Gives

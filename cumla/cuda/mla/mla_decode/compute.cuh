@@ -365,8 +365,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       write_piece(segment, inverse, lse);  // plant: piece
       // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the
       // same bits.
-      LatentJoiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile,
-                                  segment).join(more);
+      LatentJoiner<T, AnyTile, 4>(
+          p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0), shared.stage(0), shared.stage(1)}, tile, segment)
+          .join(more);
     } else {
       if constexpr (AnyTile::kHasSinks)
 #pragma unroll

@@ -90,8 +90,10 @@ __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTil
   return at < static_cast<u64>(p.page_entries) ? p.block_table[at] : -1;  // a list may be shorter than it should be
 }
 
+constexpr int kJoinSpace = 16384;  // of a warp that joins: pieces of eight units of 32 columns
+
 template <typename T, typename AnyTile, int kManyGroups>
-using LatentJoiner = Joiner<T, kValueDim, kManyGroups, MlaDecodeParams, AnyTile>;
+using LatentJoiner = Joiner<T, kValueDim, kManyGroups, kJoinSpace, MlaDecodeParams, AnyTile>;
 
 // The threads of one consumer meet.
 __device__ __forceinline__ void consumer_sync(int consumer) {

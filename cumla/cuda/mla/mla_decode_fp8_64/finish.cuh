@@ -31,7 +31,10 @@ struct Heads64Finisher {
     of.change_output(0);
     if (segment.split()) {
       write_transposed_piece<kHeads / kRowGroup, false>(p, tile, segment, of.output, consumer, warp, lane);
-      LatentJoiner<Bf16, AnyTile, 4>(p, {shared.words, shared.probabilities(0), shared.of_warp(0, 0)}, tile, segment)
+      LatentJoiner<Bf16, AnyTile, 4>(
+          p,
+          {shared.words, shared.probabilities(0), shared.of_warp(0, 0), shared.ring, shared.ring + 4 * kJoinSpace},
+          tile, segment)
           .join(more);
     } else {
       write_rows();

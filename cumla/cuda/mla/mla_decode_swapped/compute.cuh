@@ -249,7 +249,9 @@ struct SwappedConsumer {
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
     write_output(segment, split);  // plant: piece
     if (split)
-      LatentJoiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+      LatentJoiner<T, Tile, 1>(
+          p, {shared.words, shared.probabilities, shared.sums, shared.ring, shared.ring + 4 * kJoinSpace}, tile, segment)
+          .join(more);
   }
 
   __device__ __forceinline__ void leave_sums() {
