@@ -85,7 +85,7 @@ struct Joiner {
   }
 
  private:
-  enum Role : u32 { kGoOn, kOwnShare, kLast };
+  enum Role : u32 { kGoOn, kOwnShare, kLast, kUnknown };
   // model: join
   static constexpr u32 kAll = 1u << 31;
 
@@ -99,13 +99,16 @@ struct Joiner {
       store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
     const int mine = blockIdx.y - segment.first_part;
     int share = mine, first = 0;
-    Work<kGroups> work(*this, share, first);  // while others have yet to arrive
-    work.pin();
-    consumers_sync();
-    const u32 role = load_shared_u32(space.words);
-    if (role == kGoOn) share = -1;
-    u32 left = 0;
+    u32 left = 0, role = kUnknown;
+#pragma unroll 1
     for (int looked = 0; share >= 0;) {
+      Work<kGroups> work(*this, share, first);  // the first time while others have yet to arrive
+      work.pin();
+      if (role == kUnknown) {
+        consumers_sync();
+        role = load_shared_u32(space.words);
+        if (role == kGoOn) break;
+      }
       join_item(work, !more);
       first += kJoinWarps;
       if (first >= work.items) {
@@ -114,7 +117,6 @@ struct Joiner {
         left &= left - 1;
         first = 0;
       }
-      if (share >= 0) work = Work<kGroups>(*this, share, first);
     }
     if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
     consumers_sync();  // the role's place is written again
