@@ -20,7 +20,7 @@ __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const 
 
 struct MlaSparseMaxLogitsParams : MlaDecodeParams {
   float* max_logits;          // as lse lies, natural units
-  float* partial_max_logits;  // as partial_lse lies, base 2
+  float* partial_max_logits;  // [row tile][part][slot][row], base 2
 };
 
 // Rows whose largest score is an output, too. Params are those above.

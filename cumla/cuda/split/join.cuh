@@ -204,7 +204,7 @@ struct Joiner {
     int items, shift;       // of the share; helpers of an item, as a power of two
     int unit, group;        // of the item
     int from, to;           // pieces of this warp
-    const float* lse;       // of the first row of the group and piece 0 in its slot 0
+    const float2* rows;     // of the group, of piece 0 in its slot 0
     const float4* columns;  // this lane's of that piece
 
     __device__ __forceinline__ Work(const Joiner& of, int share, int first) {
@@ -221,14 +221,14 @@ struct Joiner {
       from = helper(of) * count;
       to = active ? min(from + count, of.pieces) : from;
       const i64 base = piece_index(of.p, of.tile, of.segment.first_part, 0);
-      lse = of.p.partial_lse + base * of.rows_of_slot() + group * kRowGroup;
+      rows = of.p.partial_rows + base * of.rows_of_slot() + group * kRowGroup;
       columns = of.p.partial_out +
                 piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, of.lane);
     }
     __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
     // Now, not where it is used.
     __device__ __forceinline__ void pin() {
-      lse = copy_of(lse);
+      rows = copy_of(rows);
       columns = copy_of(columns);
       from = copy_of(from);
       to = copy_of(to);
@@ -245,9 +245,9 @@ struct Joiner {
   // into: loops are not unrolled. After the CTA's last segment (`is_free`) pieces come through shared memory, many at once.
   template <int kGroups>
   __device__ __forceinline__ void join_item(const Work<kGroups>& work, bool is_free) const {
-    constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes, kAtOnce = kFitting < 16 ? kFitting : 16;
+    constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes, kAtOnce = kFitting < 8 ? kFitting : 8;
     static_assert(kAtOnce > 0, "room for a piece");
-    const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16, lses = space.sums + warp * 1024;
+    const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16, own_rows = space.sums + warp * 1024;
     Sum<kGroups> sum;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -256,7 +256,6 @@ struct Joiner {
     if constexpr (AnyTile::kHasSinks)
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum.sink[r] = sink_of(p, tile, work.group * kRowGroup + lane / 4 + 8 * r);
-    const float* const lse_base = work.lse + lane / 4;
 #pragma unroll 1
     for (int first = work.from; first < work.to; first += kAtOnce) {
       const int end = min(first + kAtOnce, work.to);
@@ -267,7 +266,7 @@ struct Joiner {
           const float4* const source = work.columns + static_cast<i64>(row) * (kValueDim / 4);
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) copy_16_async(own + (i - first) * kBytes + j * 512, source + 32 * j, true);
-          if (lane < kRowGroup / 4) copy_16_async(lses + (i - first) * 64 + lane * 16, work.lse + row + lane * 4, true);
+          if (lane < kRowGroup / 2) copy_16_async(own_rows + (i - first) * 128 + lane * 16, work.rows + row + lane * 2, true);
         }
         copy_async_wait_all();
         __syncwarp();
@@ -277,14 +276,14 @@ struct Joiner {
       for (int i = first; i < end; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          next[r] = fmaxf(next[r], lse_of(is_free, lses + (i - first) * 64, lse_base, i, r));
+          next[r] = fmaxf(next[r], row_of_piece(is_free, own_rows + (i - first) * 128, work.rows, i, r).x);
       sum.raise(next[0], next[1]);
 #pragma unroll 1
       for (int i = first; i < end; ++i) {
-        float weight[2];
+        float2 of_row[2];
         float4 v[kGroups];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) weight[r] = lse_of(is_free, lses + (i - first) * 64, lse_base, i, r);
+        for (int r = 0; r < 2; ++r) of_row[r] = row_of_piece(is_free, own_rows + (i - first) * 128, work.rows, i, r);
         if (is_free) {
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) v[j] = load_shared_float4(own + (i - first) * kBytes + j * 512);
@@ -295,19 +294,21 @@ struct Joiner {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          weight[r] = weight_of(weight[r], next[r]);
-          sum.weight[r] += weight[r];
+          const float weight = weight_of(of_row[r].x, next[r]);
+          sum.weight[r] += weight;
+          of_row[r].y *= weight;
         }
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) sum.add(j, v[j], weight[0], weight[1]);
+        for (int j = 0; j < kGroups; ++j) sum.add(j, v[j], of_row[0].y, of_row[1].y);
       }
       __syncwarp();  // the next ones are written there
     }
     if (work.shift > 0) gather(sum, work.helper(*this), 1 << work.shift);
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
   }
-  __device__ __forceinline__ float lse_of(bool is_free, u32 lses, const float* base, int i, int r) const {
-    return is_free ? load_shared_float(lses + lane / 4 * 4 + 32 * r) : load_l2_float(base + row_of(i) + 8 * r);
+  // Of this lane's row r.
+  __device__ __forceinline__ float2 row_of_piece(bool is_free, u32 own, const float2* rows, int i, int r) const {
+    return is_free ? load_shared_float2(own + lane / 4 * 8 + 64 * r) : load_l2_float2(rows + row_of(i) + lane / 4 + 8 * r);
   }
 
   // Where a warp leaves what it has for the first helper of its item.

@@ -279,8 +279,8 @@ struct Consumer {
     if (warp >= p.row_groups) return;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
     if (consumer == 0 && lane % 4 == 0) {
-      p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
-      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
+      p.partial_rows[piece * p.row_groups * kRowGroup + row] = {lse[0], 1.0f};
+      p.partial_rows[piece * p.row_groups * kRowGroup + row + 8] = {lse[1], 1.0f};
     }
     float4* const destination = p.partial_out + piece_offset<kValueTiles * 64>(p, piece, consumer, warp, 0, lane);
 #pragma unroll

@@ -57,7 +57,7 @@ struct AttentionParams {
   const Part* parts_in;
   Ticket* tickets;
   float4* partial_out;
-  float* partial_lse;
+  float2* partial_rows;
   i64 max_tokens;    // of a request
   i64 page_entries;  // of the block table, from its first to its last, or of a list of pages
   int batch;

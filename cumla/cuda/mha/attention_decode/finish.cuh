@@ -104,12 +104,12 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     rounded = sum_of_quad(rounded);
     if (is_first && adder == 0 && lane % 4 == 0) {
       const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
-      float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kRowGroup + row;
+      float2* const of_piece = p.partial_rows + piece_index(p, tile, blockIdx.y, segment.slot) * kRowGroup + row;
       if (!segment.split()) {
         if (row < tile.rows) store_lse(p, segment.request, Row(p, tile, row), lse);
       } else {
-        of_piece[0] = lse;
-        if (kEights == 1) of_piece[8] = -kInfinity;
+        of_piece[0] = {lse, 1.0f};
+        if (kEights == 1) of_piece[8] = {-kInfinity, 0.0f};
       }
     }
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);

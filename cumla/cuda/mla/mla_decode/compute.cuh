@@ -381,8 +381,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     if (warp >= p.row_groups) return;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
     if (consumer == 0 && lane % 4 == 0) {
-      p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
-      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];  // plant: partial
+      p.partial_rows[piece * p.row_groups * kRowGroup + row] = {lse[0], inverse[0]};
+      p.partial_rows[piece * p.row_groups * kRowGroup + row + 8] = {lse[1], inverse[1]};  // plant: partial
       if constexpr (AnyTile::kHasMaxLogits)
 #pragma unroll
         for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = this->max_logit[r];
@@ -390,8 +390,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     float4* const destination = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
-                          output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
+      store_global_float4(destination + 32 * j, output[4 * j], output[4 * j + 1], output[4 * j + 2], output[4 * j + 3]);
   }
 
   __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],

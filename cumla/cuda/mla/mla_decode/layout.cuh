@@ -55,7 +55,7 @@ struct MlaDecodeParams {
   const Part* parts_in;
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
-  float* partial_lse;    // [kv head][row tile][part][slot][row]
+  float2* partial_rows;  // [kv head][row tile][part][slot][row]
   i64 max_tokens;        // of a request: what the block table can name
   i64 page_entries;      // of the block table, from its first to its last, or of a list of pages
   int batch;

@@ -136,7 +136,7 @@ struct Fp8Finisher {
 
   __device__ __forceinline__ void write_lse(int row, float lse) const {
     if (segment.split())
-      p.partial_lse[piece_index(p, tile, blockIdx.y, segment.slot) * kQueryRows + row] = lse;
+      p.partial_rows[piece_index(p, tile, blockIdx.y, segment.slot) * kQueryRows + row] = {lse, 1.0f};
     else if (row < tile.rows)
       store_lse(p, segment.request, Row(p, tile, row), lse);
   }

@@ -28,7 +28,6 @@ struct Heads64Finisher {
     leave_sums();
     consumers_sync();
     find_factors();
-    of.change_output(0);
     if (segment.split()) {
       write_transposed_piece<kHeads / kRowGroup, false>(p, tile, segment, of.output, consumer, warp, lane);
       LatentJoiner<Bf16, AnyTile, 4>(
@@ -37,6 +36,7 @@ struct Heads64Finisher {
           tile, segment)
           .join(more);
     } else {
+      of.change_output(0);
       write_rows();
     }
   }
@@ -66,9 +66,9 @@ struct Heads64Finisher {
       }
       store_shared_float(shared.factor(0, head), factor);
       if constexpr (AnyTile::kHasSinks)
-        write_lse(head, with_sink);
+        write_lse(head, with_sink, factor);
       else
-        write_lse(head, total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total));
+        write_lse(head, total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total), factor);
     }
     consumers_sync();
   }
@@ -81,10 +81,10 @@ struct Heads64Finisher {
     return reference + static_cast<float>(static_cast<int>(exponent) - 127) + log2_approx(mantissa);
   }
 
-  __device__ __forceinline__ void write_lse(int row, float lse) const {
+  __device__ __forceinline__ void write_lse(int row, float lse, float factor) const {
     if (segment.split()) {
       if (row < p.row_groups * kRowGroup)
-        p.partial_lse[piece_index(p, tile, blockIdx.y, segment.slot) * p.row_groups * kRowGroup + row] = lse;
+        p.partial_rows[piece_index(p, tile, blockIdx.y, segment.slot) * p.row_groups * kRowGroup + row] = {lse, factor};
     } else if (row < tile.rows) {
       store_lse(p, segment.request, Row(p, tile, row), lse);
     }

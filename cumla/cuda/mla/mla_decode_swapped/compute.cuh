@@ -307,11 +307,11 @@ struct SwappedConsumer {
   }
 
   __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split) const {
-    float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kSwappedRows;
+    float2* const of_piece = p.partial_rows + piece_index(p, tile, blockIdx.y, segment.slot) * kSwappedRows;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
-        of_piece[row_of(i)] = lse[i];  // plant: partial
+        of_piece[row_of(i)] = {lse[i], 1.0f};  // plant: partial
       else if (row_of(i) < tile.rows)
         store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
     }
