@@ -179,7 +179,7 @@ def test_the_decode_kernels_parameters_by_name(page_size: int, box_rows: int) ->
         expected[f"{member}.base"] = view.ptr
         for axis, stride in zip(axes, view.strides[:3], strict=True):
             expected[f"{member}.stride_{axis}"] = stride
-    names = ("places", "parts", "tickets", "partial_out", "partial_lse")
+    names = ("places", "parts", "tickets", "partial_out", "partial_rows")
     for member, name in zip(("places", "parts_in", *names[2:]), names, strict=True):
         expected[member] = (9 << 40) + getattr(key.layout, name)
     latent, rope = arguments.kv_cache, arguments.kv_rope

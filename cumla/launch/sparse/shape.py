@@ -167,14 +167,14 @@ class MLASparseKey(LatentKey):
 
     @cached_property
     def partial_max_logits(self) -> int:
-        """Where in the buffer the largest scores of pieces lie, in the order of their lse."""
+        """Where in the buffer the largest scores of pieces lie, in the order of their rows."""
         return _aligned(self.zeros + VALUE_DIM * 4)
 
     @cached_property
     def layout(self) -> PlanLayout:
         """Where things lie in the plan's buffer; its size covers the lists as well."""
         layout = PlanLayout.of(self)
-        maxima = layout.partial_out - layout.partial_lse if self.has_max_logits else 0
+        maxima = (layout.partial_out - layout.partial_rows) // 2 if self.has_max_logits else 0
         return replace(layout, nbytes=self.partial_max_logits + maxima)
 
 

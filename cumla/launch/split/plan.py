@@ -239,7 +239,7 @@ class PlanLayout:
     places: int
     parts: int
     tickets: int
-    partial_lse: int
+    partial_rows: int
     partial_out: int
     nbytes: int
 
@@ -253,7 +253,7 @@ class PlanLayout:
             key.places_bytes,
             key.parts * PART_BYTES,
             key.num_tickets * TICKET_BYTES,
-            rows * 4,
+            rows * 8,
             rows * key.value_dim * 4,
         ):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
@@ -264,5 +264,5 @@ class PlanLayout:
         return buffer + self.places, buffer + self.parts, buffer + self.tickets
 
     def partials_at(self, buffer: int) -> tuple[int, int]:
-        """Give the addresses of partial outputs and of their log-sum-exps."""
-        return buffer + self.partial_out, buffer + self.partial_lse
+        """Give the addresses of partial outputs, and of the log-sum-exps and factors of their rows."""
+        return buffer + self.partial_out, buffer + self.partial_rows

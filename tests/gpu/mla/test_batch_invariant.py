@@ -244,7 +244,7 @@ def test_20_repeats_agree_bit_for_bit(shape: Case) -> None:
         with other:
             kernels.noise(seed)
         plan.update(problem.kv_lens)
-        workspace[plan.key.layout.partial_lse :] = 0xFF
+        workspace[plan.key.layout.partial_rows :] = 0xFF
         assert same(bits_of_call(problem, plan), wanted), seed
     other.synchronize()
 

@@ -342,7 +342,7 @@ def check_schedule(plan: cumla.MLAAttentionPlan, buffer: Any, lengths: dict[str,
     key, layout = plan.key, plan.key.layout
     host = {name: array.get() for name, array in lengths.items()}
     made = schedule(host["qo_indptr"], host["kv_lens"], host.get("kv_indptr"), key)
-    memory = buffer[: layout.partial_lse].get()
+    memory = buffer[: layout.partial_rows].get()
     places = memory[layout.places : layout.places + len(made.places) * TILE_PLACE.itemsize]
     parts = memory[layout.parts : layout.parts + key.parts * PART.itemsize]
     tickets = memory[layout.tickets : layout.tickets + key.num_tickets * TICKET_BYTES]
@@ -376,7 +376,7 @@ def test_the_schedule_equals_its_mirror(name: str) -> None:
             "qo_indptr": cp.asarray(indptr.astype(np.int32)),
             "kv_lens": cp.asarray(kv_lens.astype(np.int32)),
         }
-        buffer[: plan.key.layout.partial_lse] = 0x77
+        buffer[: plan.key.layout.partial_rows] = 0x77
         plan.update(**lengths)
         check_schedule(plan, buffer, lengths)
 
@@ -531,15 +531,15 @@ def test_garbage_in_the_buffer_leads_nowhere(heads: int, page_size: int) -> None
     rng = np.random.default_rng(1)
     for garbage in GARBAGE_WORDS * 2:
         for begin, end in (
-            (0, layout.partial_lse),
+            (0, layout.partial_rows),
             (layout.places, layout.parts),
             (layout.parts, layout.tickets),
-            (layout.tickets, layout.partial_lse),
+            (layout.tickets, layout.partial_rows),
         ):
             plan.update(**problem.lengths)
             words = buffer[begin:end].view(np.uint32)
             words.set(garbage(rng, words.size).astype(np.uint32))
-            buffer[layout.partial_lse : nbytes].view(np.uint32)[...] = 0x7FC00001
+            buffer[layout.partial_rows : nbytes].view(np.uint32)[...] = 0x7FC00001
             plan.run(**problem.inputs, out=out.array, lse=lse.array)
             plan.run(**problem.inputs, out=out.array, lse=lse.array)
             cp.cuda.Device().synchronize()

@@ -60,7 +60,7 @@ class OnDevice(NamedTuple):
     @classmethod
     def of(cls, plan: cumla.MLADecodePlan, buffer: Any) -> OnDevice:
         key, layout = plan.key, plan.key.layout
-        host = buffer[: layout.partial_lse].get()
+        host = buffer[: layout.partial_rows].get()
         parts = host[layout.parts : layout.parts + key.parts * PART.itemsize]
         tickets = host[layout.tickets : layout.tickets + key.num_tickets * TICKET_BYTES]
         places = host[layout.places : layout.places + key.batch * PLACE.itemsize]
@@ -103,7 +103,7 @@ def update_and_check(
 ) -> None:
     """Compute a schedule into a buffer that holds no value which could be meant."""
     lengths = np.asarray(lengths).astype(np.int32)
-    buffer[: plan.key.layout.partial_lse] = 0x77
+    buffer[: plan.key.layout.partial_rows] = 0x77
     plan.update(cp.asarray(lengths))
     OnDevice.of(plan, buffer).check(lengths, plan.key, name)
 
@@ -293,16 +293,16 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
     buffer = bytes_of_ones(nbytes + guard)
     plan = plan_of(problem, variant, workspace=buffer[:nbytes], **mode)
     layout = plan.key.layout
-    pieces = buffer[layout.partial_lse : nbytes].view(np.uint32)
+    pieces = buffer[layout.partial_rows : nbytes].view(np.uint32)
     before = [problem.q_bits.copy(), problem.kv_bits.copy()]
     out, lse = problem.outputs()
     rng = np.random.default_rng(1)
     for garbage in GARBAGE_WORDS * 2:
         for begin, end in (
-            (0, layout.partial_lse),
+            (0, layout.partial_rows),
             (layout.places, layout.parts),
             (layout.parts, layout.tickets),
-            (layout.tickets, layout.partial_lse),
+            (layout.tickets, layout.partial_rows),
         ):
             plan.update(problem.kv_lens)
             words = buffer[begin:end].view(np.uint32)

@@ -99,7 +99,7 @@ class Repeats:
     def spoil_pieces(self) -> None:
         import cupy
 
-        begin, end = self.plan.key.layout.partial_lse, self.plan.key.layout.nbytes
+        begin, end = self.plan.key.layout.partial_rows, self.plan.key.layout.nbytes
         assert begin < end, "nothing is ever split here"
         cupy.cuda.runtime.memsetAsync(
             self.workspace.data.ptr + begin, 0xFF, end - begin, self.stream.ptr

@@ -1114,7 +1114,7 @@ def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
         "places": 8 * key.batch,
         "parts": 48 * parts,
         "tickets": 16 * tickets,
-        "partial_lse": 4 * rows,
+        "partial_rows": 4 * rows,
         "partial_out": 4 * rows * VALUE_DIM,
     }
     begins = [getattr(layout, name) for name in sizes]
