@@ -210,6 +210,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
+  grid_dependency_wait();
 
   if constexpr (kForm != kPages || AnyTile::kIsRagged) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.

@@ -114,6 +114,7 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   constexpr bool kSingleRows = kForm == kRows || kForm == kPackedRows;
   begin_kernel<kSingleRows ? kRows : kPages, AnyTile>(p.decode, shared, kSingleRows ? 2 : 0);
+  grid_dependency_wait();
   if (warpgroup == 0) {
     registers_decrease<kQueryRows == 16 ? 88 : 56>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);

@@ -119,6 +119,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_kernel<kForm, Tile>(p, shared, kForm == kRows ? 2 : 0);
+  grid_dependency_wait();
 
   const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);

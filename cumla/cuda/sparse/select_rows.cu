@@ -70,8 +70,8 @@ __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
 
 __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   __shared__ int warp_counts[2][kSelectWarps];
-  grid_dependency_launch();
   grid_dependency_wait();
+  grid_dependency_launch();  // not before: the next kernel reads what came before this one (mla_sparse_v4.cu)
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int batch = quotient(row, p.by_q_len), token = row - batch * p.q_len;
   int* const selected = p.selected + static_cast<i64>(row) * p.places;

@@ -52,7 +52,8 @@ struct SelectedTile : ListTile<kTileRows> {
 template <int kTileRows>
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, SelectedTile<kTileRows>& tile,
                                               const Part& part, int place) {
-  const Place at = p.places[place];
+  Place at = {part.request, part.tokens};
+  if (place != part.place) at = p.places[place];
   const int list = min(max(at.request, 0), p.batch - 1);
   const int scheduled = min(static_cast<i64>(max(at.tokens, 0)), p.max_tokens);
   const int length = min(max(p.block_table[p.batch * p.block_table_stride + list], 0), scheduled);

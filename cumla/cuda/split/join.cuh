@@ -73,8 +73,8 @@ struct Joiner {
         tile(tile),
         segment(segment),
         pieces(segment.last_part - segment.first_part + 1),
-        warp(copy_of(threadIdx.x) / 32 - kWarpgroup / 32),
-        lane(copy_of(threadIdx.x) % 32) {}
+        warp(thread_here() / 32 - kWarpgroup / 32),
+        lane(thread_here() % 32) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
@@ -85,6 +85,11 @@ struct Joiner {
   }
 
  private:
+  // Read anew: what follows from it would be kept over the blocks. With narrow units some kernels spill others then.
+  __device__ __forceinline__ static u32 thread_here() {
+    return kManyGroups == 1 ? threadIdx.x : copy_of(threadIdx.x);
+  }
+
   enum Role : u32 { kGoOn, kOwnShare, kLast, kUnknown };
   // model: join
   static constexpr u32 kAll = 1u << 31;
@@ -209,13 +214,13 @@ struct Joiner {
 
     __device__ __forceinline__ Work(const Joiner& of, int share, int first) {
       const float inverse = reciprocal_approx(static_cast<float>(of.pieces));
-      const int all = kUnits * of.p.row_groups, begin = small_quotient(all * share, inverse);
+      const int row_groups = copy_of(of.p.row_groups), all = kUnits * row_groups, begin = small_quotient(all * share, inverse);
       items = small_quotient(all * (share + 1), inverse) - begin;
       const int most = min(31 - __clz(of.pieces), 3);
       shift = items > 4 ? 0 : items > 2 ? min(most, 1) : items == 2 ? min(most, 2) : most;
       const int item = begin + min(first + (of.warp >> shift), items - 1);
-      unit = small_quotient(item, reciprocal_approx(static_cast<float>(of.p.row_groups)));
-      group = item - unit * of.p.row_groups;
+      unit = small_quotient(item, reciprocal_approx(static_cast<float>(row_groups)));
+      group = item - unit * row_groups;
       const int count = (of.pieces + (1 << shift) - 1) >> shift;
       const bool active = first + of.warp < items << shift;
       from = helper(of) * count;
@@ -245,9 +250,14 @@ struct Joiner {
   // into: loops are not unrolled. After the CTA's last segment (`is_free`) pieces come through shared memory, many at once.
   template <int kGroups>
   __device__ __forceinline__ void join_item(const Work<kGroups>& work, bool is_free) const {
-    constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes, kAtOnce = kFitting < 8 ? kFitting : 8;
+    constexpr int kBytes = kGroups * 512, kRowBytes = kRowGroup * 8;
+    constexpr bool kRowsBeside = kGroups < 4;  // there is room for their rows, too
+    constexpr int kFitting = kPieceSpace / (kBytes + kRowsBeside * kRowBytes), kMost = kRowsBeside ? 16 : 8;
+    constexpr int kAtOnce = kFitting < kMost ? kFitting : kMost;
     static_assert(kAtOnce > 0, "room for a piece");
-    const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16, own_rows = space.sums + warp * 1024;
+    const u32 space_here = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace;
+    const u32 own = space_here + lane * 16;
+    const u32 own_rows = kRowsBeside ? space_here + kAtOnce * kBytes : space.sums + warp * 8 * kRowBytes;
     Sum<kGroups> sum;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -266,7 +276,7 @@ struct Joiner {
           const float4* const source = work.columns + static_cast<i64>(row) * (kValueDim / 4);
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) copy_16_async(own + (i - first) * kBytes + j * 512, source + 32 * j, true);
-          if (lane < kRowGroup / 2) copy_16_async(own_rows + (i - first) * 128 + lane * 16, work.rows + row + lane * 2, true);
+          if (lane < kRowGroup / 2) copy_16_async(own_rows + (i - first) * kRowBytes + lane * 16, work.rows + row + lane * 2, true);
         }
         copy_async_wait_all();
         __syncwarp();
@@ -276,14 +286,14 @@ struct Joiner {
       for (int i = first; i < end; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          next[r] = fmaxf(next[r], row_of_piece(is_free, own_rows + (i - first) * 128, work.rows, i, r).x);
+          next[r] = fmaxf(next[r], row_of_piece(is_free, own_rows + (i - first) * kRowBytes, work.rows, i, r).x);
       sum.raise(next[0], next[1]);
 #pragma unroll 1
       for (int i = first; i < end; ++i) {
         float2 of_row[2];
         float4 v[kGroups];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) of_row[r] = row_of_piece(is_free, own_rows + (i - first) * 128, work.rows, i, r);
+        for (int r = 0; r < 2; ++r) of_row[r] = row_of_piece(is_free, own_rows + (i - first) * kRowBytes, work.rows, i, r);
         if (is_free) {
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) v[j] = load_shared_float4(own + (i - first) * kBytes + j * 512);
@@ -303,7 +313,7 @@ struct Joiner {
       }
       __syncwarp();  // the next ones are written there
     }
-    if (work.shift > 0) gather(sum, work.helper(*this), 1 << work.shift);
+    if (work.shift > 0) gather(sum, work.helper(*this), work.shift);
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
   }
   // Of this lane's row r.
@@ -311,51 +321,33 @@ struct Joiner {
     return is_free ? load_shared_float2(own + lane / 4 * 8 + 64 * r) : load_l2_float2(rows + row_of(i) + lane / 4 + 8 * r);
   }
 
-  // Where a warp leaves what it has for the first helper of its item.
-  // model: fp8_segments
-  __device__ __forceinline__ u32 place_of_sum(int of_warp, int j) const {
-    return space.sums + ((of_warp * 2 + j) * 32 + lane) * 16;
-  }
-  // model: fp8_segments
-  __device__ __forceinline__ u32 place_of_weights(int of_warp) const {
-    return space.weights + (of_warp * 8 + lane / 4) * 16;
-  }
-
-  // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
+  // Adds up what the helpers of an item have, in the first of them: in each step the second half of those that are left
+  // leave what they have to the first half.
   // model: fp8_segments
   template <int kGroups>
-  __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int helpers) const {
-    if (lane % 4 == 0)
-      store_shared_float4(place_of_weights(warp), {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
+  __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int shift) const {
+    consumers_sync();  // rows of pieces are read no more
+#pragma unroll 1
+    for (int step = (1 << shift) / 2; step > 0; step /= 2) {
+      const int place = (warp >> shift) * step + (helper & (step - 1));
+      const u32 sums = space.sums + (place * kGroups * 32 + lane) * 16, weights = space.weights + (place * 8 + lane / 4) * 16;
+      if (helper / step == 1) {
+        if (lane % 4 == 0)
+          store_shared_float4(weights, {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
 #pragma unroll
-    for (int half = 0; half < kGroups; half += 2) {
-      store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
-      if constexpr (kGroups > 1) store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
-      consumers_sync();  // plant: gather
-      if (helper == 0) {
-        if (half == 0) {
-          float4 highest = load_shared_float4(place_of_weights(warp));
-#pragma unroll 1
-          for (int i = warp + 1; i < warp + helpers; ++i) {
-            const float4 other = load_shared_float4(place_of_weights(i));
-            highest.z = fmaxf(highest.z, other.z);
-            highest.w = fmaxf(highest.w, other.w);
-          }
-          sum.raise(highest.z, highest.w);
-        }
-#pragma unroll 1
-        for (int i = warp + 1; i < warp + helpers; ++i) {
-          const float4 other = load_shared_float4(place_of_weights(i));  // sums of weights, maxima
-          const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
-          sum.add(half, load_shared_float4(place_of_sum(i, 0)), factor[0], factor[1]);
-          if constexpr (kGroups > 1) sum.add(half + 1, load_shared_float4(place_of_sum(i, 1)), factor[0], factor[1]);
-          if (half == 0) {
-            sum.weight[0] += factor[0] * other.x;
-            sum.weight[1] += factor[1] * other.y;
-          }
-        }
+        for (int j = 0; j < kGroups; ++j) store_shared_float4(sums + j * 512, sum.v[j]);
       }
-      consumers_sync();  // the next half is written there
+      consumers_sync();  // plant: gather
+      if (helper < step) {
+        const float4 other = load_shared_float4(weights);  // sums of weights, maxima
+        sum.raise(fmaxf(sum.maximum[0], other.z), fmaxf(sum.maximum[1], other.w));
+        const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) sum.add(j, load_shared_float4(sums + j * 512), factor[0], factor[1]);
+        sum.weight[0] += factor[0] * other.x;
+        sum.weight[1] += factor[1] * other.y;
+      }
+      consumers_sync();  // the next ones are written there
     }
   }
 

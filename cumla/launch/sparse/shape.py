@@ -59,16 +59,16 @@ class MLASparseKey(LatentKey):
     def row_tile(self) -> int:
         """Heads of one thread block: fewer where it computes from e4m3 numbers.
 
-        Pieces of few lists of whole rows are cut by heads, too, as far as all fit on the GPU at
-        once: what each thread block stores and joins takes longer than its blocks.
+        Pieces of few lists of whole or V4's rows are cut by heads, too, as far as all fit on the
+        GPU at once: what each thread block stores and joins takes longer than its blocks.
         """
         narrow, wide = NARROW_ROWS
-        if self.has_whole_rows:
+        if self.has_whole_rows or self.cache == V4:
             pieces = self.num_places * -(-self.max_blocks // self.min_share)
             tiles = self.sm_count // max(pieces, 1)
             few = (rows for rows in (narrow, wide) if -(-self.num_heads // rows) <= tiles)
             return ROW_TILE if self.batch_invariant else next(few, ROW_TILE)
-        if self.cache in ("same", V4):
+        if self.cache == "same":
             return ROW_TILE
         return narrow if self.num_heads <= narrow else wide
 

@@ -109,7 +109,7 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
   }
 }
 
-// The prologue before the roles: early prefetches, barriers, and the wait for the previous kernel.
+// The prologue before the wait for the previous kernel: early prefetches, barriers.
 template <PageForm kForm, typename AnyTile, typename Layout>
 __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared, int row_warps) {
   const int warp = threadIdx.x / 32;
@@ -122,7 +122,6 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   grid_dependency_launch();
   __syncthreads();
   if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
-  grid_dependency_wait();
 }
 
 // Some warps, kLoaders, begin to copy the query rows of a request; eight lanes a row, 16 bytes each.

@@ -19,7 +19,7 @@ struct V4Tile : SelectedTile<kRowTile> {
   using Held = V4Tile;
   static constexpr bool kHasRope = false;
   static constexpr bool kWideProducts = false;  // more registers than 512 threads start with
-  using SelectedTile<kRowTile>::SelectedTile;
+  __device__ __forceinline__ explicit V4Tile(const MlaDecodeParams& p) : SelectedTile(p, p.row_groups * kRowGroup) {}
 };
 
 constexpr int kV4Tiles = 7;                      // of 64 e4m3 columns; the eighth tile is bfloat16
