@@ -58,6 +58,8 @@ struct JoinSpace {
 template <typename T, int kValueDim, int kManyGroups, int kPieceSpace, typename Params, typename AnyTile>
 struct Joiner {
   static constexpr int kFewGroups = 4;
+  static constexpr int kMostAtOnce = 8;             // pieces of a warp
+  static constexpr int kRowBytes = kRowGroup * 8;  // of a piece's rows
   static_assert(kValueDim % (16 * kFewGroups) == 0, "half of the columns are whole units");
 
   const Params& p;
@@ -246,18 +248,15 @@ struct Joiner {
     return (i == 0 ? segment.first_slot : 2 * i) * rows_of_slot();
   }
 
-  // All warps come here together. What runs once runs from a cold instruction cache, which is what most of its time goes
-  // into: loops are not unrolled. After the CTA's last segment (`is_free`) pieces come through shared memory, many at once.
+  // All warps come here together. What runs once runs from a cold instruction cache, which much of its time goes into:
+  // loops are not unrolled. After the CTA's last segment (`is_free`) pieces come through shared memory, many at once.
   template <int kGroups>
   __device__ __forceinline__ void join_item(const Work<kGroups>& work, bool is_free) const {
-    constexpr int kBytes = kGroups * 512, kRowBytes = kRowGroup * 8;
-    constexpr bool kRowsBeside = kGroups < 4;  // there is room for their rows, too
-    constexpr int kFitting = kPieceSpace / (kBytes + kRowsBeside * kRowBytes), kMost = kRowsBeside ? 16 : 8;
-    constexpr int kAtOnce = kFitting < kMost ? kFitting : kMost;
+    constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes;
+    constexpr int kAtOnce = kFitting < kMostAtOnce ? kFitting : kMostAtOnce;
     static_assert(kAtOnce > 0, "room for a piece");
-    const u32 space_here = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace;
-    const u32 own = space_here + lane * 16;
-    const u32 own_rows = kRowsBeside ? space_here + kAtOnce * kBytes : space.sums + warp * 8 * kRowBytes;
+    const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16;
+    const u32 rows = space.sums + warp * (kMostAtOnce * kRowBytes);
     Sum<kGroups> sum;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -268,69 +267,78 @@ struct Joiner {
       for (int r = 0; r < 2; ++r) sum.sink[r] = sink_of(p, tile, work.group * kRowGroup + lane / 4 + 8 * r);
 #pragma unroll 1
     for (int first = work.from; first < work.to; first += kAtOnce) {
-      const int end = min(first + kAtOnce, work.to);
-      if (is_free) {
+      const int count = min(kAtOnce, work.to - first);
 #pragma unroll 1
-        for (int i = first; i < end; ++i) {
-          const int row = row_of(i);
-          const float4* const source = work.columns + static_cast<i64>(row) * (kValueDim / 4);
+      for (int k = 0; k < count; ++k) {
+        const int row = row_of(first + k);
+        const float4* const source = work.columns + static_cast<i64>(row) * (kValueDim / 4);
+        if (lane < kRowBytes / 16) copy_16_async(rows + k * kRowBytes + lane * 16, work.rows + row + lane * 2, true);
+        if (is_free)
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j) copy_16_async(own + (i - first) * kBytes + j * 512, source + 32 * j, true);
-          if (lane < kRowGroup / 2) copy_16_async(own_rows + (i - first) * kRowBytes + lane * 16, work.rows + row + lane * 2, true);
-        }
-        copy_async_wait_all();
-        __syncwarp();
+          for (int j = 0; j < kGroups; ++j) copy_16_async(own + k * kBytes + j * 512, source + 32 * j, true);
       }
-      float next[2] = {sum.maximum[0], sum.maximum[1]};
+      copy_async_wait_all();
+      __syncwarp();
+      weigh(sum, rows, count);
 #pragma unroll 1
-      for (int i = first; i < end; ++i)
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          next[r] = fmaxf(next[r], row_of_piece(is_free, own_rows + (i - first) * kRowBytes, work.rows, i, r).x);
-      sum.raise(next[0], next[1]);
-#pragma unroll 1
-      for (int i = first; i < end; ++i) {
-        float2 of_row[2];
+      for (int k = 0; k < count; ++k) {
         float4 v[kGroups];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) of_row[r] = row_of_piece(is_free, own_rows + (i - first) * kRowBytes, work.rows, i, r);
         if (is_free) {
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j) v[j] = load_shared_float4(own + (i - first) * kBytes + j * 512);
+          for (int j = 0; j < kGroups; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
         } else {
-          const float4* const source = work.columns + static_cast<i64>(row_of(i)) * (kValueDim / 4);
+          const float4* const source = work.columns + static_cast<i64>(row_of(first + k)) * (kValueDim / 4);
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) v[j] = load_l2_float4(source + 32 * j);
         }
+        const float2 weights[2] = {load_shared_float2(rows + k * kRowBytes + lane / 4 * 8),
+                                   load_shared_float2(rows + k * kRowBytes + lane / 4 * 8 + 64)};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float weight = weight_of(of_row[r].x, next[r]);
-          sum.weight[r] += weight;
-          of_row[r].y *= weight;
-        }
+        for (int r = 0; r < 2; ++r) sum.weight[r] += weights[r].x;
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) sum.add(j, v[j], of_row[0].y, of_row[1].y);
+        for (int j = 0; j < kGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
       }
       __syncwarp();  // the next ones are written there
     }
     if (work.shift > 0) gather(sum, work.helper(*this), work.shift);
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
   }
-  // Of this lane's row r.
-  __device__ __forceinline__ float2 row_of_piece(bool is_free, u32 own, const float2* rows, int i, int r) const {
-    return is_free ? load_shared_float2(own + lane / 4 * 8 + 64 * r) : load_l2_float2(rows + row_of(i) + lane / 4 + 8 * r);
+
+  // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and of
+  // its columns. A lane has row lane % 16 of every second piece.
+  template <int kGroups>
+  __device__ __forceinline__ void weigh(Sum<kGroups>& sum, u32 rows, int count) const {
+    const u32 row = rows + lane % 16 * 8;
+    float highest = -kInfinity;
+#pragma unroll 1
+    for (int k = lane / 16; k < count; k += 2) highest = fmaxf(highest, load_shared_float(row + k * kRowBytes));
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 16));
+    const float next[2] = {fmaxf(sum.maximum[0], __shfl_sync(0xffffffffu, highest, lane / 4)),
+                           fmaxf(sum.maximum[1], __shfl_sync(0xffffffffu, highest, lane / 4 + 8))};
+    sum.raise(next[0], next[1]);
+    const float first = __shfl_sync(0xffffffffu, next[0], lane % 8 * 4), second = __shfl_sync(0xffffffffu, next[1], lane % 8 * 4);
+    highest = lane & 8 ? second : first;
+#pragma unroll 1
+    for (int k = lane / 16; k < count; k += 2) {
+      const float2 of_piece = load_shared_float2(row + k * kRowBytes);
+      const float weight = weight_of(of_piece.x, highest);
+      store_shared_float2(row + k * kRowBytes, {weight, weight * of_piece.y});
+    }
+    __syncwarp();
   }
 
   // Adds up what the helpers of an item have, in the first of them: in each step the second half of those that are left
-  // leave what they have to the first half.
+  // leave what they have to the first half, from the second step on where they have just read.
   // model: fp8_segments
   template <int kGroups>
   __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int shift) const {
-    consumers_sync();  // rows of pieces are read no more
+    const int half = (1 << shift) / 2;
+    consumers_sync();  // weights of pieces are read no more
 #pragma unroll 1
-    for (int step = (1 << shift) / 2; step > 0; step /= 2) {
-      const int place = (warp >> shift) * step + (helper & (step - 1));
-      const u32 sums = space.sums + (place * kGroups * 32 + lane) * 16, weights = space.weights + (place * 8 + lane / 4) * 16;
+    for (int step = half; step > 0; step /= 2) {
+      const int place = (warp >> shift) * half + (helper & (step - 1)) + (step == half ? 0 : step);
+      const u32 sums = space.sums + (place * kGroups * 32 + lane) * 16;
+      const u32 weights = space.weights + (place * 8 + lane / 4) * 16;
       if (helper / step == 1) {
         if (lane % 4 == 0)
           store_shared_float4(weights, {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
@@ -347,8 +355,8 @@ struct Joiner {
         sum.weight[0] += factor[0] * other.x;
         sum.weight[1] += factor[1] * other.y;
       }
-      consumers_sync();  // the next ones are written there
     }
+    consumers_sync();  // the next share has its rows there
   }
 
   // The largest score of a row: that of its pieces, in whatever order.
