@@ -444,7 +444,7 @@ def test_the_cases_of_split_requests_are_of_every_kind() -> None:
     pieces, kinds = set(), set()
     for case, lengths in SPLIT_CASES.values():
         key = emulation.key_of(case)
-        table = parts_table(np.array(lengths), key.parts, key.row_groups)
+        table = parts_table(np.array(lengths), key.parts, key.row_groups, key.tiles)
         held = table["last_part"] - table["first_part"] + 1
         index = np.arange(len(table))
         assert held.max() > 1

@@ -105,6 +105,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
     }
     const bool more = place++ < last_place;
+    if (!more) copy_async_wait_all();  // zeros beyond the last chunk: joining needs the room
     attender.finish(segment, more);
     if (!more) break;
     segment = chunks_at<kRows>(p, tile, place, chunks);

@@ -222,13 +222,6 @@ __device__ __forceinline__ float4 load_l2_float4(const float4* source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-__device__ __forceinline__ float2 load_l2_float2(const float2* source) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(source) : "memory");
-  return v;
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: ld
 __device__ __forceinline__ float load_l2_float(const float* source) {
   float value;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");

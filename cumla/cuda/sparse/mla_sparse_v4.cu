@@ -37,13 +37,13 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
     convert_v4(shared, threadIdx.x / 32);
   } else if (warpgroup == 3) {
     registers_decrease<48>();
-    const Part part = part_of_cta(p, copy_of(blockIdx.y));
+    const Part part = early_part_of_cta(p, copy_of(blockIdx.y));
     grid_dependency_wait();
     V4Tile tile(p);
     find_v4(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32 - 12);
   } else {
     registers_increase<200>();
-    const Part part = part_of_cta(p, blockIdx.y);
+    const Part part = early_part_of_cta(p, blockIdx.y);
     grid_dependency_wait();
     V4Tile tile(p);
     compute<Consumer<Bf16, true, true, V4Tile>>(p, shared, tile, part, last_place_of(p, part), warpgroup);

@@ -4,8 +4,11 @@
 // Each CTA counts itself in at the request's ticket when its piece is stored. A CTA with no more work then waits until
 // all pieces are there, and joins its share of the columns. A CTA with more requests to do goes on at once, and so does
 // one that has waited too long (its peers may not even run yet). The last CTA to arrive joins the shares of those that
-// left: no CTA depends on another one's progress. Who joins a share never changes its bits: the pieces are added in the
-// order of the parts, grouped by the shape of the share alone.
+// left: no CTA depends on another one's progress. Who joins a share never changes its bits: how pieces are grouped and
+// added follows from the shape of the share alone.
+//
+// Of few requests this is a third of the time. An instruction that runs once, from a cold cache, costs 5 to 25 clocks: so
+// there are loops, not unrolled, and what a warp has to do is found while the counter answers.
 //
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces
 // of one. From 8 pieces on, some kernels use narrower units: more items, so fewer partial sums to exchange between
@@ -45,12 +48,12 @@ struct Sinks<true> {
   float sink[2];
 };
 
-// Shared memory that nobody else uses between the segments of a CTA; `pieces` only after the last one.
+// Shared memory that nobody else uses between the segments of a CTA, `pieces` and `more_pieces` only after the last.
 struct JoinSpace {
-  u32 words;      // two, that all threads must agree on
-  u32 sums;       // 8,192 bytes
-  u32 weights;    // 1,024 bytes
-  u32 pieces, more_pieces;  // of each consumer, Joiner's kPieceSpace a warp
+  u32 words;                // two, that all threads must agree on
+  u32 sums;                 // 8,192 bytes
+  u32 weights;              // 512 bytes
+  u32 pieces, more_pieces;  // for the warps of each consumer, Joiner's kPieceSpace a warp
 };
 
 // kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for
@@ -58,8 +61,8 @@ struct JoinSpace {
 template <typename T, int kValueDim, int kManyGroups, int kPieceSpace, typename Params, typename AnyTile>
 struct Joiner {
   static constexpr int kFewGroups = 4;
-  static constexpr int kMostAtOnce = 8;             // pieces of a warp
-  static constexpr int kRowBytes = kRowGroup * 8;  // of a piece's rows
+  static constexpr int kMostAtOnce = 8;            // pieces of a warp
+  static constexpr int kRowBytes = kRowGroup * 8;  // of a piece
   static_assert(kValueDim % (16 * kFewGroups) == 0, "half of the columns are whole units");
 
   const Params& p;
@@ -92,7 +95,7 @@ struct Joiner {
     return kManyGroups == 1 ? threadIdx.x : copy_of(threadIdx.x);
   }
 
-  enum Role : u32 { kGoOn, kOwnShare, kLast, kUnknown };
+  enum Role : u32 { kGoOn, kOwnShare, kLast };
   // model: join
   static constexpr u32 kAll = 1u << 31;
 
@@ -105,25 +108,26 @@ struct Joiner {
     if (threadIdx.x == kWarpgroup)
       store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
     const int mine = blockIdx.y - segment.first_part;
-    int share = mine, first = 0;
-    u32 left = 0, role = kUnknown;
+    int share = mine, first_item = 0, looked = 0;
+    bool knows_role = false;
+    u32 role = kGoOn, left = 0;
 #pragma unroll 1
-    for (int looked = 0; share >= 0;) {
-      Work<kGroups> work(*this, share, first);  // the first time while others have yet to arrive
+    while (share >= 0) {
+      Work<kGroups> work(*this, share, first_item);  // the first time while others have yet to arrive
       work.pin();
-      if (role == kUnknown) {
+      if (!knows_role) {
         consumers_sync();
         role = load_shared_u32(space.words);
+        knows_role = true;
         if (role == kGoOn) break;
       }
-      join_item(work, !more);
-      first += kJoinWarps;
-      if (first >= work.items) {
-        for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
-        share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
-        left &= left - 1;
-        first = 0;
-      }
+      if (work.items > 0) join_item(work, !more);
+      first_item += kJoinWarps;
+      if (first_item < work.items) continue;
+      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
+      share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
+      left &= left - 1;
+      first_item = 0;
     }
     if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
     consumers_sync();  // the role's place is written again
@@ -197,9 +201,10 @@ struct Joiner {
     }
   };
 
-  // Of small numbers: dividend * divisor < 2^21.
-  __device__ __forceinline__ static int small_quotient(int dividend, float inverse) {
-    return static_cast<int>((dividend + 0.5f) * inverse);
+  // In a few instructions, where the quotient is small: a first guess is off by one at most.
+  __device__ __forceinline__ static int small_quotient(int dividend, int divisor, float inverse) {
+    const int guess = static_cast<int>(static_cast<float>(dividend) * inverse), rest = dividend - guess * divisor;
+    return guess + (rest >= divisor) - (rest < 0);
   }
 
   // What a warp has of a share, which is a number of items, units of one row group: with few items several warps divide
@@ -208,20 +213,21 @@ struct Joiner {
   struct Work {
     static constexpr int kUnits = kValueDim / (8 * kGroups), kHalfUnits = kUnits / 2;
 
-    int items, shift;       // of the share; helpers of an item, as a power of two
+    int items, shift;       // of the share; of an item's helpers, a power of two
     int unit, group;        // of the item
     int from, to;           // pieces of this warp
-    const float2* rows;     // of the group, of piece 0 in its slot 0
-    const float4* columns;  // this lane's of that piece
+    const float2* rows;     // of piece 0, in its slot 0: those of the group
+    const float4* columns;  // of that piece: this lane's
 
     __device__ __forceinline__ Work(const Joiner& of, int share, int first) {
+      const int row_groups = copy_of(of.p.row_groups), all = kUnits * row_groups;
       const float inverse = reciprocal_approx(static_cast<float>(of.pieces));
-      const int row_groups = copy_of(of.p.row_groups), all = kUnits * row_groups, begin = small_quotient(all * share, inverse);
-      items = small_quotient(all * (share + 1), inverse) - begin;
+      const int begin = small_quotient(all * share, of.pieces, inverse);
+      items = small_quotient(all * (share + 1), of.pieces, inverse) - begin;
       const int most = min(31 - __clz(of.pieces), 3);
       shift = items > 4 ? 0 : items > 2 ? min(most, 1) : items == 2 ? min(most, 2) : most;
       const int item = begin + min(first + (of.warp >> shift), items - 1);
-      unit = small_quotient(item, reciprocal_approx(static_cast<float>(row_groups)));
+      unit = small_quotient(item, row_groups, reciprocal_approx(static_cast<float>(row_groups)));
       group = item - unit * row_groups;
       const int count = (of.pieces + (1 << shift) - 1) >> shift;
       const bool active = first + of.warp < items << shift;
@@ -248,8 +254,9 @@ struct Joiner {
     return (i == 0 ? segment.first_slot : 2 * i) * rows_of_slot();
   }
 
-  // All warps come here together. What runs once runs from a cold instruction cache, which much of its time goes into:
-  // loops are not unrolled. After the CTA's last segment (`is_free`) pieces come through shared memory, many at once.
+  // All warps come here together. After the CTA's last segment (`is_free`) pieces come through shared memory, many at
+  // once.
+  // model: fp8_segments
   template <int kGroups>
   __device__ __forceinline__ void join_item(const Work<kGroups>& work, bool is_free) const {
     constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes;
@@ -304,8 +311,8 @@ struct Joiner {
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
   }
 
-  // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and of
-  // its columns. A lane has row lane % 16 of every second piece.
+  // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and
+  // of its columns. A lane has row lane % 16 of every second piece.
   template <int kGroups>
   __device__ __forceinline__ void weigh(Sum<kGroups>& sum, u32 rows, int count) const {
     const u32 row = rows + lane % 16 * 8;
@@ -316,7 +323,8 @@ struct Joiner {
     const float next[2] = {fmaxf(sum.maximum[0], __shfl_sync(0xffffffffu, highest, lane / 4)),
                            fmaxf(sum.maximum[1], __shfl_sync(0xffffffffu, highest, lane / 4 + 8))};
     sum.raise(next[0], next[1]);
-    const float first = __shfl_sync(0xffffffffu, next[0], lane % 8 * 4), second = __shfl_sync(0xffffffffu, next[1], lane % 8 * 4);
+    const float first = __shfl_sync(0xffffffffu, next[0], lane % 8 * 4);
+    const float second = __shfl_sync(0xffffffffu, next[1], lane % 8 * 4);
     highest = lane & 8 ? second : first;
 #pragma unroll 1
     for (int k = lane / 16; k < count; k += 2) {
@@ -340,6 +348,7 @@ struct Joiner {
       const u32 sums = space.sums + (place * kGroups * 32 + lane) * 16;
       const u32 weights = space.weights + (place * 8 + lane / 4) * 16;
       if (helper / step == 1) {
+        __syncwarp();  // other lanes have read the weights that were there
         if (lane % 4 == 0)
           store_shared_float4(weights, {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
 #pragma unroll

@@ -7,6 +7,7 @@
 #pragma once
 #include "split/division.cuh"
 #include "split/plan.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::split {
@@ -145,6 +146,15 @@ __device__ __forceinline__ Segment segment_of(const Params& p, RaggedTile& tile,
 template <typename Params>
 __device__ __forceinline__ Part part_of_cta(const Params& p, u32 index) {
   return sane_part(p.parts_in[index], index, p.batch, p.parts);
+}
+// The same before griddepcontrol.wait, in a kernel that begins only when the schedule is done: past L1.
+template <typename Params>
+__device__ __forceinline__ Part early_part_of_cta(const Params& p, u32 index) {
+  Part part;
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    reinterpret_cast<float4*>(&part)[i] = ptx::load_l2_float4(reinterpret_cast<const float4*>(p.parts_in + index) + i);
+  return sane_part(part, index, p.batch, p.parts);
 }
 template <typename Params>
 __device__ __forceinline__ int last_place_of(const Params& p, const Part& part) {

@@ -36,7 +36,9 @@ def sparse_v4_launch(
     """Describe how to attend to the lists in a plan's buffer, which number the slots of `caches`.
 
     These are one or two, ``(num_pages, page_size, 1, 584)``. Other parameters are as for
-    :func:`cumla.launch.mla.mla_decode.decode_launch`; its cache is a row of zeros.
+    :func:`cumla.launch.mla.mla_decode.decode_launch`; its cache is a row of zeros. Nothing may
+    come between select_rows and this kernel, which reads the schedule before it waits: select_rows
+    lets it begin when the schedule is done.
     """
     fields = [_fields(cache) for cache in caches] + [_NO_CACHE] * (2 - len(caches))
     values = decode_values(key, buffer, arguments, out, lse)

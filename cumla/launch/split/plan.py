@@ -67,12 +67,13 @@ def piece_cost(row_groups: int) -> int:
     return 2 * row_groups + 2
 
 
-def min_saving(row_groups: int) -> int:
+def min_saving(row_groups: int, tiles: int = 1) -> int:
     """Tell how many KV blocks cutting a request must save: what joining costs, as measured.
 
-    Partial results of groups of 16 query rows are stored and joined.
+    Partial results of groups of 16 query rows are stored and joined, by `tiles` thread blocks for
+    each part: a single one has L2 to itself.
     """
-    return 1 + 2 * row_groups
+    return min(1 + 2 * row_groups, 5) if tiles == 1 else 1 + 2 * row_groups
 
 
 def filling_parts(tiles: int, sm_count: int) -> int:
@@ -142,7 +143,7 @@ class PlanKey(ABC):
     @property
     def min_saving(self) -> int:
         """KV blocks that cutting a request must save."""
-        return min_saving(self.row_groups)
+        return min_saving(self.row_groups, self.tiles)
 
     @property
     def min_share(self) -> int:
@@ -264,5 +265,5 @@ class PlanLayout:
         return buffer + self.places, buffer + self.parts, buffer + self.tickets
 
     def partials_at(self, buffer: int) -> tuple[int, int]:
-        """Give the addresses of partial outputs, and of the log-sum-exps and factors of their rows."""
+        """Give the addresses of partial outputs and of what belongs to their rows."""
         return buffer + self.partial_out, buffer + self.partial_rows

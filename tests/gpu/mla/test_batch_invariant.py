@@ -34,6 +34,10 @@ def row_groups_of(case: Case) -> int:
     return min(4, -(-case.q_len * case.heads // case.kv_heads // 16))
 
 
+def tiles_of(case: Case) -> int:
+    return case.kv_heads * -(-case.q_len * case.heads // case.kv_heads // 64)
+
+
 def tokens_between_cuts(case: Case) -> int:
     return piece_blocks(row_groups_of(case)) * BLOCK_TOKENS
 
@@ -41,7 +45,7 @@ def tokens_between_cuts(case: Case) -> int:
 def lengths_at_cuts(case: Case) -> list[int]:
     """Around multiples of what lies between cuts, and where a last piece gets long enough."""
     each = tokens_between_cuts(case)
-    first_cut = each + (min_saving(row_groups_of(case)) - 1) * BLOCK_TOKENS
+    first_cut = each + (min_saving(row_groups_of(case), tiles_of(case)) - 1) * BLOCK_TOKENS
     return [
         *(1, 63, 64, 65),
         *(pieces * each + more for pieces in (1, 2, 3) for more in (-1, 0, 1)),

@@ -37,7 +37,8 @@ def small(name: str) -> Problem:
 def most_pieces(problem: Problem) -> int:
     """Pieces of the request of which this GPU's schedule makes most."""
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-    splits = schedule(problem.lengths, plan.key.parts, plan.key.row_groups).splits
+    key = plan.key
+    splits = schedule(problem.lengths, key.parts, key.row_groups, key.tiles).splits
     return int((splits[:, 2] - splits[:, 1]).max(initial=0)) + 1
 
 

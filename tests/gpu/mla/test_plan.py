@@ -69,10 +69,10 @@ class OnDevice(NamedTuple):
     def check(self, lengths: np.ndarray, key: MLADecodeKey, name: str = "") -> None:
         """Compare with what follows from the NumPy mirror."""
         if key.batch_invariant:
-            shape = lengths, key.max_blocks, key.row_groups
+            shape = lengths, key.max_blocks, key.row_groups, key.tiles
             places, parts = invariant_places_table(*shape), invariant_parts_table(*shape)
         else:
-            shape = lengths, key.parts, key.row_groups
+            shape = lengths, key.parts, key.row_groups, key.tiles
             places, parts = places_table(*shape), parts_table(*shape)
         for found, wanted in ((self.places, places), (self.parts, parts)):
             for field in wanted.dtype.names or ():

@@ -49,7 +49,7 @@ def decode(
     group = case.heads // case.kv_heads
     key = key_of(case)
     sums = 2 if key.variant == "swapped" else 1
-    made = schedule(problem.lengths, parts, key.row_groups)
+    made = schedule(problem.lengths, parts, key.row_groups, key.tiles)
     bounds, places = made.bounds, np.argsort(made.order)
     for b, length in enumerate(problem.lengths.tolist()):
         if length == 0:

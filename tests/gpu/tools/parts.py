@@ -42,7 +42,7 @@ TILE_PLACE = np.dtype(
 """struct TilePlace."""
 
 
-def places_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
+def places_table(lengths: np.ndarray, parts: int, row_groups: int, tiles: int = 1) -> np.ndarray:
     """What lies at each place for these lengths, derived from :func:`schedule`.
 
     Returns
@@ -50,10 +50,10 @@ def places_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray
     numpy.ndarray
         ``(batch,)`` of PLACE.
     """
-    return _places(schedule(lengths, parts, row_groups), lengths, max_tokens(len(lengths)))
+    return _places(schedule(lengths, parts, row_groups, tiles), lengths, max_tokens(len(lengths)))
 
 
-def parts_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
+def parts_table(lengths: np.ndarray, parts: int, row_groups: int, tiles: int = 1) -> np.ndarray:
     """The records of all parts for these lengths, derived from :func:`schedule`.
 
     Returns
@@ -61,18 +61,22 @@ def parts_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
     numpy.ndarray
         ``(parts,)`` of PART.
     """
-    return _records(schedule(lengths, parts, row_groups), lengths, max_tokens(len(lengths)))
+    return _records(schedule(lengths, parts, row_groups, tiles), lengths, max_tokens(len(lengths)))
 
 
-def invariant_places_table(lengths: np.ndarray, max_blocks: int, row_groups: int) -> np.ndarray:
+def invariant_places_table(
+    lengths: np.ndarray, max_blocks: int, row_groups: int, tiles: int = 1
+) -> np.ndarray:
     """The places of a batch-invariant plan, derived from :func:`invariant_schedule`."""
-    made = invariant_schedule(lengths, max_blocks, row_groups)
+    made = invariant_schedule(lengths, max_blocks, row_groups, tiles)
     return _places(made, lengths, max_blocks * BLOCK_TOKENS)
 
 
-def invariant_parts_table(lengths: np.ndarray, max_blocks: int, row_groups: int) -> np.ndarray:
+def invariant_parts_table(
+    lengths: np.ndarray, max_blocks: int, row_groups: int, tiles: int = 1
+) -> np.ndarray:
     """The records of a batch-invariant plan, derived from :func:`invariant_schedule`."""
-    made = invariant_schedule(lengths, max_blocks, row_groups)
+    made = invariant_schedule(lengths, max_blocks, row_groups, tiles)
     return _records(made, lengths, max_blocks * BLOCK_TOKENS)
 
 

@@ -113,8 +113,12 @@ def regions_of(layout: Layout) -> dict[Key, set[int]]:
                 found["exchange", b, c, w] = set[int]().union(
                     *(words(place + ((c * 8 + i) * 128 + w * 32) * 16, 512) for i in range(8))
                 )
-            found["sums to join", c, w] = words(probabilities + of_both * 1024, 1024)
-            found["weights to join", c, w] = words(maxima + of_both * 128, 128)
+            found["rows to join", of_both] = words(probabilities + of_both * 1024, 1024)
+            found["pieces to join", of_both] = words(of_both * SLOTS * 1024, SLOTS * 1024)
+            if of_both < 4:
+                found["sums to join", of_both] = words(
+                    probabilities + of_both * 2048, 2048
+                ) | words(maxima + of_both * 128, 128)
         for s in range(SLOTS):
             tiles = [probabilities + (c * own + group) * tile for group in range(own)]
             if not layout.grouped:
@@ -194,7 +198,7 @@ def consume(layout: Layout, part: list[Segment], c: int, w: int) -> Iterator[Ste
         t += segment.blocks
         yield from finish(layout, b, c, w)
         if segment.cut:
-            yield from join(c, w, segment.joins)
+            yield from join(c * 4 + w, segment.joins, n + 1 == len(part))
 
 
 def attend(layout: Layout, b: int, block: int, c: int, w: int, first: bool) -> Iterator[Step]:
@@ -242,23 +246,28 @@ def finish(layout: Layout, b: int, c: int, w: int) -> Iterator[Step]:
     yield Arrive(("query_free", b))
 
 
-def join(c: int, w: int, joins: bool) -> Iterator[Step]:
-    """Joiner::join; where it joins, all warps are helpers of an item."""
+def join(w: int, joins: bool, last: bool) -> Iterator[Step]:
+    """Joiner::join_units; where it joins, all warps of both consumers are helpers of an item."""
     yield ALL_MEET
-    if (c, w) == (0, 0):
+    if w == 0:
         yield Write(("role",))
     yield ALL_MEET
     yield Read(("role",))
     if joins:
-        yield Write(("weights to join", c, w))
-        for _ in range(2):
-            yield Write(("sums to join", c, w))
+        yield Write(("rows to join", w))
+        if last:
+            yield Write(("pieces to join", w))
+            yield Read(("pieces to join", w))
+        yield Read(("rows to join", w))
+        yield ALL_MEET
+        for step in (4, 2, 1):
+            place = w % step + (0 if step == 4 else step)
+            if step <= w < 2 * step:
+                yield Write(("sums to join", place))
             yield ALL_MEET
-            if (c, w) == (0, 0):
-                for whose in itertools.product(range(2), WARPS):
-                    yield Read(("weights to join", *whose))
-                    yield Read(("sums to join", *whose))
-            yield ALL_MEET
+            if w < step:
+                yield Read(("sums to join", place))
+        yield ALL_MEET
     yield ALL_MEET
 
 
@@ -494,9 +503,9 @@ MODELLED = {
     "mla/mla_decode_fp8/load.cuh": "33e0136d",
     "mla/mla_decode_fp8/compute.cuh": "5cfc53f6",
     "mla/mla_decode_fp8/softmax.cuh": "3d28e2eb",
-    "mla/mla_decode_fp8/finish.cuh": "8d3a6b37",
-    "mla/mla_decode_fp8/layout.cuh": "27d0f0b6",
-    "split/join.cuh": "1c189938",
+    "mla/mla_decode_fp8/finish.cuh": "422f819d",
+    "mla/mla_decode_fp8/layout.cuh": "5c8b8b8c",
+    "split/join.cuh": "bce46b35",
 }
 
 

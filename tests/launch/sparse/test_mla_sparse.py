@@ -79,7 +79,10 @@ def test_packed_rows(heads: int) -> None:
         ("packed", 4, 128, 2048, 64),  # four tiles each would need 256 thread blocks
         ("packed", 1, 128, 0, 16),
         ("same", 1, 128, 2048, 64),
-        ("v4", 1, 128, 2048, 64),
+        ("v4", 1, 64, 640, 16),  # 10 pieces of a block
+        ("v4", 4, 64, 640, 32),
+        ("v4", 4, 128, 640, 64),  # four tiles each would need 160 thread blocks
+        ("v4", 14, 64, 640, 64),
     ],
 )
 def test_few_lists_are_cut_by_heads(
@@ -132,7 +135,7 @@ def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invar
         (layout.places, key.num_places * 8),
         (layout.parts, key.parts * 48),
         (layout.tickets, key.num_tickets * 16),
-        (layout.partial_rows, pieces * 4),
+        (layout.partial_rows, pieces * 8),
         (layout.partial_out, pieces * 512 * 4),
         (key.selected, listed * 4),
         (key.counts, key.num_places * 4),

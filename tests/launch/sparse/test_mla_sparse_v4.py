@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cumla.core.arrays import ArrayView
+from cumla.launch.source import translation_unit
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.sparse.mla_sparse_v4 import SPECS
 from cumla.mla.shape import V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
@@ -89,6 +90,9 @@ def test_one_cache_needs_one_kernel_less() -> None:
     key = key_of(64, "v4")
     launches = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
     assert [launch.spec.entry for launch in launches] == ["select_rows", "mla_sparse_v4"]
+    text = translation_unit(launches[0].spec)  # which waits before it lets the other begin
+    _, _, body = text.partition("void select_rows(")
+    assert 0 < body.index("grid_dependency_wait();") < body.index("grid_dependency_launch();")
     assert {launch.spec for launch in launches} < set(sparse_specs(key))
     assert parameters(launches[1])["caches[1].slots"] == 0
     assert len(lengths_launches(key, BUFFER, (None, None))) == 2
@@ -130,7 +134,8 @@ def test_attention_to_lists(case: V4Case) -> None:
         attend_v4(cupy, case)
 
 
-def test_pieces_of_a_block() -> None:
+def test_few_lists_are_cut_by_heads() -> None:
+    """Into three tiles, of two pieces each."""
     case = V4Case(batch=1, heads=40, topk=70, extra=50, sinks="finite", lists="mixed")
     with emulated_gpu(8) as cupy:
         attend_v4(cupy, case)

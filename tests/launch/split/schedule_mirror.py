@@ -43,7 +43,7 @@ class Schedule(NamedTuple):
     order: np.ndarray
 
 
-def schedule(kv_lens: np.ndarray, parts: int, row_groups: int) -> Schedule:
+def schedule(kv_lens: np.ndarray, parts: int, row_groups: int, tiles: int = 1) -> Schedule:
     """Deal the KV blocks of all requests out to ``parts``; the mirror of the kernel.
 
     Parameters
@@ -54,6 +54,8 @@ def schedule(kv_lens: np.ndarray, parts: int, row_groups: int) -> Schedule:
         How many shares to make.
     row_groups : int
         Groups of 16 query rows in a tile.
+    tiles : int
+        Thread blocks of a part.
 
     Returns
     -------
@@ -74,7 +76,7 @@ def schedule(kv_lens: np.ndarray, parts: int, row_groups: int) -> Schedule:
     bounds = np.zeros((parts + 1, 2), np.int32)
 
     share = max(-(-total // parts), MIN_SHARE)
-    saving = min_saving(row_groups)
+    saving = min_saving(row_groups, tiles)
     piece = _find_piece(blocks, parts, saving) if 2 * batch <= parts else 0
     if 0 < piece <= share + CUT_COST - FIXED_COST:
         pieces = _pieces(blocks, piece, saving)
@@ -109,7 +111,9 @@ def schedule(kv_lens: np.ndarray, parts: int, row_groups: int) -> Schedule:
     return Schedule(bounds, _splits(bounds), order)
 
 
-def invariant_schedule(kv_lens: np.ndarray, max_blocks: int, row_groups: int) -> Schedule:
+def invariant_schedule(
+    kv_lens: np.ndarray, max_blocks: int, row_groups: int, tiles: int = 1
+) -> Schedule:
     """Cut each request at fixed positions, a part for each piece; the mirror of the kernel.
 
     Parameters
@@ -120,6 +124,8 @@ def invariant_schedule(kv_lens: np.ndarray, max_blocks: int, row_groups: int) ->
         Most KV blocks of a request; longer ones count as that long.
     row_groups : int
         Groups of 16 query rows in a tile.
+    tiles : int
+        Thread blocks of a part.
 
     Returns
     -------
@@ -131,7 +137,7 @@ def invariant_schedule(kv_lens: np.ndarray, max_blocks: int, row_groups: int) ->
     lengths = np.clip(np.asarray(kv_lens, np.int64), 0, max_blocks * BLOCK_TOKENS)
     batch, size = len(lengths), piece_blocks(row_groups)
     blocks = -(-lengths // BLOCK_TOKENS)
-    pieces = 1 + np.maximum(blocks - min_saving(row_groups), 0) // size
+    pieces = 1 + np.maximum(blocks - min_saving(row_groups, tiles), 0) // size
     requests = np.repeat(np.arange(batch), pieces)
     index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     bounds = np.zeros((batch * max(1, -(-max_blocks // size)) + 1, 2), np.int32)

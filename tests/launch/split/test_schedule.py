@@ -637,7 +637,7 @@ def tiled(blocks: list[int], batch: int, giant: int) -> list[int]:
     ("how", "blocks", "parts", "row_groups", "short"),
     [
         ("apart", [56, 103, 322, 80], 9, 1, 0),
-        ("apart", [142, 116, 81, 320, 371, 77], 12, 4, 0),
+        ("apart", [210, 169, 110, 234], 8, 3, 0),
         ("whole", [212, 47, 155, 67], 2, 3, 0),
         ("packed", [23, 58, 52, 51], 6, 2, 0),
         ("shares", tiled([25, 30, 38, 11, 12], 361, 90), 110, 1, 0),
@@ -1114,7 +1114,7 @@ def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
         "places": 8 * key.batch,
         "parts": 48 * parts,
         "tickets": 16 * tickets,
-        "partial_rows": 4 * rows,
+        "partial_rows": 8 * rows,
         "partial_out": 4 * rows * VALUE_DIM,
     }
     begins = [getattr(layout, name) for name in sizes]

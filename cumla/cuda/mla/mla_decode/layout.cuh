@@ -91,6 +91,7 @@ __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTil
 }
 
 constexpr int kJoinSpace = 16384;  // of a warp that joins: pieces of eight units of 32 columns
+static_assert(4 * kJoinSpace <= kRopeTile * kTileBytes, "four warps use a stage, without its last tile");
 
 template <typename T, typename AnyTile, int kManyGroups>
 using LatentJoiner = Joiner<T, kValueDim, kManyGroups, kJoinSpace, MlaDecodeParams, AnyTile>;

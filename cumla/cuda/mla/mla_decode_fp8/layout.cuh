@@ -106,6 +106,7 @@ struct Fp8Layout {
       kAllProbabilities > kExchangeBytes - kQueryBytes ? kAllProbabilities : kExchangeBytes - kQueryBytes;
   static constexpr int kMaxima = kGrouped ? 1 + kScaleGroups : 1;  // of a query row and warp
   static constexpr int kWarps = 2 * kWarpgroup / 32;
+  static_assert(kWarps * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
   static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
   static constexpr int kRowFloats = (kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;

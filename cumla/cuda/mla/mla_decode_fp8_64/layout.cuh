@@ -28,6 +28,7 @@ struct RowForm {
 struct Heads64Layout {
   static constexpr int kSlots = 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
+  static_assert(8 * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
   static constexpr int kQueryTileBytes = kHeads * 128;  // 64 columns
   static constexpr int kProbabilityBytes = kHeads * 128;
   static constexpr int kTableBytes = kScaleGroups * kBlockTokens * 2;

@@ -250,7 +250,8 @@ struct SwappedConsumer {
     write_output(segment, split);  // plant: piece
     if (split)
       LatentJoiner<T, Tile, 1>(
-          p, {shared.words, shared.probabilities, shared.sums, shared.ring, shared.ring + 4 * kJoinSpace}, tile, segment)
+          p, {shared.words, shared.probabilities, shared.sums, shared.ring, shared.ring + 4 * kJoinSpace}, tile,
+          segment)
           .join(more);
   }
 

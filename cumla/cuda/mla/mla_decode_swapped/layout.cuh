@@ -16,6 +16,7 @@ struct SwappedLayout {
   static constexpr int kQueryTileBytes = kSwappedRows * 128;  // 64 columns
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kWarps = 2 * kWarpgroup / 32;
+  static_assert(kWarps * kJoinSpace <= kSlots * kTileBytes, "joining uses the ring");
 
   u32 ring, query, probabilities, maxima, sums, words, barriers;
 

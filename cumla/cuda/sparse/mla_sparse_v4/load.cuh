@@ -41,7 +41,7 @@ struct MlaSparseV4Params {
 };
 
 // The RoPE tile of stage 0 is not needed as such. It holds a ring of blocks' rows, and its barriers: rows are found,
-// and have been used.
+// and have been used. Joining uses the tiles before it (kJoinSpace).
 struct V4Layout : SharedLayout {
   static constexpr int kSlots = 4;
 
