@@ -7,8 +7,8 @@
 // left: no CTA depends on another one's progress. Who joins a share never changes its bits: how pieces are grouped and
 // added follows from the shape of the share alone.
 //
-// Of few requests this is a third of the time. An instruction that runs once, from a cold cache, costs 5 to 25 clocks: so
-// there are loops, not unrolled, and what a warp has to do is found while the counter answers.
+// Of few requests this is a third of the time. An instruction that runs once, from a cold cache, costs 5 to 25 clocks:
+// so there are loops, not unrolled, and what a warp has to do is found while the counter answers.
 //
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces
 // of one. From 8 pieces on, some kernels use narrower units: more items, so fewer partial sums to exchange between

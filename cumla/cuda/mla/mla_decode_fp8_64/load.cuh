@@ -37,7 +37,8 @@ template <typename Form, typename AnyTile>
 __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const Heads64Layout& shared,
                                               const AnyTile& tile, int request, float factor_of_all) {
   constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup);
-  const int thread = copy_of(threadIdx.x) - kWarpgroup, chunk = thread % 8;  // read anew, or addresses are kept over blocks
+  const int thread = copy_of(threadIdx.x) - kWarpgroup;  // read anew, or addresses are kept over blocks
+  const int chunk = thread % 8;
   uint4 kept[kRounds][kTiles];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
