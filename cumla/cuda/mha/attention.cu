@@ -127,8 +127,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int s = 0; s < Layout::kStages; ++s) {
-      mbarrier_init(shared.keys_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);
-      mbarrier_init(shared.values_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.keys_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);    // plant: e4m3 keys, arrivals
+      mbarrier_init(shared.values_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);  // plant: e4m3 values, arrivals
       mbarrier_init(shared.keys_free(s), 4);
       mbarrier_init(shared.values_free(s), 4);
     }

@@ -38,6 +38,7 @@ SPARSE_V4 = ("mla_sparse_v4",)
 SPARSE = SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
 FP8_64 = ("mla_decode_fp8_64",)
 HEADS_64 = SPARSE_PACKED + FP8_64
+ATTENTION = ("attention",)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64
+    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + ATTENTION
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -254,6 +255,13 @@ V4_EVERY_LANE_ARRIVES = (
 )
 """The same of V4's rows, and of tiles."""
 
+E4M3_EVERY_LANE_ARRIVES = (
+    Edit(ATTENTION, "e4m3 keys, arrivals", "kE4m3 ? kWarpgroup", r"kE4m3 \? 4"),
+    Edit(ATTENTION, "e4m3 values, arrivals", "kE4m3 ? kWarpgroup", r"kE4m3 \? 4"),
+    Edit(ATTENTION, "e4m3 tiles", "", _ONE_LANE),
+)
+"""The same of tiles of e4m3 keys and values, where pieces are joined later."""
+
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
     Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
@@ -287,6 +295,7 @@ ALL = {
     "many heads: every lane arrives": HEADS_64_EVERY_LANE_ARRIVES,
     "V4: every lane arrives": V4_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
+    "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
 """Every variant that a test or a tool uses."""
@@ -301,6 +310,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     if stem in SPARSE:
         kernels = zip(SPARSE, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
         return dict(kernels)[stem].SPECS
+    if stem in ATTENTION:
+        return tuple(spec for spec in all_specs() if spec.entry == "attention_bfloat16_64_64_e4m3")
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)

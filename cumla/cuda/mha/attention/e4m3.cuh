@@ -157,7 +157,7 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
   const auto words = [&](int slot) { return shared.raw_pages(first_slot + slot) + warp * 16 * 8; };
   const auto arrive = [&](u32 barrier) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (lane == 0) mbarrier_arrive(barrier);  // plant: e4m3 tiles
   };
   BlockAhead<kLoaders> ahead(p, part, last_place, parity);
 #pragma unroll 1
