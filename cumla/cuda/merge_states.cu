@@ -16,7 +16,6 @@
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/system.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {

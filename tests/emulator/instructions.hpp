@@ -3,6 +3,7 @@
 namespace cumla::ptx {
 
 // convert.cuh
+float canonical(float x) { return std::isnan(x) ? __uint_as_float(0x7fffffff) : x + 0.0f; }
 u32 copy_of(u32 value) { return value; }
 template <typename Pointee>
 Pointee* copy_of(Pointee* pointer) { return pointer; }
@@ -133,10 +134,6 @@ float load_l2_float(const float* source) { return *source; }
 uint4 load_global_16(const uint4* address) { return *address; }
 float4 load_global_16(const float4* address) { return *address; }
 
-// arithmetic.cuh
-float canonical(float x) { return std::isnan(x) ? __uint_as_float(0x7fffffff) : x + 0.0f; }
-void count_shared(u32 counter) { store_shared(counter, load_shared<u32>(counter) + 1); }
-
 // cluster.cuh
 void cluster_sync() { host::meet_cluster(); }
 u32 shared_address_in(u32 address, u32 rank) {
@@ -212,6 +209,10 @@ void store_relaxed(u32* address, u32 value) {
   *address = value;
   ++host::writes;
 }
+u32 load_acquire_system(const u32* address) { return load_acquire(address); }
+void add_release_system(u32* address, u32 value) { atomic_add_acq_rel(address, value); }
+u64 nanoseconds() { return 0; }
+void count_shared(u32 counter) { store_shared(counter, load_shared<u32>(counter) + 1); }
 void fence_sc_gpu() {}
 void grid_dependency_wait() {}
 void grid_dependency_launch() {}
@@ -219,11 +220,6 @@ template <int kRegisters>
 void registers_increase() {}
 template <int kRegisters>
 void registers_decrease() {}
-
-// system.cuh
-u32 load_acquire_system(const u32* address) { return load_acquire(address); }
-void add_release_system(u32* address, u32 value) { atomic_add_acq_rel(address, value); }
-u64 nanoseconds() { return 0; }
 
 // mma.cuh
 struct Fragments {

@@ -140,4 +140,11 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// PTX ISA: Floating Point Instructions: add
+// x + 0: makes +0 of -0 and the one NaN 0x7fffffff of all others; subnormal numbers stay what they are.
+__device__ __forceinline__ float canonical(float x) {
+  asm("add.rn.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return x;
+}
+
 }  // namespace cumla::ptx

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How threads, CTAs and kernels wait for one another: elections, fences, named barriers, ordered accesses to global
-// memory, register hand-over between warpgroups, programmatic dependent launch.
+// How threads, CTAs, kernels and GPUs wait for one another: elections, fences, named barriers, ordered accesses to
+// memory, time, register hand-over between warpgroups, programmatic dependent launch.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -76,6 +76,31 @@ __device__ __forceinline__ u32 load_acquire(const u32* address) {
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ u32 load_acquire_system(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: red
+__device__ __forceinline__ void add_release_system(u32* address, u32 value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA: Special Registers: %globaltimer
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+  return time;
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: red
+// Adds 1 to a counter in shared memory; lanes of a warp that count in the same place are added up first.
+__device__ __forceinline__ void count_shared(u32 counter) {
+  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence

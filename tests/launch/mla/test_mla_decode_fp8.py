@@ -761,7 +761,7 @@ MODELLED = {
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "a0ca49fb",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
-    "mla/mla_decode_fp8/layout.cuh": "e0931583",
+    "mla/mla_decode_fp8/layout.cuh": "b0cd0b8d",
     "mla/mla_decode/pages.cuh": "a35f06ae",
 }
 

@@ -4,7 +4,6 @@
 // A key is 0 for NaN, then come inf, positive numbers, zero of either sign, negative numbers and -inf; kNoKey is none
 // of them. 16-bit scores have the keys of the same numbers in float32.
 #pragma once
-#include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "sparse/top_k/layout.cuh"

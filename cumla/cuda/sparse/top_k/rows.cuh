@@ -3,6 +3,7 @@
 // once and keeps the keys in registers and shared memory; `Streamed` reads them again for every pass.
 #pragma once
 #include "ptx/cluster.cuh"
+#include "ptx/sync.cuh"
 #include "sparse/top_k/find.cuh"
 #include "sparse/top_k/keys.cuh"
 
