@@ -277,7 +277,8 @@ static void multiply(float (&d)[kCount], int depth, host::Type type, u64 a, bool
 template <int kCount>
 static void multiply(float (&d)[kCount], host::Type type, const u32* a, u64 b, bool b_is_transposed,
                      bool accumulate) {
-  host::multiply(2 * kCount, 16, {d, a, {}, {b, type, b_is_transposed}, accumulate});
+  const int depth = type == host::kE4m3 ? 32 : 16;
+  host::multiply(2 * kCount, depth, {d, a, {}, {b, type, b_is_transposed}, accumulate});
 }
 template <typename T>
 void wgmma_m64n64k16_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
@@ -312,6 +313,9 @@ void wgmma_narrow_async(float (&d)[kCount], const u32* a, u64 b, bool accumulate
 template <int kCount>
 void wgmma_e4m3_async(float (&d)[kCount], u64 a, u64 b, bool accumulate) {
   multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
+}
+void wgmma_e4m3_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
+  multiply(d, host::kE4m3, a, b, false, accumulate);
 }
 
 }  // namespace cumla::ptx

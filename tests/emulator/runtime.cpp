@@ -291,8 +291,9 @@ void multiply(int columns, int depth, const Product& mine) {
         if (mine.a_registers == nullptr) {
           a = element(mine.a, k, row);
         } else {
-          const unsigned word = thread(k % 8 / 2).a_registers[k / 8 * 2 + row / 8 % 2];
-          const uint16_t bits = k % 2 ? word >> 16 : word;
+          const int units = depth / 8;  // of a register
+          const unsigned word = thread(k % (4 * units) / units).a_registers[k / (4 * units) * 2 + row / 8 % 2];
+          const uint16_t bits = word >> k % units * (32 / units);
           a = decoded(mine.b.type, reinterpret_cast<const unsigned char*>(&bits));
         }
         for (int n = 0; n < columns; ++n) sums[n] += a * b[k][n];

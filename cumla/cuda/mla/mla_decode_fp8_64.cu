@@ -39,12 +39,12 @@ struct PageRows {
     return columns.base + page * columns.stride_page + row * columns.stride_row + blockIdx.z * columns.stride_head;
   }
 
-  __device__ __forceinline__ static void load(const Params& params, const Heads64Layout& shared, AnyTile& tile,
+  __device__ __forceinline__ static void load(const Params& params, const typename Form::Layout& shared, AnyTile& tile,
                                               const Part& part, int last_place, int warp) {
     const MlaDecodeParams& p = params.decode;
     const bool whole = is_whole(params);
     const int own = warp * kGranuleRows + threadIdx.x % kGranuleRows;
-    GranulePlace at(warp);
+    GranulePlace<typename Form::Layout> at(warp);
 #pragma unroll 1
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);
@@ -80,9 +80,9 @@ struct PageRows {
 };
 
 // AnyTile is Tile, or RaggedTile where query lengths differ.
-template <bool kGrouped, bool kRopeIsFp8, typename AnyTile>
+template <bool kGrouped, bool kRopeIsFp8, bool kE4m3Products, typename AnyTile>
 __device__ __forceinline__ void mla_decode_fp8_64(const MlaDecodeFp8Params& p) {
-  attend_64_heads<PageRows<RowForm<kGrouped, kRopeIsFp8>, AnyTile>>(p);
+  attend_64_heads<PageRows<RowForm<kGrouped, kRopeIsFp8, kE4m3Products>, AnyTile>>(p);
 }
 
 }  // namespace cumla::mla

@@ -198,6 +198,13 @@ __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[kCount], u64 a, u64 
     CUMLA_WGMMA(CUMLA_IF("%130"), "m64n256k32", "e4m3.e4m3", 128, "%128, %129, accumulate, 1, 1;\n}", CUMLA_AB_IF);
 }
 
+// D (64 x 64) = A (64 x 32) B^T (64 x 32) + (accumulate ? D : 0); A in registers, B in shared memory, contiguous in K.
+// a[0]: columns 4t to 4t + 3 of row g; a[1]: of row g + 8; a[2..3]: the same sixteen columns later.
+__device__ __forceinline__ void wgmma_e4m3_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
+  CUMLA_WGMMA(CUMLA_IF("%37"), "m64n64k32", "e4m3.e4m3", 32, "{%32, %33, %34, %35}, %36, accumulate, 1, 1;\n}",
+              CUMLA_REGISTERS_B, "r"(static_cast<int>(accumulate)));
+}
+
 }  // namespace cumla::ptx
 
 #undef CUMLA_WGMMA

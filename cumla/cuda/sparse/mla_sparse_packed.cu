@@ -28,11 +28,11 @@ struct ListRows {
 
   __device__ __forceinline__ static float kv_scale(const Params&) { return 1.0f; }
 
-  __device__ __forceinline__ static void load(const Params& params, const Heads64Layout& shared, Tile& tile,
+  __device__ __forceinline__ static void load(const Params& params, const Form::Layout& shared, Tile& tile,
                                               const Part& part, int last_place, int warp) {
     const MlaDecodeParams& p = params.decode;
     const int own = warp * kGranuleRows + threadIdx.x % kGranuleRows;
-    GranulePlace at(warp);
+    GranulePlace<Form::Layout> at(warp);
 #pragma unroll 1
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);

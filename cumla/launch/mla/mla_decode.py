@@ -38,6 +38,7 @@ class DecodeArguments(NamedTuple):
     empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
     sinks: ArrayView | None = None  # (num_heads,) float32; of lists alone
     sink_in_lse: bool = True
+    fp8_products: bool = False  # whether products of e4m3 columns may be computed in e4m3
 
 
 FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}

@@ -88,7 +88,8 @@ def fp8_specs(key: LatentKey) -> tuple[KernelSpec, ...]:
     """
     if key.has_whole_tiles:
         kinds = ((False, True), (True, False), (False, False), (True, True))
-        return tuple([fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds])
+        kinds += ((False, True, True), (False, False, True))
+        return tuple([fp8_64_spec(key, *kind) for kind in kinds])
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 
@@ -128,7 +129,8 @@ def decode_fp8_launch(
     """
     grouped = arguments.kv_scales is not None
     if key.has_whole_tiles:
-        spec = fp8_64_spec(key, grouped, arguments.kv_rope.dtype != "bfloat16")
+        fp8_rope = arguments.kv_rope.dtype != "bfloat16"
+        spec = fp8_64_spec(key, grouped, fp8_rope, arguments.fp8_products)
     else:
         spec = fp8_spec(key, grouped, how_it_lies(arguments))
     return launch_with(spec, key, buffer, arguments, out, lse)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from cumla.launch.mla.shape import MLADecodeKey
@@ -12,31 +13,39 @@ if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
 
 SMEM_BYTES = 230968
-"""Shared memory of a thread block (kBytes of Heads64Layout)."""
+"""Shared memory of a thread block (kBytes of Heads64Layout<false>)."""
+
+_E4M3_SMEM_BYTES = 221560  # the same of Heads64Layout<true>
 
 
-def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
-    tags = (*(["grouped"] if grouped else []), *(["fp8_rope"] if fp8_rope else []))
+def _spec(ragged: bool, grouped: bool, fp8_rope: bool, fp8_products: bool) -> KernelSpec:
+    flags = {"grouped": grouped, "fp8_rope": fp8_rope, "fp8_products": fp8_products}
     name, tile = ("mla_attention_fp8_64", "RaggedTile") if ragged else (None, "Tile")
     return KernelSpec.of(
         *("mla", "mla_decode_fp8_64", "MlaDecodeFp8Params"),
-        *(grouped, fp8_rope, tile),
+        *(*flags.values(), tile),
         name=name,
-        tags=tags,
+        tags=[tag for tag, flag in flags.items() if flag],
         threads=384,
-        smem_bytes=SMEM_BYTES,
+        smem_bytes=_E4M3_SMEM_BYTES if fp8_products else SMEM_BYTES,
     )
 
 
 _SPECS = {
-    (ragged, grouped, fp8_rope): _spec(ragged, grouped, fp8_rope)
+    (ragged, *kind): _spec(ragged, *kind)
     for ragged in (False, True)
-    for grouped in (False, True)
-    for fp8_rope in (False, True)
+    for kind in product((False, True), repeat=3)
+    if kind[::2] != (True, True)
 }
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool) -> KernelSpec:
-    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
-    return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope]
+def fp8_64_spec(
+    key: LatentKey, grouped: bool, fp8_rope: bool, fp8_products: bool = False
+) -> KernelSpec:
+    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3.
+
+    With `fp8_products` the one that multiplies in e4m3, which caches with such scales do not have.
+    """
+    kind = (grouped, fp8_rope, fp8_products and not grouped)
+    return _SPECS[not isinstance(key, MLADecodeKey), *kind]

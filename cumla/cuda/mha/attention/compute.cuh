@@ -264,10 +264,14 @@ struct Consumer {
     consumers_sync();  // the next tile writes there, and so does joining
     if (segment.split()) {
       write_piece(segment, half, lse);
-      constexpr int kSpace = Layout::kBuffers * (Layout::kKeyBytes + Layout::kValueBytes) / kJoinWarps;
+      // Tiles that threads have written (kScaled) are known to be read by the consumer whose stages they are in: each
+      // joins in one of its own.
+      constexpr bool kOwnStages = kScaled && Layout::kBuffers > 1;
+      constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
+      constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
+      const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
       Joiner<T, kValueTiles * 64, 4, kSpace, AttentionParams, RaggedTile>(
-          p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), shared.keys(0) + 4 * kSpace},
-          tile, segment)
+          p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
           .join(more);
     } else {
       write_result(segment, half, lse);

@@ -3,6 +3,7 @@
 // half of V's columns over all blocks.
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
+#include "mla/mla_decode_fp8_64/e4m3_products.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -27,13 +28,15 @@ constexpr float kLeastScale = 1.0f / (1 << (18 - kHeadroom));
 
 // Thread layout of scores: rows token_at(lane / 4) of granule `warp` and that + 8; in every group of eight heads the
 // two at 2 (lane % 4). Of the output, of 64 columns: 16 warp + 2 (lane / 4) and the one after that.
-template <typename Form>
+template <typename RowsForm>
 struct Heads64Consumer {
+  using Form = RowsForm;
+  using Layout = typename Form::Layout;
   static constexpr bool kGrouped = Form::kGrouped;
   static constexpr int kValueHalf = kValueTiles / 2;  // tiles of 64 columns
 
   const MlaDecodeParams& p;
-  const Heads64Layout& shared;
+  const Layout& shared;
   const float kv_scale;  // of e4m3 columns without scales of their own
   const int consumer, warp, lane;
   float output[kValueHalf][kHeads / 2];
@@ -45,7 +48,7 @@ struct Heads64Consumer {
   u32 row_scales[2];          // of them: the scales of group lane % 4, relative to that
   bool is_wide;               // one of them is, see kWide
 
-  __device__ __forceinline__ Heads64Consumer(const MlaDecodeParams& p, const Heads64Layout& shared, float kv_scale,
+  __device__ __forceinline__ Heads64Consumer(const MlaDecodeParams& p, const Layout& shared, float kv_scale,
                                              int consumer)
       : p(p),
         shared(shared),
@@ -106,8 +109,15 @@ struct Heads64Consumer {
   // of columns adds up is relative to its scales: before the next one all is divided by that one's. Where latent columns
   // have one factor that RoPE columns do not have, these come last, and what there is is multiplied by it.
   __device__ __forceinline__ void multiply_query(u32 t) {
+    if constexpr (Form::kE4m3Products)
+      E4m3Products<Heads64Consumer>{*this}.multiply_query(t);
+    else
+      multiply_converted_query(t);
+  }
+
+  __device__ __forceinline__ void multiply_converted_query(u32 t) {
     constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = !kGrouped && !kRopeIsFp8;
-    const GranulePlace place(kGranules * t + warp);
+    const GranulePlace<Layout> place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
     u32 a[2][kStepRegisters];
@@ -128,7 +138,7 @@ struct Heads64Consumer {
         for (int k = 0; k < 2; ++k)
           wgmma_m64n64k16_async<Bf16>(
               scores, a[half] + 4 * k,
-              descriptor_of_rows<128>(shared.query, kRopeTile * Heads64Layout::kQueryTileBytes + half * 64 + k * 32),
+              descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + half * 64 + k * 32),
               kRopeIsLast || half + k > 0);
         warpgroup_commit();
       }
@@ -173,7 +183,7 @@ struct Heads64Consumer {
           wgmma_m64n64k16_async<Fp16>(
               scores, a[half] + 4 * i,
               descriptor_of_rows<128>(shared.query,
-                                      (kRopeIsFp8 ? (k + kRopeTile) % kTiles : k) * Heads64Layout::kQueryTileBytes +
+                                      (kRopeIsFp8 ? (k + kRopeTile) % kTiles : k) * Layout::kQueryTileBytes +
                                           half * 64 + i * 32),
               (kGrouped && !kRopeIsFp8) || k + half + i > 0);
         warpgroup_commit();
@@ -236,6 +246,8 @@ struct Heads64Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) out_again[e] = exp2_of_integer(-row_exponent[e]);
     }
+    if constexpr (Form::kE4m3Products)
+      return E4m3Products<const Heads64Consumer>{*this}.template store_probabilities<kAgain>(parity, block_sum);
     u32 highest = 0, packed[4];
     float2 factors = load_shared_float2(shared.score_factor(head_of(0)));
     float2 references = load_shared_float2(shared.reference(head_of(0)));
@@ -310,7 +322,9 @@ struct Heads64Consumer {
 #pragma unroll
       for (int w = 1; w < 4; ++w) of_all = fmaxf(of_all, load_shared_float(shared.of_warp(consumer * 4 + w, head)));
       const float before = load_shared_float(shared.reference(head));
-      const float after = of_all > before + kSlack ? ceilf(of_all) - kBelow : before;
+      const float slack = Form::kE4m3Products ? kSlackInE4m3 : kSlack;
+      const float below = Form::kE4m3Products ? kBelowInE4m3 : kBelow;
+      const float after = of_all > before + slack ? ceilf(of_all) - below : before;
       store_shared_float(shared.factor(parity, head), exp2_approx(before - after));
       store_shared_float(shared.reference(head), after);
     }
@@ -382,7 +396,9 @@ struct Heads64Consumer {
     mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
     const u32 unusual = load_shared_u32(shared.unusual(parity));
     if (unusual & kRaised) change_output(parity);
-    if (kGrouped && unusual & kWide)
+    if constexpr (Form::kE4m3Products)
+      E4m3Products<Heads64Consumer>{*this}.multiply_values(t);
+    else if (kGrouped && unusual & kWide)
       multiply_steps<true>(t);
     else
       multiply_steps<false>(t);
@@ -397,9 +413,9 @@ struct Heads64Consumer {
     const u32 offset = token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
     const u32 table = shared.table(parity) + (consumer * kPairs * 16 + lane % 4) * 8;
     u32 rows[kGranules];  // plant: granules
-    const u32 first_slot = GranulePlace(kGranules * t).slot;
+    const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
     auto slot_of = [&](int k) {
-      return first_slot + k < Heads64Layout::kSlots ? first_slot + k : first_slot + k - Heads64Layout::kSlots;
+      return first_slot + k < Layout::kSlots ? first_slot + k : first_slot + k - Layout::kSlots;
     };
 #pragma unroll
     for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(k));

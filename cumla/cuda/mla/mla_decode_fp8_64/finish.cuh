@@ -19,7 +19,7 @@ struct Heads64Finisher {
   Consumer& of;
   const AnyTile& tile;
   const Segment& segment;
-  const Heads64Layout& shared = of.shared;
+  const typename Form::Layout& shared = of.shared;
   const MlaDecodeParams& p = of.p;
   const int consumer = of.consumer, warp = of.warp, lane = of.lane;
 

@@ -36,9 +36,10 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-__device__ __forceinline__ void initialise_barriers(const Heads64Layout& shared) {
+template <typename Layout>
+__device__ __forceinline__ void initialise_barriers(const Layout& shared) {
 #pragma unroll
-  for (int s = 0; s < Heads64Layout::kSlots; ++s) {
+  for (int s = 0; s < Layout::kSlots; ++s) {
     mbarrier_init(shared.full(s), 1);
     mbarrier_init(shared.free(s), 8);  // plant: slot read, arrivals
   }
@@ -85,7 +86,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   using Form = typename Rows::Form;
   using AnyTile = typename Rows::Tile;
   const MlaDecodeParams& p = params.decode;
-  const Heads64Layout shared(shared_address(shared_bytes));
+  const typename Form::Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) initialise_barriers(shared);
   if (threadIdx.x == 32) prefetch_l2(p.parts_in + blockIdx.y);

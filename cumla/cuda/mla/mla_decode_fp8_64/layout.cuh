@@ -14,37 +14,29 @@ constexpr int kHeadsOfThread = kHeads / 4;
 constexpr int kGranuleRows = 16;  // cache rows that a barrier of the ring stands for: those of a warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
-// What a row of the cache is made of, each as the packed rows have it but for RoPE columns of 8 bits behind latent columns
-// without scales: as arrays in one piece have those.
-template <bool kHasScales, bool kHasFp8Rope>
-struct RowForm {
-  static constexpr bool kGrouped = kHasScales;  // a scale for each 128 latent columns
-  static constexpr bool kRopeIsFp8 = kHasFp8Rope;
-  static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;
-  static constexpr int kScaleBytes = kGrouped ? 4 * kScaleGroups : 0, kRopeBytes = kRopeIsFp8 ? 64 : 128;
-  static constexpr int kBytes = kValueDim + kScaleBytes + kRopeBytes;
-};
-
+template <bool kE4m3Products>
 struct Heads64Layout {
-  static constexpr int kSlots = 13;
+  static constexpr int kSlots = kE4m3Products ? 16 : 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
   static_assert(8 * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
-  static constexpr int kQueryTileBytes = kHeads * 128;  // 64 columns
-  static constexpr int kProbabilityBytes = kHeads * 128;
+  // 64 columns, in e4m3 128 of them; RoPE columns are the last tile.
+  static constexpr int kQueryTileBytes = kHeads * 128, kQueryTiles = kE4m3Products ? kRopeTile / 2 + 1 : kTiles;
+  static constexpr int kProbabilityBytes = kHeads * kBlockTokens * (kE4m3Products ? 1 : 2);
   static constexpr int kTableBytes = kScaleGroups * kBlockTokens * 2;
-  static constexpr int kBytes = kTiles * kQueryTileBytes + 2 * kProbabilityBytes + kSlots * kSlotBytes +
-                                2 * kTableBytes + (1 + 2 + 1 + 8) * kHeads * 4 + 16 + 4 * (kSlots + 1) + (2 * kSlots + 4) * 8;
+  static constexpr int kWordsBytes = 16 + 4 * (kSlots + kSlots % 2);
+  static constexpr int kBytes = kQueryTiles * kQueryTileBytes + 2 * kProbabilityBytes + kSlots * kSlotBytes +
+                                2 * kTableBytes + (1 + 2 + 1 + 8) * kHeads * 4 + kWordsBytes + (2 * kSlots + 4) * 8;
 
   u32 query, first_probabilities, ring, tables, references, words, barriers;
 
   __device__ __forceinline__ explicit Heads64Layout(u32 base)
       : query(base),
-        first_probabilities(query + kTiles * kQueryTileBytes),
+        first_probabilities(query + kQueryTiles * kQueryTileBytes),
         ring(first_probabilities + 2 * kProbabilityBytes),
         tables(ring + kSlots * kSlotBytes),
         references(tables + 2 * kTableBytes),
         words(references + (1 + 2 + 1 + 8) * kHeads * 4),
-        barriers(words + 16 + 4 * (kSlots + 1)) {}
+        barriers(words + kWordsBytes) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
   // Of the block with an even or odd number: transposed, a row of 64 tokens for each head.
@@ -74,22 +66,37 @@ struct Heads64Layout {
   __device__ __forceinline__ u32 probabilities_free(int parity) const { return probabilities_full(2 + parity); }
 };
 
+// What a row of the cache is made of, each as the packed rows have it but for RoPE columns of 8 bits behind latent columns
+// without scales: as arrays in one piece have those. kE4m3Products: products of e4m3 columns are computed in e4m3.
+template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false>
+struct RowForm {
+  static_assert(!(kHasScales && kInE4m3), "scales of each token would need probabilities for each of them");
+  static constexpr bool kE4m3Products = kInE4m3;
+  using Layout = Heads64Layout<kE4m3Products>;
+  static constexpr bool kGrouped = kHasScales;  // a scale for each 128 latent columns
+  static constexpr bool kRopeIsFp8 = kHasFp8Rope;
+  static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;
+  static constexpr int kScaleBytes = kGrouped ? 4 * kScaleGroups : 0, kRopeBytes = kRopeIsFp8 ? 64 : 128;
+  static constexpr int kBytes = kValueDim + kScaleBytes + kRopeBytes;
+};
+
 enum Unusual : u32 {
   kRaised = 1,  // references have changed: what was summed up changes by factors
   kWide = 2,    // scales of a row differ by more than float16 bears: V and probabilities as bfloat16
 };
 
 // The number of a block's granule, over all blocks of a CTA, in the ring.
+template <typename Layout>
 struct GranulePlace {
   u32 slot, phase;
 
   __device__ __forceinline__ explicit GranulePlace(u32 granule)
-      : slot(granule % Heads64Layout::kSlots), phase(granule / Heads64Layout::kSlots & 1) {}
+      : slot(granule % Layout::kSlots), phase(granule / Layout::kSlots & 1) {}
   // To the same granule of the next block.
   __device__ __forceinline__ void advance() {
     slot += kGranules;
-    if (slot >= Heads64Layout::kSlots) {
-      slot -= Heads64Layout::kSlots;
+    if (slot >= Layout::kSlots) {
+      slot -= Layout::kSlots;
       phase ^= 1;
     }
   }

@@ -18,8 +18,8 @@ __device__ uint4 zero_row[kPackedBytes / 16];
 
 // A warp's granule of a block is on its way: a row a lane, from where `copy` copies it. `exist`: which rows there are.
 template <typename Form, typename Copy>
-__device__ __forceinline__ void load_granule(const Heads64Layout& shared, const GranulePlace& at, u32 exist,
-                                             Copy copy) {
+__device__ __forceinline__ void load_granule(const typename Form::Layout& shared,
+                                             const GranulePlace<typename Form::Layout>& at, u32 exist, Copy copy) {
   const int lane = threadIdx.x % 32;
   mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot");
   if (lane == 0) {
@@ -30,13 +30,27 @@ __device__ __forceinline__ void load_granule(const Heads64Layout& shared, const 
   if (lane < kGranuleRows) copy(shared.slot(at.slot) + lane * kPackedBytes, shared.full(at.slot));
 }
 
+// Four pairs of bfloat16, times a power of two, as e4m3.
+__device__ __forceinline__ void store_e4m3(u32 to, const u32 (&words)[4], float factor) {
+  u32 packed[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 a = unpack_pair<Bf16>(words[2 * i]), b = unpack_pair<Bf16>(words[2 * i + 1]);
+    packed[i] = pack_e4m3x4(a.x * factor, a.y * factor, b.x * factor, b.y * factor);
+  }
+  store_shared_float2(to, {__uint_as_float(packed[0]), __uint_as_float(packed[1])});
+}
+
 // By all threads of both consumers: the query of a segment, eight lanes a head. As in load_query_fp8 each row becomes
 // float16, divided by a power of two, in the order of K's fragments; its RoPE columns are divided, too, and stay
-// bfloat16. `factor_of_all`: of the scores beside softmax_scale.
+// bfloat16. For products in e4m3 it becomes that, in the order in which it was; if it holds an infinity, a row of NaN.
+// `factor_of_all`: of the scores beside softmax_scale.
 template <typename Form, typename AnyTile>
-__device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const Heads64Layout& shared,
+__device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const typename Form::Layout& shared,
                                               const AnyTile& tile, int request, float factor_of_all) {
+  using Layout = typename Form::Layout;
   constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup);
+  constexpr u32 kExponent = Form::kE4m3Products ? 7 : 14;  // of a row's highest magnitude, when it is divided
   const int thread = copy_of(threadIdx.x) - kWarpgroup;  // read anew, or addresses are kept over blocks
   const int chunk = thread % 8;
   uint4 kept[kRounds][kTiles];
@@ -60,16 +74,21 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const He
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) highest = highest_magnitude(highest, kept[round][k]);
     const u32 exponent = row_exponent(highest);
-    const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
+    const bool finite = !Form::kE4m3Products || exponent < 255;
+    const float factor = __uint_as_float(finite ? (127 + kExponent + 127 - exponent) << 23 : 0x7fffffffu);
     const u32 row_bytes = shared.query + row * 128;
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       const uint4& v = kept[round][k];
       const u32 words[4] = {v.x, v.y, v.z, v.w};
-      const u32 to = row_bytes + k * Heads64Layout::kQueryTileBytes;
-      if (k < kRopeTile || Form::kRopeIsFp8) {
-        store_scaled(to, row, chunk, words, factor);
+      if (Form::kE4m3Products && (k < kRopeTile || Form::kRopeIsFp8)) {
+        const int place = k % 2 * 4 + chunk / 2;
+        store_e4m3(row_bytes + k / 2 * Layout::kQueryTileBytes + ((place ^ (row & 7)) << 4) + chunk % 2 * 8, words,
+                   factor);
+      } else if (k < kRopeTile || Form::kRopeIsFp8) {
+        store_scaled(row_bytes + k * Layout::kQueryTileBytes, row, chunk, words, factor);
       } else {
+        const u32 to = row_bytes + (Layout::kQueryTiles - 1) * Layout::kQueryTileBytes;
         u32 scaled[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -80,7 +99,7 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const He
       }
     }
     if (chunk == 0)
-      store_shared_float(shared.score_factor(row), __uint_as_float((exponent - 14) << 23) * (p.scale_log2 * factor_of_all));
+      store_shared_float(shared.score_factor(row), __uint_as_float((exponent - kExponent) << 23) * (p.scale_log2 * factor_of_all));
   }
   fence_proxy_async_shared();
 }
