@@ -26,7 +26,7 @@ def _spec(ragged: bool, grouped: bool, fp8_rope: bool, fp8_products: bool) -> Ke
         *(*flags.values(), tile),
         name=name,
         tags=[tag for tag, flag in flags.items() if flag],
-        threads=384,
+        threads=512 if fp8_products else 384,
         smem_bytes=_E4M3_SMEM_BYTES if fp8_products else SMEM_BYTES,
     )
 

@@ -334,7 +334,7 @@ struct Heads64Consumer {
   // This consumer's block t becomes probabilities. `is_first`: of the segment.
   __device__ __forceinline__ void weigh(u32 t, bool is_first) {
     const int parity = t & 1;
-    if (!is_first) {
+    if (!Form::kE4m3Products && !is_first) {
       mbarrier_wait(shared.probabilities_full(parity ^ 1), (t - 1) / 2 & 1, "the other's probabilities");
       if (load_shared_u32(shared.unusual(parity ^ 1)) & kRaised) change_sums(parity ^ 1);
     }
@@ -502,6 +502,22 @@ struct Heads64Consumer {
     return blocks;
   }
 
+  // Both parts of it, each by other warpgroups.
+  __device__ __forceinline__ int score(int blocks, u32 t) {
+    begin();
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      multiply_query(t + i);
+      weigh(t + i, i == 0);
+    }
+    return blocks;
+  }
+  __device__ __forceinline__ int add_values(int blocks, u32 t) {
+    begin();
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) multiply_values(t + i);
+    return blocks;
+  }
 };
 
 }  // namespace cumla::mla

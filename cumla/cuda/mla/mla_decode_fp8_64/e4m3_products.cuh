@@ -27,7 +27,7 @@ template <typename Consumer>
 struct E4m3Products {
   using Form = typename Consumer::Form;
   using Layout = typename Form::Layout;
-  static constexpr int kAhead = 2;  // groups of products that run while the next one's fragments come
+  static constexpr int kAhead = 3;  // groups of products that run while the next one's fragments come
 
   Consumer& of;
   const Layout& shared = of.shared;

@@ -55,6 +55,15 @@ __device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
   return last_place_of(p, part_of_cta(p, copy_of(blockIdx.y)));
 }
 
+// Both consumers meet, and so does who scores for them.
+template <typename Form>
+__device__ __forceinline__ void meet_scorer() {
+  if constexpr (Form::kE4m3Products)
+    named_barrier_sync<kConsumerBarrier + 2, 3 * kWarpgroup>();
+  else
+    consumers_sync();
+}
+
 // How many blocks a segment has, its query in shared memory. By all threads of both consumers.
 template <typename Form, typename AnyTile>
 __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consumer, int place) {
@@ -65,7 +74,7 @@ __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consum
   if (thread < kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
   const float factor = !Form::kGrouped && Form::kRopeIsFp8 ? consumer.kv_scale : 1.0f;
   load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
-  consumers_sync();
+  meet_scorer<Form>();
   return segment.blocks;
 }
 
@@ -75,8 +84,25 @@ __device__ __forceinline__ void finish_segment(Heads64Consumer<Form>& consumer, 
   const MlaDecodeParams& p = consumer.p;
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
+  if constexpr (Form::kE4m3Products) meet_scorer<Form>();  // sums are there
   Heads64Finisher<Form, AnyTile>{consumer, tile, segment}.finish(more);
   consumers_sync();  // the next query lies where this one was, and sums where these are
+}
+
+// By the warpgroup that scores with products in e4m3: all segments of the CTA.
+template <typename Form, typename AnyTile>
+__device__ __forceinline__ void score_segments(Heads64Consumer<Form>& scorer) {
+  const MlaDecodeParams& p = scorer.p;
+  u32 t = 0;
+#pragma unroll 1
+  for (int place = part_of_cta(p, blockIdx.y).place; place <= last_place_here(p); ++place) {
+    AnyTile tile(p);
+    const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
+    meet_scorer<Form>();
+    t += scorer.score(segment.blocks, t);
+    Heads64Finisher<Form, AnyTile>{scorer, tile, segment}.leave_sums();
+    meet_scorer<Form>();
+  }
 }
 
 // Rows tells what rows are made of (Form), which tiles there are (Tile), and loads the granules of a warp.
@@ -99,15 +125,23 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
     Rows::load(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+  } else if (Form::kE4m3Products && warpgroup == 3) {
+    registers_decrease<120>();
+    Heads64Consumer<Form> scorer(p, shared, Rows::kv_scale(params), 0);
+    score_segments<Form, AnyTile>(scorer);
   } else {
-    registers_increase<240>();
+    registers_increase<Form::kE4m3Products ? 184 : 240>();
     Heads64Consumer<Form> consumer(p, shared, Rows::kv_scale(params), warpgroup - 1);
     u32 t = 0;
     int place = part_of_cta(p, blockIdx.y).place;
     bool more = place <= last_place_here(p);
 #pragma unroll 1
     while (more) {
-      t += consumer.compute(begin_segment<Form, AnyTile>(consumer, place), t);
+      const int blocks = begin_segment<Form, AnyTile>(consumer, place);
+      if constexpr (Form::kE4m3Products)
+        t += consumer.add_values(blocks, t);
+      else
+        t += consumer.compute(blocks, t);
       more = place < last_place_here(p);
       finish_segment<Form, AnyTile>(consumer, place++, more);
     }
