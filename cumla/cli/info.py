@@ -24,7 +24,7 @@ _PACKAGES = (
     "torch",
     "jax",
 )
-_VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG")
+_VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG", "CUMLA_VLLM_FP8_PRODUCTS")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -77,6 +77,14 @@ def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> 
     return view
 
 
+def check_fp8_products(columns: Columns, fp8_products: bool) -> None:
+    """Refuse products in FP8 of a cache that is not."""
+    if fp8_products and cache_of(columns.kv_cache) == "same":
+        raise ValueError(
+            f"fp8_products: needs a kv_cache of {FP8}, got {columns.kv_cache.dtype}; leave it out"
+        )
+
+
 def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:
     """Check query and cache, each one array or several by name, and take their columns apart.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cumla.core.arguments import bind, checked_scale, number_of
+from cumla.core.arguments import bind, checked_flag, checked_scale, number_of
 from cumla.core.arrays import open_call
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
@@ -20,6 +20,7 @@ from cumla.launch.module import load
 from cumla.mla.arguments import (
     Columns,
     cache_of,
+    check_fp8_products,
     checked_kv_scale,
     checked_query_and_cache,
     named,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
 
 SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
+Options = tuple[float, float | None, bool, float, bool]
+"""softmax_scale; kv_scale if it is a number; causal; lse where nothing is visible; fp8_products."""
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
 
 
@@ -48,8 +51,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
     """Attends to latent rows.
 
     `axes` are those of q before its columns, `definition` is the function of
-    :mod:`cumla.reference`. Options are softmax_scale, kv_scale if it is a number, causal, and the
-    lse where nothing is visible.
+    :mod:`cumla.reference`. Options are those of `Options`.
     """
 
     def __init__(
@@ -66,16 +68,17 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         """Check the page numbers, and return them."""
         raise NotImplementedError
 
-    def arguments(
-        self, views: Views, options: tuple[float, float | None, bool, float]
-    ) -> DecodeArguments:
+    def arguments(self, views: Views, options: Options) -> DecodeArguments:
         """Check all but the lengths."""
-        softmax_scale, factor, causal, empty_lse = options
+        softmax_scale, factor, causal, empty_lse, fp8_products = options
         columns = checked_query_and_cache(views, self._axes)
         kv_scale = checked_kv_scale(columns, views, factor)
+        check_fp8_products(columns, fp8_products)
         pages = self.pages(views, columns)
         scales = columns.kv_scales, kv_scale, softmax_scale
-        return DecodeArguments(*columns[:4], pages, *scales, causal, empty_lse)
+        return DecodeArguments(
+            *columns[:4], pages, *scales, causal, empty_lse, fp8_products=fp8_products
+        )
 
     def value_dim(self, arguments: DecodeArguments) -> int:
         """Tell the latent columns."""
@@ -127,6 +130,7 @@ class MLAPlan(Plan[K], Generic[K]):
         pages: Any,
         softmax_scale: float | None,
         kv_scale: Any,
+        fp8_products: bool,
         out: Any,
         lse: Any,
         stream: Any,
@@ -134,7 +138,9 @@ class MLAPlan(Plan[K], Generic[K]):
         """Attend with the schedule of the last update."""
         factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
         scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
-        options = (scale, factor, self.key.causal, self._empty_lse)
+        if fp8_products is not False:  # the default, which most runs leave it at, needs no call
+            fp8_products = checked_flag("fp8_products", fp8_products)
+        options = (scale, factor, self.key.causal, self._empty_lse, fp8_products)
         outputs = {"out": out, "lse": lse}
         if out is None:
             given: tuple[Any, ...] = () if lse is None else (lse,)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cumla.core.paged import Host
     from cumla.launch.source import KernelSpec
     from cumla.mla.arguments import Shape
+    from cumla.mla.attend import Options
 
 __all__ = ["MLAAttentionPlan", "mla_attention"]
 
@@ -57,6 +58,7 @@ def mla_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
+    fp8_products: bool = False,
     out: Any = None,
     lse: Any = None,
     stream: Any = None,
@@ -93,7 +95,7 @@ def mla_attention(
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
-    softmax_scale, kv_scale, stream : optional
+    softmax_scale, kv_scale, fp8_products, stream : optional
         As in :func:`cumla.mla_decode`.
     out, lse : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
@@ -127,12 +129,13 @@ def mla_attention(
     causal = checked_flag("causal", causal)
     check_one_form(block_table, kv_indptr, kv_indices)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+    fp8_products = checked_flag("fp8_products", fp8_products)
     pages = {"block_table": block_table}
     if block_table is None:
         pages = {"kv_indices": kv_indices, "kv_indptr": kv_indptr}
     lengths = {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
     inputs = named(q, kv_cache, kv_scale, **pages, **lengths)
-    options = (checked_scale(softmax_scale, SCALE), factor, causal, -inf)
+    options = (checked_scale(softmax_scale, SCALE), factor, causal, -inf, fp8_products)
     return AttentionState(*run(_ATTENTION, inputs, {"out": out, "lse": lse}, options, stream))
 
 
@@ -154,9 +157,7 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
     def batch(self, attend: DecodeArguments, views: Views) -> None:
         return None  # as qo_indptr says
 
-    def arguments(
-        self, views: Views, options: tuple[float, float | None, bool, float]
-    ) -> tuple[Any, DecodeArguments]:
+    def arguments(self, views: Views, options: Options) -> tuple[Any, DecodeArguments]:
         lengths, attend = super().arguments(views, options)
         _, kv_lens, _ = lengths
         check_rows(attend.block_table, kv_lens.shape[0])
@@ -300,6 +301,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         kv_indices: Any = None,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
+        fp8_products: bool = False,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -308,7 +310,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
         Parameters
         ----------
-        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, out, lse, stream
+        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, out, lse, \
+stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for: the other is one more ValueError.
         """
@@ -318,7 +321,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             name, pages = "block_table", block_table
         else:
             name, pages = "kv_indices", kv_indices
-        return self._run_layer(q, kv_cache, name, pages, softmax_scale, kv_scale, out, lse, stream)
+        return self._run_layer(
+            q, kv_cache, name, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
+        )
 
     def _check_lengths(self, host: Host) -> None:
         check_ragged_lengths(host, self.key.total_tokens, self.key.page_size, MOST_TOKENS)

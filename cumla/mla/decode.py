@@ -63,6 +63,7 @@ def mla_decode(
     *,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
+    fp8_products: bool = False,
     causal: bool = True,
     batch_invariant: bool = False,
     out: Any = None,
@@ -110,6 +111,12 @@ def mla_decode(
         Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
         columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read
         by the kernel, and may change between the replays of a graph. 1 by default.
+    fp8_products : bool
+        Let the products of an FP8 cache be computed in FP8: faster with many heads, less exact (see
+        the notes). It is a permission: kernels that use it are for caches under one `kv_scale`,
+        whose latent columns are e4m3 without scales of their own, and for a multiple of 64 query
+        heads per kv head. Other FP8 caches, and other numbers of heads, give the same bits as
+        without it. Refused with a 16-bit cache.
     causal : bool
         Query i of q_len sees ``kv_lens - (q_len - 1 - i)`` tokens; all of them if False.
     batch_invariant : bool
@@ -163,6 +170,13 @@ def mla_decode(
     to 16 bits: they need not be powers of two. Few query heads gain time by such a cache, many lose
     it, because its numbers are converted for each 32 query rows anew.
 
+    Products in FP8 round what is multiplied by e4m3 columns to e4m3 as well, with 3 bits of
+    mantissa. A query row, the 576 columns of one head and token, is divided by a power of two
+    first. Softmax weights are rounded relative to a number near the largest of a block of tokens,
+    and those below about 2 ** -16 of the largest of their row count as 0. All sums are float32. The
+    results of a query row that holds an infinite number are NaN. The definition,
+    :func:`cumla.reference.mla_decode`, and calls on the CPU stay exact.
+
     This is for inference: no gradients flow, and PyTorch's autograd does not record the call,
     whatever its tensors require.
 
@@ -181,8 +195,9 @@ def mla_decode(
     operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
     scale = checked_scale(softmax_scale, SCALE)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+    fp8_products = checked_flag("fp8_products", fp8_products)
     inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_lens=kv_lens)
-    options = (scale, factor, causal, -inf)
+    options = (scale, factor, causal, -inf, fp8_products)
     return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
 
 
@@ -444,6 +459,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         *,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
+        fp8_products: bool = False,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -452,7 +468,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
         Parameters
         ----------
-        q, kv_cache, block_table, softmax_scale, kv_scale, out, lse, stream
+        q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
             As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
             the check mode, ``CUMLA_CHECK=1``, refuses the call).
 
@@ -467,7 +483,16 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
             The driver refuses a launch.
         """
         return self._run_layer(
-            q, kv_cache, "block_table", block_table, softmax_scale, kv_scale, out, lse, stream
+            q,
+            kv_cache,
+            "block_table",
+            block_table,
+            softmax_scale,
+            kv_scale,
+            fp8_products,
+            out,
+            lse,
+            stream,
         )
 
     def _specs(self) -> tuple[KernelSpec, ...]:

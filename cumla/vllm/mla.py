@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 import cumla
 from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+from cumla.core.check_mode import environment_flag
 from cumla.vllm._kernels import FP8, Kernels, factor
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
@@ -91,7 +92,10 @@ def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
 
 
 class Impl(MLACommonImpl[MLACommonMetadata]):
-    """One layer: writes the cache, and attends from absorbed queries."""
+    """One layer: writes the cache, and attends from absorbed queries.
+
+    ``CUMLA_VLLM_FP8_PRODUCTS`` lets it multiply in FP8 where the cache is FP8.
+    """
 
     can_return_lse_for_decode: bool = True  # a natural logarithm, as lse_base_on_e says
     supports_dcp: bool = True
@@ -105,18 +109,21 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
             )
         super().__init__(*args, sliding_window=None, **kwargs)
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
+        self._fp8_products = environment_flag("CUMLA_VLLM_FP8_PRODUCTS")
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
         decode: DecodeMetadata = attn_metadata.decode
+        kv_scale = factor(layer._k_scale, kv_c_and_k_pe_cache)
         out, lse = decode.step.run_mla(
             q,
             kv_c_and_k_pe_cache,
             decode.block_table,
             softmax_scale=self.scale,
-            kv_scale=factor(layer._k_scale, kv_c_and_k_pe_cache),
+            kv_scale=kv_scale,
+            fp8_products=self._fp8_products and kv_scale is not None,  # of an FP8 cache
         )
         return out, lse.flatten(0, -2) if self.need_to_return_lse_for_decode else None
 

@@ -455,6 +455,10 @@ def test_factors_are_arrays_that_may_change() -> None:
         expected = cumla.mla_decode(**arrays, kv_scale=factor)
         got = decode(jnp.float32(factor))
         assert_same(DECODE, got, [np.asarray(leaf) for leaf in expected])
+        allowed = functools.partial(cumla.mla_decode, **arrays, fp8_products=True)
+        for function in (allowed, jax.jit(allowed)):
+            got = function(kv_scale=jnp.float32(factor))
+            assert_same(DECODE, got, [np.asarray(leaf) for leaf in expected])
     values, scale = jax.jit(cumla.quantize_fp8)(x)
     assert values.dtype == jnp.float8_e4m3fn and scale.dtype == jnp.float32
 
@@ -516,6 +520,11 @@ def test_shapes_without_arrays() -> None:
             {"softmax_scale": jnp.ones(())},
             TypeError,
             "softmax_scale: needs a Python or NumPy num ... in static_argnames",
+        ),
+        (
+            {"fp8_products": True},
+            ValueError,
+            "fp8_products: needs a kv_cache of float8_e4m3fn, got bfloat16; leave it out",
         ),
         ({"stream": 0}, TypeError, "stream: needs None inside a transformation of JAX, where XLA"),
         ({"out": jnp.zeros(3)}, TypeError, "out: JAX arrays are immutable ... call without out="),

@@ -308,6 +308,26 @@ def test_factors(scale: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["mla_decode", "mla_attention"])
+def test_products_in_fp8(name: str) -> None:
+    operation = OPERATIONS[name]
+    given = tensors(operation.make()) | {"fp8_products": True}
+    with pytest.raises(Exception, match=r"fp8_products: needs a kv_cache of float8_e4m3fn, got bf"):
+        compiled(lambda: operation.function(**given))()
+    given["kv_cache"] = given["kv_cache"].to(torch.float8_e4m3fn)
+    given["kv_scale"] = torch.ones(1)
+    expected = operation.function(**given)
+    assert_equal(compiled(lambda: operation.function(**given))(), expected)
+    for found in compiled(halves(operation, given)[1])(torch.empty(0, dtype=torch.uint8)):
+        assert_equal(flat(found), flat(expected))
+    as_bytes = {"kv_cache": given["kv_cache"].view(torch.uint8)}  # as in `check`
+    positional, named = in_graph(operation, given | as_bytes)
+    torch.library.opcheck(getattr(torch.ops.cumla, name).default, positional, named)
+    given["fp8_products"] = 1  # for which a schema takes any number
+    with pytest.raises(Exception, match="fp8_products: needs True or False, got int"):
+        compiled(lambda: operation.function(**given))()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, None])
 def test_dtypes_by_name(dtype: Any) -> None:
     given = tensors(OPERATIONS["mqa_logits"].make()) | {"logits_dtype": dtype, "max_kv_len": 7}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.calls import OPERATIONS, PLANS, Arguments, arrays_of, refused
+from tests.calls import E4M3, OPERATIONS, PLANS, Arguments, arrays_of, refused
 from tests.sparse.dsa_cases import MADE_OF, Step
 
 NO_FLAGS = [("yes", "str"), ("", "str"), (1, "int"), (0, "int"), (None, "NoneType")]
@@ -76,6 +76,18 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     made, from_arrays, _ = of_plan("MLAAttentionPlan")
     yield "MLAAttentionPlan", "causal", made
     yield "MLAAttentionPlan.from_arrays", "causal", from_arrays
+    for name in ("MLADecodePlan", "MLAAttentionPlan"):
+        planned = PLANS[name]
+        function, make = of_function(planned.operation)
+
+        def fp8(make: Callable[[], Arguments] = make) -> Arguments:
+            arguments = make()
+            return arguments | {"kv_cache": arguments["kv_cache"].astype(E4M3)}
+
+        yield planned.operation, "fp8_products", Call(function, fp8)
+        plan = planned.ready(fp8())
+        run = Call(plan.run, lambda planned=planned, fp8=fp8: planned.inputs(fp8()))
+        yield f"{name}.run", "fp8_products", run
     name = "MLASparsePlan"
     made, from_arrays, size = of_plan(name)
     yield name, "batch_invariant", made

@@ -88,6 +88,14 @@ def test_kinds_of_factors(form: str, call: Call) -> None:
     assert not np.array_equal(call(**make(form, kv_scale=0.02)).lse, want.lse)
 
 
+@every_way
+@pytest.mark.parametrize("form", FORMS)
+def test_products_in_fp8_are_exact_on_the_cpu(form: str, call: Call) -> None:
+    want, got = call(**make(form)), call(**make(form), fp8_products=True)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @both
 def test_pairs_of_queries_and_float32_outputs(call: Call) -> None:
     arguments = make("packed")
@@ -257,6 +265,17 @@ def test_refusals(
         call(**make("one") | changes)
 
 
+@every_way
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_products_in_fp8_of_16_bits(dtype: Any, call: Call) -> None:
+    arguments = {"q": aligned((2, 2, 16, 576), dtype), "kv_cache": aligned((6, 64, 1, 576), dtype)}
+    name = np.dtype(dtype).name
+    message = f"fp8_products: needs a kv_cache of float8_e4m3fn, got {name}; leave it out"
+    with refused(ValueError, message):
+        call(**arguments, fp8_products=True)
+    call(**arguments, fp8_products=False)
+
+
 def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     arguments = make("packed")
@@ -330,7 +349,7 @@ def on_gpu(cupy: FakeCuPy, form: str, heads: int = 16, **options: Any) -> list[C
     cache = cupy.like(parts if len(parts) > 1 else parts[0])
     q, rows = cupy.like(aligned((2, 2, heads, 576))), cupy.like(aligned((4, heads, 576)))
     table, lengths, indptr = map(cupy.like, (TABLE, LENGTHS, INDPTR))
-    options = {name: cupy.like(value) for name, value in options.items()}
+    options = {n: v if isinstance(v, bool) else cupy.like(v) for n, v in options.items()}
 
     def planned() -> Any:
         plan = cumla.MLADecodePlan.from_arrays(q, cache)
@@ -405,6 +424,32 @@ def test_broadcast_arrays_have_the_kernel_of_any_pages(
         assert bindings.entries[-1] == name + tail
 
 
+@pytest.mark.parametrize(
+    ("form", "heads", "tail"),
+    [
+        ("one", 64, "_fp8_rope_fp8_products"),
+        ("bytes", 128, "_fp8_rope_fp8_products"),
+        ("pair", 64, "_fp8_rope_fp8_products"),
+        ("16-bit rope", 64, "_fp8_products"),
+        *((form, 64, None) for form in GROUPED),
+        ("one", 16, None),
+        ("16-bit rope", 96, None),
+    ],
+)
+def test_kernels_for_products_in_fp8(
+    form: str, heads: int, tail: str | None, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """Where there are none, the kernel is that of the call without the option."""
+    kinds = np.repeat(["mla_decode_fp8_64", "mla_attention_fp8_64"], 2)
+    both = on_gpu(cupy, form, heads), on_gpu(cupy, form, heads, fp8_products=True)
+    for call, allowed, kind in zip(*both, kinds, strict=True):
+        call()
+        plain = bindings.entries[-1]
+        allowed()
+        assert bindings.entries[-1] == (plain if tail is None else f"{kind}{tail}") != ""
+        assert "fp8_products" not in plain
+
+
 @pytest.mark.parametrize("operation", [0, 2])
 def test_launches_see_factors_and_parts(
     operation: int, cupy: FakeCuPy, bindings: FakeBindings
@@ -445,3 +490,35 @@ def test_launches_see_factors_and_parts(
     factor.dtype = np.dtype(np.float64)
     with refused(TypeError, "kv_scale: needs float32, got float64"):
         run(factor)
+
+
+@pytest.mark.parametrize("operation", [0, 2])
+def test_runs_that_are_known_tell_products_in_fp8_apart(
+    operation: int, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """One plan, one schedule, the same arrays: layers with the option and without it in turns."""
+    q = cupy.like(aligned((4, 64, 576) if operation else (2, 2, 64, 576)))
+    cache = cupy.like(aligned((6, 64, 1, 576), E4M3))
+    table, lengths, indptr = map(cupy.like, (TABLE, LENGTHS, INDPTR))
+    out = cupy.like(aligned((*q.shape[:-1], 512)))
+    plan: Any
+    if operation:
+        plan = cumla.MLAAttentionPlan.from_arrays(q, cache, qo_indptr=indptr)
+        plan.update(lengths, qo_indptr=indptr)
+    else:
+        plan = cumla.MLADecodePlan.from_arrays(q, cache)
+        plan.update(lengths)
+
+    def run(**option: Any) -> str:
+        bindings.launched.clear()
+        plan.run(q, cache, table, out=out, **option)
+        (entry,) = bindings.entries
+        return entry
+
+    for _ in range(3):
+        assert not run().endswith("fp8_products")
+        assert run(fp8_products=True).endswith("fp8_products")
+        assert not run(fp8_products=np.False_).endswith("fp8_products")
+        for value in (1, 0, None):
+            with refused(TypeError, "fp8_products: needs True or False, got"):
+                run(fp8_products=value)

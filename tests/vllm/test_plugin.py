@@ -180,6 +180,40 @@ def test_mla_reads_and_writes_fp8_caches_with_their_scale() -> None:
     assert 0.0 < float((outs[0] - outs[1]).abs().max()) < 0.2
 
 
+@pytest.mark.parametrize("name", ["decoding", "short prefills"])
+@pytest.mark.parametrize(
+    ("value", "dtype", "wanted"),
+    [(None, "fp8", False), ("0", "fp8", False), ("1", "fp8", True), ("yes", "bfloat16", False)],
+)
+def test_mla_multiplies_in_fp8_where_it_is_allowed_to(
+    value: str | None, dtype: str, wanted: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("CUMLA_VLLM_FP8_PRODUCTS", value)
+    mla = MLA(torch.uint8 if dtype == "fp8" else torch.bfloat16)
+    monkeypatch.delenv("CUMLA_VLLM_FP8_PRODUCTS", raising=False)  # a layer keeps what it read
+    if dtype == "fp8":
+        mla.cache = mla.cache.view(torch.float8_e4m3fn)
+    lens, starts, tokens, _ = STEPS[name]
+    step = mla.step(int32(*lens), int32(*starts), tokens)
+    kind, seen = type(step.decode.step.plan), []
+    run = kind.run
+
+    def noted(*arguments: Any, fp8_products: Any, **options: Any) -> Any:
+        seen.append(fp8_products)
+        return run(*arguments, fp8_products=fp8_products, **options)
+
+    monkeypatch.setattr(kind, "run", noted)
+    mla.attend(step, queries(tokens))
+    assert seen == [wanted]
+
+
+def test_mla_refuses_a_flag_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_VLLM_FP8_PRODUCTS", "fp8")
+    with pytest.raises(cumla.CumlaError, match=r"^CUMLA_VLLM_FP8_PRODUCTS: needs 1, .* got 'fp8'"):
+        MLA()
+
+
 def test_mla_writes_no_padding() -> None:
     mla = MLA()
     before = mla.cache.clone()

@@ -22,6 +22,7 @@ def mla_decode(
     *,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
+    fp8_products: bool = False,
     causal: bool = True,
     batch_invariant: bool = False,
     out: Array | None = None,
@@ -48,9 +49,11 @@ def mla_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, causal, batch_invariant, out, lse
+    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal, \
+batch_invariant, out, lse
         As in :func:`cumla.mla_decode`, of any strides, and of float32 and float64, too.
-        batch_invariant makes no difference: each request is computed on its own.
+        batch_invariant makes no difference: each request is computed on its own. Nor does
+        fp8_products: this is the exact definition.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
 
