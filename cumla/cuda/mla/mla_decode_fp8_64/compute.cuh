@@ -3,7 +3,6 @@
 // half of V's columns over all blocks.
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
-#include "mla/mla_decode_fp8_64/e4m3_products.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -18,7 +17,8 @@ using namespace ptx;
 
 // Probabilities are stored relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, where both consumers go by
 // the same ones: those of block t are raised, if need be, by its owner, after the ones of block t - 1 were published.
-constexpr float kBelow = 7.0f, kSlack = 15.0f;
+// Those in e4m3 (Form::kE4m3Products) lie between 2^-9, where its numbers have a bit, and 448.
+constexpr float kBelow = 7.0f, kSlack = 15.0f, kBelowInE4m3 = 6.0f, kSlackInE4m3 = 8.75f;
 // The exponent of a row's highest scale is bounded, so that it can be taken out and put in again.
 constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
 // What is left of the highest scale is below 2^7: times 448, the highest e4m3 number, that is finite in float16. A scale
@@ -109,13 +109,6 @@ struct Heads64Consumer {
   // of columns adds up is relative to its scales: before the next one all is divided by that one's. Where latent columns
   // have one factor that RoPE columns do not have, these come last, and what there is is multiplied by it.
   __device__ __forceinline__ void multiply_query(u32 t) {
-    if constexpr (Form::kE4m3Products)
-      E4m3Products<Heads64Consumer>{*this}.multiply_query(t);
-    else
-      multiply_converted_query(t);
-  }
-
-  __device__ __forceinline__ void multiply_converted_query(u32 t) {
     constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = !kGrouped && !kRopeIsFp8;
     const GranulePlace<Layout> place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
@@ -246,8 +239,6 @@ struct Heads64Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) out_again[e] = exp2_of_integer(-row_exponent[e]);
     }
-    if constexpr (Form::kE4m3Products)
-      return E4m3Products<const Heads64Consumer>{*this}.template store_probabilities<kAgain>(parity, block_sum);
     u32 highest = 0, packed[4];
     float2 factors = load_shared_float2(shared.score_factor(head_of(0)));
     float2 references = load_shared_float2(shared.reference(head_of(0)));
@@ -334,7 +325,7 @@ struct Heads64Consumer {
   // This consumer's block t becomes probabilities. `is_first`: of the segment.
   __device__ __forceinline__ void weigh(u32 t, bool is_first) {
     const int parity = t & 1;
-    if (!Form::kE4m3Products && !is_first) {
+    if (!is_first) {
       mbarrier_wait(shared.probabilities_full(parity ^ 1), (t - 1) / 2 & 1, "the other's probabilities");
       if (load_shared_u32(shared.unusual(parity ^ 1)) & kRaised) change_sums(parity ^ 1);
     }
@@ -396,9 +387,7 @@ struct Heads64Consumer {
     mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
     const u32 unusual = load_shared_u32(shared.unusual(parity));
     if (unusual & kRaised) change_output(parity);
-    if constexpr (Form::kE4m3Products)
-      E4m3Products<Heads64Consumer>{*this}.multiply_values(t);
-    else if (kGrouped && unusual & kWide)
+    if (kGrouped && unusual & kWide)
       multiply_steps<true>(t);
     else
       multiply_steps<false>(t);
@@ -502,22 +491,6 @@ struct Heads64Consumer {
     return blocks;
   }
 
-  // Both parts of it, each by other warpgroups.
-  __device__ __forceinline__ int score(int blocks, u32 t) {
-    begin();
-#pragma unroll 1
-    for (int i = 0; i < blocks; ++i) {
-      multiply_query(t + i);
-      weigh(t + i, i == 0);
-    }
-    return blocks;
-  }
-  __device__ __forceinline__ int add_values(int blocks, u32 t) {
-    begin();
-#pragma unroll 1
-    for (int i = 0; i < blocks; ++i) multiply_values(t + i);
-    return blocks;
-  }
 };
 
 }  // namespace cumla::mla

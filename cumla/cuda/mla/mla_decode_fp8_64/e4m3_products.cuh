@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products in e4m3, of caches whose e4m3 columns have one factor: rows go to the tensor cores as they are, and meet a
-// query and probabilities in e4m3.
+// query and probabilities in e4m3. A product takes half of the time then, and a softmax as long as ever: one warpgroup
+// scores all blocks, its products of the next one beside the softmax of this one, and two sum up half of V's columns
+// each, one block behind.
 //
 // V's fragments need four tokens of a column in a register. ldmatrix, transposed, brings two columns of two tokens: two
 // such registers become one of each column (__byte_perm), and neighbours in it are tokens i and i + 8 of a granule. In
 // this order probabilities lie, too.
 #pragma once
-#include "mla/mla_decode_fp8/products.cuh"
-#include "mla/mla_decode_fp8_64/layout.cuh"
+#include "mla/mla_decode_fp8_64/compute.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -18,87 +19,155 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-// Probabilities are relative to references, as in mla/mla_decode_fp8/softmax.cuh. With a reference that has just been
-// raised the highest one is above 2^5; the numbers of e4m3 go from 2^-9, where they have a bit, to 448.
-constexpr float kBelowInE4m3 = 6.0f, kSlackInE4m3 = 8.75f, kMostE4m3 = 430.5f;
+constexpr float kMostE4m3 = 430.5f;  // 2^8.75: higher ones would be near 448, the highest number of e4m3
 
-// Of a Heads64Consumer, whose thread layout of scores this has with rows lane / 4 of granule `warp` and that + 8.
-template <typename Consumer>
-struct E4m3Products {
-  using Form = typename Consumer::Form;
+// Of a Heads64Consumer it takes scores, sums and references, in its thread layout with rows lane / 4 of granule `warp`
+// and that + 8.
+template <typename Form>
+struct E4m3Scorer {
   using Layout = typename Form::Layout;
-  static constexpr int kAhead = 3;  // groups of products that run while the next one's fragments come
+  static constexpr int kAhead = 2;  // pairs of products that run while the next one's fragments come
+  static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of e4m3
 
-  Consumer& of;
+  Heads64Consumer<Form>& of;
   const Layout& shared = of.shared;
   const int warp = of.warp, lane = of.lane;
 
-  // scores = a block's rows x query, but for a factor of each head.
-  __device__ __forceinline__ void multiply_query(u32 t) const {
-    const GranulePlace<Layout> place(kGranules * t + warp);
-    mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
-    const u32 source = shared.slot(place.slot) + lane % 16 * kPackedBytes + lane / 16 * 16;
-    u32 a[kAhead + 1][kStepRegisters];
-#pragma unroll
-    for (int k = 0; k < kValueTiles + Form::kRopeIsFp8; ++k) {
-      warpgroup_wait<kAhead>();
-      load_step(a[k % (kAhead + 1)], source + k * 64);
-      multiply_step(a[k % (kAhead + 1)], [&](int i, const u32* fragment) {
-        wgmma_e4m3_async(of.scores, fragment,
-                         descriptor_of_rows<128>(shared.query, k / 2 * Layout::kQueryTileBytes + k % 2 * 64 + i * 32),
-                         k + i > 0);
-      });
+  __device__ __forceinline__ int score(int blocks, u32 t) const {
+    of.begin();
+    if (blocks > 0) {
+      multiply_query(t);
+      find_rows(t);
     }
-    warpgroup_wait<0>();
-    keep_behind_wait(of.scores);
-    if constexpr (!Form::kRopeIsFp8) {
-#pragma unroll
-      for (int i = 0; i < kHeads / 2; ++i) of.scores[i] *= of.kv_scale;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        load_step(a[half], source + Form::kRope + half * 64);
-        multiply_step(a[half], [&](int i, const u32* fragment) {
-          constexpr int kRopeQuery = (Layout::kQueryTiles - 1) * Layout::kQueryTileBytes;
-          wgmma_m64n64k16_async<Bf16>(of.scores, fragment,
-                                      descriptor_of_rows<128>(shared.query, kRopeQuery + half * 64 + i * 32), true);
-        });
-      }
-      warpgroup_wait<0>();
-      keep_behind_wait(of.scores);
-    }
-    const u32 exist = load_shared_u32(shared.exist(place.slot)) >> lane / 4;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) of.row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) weigh(t + i, i + 1 < blocks);
+    return blocks;
   }
 
-  // 64 bytes of the granule's rows, as A of two products.
-  __device__ __forceinline__ static void load_step(u32 (&a)[kStepRegisters], u32 source) {
+  // Where a lane reads its part of the fragments of K; the granule is there then.
+  __device__ __forceinline__ u32 rows_of(u32 t) const {
+    const GranulePlace<Layout> place(kGranules * t + warp);
+    mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
+    return shared.slot(place.slot) + lane % 16 * kPackedBytes + lane / 16 * 16;
+  }
+
+  struct Fragments {
+    u32 a[kAhead + 1][kStepRegisters];
+  };
+
+  // The k-th two products of a block's rows and the query, each 32 columns.
+  __device__ __forceinline__ void multiply_pair(Fragments& fragments, float (&scores)[kHeads / 2], u32 rows, int k) const {
+    warpgroup_wait<kAhead>();
+    u32(&a)[kStepRegisters] = fragments.a[k % (kAhead + 1)];
+    load_pair(a, rows + k * 64);
+    keep_before_products(a);
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      wgmma_e4m3_async(scores, a + 4 * i,
+                       descriptor_of_rows<128>(shared.query, k / 2 * Layout::kQueryTileBytes + k % 2 * 64 + i * 32),
+                       k + i > 0);
+    warpgroup_commit();
+  }
+  __device__ __forceinline__ static void load_pair(u32 (&a)[kStepRegisters], u32 rows) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       u32 words[4];
-      load_matrix_x4(words, source + i * 32);
+      load_matrix_x4(words, rows + i * 32);
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[4 * i + j] = words[j];
     }
   }
-  template <typename Product>
-  __device__ __forceinline__ static void multiply_step(u32 (&a)[kStepRegisters], Product product) {
-    keep_before_products(a);
-    warpgroup_arrive();
+
+  // What products of e4m3 have left of a block's scores; then they are there, but for a factor of each head.
+  __device__ __forceinline__ void finish_products(Fragments& fragments, float (&scores)[kHeads / 2], u32 rows) const {
+    warpgroup_wait<0>();
+    keep_behind_wait(scores);
+    if constexpr (!Form::kRopeIsFp8) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) product(i, a + 4 * i);
-    warpgroup_commit();
+      for (int i = 0; i < kHeads / 2; ++i) scores[i] *= of.kv_scale;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        constexpr int kRopeQuery = (Layout::kQueryTiles - 1) * Layout::kQueryTileBytes;
+        u32(&a)[kStepRegisters] = fragments.a[half];
+        load_pair(a, rows + Form::kRope + half * 64);
+        keep_before_products(a);
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          wgmma_m64n64k16_async<Bf16>(scores, a + 4 * i,
+                                      descriptor_of_rows<128>(shared.query, kRopeQuery + half * 64 + i * 32), true);
+        warpgroup_commit();
+      }
+      warpgroup_wait<0>();
+      keep_behind_wait(scores);
+    }
+  }
+
+  // Of the first block of a segment.
+  __device__ __forceinline__ void multiply_query(u32 t) const {
+    const u32 rows = rows_of(t);
+    Fragments fragments;
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) multiply_pair(fragments, of.scores, rows, k);
+    finish_products(fragments, of.scores, rows);
+  }
+
+  // Which rows of a block there are.
+  __device__ __forceinline__ void find_rows(u32 t) const {
+    const u32 exist = load_shared_u32(shared.exist(GranulePlace<Layout>(kGranules * t + warp).slot)) >> lane / 4;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) of.row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
+  }
+
+  // Block t becomes probabilities, and the next one, if there is one, scores.
+  __device__ __forceinline__ void weigh(u32 t, bool has_next) const {
+    const int parity = t & 1;
+    mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
+    float block_sum[kHeadsOfThread], next[kHeads / 2];
+    bool too_high;
+    if (has_next) {
+      const u32 rows = rows_of(t + 1);
+      Fragments fragments;
+      too_high = store_probabilities<false>(parity, block_sum, [&](int i) { multiply_pair(fragments, next, rows, i); });
+#pragma unroll
+      for (int k = kHeads / 8; k < kPairs; ++k) multiply_pair(fragments, next, rows, k);
+      finish_products(fragments, next, rows);
+    } else {
+      too_high = store_probabilities<false>(parity, block_sum, [](int) {});
+    }
+    const bool raised = of.sync_any(too_high);
+    if (raised) {
+      of.raise_references(parity);
+      of.change_sums(parity);
+      store_probabilities<true>(parity, block_sum, [](int) {});
+      consumer_sync(of.consumer);
+    }
+    if (threadIdx.x % kWarpgroup == 0) {
+      store_shared_u32(shared.unusual(parity), raised ? kRaised : 0);
+      mbarrier_arrive(shared.probabilities_full(parity));  // plant: probabilities
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadsOfThread; ++i) of.sum[i] += block_sum[i];
+    if (has_next) {
+#pragma unroll
+      for (int i = 0; i < kHeads / 2; ++i) of.scores[i] = next[i];
+      find_rows(t + 1);
+    }
   }
 
   // scores -> probabilities, relative to the references, for all warps, and their sums, as rounded: the output is an
-  // average of rows then, however many count. Tells whether some are too high.
-  template <bool kAgain>
-  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread]) const {
+  // average of rows then, however few count. Tells whether some are too high. `beside(i)`: what else is to be done, in
+  // steps as there are groups of eight heads.
+  template <bool kAgain, typename Beside>
+  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread],
+                                                      Beside beside) const {
     const u32 to = shared.probabilities(parity) + lane * kBlockTokens + (swizzled_chunk<kBlockTokens>(lane, warp) << 4);
     float highest = 0.0f;
     u32 packed[4];
 #pragma unroll
     for (int i = 0; i < kHeads / 2; i += 4) {
+      beside(i / 4);
       const float2 factors = load_shared_float2(shared.score_factor(of.head_of(i / 2)));
       const float2 references = load_shared_float2(shared.reference(of.head_of(i / 2)));
       float v[2][2];
@@ -122,23 +191,43 @@ struct E4m3Products {
     fence_proxy_async_shared();
     return highest > kMostE4m3;
   }
+};
+
+template <typename Form>
+struct E4m3Values {
+  using Layout = typename Form::Layout;
+  static constexpr int kAhead = 3;  // products that run while the next one's fragments come
+  static constexpr int kTilesHere = Heads64Consumer<Form>::kValueHalf;
+
+  Heads64Consumer<Form>& of;
+  const Layout& shared = of.shared;
+  const int warp = of.warp, lane = of.lane;
+
+  __device__ __forceinline__ int add(int blocks, u32 t) const {
+    of.begin();
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) multiply_values(t + i);
+    return blocks;
+  }
 
   // output += V x probabilities of block t; then its granules are free.
   __device__ __forceinline__ void multiply_values(u32 t) const {
     static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
-    constexpr int kSteps = kGranules / 2 * Consumer::kValueHalf;
+    constexpr int kSteps = kGranules / 2 * kTilesHere;
+    const int parity = t & 1;
+    mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
+    if (load_shared_u32(shared.unusual(parity)) & kRaised) of.change_output(parity);
     const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
     const u32 source = shared.slot(first_slot + lane / 16) + lane % 16 * kPackedBytes + of.consumer * 256 + warp * 16;
     u32 words[2][4], a[kAhead + 1][4];
     auto fetch = [&](int s) {
-      load_matrix_x4_transposed(
-          words[s & 1],
-          source + s / Consumer::kValueHalf * 2 * Layout::kSlotBytes + s % Consumer::kValueHalf * 64);
+      load_matrix_x4_transposed(words[s & 1],
+                                source + s / kTilesHere * 2 * Layout::kSlotBytes + s % kTilesHere * 64);
     };
     fetch(0);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int pair = s / Consumer::kValueHalf, d = s % Consumer::kValueHalf;
+      const int pair = s / kTilesHere, d = s % kTilesHere;
       if (s + 1 < kSteps) fetch(s + 1);
       if (s > kAhead) warpgroup_wait<kAhead>();
       u32(&x)[4] = a[s % (kAhead + 1)];
@@ -147,9 +236,9 @@ struct E4m3Products {
       for (int i = 0; i < 4; ++i) x[i] = __byte_perm(w[i & 2], w[i & 2 | 1], i & 1 ? 0x7351 : 0x6240);
       keep_before_products(x);
       warpgroup_arrive();
-      wgmma_e4m3_async(of.output[d], x, descriptor_of_rows<kBlockTokens>(shared.probabilities(t & 1), pair * 32), true);
+      wgmma_e4m3_async(of.output[d], x, descriptor_of_rows<kBlockTokens>(shared.probabilities(parity), pair * 32), true);
       warpgroup_commit();
-      if (d + 1 == Consumer::kValueHalf) {
+      if (d + 1 == kTilesHere) {
         __syncwarp();
         if (lane == 0) {
 #pragma unroll
@@ -159,7 +248,9 @@ struct E4m3Products {
     }
     warpgroup_wait<0>();
 #pragma unroll
-    for (int d = 0; d < Consumer::kValueHalf; ++d) keep_behind_wait(of.output[d]);
+    for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
   }
 };
 

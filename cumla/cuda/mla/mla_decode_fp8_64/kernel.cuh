@@ -25,6 +25,7 @@
 // Tensor work:    36 + 32 products m64n64k16 a block, 2,176 clocks
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
+#include "mla/mla_decode_fp8_64/e4m3_products.cuh"
 #include "mla/mla_decode_fp8_64/finish.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
 #include "mla/mla_decode_fp8_64/load.cuh"
@@ -99,7 +100,7 @@ __device__ __forceinline__ void score_segments(Heads64Consumer<Form>& scorer) {
     AnyTile tile(p);
     const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
     meet_scorer<Form>();
-    t += scorer.score(segment.blocks, t);
+    t += E4m3Scorer<Form>{scorer}.score(segment.blocks, t);
     Heads64Finisher<Form, AnyTile>{scorer, tile, segment}.leave_sums();
     meet_scorer<Form>();
   }
@@ -126,11 +127,11 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     AnyTile tile(p);
     Rows::load(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else if (Form::kE4m3Products && warpgroup == 3) {
-    registers_decrease<120>();
+    registers_decrease<136>();
     Heads64Consumer<Form> scorer(p, shared, Rows::kv_scale(params), 0);
     score_segments<Form, AnyTile>(scorer);
   } else {
-    registers_increase<Form::kE4m3Products ? 184 : 240>();
+    registers_increase<Form::kE4m3Products ? 176 : 240>();
     Heads64Consumer<Form> consumer(p, shared, Rows::kv_scale(params), warpgroup - 1);
     u32 t = 0;
     int place = part_of_cta(p, blockIdx.y).place;
@@ -139,7 +140,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     while (more) {
       const int blocks = begin_segment<Form, AnyTile>(consumer, place);
       if constexpr (Form::kE4m3Products)
-        t += consumer.add_values(blocks, t);
+        t += E4m3Values<Form>{consumer}.add(blocks, t);
       else
         t += consumer.compute(blocks, t);
       more = place < last_place_here(p);
