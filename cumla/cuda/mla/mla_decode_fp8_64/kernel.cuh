@@ -127,7 +127,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     AnyTile tile(p);
     Rows::load(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else if (Form::kE4m3Products && warpgroup == 3) {
-    registers_decrease<136>();
+    registers_increase<136>();
     Heads64Consumer<Form> scorer(p, shared, Rows::kv_scale(params), 0);
     score_segments<Form, AnyTile>(scorer);
   } else {
