@@ -26,7 +26,7 @@ constexpr float kMostE4m3 = 430.5f;  // 2^8.75: higher ones would be near 448, t
 template <typename Form>
 struct E4m3Scorer {
   using Layout = typename Form::Layout;
-  static constexpr int kAhead = 2;  // pairs of products that run while the next one's fragments come
+  static constexpr int kBuffers = 3;  // of fragments
   static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of e4m3
 
   Heads64Consumer<Form>& of;
@@ -52,14 +52,19 @@ struct E4m3Scorer {
   }
 
   struct Fragments {
-    u32 a[kAhead + 1][kStepRegisters];
+    u32 a[kBuffers][kStepRegisters];
   };
 
-  // The k-th two products of a block's rows and the query, each 32 columns.
-  __device__ __forceinline__ void multiply_pair(Fragments& fragments, float (&scores)[kHeads / 2], u32 rows, int k) const {
-    warpgroup_wait<kAhead>();
-    u32(&a)[kStepRegisters] = fragments.a[k % (kAhead + 1)];
-    load_pair(a, rows + k * 64);
+  // Fragments of the k-th two products of a block's rows and the query, each of 32 columns, and the products before: what
+  // is loaded behind products comes when they are done, too late for those that need it.
+  __device__ __forceinline__ void multiply_step(Fragments& fragments, float (&scores)[kHeads / 2], u32 rows, int k) const {
+    if (k < kPairs) {
+      warpgroup_wait<kBuffers - 2>();
+      load_pair(fragments.a[k % kBuffers], rows + k * 64);
+    }
+    if (k > 0) multiply_pair(fragments.a[(k - 1) % kBuffers], scores, k - 1);
+  }
+  __device__ __forceinline__ void multiply_pair(u32 (&a)[kStepRegisters], float (&scores)[kHeads / 2], int k) const {
     keep_before_products(a);
     warpgroup_arrive();
 #pragma unroll
@@ -109,7 +114,7 @@ struct E4m3Scorer {
     const u32 rows = rows_of(t);
     Fragments fragments;
 #pragma unroll
-    for (int k = 0; k < kPairs; ++k) multiply_pair(fragments, of.scores, rows, k);
+    for (int k = 0; k <= kPairs; ++k) multiply_step(fragments, of.scores, rows, k);
     finish_products(fragments, of.scores, rows);
   }
 
@@ -129,9 +134,9 @@ struct E4m3Scorer {
     if (has_next) {
       const u32 rows = rows_of(t + 1);
       Fragments fragments;
-      too_high = store_probabilities<false>(parity, block_sum, [&](int i) { multiply_pair(fragments, next, rows, i); });
+      too_high = store_probabilities<false>(parity, block_sum, [&](int i) { multiply_step(fragments, next, rows, i); });
 #pragma unroll
-      for (int k = kHeads / 8; k < kPairs; ++k) multiply_pair(fragments, next, rows, k);
+      for (int k = kHeads / 8; k <= kPairs; ++k) multiply_step(fragments, next, rows, k);
       finish_products(fragments, next, rows);
     } else {
       too_high = store_probabilities<false>(parity, block_sum, [](int) {});
@@ -196,7 +201,8 @@ struct E4m3Scorer {
 template <typename Form>
 struct E4m3Values {
   using Layout = typename Form::Layout;
-  static constexpr int kAhead = 3;  // products that run while the next one's fragments come
+  static constexpr int kAhead = 2;    // products that run while the next one's fragments come
+  static constexpr int kFetched = 2;  // steps ahead
   static constexpr int kTilesHere = Heads64Consumer<Form>::kValueHalf;
 
   Heads64Consumer<Form>& of;
@@ -219,19 +225,20 @@ struct E4m3Values {
     if (load_shared_u32(shared.unusual(parity)) & kRaised) of.change_output(parity);
     const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
     const u32 source = shared.slot(first_slot + lane / 16) + lane % 16 * kPackedBytes + of.consumer * 256 + warp * 16;
-    u32 words[2][4], a[kAhead + 1][4];
+    u32 words[kFetched + 1][4], a[kAhead + 1][4];
     auto fetch = [&](int s) {
-      load_matrix_x4_transposed(words[s & 1],
+      load_matrix_x4_transposed(words[s % (kFetched + 1)],
                                 source + s / kTilesHere * 2 * Layout::kSlotBytes + s % kTilesHere * 64);
     };
-    fetch(0);
+#pragma unroll
+    for (int s = 0; s < kFetched; ++s) fetch(s);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int pair = s / kTilesHere, d = s % kTilesHere;
-      if (s + 1 < kSteps) fetch(s + 1);
+      if (s + kFetched < kSteps) fetch(s + kFetched);
       if (s > kAhead) warpgroup_wait<kAhead>();
       u32(&x)[4] = a[s % (kAhead + 1)];
-      const u32(&w)[4] = words[s & 1];
+      const u32(&w)[4] = words[s % (kFetched + 1)];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = __byte_perm(w[i & 2], w[i & 2 | 1], i & 1 ? 0x7351 : 0x6240);
       keep_before_products(x);
