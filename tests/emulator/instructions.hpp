@@ -30,6 +30,10 @@ u32 highest_f16x2(u32 a, u32 b) {
   const auto one = [](u32 x, u32 y) { return host::bits16(std::fmax(host::half(x), host::half(y)), 5, 10, false); };
   return one(a & 0xffff, b & 0xffff) | one(a >> 16, b >> 16) << 16;
 }
+u32 add_f16x2(u32 a, u32 b) {
+  const auto one = [](u32 x, u32 y) { return host::bits16(host::half(x) + host::half(y), 5, 10, false); };
+  return one(a & 0xffff, b & 0xffff) | one(a >> 16, b >> 16) << 16;
+}
 template <typename T>
 u32 multiply_pairs(u32 a, u32 b) {
   const float2 x = unpack_pair<T>(a), y = unpack_pair<T>(b);

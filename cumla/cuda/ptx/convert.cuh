@@ -106,6 +106,14 @@ __device__ __forceinline__ u32 highest_f16x2(u32 a, u32 b) {
   return highest;
 }
 
+// PTX ISA: Half Precision Floating Point Instructions: add
+// Of pairs of float16.
+__device__ __forceinline__ u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
 // PTX ISA: Half Precision Floating Point Instructions: mul
 // Of pairs.
 template <typename T>

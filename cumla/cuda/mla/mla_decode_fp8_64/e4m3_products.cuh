@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products in e4m3, of caches whose e4m3 columns have one factor: rows go to the tensor cores as they are, and meet a
-// query and probabilities in e4m3. A product takes half of the time then, and a softmax as long as ever: one warpgroup
-// scores all blocks, its products of the next one beside the softmax of this one, and two sum up half of V's columns
-// each, one block behind.
+// The computing role with products in e4m3, of caches whose e4m3 columns have one factor: rows go to the tensor cores as
+// they are, and meet a query and probabilities in e4m3.
+//
+// Products take half of the time then, and a softmax as long as ever. So that one consumer's products run beside the
+// other's softmax, all products of a turn follow each other without a wait between them:
+//
+//   consumer 0:  softmax0  O += V0 P0, S2               softmax2  O += V1 P1, O += V2 P2, S4
+//   consumer 1:            softmax1  O += V0 P0, O += V1 P1, S3             softmax3 ...
 //
 // V's fragments need four tokens of a column in a register. ldmatrix, transposed, brings two columns of two tokens: two
 // such registers become one of each column (__byte_perm), and neighbours in it are tokens i and i + 8 of a granule. In
@@ -19,29 +23,99 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-constexpr float kMostE4m3 = 430.5f;  // 2^8.75: higher ones would be near 448, the highest number of e4m3
-
-// Of a Heads64Consumer it takes scores, sums and references, in its thread layout with rows lane / 4 of granule `warp`
-// and that + 8.
+// Of a Heads64Consumer it takes output, scores, sums and references, in its thread layout with rows lane / 4 of granule
+// `warp` and that + 8.
 template <typename Form>
-struct E4m3Scorer {
+struct E4m3Consumer {
   using Layout = typename Form::Layout;
-  static constexpr int kBuffers = 3;  // of fragments
-  static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of e4m3
+  static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of products of K, of 32 columns each
+  static constexpr int kTilesHere = Heads64Consumer<Form>::kValueHalf;
+  static constexpr int kBuffers = 3, kValueBuffers = 2;  // of fragments
+  static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
 
   Heads64Consumer<Form>& of;
   const Layout& shared = of.shared;
-  const int warp = of.warp, lane = of.lane;
+  const int consumer = of.consumer, warp = of.warp, lane = of.lane;
 
-  __device__ __forceinline__ int score(int blocks, u32 t) const {
+  __device__ __forceinline__ static int turn_of(u32 t) { return t % Layout::kTurns; }
+  __device__ __forceinline__ static u32 phase_of(u32 t) { return t / Layout::kTurns & 1; }
+
+  // `t`: blocks of the segments before. Returns how many there were.
+  __device__ __forceinline__ int compute(int blocks, u32 t) const {
     of.begin();
-    if (blocks > 0) {
-      multiply_query(t);
-      find_rows(t);
+    const int first = (consumer ^ t) & 1;
+    if (first < blocks) {
+      multiply_query(t + first);
+      finish_scores(t + first);
+      weigh(t + first, first == 0);
     }
 #pragma unroll 1
-    for (int i = 0; i < blocks; ++i) weigh(t + i, i + 1 < blocks);
+    for (int i = first; i - 1 < blocks; i += 2) {
+      const bool has_next = i + 2 < blocks;
+      if (i > 0) multiply_values(t + i - 1);
+      if (i < blocks) multiply_values(t + i);
+      if (has_next) {
+        multiply_query(t + i + 2);
+        finish_scores(t + i + 2);
+      } else {
+        warpgroup_wait<0>();
+      }
+#pragma unroll
+      for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
+      __syncwarp();
+      if (lane == 0) {
+        if (i > 0) mbarrier_arrive(shared.probabilities_free(turn_of(t + i - 1)));
+        if (i < blocks) mbarrier_arrive(shared.probabilities_free(turn_of(t + i)));  // plant: probabilities read
+      }
+      if (has_next) weigh(t + i + 2, false);
+    }
+    const u32 last = t + blocks - 1;
+    if (blocks > 0 && ((consumer ^ last) & 1) && (load_shared_u32(shared.unusual(turn_of(last))) & kRaised))
+      of.change_sums(turn_of(last));
     return blocks;
+  }
+
+  // Begins scores = a block's rows x query, in e4m3. What is loaded behind a product comes when that is done, too late
+  // for the next one: so fragments come a step before.
+  __device__ __forceinline__ void multiply_query(u32 t) const {
+    const u32 rows = rows_of(t);
+    u32 a[kBuffers][kStepRegisters];
+    load_pair(a[0], rows);
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      warpgroup_wait<kBuffers - 2>();
+      if (k + 1 < kPairs) load_pair(a[(k + 1) % kBuffers], rows + (k + 1) * 64);
+      multiply_pair(a[k % kBuffers], [&](int i, const u32* fragment) {
+        wgmma_e4m3_async(of.scores, fragment,
+                         descriptor_of_rows<128>(shared.query, k / 2 * Layout::kQueryTileBytes + k % 2 * 64 + i * 32),
+                         k + i > 0);
+      });
+    }
+  }
+  // Then the scores are there, but for a factor of each head.
+  __device__ __forceinline__ void finish_scores(u32 t) const {
+    warpgroup_wait<0>();
+    keep_behind_wait(of.scores);
+    if constexpr (!Form::kRopeIsFp8) {
+      const u32 rows = rows_of(t) + Form::kRope;
+      u32 a[2][kStepRegisters];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_pair(a[half], rows + half * 64);
+#pragma unroll
+      for (int i = 0; i < kHeads / 2; ++i) of.scores[i] *= of.kv_scale;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        multiply_pair(a[half], [&](int i, const u32* fragment) {
+          constexpr int kRopeQuery = (Layout::kQueryTiles - 1) * Layout::kQueryTileBytes;
+          wgmma_m64n64k16_async<Bf16>(of.scores, fragment,
+                                      descriptor_of_rows<128>(shared.query, kRopeQuery + half * 64 + i * 32), true);
+        });
+      warpgroup_wait<0>();
+      keep_behind_wait(of.scores);
+    }
+    const u32 exist = load_shared_u32(shared.exist(GranulePlace<Layout>(kGranules * t + warp).slot)) >> lane / 4;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) of.row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
   }
 
   // Where a lane reads its part of the fragments of K; the granule is there then.
@@ -49,30 +123,6 @@ struct E4m3Scorer {
     const GranulePlace<Layout> place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     return shared.slot(place.slot) + lane % 16 * kPackedBytes + lane / 16 * 16;
-  }
-
-  struct Fragments {
-    u32 a[kBuffers][kStepRegisters];
-  };
-
-  // Fragments of the k-th two products of a block's rows and the query, each of 32 columns, and the products before: what
-  // is loaded behind products comes when they are done, too late for those that need it.
-  __device__ __forceinline__ void multiply_step(Fragments& fragments, float (&scores)[kHeads / 2], u32 rows, int k) const {
-    if (k < kPairs) {
-      warpgroup_wait<kBuffers - 2>();
-      load_pair(fragments.a[k % kBuffers], rows + k * 64);
-    }
-    if (k > 0) multiply_pair(fragments.a[(k - 1) % kBuffers], scores, k - 1);
-  }
-  __device__ __forceinline__ void multiply_pair(u32 (&a)[kStepRegisters], float (&scores)[kHeads / 2], int k) const {
-    keep_before_products(a);
-    warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      wgmma_e4m3_async(scores, a + 4 * i,
-                       descriptor_of_rows<128>(shared.query, k / 2 * Layout::kQueryTileBytes + k % 2 * 64 + i * 32),
-                       k + i > 0);
-    warpgroup_commit();
   }
   __device__ __forceinline__ static void load_pair(u32 (&a)[kStepRegisters], u32 rows) {
 #pragma unroll
@@ -83,96 +133,47 @@ struct E4m3Scorer {
       for (int j = 0; j < 4; ++j) a[4 * i + j] = words[j];
     }
   }
+  template <typename Product>
+  __device__ __forceinline__ static void multiply_pair(u32 (&a)[kStepRegisters], Product product) {
+    keep_before_products(a);
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) product(i, a + 4 * i);
+    warpgroup_commit();
+  }
 
-  // What products of e4m3 have left of a block's scores; then they are there, but for a factor of each head.
-  __device__ __forceinline__ void finish_products(Fragments& fragments, float (&scores)[kHeads / 2], u32 rows) const {
-    warpgroup_wait<0>();
-    keep_behind_wait(scores);
-    if constexpr (!Form::kRopeIsFp8) {
-#pragma unroll
-      for (int i = 0; i < kHeads / 2; ++i) scores[i] *= of.kv_scale;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        constexpr int kRopeQuery = (Layout::kQueryTiles - 1) * Layout::kQueryTileBytes;
-        u32(&a)[kStepRegisters] = fragments.a[half];
-        load_pair(a, rows + Form::kRope + half * 64);
-        keep_before_products(a);
-        warpgroup_arrive();
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          wgmma_m64n64k16_async<Bf16>(scores, a + 4 * i,
-                                      descriptor_of_rows<128>(shared.query, kRopeQuery + half * 64 + i * 32), true);
-        warpgroup_commit();
-      }
-      warpgroup_wait<0>();
-      keep_behind_wait(scores);
+  // This consumer's block t becomes probabilities. `is_first`: of the segment.
+  __device__ __forceinline__ void weigh(u32 t, bool is_first) const {
+    const int turn = turn_of(t), before = turn_of(t - 1);
+    if (!is_first) {
+      mbarrier_wait(shared.probabilities_full(before), phase_of(t - 1), "the other's probabilities");
+      if (load_shared_u32(shared.unusual(before)) & kRaised) of.change_sums(before);
     }
-  }
-
-  // Of the first block of a segment.
-  __device__ __forceinline__ void multiply_query(u32 t) const {
-    const u32 rows = rows_of(t);
-    Fragments fragments;
-#pragma unroll
-    for (int k = 0; k <= kPairs; ++k) multiply_step(fragments, of.scores, rows, k);
-    finish_products(fragments, of.scores, rows);
-  }
-
-  // Which rows of a block there are.
-  __device__ __forceinline__ void find_rows(u32 t) const {
-    const u32 exist = load_shared_u32(shared.exist(GranulePlace<Layout>(kGranules * t + warp).slot)) >> lane / 4;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) of.row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
-  }
-
-  // Block t becomes probabilities, and the next one, if there is one, scores.
-  __device__ __forceinline__ void weigh(u32 t, bool has_next) const {
-    const int parity = t & 1;
-    mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
-    float block_sum[kHeadsOfThread], next[kHeads / 2];
-    bool too_high;
-    if (has_next) {
-      const u32 rows = rows_of(t + 1);
-      Fragments fragments;
-      too_high = store_probabilities<false>(parity, block_sum, [&](int i) { multiply_step(fragments, next, rows, i); });
-#pragma unroll
-      for (int k = kHeads / 8; k <= kPairs; ++k) multiply_step(fragments, next, rows, k);
-      finish_products(fragments, next, rows);
-    } else {
-      too_high = store_probabilities<false>(parity, block_sum, [](int) {});
-    }
-    const bool raised = of.sync_any(too_high);
+    mbarrier_wait(shared.probabilities_free(turn), phase_of(t) ^ 1, "free probabilities");
+    float block_sum[kHeadsOfThread];
+    const bool raised = of.sync_any(store_probabilities<false>(turn, block_sum));
     if (raised) {
-      of.raise_references(parity);
-      of.change_sums(parity);
-      store_probabilities<true>(parity, block_sum, [](int) {});
-      consumer_sync(of.consumer);
+      of.raise_references(turn);
+      of.change_sums(turn);
+      store_probabilities<true>(turn, block_sum);
+      consumer_sync(consumer);
     }
     if (threadIdx.x % kWarpgroup == 0) {
-      store_shared_u32(shared.unusual(parity), raised ? kRaised : 0);
-      mbarrier_arrive(shared.probabilities_full(parity));  // plant: probabilities
+      store_shared_u32(shared.unusual(turn), raised ? kRaised : 0);
+      mbarrier_arrive(shared.probabilities_full(turn));  // plant: probabilities
     }
 #pragma unroll
     for (int i = 0; i < kHeadsOfThread; ++i) of.sum[i] += block_sum[i];
-    if (has_next) {
-#pragma unroll
-      for (int i = 0; i < kHeads / 2; ++i) of.scores[i] = next[i];
-      find_rows(t + 1);
-    }
   }
 
   // scores -> probabilities, relative to the references, for all warps, and their sums, as rounded: the output is an
-  // average of rows then, however few count. Tells whether some are too high. `beside(i)`: what else is to be done, in
-  // steps as there are groups of eight heads.
-  template <bool kAgain, typename Beside>
-  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread],
-                                                      Beside beside) const {
-    const u32 to = shared.probabilities(parity) + lane * kBlockTokens + (swizzled_chunk<kBlockTokens>(lane, warp) << 4);
-    float highest = 0.0f;
-    u32 packed[4];
+  // average of rows then, however few count. Tells whether some are too high, as high as numbers of e4m3 can be.
+  template <bool kAgain>
+  __device__ __forceinline__ bool store_probabilities(int turn, float (&block_sum)[kHeadsOfThread]) const {
+    const u32 to = shared.probabilities(turn) + lane * kBlockTokens + (swizzled_chunk<kBlockTokens>(lane, warp) << 4);
+    u32 packed[4], highest = 0;
 #pragma unroll
     for (int i = 0; i < kHeads / 2; i += 4) {
-      beside(i / 4);
       const float2 factors = load_shared_float2(shared.score_factor(of.head_of(i / 2)));
       const float2 references = load_shared_float2(shared.reference(of.head_of(i / 2)));
       float v[2][2];
@@ -181,51 +182,37 @@ struct E4m3Scorer {
         const float* const s = of.scores + i + 2 * e;
         v[e][0] = exp2_approx(of.template relative<kAgain>(s[0], factors.x, of.row_shift[e], references.x));
         v[e][1] = exp2_approx(of.template relative<kAgain>(s[1], factors.y, of.row_shift[e], references.y));
-        highest = fmaxf(highest, fmaxf(v[e][0], v[e][1]));
       }
       const u32 bytes = pack_e4m3x4(v[0][0], v[0][1], v[1][0], v[1][1]);
       packed[i / 4 % 4] = __byte_perm(bytes, 0, 0x3120);
-      u32 rounded[2];
-      expand_e4m3x4(bytes, rounded[0], rounded[1]);
-      const float2 first = unpack_pair<Fp16>(rounded[0]), second = unpack_pair<Fp16>(rounded[1]);
-      block_sum[i / 2] = first.x + second.x;
-      block_sum[i / 2 + 1] = first.y + second.y;
+      u32 first, second;  // as rounded: of either token, of both heads
+      expand_e4m3x4(bytes, first, second);
+      highest = highest_f16x2(highest_f16x2(highest, first), second);
+      const float2 both = unpack_pair<Fp16>(add_f16x2(first, second));
+      block_sum[i / 2] = both.x;
+      block_sum[i / 2 + 1] = both.y;
       if (i % 16 == 12)
         store_matrix_x4_transposed(to + i / 16 * 32 * kBlockTokens, packed[0], packed[1], packed[2], packed[3]);
     }
     fence_proxy_async_shared();
-    return highest > kMostE4m3;
-  }
-};
-
-template <typename Form>
-struct E4m3Values {
-  using Layout = typename Form::Layout;
-  static constexpr int kAhead = 2;    // products that run while the next one's fragments come
-  static constexpr int kFetched = 2;  // steps ahead
-  static constexpr int kTilesHere = Heads64Consumer<Form>::kValueHalf;
-
-  Heads64Consumer<Form>& of;
-  const Layout& shared = of.shared;
-  const int warp = of.warp, lane = of.lane;
-
-  __device__ __forceinline__ int add(int blocks, u32 t) const {
-    of.begin();
-#pragma unroll 1
-    for (int i = 0; i < blocks; ++i) multiply_values(t + i);
-    return blocks;
+    constexpr u32 kMost = 0x5f00;  // 448
+    return (highest & 0xffff) >= kMost || highest >> 16 >= kMost;
   }
 
-  // output += V x probabilities of block t; then its granules are free.
+  // Begins output += V x probabilities of block t. Its granules are free when all is loaded.
   __device__ __forceinline__ void multiply_values(u32 t) const {
-    static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
-    constexpr int kSteps = kGranules / 2 * kTilesHere;
-    const int parity = t & 1;
-    mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
-    if (load_shared_u32(shared.unusual(parity)) & kRaised) of.change_output(parity);
+    constexpr int kSteps = kGranules / 2 * kTilesHere, kFetched = 2;
+    const int turn = turn_of(t);
+    mbarrier_wait(shared.probabilities_full(turn), phase_of(t), "probabilities");
+    if (load_shared_u32(shared.unusual(turn)) & kRaised) {
+      warpgroup_wait<0>();
+#pragma unroll
+      for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
+      of.change_output(turn);
+    }
     const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
-    const u32 source = shared.slot(first_slot + lane / 16) + lane % 16 * kPackedBytes + of.consumer * 256 + warp * 16;
-    u32 words[kFetched + 1][4], a[kAhead + 1][4];
+    const u32 source = shared.slot(first_slot + lane / 16) + lane % 16 * kPackedBytes + consumer * 256 + warp * 16;
+    u32 words[kFetched + 1][4], a[kValueBuffers][4];
     auto fetch = [&](int s) {
       load_matrix_x4_transposed(words[s % (kFetched + 1)],
                                 source + s / kTilesHere * 2 * Layout::kSlotBytes + s % kTilesHere * 64);
@@ -236,14 +223,14 @@ struct E4m3Values {
     for (int s = 0; s < kSteps; ++s) {
       const int pair = s / kTilesHere, d = s % kTilesHere;
       if (s + kFetched < kSteps) fetch(s + kFetched);
-      if (s > kAhead) warpgroup_wait<kAhead>();
-      u32(&x)[4] = a[s % (kAhead + 1)];
+      warpgroup_wait<kValueBuffers - 1>();
+      u32(&x)[4] = a[s % kValueBuffers];
       const u32(&w)[4] = words[s % (kFetched + 1)];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = __byte_perm(w[i & 2], w[i & 2 | 1], i & 1 ? 0x7351 : 0x6240);
       keep_before_products(x);
       warpgroup_arrive();
-      wgmma_e4m3_async(of.output[d], x, descriptor_of_rows<kBlockTokens>(shared.probabilities(parity), pair * 32), true);
+      wgmma_e4m3_async(of.output[d], x, descriptor_of_rows<kBlockTokens>(shared.probabilities(turn), pair * 32), true);
       warpgroup_commit();
       if (d + 1 == kTilesHere) {
         __syncwarp();
@@ -253,11 +240,6 @@ struct E4m3Values {
         }
       }
     }
-    warpgroup_wait<0>();
-#pragma unroll
-    for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
   }
 };
 

@@ -15,7 +15,6 @@ template <typename Form, typename AnyTile>
 struct Heads64Finisher {
   using Consumer = Heads64Consumer<Form>;
   static constexpr int kValueHalf = Consumer::kValueHalf;
-  static constexpr int kSumWarps = Form::kE4m3Products ? 4 : 8;
 
   Consumer& of;
   const AnyTile& tile;
@@ -26,10 +25,8 @@ struct Heads64Finisher {
 
   // By all threads of both consumers. `more`: the CTA has another segment to do.
   __device__ __forceinline__ void finish(bool more) {
-    if constexpr (!Form::kE4m3Products) {
-      leave_sums();
-      consumers_sync();
-    }
+    leave_sums();
+    consumers_sync();
     find_factors();
     if (segment.split()) {
       write_transposed_piece<kHeads / kRowGroup, false>(p, tile, segment, of.output, consumer, warp, lane);
@@ -60,7 +57,7 @@ struct Heads64Finisher {
     if (head < kHeads) {
       float total = load_shared_float(shared.of_warp(0, head));
 #pragma unroll
-      for (int w = 1; w < kSumWarps; ++w) total += load_shared_float(shared.of_warp(w, head));
+      for (int w = 1; w < 8; ++w) total += load_shared_float(shared.of_warp(w, head));
       float factor = total == 0.0f ? 0.0f : (Form::kGrouped ? 1.0f : of.kv_scale) / total;
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {

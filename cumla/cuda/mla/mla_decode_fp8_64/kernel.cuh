@@ -45,24 +45,15 @@ __device__ __forceinline__ void initialise_barriers(const Layout& shared) {
     mbarrier_init(shared.free(s), 8);  // plant: slot read, arrivals
   }
 #pragma unroll
-  for (int parity = 0; parity < 2; ++parity) {
-    mbarrier_init(shared.probabilities_full(parity), 1);  // plant: probabilities, arrivals
-    mbarrier_init(shared.probabilities_free(parity), 8);  // plant: probabilities read, arrivals
+  for (int turn = 0; turn < Layout::kTurns; ++turn) {
+    mbarrier_init(shared.probabilities_full(turn), 1);  // plant: probabilities, arrivals
+    mbarrier_init(shared.probabilities_free(turn), 8);  // plant: probabilities read, arrivals
   }
   fence_mbarrier_init();
 }
 
 __device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
   return last_place_of(p, part_of_cta(p, copy_of(blockIdx.y)));
-}
-
-// Both consumers meet, and so does who scores for them.
-template <typename Form>
-__device__ __forceinline__ void meet_scorer() {
-  if constexpr (Form::kE4m3Products)
-    named_barrier_sync<kConsumerBarrier + 2, 3 * kWarpgroup>();
-  else
-    consumers_sync();
 }
 
 // How many blocks a segment has, its query in shared memory. By all threads of both consumers.
@@ -75,7 +66,7 @@ __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consum
   if (thread < kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
   const float factor = !Form::kGrouped && Form::kRopeIsFp8 ? consumer.kv_scale : 1.0f;
   load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
-  meet_scorer<Form>();
+  consumers_sync();
   return segment.blocks;
 }
 
@@ -85,25 +76,8 @@ __device__ __forceinline__ void finish_segment(Heads64Consumer<Form>& consumer, 
   const MlaDecodeParams& p = consumer.p;
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
-  if constexpr (Form::kE4m3Products) meet_scorer<Form>();  // sums are there
   Heads64Finisher<Form, AnyTile>{consumer, tile, segment}.finish(more);
   consumers_sync();  // the next query lies where this one was, and sums where these are
-}
-
-// By the warpgroup that scores with products in e4m3: all segments of the CTA.
-template <typename Form, typename AnyTile>
-__device__ __forceinline__ void score_segments(Heads64Consumer<Form>& scorer) {
-  const MlaDecodeParams& p = scorer.p;
-  u32 t = 0;
-#pragma unroll 1
-  for (int place = part_of_cta(p, blockIdx.y).place; place <= last_place_here(p); ++place) {
-    AnyTile tile(p);
-    const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
-    meet_scorer<Form>();
-    t += E4m3Scorer<Form>{scorer}.score(segment.blocks, t);
-    Heads64Finisher<Form, AnyTile>{scorer, tile, segment}.leave_sums();
-    meet_scorer<Form>();
-  }
 }
 
 // Rows tells what rows are made of (Form), which tiles there are (Tile), and loads the granules of a warp.
@@ -126,12 +100,8 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
     Rows::load(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
-  } else if (Form::kE4m3Products && warpgroup == 3) {
-    registers_increase<136>();
-    Heads64Consumer<Form> scorer(p, shared, Rows::kv_scale(params), 0);
-    score_segments<Form, AnyTile>(scorer);
   } else {
-    registers_increase<Form::kE4m3Products ? 176 : 240>();
+    registers_increase<240>();
     Heads64Consumer<Form> consumer(p, shared, Rows::kv_scale(params), warpgroup - 1);
     u32 t = 0;
     int place = part_of_cta(p, blockIdx.y).place;
@@ -140,7 +110,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     while (more) {
       const int blocks = begin_segment<Form, AnyTile>(consumer, place);
       if constexpr (Form::kE4m3Products)
-        t += E4m3Values<Form>{consumer}.add(blocks, t);
+        t += E4m3Consumer<Form>{consumer}.compute(blocks, t);
       else
         t += consumer.compute(blocks, t);
       more = place < last_place_here(p);
