@@ -30,7 +30,8 @@ struct E4m3Consumer {
   using Layout = typename Form::Layout;
   static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of products of K, of 32 columns each
   static constexpr int kTilesHere = Heads64Consumer<Form>::kValueHalf;
-  static constexpr int kBuffers = 3, kValueBuffers = 2;  // of fragments
+  static constexpr int kHalfRegisters = 4 * kTilesHere;
+  static constexpr int kBuffers = 3;  // of fragments of K
   static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
 
   Heads64Consumer<Form>& of;
@@ -50,18 +51,18 @@ struct E4m3Consumer {
       weigh(t + first, first == 0);
     }
 #pragma unroll 1
-    for (int i = first; i - 1 < blocks; i += 2) {
+    for (int i = first; i < blocks + (i > 0); i += 2) {
       const bool has_next = i + 2 < blocks;
-      if (i > 0) multiply_values(t + i - 1);
-      if (i < blocks) multiply_values(t + i);
+      if (i == 0)
+        multiply_values<false, true>(t - 1);
+      else if (i < blocks)
+        multiply_values<true, true>(t + i - 1);
+      else
+        multiply_values<true, false>(t + i - 1);
       if (has_next) {
         multiply_query(t + i + 2);
         finish_scores(t + i + 2);
-      } else {
-        warpgroup_wait<0>();
       }
-#pragma unroll
-      for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
       __syncwarp();
       if (lane == 0) {
         if (i > 0) mbarrier_arrive(shared.probabilities_free(turn_of(t + i - 1)));
@@ -80,10 +81,12 @@ struct E4m3Consumer {
   __device__ __forceinline__ void multiply_query(u32 t) const {
     const u32 rows = rows_of(t);
     u32 a[kBuffers][kStepRegisters];
+#pragma unroll
+    for (int i = 0; i < kHeads / 2; ++i) of.scores[i] = 0.0f;  // what was there needs no registers any more
     load_pair(a[0], rows);
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      warpgroup_wait<kBuffers - 2>();
+      if (k > 0) warpgroup_wait<kBuffers - 2>();
       if (k + 1 < kPairs) load_pair(a[(k + 1) % kBuffers], rows + (k + 1) * 64);
       multiply_pair(a[k % kBuffers], [&](int i, const u32* fragment) {
         wgmma_e4m3_async(of.scores, fragment,
@@ -199,46 +202,76 @@ struct E4m3Consumer {
     return (highest & 0xffff) >= kMost || highest >> 16 >= kMost;
   }
 
-  // Begins output += V x probabilities of block t. Its granules are free when all is loaded.
+  // Begins output += V x probabilities of two blocks, or of one, the second of which this consumer has scored. All
+  // fragments of half a block are loaded before its products.
+  template <bool kFirst, bool kSecond>
   __device__ __forceinline__ void multiply_values(u32 t) const {
-    constexpr int kSteps = kGranules / 2 * kTilesHere, kFetched = 2;
+    u32 a[2][kHalfRegisters];
+    if constexpr (kFirst) {
+      find_probabilities(t);
+      load_half(a[0], t, 0);
+      load_half(a[1], t, 1);
+      multiply_half(a[0], t, 0);
+      multiply_half(a[1], t, 1);
+    }
+    if constexpr (kSecond) {
+      if constexpr (kFirst) warpgroup_wait<1>();
+      load_half(a[0], t + 1, 0);
+      find_probabilities(t + 1);
+      multiply_half(a[0], t + 1, 0);
+      if constexpr (kFirst) warpgroup_wait<1>();
+      load_half(a[1], t + 1, 1);
+      multiply_half(a[1], t + 1, 1);
+    }
+    wait_for_output();
+  }
+
+  // Probabilities of block t are there, and what there is of the output is relative to the same references.
+  __device__ __forceinline__ void find_probabilities(u32 t) const {
     const int turn = turn_of(t);
     mbarrier_wait(shared.probabilities_full(turn), phase_of(t), "probabilities");
     if (load_shared_u32(shared.unusual(turn)) & kRaised) {
-      warpgroup_wait<0>();
-#pragma unroll
-      for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
+      wait_for_output();
       of.change_output(turn);
     }
-    const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
-    const u32 source = shared.slot(first_slot + lane / 16) + lane % 16 * kPackedBytes + consumer * 256 + warp * 16;
-    u32 words[kFetched + 1][4], a[kValueBuffers][4];
-    auto fetch = [&](int s) {
-      load_matrix_x4_transposed(words[s % (kFetched + 1)],
-                                source + s / kTilesHere * 2 * Layout::kSlotBytes + s % kTilesHere * 64);
-    };
+  }
+  __device__ __forceinline__ void wait_for_output() const {
+    warpgroup_wait<0>();
 #pragma unroll
-    for (int s = 0; s < kFetched; ++s) fetch(s);
+    for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(of.output[d]);
+  }
+
+  // Two granules of a block, as A of a product for each tile of V.
+  __device__ __forceinline__ void load_half(u32 (&a)[kHalfRegisters], u32 t, int half) const {
+    const u32 slot = GranulePlace<Layout>(kGranules * t).slot + 2 * half;
+    const u32 source = shared.slot(slot + lane / 16) + lane % 16 * kPackedBytes + consumer * 256 + warp * 16;
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int pair = s / kTilesHere, d = s % kTilesHere;
-      if (s + kFetched < kSteps) fetch(s + kFetched);
-      warpgroup_wait<kValueBuffers - 1>();
-      u32(&x)[4] = a[s % kValueBuffers];
-      const u32(&w)[4] = words[s % (kFetched + 1)];
+    for (int d = 0; d < kTilesHere; ++d) {
+      u32 words[4];
+      load_matrix_x4_transposed(words, source + d * 64);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = __byte_perm(w[i & 2], w[i & 2 | 1], i & 1 ? 0x7351 : 0x6240);
-      keep_before_products(x);
-      warpgroup_arrive();
-      wgmma_e4m3_async(of.output[d], x, descriptor_of_rows<kBlockTokens>(shared.probabilities(turn), pair * 32), true);
-      warpgroup_commit();
-      if (d + 1 == kTilesHere) {
-        __syncwarp();
-        if (lane == 0) {
+      for (int i = 0; i < 4; ++i) a[4 * d + i] = words[i];
+    }
+  }
+  // Then these granules are free.
+  __device__ __forceinline__ void multiply_half(u32 (&a)[kHalfRegisters], u32 t, int half) const {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) mbarrier_arrive(shared.free(first_slot + 2 * pair + i));  // plant: slot read
-        }
-      }
+    for (int i = 0; i < kHalfRegisters; i += 2) {
+      const u32 first = a[i], second = a[i + 1];
+      a[i] = __byte_perm(first, second, 0x6240);
+      a[i + 1] = __byte_perm(first, second, 0x7351);
+    }
+    keep_before_products(a);
+    const u64 b = descriptor_of_rows<kBlockTokens>(shared.probabilities(turn_of(t)), half * 32);
+    warpgroup_arrive();
+#pragma unroll
+    for (int d = 0; d < kTilesHere; ++d) wgmma_e4m3_async(of.output[d], a + 4 * d, b, true);
+    warpgroup_commit();
+    __syncwarp();
+    if (lane == 0) {
+      const u32 slot = GranulePlace<Layout>(kGranules * t).slot + 2 * half;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) mbarrier_arrive(shared.free(slot + i));  // plant: slot read
     }
   }
 };
