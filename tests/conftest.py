@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
+from zlib import crc32
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores, and spins on them
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -26,6 +27,10 @@ from tests import selection
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+# Collections of all objects, of which PyTorch and JAX have a million, are a tenth as frequent.
+gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,13 +56,46 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("cumla")
 
 
+class GpuTests(pytest.Module):
+    """A module of which several processes run nothing: one of them imports it.
+
+    One skipped test says so, in place of its tests.
+    """
+
+    def collect(self) -> list[pytest.Item]:
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        if crc32(self.name.encode()) % PROCESSES == worker:
+            with contextlib.suppress(pytest.skip.Exception):
+                super().collect()
+        return [GpuTest.from_parent(self, name="gpu")]
+
+
+class GpuTest(pytest.Item):
+    def runtest(self) -> None:
+        pytest.skip("one process tests a GPU: pass -n 0")
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    if PROCESSES == 1 or GPU_TESTS not in module_path.parents:
+        return None
+    return GpuTests.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make no cases that `pytest_collection_modifyitems` leaves out, but for one of a test."""
     definition = metafunc.definition
     if metafunc.config.getoption("exhaustive"):
         return
-    is_one = _is_of_a_gpu(definition) or definition.get_closest_marker("exhaustive") is not None
+    is_one = (
+        isinstance(definition.getparent(pytest.Module), GpuTests)
+        or definition.get_closest_marker("exhaustive") is not None
+    )
     for i, mark in enumerate(definition.own_markers):
         if mark.name != "parametrize" or not isinstance(mark.args[1], list | tuple):
             continue
@@ -77,25 +115,13 @@ def _is_exhaustive(value: object) -> bool:
     return any(mark.name == "exhaustive" for mark in getattr(value, "marks", ()))
 
 
-def _is_of_a_gpu(item: pytest.Item) -> bool:
-    """Whether a test needs a GPU where several processes run tests, which is none of theirs."""
-    several = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
-    return several and GPU_TESTS in item.path.parents
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out thousands of tests that would be skipped, which takes time, too.
-
-    Several processes run no GPU tests: the first one of each module stays and says so.
-    """
-    seen, kept, left_out = set(), [], []
-    for item in items:
-        is_skipped = not config.getoption("exhaustive") and item.get_closest_marker("exhaustive")
-        if _is_of_a_gpu(item):
-            is_skipped = is_skipped or item.path in seen
-            seen.add(item.path)
-        (left_out if is_skipped else kept).append(item)
+    """Leave tests out that would be skipped, which takes time, too."""
+    if config.getoption("exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     if left_out:
+        kept = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
 
