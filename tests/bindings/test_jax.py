@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ import jax.numpy as jnp  # noqa: E402
 import cumla  # noqa: E402
 import cumla.jax  # noqa: E402
 from cumla.core import frameworks  # noqa: E402
+from cumla.core import operation as core_operation  # noqa: E402
 from cumla.core.operation import Ready  # noqa: E402
 from cumla.jax import call, execute, fallback, handler, plans, spec  # noqa: E402
 from cumla.launch import device as launch_device  # noqa: E402
@@ -42,6 +44,8 @@ from tests.calls import (  # noqa: E402
     arrays_of,
     every_operation,
     every_plan,
+    int32,
+    numbers,
     refused,
     with_array,
 )
@@ -56,7 +60,7 @@ every_append = pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PL
 def as_jax(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(as_jax, value))
-    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+    return jax.device_put(value) if isinstance(value, np.ndarray) else value
 
 
 def is_array(value: Any) -> bool:
@@ -363,7 +367,7 @@ def decoding(steps: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Append and decode, step by step."""
     arrays, _ = divided(DECODE.make())
     q, kv_cache, table = (arrays[name] for name in ("q", "kv_cache", "block_table"))
-    rows = jax.random.normal(jax.random.key(0), (steps, 2, 576), q.dtype)
+    rows = as_jax(numbers(steps, 2, 576))
 
     def loop(kv_cache: Any, lengths: Any, rows: Any) -> Any:
         def step(carry: Any, rows: Any) -> Any:
@@ -379,7 +383,7 @@ def decoding(steps: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
         return jax.lax.scan(step, (kv_cache, lengths), rows)
 
-    return loop, (kv_cache, jnp.array([3, 40], jnp.int32), rows)
+    return loop, (kv_cache, as_jax(int32(3, 40)), rows)
 
 
 def test_scan_writes_to_a_donated_cache_in_place() -> None:
@@ -477,9 +481,14 @@ def test_vmap_calls_once_for_each() -> None:
 @pytest.mark.parametrize("operation", some(IN_PLACE.values(), 3))
 def test_vmap_of_what_writes_in_place(operation: Operation) -> None:
     """Each member has a cache of its own."""
+    check_two_members(operation)
+
+
+def check_two_members(operation: Operation) -> None:
+    """Compare two calls under vmap with eager ones."""
     function, arrays = of_jax(operation)
-    twice = jax.tree.map(lambda a: jnp.stack([a, a]), arrays)
-    mapped = jax.jit(jax.vmap(lambda arrays: function(**arrays)))(twice)
+    twice = jax.tree.map(lambda a: as_jax(np.stack([a, a])), arrays)
+    mapped = jax.device_get(jax.jit(jax.vmap(lambda arrays: function(**arrays)))(twice))
     for i in range(2):
         assert_same(operation, jax.tree.map(lambda a, i=i: a[i], mapped), eager(operation))
 
@@ -494,8 +503,15 @@ def test_there_is_no_gradient(operation: Operation) -> None:
         return sum(leaf.astype(jnp.float32).sum() for leaf in leaves)
 
     with refused(TypeError, "cumla has no gradients"):
-        jax.grad(loss)(array)
-    assert not jax.grad(lambda x: loss(jax.lax.stop_gradient(x)))(array).any()
+        jax.jit(jax.grad(loss))(array)
+    found = jax.jit(jax.grad(lambda x: loss(jax.lax.stop_gradient(x))))(array)
+    assert not np.asarray(found).any()
+
+
+def test_there_is_no_gradient_outside_of_jit() -> None:
+    arrays = of_jax(DECODE)[1]
+    with refused(TypeError, "cumla has no gradients"):
+        jax.grad(lambda q: cumla.mla_decode(**arrays | {"q": q}).lse.sum())(arrays["q"])
 
 
 def test_shapes_without_arrays() -> None:
@@ -627,29 +643,6 @@ def test_programs_for_platforms_that_are_not_here(platforms: list[str]) -> None:
     assert program.count("output_operand_alias<") == 2
 
 
-IMPORT = """
-import sys, jax
-from jax import export
-import cumla.jax
-from tests.bindings.test_jax import DECODE, assert_same, eager, of_jax
-_, arrays = of_jax(DECODE)
-program = export.deserialize(open(sys.argv[1], "rb").read())
-assert_same(DECODE, program.call(**arrays), eager(DECODE))
-print("same")
-"""
-
-
-def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
-    pytest.importorskip("flatbuffers")
-    export = pytest.importorskip("jax.export")
-    function, arrays = of_jax(DECODE)
-    checks = [export.DisabledSafetyCheck.custom_call("cumla")]
-    exported = export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)(**arrays)
-    path = tmp_path / "program"
-    path.write_bytes(exported.serialize())
-    assert python(IMPORT, str(path)) == "same"
-
-
 def test_a_program_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     text, *_ = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])[0]
     assert spec.read(text).text().encode() == text
@@ -659,37 +652,49 @@ def test_a_program_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
         spec._rebuilt({"os:getcwd": []})
 
 
-def test_an_old_jax() -> None:
-    program = """
+def test_an_old_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_operation, "_module", import_module)
+    monkeypatch.delattr(jax, "ffi")
+    monkeypatch.setitem(sys.modules, "jax.ffi", None)
+    monkeypatch.delattr(cumla, "jax")
+    for name in [name for name in sys.modules if name.startswith("cumla.jax")]:
+        monkeypatch.delitem(sys.modules, name)
+    message = r"^jax: cumla\.jax needs JAX 0\.5 or later, with jax\.ffi \("
+    with pytest.raises(cumla.MissingDependencyError, match=message):
+        jax.jit(cumla.quantize_fp8)(jnp.ones((2, 16)))
+
+
+IN_ANOTHER_PROCESS = """
 import sys
-import jax
-vars(jax).pop("ffi", None)
-sys.modules["jax.ffi"] = None
-import cumla
-try:
-    jax.jit(cumla.quantize_fp8)(jax.numpy.ones((2, 16)))
-except cumla.MissingDependencyError as error:
-    print(error)
-"""
-    assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
-
-
-ON_TWO_DEVICES = """
-import jax, numpy as np, jax.numpy as jnp
+import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import cumla
 from tests.bindings.test_jax import DECODE, OPERATIONS, assert_same, decoding, eager, of_jax
 function, arrays = of_jax(DECODE)
+both = Mesh(np.array(jax.devices()), ("x",))
+sharded, replicated = (jax.device_put(arrays["q"], NamedSharding(both, P(*x))) for x in ("x", ""))
+for several in (sharded, replicated):
+    try:
+        function(**arrays | {"q": several})
+    except ValueError as error:
+        print("error", error)
+given = {name: a[:1] for name, a in DECODE.make().items() if name in ("block_table", "kv_lens")}
+shard = sharded.addressable_shards[0].data
+print("shard", function(**arrays | given | {"q": shard}).out.shape)
+
 _, second = jax.devices()
 there = jax.device_put(arrays, second)
 result = jax.jit(function)(**there)
 assert result.out.devices() == {second}
-for one in (result, function(**there)):
+for one in (result, function(**there), jax.jit(function)(**arrays | {"q": sharded})):
     assert_same(DECODE, one, eager(DECODE))
-both = Mesh(np.array(jax.devices()), ("x",))
-spread = arrays | {"q": jax.device_put(arrays["q"], NamedSharding(both, P("x")))}
-assert_same(DECODE, jax.jit(function)(**spread), eager(DECODE))
 print("same")
+
+if len(sys.argv) > 1:
+    from jax import export
+    program = export.deserialize(open(sys.argv[1], "rb").read())
+    assert_same(DECODE, program.call(**arrays), eager(DECODE))
+    print("exported")
 if not hasattr(jax, "shard_map"):
     raise SystemExit
 
@@ -698,7 +703,7 @@ for shares in SHARES.values():
     each, arrays = divided_call(shares, 2)
     assert_same(OPERATIONS[shares.operation], each(arrays), one_by_one(shares, 2))
 loop, given = decoding(2)
-stacked = tuple(jnp.stack([a, a]) for a in given)
+stacked = tuple(np.stack([a, a]) for a in given)
 
 def local(*given):
     return jax.tree.map(lambda a: a[None], loop(*[a[0] for a in given]))
@@ -706,25 +711,54 @@ def local(*given):
 loops = jax.shard_map(local, mesh=mesh(2), in_specs=(P("x"),) * 3, out_specs=P("x"))
 alone = jax.jit(loop)(*given)
 for many, one in zip(*map(jax.tree.leaves, (jax.jit(loops)(*stacked), alone)), strict=True):
-    assert all(np.asarray(part).tobytes() == np.asarray(one).tobytes() for part in many)
+    assert all(part.tobytes() == np.asarray(one).tobytes() for part in np.asarray(many))
 print("shares")
 """
 
 
 @pytest.fixture(scope="module")
-def on_two_devices() -> str:
-    """What the program above printed."""
-    return python(ON_TWO_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+def another_process(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the program above printed, with two devices."""
+    paths = []
+    with contextlib.suppress(ImportError):
+        import flatbuffers  # noqa: F401
+        from jax import export
+
+        function, arrays = of_jax(DECODE)
+        checks = [export.DisabledSafetyCheck.custom_call("cumla")]
+        make = export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)
+        paths.append(tmp_path_factory.mktemp("exported") / "program")
+        paths[0].write_bytes(make(**arrays).serialize())
+    devices = "--xla_force_host_platform_device_count=2"
+    return python(IN_ANOTHER_PROCESS, *map(str, paths), XLA_FLAGS=devices).splitlines()
 
 
-def test_arrays_on_another_device_and_on_several(on_two_devices: str) -> None:
+def test_arrays_on_another_device_and_on_several(another_process: list[str]) -> None:
     """Under jit the results are where the arrays are, and what is sharded is gathered."""
-    assert "same" in on_two_devices.split()
+    assert "same" in another_process
+
+
+def test_eager_calls_of_arrays_on_several_devices(another_process: list[str]) -> None:
+    sharded, replicated, shard = another_process[:3]
+    begin = "error q: needs an array on one device, got one that is"
+    assert sharded.startswith(f"{begin} sharded over 2; ")
+    assert "q.addressable_shards[i].data" in sharded
+    assert replicated.startswith(begin)
+    assert replicated.endswith(
+        "got one that is replicated over 2; pass one copy (q.addressable_shards[0].data)"
+    )
+    assert shard == "shard (1, 2, 16, 512)"
+
+
+def test_an_exported_program_runs_in_another_process(another_process: list[str]) -> None:
+    pytest.importorskip("flatbuffers")
+    pytest.importorskip("jax.export")
+    assert "exported" in another_process
 
 
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs JAX 0.6 or later")
-def test_each_device_computes_its_share(on_two_devices: str) -> None:
-    assert "shares" in on_two_devices.split()
+def test_each_device_computes_its_share(another_process: list[str]) -> None:
+    assert "shares" in another_process
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from tests.bindings.test_jax import (  # noqa: E402
     DECODE,
     IN_PLACE,
     assert_same,
+    check_two_members,
     decoding,
     eager,
     layers_of,
@@ -103,10 +104,7 @@ def test_outside_of_jit_and_under_vmap() -> None:
     operation = IN_PLACE["append_indexer_cache"]
     function, arrays = of_jax(operation)
     assert_same(operation, function(**arrays), eager(operation))
-    twice = jax.tree.map(lambda a: jax.numpy.stack([a, a]), arrays)
-    mapped = jax.jit(jax.vmap(lambda arrays: function(**arrays)))(twice)
-    for i in range(2):
-        assert_same(operation, jax.tree.map(lambda a, i=i: a[i], mapped), eager(operation))
+    check_two_members(operation)
 
 
 @pytest.mark.usefixtures("unknown")
