@@ -58,13 +58,16 @@ def in_graph(operation: Operation, arguments: Arguments) -> tuple[tuple[Any, ...
 
 
 def check_compiled(operation: Operation, make: Callable[[Any], Any]) -> None:
-    """Compare a call in a graph with the eager one, without outputs and with; `make` copies."""
-    for outputs in (dict, operation.outputs):
-        eager, traced = (make(operation.make() | outputs()) for _ in range(2))
-        expected = operation.function(**eager)
-        found = compiled(lambda given: operation.function(**given))(traced)
-        assert_equal(found, expected)
-        assert_equal(traced, eager)
+    """Compare calls in a graph with eager ones, without outputs and with; `make` copies."""
+    calls = [operation.make()]
+    if outputs := operation.outputs():
+        calls.append(operation.make() | outputs)
+    eager, traced = ([make(given) for given in calls] for _ in range(2))
+    expected = [operation.function(**given) for given in eager]
+    graph = compiled(lambda calls: [operation.function(**given) for given in calls])
+    for one, other in zip(graph(traced), expected, strict=True):
+        assert_equal(one, other)
+    assert_equal(traced, eager)
 
 
 def halves(
