@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ from tests.emulator import emulated_gpu  # noqa: E402
 from tests.selection import some  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+COLUMNS = [(16, 0), (32, 0), (96, 0), (32, 16), (64, 128)]
+GROUPS = [1, 4]
+BOTH = [False, True]
 EMPTY = torch.empty(0)
 
 
@@ -94,14 +98,14 @@ def test_names_and_signatures(name: str, parameters: str) -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(("seqlen", "history"), [(1, 0), (8, 0), (1, 7), (5, 3)])
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(  # here and below every pair of values, of all with --exhaustive
+    ("rotates", "flat", "group", "dtype", "lengths"),
+    some(product(BOTH, BOTH, GROUPS, DTYPES, [(1, 0), (8, 0), (1, 7), (5, 3)]), 5),
+)
 def test_requests_of_one_length(
-    dtype: Any, group: int, seqlen: int, history: int, flat: bool, rotates: bool
+    rotates: bool, flat: bool, group: int, dtype: Any, lengths: tuple[int, int]
 ) -> None:
+    seqlen, history = lengths
     sizes = Sizes(8, 8 // group, dtype=dtype)
     batch = Batch.make(sizes, [seqlen] * 2, [history] * 2, "cpu")
     k_cache, v_cache, cache_loc, slots = contiguous(batch, 2, 8)
@@ -118,14 +122,12 @@ def test_requests_of_one_length(
     assert_agree(found, wanted, (k_cache, v_cache), slots)
 
 
-@pytest.mark.parametrize("share", some([0.0, 0.5, 1.0], 2))
-@pytest.mark.parametrize("max_seq_len", [0, 1, 16])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(
+    ("rotates", "dtype", "batch_size", "group", "max_seq_len", "share"),
+    some(product(BOTH, DTYPES[::2], [1, 16], GROUPS, [0, 1, 16], [0.0, 0.5, 1.0]), 7),
+)
 def test_flattened(
-    share: float, max_seq_len: int, group: int, batch_size: int, dtype: Any, rotates: bool
+    rotates: bool, dtype: Any, batch_size: int, group: int, max_seq_len: int, share: float
 ) -> None:
     lengths = lengths_of(batch_size, max_seq_len, share)
     batch = Batch.make(Sizes(8, 8 // group, dtype=dtype), *lengths, "cpu")
@@ -145,12 +147,11 @@ def test_flattened(
     assert torch.equal(again, found)  # the caches are written to once more, with the same
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("max_seq_len", [0, 1, 16])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_paged(share: float, max_seq_len: int, group: int, batch_size: int, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "batch_size", "group", "max_seq_len", "share"),
+    some(product(DTYPES[::2], [1, 16], GROUPS, [0, 1, 16], [0.0, 0.5, 1.0]), 5),
+)
+def test_paged(dtype: Any, batch_size: int, group: int, max_seq_len: int, share: float) -> None:
     """Chunks of a prefill, too, begin after any history: inside a page, or at its end."""
     lengths = lengths_of(batch_size, max_seq_len, share)
     batch = Batch.make(Sizes(8, 8 // group, dtype=dtype), *lengths, "cpu")
@@ -172,11 +173,9 @@ MIXED = [36, 44, 12, 1, 1, 0, 4, 4, 3, 7], [0, 3, 17, 31, 32, 5, 4, 8, 5, 1]
 
 
 @pytest.mark.parametrize(
-    "columns", some([((16, 0),), ((32, 0),), ((96, 0),), ((32, 16),), ((64, 128),)], 2)
+    ("columns", "dtype", "rotary", "form"),
+    some(product(COLUMNS, DTYPES, [None, 1.0, 0.5], ["contiguous", "table", "list"]), 7),
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotary", [None, 1.0, 0.5])
-@pytest.mark.parametrize("form", ["contiguous", "table", "list"])
 def test_a_mix(columns: tuple[int, int], dtype: Any, rotary: float | None, form: str) -> None:
     batch = Batch.make(Sizes(6, 2, *columns, dtype=dtype), *MIXED, "cpu")
     freqs_cis = EMPTY
