@@ -162,7 +162,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(name)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    env = os.environ | {"MKDOCS_SEARCH": "false"}
+    env = os.environ | {"MKDOCS_WHOLE": "false"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in cumla.__all__:

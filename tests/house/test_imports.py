@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,9 @@ def imports_of(path: Path) -> set[str]:
     return {"cumla.__init__" if name == "cumla" else name for name in found} & MODULES.keys()
 
 
-IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    return {name: imports_of(path) for name, path in MODULES.items()}
 
 
 def layer_of(name: str) -> int:
@@ -92,12 +95,12 @@ def is_allowed(name: str, imported: str) -> bool:
 
 
 def test_imports_go_down() -> None:
-    broken = {(a, b) for a, imported in IMPORTS.items() for b in imported if not is_allowed(a, b)}
+    broken = {(a, b) for a, imported in imports().items() for b in imported if not is_allowed(a, b)}
     assert not broken
 
 
 def test_there_is_no_circle() -> None:
-    left = dict(IMPORTS)
+    left = dict(imports())
     while free := {name for name, imported in left.items() if not imported & left.keys()}:
         left = {name: imported for name, imported in left.items() if name not in free}
     while free := left.keys() - set().union(*left.values()):

@@ -16,6 +16,10 @@ import cumla.reference
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"cupy", "cupy_backends", "cuda", "torch", "jax", "jaxlib"}
+FACES = [
+    f"cumla.compat.{name}"
+    for name in ("flash_mla", "flashinfer", "flash_attn", "vllm_flash_attn", "auto_deploy")
+]
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -39,13 +43,11 @@ def import_times(*arguments: str, **variables: str) -> dict[str, int]:
     [
         (("-c", "import cumla"), False),
         (("-c", "from cumla import mla_decode"), True),
-        (("-c", "import cumla.reference, cumla.compat.flash_mla, cumla.compat.flashinfer"), True),
-        (("-c", "import cumla.compat.flash_attn, cumla.compat.vllm_flash_attn"), True),
-        (("-c", "import cumla.compat.auto_deploy"), True),
+        (("-c", f"import cumla.reference, {', '.join(FACES)}"), True),
         (("-m", "cumla", "--help"), True),
         (("-m", "cumla", "demo", "--help"), True),
     ],
-    ids=[*("import", "a name", "submodules", "flash_attn", "auto_deploy", "--help", "demo --help")],
+    ids=["import", "a name", "submodules", "--help", "demo --help"],
 )
 def test_import_brings_no_framework(arguments: tuple[str, ...], numpy: bool) -> None:
     packages = {name.partition(".")[0] for name in import_times(*arguments)}
@@ -69,18 +71,18 @@ except cumla.MissingDependencyError as error:
 
 def test_names_that_are_loaded_late() -> None:
     assert set(cumla.__all__) | {"reference"} <= set(dir(cumla))
-    loaded = (
-        "import cumla; before = {*vars(cumla)}; cumla.mla_decode; print({*vars(cumla)} - before)"
-    )
-    assert "'mla_decode'" in python("-c", loaded).stdout  # kept: looked up once
     with pytest.raises(AttributeError, match="module 'cumla' has no attribute 'mla_encode'"):
         cumla.mla_encode  # noqa: B018
-    alone = python("-c", "import cumla; print(cumla.reference.__name__)")
-    assert alone.stdout.split() == ["cumla.reference"]
-    star = (
-        "from cumla import *; print(len({name for name in __import__('cumla').__all__} - {*dir()}))"
-    )
-    assert python("-c", star).stdout.split() == ["0"]
+    program = """
+import cumla
+print(cumla.reference.__name__)  # the first one
+before = {*vars(cumla)}
+cumla.mla_decode
+print("mla_decode" in {*vars(cumla)} - before)  # kept: looked up once
+from cumla import *
+print(len({*cumla.__all__} - {*dir()}))
+"""
+    assert python("-c", program).stdout.split() == ["cumla.reference", "True", "0"]
 
 
 def test_import_costs_little_beside_numpy(tmp_path: Path) -> None:
@@ -90,11 +92,11 @@ def test_import_costs_little_beside_numpy(tmp_path: Path) -> None:
     an installed NumPy never.
     """
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    shares = []
     for _ in range(5):
         times = import_times("-c", "import numpy, cumla.mla.decode", **compiled)
-        shares.append(times["cumla.mla.decode"] / times["numpy"])
-    assert min(shares) < 1.0
+        if times["cumla.mla.decode"] < times["numpy"]:
+            return
+    pytest.fail(f"cumla takes longer than NumPy, five times: {times['cumla.mla.decode']} us")
 
 
 def test_public_names_are_those_of_the_table() -> None:
