@@ -2,87 +2,14 @@
 // Split-KV MLA attention for sm_90a over caches whose latent columns are e4m3, where the heads of a kv head are a
 // multiple of 64: mla_decode_fp8_64/kernel.cuh over paged caches of any form and page size.
 #include "mla/mla_decode_fp8_64/kernel.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/copy.cuh"
-#include "ptx/types.cuh"
+#include "mla/mla_decode_fp8_64/page_rows.cuh"
 
 namespace cumla::mla {
 
-using namespace ptx;
-using namespace split;
-
-// A row tile has heads of one query token, all of which see as much. Rows come in as many copies as they lie apart;
-// pages that do not exist have rows of zeros, as in all MLA kernels.
-template <typename RowsForm, typename AnyTile>
-struct PageRows {
-  using Params = MlaDecodeFp8Params;
-  using Form = RowsForm;
-  using Tile = AnyTile;
-
-  __device__ __forceinline__ static float kv_scale(const Params& params) {
-    return params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
-  }
-
-  __device__ __forceinline__ static bool lie_together(const CacheColumns& first, const CacheColumns& other,
-                                                      int behind) {
-    return other.base - first.base == behind && other.stride_page == first.stride_page &&
-           other.stride_row == first.stride_row && other.stride_head == first.stride_head;
-  }
-  // Whether a row is one piece of memory, in the order in which shared memory has it.
-  __device__ __forceinline__ static bool is_whole(const Params& params) {
-    const MlaDecodeParams& p = params.decode;
-    return Form::kRope + Form::kRopeBytes == Form::kBytes && lie_together(p.latent, p.rope, Form::kRope) &&
-           (!Form::kGrouped || lie_together(p.latent, params.scales, kPackedScales));
-  }
-
-  __device__ __forceinline__ static const char* row_of(const CacheColumns& columns, int page, int row) {
-    return columns.base + page * columns.stride_page + row * columns.stride_row + blockIdx.z * columns.stride_head;
-  }
-
-  __device__ __forceinline__ static void load(const Params& params, const typename Form::Layout& shared, AnyTile& tile,
-                                              const Part& part, int last_place, int warp) {
-    const MlaDecodeParams& p = params.decode;
-    const bool whole = is_whole(params);
-    const int own = warp * kGranuleRows + threadIdx.x % kGranuleRows;
-    GranulePlace<typename Form::Layout> at(warp);
-#pragma unroll 1
-    for (int place = part.place; place <= last_place; ++place) {
-      const Segment segment = segment_of(p, tile, part, place);
-      const int visible = segment.tokens - tile.least_shift;
-      int token = segment.begin * kBlockTokens + own;
-      auto page_at = [&](int token) {
-        return token < segment.tokens ? page_of(p, tile, segment, quotient(token, p.by_page_size)) : -1;
-      };
-      int next_page = page_at(token);
-#pragma unroll 1
-      for (int blocks = segment.blocks; blocks > 0; --blocks, token += kBlockTokens) {
-        const int page = next_page, row = token - quotient(token, p.by_page_size) * p.page_size;
-        next_page = page_at(token + kBlockTokens);
-        const bool sees = token < visible;
-        const bool there = sees && static_cast<u32>(page) < p.num_pages;
-        load_granule<Form>(shared, at, __ballot_sync(0xffffffffu, sees), [&](u32 to, u32 barrier) {
-          const char* const zeros = reinterpret_cast<const char*>(zero_row);
-          const char* const latent = there ? row_of(p.latent, page, row) : zeros;
-          if (whole) {
-            copy_bulk_async(to, latent, Form::kBytes, barrier);
-          } else {
-            copy_bulk_async(to, latent, kValueDim, barrier);
-            copy_bulk_async(to + Form::kRope, there ? row_of(p.rope, page, row) : zeros, Form::kRopeBytes, barrier);
-            if constexpr (Form::kGrouped)
-              copy_bulk_async(to + kPackedScales, there ? row_of(params.scales, page, row) : zeros, Form::kScaleBytes,
-                              barrier);
-          }
-        });
-        at.advance();
-      }
-    }
-  }
-};
-
 // AnyTile is Tile, or RaggedTile where query lengths differ.
-template <bool kGrouped, bool kRopeIsFp8, bool kE4m3Products, typename AnyTile>
+template <bool kGrouped, bool kRopeIsFp8, typename AnyTile>
 __device__ __forceinline__ void mla_decode_fp8_64(const MlaDecodeFp8Params& p) {
-  attend_64_heads<PageRows<RowForm<kGrouped, kRopeIsFp8, kE4m3Products>, AnyTile>>(p);
+  attend_64_heads<PageRows<RowForm<kGrouped, kRopeIsFp8>, AnyTile>>(p);
 }
 
 }  // namespace cumla::mla

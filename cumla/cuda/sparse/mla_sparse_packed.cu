@@ -24,6 +24,7 @@ struct PackedTile : ListTile<kHeads> {
 struct ListRows {
   using Params = MlaSparsePackedParams;
   using Form = RowForm<true, false>;
+  using Consumer = Heads64Consumer<Form>;
   using Tile = PackedTile;
 
   __device__ __forceinline__ static float kv_scale(const Params&) { return 1.0f; }

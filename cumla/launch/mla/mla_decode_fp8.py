@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
 from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
+from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
 from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
@@ -84,12 +85,13 @@ def _form_of(key: LatentKey, grouped: bool, lies: str) -> str:
 def fp8_specs(key: LatentKey) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape: of one factor, of scales, of packed rows if there is one.
 
-    Of many heads those of one factor throughout, of packed rows, and of caches in several arrays.
+    Of many heads those of one factor throughout, of packed rows, and of caches in several arrays,
+    then those with products in e4m3.
     """
     if key.has_whole_tiles:
         kinds = ((False, True), (True, False), (False, False), (True, True))
-        kinds += ((False, True, True), (False, False, True))
-        return tuple([fp8_64_spec(key, *kind) for kind in kinds])
+        specs = [fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds]
+        return *specs, fp8_products_spec(key, True), fp8_products_spec(key, False)
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 
@@ -130,7 +132,10 @@ def decode_fp8_launch(
     grouped = arguments.kv_scales is not None
     if key.has_whole_tiles:
         fp8_rope = arguments.kv_rope.dtype != "bfloat16"
-        spec = fp8_64_spec(key, grouped, fp8_rope, arguments.fp8_products)
+        if arguments.fp8_products and not grouped:
+            spec = fp8_products_spec(key, fp8_rope)
+        else:
+            spec = fp8_64_spec(key, grouped, fp8_rope)
     else:
         spec = fp8_spec(key, grouped, how_it_lies(arguments))
     return launch_with(spec, key, buffer, arguments, out, lse)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING
 
 from cumla.launch.mla.shape import MLADecodeKey
@@ -15,37 +14,29 @@ if TYPE_CHECKING:
 SMEM_BYTES = 230968
 """Shared memory of a thread block (kBytes of Heads64Layout<false>)."""
 
-_E4M3_SMEM_BYTES = 229272  # the same of Heads64Layout<true>
 
-
-def _spec(ragged: bool, grouped: bool, fp8_rope: bool, fp8_products: bool) -> KernelSpec:
-    flags = {"grouped": grouped, "fp8_rope": fp8_rope, "fp8_products": fp8_products}
+def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
+    tags = (*(["grouped"] if grouped else []), *(["fp8_rope"] if fp8_rope else []))
     name, tile = ("mla_attention_fp8_64", "RaggedTile") if ragged else (None, "Tile")
     return KernelSpec.of(
         *("mla", "mla_decode_fp8_64", "MlaDecodeFp8Params"),
-        *(*flags.values(), tile),
+        *(grouped, fp8_rope, tile),
         name=name,
-        tags=[tag for tag, flag in flags.items() if flag],
+        tags=tags,
         threads=384,
-        smem_bytes=_E4M3_SMEM_BYTES if fp8_products else SMEM_BYTES,
+        smem_bytes=SMEM_BYTES,
     )
 
 
 _SPECS = {
-    (ragged, *kind): _spec(ragged, *kind)
+    (ragged, grouped, fp8_rope): _spec(ragged, grouped, fp8_rope)
     for ragged in (False, True)
-    for kind in product((False, True), repeat=3)
-    if kind[::2] != (True, True)
+    for grouped in (False, True)
+    for fp8_rope in (False, True)
 }
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_64_spec(
-    key: LatentKey, grouped: bool, fp8_rope: bool, fp8_products: bool = False
-) -> KernelSpec:
-    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3.
-
-    With `fp8_products` the one that multiplies in e4m3, which caches with such scales do not have.
-    """
-    kind = (grouped, fp8_rope, fp8_products and not grouped)
-    return _SPECS[not isinstance(key, MLADecodeKey), *kind]
+def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool) -> KernelSpec:
+    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
+    return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope]

@@ -34,9 +34,11 @@ from tests.gpu.tools.ragged_problem import cover
 from tests.mla.fp8_arrays import FORMS, SCALED
 
 ROPE_DIM = HEAD_DIM - VALUE_DIM
-ABS = 1.5e-2  # of an element
-ROW = 4e-3  # relative, of a row of 512
-GROUP = 5e-3  # of each 128 columns of it, fewer numbers whose errors scatter more
+# Of an element; relative, of a row of 512; of each 128 columns of it, fewer numbers whose errors scatter more.
+LIMITS = {"max_abs": 1.5e-2, "row": 4e-3, "group": 5e-3}
+# With products in e4m3, beside a query that is rounded, too: a weight is rounded by up to 2^-4, and so is a sum.
+E4M3_LIMITS = {"max_abs": 8e-2, "row": 2**-4, "group": 8e-2}
+E4M3_LSE = 2**-4
 POOL = 4194319  # a prime: no two cached rows repeat each other
 DEVIATION = 24.0  # of the e4m3 numbers
 SIZE = 0.25  # root mean square of what the largest group of columns stands for
@@ -70,6 +72,7 @@ class Fp8Case:
     spread: str = "even"  # of SPREADS
     outputs: str = "given"
     shared: int = 0  # tokens of request 0, whole pages, that lie in the same pages for all
+    fp8_products: bool = False  # of forms under one factor
     seed: int = 0
 
     @property
@@ -85,6 +88,7 @@ class Fp8Case:
             self.kv_scale,
             self.spread,
             self.outputs,
+            *(["fp8_products"] if self.fp8_products else []),
         )
         return "-".join(words)
 
@@ -209,7 +213,7 @@ class Fp8Problem:
             inputs["kv_indices"] = self._list[1]
         if self.case.form in SCALED:
             inputs["kv_scale"] = self.kv_scale
-        return inputs
+        return inputs | ({"fp8_products": True} if self.case.fp8_products else {})
 
     def call(self, **options: Any) -> Any:
         """The operation on these arrays."""
@@ -262,7 +266,7 @@ class Fp8Problem:
         case = self.case
         return oracle.attend(
             self.xp,
-            self.q_bits,
+            self._query_in_e4m3() if case.fp8_products else self.q_bits,
             self.rows,
             case.kv_heads,
             self.lengths if lengths is None else lengths,
@@ -270,6 +274,16 @@ class Fp8Problem:
             softmax_scale=HEAD_DIM**-0.5,
             causal=case.causal,
         )
+
+    def _query_in_e4m3(self) -> Array:
+        """Bits of the query as the kernel rounds it: each row relative to a power of two."""
+        xp, count = self.xp, HEAD_DIM if self.case.has_e4m3_rope else VALUE_DIM
+        q = oracle.widen(xp, self.q_bits, "bfloat16")
+        q = np.asarray(q.get() if hasattr(q, "get") else q)
+        _, exponents = np.frexp(np.abs(q).max(axis=-1, keepdims=True))
+        factors = 2.0 ** (8 - exponents)  # the highest is below 2^8 then
+        q[..., :count] = (q[..., :count] * factors).astype(ml_dtypes.float8_e4m3fn) / factors
+        return xp.asarray(q.astype(ml_dtypes.bfloat16).view(np.uint16))
 
     def check(
         self, out: Array, lse: Array, expected: oracle.Expected | None = None
@@ -284,12 +298,21 @@ class Fp8Problem:
         got = oracle.widen(xp, bits, dtype).reshape(expected.out.shape)
         if case.operation != "decode":
             lse = lse.reshape(case.batch, case.q_len, case.heads).transpose(0, 2, 1)
+        if case.fp8_products:
+            figures = check_out(xp, got, expected.out, E4M3_LIMITS)
+            finite = xp.isfinite(expected.lse)
+            assert bool((lse[~finite] == expected.lse[~finite]).all())
+            error = float(xp.abs(lse[finite] - expected.lse[finite]).max()) if finite.any() else 0.0
+            assert error <= E4M3_LSE, f"lse: {error}"
+            return figures | {"lse_max_abs": error}
         figures = check_out(xp, got, expected.out)
         lse_figures = oracle.check_lse(xp, lse.astype(xp.float64), expected.lse)
         return figures | {f"lse_{name}": value for name, value in lse_figures.items()}
 
 
-def check_out(xp: Any, got: Array, expected: Array) -> dict[str, float]:
+def check_out(
+    xp: Any, got: Array, expected: Array, limits: Mapping[str, float] = LIMITS
+) -> dict[str, float]:
     """Hold an output against its reference: elements, rows, and groups of 128 columns of rows."""
     assert bool(xp.isfinite(got).all()), "out: NaN or infinities"
     error = got - expected
@@ -301,7 +324,7 @@ def check_out(xp: Any, got: Array, expected: Array) -> dict[str, float]:
         safe = xp.where(sizes > 0, sizes, 1.0)
         blank = xp.where(errors > 0, xp.full_like(errors, np.inf), xp.zeros_like(errors))
         figures[name] = float(xp.where(sizes > 0, errors / safe, blank).max())
-    for name, limit in (("max_abs", ABS), ("row", ROW), ("group", GROUP)):
+    for name, limit in limits.items():
         assert figures[name] <= limit, f"out: {name} above {limit}: {figures}"
     return figures
 
@@ -433,6 +456,26 @@ PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "scales, e4m3 rope": (("latent",), ("rope",), ("scales",)),
     "packed": (("latent", "scales", "rope"),),
 }
+
+
+def growing_scores(blocks: int = 16) -> dict[str, np.ndarray]:
+    """A request whose blocks of 64 tokens weigh 2^12 times as much as the ones before.
+
+    Its query is exact in e4m3: so are scores, whatever the products.
+    """
+    rng = np.random.default_rng(12)
+    numbers = rng.normal(size=(blocks, 64, 1, HEAD_DIM)) * 8
+    numbers[..., 0] = 16 * np.arange(1, blocks + 1)[:, None, None]
+    q = np.zeros((1, 1, 64, HEAD_DIM), ml_dtypes.bfloat16)
+    q[..., 0] = 12 / 16 / 1.5  # to the base 2, see softmax_scale
+    q[..., 1:3] = 2.0 ** -np.arange(5, 9).repeat(16)[:, None]  # heads differ
+    return {
+        "q": q,
+        "kv_cache": numbers.astype(ml_dtypes.float8_e4m3fn),
+        "block_table": np.arange(blocks, dtype=np.int32)[None],
+        "kv_lens": np.array([blocks * 64 - 5], np.int32),
+        "softmax_scale": 1.5 * np.log(2.0),
+    }
 
 
 # --- the grid -------------------------------------------------------------------------------------

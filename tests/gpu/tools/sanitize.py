@@ -99,6 +99,13 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
     (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
     (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
 )
+FP8_PRODUCTS = (  # of both kinds of RoPE columns, one of them cut
+    (Fp8Case(form="one", heads=128, q_len=2, page_size=1, fp8_products=True), [900, 65, 0]),
+    (
+        Fp8Case(form="16-bit rope", batch=1, heads=64, operation="table", fp8_products=True),
+        [2300],
+    ),
+)
 FP8_HEADS = (  # as many as tiles are full of, in each form
     (Fp8Case(form="packed", heads=64, page_size=1), [900, 65, 0]),
     (Fp8Case(form="one", heads=128, q_len=2, kv_scale="array"), [300, 64, 3]),
@@ -240,6 +247,12 @@ def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
             with multiprocessors(2):
                 attend(case, lengths)
             print(f"sanitize: FP8 cache of many heads, {case.name}: agrees", flush=True)
+    with edited("every lane arrives", *variants.FP8_PRODUCTS_EVERY_LANE_ARRIVES):
+        for case, lengths in FP8_PRODUCTS:
+            attend(case, lengths)
+            with multiprocessors(2):
+                attend(case, lengths)
+            print(f"sanitize: products in e4m3, {case.name}: agrees", flush=True)
 
 
 def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from cumla.core._driver import driver, in_primary_context
 from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
-from cumla.launch.mla import mla_decode_fp8, mla_decode_fp8_64
+from cumla.launch.mla import mla_decode_fp8, mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
@@ -38,6 +38,7 @@ SPARSE_V4 = ("mla_sparse_v4",)
 SPARSE = SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
 FP8_64 = ("mla_decode_fp8_64",)
 HEADS_64 = SPARSE_PACKED + FP8_64
+FP8_PRODUCTS = ("mla_decode_fp8_products",)
 ATTENTION = ("attention",)
 
 
@@ -90,7 +91,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + ATTENTION
+    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -137,6 +138,9 @@ SPARSE_DELAYS = _delays_of(SPARSE)
 
 FP8_64_DELAYS = _delays_of(FP8_64)
 """The same of many heads over FP8 caches."""
+
+FP8_PRODUCTS_DELAYS = _delays_of(FP8_PRODUCTS)
+"""The same with products in e4m3."""
 
 FP8_MISSING_END_WAIT = Edit(FP8, "end of the segment before", "if (false)")
 """A consumer begins with a segment where the other one may still add up the one before."""
@@ -224,10 +228,17 @@ FP8_EVERY_LANE_ARRIVES = _every_lane_arrives(FP8)
 SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
 """The same over lists of rows."""
 
+
+def _every_lane_of_64_heads(stems: tuple[str, ...]) -> tuple[Edit, ...]:
+    return (
+        Edit(stems, "slot read, arrivals", ", 256)", _COUNT),
+        Edit(stems, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
+        Edit(stems, "probabilities read, arrivals", ", 256)", _COUNT),
+    )
+
+
 HEADS_64_EVERY_LANE_ARRIVES = (
-    Edit(HEADS_64, "slot read, arrivals", ", 256)", _COUNT),
-    Edit(HEADS_64, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
-    Edit(HEADS_64, "probabilities read, arrivals", ", 256)", _COUNT),
+    *_every_lane_of_64_heads(HEADS_64),
     Edit(HEADS_64, "slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
     Edit(HEADS_64, "probabilities read", "", _ONE_LANE),
     Edit(HEADS_64, "probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
@@ -235,13 +246,30 @@ HEADS_64_EVERY_LANE_ARRIVES = (
         HEADS_64,
         "granules",
         """for (int k = 0; k < kGranules; ++k) {
-      const GranulePlace at(kGranules * t + k);
+      const GranulePlace<Layout> at(kGranules * t + k);
       mbarrier_wait(shared.full(at.slot), at.phase, "a granule");
     }
     """,
     ),
 )
 """The same of 64 heads, whose readers wait for rows themselves."""
+
+FP8_PRODUCTS_EVERY_LANE_ARRIVES = (
+    *_every_lane_of_64_heads(FP8_PRODUCTS),
+    Edit(FP8_PRODUCTS, "e4m3 slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
+    Edit(FP8_PRODUCTS, "e4m3 probabilities read", "", _ONE_LANE),
+    Edit(FP8_PRODUCTS, "e4m3 probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
+    _ahead(
+        FP8_PRODUCTS,
+        "e4m3 granules",
+        """for (int k = 0; k < kGranules; ++k) {
+      const GranulePlace<Layout> at(kGranules * t + k);
+      mbarrier_wait(shared.full(at.slot), at.phase, "a granule");
+    }
+    """,
+    ),
+)
+"""The same with products in e4m3."""
 
 V4_EVERY_LANE_ARRIVES = (
     Edit(SPARSE_V4, "V4 rows found, arrivals", ", 32 * warps)", r", warps\)"),
@@ -276,6 +304,7 @@ ALL = {
     "delays over FP8 caches": FP8_DELAYS,
     "delays over lists": SPARSE_DELAYS,
     "delays of many heads": FP8_64_DELAYS,
+    "delays of products in e4m3": FP8_PRODUCTS_DELAYS,
     "delays of the joining": JOIN_DELAYS,
     "no patience": (NO_PATIENCE,),
     "no waiting": (NO_WAITING,),
@@ -293,6 +322,7 @@ ALL = {
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
     "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
     "many heads: every lane arrives": HEADS_64_EVERY_LANE_ARRIVES,
+    "products in e4m3: every lane arrives": FP8_PRODUCTS_EVERY_LANE_ARRIVES,
     "V4: every lane arrives": V4_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
@@ -307,6 +337,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return mla_decode_fp8.SPECS
     if stem in FP8_64:
         return mla_decode_fp8_64.SPECS
+    if stem in FP8_PRODUCTS:
+        return mla_decode_fp8_products.SPECS
     if stem in SPARSE:
         kernels = zip(SPARSE, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
         return dict(kernels)[stem].SPECS

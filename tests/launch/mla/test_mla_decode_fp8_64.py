@@ -24,6 +24,7 @@ from tests.launch.structs import compile_checks, parameters
 from tests.selection import some
 
 BUFFER = 9 << 40
+STEMS = {"mla_decode_fp8_64", "mla_decode_fp8_products"}
 
 
 def decode_key(heads: int, kv_heads: int = 1, q_len: int = 1) -> MLADecodeKey:
@@ -42,7 +43,7 @@ def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -
     rows = f"(RowForm<{flags}>::kBytes)"
     grouped, fp8_rope = flags.split(", ")
     row_bytes = 512 + 16 * (grouped == "true") + (64 if fp8_rope == "true" else 128)
-    compile_checks(spec, {"Heads64Layout::kBytes": spec.smem_bytes, rows: row_bytes})
+    compile_checks(spec, {"Heads64Layout<false>::kBytes": spec.smem_bytes, rows: row_bytes})
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
@@ -52,9 +53,9 @@ def test_whole_tiles_of_heads_have_this_kernel(heads: int, q_len: int) -> None:
         key = decode_key(heads, kv_heads, q_len)
         assert (key.row_tile, key.row_groups) == (64, 4)
         assert key.row_tiles == q_len * heads // 64
-        assert {spec.stem for spec in fp8_specs(key)} == {"mla_decode_fp8_64"}
+        assert {spec.stem for spec in fp8_specs(key)} == STEMS
     assert attention_key(heads).row_tiles == 1
-    assert {spec.stem for spec in fp8_specs(attention_key(heads))} == {"mla_decode_fp8_64"}
+    assert {spec.stem for spec in fp8_specs(attention_key(heads))} == STEMS
 
 
 @pytest.mark.parametrize("heads", [16, 32, 63, 65, 96])
@@ -70,7 +71,8 @@ def test_every_kind_of_rows_has_a_kernel(key: Any) -> None:
     found = {fp8_64_spec(key, *kind) for kind in kinds}
     assert len(found) == 4
     assert found <= set(SPECS)
-    assert set(fp8_specs(key)) == found  # what a plan prepares
+    others = {spec for spec in fp8_specs(key) if spec.stem != "mla_decode_fp8_64"}
+    assert set(fp8_specs(key)) == found | others  # what a plan prepares
 
 
 @pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])

@@ -25,7 +25,6 @@
 // Tensor work:    36 + 32 products m64n64k16 a block, 2,176 clocks
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
-#include "mla/mla_decode_fp8_64/e4m3_products.cuh"
 #include "mla/mla_decode_fp8_64/finish.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
 #include "mla/mla_decode_fp8_64/load.cuh"
@@ -80,7 +79,8 @@ __device__ __forceinline__ void finish_segment(Heads64Consumer<Form>& consumer, 
   consumers_sync();  // the next query lies where this one was, and sums where these are
 }
 
-// Rows tells what rows are made of (Form), which tiles there are (Tile), and loads the granules of a warp.
+// Rows tells what rows are made of (Form), which tiles there are (Tile), who computes (Consumer: Heads64Consumer, or
+// what is derived from it), and loads the granules of a warp.
 template <typename Rows>
 __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -102,17 +102,13 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     Rows::load(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
     registers_increase<240>();
-    Heads64Consumer<Form> consumer(p, shared, Rows::kv_scale(params), warpgroup - 1);
+    typename Rows::Consumer consumer(p, shared, Rows::kv_scale(params), warpgroup - 1);
     u32 t = 0;
     int place = part_of_cta(p, blockIdx.y).place;
     bool more = place <= last_place_here(p);
 #pragma unroll 1
     while (more) {
-      const int blocks = begin_segment<Form, AnyTile>(consumer, place);
-      if constexpr (Form::kE4m3Products)
-        t += E4m3Consumer<Form>{consumer}.compute(blocks, t);
-      else
-        t += consumer.compute(blocks, t);
+      t += consumer.compute(begin_segment<Form, AnyTile>(consumer, place), t);
       more = place < last_place_here(p);
       finish_segment<Form, AnyTile>(consumer, place++, more);
     }

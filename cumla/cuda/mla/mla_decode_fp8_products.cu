@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Split-KV MLA attention for sm_90a over caches whose latent columns are e4m3 under one factor, where the heads of a kv
+// head are a multiple of 64, with products in e4m3. It is mla_decode_fp8_64 with another computing role
+// (mla_decode_fp8_products/compute.cuh): no number of the cache is converted, the query is rounded to e4m3 when it is
+// loaded, and probabilities when they are stored.
+//
+// Shared memory:  query 40,960 + P of four blocks 16,384 + ring of 16 granules 167,936 + references, factors and sums
+//                 3,584 + words 88 + barriers 320 = 229,272 B of 232,448
+// Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24
+// Tensor work:    18 + 16 products m64n64k32 a block, 1,088 clocks
+#include "mla/mla_decode_fp8_64/kernel.cuh"
+#include "mla/mla_decode_fp8_64/page_rows.cuh"
+#include "mla/mla_decode_fp8_products/compute.cuh"
+
+namespace cumla::mla {
+
+template <bool kRopeIsFp8, typename AnyTile>
+struct ProductRows : PageRows<RowForm<false, kRopeIsFp8, true>, AnyTile> {
+  using Consumer = E4m3Consumer<RowForm<false, kRopeIsFp8, true>>;
+};
+
+// AnyTile is Tile, or RaggedTile where query lengths differ.
+template <bool kRopeIsFp8, typename AnyTile>
+__device__ __forceinline__ void mla_decode_fp8_products(const MlaDecodeFp8Params& p) {
+  attend_64_heads<ProductRows<kRopeIsFp8, AnyTile>>(p);
+}
+
+}  // namespace cumla::mla
