@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products in e4m3 over FP8 caches, against float64 over a query that is rounded as they round it."""
+"""Products in e4m3 over FP8 caches, against float64 over a query that is rounded likewise."""
 
 from __future__ import annotations
 

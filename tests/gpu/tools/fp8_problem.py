@@ -34,9 +34,9 @@ from tests.gpu.tools.ragged_problem import cover
 from tests.mla.fp8_arrays import FORMS, SCALED
 
 ROPE_DIM = HEAD_DIM - VALUE_DIM
-# Of an element; relative, of a row of 512; of each 128 columns of it, fewer numbers whose errors scatter more.
+# Of an element; relative, of a row of 512; of each 128 columns of it, which scatter more.
 LIMITS = {"max_abs": 1.5e-2, "row": 4e-3, "group": 5e-3}
-# With products in e4m3, beside a query that is rounded, too: a weight is rounded by up to 2^-4, and so is a sum.
+# With products in e4m3, the query rounded in the reference as well: weights are off by up to 2^-4.
 E4M3_LIMITS = {"max_abs": 8e-2, "row": 2**-4, "group": 8e-2}
 E4M3_LSE = 2**-4
 POOL = 4194319  # a prime: no two cached rows repeat each other
