@@ -36,9 +36,10 @@ from tests.mla.fp8_arrays import FORMS, SCALED
 ROPE_DIM = HEAD_DIM - VALUE_DIM
 # Of an element; relative, of a row of 512; of each 128 columns of it, which scatter more.
 LIMITS = {"max_abs": 1.5e-2, "row": 4e-3, "group": 5e-3}
-# With products in e4m3, the query rounded in the reference as well: weights are off by up to 2^-4.
-E4M3_LIMITS = {"max_abs": 8e-2, "row": 2**-4, "group": 8e-2}
-E4M3_LSE = 2**-4
+# With products in e4m3, the query rounded in the reference as well: weights are off by up to 2^-4,
+# and scores by some 2^-13 of their terms, since such products add up with 14 bits or so.
+E4M3_LIMITS = {"max_abs": 8e-2, "row": 7e-2, "group": 9e-2}
+E4M3_LSE = 7e-2
 POOL = 4194319  # a prime: no two cached rows repeat each other
 DEVIATION = 24.0  # of the e4m3 numbers
 SIZE = 0.25  # root mean square of what the largest group of columns stands for

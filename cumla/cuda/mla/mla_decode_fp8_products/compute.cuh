@@ -2,8 +2,8 @@
 // The computing role of mla_decode_fp8_products: rows go to the tensor cores as they are, and meet a query and
 // probabilities in e4m3.
 //
-// Products take half of the time then, and a softmax as long as ever. So that one consumer's products run beside the
-// other's softmax, all products of a turn follow each other without a wait between them:
+// Products take half of the time then, and a softmax as long as ever. One consumer's products run beside the other's
+// softmax:
 //
 //   consumer 0:  softmax0  O += V0 P0, S2               softmax2  O += V1 P1, O += V2 P2, S4
 //   consumer 1:            softmax1  O += V0 P0, O += V1 P1, S3             softmax3 ...
@@ -33,10 +33,12 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   using Layout = typename Form::Layout;
   static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of products of K, of 32 columns each
   static constexpr int kTilesHere = Base::kValueHalf;
-  static constexpr int kBuffers = 3, kValueBuffers = 2;  // of fragments
+  static constexpr int kLast = kTilesHere - 1;
+  static constexpr int kBuffers = 3;  // of fragments of K
   static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
 
   using Base::Base;
+
 
   __device__ __forceinline__ static int turn_of(u32 t) { return t % Layout::kTurns; }
   __device__ __forceinline__ static u32 phase_of(u32 t) { return t / Layout::kTurns & 1; }
@@ -52,20 +54,15 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     }
 #pragma unroll 1
     for (int i = first; i - 1 < blocks; i += 2) {
-      const bool has_next = i + 2 < blocks;
       if (i > 0) multiply_values(t + i - 1);
       if (i < blocks) multiply_values(t + i);
-      if (has_next) {
-        multiply_query(t + i + 2);
-        finish_scores(t + i + 2);
-      } else {
-        warpgroup_wait<0>();
-      }
-#pragma unroll
-      for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(output[d]);
       __syncwarp();
       if (lane == 0) free_probabilities(t + i, i > 0, i < blocks);  // plant: e4m3 probabilities read
-      if (has_next) weigh(t + i + 2, false);
+      if (i + 2 < blocks) {
+        multiply_query(t + i + 2);
+        finish_scores(t + i + 2);
+        weigh(t + i + 2, false);
+      }
     }
     const u32 last = t + blocks - 1;
     if (blocks > 0 && ((consumer ^ last) & 1) && (load_shared_u32(shared.unusual(turn_of(last))) & kRaised))
@@ -78,6 +75,8 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   __device__ __forceinline__ void multiply_query(u32 t) {
     const u32 rows = rows_of(t);
     u32 a[kBuffers][kStepRegisters];
+#pragma unroll
+    for (int i = 0; i < kHeads / 2; ++i) scores[i] = 0.0f;  // what was there needs no registers any more
     load_pair(a[0], rows);
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
@@ -140,10 +139,10 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     warpgroup_commit();
   }
 
-  // Two granules, and the probabilities of block t and of the one before, are in use no more.
+  // The granules of a block, and the probabilities of block t and of the one before, are in use no more.
   __device__ __forceinline__ void free_granules(u32 slot) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) mbarrier_arrive(shared.free(slot + i));
+    for (int i = 0; i < kGranules; ++i) mbarrier_arrive(shared.free(slot + i));
   }
   __device__ __forceinline__ void free_probabilities(u32 t, bool of_before, bool of_this) const {
     if (of_before) mbarrier_arrive(shared.probabilities_free(turn_of(t - 1)));
@@ -205,43 +204,54 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     return (highest & 0xffff) >= kMost || highest >> 16 >= kMost;
   }
 
-  // Begins output += V x probabilities of block t. Its granules are free when all is loaded.
+  // output += V x probabilities of block t; its granules are free when all is loaded. Products of e4m3 add up with some
+  // 14 bits, whatever the accumulator has: over thousands of tokens of one sign a fifth would get lost. So they add up
+  // one block, and float32 adds up all.
   __device__ __forceinline__ void multiply_values(u32 t) {
-    constexpr int kSteps = kGranules / 2 * kTilesHere, kFetched = 2;
     const int turn = turn_of(t);
     mbarrier_wait(shared.probabilities_full(turn), phase_of(t), "probabilities");
-    if (load_shared_u32(shared.unusual(turn)) & kRaised) {
-      warpgroup_wait<0>();
-#pragma unroll
-      for (int d = 0; d < kTilesHere; ++d) keep_behind_wait(output[d]);
-      this->change_output(turn);
-    }
+    if (load_shared_u32(shared.unusual(turn)) & kRaised) this->change_output(turn);
     const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;  // plant: e4m3 granules
     const u32 source = shared.slot(first_slot + lane / 16) + lane % 16 * kPackedBytes + consumer * 256 + warp * 16;
-    u32 words[kFetched + 1][4], a[kValueBuffers][4];
-    auto fetch = [&](int s) {
-      load_matrix_x4_transposed(words[s % (kFetched + 1)],
-                                source + s / kTilesHere * 2 * Layout::kSlotBytes + s % kTilesHere * 64);
-    };
+    u32 a[2][kStepRegisters];
+    load_values(a[0], source);
+    gather_columns(a[0]);
 #pragma unroll
-    for (int s = 0; s < kFetched; ++s) fetch(s);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int pair = s / kTilesHere, d = s % kTilesHere;
-      if (s + kFetched < kSteps) fetch(s + kFetched);
-      warpgroup_wait<kValueBuffers - 1>();
-      u32(&x)[4] = a[s % kValueBuffers];
-      const u32(&w)[4] = words[s % (kFetched + 1)];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = __byte_perm(w[i & 2], w[i & 2 | 1], i & 1 ? 0x7351 : 0x6240);
-      keep_before_products(x);
-      warpgroup_arrive();
-      wgmma_e4m3_async(output[d], x, descriptor_of_rows<kBlockTokens>(shared.probabilities(turn), pair * 32), true);
-      warpgroup_commit();
-      if (d + 1 == kTilesHere) {
+    for (int d = 0; d < kTilesHere; ++d) {
+      const bool is_last = d + 1 == kTilesHere;
+      float sums[kHeads / 2];
+      if (!is_last) load_values(a[(d + 1) & 1], source + (d + 1) * 64);
+      multiply_pair(a[d & 1], [&](int i, const u32* fragment) {
+        wgmma_e4m3_async(sums, fragment, descriptor_of_rows<kBlockTokens>(shared.probabilities(turn), i * 32), i > 0);
+      });
+      if (!is_last) gather_columns(a[(d + 1) & 1]);  // beside the products
+      if (is_last) {
         __syncwarp();
-        if (lane == 0) free_granules(first_slot + 2 * pair);  // plant: e4m3 slot read
+        if (lane == 0) free_granules(first_slot);  // plant: e4m3 slot read
       }
+      warpgroup_wait<0>();
+      keep_behind_wait(sums);
+#pragma unroll
+      for (int i = 0; i < kHeads / 2; ++i) output[d][i] += sums[i];
+    }
+  }
+
+  // A of a product for each pair of granules, of 64 columns of V.
+  __device__ __forceinline__ static void load_values(u32 (&a)[kStepRegisters], u32 source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      u32 words[4];
+      load_matrix_x4_transposed(words, source + i * 2 * Layout::kSlotBytes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[4 * i + j] = words[j];
+    }
+  }
+  __device__ __forceinline__ static void gather_columns(u32 (&a)[kStepRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kStepRegisters; i += 2) {
+      const u32 first = a[i], second = a[i + 1];
+      a[i] = __byte_perm(first, second, 0x6240);
+      a[i + 1] = __byte_perm(first, second, 0x7351);
     }
   }
 };
