@@ -18,7 +18,7 @@ using namespace ptx;
 // Probabilities are stored relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, where both consumers go by
 // the same ones: those of block t are raised, if need be, by its owner, after the ones of block t - 1 were published.
 // Those in e4m3 (Form::kE4m3Products) lie between 2^-9, where its numbers have a bit, and 448.
-constexpr float kBelow = 7.0f, kSlack = 15.0f, kBelowInE4m3 = 6.0f, kSlackInE4m3 = 8.75f;
+constexpr float kBelow = 7.0f, kSlack = 15.0f, kSlackInE4m3 = 8.75f;
 // The exponent of a row's highest scale is bounded, so that it can be taken out and put in again.
 constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
 // What is left of the highest scale is below 2^7: times 448, the highest e4m3 number, that is finite in float16. A scale
@@ -314,8 +314,7 @@ struct Heads64Consumer {
       for (int w = 1; w < 4; ++w) of_all = fmaxf(of_all, load_shared_float(shared.of_warp(consumer * 4 + w, head)));
       const float before = load_shared_float(shared.reference(head));
       const float slack = Form::kE4m3Products ? kSlackInE4m3 : kSlack;
-      const float below = Form::kE4m3Products ? kBelowInE4m3 : kBelow;
-      const float after = of_all > before + slack ? ceilf(of_all) - below : before;
+      const float after = of_all > before + slack ? ceilf(of_all) - kBelow : before;
       store_shared_float(shared.factor(parity, head), exp2_approx(before - after));
       store_shared_float(shared.reference(head), after);
     }

@@ -23,8 +23,8 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-// Output, scores, sums and references are those of a Heads64Consumer, in its thread layout with rows lane / 4 of granule
-// `warp` and that + 8.
+// Output, scores, sums and references are those of a Heads64Consumer, in its thread layout, but that rows are lane / 4 of
+// granule `warp` and that + 8.
 template <typename Form>
 struct E4m3Consumer : Heads64Consumer<Form> {
   using Base = Heads64Consumer<Form>;
@@ -38,7 +38,6 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
 
   using Base::Base;
-
 
   __device__ __forceinline__ static int turn_of(u32 t) { return t % Layout::kTurns; }
   __device__ __forceinline__ static u32 phase_of(u32 t) { return t / Layout::kTurns & 1; }
