@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any, NamedTuple
 
 import numpy as np
