@@ -596,7 +596,7 @@ def kinds_of_packing(made: Schedule, lengths: np.ndarray) -> set[str]:
 
 
 @thorough
-@given(any_lengths, any_parts, any_row_groups)
+@given(any_lengths, st.one_of(st.just(1), st.integers(1, 4), any_parts), any_row_groups)
 @example(np.full(33, 20 * BLOCK_TOKENS), 2, 1)  # a block dearer than equal shares may be
 def test_whole_requests(lengths: np.ndarray, parts: int, row_groups: int) -> None:
     """As many to each part, in order."""
