@@ -81,7 +81,8 @@ def check_fp8_products(columns: Columns, fp8_products: bool) -> None:
     """Refuse products in FP8 of a cache that is not."""
     if fp8_products and cache_of(columns.kv_cache) == "same":
         raise ValueError(
-            f"fp8_products: needs a kv_cache of {FP8}, got {columns.kv_cache.dtype}; leave it out"
+            f"fp8_products: needs a kv_cache of {FP8}, or of its bits as uint8, got "
+            f"{columns.kv_cache.dtype}; leave it out"
         )
 
 

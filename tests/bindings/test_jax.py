@@ -540,7 +540,7 @@ def test_shapes_without_arrays() -> None:
         (
             {"fp8_products": True},
             ValueError,
-            "fp8_products: needs a kv_cache of float8_e4m3fn, got bfloat16; leave it out",
+            "fp8_products: needs a kv_cache of float8_e4m3fn, or ... got bfloat16; leave it out",
         ),
         ({"stream": 0}, TypeError, "stream: needs None inside a transformation of JAX, where XLA"),
         ({"out": jnp.zeros(3)}, TypeError, "out: JAX arrays are immutable ... call without out="),

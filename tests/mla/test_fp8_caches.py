@@ -270,7 +270,8 @@ def test_refusals(
 def test_products_in_fp8_of_16_bits(dtype: Any, call: Call) -> None:
     arguments = {"q": aligned((2, 2, 16, 576), dtype), "kv_cache": aligned((6, 64, 1, 576), dtype)}
     name = np.dtype(dtype).name
-    message = f"fp8_products: needs a kv_cache of float8_e4m3fn, got {name}; leave it out"
+    need = "needs a kv_cache of float8_e4m3fn, or of its bits as uint8"
+    message = f"fp8_products: {need}, got {name}; leave it out"
     with refused(ValueError, message):
         call(**arguments, fp8_products=True)
     call(**arguments, fp8_products=False)

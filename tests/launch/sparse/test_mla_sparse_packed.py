@@ -20,7 +20,9 @@ BUFFER = 9 << 40
 
 
 def test_shared_memory_is_what_the_layout_takes(nvrtc: None) -> None:
-    compile_checks(SPECS[0], {"Heads64Layout<false>::kBytes": SPECS[0].smem_bytes, "kPackedBytes": 656})
+    compile_checks(
+        SPECS[0], {"Heads64Layout<false>::kBytes": SPECS[0].smem_bytes, "kPackedBytes": 656}
+    )
 
 
 def test_the_parameters_by_name() -> None:
