@@ -10,14 +10,12 @@ import pytest
 
 import cumla
 from cumla.launch import KernelSpec
-from cumla.launch.mla.mla_decode import DecodeArguments
-from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch, fp8_specs
+from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.mla_decode_fp8_products import SPECS, fp8_products_spec
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.fp8_problem import Fp8Case, growing_scores, make_fp8
 from tests.gpu.tools.sanitize import FP8_PRODUCTS, attend_fp8, there, typed
-from tests.launch.mla.test_mla_decode_fp8_64 import BUFFER, attention_key, decode_key
-from tests.launch.sparse.keys import strided
+from tests.launch.mla.test_mla_decode_fp8_64 import attention_key, decode_key, launch_of
 from tests.launch.structs import compile_checks
 from tests.selection import some
 
@@ -27,28 +25,16 @@ def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -
     compile_checks(spec, {"Heads64Layout<true>::kBytes": spec.smem_bytes})
 
 
-@pytest.mark.parametrize("key", [decode_key(128), attention_key(64)], ids=["decode", "ragged"])
+@pytest.mark.parametrize(
+    "key", [decode_key(64, kv_heads=2), attention_key(64)], ids=["decode", "ragged"]
+)
 @pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
 def test_which_calls_have_this_kernel(rope: str, key: Any) -> None:
     """Those that allow it, of a cache under one factor; a plan prepares it for all."""
     assert {fp8_products_spec(key, rope != "bfloat16")} <= set(SPECS) & set(fp8_specs(key))
     for grouped in (False, True):
         for allowed in (False, True):
-            arguments = DecodeArguments(
-                strided(1, (3, 1, 128, 512), (8016, 8000, 1152, 2), "bfloat16"),
-                strided(2, (3, 1, 128, 64), (8032, 8000, 1152, 2), "bfloat16"),
-                strided(3, (70, 16, 1, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
-                strided(4, (70, 16, 1, 64), (90016, 1216, 624, 2), rope),
-                strided(5, (3, 11), (52, 4), "int32"),
-                strided(6, (70, 16, 1, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
-                0.25,
-                softmax_scale=0.5,
-                causal=True,
-                fp8_products=allowed,
-            )
-            out = strided(7, (3, 1, 128, 512), (5008, 5024, 5040, 4), "float32")
-            lse = strided(8, (3, 128, 1), (6004, 6008, 6012), "float32")
-            launch = decode_fp8_launch(key, BUFFER, arguments, out, lse)
+            launch = launch_of(key, rope, grouped, 0.25, allowed)
             assert (launch.spec in SPECS) is (allowed and not grouped)
 
 

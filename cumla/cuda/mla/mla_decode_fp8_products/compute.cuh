@@ -23,8 +23,8 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-// Output, scores, sums and references are those of a Heads64Consumer, in its thread layout, but that rows are lane / 4 of
-// granule `warp` and that + 8.
+// Output, scores, sums and references are those of a Heads64Consumer, in its thread layout, but that rows are lane / 4
+// of granule `warp` and that + 8.
 template <typename Form>
 struct E4m3Consumer : Heads64Consumer<Form> {
   using Base = Heads64Consumer<Form>;
