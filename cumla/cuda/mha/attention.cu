@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of queries of different lengths to keys and values in pages, by the ragged schedule (split/plan.cuh): each
 // CTA has a part, and attends for one row tile after another, 64 query rows of a kv head, to the blocks of its part.
-// grid = (1, parts, kv heads), 384 threads, or 512 with most of e4m3, one CTA an SM.
+// grid = (kv heads, parts), 384 threads, or 512 with most of e4m3, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
 // pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted on their way
@@ -36,10 +36,11 @@ using namespace split;
 
 // One warp loads keys and values by boxes, each lane its own of a block.
 template <typename Layout>
-__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
+__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                            const Part& part, int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
   const int lane = threadIdx.x % 32, first = lane * p.box_rows;
+  const u64 policy = evict_first_policy();
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = visible_segment(p, tile, part, place);
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
 #pragma unroll
         for (int k = 0; k < kKeyTiles; ++k)
           tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
-                            k * 64, row, blockIdx.z, page);
+                            k * 64, row, tile.index, page, policy);
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
       if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
       __syncwarp();
@@ -64,14 +65,14 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
 #pragma unroll
         for (int k = 0; k < kValueTiles; ++k)
           tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
-                            shared.values_full(stage), k * 64, row, blockIdx.z, page);
+                            shared.values_full(stage), k * 64, row, tile.index, page, policy);
     }
   }
 }
 
 // A warp copies 32 query rows of a tile.
 template <typename Layout>
-__device__ __forceinline__ void load_query(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
+__device__ __forceinline__ void load_query(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                            int loader, u32 phase) {
   mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
   copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, tile, loader * 32, shared.query);
@@ -79,7 +80,7 @@ __device__ __forceinline__ void load_query(const AttentionParams& p, const Layou
 }
 
 template <typename Layout>
-__device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
+__device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                              const Part& part, int last_place, int loader) {
   for (int place = part.place; place <= last_place; ++place) {
     segment_of(p, tile, part, place);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Lay
 
 // All four warps load keys and values row by row, the last two of them the query rows before.
 template <typename Layout>
-__device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
+__device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                           const Part& part, int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
       int row = 0;
       const int page = page_of(p, tile, segment.tokens, (segment.begin + i) * kBlockTokens + first + lane % 16, row);
       const auto offset = [&](const Columns& from) {
-        return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + blockIdx.z * from.stride_head;
+        return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + tile.index * from.stride_head;
       };
       mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
       copy_rows<kKeyTiles, kTileBytes, 16>(p.keys.base, offset(p.keys), first, p.key_columns, shared.keys(stage));
@@ -145,7 +146,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
 
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
-  RaggedTile tile(p);
+  HeadTile tile(p);
   if (warpgroup % 3 == 0) {
     registers_decrease<Layout::kLoaderRegisters>();
     if constexpr (kE4m3)

@@ -47,7 +47,8 @@ struct Tile : TileTraits {
   }
 };
 
-// Row tile where query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads).
+// Row tile where query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads); a
+// tile with another grid has its own kv_head().
 struct RaggedTile : TileTraits {
   static constexpr bool kIsRagged = true;
   using Held = RaggedTile;
@@ -58,6 +59,7 @@ struct RaggedTile : TileTraits {
 
   template <typename Params>
   __device__ __forceinline__ explicit RaggedTile(const Params&) { index = blockIdx.z; }
+  __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
   // Token of the request.
   template <typename Params>
   __device__ __forceinline__ int token_of(const Params& p, int row) const {
@@ -90,11 +92,11 @@ struct Row {
     token = tile.token_of(p, row);
     head = blockIdx.z * p.heads_per_group + tile.first_row + row - token * p.heads_per_group;
   }
-  template <typename Params>
-  __device__ __forceinline__ Row(const Params& p, const RaggedTile& tile, int row) {
+  template <typename Params, typename Ragged>
+  __device__ __forceinline__ Row(const Params& p, const Ragged& tile, int row) {
     const int own = tile.token_of(p, row);
     token = tile.q_begin + own;
-    head = blockIdx.z * p.heads_per_group + tile.first_row + row - own * p.heads_per_group;
+    head = Ragged::kv_head() * p.heads_per_group + tile.first_row + row - own * p.heads_per_group;
   }
 };
 

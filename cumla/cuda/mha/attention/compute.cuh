@@ -31,7 +31,7 @@ struct Consumer {
 
   const AttentionParams& p;
   const Layout& shared;
-  const RaggedTile& tile;
+  const HeadTile& tile;
   const int consumer, warp, lane, row;
   float output[kGroups * 4];
   float scores[32];
@@ -40,7 +40,7 @@ struct Consumer {
   Seen seen[2];
   float key_factor, value_factor;  // kScaled
 
-  __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
+  __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                       int consumer)
       : p(p), shared(shared), tile(tile), consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
@@ -63,8 +63,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kGroups * 4; ++i) output[i] = 0.0f;
     if constexpr (kScaled) {
-      key_factor = p.key_scale.of(request_of(p, tile));
-      value_factor = p.value_scale.of(request_of(p, tile));
+      key_factor = p.key_scale.of(request_of(p, tile), tile.index);
+      value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
     const bool has_sink = p.sinks != nullptr && consumer == 0 && segment.first_part == blockIdx.y;
 #pragma unroll
@@ -270,7 +270,7 @@ struct Consumer {
       constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
       constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
       const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
-      Joiner<T, kValueTiles * 64, 4, kSpace, AttentionParams, RaggedTile>(
+      Joiner<T, kValueTiles * 64, 4, kSpace, AttentionParams, HeadTile>(
           p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
           .join(more);
     } else {

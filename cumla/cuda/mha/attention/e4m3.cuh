@@ -93,7 +93,7 @@ struct BlockAhead {
   const AttentionParams& p;
   const Part& part;
   const int last_place;
-  RaggedTile tile;
+  HeadTile tile;
   Segment segment;
   int place, block;  // block: of the segment
 
@@ -140,7 +140,7 @@ struct PagedRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       found.row[r] =
-          page[r] < 0 ? -1 : page[r] * of.stride_page + row[r] * of.stride_row + blockIdx.z * of.stride_head;
+          page[r] < 0 ? -1 : page[r] * of.stride_page + row[r] * of.stride_row + HeadTile::kv_head() * of.stride_head;
     return found;
   }
 };
@@ -148,7 +148,7 @@ struct PagedRows {
 // One of kLoaders warpgroups. The last two warps of the first one copy the query rows, too, each
 // before the first block of a row tile.
 template <typename T, typename Layout>
-__device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
+__device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                           const Part& part, int last_place, int parity) {
   constexpr int kTileBytes = Layout::kTileBytes, kLoaders = Layout::kLoaders, kAhead = Layout::kRawBlocks / kLoaders;
   using Keys = RawRows<Layout::kKeyBytes / kTileBytes>;

@@ -35,9 +35,9 @@ struct Scales {
   float value;
   int requests;  // that have factors of their own
 
-  __device__ __forceinline__ float of(int request) const {
+  __device__ __forceinline__ float of(int request, int kv_head) const {
     if (data == nullptr) return value;
-    return data[min(max(request, 0), requests - 1) * stride_request + blockIdx.z * stride_head];
+    return data[min(max(request, 0), requests - 1) * stride_request + kv_head * stride_head];
   }
 };
 
@@ -88,6 +88,15 @@ __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, in
   return {request, token - request * p.tokens_apart};
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
+
+// A row tile of the kv head that blockIdx.x names: so the CTAs of all kv heads of a part begin together, and read the
+// same pages at about the same time.
+struct HeadTile : RaggedTile {
+  using Held = HeadTile;
+
+  __device__ __forceinline__ explicit HeadTile(const AttentionParams& p) : RaggedTile(p) { index = blockIdx.x; }
+  __device__ __forceinline__ static u32 kv_head() { return blockIdx.x; }
+};
 
 // A query row of a tile, of any kv head, as the arrays have it.
 struct Query {
@@ -166,7 +175,7 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
 // thread: below 32.
 __device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread) {
   constexpr int kPlaces = 128 / sizeof(TilePlace), kEntries = 128 / sizeof(int);  // of a line
-  const i64 line = (i64{blockIdx.z} * gridDim.y + blockIdx.y + blockIdx.x) * 32 + thread;
+  const i64 line = (i64{blockIdx.y} * gridDim.x + blockIdx.x) * 32 + thread;
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   if (line * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + line * kPlaces);
   if (p.block_table != nullptr && line * kEntries < p.page_entries) prefetch_l2(p.block_table + line * kEntries);

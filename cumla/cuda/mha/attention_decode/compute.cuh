@@ -16,7 +16,7 @@ using namespace split;
 
 constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
 
-__device__ __forceinline__ const char* query_row(const AttentionParams& p, const RaggedTile& tile, int row) {
+__device__ __forceinline__ const char* query_row(const AttentionParams& p, const HeadTile& tile, int row) {
   const Query of(p, tile, row);
   return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
 }
@@ -33,7 +33,7 @@ struct ChunkAttender {
 
   const AttentionParams& p;
   const Layout& shared;
-  const RaggedTile& tile;
+  const HeadTile& tile;
   const int warp, lane;
   u32 query[kEights][Layout::kQueryWords];  // unless warps share it
   float output[kEights][kValues / 16][4];
@@ -42,7 +42,7 @@ struct ChunkAttender {
   float factor[kEights][2];  // of scores, to the base 2, or of what is capped
   Seen common;  // what all rows see
 
-  __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const RaggedTile& tile)
+  __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const HeadTile& tile)
       : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   // Eight rows, columns in the order in which the keys' words have them.
@@ -106,7 +106,7 @@ struct ChunkAttender {
 
   // The sink counts once: in the first piece of a row tile, for warp 0.
   __device__ __forceinline__ void begin(const Segment& segment) {
-    const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile)) : 1.0f;
+    const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile), tile.index) : 1.0f;
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     if constexpr (Layout::kSharesQuery) share_query();

@@ -75,7 +75,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
       }
     constexpr int kSpace = kDecodeWarps * Layout::kStages * Layout::kChunkBytes / kJoinWarps;
     if (adds && segment.split())
-      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, kSpace, AttentionParams, RaggedTile>(
+      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, kSpace, AttentionParams, HeadTile>(
           p,
           {shared.words(), shared.sums(), shared.sums() + 8192, shared.chunk(0, 0), shared.chunk(0, 0) + 4 * kSpace},
           tile, segment)
@@ -113,7 +113,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
       }
     }
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
-    return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile)) : inverse;
+    return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile), tile.index) : inverse;
   }
 
   __device__ __forceinline__ static float sum_of_quad(float value) {

@@ -18,7 +18,7 @@ using namespace split;
 
 // The segment at a place, and how many chunks of it some row sees. The part is read anew: registers are scarce.
 template <int kRows>
-__device__ __forceinline__ Segment chunks_at(const AttentionParams& p, RaggedTile& tile, int place, int& chunks) {
+__device__ __forceinline__ Segment chunks_at(const AttentionParams& p, HeadTile& tile, int place, int& chunks) {
   const Segment segment = visible_segment(p, tile, part_of_cta(p, blockIdx.y), place);
   tile.rows = min(tile.rows, kRows);
   const int begin = segment.begin * kBlockTokens;
@@ -55,12 +55,12 @@ struct ChunksAhead {
   const AttentionParams& p;
   const Layout& shared;
   const int last_place, warp, lane;
-  RaggedTile tile;
+  HeadTile tile;
   Segment segment;
   int place, chunk, chunks;  // chunk: of the segment
 
   // From a tile on; first_place: of it.
-  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
+  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                          const Segment& segment, int chunks, int first_place, int last_place)
       : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
         segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks) {}
@@ -98,7 +98,7 @@ struct ChunksAhead {
       return true;
     }
     const auto offset = [&](const Columns& of) {
-      return exists ? at.number * of.stride_page + at.row * of.stride_row + blockIdx.z * of.stride_head : i64{-1};
+      return exists ? at.number * of.stride_page + at.row * of.stride_row + tile.index * of.stride_head : i64{-1};
     };
     copy_chunk<Layout, Layout::kKeyRow>(p.keys.base, offset(p.keys), p.key_columns * Layout::kUnit, to);
     copy_chunk<Layout, Layout::kValueRow>(p.values.base, offset(p.values), p.value_columns * Layout::kUnit,
@@ -107,11 +107,11 @@ struct ChunksAhead {
   }
 
   template <int kRow>
-  __device__ __forceinline__ static void copy_boxes(const TensorMap* map, u32 to, u32 full, const ChunkRow& at) {
+  __device__ __forceinline__ void copy_boxes(const TensorMap* map, u32 to, u32 full, const ChunkRow& at) const {
     constexpr int kTile = Layout::template tile_bytes<kRow>();
 #pragma unroll
     for (int i = 0; i < kRow / kTile; ++i)
-      tma_load_4d_async(to + i * kChunk * kTile, map, full, i * kTile / Layout::kUnit, at.row, blockIdx.z, at.number);
+      tma_load_4d_async(to + i * kChunk * kTile, map, full, i * kTile / Layout::kUnit, at.row, tile.index, at.number);
   }
 };
 
