@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of queries of different lengths to keys and values in pages, by the ragged schedule (split/plan.cuh): each
 // CTA has a part, and attends for one row tile after another, 64 query rows of a kv head, to the blocks of its part.
-// grid = (kv heads, parts), 384 threads, or 512 with most of e4m3, one CTA an SM.
+// A grid as HeadTile has it, 384 threads, or 512 with most of e4m3, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
 // pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted on their way

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of few query rows, 8 or 16 of a kv head, by the ragged schedule (split/plan.cuh): each CTA has a part, and
-// attends for one row tile after another to the blocks of its part. grid = (kv heads, parts), 384 threads, one CTA
+// attends for one row tile after another to the blocks of its part. A grid as HeadTile has it, 384 threads, one CTA
 // an SM.
 //
 // All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the

@@ -289,7 +289,12 @@ def attention_launch(
     is (tokens, num_heads) or (batch, num_heads, q_len).
     """
     values = attention_values(key, buffer, arguments, out, lse)
-    grid = (key.sm_count, 1, 1) if key.takes_whole_tiles else (key.num_kv_heads, key.parts, 1)
+    if key.takes_whole_tiles:
+        grid = (key.sm_count, 1, 1)
+    elif key.few_rows or key.batch > key.parts:  # kv heads, which share pages, are neighbours
+        grid = (key.num_kv_heads, key.parts, 1)
+    else:
+        grid = (1, key.parts, key.num_kv_heads)
     return Launch(attention_spec(key), grid, PARAMS, values)
 
 

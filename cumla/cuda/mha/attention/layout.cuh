@@ -89,13 +89,13 @@ __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, in
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
 
-// A row tile of the kv head that blockIdx.x names: so the CTAs of all kv heads of a part begin together, and read the
-// same pages at about the same time.
+// A row tile where grid = (kv heads, parts, 1), so that CTAs which read the same pages are neighbours, or (1, parts, kv
+// heads), so that those are which join pieces (attention_launch).
 struct HeadTile : RaggedTile {
   using Held = HeadTile;
 
-  __device__ __forceinline__ explicit HeadTile(const AttentionParams& p) : RaggedTile(p) { index = blockIdx.x; }
-  __device__ __forceinline__ static u32 kv_head() { return blockIdx.x; }
+  __device__ __forceinline__ explicit HeadTile(const AttentionParams& p) : RaggedTile(p) { index = kv_head(); }
+  __device__ __forceinline__ static u32 kv_head() { return blockIdx.x + blockIdx.z; }
 };
 
 // A query row of a tile, of any kv head, as the arrays have it.
@@ -175,7 +175,7 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
 // thread: below 32.
 __device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread) {
   constexpr int kPlaces = 128 / sizeof(TilePlace), kEntries = 128 / sizeof(int);  // of a line
-  const i64 line = (i64{blockIdx.y} * gridDim.x + blockIdx.x) * 32 + thread;
+  const i64 line = (i64{blockIdx.y} * gridDim.x * gridDim.z + HeadTile::kv_head()) * 32 + thread;
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   if (line * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + line * kPlaces);
   if (p.block_table != nullptr && line * kEntries < p.page_entries) prefetch_l2(p.block_table + line * kEntries);
