@@ -268,8 +268,16 @@ def fake_jax(cupy, monkeypatch):
                 device_set=set(range(devices)), is_fully_replicated=False
             )
 
+            self.ready = True
+
         def is_deleted(self):
             return False
+
+        def is_ready(self):
+            return self.ready
+
+        def block_until_ready(self):
+            self.ready = True
 
     class Result:
         """What JAX makes of a capsule; its buffer goes when JAX says so, on any thread."""
@@ -308,6 +316,7 @@ def fake_jax(cupy, monkeypatch):
 
     module = types.SimpleNamespace(
         Array=Array,
+        local_device_count=lambda: 1,
         dlpack=types.SimpleNamespace(from_dlpack=Result),
         transfer_guard=lambda level: contextlib.nullcontext(),
         ensure_compile_time_eval=contextlib.nullcontext,
@@ -606,6 +615,16 @@ def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
     assert call.views[0].read_only
     imported = frameworks.jax_framework().import_array("q", array, None)
     assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_host_waits_for_what_may_be_a_copy_from_another_gpu(fake_jax, gpus):
+    """JAX 0.11.2 exports it too early. With one GPU nothing waits."""
+    fake_jax.local_device_count = lambda: gpus
+    array = fake_jax.Array()
+    array.ready = False
+    frameworks.jax_framework().import_array("q", array, 0)
+    assert array.ready == (gpus == 2)
 
 
 def test_what_jax_refuses_for_another_reason_is_refused(fake_jax):
