@@ -291,7 +291,7 @@ def attention_launch(
     values = attention_values(key, buffer, arguments, out, lse)
     if key.takes_whole_tiles:
         grid = (key.sm_count, 1, 1)
-    elif key.few_rows or key.batch > key.parts:  # kv heads, which share pages, are neighbours
+    elif key.few_rows or (key.batch > key.parts and not key.has_window):
         grid = (key.num_kv_heads, key.parts, 1)
     else:
         grid = (1, key.parts, key.num_kv_heads)
