@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.arguments import check_output
-from cumla.core.arrays import (
-    WORKSPACE,
-    from_numpy,
-    glance,
-    open_call,
-    reopen_call,
-    to_numpy,
-)
+from cumla.core.arrays import WORKSPACE, from_numpy, glance, open_call, reopen_call, to_numpy
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap

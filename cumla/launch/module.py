@@ -94,11 +94,7 @@ def _load_cold(spec: KernelSpec, device: int, capturing: Callable[[], bool]) -> 
             cupy = import_cupy()
             cuda = driver()
             # Relaxed: loading would break a capture in the global mode that another thread makes.
-            with (
-                in_primary_context(cuda, device),
-                cupy.cuda.Device(device),
-                cuda.relaxed_capture(),
-            ):
+            with in_primary_context(cuda, device), cupy.cuda.Device(device), cuda.relaxed_capture():
                 kernel = _ready(spec, device, _find_or_compile(cupy, spec, debug=debug_build()))
             _loaded[spec, device] = kernel
     return kernel

@@ -126,10 +126,7 @@ def columns_apart(view: ArrayView) -> tuple[ArrayView, ArrayView]:
     *lead, columns = view.shape
     latent = columns - ROPE_DIM
     rope = view.ptr + latent * view.strides[-1]
-    return (
-        view._replace(shape=(*lead, latent)),
-        view._replace(shape=(*lead, ROPE_DIM), ptr=rope),
-    )
+    return view._replace(shape=(*lead, latent)), view._replace(shape=(*lead, ROPE_DIM), ptr=rope)
 
 
 def with_head_axis(view: ArrayView, axes: int) -> ArrayView:

@@ -66,10 +66,7 @@ _PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}{LENGTHS_FIELDS}8q2i")
 
 
 def paged_mqa_logits_launch(
-    key: PagedMQAKey,
-    arguments: PagedMQAArguments,
-    *,
-    clean: bool,
+    key: PagedMQAKey, arguments: PagedMQAArguments, *, clean: bool
 ) -> Launch:
     """Describe how to score the tokens that each row sees, as the plan's schedule deals them out.
 
