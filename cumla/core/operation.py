@@ -351,14 +351,9 @@ def run_on_cpu(
     if check_mode():
         operation.check_values(host, arguments)
     results = operation.reference(host, arguments)
-    return tuple(
-        [
-            from_numpy(call.framework, result)
-            if outputs[output.name] is None
-            else outputs[output.name]
-            for result, output in zip(results, operation.outputs(arguments), strict=True)
-        ]
-    )
+    out = [outputs[output.name] for output in operation.outputs(arguments)]
+    pairs = zip(out, results, strict=True)
+    return tuple([from_numpy(call.framework, new) if a is None else a for a, new in pairs])
 
 
 def parts_on_host(host: Mapping[str, Any], name: str) -> Any:
