@@ -65,27 +65,21 @@ def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]
     return keys, scales
 
 
-def _pair_of_pages(
-    keys: ArrayView, scales: ArrayView, head_dim: int
-) -> tuple[ArrayView, ArrayView]:
-    """Check dtypes and shapes of a cache whose keys and scales are arrays of their own.
+def pages_of(given: Mapping[str, ArrayView], head_dim: int) -> tuple[ArrayView, ArrayView]:
+    """Take keys and scales out of a cache in either form, by name, and check dtypes and shapes.
 
-    They come back as from `_fused_pages`, but for the keys' dtype and what lies where.
+    Those of a pair come back as from `_fused_pages`, but for the keys' dtype and what lies where.
     """
+    if "kv_cache" in given:
+        return _fused_pages(given["kv_cache"], head_dim)
     first, second = "kv_cache[0]", "kv_cache[1]"
+    keys, scales = given[first], given[second]
     _check_e4m3_dtype(first, keys)
     keys = _without_head_axis(first, keys, head_dim, f"{head_dim} values")
     check_dtype(second, scales.dtype, FLOAT32)
     check_shape(second, scales, "(num_pages, page_size)", keys.shape[:2], "reshape it")
     check_lies(second, scales, "elements")
     return keys, scales
-
-
-def pages_of(given: Mapping[str, ArrayView], head_dim: int) -> tuple[ArrayView, ArrayView]:
-    """Take keys and scales out of a cache in either form, by name."""
-    if "kv_cache" in given:
-        return _fused_pages(given["kv_cache"], head_dim)
-    return _pair_of_pages(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
 
 
 def _without_head_axis(name: str, cache: ArrayView, columns: int, holds: str) -> ArrayView:
