@@ -7,6 +7,7 @@ float32 scales. A pair of arrays has each by itself.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -144,13 +145,11 @@ def checked_logits_dtype(logits_dtype: Any) -> str | None:
 @lru_cache(maxsize=64)
 def _logits_dtype(logits_dtype: Any) -> str:
     got = str(logits_dtype)
-    if got.startswith("torch."):
-        name = got.removeprefix("torch.")
-    else:
-        try:
-            name = got = np.dtype(logits_dtype).name
-        except TypeError:  # names of types that NumPy does not know until ml_dtypes is loaded, too
-            name = got
+    if not got.startswith("torch."):
+        # It refuses names of types that NumPy does not know until ml_dtypes is loaded, too.
+        with suppress(TypeError):
+            got = np.dtype(logits_dtype).name
+    name = got.removeprefix("torch.")
     if name not in _LOGITS_DTYPES:
         raise TypeError(
             f"logits_dtype: needs {' or '.join(_LOGITS_DTYPES)}, got {got}; convert the result"

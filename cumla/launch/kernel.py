@@ -118,9 +118,10 @@ class Template:
         self._grid = launch.grid
         self._cluster = launch.cluster
         self._packed = launch.pack()
+        # And where a packed descriptor takes other addresses, if it was packed with a plain one.
         self._fields = [
-            (offset, argument, addend, tensor_map, _address_at(tensor_map))
-            for offset, argument, addend, tensor_map in launch.relocations()
+            (*found, found.map.address_at() if found.map and is_plain(found.map.ptr) else None)
+            for found in launch.relocations()
         ]
 
     def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
@@ -136,11 +137,6 @@ class Template:
                 encoded = tensor_map._replace(ptr=address).encode()
                 parameters[offset : offset + len(encoded)] = encoded
         return PreparedLaunch(self._kernel, self._grid, self._cluster, parameters, stream)
-
-
-def _address_at(tensor_map: TensorMap | None) -> int | None:
-    """Tell where a packed descriptor takes other addresses, if it was packed with a plain one."""
-    return tensor_map.address_at() if tensor_map and is_plain(tensor_map.ptr) else None
 
 
 _pack_address = struct.Struct("<Q").pack_into

@@ -258,11 +258,7 @@ def cupy_nvrtc_version() -> tuple[int, int]:
     Raise `MissingDependencyError` if CuPy is missing, or found no NVRTC.
     """
     nvrtc = import_cupy().cuda.nvrtc
-    try:
-        major, minor = nvrtc.getVersion()
-    except (RuntimeError, ImportError, OSError) as error:
-        raise MissingDependencyError(f"CuPy found no NVRTC ({_first_line(error)})") from error
-    return major, minor
+    return _version_of("CuPy", nvrtc.getVersion)
 
 
 def bindings_nvrtc_version() -> tuple[int, int]:
@@ -276,17 +272,16 @@ def bindings_nvrtc_version() -> tuple[int, int]:
         raise MissingDependencyError(
             f"cuda.bindings, which compiles the kernels here, cannot be imported ({error})"
         ) from error
+    return _version_of("cuda.bindings", nvrtc.nvrtcVersion)
+
+
+def _version_of(finder: str, version: Callable[[], tuple[int, ...]]) -> tuple[int, int]:
     try:
-        _, major, minor = nvrtc.nvrtcVersion()
+        *_, major, minor = version()
     except (RuntimeError, ImportError, OSError) as error:
-        raise MissingDependencyError(
-            f"cuda.bindings found no NVRTC ({_first_line(error)})"
-        ) from error
+        reason = str(error).strip().split("\n")[0]
+        raise MissingDependencyError(f"{finder} found no NVRTC ({reason})") from error
     return major, minor
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def compile_to_cubin(spec: KernelSpec, *, debug: bool = False) -> CompiledKernel:
