@@ -70,32 +70,24 @@ __all__ = [
     "top_k",
 ]
 
-_HOMES = {  # public names that are loaded when they are first asked for
-    "AttentionPlan": "mha.attention",
-    "AttentionState": "merge",
-    "DSAPlan": "sparse.dsa",
-    "MLAAttentionPlan": "mla.attention",
-    "MLADecodePlan": "mla.decode",
-    "MLASparsePlan": "sparse.mla_sparse",
-    "PagedMQALogitsPlan": "indexer.paged_logits",
-    "QuantizedRows": "indexer.quantize",
-    "TopKResult": "sparse.top_k",
-    "append_indexer_cache": "indexer.cache",
-    "append_kv_cache": "mha.cache",
-    "append_mla_cache": "mla.cache",
-    "apply_rope": "mha.rope",
-    "attention": "mha.attention",
-    "merge_attention_states": "merge",
-    "mla_attention": "mla.attention",
-    "mla_decode": "mla.decode",
-    "mla_sparse_attention": "sparse.mla_sparse",
-    "mla_sparse_decode": "sparse.mla_sparse",
-    "mqa_logits": "indexer.logits",
-    "paged_mqa_logits": "indexer.paged_logits",
-    "prepare": "preparation",
-    "quantize_fp8": "indexer.quantize",
-    "top_k": "sparse.top_k",
+_NAMES = {  # public names, by the module that is loaded when one is first asked for
+    "indexer.cache": ("append_indexer_cache",),
+    "indexer.logits": ("mqa_logits",),
+    "indexer.paged_logits": ("PagedMQALogitsPlan", "paged_mqa_logits"),
+    "indexer.quantize": ("QuantizedRows", "quantize_fp8"),
+    "merge": ("AttentionState", "merge_attention_states"),
+    "mha.attention": ("AttentionPlan", "attention"),
+    "mha.cache": ("append_kv_cache",),
+    "mha.rope": ("apply_rope",),
+    "mla.attention": ("MLAAttentionPlan", "mla_attention"),
+    "mla.cache": ("append_mla_cache",),
+    "mla.decode": ("MLADecodePlan", "mla_decode"),
+    "preparation": ("prepare",),
+    "sparse.dsa": ("DSAPlan",),
+    "sparse.mla_sparse": ("MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"),
+    "sparse.top_k": ("TopKResult", "top_k"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 if not TYPE_CHECKING:  # or every name would pass

@@ -145,18 +145,15 @@ class _Merge(Operation[_Arguments, int]):
         """Describe as many launches as it takes; each but the last hands its result on."""
         if 0 in arguments.outs[0].shape:
             return ()
-        pairs = zip(arguments.outs, arguments.lses, strict=True)
-        partials = [_state(*views) for views in pairs]
-        shape = partials[0].out.shape
-        handed_on = _contiguous(arguments.outs[0], buffer, shape)
-        *earlier, last = range(0, len(partials), MOST_PARTIALS)
+        partials = [_state(*views) for views in zip(arguments.outs, arguments.lses, strict=True)]
+        handed_on = _contiguous(arguments.outs[0], buffer, partials[0].out.shape)
         launches, carried = [], None
-        for first in earlier:
-            some = partials[first : first + MOST_PARTIALS]
-            launches.append(merge_launch(some, carried, handed_on, arguments.log2_of_base))
-            carried = handed_on
-        result = _state(*outs)
-        launches.append(merge_launch(partials[last:], carried, result, arguments.log2_of_base))
+        for first in range(0, len(partials), MOST_PARTIALS):
+            after = first + MOST_PARTIALS
+            result = handed_on if after < len(partials) else _state(*outs)
+            some = partials[first:after]
+            launches.append(merge_launch(some, carried, result, arguments.log2_of_base))
+            carried = result
         return launches
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
@@ -246,10 +243,7 @@ def _check_outs(views: list[ArrayView]) -> None:
             f"got shape {first.shape}; reshape it (an array that is no sequence of arrays needs a "
             f"leading axis of partial results)"
         )
-    if first.dtype not in _DTYPES:
-        raise TypeError(
-            f"outs[0]: needs {' or '.join(_DTYPES)}, got {first.dtype}; convert all of outs"
-        )
+    check_dtype("outs[0]", first.dtype, _DTYPES, "convert all of outs")
     if first.shape[-1] % 8 or not first.shape[-1]:
         raise ValueError(
             f"outs[0]: needs a head_dim that is a multiple of 8, got shape {first.shape}; pad the "

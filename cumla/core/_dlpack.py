@@ -59,17 +59,14 @@ _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 class ManagedTensor(ctypes.Structure):
     _fields_ = [
         ("tensor", DLTensor),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("manager_ctx", "deleter")),
     ]
 
 
 class ManagedTensorVersioned(ctypes.Structure):
     _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("major", "minor")),
+        *((name, ctypes.c_void_p) for name in ("manager_ctx", "deleter")),
         ("flags", ctypes.c_uint64),
         ("tensor", DLTensor),
     ]

@@ -150,10 +150,8 @@ class Driver:
         """
         status = self._event_query(event)
         if status not in (0, _CUDA_ERROR_NOT_READY):
-            _log.warning(
-                "cuEventQuery failed: %s; what was kept until then is released",
-                self._describe(status),
-            )
+            reason = self._describe(status)
+            _log.warning("cuEventQuery failed: %s; what was kept until then is released", reason)
         return bool(status != _CUDA_ERROR_NOT_READY)
 
     def destroy_event(self, event: int) -> None:

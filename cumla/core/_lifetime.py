@@ -112,7 +112,9 @@ def _take_finished() -> list[object]:
         _looking = True
         try:
             for (device, queue), points in list(waiting.items()):
-                _take_from(points, device, finished)
+                with on_device(driver(), device):  # the thread may have no context at all
+                    while points and points[0][0]():
+                        finished.append(points.popleft())
                 if not points:
                     del waiting[device, queue]
         finally:
@@ -120,15 +122,6 @@ def _take_finished() -> list[object]:
     finally:
         _lock.release()
     return finished
-
-
-def _take_from(
-    points: deque[tuple[Callable[[], bool], object]], device: int, finished: list[object]
-) -> None:
-    """Move what the front of a queue was kept for to `finished`, up to a point not yet passed."""
-    with on_device(driver(), device):  # the thread may have no context at all
-        while points and points[0][0]():
-            finished.append(points.popleft())
 
 
 def _event_passed(event: int) -> bool:

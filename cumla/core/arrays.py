@@ -197,7 +197,10 @@ def open_call(
         if framework_of_type.get(type(array)) is not first:
             same = False
             break
-    views = first.views(arguments) if same else _views_of_several(arguments)
+    if same:
+        views = first.views(arguments)
+    else:
+        views = [view for one in arguments for view in framework_of(*one).views((one,))]
     device = _device_of(arguments, views)
     allocator: Allocator | None = None
     handle = 0
@@ -210,13 +213,7 @@ def open_call(
     imports = None
     if not same or None in views:
         imports = _import_foreign(arguments, first, views, device, handle)
-    found = (*views, *written)
-    return Call(first, allocator, device, handle, stream, found, imports)
-
-
-def _views_of_several(arguments: tuple[tuple[str, object], ...]) -> list[ArrayView | None]:
-    """Look at arrays of several frameworks."""
-    return [view for one in arguments for view in framework_of(*one).views((one,))]
+    return Call(first, allocator, device, handle, stream, (*views, *written), imports)
 
 
 def _device_of(

@@ -219,12 +219,11 @@ class _Torch(Allocator):
             with self._plainly():
                 return self.glance(arrays)
         try:
-            return tuple(
-                [
-                    (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())
-                    for a in arrays
-                ]
-            )
+            seen = [
+                (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())
+                for a in arrays
+            ]
+            return tuple(seen)
         except RuntimeError:  # no dense tensor, as `views` will say
             return None
 

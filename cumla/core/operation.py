@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.arguments import check_output
-from cumla.core.arrays import (
-    WORKSPACE,
-    from_numpy,
-    glance,
-    open_call,
-    reopen_call,
-    to_numpy,
-)
+from cumla.core.arrays import WORKSPACE, from_numpy, glance, open_call, reopen_call, to_numpy
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap
@@ -358,14 +351,9 @@ def run_on_cpu(
     if check_mode():
         operation.check_values(host, arguments)
     results = operation.reference(host, arguments)
-    return tuple(
-        [
-            from_numpy(call.framework, result)
-            if outputs[output.name] is None
-            else outputs[output.name]
-            for result, output in zip(results, operation.outputs(arguments), strict=True)
-        ]
-    )
+    out = [outputs[output.name] for output in operation.outputs(arguments)]
+    pairs = zip(out, results, strict=True)
+    return tuple([from_numpy(call.framework, new) if a is None else a for a, new in pairs])
 
 
 def parts_on_host(host: Mapping[str, Any], name: str) -> Any:

@@ -74,13 +74,8 @@ def _offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int
     """Bytes from an array's address to its lowest one, and to behind its highest one."""
     if 0 in shape:
         return (0, 0)
-    low, high = 0, _LARGEST
-    for length, stride in zip(shape, strides, strict=True):
-        if stride < 0:
-            low += (length - 1) * stride
-        else:
-            high += (length - 1) * stride
-    return (low, high)
+    reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(min(reach, 0) for reach in reaches), _LARGEST + sum(max(r, 0) for r in reaches)
 
 
 def _block(view: ArrayView) -> _Block | None:

@@ -60,18 +60,6 @@ class Workspace:
     handed over by the caller.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_device",
-        "_event",
-        "_owner",
-        "_stream",
-        "_stream_object",
-        "_user",
-        "home",
-        "nbytes",
-    )
-
     def __init__(self, owner: object, call: Call) -> None:
         self._owner = owner
         self._device = call.device
@@ -162,13 +150,11 @@ class PlanMemory:
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
-        self.owner: object  # the array that holds the buffer
-        self.buffer: ArrayView
         if workspace is None:
             self.owner, self.buffer = call.empty((nbytes,), "uint8")
             self._workspace = Workspace(self.owner, call)
         else:
-            self.owner = workspace
+            self.owner = workspace  # the array that holds the buffer
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
             self._workspace = Workspace.at(workspace, self.buffer, call)
@@ -301,18 +287,18 @@ class Plan(ABC, Generic[K]):
             self._check_device(call)
             if memory is not None:
                 refuse_overlap({WORKSPACE: memory.buffer}, views)
-        if memory is None:
-            self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
-            if check_mode():
-                self._check_lengths(self._values)
-            self._note(inputs)
-            return
         with call:
-            self._values = None
-            if check_mode() and may_look(call):
-                self._values = _on_host(call, tuple(inputs))
-                self._check_lengths(self._values)
-            self._note(inputs)
+            if memory is None:
+                self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
+            else:
+                looks = check_mode() and may_look(call)
+                self._values = _on_host(call, tuple(inputs)) if looks else None
+            noted = self._values if check_mode() else None
+            if noted is not None:
+                self._check_lengths(noted)
+            self._sources, self._thread = ({}, 0) if noted is None else (inputs, get_ident())
+            if memory is None:
+                return
             if launch is None:
                 assert call.device is not None
                 self._load(call.device, lambda: call.capturing)
@@ -320,11 +306,6 @@ class Plan(ABC, Generic[K]):
                 launch = _in_turn(packed.placed(call)[0])
                 self._updates.keep(identity, launch)
             memory.update(call, launch)
-
-    def _note(self, inputs: dict[str, Any]) -> None:
-        """Remember what the check mode compares."""
-        noted = check_mode() and self._values is not None
-        self._sources, self._thread = (inputs, get_ident()) if noted else ({}, 0)
 
     def _check_lengths(self, host: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """In check mode: raise for the first length of an update that is out of range."""

@@ -7,6 +7,7 @@ float32 scales. A pair of arrays has each by itself.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -65,27 +66,21 @@ def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]
     return keys, scales
 
 
-def _pair_of_pages(
-    keys: ArrayView, scales: ArrayView, head_dim: int
-) -> tuple[ArrayView, ArrayView]:
-    """Check dtypes and shapes of a cache whose keys and scales are arrays of their own.
+def pages_of(given: Mapping[str, ArrayView], head_dim: int) -> tuple[ArrayView, ArrayView]:
+    """Take keys and scales out of a cache in either form, by name, and check dtypes and shapes.
 
-    They come back as from `_fused_pages`, but for the keys' dtype and what lies where.
+    Those of a pair come back as from `_fused_pages`, but for the keys' dtype and what lies where.
     """
+    if "kv_cache" in given:
+        return _fused_pages(given["kv_cache"], head_dim)
     first, second = "kv_cache[0]", "kv_cache[1]"
+    keys, scales = given[first], given[second]
     _check_e4m3_dtype(first, keys)
     keys = _without_head_axis(first, keys, head_dim, f"{head_dim} values")
     check_dtype(second, scales.dtype, FLOAT32)
     check_shape(second, scales, "(num_pages, page_size)", keys.shape[:2], "reshape it")
     check_lies(second, scales, "elements")
     return keys, scales
-
-
-def pages_of(given: Mapping[str, ArrayView], head_dim: int) -> tuple[ArrayView, ArrayView]:
-    """Take keys and scales out of a cache in either form, by name."""
-    if "kv_cache" in given:
-        return _fused_pages(given["kv_cache"], head_dim)
-    return _pair_of_pages(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
 
 
 def _without_head_axis(name: str, cache: ArrayView, columns: int, holds: str) -> ArrayView:
@@ -150,13 +145,11 @@ def checked_logits_dtype(logits_dtype: Any) -> str | None:
 @lru_cache(maxsize=64)
 def _logits_dtype(logits_dtype: Any) -> str:
     got = str(logits_dtype)
-    if got.startswith("torch."):
-        name = got.removeprefix("torch.")
-    else:
-        try:
-            name = got = np.dtype(logits_dtype).name
-        except TypeError:  # names of types that NumPy does not know until ml_dtypes is loaded, too
-            name = got
+    if not got.startswith("torch."):
+        # It refuses names of types that NumPy does not know until ml_dtypes is loaded, too.
+        with suppress(TypeError):
+            got = np.dtype(logits_dtype).name
+    name = got.removeprefix("torch.")
     if name not in _LOGITS_DTYPES:
         raise TypeError(
             f"logits_dtype: needs {' or '.join(_LOGITS_DTYPES)}, got {got}; convert the result"

@@ -39,7 +39,7 @@ from cumla.indexer.arguments import (
     logits_output,
     pages_of,
 )
-from cumla.launch.device import checked_sm_count, require_hopper
+from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.indexer.paged_mqa_logits import (
     PagedMQAArguments,
     paged_mqa_logits_launch,
@@ -199,10 +199,9 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         if 0 in arguments.q.shape:
             return ()
         lens = kept_lens(key, arguments.block_table, buffer)
-        (out,) = outs
         q, k_cache, scale_cache, weights, table, *_ = arguments
         assert weights is not None  # only the shape of a plan needs none
-        views = PagedMQAArguments(q, k_cache, scale_cache, weights, lens, table, buffer, out)
+        views = PagedMQAArguments(q, k_cache, scale_cache, weights, lens, table, buffer, *outs)
         return (paged_mqa_logits_launch(key, views, clean=arguments.clean),)
 
     def check_values(self, host: Host, arguments: PagedArguments) -> None:
@@ -237,8 +236,7 @@ class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
 
     def key(self, arguments: tuple[tuple[ArrayView], PagedArguments], device: int) -> PagedMQAKey:
         (lens,), attend = arguments
-        sm_count = require_hopper(device).sm_count
-        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count)
+        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count_of(device))
 
 
 _SCHEDULE = _Schedule(
@@ -304,11 +302,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
         shape = _checked_shape(numbers, per_row_lens)
         check_device_number(device)
-
-        def key_on(on: int | None) -> PagedMQAKey:
-            return PagedMQAKey(*shape, 0 if on is None else require_hopper(on).sm_count)
-
-        self._make(key_on, device, workspace, like, stream)
+        place = (device, workspace, like, stream)
+        self._make(lambda on: PagedMQAKey(*shape, sm_count_of(on)), *place)
 
     @classmethod
     def from_arrays(
@@ -329,18 +324,12 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        batch, next_n, num_heads, head_dim, page_size, max_pages = checked_paged(views).shape
-        (lens,) = _SCHEDULE.arguments(views, (batch, next_n, None))
+        *sizes, page_size, max_pages = checked_paged(views).shape
+        (lens,) = _SCHEDULE.arguments(views, (sizes[0], sizes[1], None))
+        options = {"workspace": workspace, "like": q, "stream": stream}
+        options |= {"page_size": page_size, "per_row_lens": len(lens.shape) == 2}
         with call:
-            return cls(
-                *(batch, next_n, num_heads, head_dim),
-                max_pages=max_pages,
-                page_size=page_size,
-                per_row_lens=len(lens.shape) == 2,
-                workspace=workspace,
-                like=q,
-                stream=stream,
-            )
+            return cls(*sizes, max_pages=max_pages, **options)
 
     @staticmethod
     def workspace_bytes(
@@ -472,9 +461,8 @@ def checked_kv_lens(
     """Check lengths: one for each request, or one for each query; None: either."""
     view = views["kv_lens"]
     assert view is not None
-    if len(view.shape) == 2 if per_row is None else per_row:
-        row = Array("batch next_n", INT32, way_out="give each query its length")
-    else:
-        row = KV_LENS
-    bind({"kv_lens": row}, views, {"batch": batch, "next_n": next_n})
+    of_queries = Array("batch next_n", INT32, way_out="give each query its length")
+    has_rows = len(view.shape) == 2 if per_row is None else per_row
+    sizes = {"batch": batch, "next_n": next_n}
+    bind({"kv_lens": of_queries if has_rows else KV_LENS}, views, sizes)
     return view

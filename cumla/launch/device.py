@@ -24,6 +24,7 @@ __all__ = [
     "installed_cupy",
     "properties",
     "require_hopper",
+    "sm_count_of",
 ]
 
 
@@ -89,6 +90,11 @@ def require_hopper(ordinal: int) -> DeviceProperties:
             f"arrays in CPU memory are computed by cumla.reference on any machine"
         )
     return found
+
+
+def sm_count_of(ordinal: int | None) -> int:
+    """Count the multiprocessors of a GPU that can run the kernels; 0 for the CPU."""
+    return 0 if ordinal is None else require_hopper(ordinal).sm_count
 
 
 def checked_sm_count(sm_count: int | None) -> int:

@@ -17,7 +17,7 @@ from cumla.launch.module import load
 from cumla.launch.tensor_map import TensorMap, is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cumla.core.arrays import ArrayView
     from cumla.launch.module import LoadedKernel
@@ -98,20 +98,14 @@ class Unplanned(Operation[A, None], Generic[A]):
 @cache
 def _offsets(layout: str) -> tuple[int, ...]:
     """Tell where the fields of a layout lie that packs them without gaps of its own ("<")."""
-
-    def each() -> Iterator[int]:
-        offset = 0
-        for count, letter in re.findall(r"(\d*)([a-zA-Z?])", layout):
-            if letter in "sx":
-                if letter == "s":
-                    yield offset
-                offset += int(count or 1)
-                continue
-            for _ in range(int(count or 1)):
-                yield offset
-                offset += struct.calcsize(f"<{letter}")
-
-    return tuple(each())
+    found, offset = [], 0
+    for text, letter in re.findall(r"(\d*)([a-zA-Z?])", layout):
+        count, size = int(text or 1), struct.calcsize(f"<{letter}")
+        if letter in "sx":  # a count of bytes, not of fields
+            count, size = 1, count
+        found += [offset + i * size for i in range(count) if letter != "x"]
+        offset += count * size
+    return tuple(found)
 
 
 class Template:
@@ -124,9 +118,10 @@ class Template:
         self._grid = launch.grid
         self._cluster = launch.cluster
         self._packed = launch.pack()
+        # And where a packed descriptor takes other addresses, if it was packed with a plain one.
         self._fields = [
-            (offset, argument, addend, tensor_map, _address_at(tensor_map))
-            for offset, argument, addend, tensor_map in launch.relocations()
+            (*found, found.map.address_at() if found.map and is_plain(found.map.ptr) else None)
+            for found in launch.relocations()
         ]
 
     def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
@@ -142,11 +137,6 @@ class Template:
                 encoded = tensor_map._replace(ptr=address).encode()
                 parameters[offset : offset + len(encoded)] = encoded
         return PreparedLaunch(self._kernel, self._grid, self._cluster, parameters, stream)
-
-
-def _address_at(tensor_map: TensorMap | None) -> int | None:
-    """Tell where a packed descriptor takes other addresses, if it was packed with a plain one."""
-    return tensor_map.address_at() if tensor_map and is_plain(tensor_map.ptr) else None
 
 
 _pack_address = struct.Struct("<Q").pack_into

@@ -33,11 +33,6 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def merge_spec(dtype: str) -> KernelSpec:
-    """Look up the kernel for partial results of a dtype."""
-    return _SPECS[dtype]
-
-
 class StateViews(NamedTuple):
     """An attention output and its log-sum-exp, on the GPU."""
 
@@ -100,7 +95,7 @@ def merge_launch(
         *(0,) * (MOST_RANKS + 1),
     )
     blocks = merge_blocks(rows, columns, len(partials))
-    return Launch(merge_spec(first.dtype), (blocks, 1, 1), _PARAMS, values)
+    return Launch(_SPECS[first.dtype], (blocks, 1, 1), _PARAMS, values)
 
 
 def merge_after_meeting(launch: Launch, meeting: Meeting) -> Launch:

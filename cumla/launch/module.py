@@ -94,11 +94,7 @@ def _load_cold(spec: KernelSpec, device: int, capturing: Callable[[], bool]) -> 
             cupy = import_cupy()
             cuda = driver()
             # Relaxed: loading would break a capture in the global mode that another thread makes.
-            with (
-                in_primary_context(cuda, device),
-                cupy.cuda.Device(device),
-                cuda.relaxed_capture(),
-            ):
+            with in_primary_context(cuda, device), cupy.cuda.Device(device), cuda.relaxed_capture():
                 kernel = _ready(spec, device, _find_or_compile(cupy, spec, debug=debug_build()))
             _loaded[spec, device] = kernel
     return kernel
@@ -262,11 +258,7 @@ def cupy_nvrtc_version() -> tuple[int, int]:
     Raise `MissingDependencyError` if CuPy is missing, or found no NVRTC.
     """
     nvrtc = import_cupy().cuda.nvrtc
-    try:
-        major, minor = nvrtc.getVersion()
-    except (RuntimeError, ImportError, OSError) as error:
-        raise MissingDependencyError(f"CuPy found no NVRTC ({_first_line(error)})") from error
-    return major, minor
+    return _version_of("CuPy", nvrtc.getVersion)
 
 
 def bindings_nvrtc_version() -> tuple[int, int]:
@@ -280,17 +272,16 @@ def bindings_nvrtc_version() -> tuple[int, int]:
         raise MissingDependencyError(
             f"cuda.bindings, which compiles the kernels here, cannot be imported ({error})"
         ) from error
+    return _version_of("cuda.bindings", nvrtc.nvrtcVersion)
+
+
+def _version_of(finder: str, version: Callable[[], tuple[int, ...]]) -> tuple[int, int]:
     try:
-        _, major, minor = nvrtc.nvrtcVersion()
+        *_, major, minor = version()
     except (RuntimeError, ImportError, OSError) as error:
-        raise MissingDependencyError(
-            f"cuda.bindings found no NVRTC ({_first_line(error)})"
-        ) from error
+        reason = str(error).strip().split("\n")[0]
+        raise MissingDependencyError(f"{finder} found no NVRTC ({reason})") from error
     return major, minor
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def compile_to_cubin(spec: KernelSpec, *, debug: bool = False) -> CompiledKernel:

@@ -41,7 +41,7 @@ from cumla.core.paged import (
     refuse_value,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.device import checked_sm_count, require_hopper
+from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import (
     MOST_TENSOR_COLUMNS,
     PIECE_BLOCKS,
@@ -355,7 +355,7 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
     def key(self, arguments: tuple[Any, MHAArguments], device: int) -> MHAKey:
         lengths, attend = arguments
         batch, shape = _batch_of(lengths, attend), _shape_of(attend)
-        sm_count = require_hopper(device).sm_count
+        sm_count = sm_count_of(device)
         cuts = _cuts_of(batch, attend) if self._batch_invariant else _NO_CUTS
         return _key(batch, shape, attend.causal, attend.window[0] >= 0, device, sm_count, cuts)
 
@@ -687,7 +687,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
 
         def key_on(on: int | None) -> MHAKey:
-            sm_count = 0 if on is None else require_hopper(on).sm_count
+            sm_count = sm_count_of(on)
             return _key(batch, shape, causal, self._usual.window[0] >= 0, on, sm_count, cuts)
 
         self._make(key_on, device, workspace, like, stream)

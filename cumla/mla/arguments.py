@@ -126,10 +126,7 @@ def columns_apart(view: ArrayView) -> tuple[ArrayView, ArrayView]:
     *lead, columns = view.shape
     latent = columns - ROPE_DIM
     rope = view.ptr + latent * view.strides[-1]
-    return (
-        view._replace(shape=(*lead, latent)),
-        view._replace(shape=(*lead, ROPE_DIM), ptr=rope),
-    )
+    return view._replace(shape=(*lead, latent)), view._replace(shape=(*lead, ROPE_DIM), ptr=rope)
 
 
 def with_head_axis(view: ArrayView, axes: int) -> ArrayView:
@@ -190,11 +187,8 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
                 f"{name}: needs at least one {'head' if name.startswith('q') else 'token'}, got "
                 f"shape {view.shape}; skip the call where there is nothing to attend"
             )
-    for first, other in (
-        ("q[0]", "q[1]"),
-        ("kv_cache[0]", "kv_cache[1]"),
-        ("kv_cache[0]", "kv_cache[2]"),
-    ):
+    pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
+    for first, other in pairs:
         if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
             raise ValueError(
                 f"{other}: needs the first axes of {first}, {given[first].shape[:-1]}, got "

@@ -12,7 +12,6 @@ from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
-from cumla.launch.device import require_hopper
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, MLAAttentionKey, MLADecodeKey
@@ -171,8 +170,3 @@ class MLAPlan(Plan[K], Generic[K]):
         check_made_for(names, made, shape_of(q, kv_cache))
         if cache_of(kv_cache) != self.key.cache:
             raise other_cache(q, kv_cache)
-
-
-def sm_count_of(device: int | None) -> int:
-    """Count the multiprocessors of a GPU that can run the kernels; 0 for the CPU."""
-    return 0 if device is None else require_hopper(device).sm_count

@@ -22,7 +22,7 @@ from cumla.core.paged import (
     not_one_form,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.device import checked_sm_count
+from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
@@ -30,7 +30,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
@@ -317,10 +317,8 @@ stream
         """
         if (block_table is None) == (kv_indices is None):
             raise not_one_form(block_table)
-        if kv_indices is None:
-            name, pages = "block_table", block_table
-        else:
-            name, pages = "kv_indices", kv_indices
+        name = "block_table" if kv_indices is None else "kv_indices"
+        pages = block_table if kv_indices is None else kv_indices
         return self._run_layer(
             q, kv_cache, name, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
         )

@@ -13,11 +13,12 @@ from cumla import reference
 from cumla.core.arguments import checked_flag, number_of
 from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import parts_on_host, run
+from cumla.core.paged import refuse_pages, refuse_positions, refuse_slots
 from cumla.launch.kernel import Unplanned
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
-from cumla.mla.cache_arguments import NUMBERS, check_append_values, checked_append_arguments
+from cumla.mla.cache_arguments import NUMBERS, checked_append_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,7 +198,13 @@ class _Append(Unplanned[AppendArguments]):
         return ((append_fp8_launch if is_fp8 else append_launch)(arguments),)
 
     def check_values(self, host: Host, arguments: AppendArguments) -> None:
-        check_append_values(host, arguments)
+        num_pages, page_size = arguments.latent_cache.shape[:2]
+        if "slot_mapping" in host:
+            refuse_slots(host["slot_mapping"], num_pages * page_size)
+        else:
+            refuse_pages(host, host["batch_indices"], host["positions"], num_pages, page_size)
+        if arguments.cos_sin is not None:
+            refuse_positions(host["positions"], arguments.cos_sin.shape[0])
 
     def reference(self, host: Host, arguments: AppendArguments) -> Results:
         others = {n: a for n, a in host.items() if not n.startswith(("rows", "kv_cache"))}

@@ -17,7 +17,6 @@ from cumla.core.arguments import (
     check_own_memory,
     check_written,
 )
-from cumla.core.paged import Host, refuse_pages, refuse_positions, refuse_slots
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, checked_v4, columns_apart, heads_problem, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, is_v4, unpacked, v4_apart
@@ -270,17 +269,3 @@ def _checked_queries(
     else:
         check_output("q_pe_out", out, q_pe.shape, (dtype,), "rows")
     return q_pe, out
-
-
-# Check mode.
-
-
-def check_append_values(numbers: Host, arguments: AppendArguments) -> None:
-    """Raise for the first slot, request, position or page number that is out of range."""
-    num_pages, page_size = arguments.latent_cache.shape[:2]
-    if "slot_mapping" in numbers:
-        refuse_slots(numbers["slot_mapping"], num_pages * page_size)
-    else:
-        refuse_pages(numbers, numbers["batch_indices"], numbers["positions"], num_pages, page_size)
-    if arguments.cos_sin is not None:
-        refuse_positions(numbers["positions"], arguments.cos_sin.shape[0])

@@ -30,7 +30,7 @@ from cumla.core.paged import (
     refuse_value,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.device import checked_sm_count
+from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mla.choice import attend_launch, decode_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLADecodeKey
@@ -44,7 +44,7 @@ from cumla.mla.arguments import (
     checked_shape,
     named,
 )
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
@@ -373,14 +373,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         causal, batch_invariant, max_kv_len, workspace, stream
             As for the class.
         """
-        return cls._for_arrays(
-            named(q, kv_cache, None),
-            stream,
-            causal=causal,
-            batch_invariant=batch_invariant,
-            max_kv_len=max_kv_len,
-            workspace=workspace,
-        )
+        options = {"causal": causal, "workspace": workspace, "max_kv_len": max_kv_len}
+        arrays = named(q, kv_cache, None)
+        return cls._for_arrays(arrays, stream, batch_invariant=batch_invariant, **options)
 
     @staticmethod
     def workspace_bytes(
@@ -483,17 +478,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         CumlaError
             The driver refuses a launch.
         """
+        name = "block_table"
         return self._run_layer(
-            q,
-            kv_cache,
-            "block_table",
-            block_table,
-            softmax_scale,
-            kv_scale,
-            fp8_products,
-            out,
-            lse,
-            stream,
+            q, kv_cache, name, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
         )
 
     def _specs(self) -> tuple[KernelSpec, ...]:

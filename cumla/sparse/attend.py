@@ -12,9 +12,9 @@ import numpy as np
 from cumla import reference
 from cumla.core.operation import Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import Host, Results, Stated
+from cumla.launch.device import sm_count_of
 from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
 from cumla.launch.sparse.shape import MLASparseKey
-from cumla.mla.attend import sm_count_of
 from cumla.mla.shape import VALUE_DIM
 from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.arguments import (

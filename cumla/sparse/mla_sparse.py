@@ -19,12 +19,12 @@ from cumla.core.operation import run
 from cumla.core.paged import check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
-from cumla.launch.device import checked_sm_count
+from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.launch.sparse.shape import V4, MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
-from cumla.mla.attend import SCALE, sm_count_of
+from cumla.mla.attend import SCALE
 from cumla.mla.fp8_caches import FP8
 from cumla.sparse.arguments import (
     TOKEN_AXES,

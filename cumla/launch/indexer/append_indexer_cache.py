@@ -38,10 +38,7 @@ class AppendIndexerArguments(NamedTuple):
 _PARAMS = struct.Struct("<12q4i")
 
 
-def append_indexer_launch(
-    arguments: AppendIndexerArguments,
-    power_of_two_scales: bool,
-) -> Launch:
+def append_indexer_launch(arguments: AppendIndexerArguments, power_of_two_scales: bool) -> Launch:
     """Describe how to quantise and write the keys, at least one, of 32, 64 or 128 columns.
 
     Where `power_of_two_scales`, scales are rounded up to powers of two.

@@ -50,11 +50,7 @@ _PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}8q4i32x")
 
 
 def mqa_logits_launch(
-    arguments: MQALogitsArguments,
-    *,
-    compressed: bool,
-    clean: bool,
-    sm_count: int,
+    arguments: MQALogitsArguments, *, compressed: bool, clean: bool, sm_count: int
 ) -> Launch:
     """Describe how to score the tokens that each query row sees, in one thread block an SM.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import product, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
@@ -31,15 +32,8 @@ def _spec(shape: LogitsShape) -> KernelSpec:
     return KernelSpec.of("indexer", *names, *numbers, tags=tags, threads=384, smem_bytes=size)
 
 
-_SPECS = {
-    shape: _spec(shape)
-    for shape in dict.fromkeys(
-        _shape(heads, head_dim, next_n)
-        for heads in (32, 64)
-        for head_dim in (32, 64, 128)
-        for next_n in range(1, 9)
-    )
-}
+_SHAPES = starmap(_shape, product((32, 64), (32, 64, 128), range(1, 9)))
+_SPECS = {shape: _spec(shape) for shape in _SHAPES}  # several shapes are equal
 SPECS = tuple(_SPECS.values())
 
 
@@ -66,10 +60,7 @@ _PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}{LENGTHS_FIELDS}8q2i")
 
 
 def paged_mqa_logits_launch(
-    key: PagedMQAKey,
-    arguments: PagedMQAArguments,
-    *,
-    clean: bool,
+    key: PagedMQAKey, arguments: PagedMQAArguments, *, clean: bool
 ) -> Launch:
     """Describe how to score the tokens that each row sees, as the plan's schedule deals them out.
 

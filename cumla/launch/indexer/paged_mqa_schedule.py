@@ -82,11 +82,7 @@ def paged_mqa_schedule_spec(key: PagedMQAKey) -> KernelSpec:
 
 
 def paged_mqa_schedule_launch(
-    key: PagedMQAKey,
-    kv_lens: ArrayView,
-    buffer: int,
-    *,
-    keeps_lens: bool,
+    key: PagedMQAKey, kv_lens: ArrayView, buffer: int, *, keeps_lens: bool
 ) -> Launch:
     """Describe how to compute the schedule for these lengths into the plan's buffer.
 

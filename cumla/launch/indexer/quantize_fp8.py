@@ -49,10 +49,7 @@ def merge_axes(
 
 
 def quantize_launch(
-    x: ArrayView,
-    values: ArrayView,
-    scale: ArrayView,
-    power_of_two_scales: bool,
+    x: ArrayView, values: ArrayView, scale: ArrayView, power_of_two_scales: bool
 ) -> Launch:
     """Describe how to quantise the rows of `x`, at least one.
 

@@ -185,11 +185,6 @@ class MHAKey(RaggedKey):
         return gcd(self.page_size, CHUNK_TOKENS if self.few_rows else BLOCK_TOKENS)
 
     @property
-    def tiles(self) -> int:
-        """Thread blocks that work on the same part: those of each kv head."""
-        return self.num_kv_heads
-
-    @property
     def row_tiles(self) -> int:
         """Thread blocks that share the row tile at each place of the schedule."""
         return 1

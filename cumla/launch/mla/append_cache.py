@@ -65,9 +65,7 @@ def append_launch(arguments: AppendArguments) -> Launch:
     return Launch(spec, grid, _PARAMS, values)
 
 
-def append_values(
-    arguments: AppendArguments,
-) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+def append_values(arguments: AppendArguments) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     """Give the grid, and what struct AppendCacheParams holds in `PARAMS_FORMAT`."""
     a = arguments
     tokens, num_kv_heads, _ = a.latent_rows.shape

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from cumla.launch.mla.shape import MLADecodeKey
@@ -28,12 +29,7 @@ def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
     )
 
 
-_SPECS = {
-    (ragged, grouped, fp8_rope): _spec(ragged, grouped, fp8_rope)
-    for ragged in (False, True)
-    for grouped in (False, True)
-    for fp8_rope in (False, True)
-}
+_SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=3)}
 SPECS = tuple(_SPECS.values())
 
 

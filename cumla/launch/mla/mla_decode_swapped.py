@@ -7,13 +7,10 @@ the launches of both.
 
 from __future__ import annotations
 
-import struct
 from itertools import product
 
-from cumla.launch.mla.mla_decode import FORM_TAGS, PARAMS_FORMAT
+from cumla.launch.mla.mla_decode import FORM_TAGS
 from cumla.launch.source import HALVES, KernelSpec
-
-_PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
 def _spec(dtype: str, form: str) -> KernelSpec:

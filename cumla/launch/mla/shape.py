@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cumla.launch.split.plan import (
-    PLACE_BYTES,
     ROW_GROUP,
     ROW_TILE,
     PlanKey,
@@ -107,9 +106,7 @@ class MLADecodeKey(_DenseKey):
     @cached_property
     def row_tile(self) -> int:
         """Query rows of one thread block: fewer where it computes from e4m3 numbers."""
-        if self.cache == "same":
-            return ROW_TILE
-        if self.has_whole_tiles:
+        if self.cache == "same" or self.has_whole_tiles:
             return ROW_TILE
         narrow, wide = NARROW_ROWS
         return narrow if self.group_rows <= narrow else wide
@@ -118,11 +115,6 @@ class MLADecodeKey(_DenseKey):
     def row_tiles(self) -> int:
         """Row tiles of a kv head."""
         return max(1, -(-self.group_rows // self.row_tile))
-
-    @cached_property
-    def tiles(self) -> int:
-        """Row tiles of all kv heads: thread blocks that work on the same part."""
-        return self.row_tiles * self.num_kv_heads
 
     @cached_property
     def row_groups(self) -> int:
@@ -145,11 +137,6 @@ class MLADecodeKey(_DenseKey):
         """Places of the schedule's order: one for each request."""
         return self.batch
 
-    @property
-    def places_bytes(self) -> int:
-        """Size of the schedule's order."""
-        return self.num_places * PLACE_BYTES
-
 
 @dataclass(frozen=True)
 class MLAAttentionKey(_DenseKey, RaggedKey):
@@ -159,11 +146,6 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     """
 
     cache: str = "same"  # one of CACHES
-
-    @cached_property
-    def tiles(self) -> int:
-        """Thread blocks that work on the same part: those of each kv head."""
-        return self.num_kv_heads * self.row_tiles
 
     @property
     def total_tokens(self) -> int:  # type: ignore[override]

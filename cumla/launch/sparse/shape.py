@@ -9,7 +9,6 @@ from functools import cached_property
 from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, LatentKey
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
-    PLACE_BYTES,
     ROW_GROUP,
     ROW_TILE,
     PlanLayout,
@@ -78,11 +77,6 @@ class MLASparseKey(LatentKey):
         return -(-self.num_heads // self.row_tile)
 
     @property
-    def tiles(self) -> int:
-        """The same: there is one kv head."""
-        return self.row_tiles
-
-    @property
     def fetches_ahead(self) -> bool:
         """Whether a tensor map tells what L2 fetches ahead: single rows need none."""
         return False
@@ -128,11 +122,6 @@ class MLASparseKey(LatentKey):
         if self.batch_invariant:
             return self.num_places * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
         return filling_parts(self.tiles, self.sm_count)
-
-    @property
-    def places_bytes(self) -> int:
-        """Size of the schedule's order."""
-        return self.num_places * PLACE_BYTES
 
     @cached_property
     def selected(self) -> int:

@@ -117,13 +117,13 @@ class PlanKey(ABC):
 
     @property
     @abstractmethod
-    def tiles(self) -> int:
-        """Thread blocks that work on the same part."""
-
-    @property
-    @abstractmethod
     def row_tiles(self) -> int:
         """Thread blocks that read the same KV blocks at the same time: those of a kv head."""
+
+    @cached_property
+    def tiles(self) -> int:
+        """Thread blocks that work on the same part: those of all kv heads."""
+        return self.row_tiles * self.num_kv_heads
 
     @property
     @abstractmethod
@@ -156,9 +156,9 @@ class PlanKey(ABC):
         """Places that the schedule lists: requests, row tiles or lists."""
 
     @property
-    @abstractmethod
     def places_bytes(self) -> int:
-        """Size of what the schedule lists: an order of requests, or row tiles."""
+        """Size of what the schedule lists: an order of requests or lists, or row tiles."""
+        return self.num_places * PLACE_BYTES
 
     @cached_property
     def form(self) -> str:
@@ -200,7 +200,6 @@ class RaggedKey(PlanKey):
     """What follows from every shape whose requests have different numbers of query tokens."""
 
     total_tokens: int
-    causal: bool
 
     @property
     def schedule_page_size(self) -> int:
@@ -227,7 +226,7 @@ class RaggedKey(PlanKey):
         """Row tiles of a kv head that all requests may have together, however long each is."""
         return self.total_tokens * self.heads_per_group // ROW_TILE + self.batch
 
-    @cached_property
+    @property
     def places_bytes(self) -> int:
         """Size of the schedule's list of row tiles."""
         return self.num_places * TILE_PLACE_BYTES

@@ -34,12 +34,9 @@ def ragged_schedule_launch(
     list, and None where they come as a block table.
     """
     values = (
-        0 if qo_indptr is None else qo_indptr.ptr,
-        0 if qo_indptr is None else qo_indptr.strides[0] // 4,
-        0 if kv_lens is None else kv_lens.ptr,
-        0 if kv_lens is None else kv_lens.strides[0] // 4,
-        0 if kv_indptr is None else kv_indptr.ptr,
-        0 if kv_indptr is None else kv_indptr.strides[0] // 4,
+        *_int32s(qo_indptr),
+        *_int32s(kv_lens),
+        *_int32s(kv_indptr),
         *key.layout.schedule_at(buffer),
         key.batch,
         key.total_tokens,
@@ -57,3 +54,7 @@ def ragged_schedule_launch(
         key.row_tile,
     )
     return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
+
+
+def _int32s(view: ArrayView | None) -> tuple[int, int]:
+    return (0, 0) if view is None else (view.ptr, view.strides[0] // 4)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
@@ -20,18 +21,8 @@ CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead
 _THREADS = 1024
 
 
-def _spec(function: str) -> KernelSpec:
-    return KernelSpec(
-        stem="schedule",
-        package="cumla.cuda.split",
-        entry=f"mla_{function}",
-        function=function,
-        params="ScheduleParams",
-        threads=_THREADS,
-    )
-
-
-SPECS = (_spec("schedule"), _spec("schedule_invariant"))
+_SPEC = KernelSpec.of("split", "schedule", "ScheduleParams", name="mla_schedule", threads=_THREADS)
+SPECS = (_SPEC, replace(_SPEC, entry="mla_schedule_invariant", function="schedule_invariant"))
 
 
 def schedule_spec(key: PlanKey) -> KernelSpec:
