@@ -179,6 +179,10 @@ SLOTS = [
     wrong("rows", aligned((5, 2, 576)), "the 1 kv heads of kv_cache, got shape (5, 2, 576); pass"),
     wrong("rows[1]", (halves()[0], halves()[1][:4]), "the axes of rows[0]"),
     *(
+        wrong(name, value[::-1], "a last axis of 512 (of a pair of 512 ... ; these look swapped: p")
+        for name, value in (("kv_cache[0]", pair()), ("rows[0]", halves()))
+    ),
+    *(
         refusal
         for name, lead in (("rows", (5,)), ("kv_cache", (6, 16)))
         for refusal in (
@@ -348,7 +352,7 @@ V4 = [
     wrong_type("rows", narrow(F16), "kv_cache's dtype bfloat16, or float32, got float16; convert"),
     wrong_type("rows", narrow(E4M3), "kv_cache's dtype bfloat16, or float32, got float8_e4m3fn"),
     wrong("rows", aligned((5, 576)), "a last axis of 512 (448 latent + 64 RoPE, or a pair that"),
-    wrong("rows[0]", halves(), "a last axis of 448 (of a pair of latent and RoPE columns), got"),
+    wrong("rows[0]", halves(), "a last axis of 448 (of a pair of 448 latent and 64 RoPE columns"),
     wrong("rows", aligned((5, 2, 512)), "the 1 kv heads of kv_cache, got shape (5, 2, 512); pass"),
     wrong("rows", aligned((512,)), "axes (tokens, num_kv_heads, 512) ... got shape (512,); reshap"),
     *(

@@ -193,6 +193,7 @@ CACHES = [
     wrong(
         "kv_cache", (LATENT, ROPE, SCALES, SCALES), " ... scales of an e4m3 cache, got 4 of them"
     ),
+    wrong("kv_cache[0]", (ROPE, LATENT), "a last axis of 512 ... 64 RoPE ones: these look swapped"),
     wrong("kv_cache[0]", (ROPE.view(U8)[..., :64], ROPE, SCALES), "a last axis of 512, got shape"),
     *(
         wrong(
