@@ -155,10 +155,13 @@ REFUSED = [
     *wrong_parts("q"),
     *wrong_parts("kv_cache"),
     *(
-        wrong_type(
-            "softmax_scale", v, f"a Python or NumPy number, got {type(v).__name__}; pass float"
+        wrong_type("softmax_scale", v, f"a Python or NumPy number, got {got}; pass float")
+        for v, got in (
+            ("1", "str '1'"),
+            (np.ones(1), "ndarray"),
+            (1j, "complex"),
+            (True, "bool True"),
         )
-        for v in ("1", np.ones(1), 1j, True)
     ),
     *(
         wrong(
