@@ -93,12 +93,12 @@ def merge_attention_states(
     >>> cumla.merge_attention_states([out, 3 * out], [lse, lse]).out[0, 0].tolist()
     [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
     """
-    inputs = {**_named("outs", outs), **_named("lses", lses)}
+    inputs = {**named("outs", outs), **named("lses", lses)}
     options = _checked_log2(lse_base)
     return AttentionState(*run(_MERGE, inputs, {"out": out, "lse": lse}, options, stream))
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """Checked views of one call, a stacked array as one view of each partial result."""
 
     outs: tuple[ArrayView, ...]
@@ -106,16 +106,16 @@ class _Arguments(NamedTuple):
     log2_of_base: float
 
 
-class _Merge(Operation[_Arguments, int]):
+class Merge(Operation[Arguments, int]):
     """Merges partial results; its key is the bytes that one launch hands on to the next."""
 
-    def arguments(self, views: Views, options: float) -> _Arguments:
+    def arguments(self, views: Views, options: float) -> Arguments:
         outs, lses = _apart("outs", views), _apart("lses", views)
         _check_outs(outs)
         _check_lses(lses, outs)
-        return _Arguments(tuple(outs), tuple(lses), options)
+        return Arguments(tuple(outs), tuple(lses), options)
 
-    def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
+    def outputs(self, arguments: Arguments) -> tuple[Output, ...]:
         first, lse = arguments.outs[0], arguments.lses[0]
         dtypes = (first.dtype, *[dtype for dtype in _DTYPES if dtype != first.dtype])
         out = Output("out", first.shape, dtypes)
@@ -130,7 +130,7 @@ class _Merge(Operation[_Arguments, int]):
                     given[f"{name}[{i}]"] = view
         super().check_overlap(given, written)
 
-    def key(self, arguments: _Arguments, device: int) -> int:
+    def key(self, arguments: Arguments, device: int) -> int:
         require_hopper(device)
         first = arguments.outs[0]
         nbytes = 4 * prod(first.shape)
@@ -140,7 +140,7 @@ class _Merge(Operation[_Arguments, int]):
         return key
 
     def recipe(
-        self, key: int, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+        self, key: int, arguments: Arguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
         """Describe as many launches as it takes; each but the last hands its result on."""
         if 0 in arguments.outs[0].shape:
@@ -156,7 +156,7 @@ class _Merge(Operation[_Arguments, int]):
             carried = result
         return launches
 
-    def reference(self, host: Host, arguments: _Arguments) -> Results:
+    def reference(self, host: Host, arguments: Arguments) -> Results:
         outs, lses = (
             host[name] if name in host else [a for n, a in host.items() if n.startswith(f"{name}[")]
             for name in ("outs", "lses")
@@ -167,7 +167,7 @@ class _Merge(Operation[_Arguments, int]):
         )
 
 
-_MERGE = _Merge()
+_MERGE = Merge()
 
 
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
@@ -206,7 +206,7 @@ def _checked_log2(lse_base: Any) -> float:
     return log2(lse_base)
 
 
-def _named(name: str, arrays: Any) -> dict[str, Any]:
+def named(name: str, arrays: Any) -> dict[str, Any]:
     """Name the arrays of a sequence, or the one that holds all partial results."""
     if not isinstance(arrays, Sequence):
         return {name: arrays}

@@ -155,6 +155,12 @@ def wrong(name: str, value: Any, need: str) -> Refusal:
     return Refusal({name.partition("[")[0]: value}, ValueError, f"{name}: needs {need}")
 
 
+NO_FACTORS = [
+    wrong_type("kv_scale", value, f"a number, or a float32 array, got {got}; pass one of them")
+    for value, got in ((True, "bool True"), ("1", "str '1'"), ((1.0,), "tuple"), ([1.0], "list"))
+]
+
+
 def badly_laid_out(name: str, array: Any) -> list[Refusal]:
     """List what no array of rows may be: gaps, odd strides, backwards, off 16 bytes."""
     least = next(i for i in (0, 1) if array.shape[i] > 1)

@@ -300,15 +300,18 @@ def _wrong_option(name: str, need: str, value: object, way_out: str) -> TypeErro
             "options are no arrays: bind it before jax.jit, as by functools.partial, or name it "
             "in static_argnames"
         )
-    return TypeError(f"{name}: needs {need}, got {type(value).__qualname__}; {way_out}")
+    got = type(value).__qualname__
+    if isinstance(value, (str, int, float, np.generic)):  # no array: that may lie on a GPU
+        got += f" {value!r:.40}" if isinstance(value, str) else f" {value}"
+    return TypeError(f"{name}: needs {need}, got {got}; {way_out}")
 
 
 def number_of(name: str, factor: Any) -> float | None:
     """Return the factor of an FP8 cache in float32 if it is a number, and None if it is none."""
-    if isinstance(factor, bool):
-        raise TypeError(f"{name}: needs a number, or a float32 array, got bool; convert it")
-    if not isinstance(factor, Real):
-        return None
+    if not isinstance(factor, Real) or isinstance(factor, bool):
+        if factor is None or type(factor).__module__ != "builtins":
+            return None  # an array, or what is refused as none
+        raise _wrong_option(name, "a number, or a float32 array", factor, "pass one of them")
     low, high = _FACTORS
     if not low <= float(factor) <= high:
         raise ValueError(

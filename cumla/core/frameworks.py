@@ -33,7 +33,7 @@ _DISABLE = (
     "torch.ops.cumla.<function>_schedule and _attend; or put the call into a function of its own "
     "under @torch.compiler.disable"
 )
-NO_DSA_PLAN = "in place of DSAPlan call paged_mqa_logits, top_k and mla_sparse_decode"
+NO_DSA_PLAN = "in place of DSAPlan call paged_mqa_logits, top_k and mla_sparse_decode of cumla"
 _OUTSIDE = "call cumla outside the traced function"
 
 

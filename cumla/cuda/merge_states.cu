@@ -7,9 +7,9 @@
 // addresses costs as many instructions as adding. The log-sum-exps are loaded together with the columns, not before.
 // The weights are relative to a running maximum, as in flash attention.
 //
-// Partial results may be those of other GPUs, in memory that all of them map. Then a block waits, before its first load,
-// for the block of its number on each of them: a barrier without a kernel of its own. All blocks of such a grid must be
-// resident at once.
+// Partial results may be those of other GPUs, in memory that all of them map. Then a block waits, before its first
+// load, for the block of its number on each of them: a barrier without a kernel of its own. All blocks of such a grid
+// must be resident at once.
 //
 // Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor,
 // and 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cumla.core.operation import run
 from cumla.launch.merge_states import merge_after_meeting
-from cumla.merge import AttentionState, _Arguments, _Merge, _named
+from cumla.merge import Arguments, AttentionState, Merge, named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MergeOfRanks"]
 
 
-class MergeOfRanks(_Merge):
+class MergeOfRanks(Merge):
     """Merges partial results of at most `MOST_RANKS` ranks, which wait for one another first.
 
     Each of them merges as many, in the blocks of one launch that holds at most `MOST_BLOCKS`.
@@ -33,11 +33,11 @@ class MergeOfRanks(_Merge):
 
     def __call__(self, outs: Sequence[Any], lses: Sequence[Any]) -> AttentionState:
         """Merge what all ranks have written before in the order of their streams."""
-        inputs = {**_named("outs", outs), **_named("lses", lses)}
+        inputs = {**named("outs", outs), **named("lses", lses)}
         return AttentionState(*run(self, inputs, {"out": None, "lse": None}, log2(e)))
 
     def recipe(
-        self, key: int, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+        self, key: int, arguments: Arguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
         """Describe the launch."""
         launches = super().recipe(key, arguments, outs, buffer)

@@ -177,7 +177,6 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
     for name, view in given.items():
         if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
             raise ValueError(_rank_problem(name, view, query_axes))
-    _check_dtypes(given)
     for name, view in given.items():
         if view.shape[-1] != _COLUMNS[name] and not (name == "kv_cache" and is_packed(view)):
             raise ValueError(_columns_problem(name, view))
@@ -187,6 +186,7 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
                 f"{name}: needs at least one {'head' if name.startswith('q') else 'token'}, got "
                 f"shape {view.shape}; skip the call where there is nothing to attend"
             )
+    _check_dtypes(given)  # after the widths: parts that are swapped may have dtypes of their own
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
     for first, other in pairs:
         if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
@@ -269,9 +269,10 @@ def _columns_problem(name: str, view: ArrayView) -> str:
             f"{name}: needs a last axis of {HEAD_DIM} ({widths}), got shape "
             f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
         )
+    swapped = ": these look swapped" if (view.shape[-1], name[-3:]) == (ROPE_DIM, "[0]") else ""
     return (
         f"{name}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
-        f"{VALUE_DIM} latent columns, then {ROPE_DIM} RoPE ones"
+        f"{VALUE_DIM} latent columns, then {ROPE_DIM} RoPE ones{swapped}"
     )
 
 

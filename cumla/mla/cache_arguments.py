@@ -249,11 +249,13 @@ def _check_columns(name: str, view: ArrayView, columns: int, latent: int) -> Non
         form = (
             f"{latent} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
             if columns == latent + ROPE_DIM
-            else "of a pair of latent and RoPE columns"
+            else f"of a pair of {latent} latent and {ROPE_DIM} RoPE columns"
         )
+        way_out = "join or slice the columns"
+        if columns == latent and view.shape[-1:] == (ROPE_DIM,):
+            way_out = "these look swapped: pass the latent ones first"
         raise ValueError(
-            f"{name}: needs a last axis of {columns} ({form}), got shape {view.shape}; join or "
-            f"slice the columns"
+            f"{name}: needs a last axis of {columns} ({form}), got shape {view.shape}; {way_out}"
         )
 
 

@@ -51,6 +51,7 @@ from tests.calls import (  # noqa: E402
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver  # noqa: E402
 from tests.selection import some  # noqa: E402
+from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step  # noqa: E402
 
 DECODE = OPERATIONS["mla_decode"]
 IN_PLACE = {name: one for name, one in OPERATIONS.items() if one.in_place}
@@ -518,6 +519,31 @@ def test_shapes_without_arrays() -> None:
     function, arrays = of_jax(DECODE)
     out, lse = jax.eval_shape(function, **arrays)
     assert (out.shape, out.dtype, lse.shape) == ((2, 2, 16, 512), jnp.bfloat16, (2, 16, 2))
+
+
+def test_what_to_call_in_place_of_a_plan_of_sparse_attention() -> None:
+    """The error names functions of cumla; inside jax.jit they give what the plan gives outside."""
+    given, lens = Step().arguments(), int32(60, 3, 0)
+    plan = cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=Step.topk)
+    plan.update(lens)
+    positions = plan.select(*(given[name] for name in SELECTED_FROM))
+    expected = plan.run(*(given[name] for name in ATTENDED))
+    with pytest.raises(TypeError, match=r"^kv_lens: needs .* got a JAX tracer ") as caught:
+        jax.jit(plan.update)(lens)
+    names = re.search("in place of DSAPlan call (.*), (.*) and (.*) of cumla$", str(caught.value))
+    assert names is not None
+    paged_logits, select, attend = (getattr(cumla, name) for name in names.groups())
+
+    @jax.jit
+    def step(given: Arguments, lens: Any) -> Any:
+        arrays = (given[name] for name in SELECTED_FROM)
+        logits = paged_logits(*arrays, lens, max_kv_len=Step().capacity)
+        found = select(logits, Step.topk, lengths=lens).indices.reshape(positions.shape)
+        q, kv_cache, block_table = (given[name] for name in ATTENDED)
+        return found, *attend(q, kv_cache, found, block_table=block_table)
+
+    for got, want in zip(step(given, lens), (positions, *expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
 
 
 @pytest.mark.parametrize(

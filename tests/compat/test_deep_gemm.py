@@ -365,7 +365,7 @@ def test_dtypes_of_logits_that_there_are_not(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "got"), [(2.5, TypeError, "float"), (-1, ValueError, "-1")]
+    ("value", "error", "got"), [(2.5, TypeError, "float 2.5"), (-1, ValueError, "-1")]
 )
 def test_widths(value: Any, error: type[Exception], got: str) -> None:
     with pytest.raises(error, match=f"^max_seqlen_k: needs .*got {got};"):

@@ -162,11 +162,11 @@ def test_memory_that_cannot_be_written_to() -> None:
         (lambda v: checked_int("n", v, "out"), np.int32(7), 7),
         (lambda v: checked_int("n", v, "out"), 0, (ValueError, "a number from 1, got 0; out")),
         (lambda v: checked_int("n", v, "out", least=0), 0, 0),
-        (lambda v: checked_int("n", v, "out"), 7.0, (TypeError, "an int, got float; convert it")),
-        (lambda v: checked_int("n", v, "out"), True, (TypeError, "an int, got bool; convert it")),
+        (lambda v: checked_int("n", v, "out"), 7.0, (TypeError, "an int, got float 7.0; conv")),
+        (lambda v: checked_int("n", v, "out"), True, (TypeError, "an int, got bool True; conv")),
         (lambda v: checked_flag("n", v), True, True),
         (lambda v: checked_flag("n", v), np.False_, False),
-        (lambda v: checked_flag("n", v), 1, (TypeError, "True or False, got int; pass one of")),
+        (lambda v: checked_flag("n", v), 1, (TypeError, "True or False, got int 1; pass one of")),
         (lambda v: as_number("n", v), np.float32(2), 2.0),
         (lambda v: as_number("n", v), 2, 2.0),
         (lambda v: as_number("n", v), np.ones(1), (TypeError, "a Python or NumPy number, got nda")),
@@ -186,7 +186,7 @@ def test_numbers_and_flags(check: Any, value: Any, expected: Any) -> None:
 
 
 def test_only_an_array_is_told_of_a_gpu() -> None:
-    with pytest.raises(TypeError, match=r"got str; pass float\(\.\.\.\) of it$"):
+    with pytest.raises(TypeError, match=r"got str 'a'; pass float\(\.\.\.\) of it$"):
         as_number("n", "a")
     with pytest.raises(TypeError, match=r"got ndarray; .* once \(an array on a GPU"):
         as_number("n", np.ones(1))

@@ -18,8 +18,8 @@ import cumla
 from tests.calls import E4M3, OPERATIONS, PLANS, Arguments, arrays_of, refused
 from tests.sparse.dsa_cases import MADE_OF, Step
 
-NO_FLAGS = [("yes", "str"), ("", "str"), (1, "int"), (0, "int"), (None, "NoneType")]
-NO_FLAGS += [(np.int64(1), "int64"), (np.ones(1, bool), "ndarray")]
+NO_FLAGS = [("yes", "str 'yes'"), ("", "str ''"), (2, "int 2"), (0, "int 0"), (None, "NoneType")]
+NO_FLAGS += [(np.int64(1), "int64 1"), (np.ones(1, bool), "ndarray")]
 
 
 class Call(NamedTuple):

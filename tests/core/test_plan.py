@@ -127,8 +127,8 @@ def test_numbers_of_a_plan(planned: Planned) -> None:
             least = int(name == "q_len")
         for value, error, need in (
             (least - 1, ValueError, f"a number from {least}, got {least - 1}; "),
-            (2.0, TypeError, "an int, got float; convert it"),
-            (True, TypeError, "an int, got bool; convert it"),
+            (2.0, TypeError, "an int, got float 2.0; convert it"),
+            (True, TypeError, "an int, got bool True; convert it"),
             (None, TypeError, "an int, got NoneType; convert it"),
         ):
             if value is None and inspect.signature(kind).parameters[name].default is None:

@@ -211,9 +211,9 @@ PAGED = [
     wrong_type("max_kv_len", None, "an int, got NoneType"),
 ]
 WIDTHS = [
-    wrong_type("max_kv_len", 2.0, "an int, got float; convert it"),
-    wrong_type("max_kv_len", True, "an int, got bool; convert it"),
-    wrong_type("max_kv_len", False, "an int, got bool; convert it"),
+    wrong_type("max_kv_len", 2.0, "an int, got float 2.0; convert it"),
+    wrong_type("max_kv_len", True, "an int, got bool True; convert it"),
+    wrong_type("max_kv_len", False, "an int, got bool False; convert it"),
 ]
 REFUSED = [
     pytest.param(make, refusal, id=f"{FUNCTIONS[make].__name__}-{refusal.message[:50]}")

@@ -142,9 +142,10 @@ def test_asm_lives_in_ptx(path: Path):
 
 
 @pytest.mark.parametrize("path", [*WRAPPERS, *OTHERS], ids=lambda path: path.name)
-def test_no_toolkit_header_and_licence_first(path: Path):
+def test_no_toolkit_header_licence_first_and_no_long_lines(path: Path):
     text = path.read_text()
     assert text.startswith("// SPDX-License-Identifier: Apache-2.0\n")
+    assert not re.findall(r"^.{121,}$", text, re.MULTILINE)
     for name in re.findall(r"^\s*#\s*include\s*(\S+)", text, re.MULTILINE):
         assert name.startswith('"')
         assert (ROOT / name.strip('"')).is_file(), f"{name} is not relative to cumla/cuda"

@@ -86,7 +86,7 @@ def launches() -> Callable[..., list[StandIn]]:
     def run(
         outs: Any, lses: Any, out: np.ndarray, lse: np.ndarray, base: float = math.e
     ) -> list[StandIn]:
-        named = {**merge._named("outs", outs), **merge._named("lses", lses)}
+        named = {**merge.named("outs", outs), **merge.named("lses", lses)}
         views = {name: view(array) for name, array in named.items()}
         arguments = merge._MERGE.arguments(views, math.log2(base))
         memory = np.full(4 * (out.size + lse.size), 0xFF, np.uint8)
@@ -170,7 +170,7 @@ def test_lanes_and_blocks_cover_every_row(
 
 def test_ranks_that_wait_for_one_another() -> None:
     outs, lses = states(2, (2, 3, 4, 16), np.float32)
-    named = {**merge._named("outs", list(outs)), **merge._named("lses", list(lses))}
+    named = {**merge.named("outs", list(outs)), **merge.named("lses", list(lses))}
     views = {name: view(array) for name, array in named.items()}
     for operation, packed in (
         (merge._MERGE, (0, 0, *[0] * MOST_RANKS, 0)),

@@ -207,8 +207,8 @@ LAST = [
         )
         for scale in (0, -1.0, float("nan"), float("inf"), 1e-40, 1e39)
     ),
-    wrong_type("v_scale", True, "a number, or a float32 array, got bool; convert it"),
-    wrong_type("v_scale", "1", "an array of CuPy"),
+    wrong_type("v_scale", True, "a number, or a float32 array, got bool True; pass"),
+    wrong_type("v_scale", "1", "a number, or a float32 array, got str '1'; pass"),
     wrong_type("v_scale", np.ones(1), "float32, got float64; convert"),
     *(
         wrong(
@@ -253,7 +253,7 @@ ROTATING = [
         for n in (24, 72, 80)
     ),
     wrong("rotary_offset", -8, "a number from 0, got -8; pass the first column"),
-    wrong_type("rotary_offset", 8.0, "an int, got float; convert it"),
+    wrong_type("rotary_offset", 8.0, "an int, got float 8.0; convert it"),
     *(
         wrong("rotary_offset", offset, "")._replace(
             message=f"cos_sin: needs rotary_dim ... the 64 columns ... and rotary_offset {offset};"

@@ -67,9 +67,9 @@ PAGED = [
         message="v: needs the kind of numbers of k, float8_e4m3fn, got bfloat16; pass both of"
     ),
     wrong("k_scale", 2.0, "an e4m3 cache, got bfloat16; leave it out"),
-    wrong_type("v_scale", True, "a number, or a float32 array, got bool; convert"),
-    wrong_type("softcap", True, "a Python or NumPy number, got bool; pass float("),
-    wrong_type("softmax_scale", np.bool_(1), "a Python or NumPy number, got bool; pass float("),
+    wrong_type("v_scale", True, "a number, or a float32 array, got bool True; pass"),
+    wrong_type("softcap", True, "a Python or NumPy number, got bool True; pass fl"),
+    wrong_type("softmax_scale", np.bool_(1), "a Python or NumPy number, got bool True; pass"),
     wrong_type("batch_invariant", 1, "True or False, got int"),
     *(
         wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... {shape}; {way}")
@@ -149,8 +149,8 @@ PAGED = [
         for value in (-2, (-2, 0), [3, -2])
     ),
     *(
-        wrong_type("window", value, f"an int, got {kind}; convert it")
-        for value, kind in ((8.0, "float"), ((8, 1.0), "float"), (True, "bool"), ("8", "str"))
+        wrong_type("window", value, f"an int, got {kind}")
+        for value, kind in ((8.0, "float 8"), ((8, 1.0), "float 1"), (True, "bool T"), ("8", "str"))
     ),
     *(
         wrong(

@@ -13,6 +13,7 @@ import cumla
 from tests.calls import (
     BF16,
     E4M3,
+    NO_FACTORS,
     Arguments,
     Refusal,
     aligned,
@@ -177,6 +178,10 @@ SLOTS = [
         for shape in ((576,), (5, 1, 1, 576))
     ),
     wrong("rows", aligned((5, 2, 576)), "the 1 kv heads of kv_cache, got shape (5, 2, 576); pass"),
+    *(
+        wrong(name, value[::-1], "a last axis of 512 (of a pair of 512 ... ; these look swapped: p")
+        for name, value in (("kv_cache[0]", pair()), ("rows[0]", halves()))
+    ),
     wrong("rows[1]", (halves()[0], halves()[1][:4]), "the axes of rows[0]"),
     *(
         refusal
@@ -328,11 +333,10 @@ FP8 = [  # into `one()`, unless they say otherwise
         )
         for scale in (0, -1.0, float("nan"), float("inf"), 1e-40, 1e39)
     ),
-    wrong_type("kv_scale", True, "a number, or a float32 array, got bool; convert it"),
+    *NO_FACTORS,
     wrong_type("kv_scale", np.ones(1), "float32, got float64"),
     wrong("kv_scale", np.ones(2, F32), "one element, got shape (2,)"),
     wrong("kv_scale", aligned((1,), F32, 2), "an address that is a multiple of 4 bytes"),
-    wrong_type("kv_scale", "1", "an array of CuPy"),
     *(
         Refusal(
             {"kv_cache": kv_cache, "kv_scale": scale},
@@ -348,7 +352,7 @@ V4 = [
     wrong_type("rows", narrow(F16), "kv_cache's dtype bfloat16, or float32, got float16; convert"),
     wrong_type("rows", narrow(E4M3), "kv_cache's dtype bfloat16, or float32, got float8_e4m3fn"),
     wrong("rows", aligned((5, 576)), "a last axis of 512 (448 latent + 64 RoPE, or a pair that"),
-    wrong("rows[0]", halves(), "a last axis of 448 (of a pair of latent and RoPE columns), got"),
+    wrong("rows[0]", halves(), "a last axis of 448 (of a pair of 448 latent and 64 RoPE columns"),
     wrong("rows", aligned((5, 2, 512)), "the 1 kv heads of kv_cache, got shape (5, 2, 512); pass"),
     wrong("rows", aligned((512,)), "axes (tokens, num_kv_heads, 512) ... got shape (512,); reshap"),
     *(

@@ -71,6 +71,7 @@ def wrong_parts(name: str) -> list[Refusal]:
             for n in (0, 1, 4)
         ),
         wrong(first, (zeros(*lead, 576), rope), "a last axis of 512, got shape ... ; a pair holds"),
+        wrong(first, (rope, latent), "a ... 512 latent columns, then 64 RoPE ones: these look sw"),
         wrong(second, (latent, latent), f"a last axis of 64, got shape {latent.shape}; a pair"),
         wrong(second, (latent, rope[:1]), need),
         wrong(second, (latent, rope[0, 0, 0]), " ... axes ... got shape (64,)"),
@@ -154,10 +155,13 @@ REFUSED = [
     *wrong_parts("q"),
     *wrong_parts("kv_cache"),
     *(
-        wrong_type(
-            "softmax_scale", v, f"a Python or NumPy number, got {type(v).__name__}; pass float"
+        wrong_type("softmax_scale", v, f"a Python or NumPy number, got {got}; pass float")
+        for v, got in (
+            ("1", "str '1'"),
+            (np.ones(1), "ndarray"),
+            (1j, "complex"),
+            (True, "bool True"),
         )
-        for v in ("1", np.ones(1), 1j, True)
     ),
     *(
         wrong(

@@ -13,7 +13,7 @@ import pytest
 
 import cumla
 from cumla import reference
-from tests.calls import BF16, E4M3, Refusal, aligned, int32, refused, wrong, wrong_type
+from tests.calls import BF16, E4M3, NO_FACTORS, Refusal, aligned, int32, refused, wrong, wrong_type
 from tests.fake_cuda import FakeBindings, FakeCuPy
 from tests.mla.fp8_arrays import FORMS, SCALED, make_cache, parts_of
 
@@ -193,6 +193,7 @@ CACHES = [
     wrong(
         "kv_cache", (LATENT, ROPE, SCALES, SCALES), " ... scales of an e4m3 cache, got 4 of them"
     ),
+    wrong("kv_cache[0]", (ROPE, LATENT), "a last axis of 512 ... 64 RoPE ones: these look swapped"),
     wrong("kv_cache[0]", (ROPE.view(U8)[..., :64], ROPE, SCALES), "a last axis of 512, got shape"),
     *(
         wrong(
@@ -217,8 +218,7 @@ CACHES = [
     ),
 ]
 FACTORS = [
-    wrong_type("kv_scale", True, "a number, or a float32 array, got bool"),
-    wrong_type("kv_scale", "1", "an array of CuPy, PyTorch, JAX or NumPy"),
+    *NO_FACTORS,
     *(
         wrong("kv_scale", value, f"a number from 2 ** -126 to 2 ** 126, got {value}; pass")
         for value in (0.0, -1.0, float("nan"), float("inf"))

@@ -221,7 +221,7 @@ REFUSED = [
     *(wrong_type("topk", n, "an int, got") for n in (True, 2.0, "20", None)),
     wrong("max_kv_len", 0, "a number from 1, got 0; leave it out"),
     wrong_type("max_kv_len", 10.5, "an int, got float"),
-    wrong_type("per_row_lens", 1, "True or False, got int; pass one of"),
+    wrong_type("per_row_lens", 1, "True or False, got int 1; pass one of"),
     *(
         wrong(
             "q",

@@ -276,7 +276,7 @@ REFUSED = [
     ),
     wrong("sinks", zeros(32, dtype="f4")[::2], "contiguous rows, got a stride of 8 bytes"),
     wrong("kv_scale", 0.5, "a cache with e4m3 columns that have no scales ... got bfloat16; leave"),
-    wrong_type("kv_scale", True, "a number, or a float32 array, got bool"),
+    wrong_type("kv_scale", True, "a number, or a float32 array, got bool True; pass"),
     wrong_type("softmax_scale", "1", "a Python or NumPy number, got str"),
     wrong("softmax_scale", 0.0, "a number from 1e-20 to 1000000.0, got 0.0"),
     *(
@@ -444,7 +444,7 @@ NOT_PLANNED = [
         wrong(name, least - 1, f"a number from {least}, got {least - 1}; nothing to plan for")
         for name, least in (("batch", 0), ("q_len", 0), ("num_heads", 1), ("topk", 0))
     ),
-    *(wrong_type(name, 2.0, "an int, got float; convert it") for name in NUMBERS),
+    *(wrong_type(name, 2.0, "an int, got float 2.0; convert it") for name in NUMBERS),
     wrong_type("batch_invariant", 1, "True or False, got int"),
     *(
         wrong_type("cache_dtype", name, f"q's dtype, float8_e4m3fn, 'packed' or 'v4', got {name}")

@@ -54,7 +54,7 @@ REFUSALS = [
         "row_to_request: needs block_table, got none; pass the table, or leave it out",
     ),
     *(wrong(name, 0, "a number from 1, got 0; ") for name in ("k", "page_size")),
-    wrong_type("k", 2.0, "an int, got float; convert it"),
+    wrong_type("k", 2.0, "an int, got float 2.0; convert it"),
     wrong("k", (1 << 30) + 1, "at most 1073741824 columns, got 1073741825; cut the rows"),
     wrong("tie_break", "highest", "\"lowest\", got 'highest'; there is no other order"),
     wrong("out_positions", aligned((3, 9), np.int32), "shape (3, 8), got (3, 9); allocate it so"),

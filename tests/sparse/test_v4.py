@@ -628,7 +628,7 @@ def test_a_plan_of_two_caches_needs_both() -> None:
 NUMBERS = {"batch": 2, "q_len": 1, "num_heads": 64, "topk": 64, "cache_dtype": "v4"}
 NOT_PLANNED = [
     wrong("extra_topk", -1, "a number from 0, got -1; nothing to plan for"),
-    wrong_type("extra_topk", 5.0, "an int, got float; convert it"),
+    wrong_type("extra_topk", 5.0, "an int, got float 5.0; convert it"),
     *(
         Refusal(
             {"extra_topk": 5, "cache_dtype": cache},

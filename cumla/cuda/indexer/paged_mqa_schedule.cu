@@ -2,8 +2,8 @@
 // Deals the blocks of 64 tokens of all requests out to parts, one for each CTA of paged_mqa_logits, as contiguous
 // ranges. A request costs its blocks and one more, for its query; all parts cost the same, give or take one. Part i
 // begins where the summed cost reaches i / parts of the whole. tests/launch/indexer/paged_mqa_schedule_mirror.py does
-// the same in NumPy, as its oracle. One CTA, of as few threads as have a request each; a thread has consecutive requests,
-// then some of the parts.
+// the same in NumPy, as its oracle. One CTA, of as few threads as have a request each; a thread has consecutive
+// requests, then some of the parts.
 #include "indexer/paged_mqa_plan.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention without tensor cores: one warp per query row, for float32 queries, keys and values, and for those of 16 bits
-// with more than 256 columns. Every product and sum is float32; a row's keys are added up in their order.
+// Attention without tensor cores: one warp per query row, for float32 queries, keys and values, and for those of 16
+// bits with more than 256 columns. Every product and sum is float32; a row's keys are added up in their order.
 //
 // grid = (8 per place of the ragged schedule, 1, kv heads), 256 threads: the i-th CTA of a place has 8 of its 64 rows.
 // The schedule has one part, whose end tells how many places there are. A lane has 4 columns in each group of 128, of

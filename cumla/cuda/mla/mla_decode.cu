@@ -46,7 +46,8 @@ using namespace split;
 template <bool kSharedBlocks, PageForm kForm>
 constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
 
-// By one thread. row_warps: warps that copy rows, 0 without kRows; if there are four, two of them copy the query rows as well.
+// By one thread. row_warps: warps that copy rows, 0 without kRows; if there are four, two of them copy the query rows
+// as well.
 __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
   const int arrivals = row_warps ? row_warps * 32 : 1;
   initialise_barriers(shared, arrivals, arrivals, row_warps == 4 ? 64 : 2);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention of each query token to its own list of cache rows, for packed FP8 rows (656 bytes) and more than 16
-// heads: mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. grid = (row tiles of up to 64 heads, parts, 1).
+// heads: mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages.
+// grid = (row tiles of up to 64 heads, parts, 1).
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "sparse/lists.cuh"
 #include "sparse/selected.cuh"

@@ -12,8 +12,8 @@ namespace cumla::sparse {
 using namespace mla;
 using namespace split;
 
-// Some of the heads of a query token: grid = (row tiles, parts, 1). Its list is as the caller gave it (sparse/lists.cuh).
-// tile_rows: fewer than kTileRows where few lists are cut by heads, too (MLASparseKey.row_tile).
+// Some of the heads of a query token: grid = (row tiles, parts, 1). Its list is as the caller gave it
+// (sparse/lists.cuh). tile_rows: fewer than kTileRows where few lists are cut by heads, too (MLASparseKey.row_tile).
 template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;

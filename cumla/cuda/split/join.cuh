@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CTAs that made the pieces of a split request join them, at the end of an attention kernel.
-//
-// Each CTA counts itself in at the request's ticket when its piece is stored. A CTA with no more work then waits until
-// all pieces are there, and joins its share of the columns. A CTA with more requests to do goes on at once, and so does
-// one that has waited too long (its peers may not even run yet). The last CTA to arrive joins the shares of those that
-// left: no CTA depends on another one's progress. Who joins a share never changes its bits: how pieces are grouped and
-// added follows from the shape of the share alone.
+// The CTAs that made the pieces of a split request join them, at the end of an attention kernel: each its share of the
+// columns, and the last one also those of CTAs that did not wait (split/meeting.cuh). Who joins a share never changes
+// its bits: how pieces are grouped and added follows from the shape of the share alone.
 //
 // Of few requests this is a third of the time. An instruction that runs once, from a cold cache, costs 5 to 25 clocks:
 // so there are loops, not unrolled, and what a warp has to do is found while the counter answers.
@@ -14,6 +10,7 @@
 // of one. From 8 pieces on, some kernels use narrower units: more items, so fewer partial sums to exchange between
 // warps. Batch-invariant requests keep wide units, because one CTA may join hundreds of pieces.
 #pragma once
+#include "split/meeting.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -28,11 +25,6 @@ using namespace ptx;
 
 constexpr int kManyPieces = 8;  // from so many on, units are narrower
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
-constexpr int kConsumersBarrier = 1;  // named barrier
-constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
-
-// The threads of both consumers meet.
-__device__ __forceinline__ void consumers_sync() { named_barrier_sync<kConsumersBarrier, 2 * kWarpgroup>(); }
 
 // What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
 __device__ __forceinline__ float weight_of(float lse, float maximum) {
@@ -59,27 +51,24 @@ struct JoinSpace {
 // kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for
 // more code or got slower beside it.
 template <typename T, int kValueDim, int kManyGroups, int kPieceSpace, typename Params, typename AnyTile>
-struct Joiner {
+struct Joiner : Meeting<Params> {
+  using Base = Meeting<Params>;
+  using Base::kLast, Base::kGoOn, Base::p, Base::segment, Base::pieces, Base::warp, Base::lane;
+  using Base::arrive, Base::who_left;
   static constexpr int kFewGroups = 4;
   static constexpr int kMostAtOnce = 8;            // pieces of a warp
   static constexpr int kRowBytes = kRowGroup * 8;  // of a piece
   static_assert(kValueDim % (16 * kFewGroups) == 0, "half of the columns are whole units");
 
-  const Params& p;
   const JoinSpace space;
   const AnyTile& tile;
-  const Segment& segment;
-  const int pieces, warp, lane;  // warp: of both consumers
 
   __device__ __forceinline__ Joiner(const Params& p, const JoinSpace& space, const AnyTile& tile,
                                     const Segment& segment)
-      : p(p),
+      : Base{p, segment, space.words, segment.last_part - segment.first_part + 1,
+             static_cast<int>(thread_here() / 32 - kWarpgroup / 32), static_cast<int>(thread_here() % 32)},
         space(space),
-        tile(tile),
-        segment(segment),
-        pieces(segment.last_part - segment.first_part + 1),
-        warp(thread_here() / 32 - kWarpgroup / 32),
-        lane(thread_here() % 32) {}
+        tile(tile) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
@@ -94,10 +83,6 @@ struct Joiner {
   __device__ __forceinline__ static u32 thread_here() {
     return kManyGroups == 1 ? threadIdx.x : copy_of(threadIdx.x);
   }
-
-  enum Role : u32 { kGoOn, kOwnShare, kLast };
-  // model: join
-  static constexpr u32 kAll = 1u << 31;
 
   // model: fp8_segments, join
   template <int kGroups>
@@ -132,49 +117,6 @@ struct Joiner {
     if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
     consumers_sync();  // the role's place is written again
   }
-
-  // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
-  // model: join
-  __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
-    consumers_sync();
-    if (warp == 0) {
-      const int i = from + lane;
-      u32* const flag = &tickets[segment.first_part + i].left[slot_of(i)];
-      const bool left = i < pieces && i != mine && load_acquire(flag) != 0;
-      const u32 mask = __ballot_sync(0xffffffffu, left);
-      if (left) store_relaxed(flag, 0);
-      if (lane == 0) store_shared_u32(space.words + 4, mask);
-    }
-    consumers_sync();
-    return load_shared_u32(space.words + 4);
-  }
-
-  // By one thread.
-  // model: join
-  __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
-    const bool waits = !more && p.may_wait;  // plant: waiting
-    if (!waits) store_relaxed(left, 1);
-    const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
-    const u32 before = atomic_add_acq_rel(arrived, step);
-    auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
-    if (all_arrived(before + step)) {
-      fence_sc_gpu();  // a CTA that leaves now either sees that all are there or is seen to have left
-      return kLast;
-    }
-    if (!waits) return kGoOn;
-    const long long start = clock64();
-    while (!all_arrived(load_acquire(arrived))) {  // plant: arrivals
-      if (clock64() - start < kPatience) continue;  // plant: patience
-      store_relaxed(left, 1);
-      fence_sc_gpu();
-      if (!all_arrived(load_acquire(arrived))) return kGoOn;
-      store_relaxed(left, 0);  // should the last one have read it, it does this share as well, with the same bits
-      return kOwnShare;
-    }
-    return kOwnShare;
-  }
-
-  __device__ __forceinline__ int slot_of(int i) const { return i == 0 ? segment.first_slot : 0; }
 
   // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the
   // weights and the base-2 maximum to which all is relative.

@@ -93,7 +93,8 @@ __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& ti
     const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
     const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
     char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
-    if (exists && has_column(p, column + (odd ? 8 : 0))) store_global_8(destination, odd ? received : first, odd ? second : received);
+    if (exists && has_column(p, column + (odd ? 8 : 0)))
+      store_global_8(destination, odd ? received : first, odd ? second : received);
   }
 }
 

@@ -20,10 +20,12 @@ from tests.gpu.tools.fp8_problem import (
     Fp8Case,
     Fp8Problem,
     cache_in,
+    check_batch_invariance,
     check_out,
     covering_sample,
     group_sizes,
     make_fp8,
+    run,
 )
 from tests.gpu.tools.problem import Guarded, typed
 from tests.mla.fp8_arrays import FORMS, FP8, SCALED
@@ -35,18 +37,6 @@ Report = Callable[..., None]
 OPERATIONS = ("decode", "table", "list")
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 some_forms = pytest.mark.parametrize("form", ["one", "16-bit rope", "scales", "packed"])
-
-
-def run(problem: Fp8Problem, plan: Any = None, **options: Any) -> tuple[Guarded, Guarded]:
-    """Run once into poisoned outputs, by a call or a plan."""
-    out, lse = problem.outputs()
-    if plan is None:
-        problem.call(out=out.array, lse=lse.array, **options)
-    else:
-        plan.run(**problem.inputs | options, out=out.array, lse=lse.array)
-    out.check_guards()
-    lse.check_guards()
-    return out, lse
 
 
 def check(problem: Fp8Problem, result: tuple[Guarded, Guarded], **options: Any) -> dict[str, float]:
@@ -385,24 +375,7 @@ def test_random_delays_between_short_segments(form: str, wait: bool) -> None:
 @pytest.mark.parametrize("heads", [8, 48, 128])
 @some_forms
 def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
-    """A request alone, or in another place among others, has its bits."""
-    lengths = np.array([5000, 130, 2500, 64, 9000, 0])
-    case = Fp8Case(batch=6, q_len=2, heads=heads, form=form)
-    problem = make_fp8(cp, case, lengths)
-    whole = run(problem, batch_invariant=True)
-    record_figures(check(problem, whole))
-    for requests in ([4], [2, 0], [5, 1, 4, 3]):
-        index = cp.asarray(np.array(requests))
-        some = dataclasses.replace(
-            problem,
-            case=dataclasses.replace(case, batch=len(requests)),
-            q=typed(problem.q_bits[index], "bfloat16"),
-            block_table=problem.block_table[index],
-            kv_lens=problem.kv_lens[index],
-        )
-        got = run(some, batch_invariant=True)
-        for a, b in zip(got, whole, strict=True):
-            assert bool((a.bits == b.bits[index]).all()), requests
+    record_figures(check_batch_invariance(cp, Fp8Case(heads=heads, form=form)))
 
 
 @every_operation

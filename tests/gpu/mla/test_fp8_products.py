@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.mla.test_fp8_decode import (
-    CapturedRun,
-    arrays_of,
-    attend_and_check,
-    check,
-    run,
-    same_bits,
-)
+from tests.gpu.mla.test_fp8_decode import CapturedRun, arrays_of, attend_and_check, same_bits
 from tests.gpu.tools import variants
 from tests.gpu.tools.arrays import bits_of
-from tests.gpu.tools.fp8_problem import Fp8Case, covering_sample, growing_scores, make_fp8
+from tests.gpu.tools.fp8_problem import (
+    Fp8Case,
+    check_batch_invariance,
+    covering_sample,
+    growing_scores,
+    make_fp8,
+    run,
+)
 from tests.gpu.tools.problem import typed
 
 KERNELS = ("mla_decode_fp8_products",)
@@ -108,23 +108,7 @@ def test_random_delays_at_every_barrier(form: str, lengths: list[int]) -> None:
 
 @both_forms
 def test_batch_invariant(form: str, record_figures: Report) -> None:
-    """A request alone, or in another place among others, has its bits."""
-    case = products(batch=5, q_len=2, heads=128, form=form)
-    problem = make_fp8(cp, case, np.array([5000, 130, 9000, 64, 0]))
-    whole = run(problem, batch_invariant=True)
-    record_figures(check(problem, whole))
-    for requests in ([2], [4, 1, 0]):
-        index = cp.asarray(np.array(requests))
-        some = dataclasses.replace(
-            problem,
-            case=dataclasses.replace(case, batch=len(requests)),
-            q=typed(problem.q_bits[index], "bfloat16"),
-            block_table=problem.block_table[index],
-            kv_lens=problem.kv_lens[index],
-        )
-        got = run(some, batch_invariant=True)
-        for a, b in zip(got, whole, strict=True):
-            assert bool((a.bits == b.bits[index]).all()), requests
+    record_figures(check_batch_invariance(cp, products(heads=128, form=form)))
 
 
 @every_operation

@@ -29,7 +29,7 @@ import numpy as np
 import cumla
 from tests.gpu.tools import oracle
 from tests.gpu.tools.pages import lay_out
-from tests.gpu.tools.problem import GARBAGE, HEAD_DIM, VALUE_DIM, Guarded, normal_bits
+from tests.gpu.tools.problem import GARBAGE, HEAD_DIM, VALUE_DIM, Guarded, normal_bits, typed
 from tests.gpu.tools.ragged_problem import cover
 from tests.mla.fp8_arrays import FORMS, SCALED
 
@@ -457,6 +457,38 @@ PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "scales, e4m3 rope": (("latent",), ("rope",), ("scales",)),
     "packed": (("latent", "scales", "rope"),),
 }
+
+
+def run(problem: Fp8Problem, plan: Any = None, **options: Any) -> tuple[Guarded, Guarded]:
+    """Run once into poisoned outputs, by a call or a plan."""
+    out, lse = problem.outputs()
+    if plan is None:
+        problem.call(out=out.array, lse=lse.array, **options)
+    else:
+        plan.run(**problem.inputs | options, out=out.array, lse=lse.array)
+    out.check_guards()
+    lse.check_guards()
+    return out, lse
+
+
+def check_batch_invariance(xp: Any, case: Fp8Case) -> dict[str, float]:
+    """A request of two tokens alone, or in another place among others, has its bits."""
+    lengths = np.array([5000, 130, 2500, 64, 9000, 0])
+    case = dataclasses.replace(case, batch=len(lengths), q_len=2)
+    problem = make_fp8(xp, case, lengths)
+    out, lse = run(problem, batch_invariant=True)
+    for requests in ([4], [2, 0], [5, 1, 4, 3]):
+        index = xp.asarray(np.array(requests))
+        some = dataclasses.replace(
+            problem,
+            case=dataclasses.replace(case, batch=len(requests)),
+            q=typed(problem.q_bits[index], "bfloat16"),
+            block_table=problem.block_table[index],
+            kv_lens=problem.kv_lens[index],
+        )
+        for got, whole in zip(run(some, batch_invariant=True), (out, lse), strict=True):
+            assert bool((got.bits == whole.bits[index]).all()), requests
+    return problem.check(out.array, lse.array)
 
 
 def growing_scores(blocks: int = 16) -> dict[str, np.ndarray]:

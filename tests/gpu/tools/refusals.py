@@ -31,8 +31,8 @@ REFUSALS = (
     ("out 576 wide", ValueError, r"out: needs shape \(4, 2, 16, 512\), got"),
     ("lse transposed", ValueError, r"lse: needs shape \(4, 16, 2\), got \(4, 2, 16\)"),
     ("lse float64", TypeError, "lse: needs float32, got float64"),
-    ("causal yes", TypeError, "causal: needs True or False, got str; pass one of the two"),
-    ("invariant 1", TypeError, "batch_invariant: needs True or False, got int; pass one of the"),
+    ("causal yes", TypeError, "causal: needs True or False, got str 'yes'; pass one of the two"),
+    ("invariant 1", TypeError, "batch_invariant: needs True or False, got int 1; pass one of"),
 )
 """What is wrong, the error, and its message."""
 

@@ -167,7 +167,7 @@ LATE_PIECES = {
 }
 """Every second part stores its pieces when the others have long stored theirs."""
 
-MISSING_WAIT = Edit(TILES, "probabilities", "")
+MISSING_WAIT = Edit(TILES, "adopt", "")
 """A consumer reads the other's maxima and probabilities without waiting for them."""
 
 MISSING_TILE_WAIT = Edit(TILES, "tiles", "")

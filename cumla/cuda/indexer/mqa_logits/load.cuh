@@ -27,7 +27,8 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
     mbarrier_init(shared.full(s), arrivals);
     mbarrier_init(shared.free(s), kConsumers * 4);  // plant: block read, arrivals
   }
-  // query_full(2) is query_free(0): not by a condition, for synccheck counts an initialisation that a predicate turns off.
+  // query_full(2) is query_free(0): not by a condition, for synccheck counts an initialisation that a predicate turns
+  // off.
   mbarrier_init(shared.query_full(part), part < 2 ? kQueryWarps * 32 : 2 * kWarpgroup);
 #pragma unroll 1
   for (int a = part; a < shared.kAnnouncements; a += kInitWarps) mbarrier_init(shared.announced(a), 1);

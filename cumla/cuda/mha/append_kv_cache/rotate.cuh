@@ -19,8 +19,8 @@ __device__ __forceinline__ float table_entry(const AppendKvCacheParams& p, const
   return p.table_type == kBfloat16 ? unpack_pair<Bf16>(bits).x : unpack_pair<Fp16>(bits).x;
 }
 
-// Cosines and sines of the eight pairs of one thread. Half-split: of the columns of the first octet. Interleaved: of the
-// four pairs of the first octet, then of those of the second.
+// Cosines and sines of the eight pairs of one thread. Half-split: of the columns of the first octet. Interleaved: of
+// the four pairs of the first octet, then of those of the second.
 struct Turn {
   float cos[kOctet], sin[kOctet];
 };

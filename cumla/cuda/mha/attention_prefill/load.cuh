@@ -17,7 +17,8 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr u64 kBytesInL2 = 12 << 20;  // of the keys and values of a section: those that late CTAs still read lie there, too
+// Of the keys and values of a section: those that late CTAs still read lie there, too.
+constexpr u64 kBytesInL2 = 12 << 20;
 
 // Takes items: the first one by the CTA's number, the others from the counter. One lane.
 template <typename Layout>

@@ -225,7 +225,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one
   // has seen all tiles of the block arrive before, so that they are ours to read, too.
   __device__ __forceinline__ void adopt(int t) {
-    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other's probabilities");  // plant: probabilities
+    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other's probabilities");  // plant: adopt
     // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
     float next[2] = {0.0f, 0.0f};
     if (lane % 4 == 0) {

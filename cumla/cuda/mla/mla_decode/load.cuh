@@ -74,7 +74,8 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
   constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   if (AnyTile::kIsRagged) {
-    if (thread == 1) prefetch_l2(p.tickets + static_cast<i64>(blockIdx.z * gridDim.x + blockIdx.x) * p.parts + blockIdx.y);
+    if (thread == 1)
+      prefetch_l2(p.tickets + static_cast<i64>(blockIdx.z * gridDim.x + blockIdx.x) * p.parts + blockIdx.y);
     return;
   }
   const int ctas = gridDim.x * gridDim.y * gridDim.z;

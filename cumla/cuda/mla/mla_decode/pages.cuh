@@ -3,8 +3,8 @@
 //
 //   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile
 //   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of this many rows, loaded by a warp whose
-//           lanes look up where the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of
-//           a larger one do.
+//           lanes look up where the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows
+//           of a larger one do.
 //   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
 #pragma once
 #include "mla/mla_decode/layout.cuh"

@@ -42,8 +42,8 @@ struct SharedLayout {
   __device__ __forceinline__ u32 max_logit(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
 };
 
-// One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. `first` and `second` arrive
-// for a KV tile of either half, `query` for query rows.
+// One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. `first` and `second`
+// arrive for a KV tile of either half, `query` for query rows.
 __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int first, int second, int query) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {

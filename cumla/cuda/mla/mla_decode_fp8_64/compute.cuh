@@ -21,8 +21,8 @@ using namespace ptx;
 constexpr float kBelow = 7.0f, kSlack = 15.0f, kSlackInE4m3 = 8.75f;
 // The exponent of a row's highest scale is bounded, so that it can be taken out and put in again.
 constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
-// What is left of the highest scale is below 2^7: times 448, the highest e4m3 number, that is finite in float16. A scale
-// other than 0 that is 2^18 lower has all its bits, and products with numbers from 1/4 on have.
+// What is left of the highest scale is below 2^7: times 448, the highest e4m3 number, that is finite in float16. A
+// scale other than 0 that is 2^18 lower has all its bits, and products with numbers from 1/4 on have.
 constexpr int kHeadroom = 6;
 constexpr float kLeastScale = 1.0f / (1 << (18 - kHeadroom));
 
@@ -95,8 +95,8 @@ struct Heads64Consumer {
     }
   }
 
-  // A scale for scores, not so low that it cannot be divided by: what is 2^-40 of the row's highest one, or less, counts
-  // for nothing beside that.
+  // A scale for scores, not so low that it cannot be divided by: what is 2^-40 of the row's highest one, or less,
+  // counts for nothing beside that.
   __device__ __forceinline__ static u32 least_divisor(const uint4& bits) {
     const u32 highest = highest_scale(bits);
     return max(highest - min(highest, 40u << 23), kLeastExponent << 23);
@@ -106,8 +106,8 @@ struct Heads64Consumer {
   }
 
   // scores = a block's rows x query, but for a factor of each row and each head. RoPE columns come first. What a group
-  // of columns adds up is relative to its scales: before the next one all is divided by that one's. Where latent columns
-  // have one factor that RoPE columns do not have, these come last, and what there is is multiplied by it.
+  // of columns adds up is relative to its scales: before the next one all is divided by that one's. Where latent
+  // columns have one factor that RoPE columns do not have, these come last, and what there is is multiplied by it.
   __device__ __forceinline__ void multiply_query(u32 t) {
     constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = !kGrouped && !kRopeIsFp8;
     const GranulePlace<Layout> place(kGranules * t + warp);

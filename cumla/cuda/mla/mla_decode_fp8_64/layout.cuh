@@ -42,7 +42,9 @@ struct Heads64Layout {
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
   // Of a block, kTurns of which take turns: transposed, a row of 64 tokens for each head.
-  __device__ __forceinline__ u32 probabilities(int turn) const { return first_probabilities + turn * kProbabilityBytes; }
+  __device__ __forceinline__ u32 probabilities(int turn) const {
+    return first_probabilities + turn * kProbabilityBytes;
+  }
   // Of the same: scales as float16 in the order of V's fragments, for each group of columns.
   __device__ __forceinline__ u32 table(int turn) const { return tables + turn * kTableBytes; }
   // To what the probabilities of a head are relative.
@@ -52,7 +54,9 @@ struct Heads64Layout {
   // By what products with a head's query become scores in base 2.
   __device__ __forceinline__ u32 score_factor(int head) const { return factor(kTurns, head); }
   // Of a warp of both consumers and a head: the highest score of a block, the sum of a segment.
-  __device__ __forceinline__ u32 of_warp(int warp, int head) const { return score_factor(kHeads + warp * kHeads + head); }
+  __device__ __forceinline__ u32 of_warp(int warp, int head) const {
+    return score_factor(kHeads + warp * kHeads + head);
+  }
   // What is unusual about a block: a set of Unusual. Two words before it are those of joining.
   __device__ __forceinline__ u32 unusual(int turn) const { return words + 8 + turn * 4; }
   // Which rows of a slot are there, a bit each.
@@ -64,8 +68,9 @@ struct Heads64Layout {
   __device__ __forceinline__ u32 probabilities_free(int turn) const { return probabilities_full(kTurns + turn); }
 };
 
-// What a row of the cache is made of, each as the packed rows have it but for RoPE columns of 8 bits behind latent columns
-// without scales: as arrays in one piece have those. kE4m3Products: products of e4m3 columns are computed in e4m3.
+// What a row of the cache is made of, each as the packed rows have it but for RoPE columns of 8 bits behind latent
+// columns without scales: as arrays in one piece have those. kE4m3Products: products of e4m3 columns are computed in
+// e4m3.
 template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false>
 struct RowForm {
   static_assert(!(kHasScales && kInE4m3), "scales of each token would need probabilities for each of them");

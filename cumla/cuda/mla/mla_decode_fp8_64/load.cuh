@@ -99,7 +99,8 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
       }
     }
     if (chunk == 0)
-      store_shared_float(shared.score_factor(row), __uint_as_float((exponent - kExponent) << 23) * (p.scale_log2 * factor_of_all));
+      store_shared_float(shared.score_factor(row),
+                         __uint_as_float((exponent - kExponent) << 23) * (p.scale_log2 * factor_of_all));
   }
   fence_proxy_async_shared();
 }

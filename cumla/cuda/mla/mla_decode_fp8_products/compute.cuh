@@ -33,7 +33,6 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   using Layout = typename Form::Layout;
   static constexpr int kPairs = kValueTiles + Form::kRopeIsFp8;  // of products of K, of 32 columns each
   static constexpr int kTilesHere = Base::kValueHalf;
-  static constexpr int kLast = kTilesHere - 1;
   static constexpr int kBuffers = 3;  // of fragments of K
   static_assert(Layout::kSlots % kGranules == 0, "a block lies in one piece");
 
