@@ -336,13 +336,15 @@ struct Heads64Consumer {
       for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
     }
     float block_sum[kHeadsOfThread];
-    const bool too_high = store_probabilities<Fp16>(parity, block_sum);
+    const bool too_high = is_first || store_probabilities<Fp16>(parity, block_sum);
     u32 unusual = 0;
-    if (sync_any(too_high || has_wide())) {
-      if (sync_any(too_high)) {
-        unusual |= kRaised;
+    if (is_first || sync_any(too_high || has_wide())) {
+      if (is_first || sync_any(too_high)) {
         raise_references(parity);
-        change_sums(parity);
+        if (!is_first) {
+          unusual |= kRaised;
+          change_sums(parity);
+        }
       }
       if (kGrouped && sync_any(has_wide())) {
         unusual |= kWide;

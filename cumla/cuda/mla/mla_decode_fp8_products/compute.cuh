@@ -156,10 +156,10 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     }
     mbarrier_wait(shared.probabilities_free(turn), phase_of(t) ^ 1, "free probabilities");
     float block_sum[kHeadsOfThread];
-    const bool raised = this->sync_any(store_probabilities<false>(turn, block_sum));
-    if (raised) {
+    const bool raised = !is_first && this->sync_any(store_probabilities<false>(turn, block_sum));
+    if (is_first || raised) {
       this->raise_references(turn);
-      this->change_sums(turn);
+      if (raised) this->change_sums(turn);
       store_probabilities<true>(turn, block_sum);
       consumer_sync(consumer);
     }
