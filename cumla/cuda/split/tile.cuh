@@ -19,6 +19,7 @@ struct TileTraits {
   static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output, too
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too
   static constexpr bool kWideProducts = true;   // MLA: products have 256 columns
+  __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
 };
 
 // Row tile where all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).
@@ -59,7 +60,6 @@ struct RaggedTile : TileTraits {
 
   template <typename Params>
   __device__ __forceinline__ explicit RaggedTile(const Params&) { index = blockIdx.z; }
-  __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
   // Token of the request.
   template <typename Params>
   __device__ __forceinline__ int token_of(const Params& p, int row) const {
@@ -87,16 +87,12 @@ struct RaggedTile : TileTraits {
 struct Row {
   int token, head;
 
-  template <typename Params>
-  __device__ __forceinline__ Row(const Params& p, const Tile& tile, int row) {
-    token = tile.token_of(p, row);
-    head = blockIdx.z * p.heads_per_group + tile.first_row + row - token * p.heads_per_group;
-  }
-  template <typename Params, typename Ragged>
-  __device__ __forceinline__ Row(const Params& p, const Ragged& tile, int row) {
+  template <typename Params, typename AnyTile>
+  __device__ __forceinline__ Row(const Params& p, const AnyTile& tile, int row) {
     const int own = tile.token_of(p, row);
-    token = tile.q_begin + own;
-    head = Ragged::kv_head() * p.heads_per_group + tile.first_row + row - own * p.heads_per_group;
+    token = own;
+    if constexpr (AnyTile::kIsRagged) token += tile.q_begin;
+    head = AnyTile::kv_head() * p.heads_per_group + tile.first_row + row - own * p.heads_per_group;
   }
 };
 
