@@ -17,7 +17,7 @@ using namespace split;
 template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;
-  static constexpr bool kHasSinks = true;
+  static constexpr bool kIsList = true, kHasSinks = true;
 
   __device__ __forceinline__ explicit ListTile(const MlaDecodeParams& p, int tile_rows = kTileRows) : RaggedTile(p) {
     index = blockIdx.x;

@@ -15,6 +15,7 @@ namespace cumla::split {
 // What kernels ask of a tile's type when they are compiled. A tile overrides what differs.
 struct TileTraits {
   static constexpr bool kIsRagged = false;
+  static constexpr bool kIsList = false;        // each query token has a place of its own
   static constexpr bool kHasSinks = false;      // scores that have no value (split/output.cuh)
   static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output, too
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too

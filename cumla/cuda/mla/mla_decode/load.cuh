@@ -76,6 +76,7 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
   if (AnyTile::kIsRagged) {
     if (thread == 1)
       prefetch_l2(p.tickets + static_cast<i64>(blockIdx.z * gridDim.x + blockIdx.x) * p.parts + blockIdx.y);
+    if (AnyTile::kIsList && thread * kPlaces < p.batch) prefetch_l2(p.places + thread * kPlaces);
     return;
   }
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
@@ -96,17 +97,19 @@ __device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int 
 }
 
 // Prefetches all query rows into L2 if they are few; the CTAs share them. Which request they belong to is known only
-// one load later.
-__device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int thread, int threads) {
+// one load later. `requests`: of q_len tokens each.
+template <bool kHasRope>
+__device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int requests, int thread, int threads) {
+  constexpr int kLines = kHasRope ? kTiles : kRopeTile;  // of a row
   const int heads = gridDim.z * p.heads_per_group;
-  const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kTiles;
+  const i64 lines = static_cast<i64>(requests) * p.q_len * heads * kLines;
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   if (lines > 4 * ctas * threads) return;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
-    const int row = i / kTiles, tokens = quotient(row, p.by_num_heads), request = quotient(tokens, p.by_q_len);
-    prefetch_l2(query_tile(p, i - row * kTiles, request, tokens - request * p.q_len, row - tokens * heads));
+    const int row = i / kLines, tokens = quotient(row, p.by_num_heads), request = quotient(tokens, p.by_q_len);
+    prefetch_l2(query_tile(p, i - row * kLines, request, tokens - request * p.q_len, row - tokens * heads));
   }
 }
 
@@ -122,7 +125,9 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   if (threadIdx.x == 0) initialise_barriers(shared, row_warps);
   grid_dependency_launch();
   __syncthreads();
-  if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
+  if (AnyTile::kIsList && (warp == 2 || warp == 3))
+    prefetch_queries<AnyTile::kHasRope>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
+  if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
 }
 
 // Some warps, kLoaders, begin to copy the query rows of a request; eight lanes a row, 16 bytes each.

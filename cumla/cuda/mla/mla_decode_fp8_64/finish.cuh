@@ -41,13 +41,16 @@ struct Heads64Finisher {
     }
   }
 
-  __device__ __forceinline__ void leave_sums() const {
+  // All at once: one after the other, with a branch each, they took 1.5 us.
+  __device__ __forceinline__ void leave_sums() {
 #pragma unroll
-    for (int i = 0; i < kHeadsOfThread; ++i) {
-      float v = of.sum[i];
+    for (int step = 4; step < 32; step *= 2)
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
-      if (lane < 4) store_shared_float(shared.of_warp(consumer * 4 + warp, of.head_of(i)), v);
+      for (int i = 0; i < kHeadsOfThread; ++i) of.sum[i] += __shfl_xor_sync(0xffffffffu, of.sum[i], step);
+    if (lane < 4) {
+#pragma unroll
+      for (int i = 0; i < kHeadsOfThread; i += 2)
+        store_shared_float2(shared.of_warp(consumer * 4 + warp, of.head_of(i)), {of.sum[i], of.sum[i + 1]});
     }
   }
 

@@ -90,8 +90,12 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   const typename Form::Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) initialise_barriers(shared);
-  if (threadIdx.x == 32) prefetch_l2(p.parts_in + blockIdx.y);
-  if (threadIdx.x >= 64) prefetch_l2(reinterpret_cast<const char*>(p.places) + (threadIdx.x - 64) % 16 * 128);
+  if (threadIdx.x / 64 == 1) {
+    prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
+    if (AnyTile::kIsList) prefetch_queries<true>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
+    if (!AnyTile::kIsRagged) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
+    Rows::prefetch(params, threadIdx.x - 64, 64);
+  }
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();

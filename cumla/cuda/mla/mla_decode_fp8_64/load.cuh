@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading roles of mla_decode_fp8_64.
 #pragma once
+#include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode_fp8/load.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
 #include "ptx/convert.cuh"

@@ -21,6 +21,8 @@ struct PageRows {
   using Tile = AnyTile;
   using Consumer = Heads64Consumer<Form>;
 
+  __device__ __forceinline__ static void prefetch(const Params&, int, int) {}
+
   __device__ __forceinline__ static float kv_scale(const Params& params) {
     return params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
   }
