@@ -190,7 +190,7 @@ def test_parameters_go_where_the_kernel_reads_them() -> None:
     schedule, attend = launches(arguments)
     given, found = named(schedule), named(attend)
     assert given["batch"] == found["batch"] == 3
-    assert attend.grid == (2, given["parts"], 1)
+    assert attend.grid == (1, given["parts"], 2)
     wanted = {
         "max_tokens": 20 * 16,
         "page_entries": 3 * 20,
