@@ -224,11 +224,14 @@ def test_two_gpus_at_once() -> None:
     """A thread each, the same problem: the same bits, again and again and on both."""
     host = make_problem(np, CUT, LENGTHS)
     found: dict[int, Any] = {}
+    both = threading.Barrier(2, timeout=60)  # memory that one allocates breaks the other's capture
 
     def work(device: int) -> None:
         with cp.cuda.Device(device):
             repeats = Repeats(on_gpu(host), runs=2)
+            both.wait()
             graph = repeats.graph(5)
+            both.wait()
             for _ in range(20):
                 graph.launch(repeats.stream)
             differing = repeats.finish()
