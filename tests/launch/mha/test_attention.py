@@ -190,7 +190,8 @@ def test_parameters_go_where_the_kernel_reads_them() -> None:
     schedule, attend = launches(arguments)
     given, found = named(schedule), named(attend)
     assert given["batch"] == found["batch"] == 3
-    assert attend.grid == (1, given["parts"], 2)
+    assert attend.grid == (1, given["parts"], 2)  # the kv heads of a part are neighbours elsewhere:
+    assert launches(problem(window=None))[1].grid == (2, given["parts"], 1)
     wanted = {
         "max_tokens": 20 * 16,
         "page_entries": 3 * 20,
