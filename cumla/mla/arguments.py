@@ -316,7 +316,7 @@ def checked_cache_dtype(cache_dtype: Any, dtype: Any = None) -> str:
     if cache_dtype != FP8:
         raise TypeError(
             f"cache_dtype: needs dtype's {dtype}, or {FP8}, got {cache_dtype}; leave it out for "
-            f"caches of dtype"
+            f"caches of dtype, or pass {FP8}, for packed rows of uint8, too"
         )
     if dtype != DTYPES[0]:
         raise TypeError(

@@ -169,7 +169,8 @@ def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> Arr
     if latent.dtype not in E4M3 or rope.dtype not in DTYPES:
         raise TypeError(
             f"{name}: needs kv_cache[0] of {' or '.join(E4M3)} and kv_cache[1] of "
-            f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out"
+            f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out "
+            f"where one kv_scale serves all rows, or pass parts of these dtypes"
         )
     check_dtype(name, given.dtype, ("float32",))
     if with_head_axis(given, 4).shape != (*latent.shape[:3], SCALES):
