@@ -241,18 +241,16 @@ def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
             for case, lengths in FP8_SEGMENTS:
                 attend(case, lengths)
         print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
-    with edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES):
-        for case, lengths in FP8_HEADS:
-            attend(case, lengths)
-            with multiprocessors(2):
+    for kind, changes, cases in (
+        ("FP8 cache of many heads", variants.HEADS_64_EVERY_LANE_ARRIVES, FP8_HEADS),
+        ("products in e4m3", variants.FP8_PRODUCTS_EVERY_LANE_ARRIVES, FP8_PRODUCTS),
+    ):
+        with edited("every lane arrives", *changes):
+            for case, lengths in cases:
                 attend(case, lengths)
-            print(f"sanitize: FP8 cache of many heads, {case.name}: agrees", flush=True)
-    with edited("every lane arrives", *variants.FP8_PRODUCTS_EVERY_LANE_ARRIVES):
-        for case, lengths in FP8_PRODUCTS:
-            attend(case, lengths)
-            with multiprocessors(2):
-                attend(case, lengths)
-            print(f"sanitize: products in e4m3, {case.name}: agrees", flush=True)
+                with multiprocessors(2):
+                    attend(case, lengths)
+                print(f"sanitize: {kind}, {case.name}: agrees", flush=True)
 
 
 def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:

@@ -229,46 +229,31 @@ SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
 """The same over lists of rows."""
 
 
-def _every_lane_of_64_heads(stems: tuple[str, ...]) -> tuple[Edit, ...]:
+def _every_lane_of_64_heads(stems: tuple[str, ...], prefix: str = "") -> tuple[Edit, ...]:
+    """`prefix`: of the marks that such kernels have for themselves."""
     return (
         Edit(stems, "slot read, arrivals", ", 256)", _COUNT),
         Edit(stems, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
         Edit(stems, "probabilities read, arrivals", ", 256)", _COUNT),
+        Edit(stems, f"{prefix}slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
+        Edit(stems, f"{prefix}probabilities read", "", _ONE_LANE),
+        Edit(stems, f"{prefix}probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
+        _ahead(
+            stems,
+            f"{prefix}granules",
+            """for (int k = 0; k < kGranules; ++k) {
+      const GranulePlace<Layout> at(kGranules * t + k);
+      mbarrier_wait(shared.full(at.slot), at.phase, "a granule");
+    }
+    """,
+        ),
     )
 
 
-HEADS_64_EVERY_LANE_ARRIVES = (
-    *_every_lane_of_64_heads(HEADS_64),
-    Edit(HEADS_64, "slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
-    Edit(HEADS_64, "probabilities read", "", _ONE_LANE),
-    Edit(HEADS_64, "probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
-    _ahead(
-        HEADS_64,
-        "granules",
-        """for (int k = 0; k < kGranules; ++k) {
-      const GranulePlace<Layout> at(kGranules * t + k);
-      mbarrier_wait(shared.full(at.slot), at.phase, "a granule");
-    }
-    """,
-    ),
-)
+HEADS_64_EVERY_LANE_ARRIVES = _every_lane_of_64_heads(HEADS_64)
 """The same of 64 heads, whose readers wait for rows themselves."""
 
-FP8_PRODUCTS_EVERY_LANE_ARRIVES = (
-    *_every_lane_of_64_heads(FP8_PRODUCTS),
-    Edit(FP8_PRODUCTS, "e4m3 slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
-    Edit(FP8_PRODUCTS, "e4m3 probabilities read", "", _ONE_LANE),
-    Edit(FP8_PRODUCTS, "e4m3 probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
-    _ahead(
-        FP8_PRODUCTS,
-        "e4m3 granules",
-        """for (int k = 0; k < kGranules; ++k) {
-      const GranulePlace<Layout> at(kGranules * t + k);
-      mbarrier_wait(shared.full(at.slot), at.phase, "a granule");
-    }
-    """,
-    ),
-)
+FP8_PRODUCTS_EVERY_LANE_ARRIVES = _every_lane_of_64_heads(FP8_PRODUCTS, "e4m3 ")
 """The same with products in e4m3."""
 
 V4_EVERY_LANE_ARRIVES = (

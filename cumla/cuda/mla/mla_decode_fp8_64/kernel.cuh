@@ -90,7 +90,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   const typename Form::Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) initialise_barriers(shared);
-  if (threadIdx.x / 64 == 1) {
+  if (threadIdx.x / 64 == 1) {  // not by more threads: a line that all fetch is a queue before the first load
     prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
     if (AnyTile::kIsList) prefetch_queries<true>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
     if (!AnyTile::kIsRagged) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
