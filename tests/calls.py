@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -157,7 +158,10 @@ def wrong(name: str, value: Any, need: str) -> Refusal:
 
 NO_FACTORS = [
     wrong_type("kv_scale", value, f"a number, or a float32 array, got {got}; pass one of them")
-    for value, got in ((True, "bool True"), ("1", "str '1'"), ((1.0,), "tuple"), ([1.0], "list"))
+    for value, got in (
+        *((True, "bool True"), (np.bool_(True), "bool True"), ("1", "str '1'")),
+        *(((1.0,), "tuple"), ([1.0], "list"), (Decimal("0.5"), "Decimal")),
+    )
 ]
 
 

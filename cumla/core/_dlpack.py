@@ -59,14 +59,17 @@ _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 class ManagedTensor(ctypes.Structure):
     _fields_ = [
         ("tensor", DLTensor),
-        *((name, ctypes.c_void_p) for name in ("manager_ctx", "deleter")),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
     ]
 
 
 class ManagedTensorVersioned(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("major", "minor")),
-        *((name, ctypes.c_void_p) for name in ("manager_ctx", "deleter")),
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
         ("tensor", DLTensor),
     ]

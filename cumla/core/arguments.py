@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from numbers import Real
+from numbers import Number, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -306,11 +306,14 @@ def _wrong_option(name: str, need: str, value: object, way_out: str) -> TypeErro
     return TypeError(f"{name}: needs {need}, got {got}; {way_out}")
 
 
+_NO_ARRAYS = (Number, np.generic, str, bytes, tuple, list, dict, set)
+
+
 def number_of(name: str, factor: Any) -> float | None:
     """Return the factor of an FP8 cache in float32 if it is a number, and None if it is none."""
     if not isinstance(factor, Real) or isinstance(factor, bool):
-        if factor is None or type(factor).__module__ != "builtins":
-            return None  # an array, or what is refused as none
+        if not isinstance(factor, _NO_ARRAYS):
+            return None  # or what is refused as none
         raise _wrong_option(name, "a number, or a float32 array", factor, "pass one of them")
     low, high = _FACTORS
     if not low <= float(factor) <= high:

@@ -429,8 +429,10 @@ class _Jax(Framework):
 
     def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
         # JAX 0.11.2 exports an array before a copy from another GPU, that it waits for, is ordered.
-        if not array.is_ready() and self._jax.local_device_count() > 1:
-            array.block_until_ready()
+        if not array.is_ready():
+            device = next(iter(array.sharding.device_set))
+            if self._jax.local_device_count(device.platform) > 1:
+                array.block_until_ready()
         try:
             return import_array(name, array, stream)
         except ValueError:

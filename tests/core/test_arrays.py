@@ -13,7 +13,7 @@ import time
 import types
 import weakref
 from importlib import metadata
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from unittest import mock
 
 import ml_dtypes
@@ -256,6 +256,13 @@ def cupy(cuda, no_cupy_yet, monkeypatch):
     return module
 
 
+class Device(NamedTuple):
+    """Where an array of the fake JAX is."""
+
+    platform: str
+    number: int
+
+
 @pytest.fixture
 def fake_jax(cupy, monkeypatch):
     """A JAX with one array type, on a GPU."""
@@ -265,7 +272,7 @@ def fake_jax(cupy, monkeypatch):
             super().__init__(dtype="bfloat16", device=(2, 0))
             self.dtype = np.dtype(ml_dtypes.bfloat16)
             self.sharding = types.SimpleNamespace(
-                device_set=set(range(devices)), is_fully_replicated=False
+                device_set={Device("gpu", i) for i in range(devices)}, is_fully_replicated=False
             )
 
             self.ready = True
@@ -316,7 +323,7 @@ def fake_jax(cupy, monkeypatch):
 
     module = types.SimpleNamespace(
         Array=Array,
-        local_device_count=lambda: 1,
+        local_device_count=lambda platform: 1,
         dlpack=types.SimpleNamespace(from_dlpack=Result),
         transfer_guard=lambda level: contextlib.nullcontext(),
         ensure_compile_time_eval=contextlib.nullcontext,
@@ -620,7 +627,7 @@ def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_the_host_waits_for_what_may_be_a_copy_from_another_gpu(fake_jax, gpus):
     """JAX 0.11.2 exports it too early. With one GPU nothing waits."""
-    fake_jax.local_device_count = lambda: gpus
+    fake_jax.local_device_count = {"cpu": 1, "gpu": gpus}.__getitem__
     array = fake_jax.Array()
     array.ready = False
     frameworks.jax_framework().import_array("q", array, 0)

@@ -115,11 +115,12 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   constexpr bool kSingleRows = kForm == kRows || kForm == kPackedRows;
   begin_kernel<kSingleRows ? kRows : kPages, AnyTile>(p.decode, shared, kSingleRows ? 2 : 0);
   grid_dependency_wait();
+  constexpr bool kManyAddresses = kGrouped && kForm == kRows;  // of a loader
   if (warpgroup == 0) {
-    registers_decrease<kQueryRows == 16 ? 88 : 56>();
+    registers_decrease<kQueryRows == 16 ? (kManyAddresses ? 104 : 88) : 56>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);
   } else {
-    registers_increase<kQueryRows == 16 ? 208 : 224>();
+    registers_increase<kQueryRows == 16 ? (kManyAddresses ? 200 : 208) : 224>();
     compute<kQueryRows, kGrouped, kForm, AnyTile>(p, shared, warpgroup - 1);
   }
 }
