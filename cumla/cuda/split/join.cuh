@@ -7,8 +7,7 @@
 // so there are loops, not unrolled, and what a warp has to do is found while the counter answers.
 //
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces
-// of one. From 8 pieces on, some kernels use narrower units: more items, so fewer partial sums to exchange between
-// warps. Batch-invariant requests keep wide units, because one CTA may join hundreds of pieces.
+// of one.
 #pragma once
 #include "split/meeting.cuh"
 #include "split/output.cuh"
@@ -23,7 +22,7 @@ namespace cumla::split {
 
 using namespace ptx;
 
-constexpr int kManyPieces = 8;  // from so many on, units are narrower
+constexpr int kUnitGroups = 4;  // of eight columns in a unit
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
 
 // What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
@@ -48,17 +47,14 @@ struct JoinSpace {
   u32 pieces, more_pieces;  // for the warps of each consumer, Joiner's kPieceSpace a warp
 };
 
-// kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for
-// more code or got slower beside it.
-template <typename T, int kValueDim, int kManyGroups, int kPieceSpace, typename Params, typename AnyTile>
+template <typename T, int kValueDim, int kPieceSpace, typename Params, typename AnyTile>
 struct Joiner : Meeting<Params> {
   using Base = Meeting<Params>;
   using Base::kLast, Base::kGoOn, Base::p, Base::segment, Base::pieces, Base::warp, Base::lane;
   using Base::arrive, Base::who_left;
-  static constexpr int kFewGroups = 4;
   static constexpr int kMostAtOnce = 8;            // pieces of a warp
   static constexpr int kRowBytes = kRowGroup * 8;  // of a piece
-  static_assert(kValueDim % (16 * kFewGroups) == 0, "half of the columns are whole units");
+  static_assert(kValueDim % (16 * kUnitGroups) == 0, "half of the columns are whole units");
 
   const JoinSpace space;
   const AnyTile& tile;
@@ -71,22 +67,8 @@ struct Joiner : Meeting<Params> {
         tile(tile) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
-  __device__ __forceinline__ void join(bool more) const {
-    if (kManyGroups == kFewGroups || pieces < kManyPieces || p.batch_invariant)
-      join_units<kFewGroups>(more);
-    else
-      join_units<kManyGroups>(more);
-  }
-
- private:
-  // Read anew: what follows from it would be kept over the blocks. With narrow units some kernels spill others then.
-  __device__ __forceinline__ static u32 thread_here() {
-    return kManyGroups == 1 ? threadIdx.x : copy_of(threadIdx.x);
-  }
-
   // model: fp8_segments, join
-  template <int kGroups>
-  __device__ __forceinline__ void join_units(bool more) const {
+  __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
     consumers_sync();
@@ -98,7 +80,7 @@ struct Joiner : Meeting<Params> {
     u32 role = kGoOn, left = 0;
 #pragma unroll 1
     while (share >= 0) {
-      Work<kGroups> work(*this, share, first_item);  // the first time while others have yet to arrive
+      Work work(*this, share, first_item);  // the first time while others have yet to arrive
       work.pin();
       if (!knows_role) {
         consumers_sync();
@@ -118,17 +100,20 @@ struct Joiner : Meeting<Params> {
     consumers_sync();  // the role's place is written again
   }
 
+ private:
+  // Read anew: what follows from it would be kept over the blocks.
+  __device__ __forceinline__ static u32 thread_here() { return copy_of(threadIdx.x); }
+
   // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the
   // weights and the base-2 maximum to which all is relative.
-  template <int kGroups>
   struct Sum : Sinks<AnyTile::kHasSinks> {
-    float4 v[kGroups];  // of eight columns each
+    float4 v[kUnitGroups];  // of eight columns each
     float weight[2], maximum[2];
 
     __device__ __forceinline__ void raise(float next0, float next1) {
       const float factor[2] = {weight_of(maximum[0], next0), weight_of(maximum[1], next1)};
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j)
+      for (int j = 0; j < kUnitGroups; ++j)
         v[j] = {v[j].x * factor[0], v[j].y * factor[0], v[j].z * factor[1], v[j].w * factor[1]};
       weight[0] *= factor[0];
       weight[1] *= factor[1];
@@ -150,10 +135,9 @@ struct Joiner : Meeting<Params> {
   }
 
   // What a warp has of a share, which is a number of items, units of one row group: with few items several warps divide
-  // the pieces of one. kGroups: of eight columns in a unit.
-  template <int kGroups>
+  // the pieces of one.
   struct Work {
-    static constexpr int kUnits = kValueDim / (8 * kGroups), kHalfUnits = kUnits / 2;
+    static constexpr int kUnits = kValueDim / (8 * kUnitGroups), kHalfUnits = kUnits / 2;
 
     int items, shift;       // of the share; of an item's helpers, a power of two
     int unit, group;        // of the item
@@ -178,7 +162,7 @@ struct Joiner : Meeting<Params> {
       const i64 base = piece_index(of.p, of.tile, of.segment.first_part, 0);
       rows = of.p.partial_rows + base * of.rows_of_slot() + group * kRowGroup;
       columns = of.p.partial_out +
-                piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, of.lane);
+                piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kUnitGroups, of.lane);
     }
     __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
     // Now, not where it is used.
@@ -199,16 +183,15 @@ struct Joiner : Meeting<Params> {
   // All warps come here together. After the CTA's last segment (`is_free`) pieces come through shared memory, many at
   // once.
   // model: fp8_segments
-  template <int kGroups>
-  __device__ __forceinline__ void join_item(const Work<kGroups>& work, bool is_free) const {
-    constexpr int kBytes = kGroups * 512, kFitting = kPieceSpace / kBytes;
+  __device__ __forceinline__ void join_item(const Work& work, bool is_free) const {
+    constexpr int kBytes = kUnitGroups * 512, kFitting = kPieceSpace / kBytes;
     constexpr int kAtOnce = kFitting < kMostAtOnce ? kFitting : kMostAtOnce;
     static_assert(kAtOnce > 0, "room for a piece");
     const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16;
     const u32 rows = space.sums + warp * (kMostAtOnce * kRowBytes);
-    Sum<kGroups> sum;
+    Sum sum;
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int j = 0; j < kUnitGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
     sum.weight[0] = sum.weight[1] = 0.0f;
     sum.maximum[0] = sum.maximum[1] = -kInfinity;
     if constexpr (AnyTile::kHasSinks)
@@ -224,28 +207,28 @@ struct Joiner : Meeting<Params> {
         if (lane < kRowBytes / 16) copy_16_async(rows + k * kRowBytes + lane * 16, work.rows + row + lane * 2, true);
         if (is_free)
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j) copy_16_async(own + k * kBytes + j * 512, source + 32 * j, true);
+          for (int j = 0; j < kUnitGroups; ++j) copy_16_async(own + k * kBytes + j * 512, source + 32 * j, true);
       }
       copy_async_wait_all();
       __syncwarp();
       weigh(sum, rows, count);
 #pragma unroll 1
       for (int k = 0; k < count; ++k) {
-        float4 v[kGroups];
+        float4 v[kUnitGroups];
         if (is_free) {
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
+          for (int j = 0; j < kUnitGroups; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
         } else {
           const float4* const source = work.columns + static_cast<i64>(row_of(first + k)) * (kValueDim / 4);
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j) v[j] = load_l2_float4(source + 32 * j);
+          for (int j = 0; j < kUnitGroups; ++j) v[j] = load_l2_float4(source + 32 * j);
         }
         const float2 weights[2] = {load_shared_float2(rows + k * kRowBytes + lane / 4 * 8),
                                    load_shared_float2(rows + k * kRowBytes + lane / 4 * 8 + 64)};
 #pragma unroll
         for (int r = 0; r < 2; ++r) sum.weight[r] += weights[r].x;
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
+        for (int j = 0; j < kUnitGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
       }
       __syncwarp();  // the next ones are written there
     }
@@ -255,8 +238,7 @@ struct Joiner : Meeting<Params> {
 
   // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and
   // of its columns. A lane has row lane % 16 of every second piece.
-  template <int kGroups>
-  __device__ __forceinline__ void weigh(Sum<kGroups>& sum, u32 rows, int count) const {
+  __device__ __forceinline__ void weigh(Sum& sum, u32 rows, int count) const {
     const u32 row = rows + lane % 16 * 8;
     float highest = -kInfinity;
 #pragma unroll 1
@@ -280,21 +262,20 @@ struct Joiner : Meeting<Params> {
   // Adds up what the helpers of an item have, in the first of them: in each step the second half of those that are left
   // leave what they have to the first half, from the second step on where they have just read.
   // model: fp8_segments
-  template <int kGroups>
-  __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int shift) const {
+  __device__ __forceinline__ void gather(Sum& sum, int helper, int shift) const {
     const int half = (1 << shift) / 2;
     consumers_sync();  // weights of pieces are read no more
 #pragma unroll 1
     for (int step = half; step > 0; step /= 2) {
       const int place = (warp >> shift) * half + (helper & (step - 1)) + (step == half ? 0 : step);
-      const u32 sums = space.sums + (place * kGroups * 32 + lane) * 16;
+      const u32 sums = space.sums + (place * kUnitGroups * 32 + lane) * 16;
       const u32 weights = space.weights + (place * 8 + lane / 4) * 16;
       if (helper / step == 1) {
         __syncwarp();  // other lanes have read the weights that were there
         if (lane % 4 == 0)
           store_shared_float4(weights, {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) store_shared_float4(sums + j * 512, sum.v[j]);
+        for (int j = 0; j < kUnitGroups; ++j) store_shared_float4(sums + j * 512, sum.v[j]);
       }
       consumers_sync();  // plant: gather
       if (helper < step) {
@@ -302,7 +283,7 @@ struct Joiner : Meeting<Params> {
         sum.raise(fmaxf(sum.maximum[0], other.z), fmaxf(sum.maximum[1], other.w));
         const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) sum.add(j, load_shared_float4(sums + j * 512), factor[0], factor[1]);
+        for (int j = 0; j < kUnitGroups; ++j) sum.add(j, load_shared_float4(sums + j * 512), factor[0], factor[1]);
         sum.weight[0] += factor[0] * other.x;
         sum.weight[1] += factor[1] * other.y;
       }
@@ -322,8 +303,7 @@ struct Joiner : Meeting<Params> {
     tile.store_max_logit(p, segment.request, Row(p, tile, row), highest);
   }
 
-  template <int kGroups>
-  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum) const {
+  __device__ __forceinline__ void store(int unit, int group, const Sum& sum) const {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
@@ -334,18 +314,12 @@ struct Joiner : Meeting<Params> {
         with_sink = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
         take_sink(p, r == 0 ? sum.sink[0] : sum.sink[1], scale, with_sink);
       }
-      if constexpr (kGroups == 1) {
-        const float4& v = sum.v[0];
-        store_pair<T>(p, tile, segment.request, row, lane % 4, unit * 8, (r == 0 ? v.x : v.z) * scale,
-                      (r == 0 ? v.y : v.w) * scale);
-      } else {
 #pragma unroll
-        for (int j = 0; j < kGroups; j += 2) {
-          const int column = unit * 8 * kGroups + 8 * j;
-          const float4 &v = sum.v[j], &w = sum.v[j + 1];
-          store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
-                              (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
-        }
+      for (int j = 0; j < kUnitGroups; j += 2) {
+        const int column = unit * 8 * kUnitGroups + 8 * j;
+        const float4 &v = sum.v[j], &w = sum.v[j + 1];
+        store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
+                            (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
         store_lse(p, segment.request, Row(p, tile, row),

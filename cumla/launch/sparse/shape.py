@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, LatentKey
 from cumla.launch.split.plan import (
@@ -23,6 +24,7 @@ PACKED = "packed"
 V4 = "v4"
 """A cache in DeepSeek-V4's format: rows of 512 columns in 576 bytes, and 8 bytes of scales."""
 _ALIGNMENT = 256
+_FEWEST_PIECES = 4  # of a list that is cut by heads, too
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,27 @@ class MLASparseKey(LatentKey):
     def row_tile(self) -> int:
         """Heads of one thread block: fewer where it computes from e4m3 numbers.
 
-        Pieces of few lists of whole or V4's rows are cut by heads, too, as far as all fit on the
-        GPU at once: what each thread block stores and joins takes longer than its blocks.
+        Few lists of whole or V4's rows are cut by heads, too.
         """
         narrow, wide = NARROW_ROWS
         if self.has_whole_rows or self.cache == V4:
-            pieces = self.num_places * -(-self.max_blocks // self.min_share)
-            tiles = self.sm_count // max(pieces, 1)
-            few = (rows for rows in (narrow, wide) if -(-self.num_heads // rows) <= tiles)
-            return ROW_TILE if self.batch_invariant else next(few, ROW_TILE)
+            widths = (ROW_TILE,) if self.batch_invariant else (narrow, wide, ROW_TILE)
+            return min(widths, key=self._cost_of)
         if self.cache == "same":
             return ROW_TILE
         return narrow if self.num_heads <= narrow else wide
+
+    def _cost_of(self, rows: int) -> float:
+        """KV blocks of a thread block with so many heads of a list, and what its piece costs.
+
+        All thread blocks store and join their pieces at the same time, through L2: for each 16
+        heads that takes as long as a KV block, as measured.
+        """
+        pieces = self.sm_count // max(-(-self.num_heads // rows) * self.num_places, 1)
+        if rows < ROW_TILE and pieces < _FEWEST_PIECES:
+            return inf
+        blocks = -(-self.max_blocks // max(min(pieces, self.max_blocks), 1))
+        return blocks + -(-min(rows, self.num_heads) // ROW_GROUP)
 
     @cached_property
     def row_tiles(self) -> int:
@@ -93,8 +104,8 @@ class MLASparseKey(LatentKey):
 
     @property
     def min_share(self) -> int:
-        """KV blocks of a piece, at least: one of V4."""
-        return 1 if self.cache == V4 else super().min_share
+        """KV blocks of a piece, at least."""
+        return 1 if self.has_whole_rows or self.cache == V4 else super().min_share
 
     @property
     def num_places(self) -> int:

@@ -65,7 +65,7 @@ def test_an_e4m3_cache(heads: int) -> None:
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 65, 128])
 def test_packed_rows(heads: int) -> None:
     """Their kernels look at the lists themselves."""
-    key = key_of(heads, "packed")
+    key = key_of(heads, "packed", batch=50)
     assert key.row_tiles == (1 if heads <= 64 else 2)
     attend = "mla_sparse_fp8_16_packed" if heads <= 16 else "mla_sparse_packed"
     assert entries(key) == ["bound_rows", "mla_schedule", attend]
@@ -75,20 +75,28 @@ def test_packed_rows(heads: int) -> None:
     ("cache", "lists", "heads", "topk", "row_tile"),
     [
         ("packed", 1, 128, 2048, 16),  # 16 pieces of two blocks
+        ("packed", 1, 64, 2048, 16),
         ("packed", 4, 64, 2048, 32),
-        ("packed", 4, 128, 2048, 64),  # four tiles each would need 256 thread blocks
+        ("packed", 6, 64, 2048, 32),
+        ("packed", 12, 64, 2048, 64),  # 5 pieces of seven blocks take longer than 11 of three
+        ("packed", 6, 128, 2048, 64),
+        ("packed", 8, 128, 512, 32),  # 4 pieces of two blocks
+        ("packed", 16, 64, 512, 32),
+        ("packed", 32, 64, 512, 64),  # only two pieces
         ("packed", 1, 128, 0, 16),
         ("same", 1, 128, 2048, 64),
         ("v4", 1, 64, 640, 16),  # 10 pieces of a block
-        ("v4", 4, 64, 640, 32),
-        ("v4", 4, 128, 640, 64),  # four tiles each would need 160 thread blocks
-        ("v4", 14, 64, 640, 64),
+        ("v4", 4, 128, 1152, 32),
+        ("v4", 8, 128, 1152, 32),
+        ("v4", 10, 128, 1152, 64),
+        ("v4", 16, 64, 640, 32),
+        ("v4", 24, 64, 640, 64),
     ],
 )
 def test_few_lists_are_cut_by_heads(
     cache: str, lists: int, heads: int, topk: int, row_tile: int
 ) -> None:
-    """As far as all thread blocks fit on the GPU; where bits depend on no batch, not at all."""
+    """As a piece costs as much as a block for each 16 heads; batch-invariant ones are not."""
     key = key_of(heads, cache, batch=lists, q_len=1, topk=topk)
     assert (key.row_tile, key.row_groups) == (row_tile, row_tile // 16)
     assert key.may_wait

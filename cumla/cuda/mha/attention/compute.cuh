@@ -270,7 +270,7 @@ struct Consumer {
       constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
       constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
       const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
-      Joiner<T, kValueTiles * 64, 4, kSpace, AttentionParams, HeadTile>(
+      Joiner<T, kValueTiles * 64, kSpace, AttentionParams, HeadTile>(
           p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
           .join(more);
     } else {

@@ -363,9 +363,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
       write_piece(segment, inverse, lse);  // plant: piece
-      // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the
-      // same bits.
-      LatentJoiner<T, AnyTile, 4>(
+      LatentJoiner<T, AnyTile>(
           p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0), shared.stage(0), shared.stage(1)}, tile, segment)
           .join(more);
     } else {

@@ -93,8 +93,8 @@ __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTil
 constexpr int kJoinSpace = 16384;  // of a warp that joins: pieces of eight units of 32 columns
 static_assert(4 * kJoinSpace <= kRopeTile * kTileBytes, "four warps use a stage, without its last tile");
 
-template <typename T, typename AnyTile, int kManyGroups>
-using LatentJoiner = Joiner<T, kValueDim, kManyGroups, kJoinSpace, MlaDecodeParams, AnyTile>;
+template <typename T, typename AnyTile>
+using LatentJoiner = Joiner<T, kValueDim, kJoinSpace, MlaDecodeParams, AnyTile>;
 
 // The threads of one consumer meet.
 __device__ __forceinline__ void consumer_sync(int consumer) {

@@ -237,7 +237,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
       if (kForm == kPackedRows) this->mask_absent(s);
       if ((kForm == kPages || kForm == kPacked) && (i + 1) * kBlockTokens > tokens)
         clear_past(shared.slot(s), tokens - i * kBlockTokens);
-      weigh(shared.slot(s));
+      weigh(shared.slot(s), i < 2);
       multiply_values(s);
     }
     return segment.blocks;

@@ -50,7 +50,7 @@ struct Fp8Finisher {
     if (lane == 0) mbarrier_arrive(shared.query_free(of.n));  // plant: query read
     write_output();
     if (segment.split())
-      LatentJoiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(
+      LatentJoiner<Bf16, AnyTile>(
           p,
           {shared.words, shared.probabilities, shared.maxima, shared.ring, shared.ring + 4 * kJoinSpace},
           tile, segment)

@@ -288,12 +288,12 @@ struct Fp8Softmax {
     return too_high;
   }
 
-  // scores -> probabilities for multiply_values, and their sums.
+  // scores -> probabilities for multiply_values, and their sums. `begins`: of a segment.
   // model: fp8_segments
-  __device__ __forceinline__ void weigh(u32 slot) {
+  __device__ __forceinline__ void weigh(u32 slot, bool begins) {
     float p[kSums];
     consumer_sync(consumer);  // nobody reads this consumer's probabilities of before, nor RoPE columns
-    if (sync_any(store_probabilities(slot, p))) {
+    if (begins || sync_any(store_probabilities(slot, p))) {
       raise_references(slot);
       store_probabilities(slot, p);
       consumer_sync(consumer);

@@ -229,9 +229,10 @@ struct Heads64Consumer {
   }
 
   // scores -> probabilities, relative to the references and times the powers of two of their rows, for all warps; and
-  // their sums without the latter. Tells whether some are too high.
-  template <typename T, bool kAgain = false>
-  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread]) const {
+  // their sums without the latter. Tells whether some are too high for float16. `wide`: they become bfloat16.
+  template <bool kAgain>
+  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread],
+                                                      bool wide = false) const {
     const int tokens = 2 * warp + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
     const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
     float out_again[2] = {1.0f, 1.0f};
@@ -255,7 +256,7 @@ struct Heads64Consumer {
         const float* const s = scores + i + 2 * e;
         v[e][0] = exp2_approx(relative<kAgain>(scaled(s[0], e), factors.x, row_shift[e], references.x));
         v[e][1] = exp2_approx(relative<kAgain>(scaled(s[1], e), factors.y, row_shift[e], references.y));
-        packed[i / 2 % 4 + e] = pack_pair<T>(v[e][0], v[e][1]);
+        packed[i / 2 % 4 + e] = wide ? pack_pair<Bf16>(v[e][0], v[e][1]) : pack_pair<Fp16>(v[e][0], v[e][1]);
         highest = highest_f16x2(highest, packed[i / 2 % 4 + e]);
       }
 #pragma unroll
@@ -336,7 +337,7 @@ struct Heads64Consumer {
       for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
     }
     float block_sum[kHeadsOfThread];
-    const bool too_high = is_first || store_probabilities<Fp16>(parity, block_sum);
+    const bool too_high = is_first || store_probabilities<false>(parity, block_sum);
     u32 unusual = 0;
     if (is_first || sync_any(too_high || has_wide())) {
       if (is_first || sync_any(too_high)) {
@@ -346,12 +347,8 @@ struct Heads64Consumer {
           change_sums(parity);
         }
       }
-      if (kGrouped && sync_any(has_wide())) {
-        unusual |= kWide;
-        store_probabilities<Bf16, true>(parity, block_sum);
-      } else {
-        store_probabilities<Fp16, true>(parity, block_sum);
-      }
+      if (kGrouped && sync_any(has_wide())) unusual |= kWide;
+      store_probabilities<true>(parity, block_sum, unusual & kWide);
       consumer_sync(consumer);
     }
 #pragma unroll
@@ -389,26 +386,61 @@ struct Heads64Consumer {
     const u32 unusual = load_shared_u32(shared.unusual(parity));
     if (unusual & kRaised) change_output(parity);
     if (kGrouped && unusual & kWide)
-      multiply_steps<true>(t);
+      multiply_wide(t);
     else
-      multiply_steps<false>(t);
+      multiply_steps(t);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
   }
 
-  template <bool kIsWide>
+  static constexpr int kPairs = kValueHalf / 2;  // of tiles: groups of columns that have a scale
+
+  // Where V's columns of this warp begin in a granule, by lanes that load them.
+  __device__ __forceinline__ u32 values_offset() const {
+    return token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
+  }
+  // In the ring, the k-th slot of a block.
+  __device__ __forceinline__ static u32 slot_of(u32 first_slot, int k) {
+    return first_slot + k < Layout::kSlots ? first_slot + k : first_slot + k - Layout::kSlots;
+  }
+
+  // Of a wide block, in a loop: as text that is hardly ever used it would lie among what is, and cost few requests 10 %
+  // of their time.
+  __device__ __forceinline__ void multiply_wide(u32 t) {
+    const u32 offset = values_offset(), first_slot = GranulePlace<Layout>(kGranules * t).slot;
+#pragma unroll 1
+    for (int k = 0; k < kGranules; ++k) {
+      const u32 rows = shared.slot(slot_of(first_slot, k));
+#pragma unroll
+      for (int d = 0; d < kPairs; ++d) {
+        u32 words[4], x[kStepRegisters];
+        load_matrix_x4_transposed(words, rows + offset + d * 128);
+        expand_values(words, x);
+        scale_widely(x, rows, consumer * kPairs + d);
+        keep_before_products(x);
+        warpgroup_arrive();
+        const u64 b = descriptor_of_rows<128>(shared.probabilities(t & 1), k * 32);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) wgmma_m64n64k16_async<Bf16>(output[2 * d + i], x + 4 * i, b, true);
+        warpgroup_commit();
+        warpgroup_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) keep_behind_wait(output[2 * d + i]);
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.free(slot_of(first_slot, k)));  // plant: wide slot read
+    }
+  }
+
   __device__ __forceinline__ void multiply_steps(u32 t) {
     const int parity = t & 1;
-    constexpr int kPairs = kValueHalf / 2, kSteps = kGranules * kPairs;
-    const u32 offset = token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
+    constexpr int kSteps = kGranules * kPairs;
+    const u32 offset = values_offset();
     const u32 table = shared.table(parity) + (consumer * kPairs * 16 + lane % 4) * 8;
     u32 rows[kGranules];  // plant: granules
     const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
-    auto slot_of = [&](int k) {
-      return first_slot + k < Layout::kSlots ? first_slot + k : first_slot + k - Layout::kSlots;
-    };
 #pragma unroll
-    for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(k));
+    for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(first_slot, k));
     u32 words[2][4], a[2][kStepRegisters];
     auto fetch = [&](u32 (&to)[4], int s) {
       load_matrix_x4_transposed(to, rows[s / kPairs] + offset + s % kPairs * 128);
@@ -428,9 +460,7 @@ struct Heads64Consumer {
       if (s >= 2) warpgroup_wait<1>();
       u32(&x)[kStepRegisters] = a[s & 1];
       expand_values(words[s & 1], x);
-      if constexpr (kIsWide) {
-        scale_widely(x, rows[k], consumer * kPairs + d);
-      } else if constexpr (kGrouped) {
+      if constexpr (kGrouped) {
 #pragma unroll
         for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
       }
@@ -438,15 +468,11 @@ struct Heads64Consumer {
       warpgroup_arrive();
       const u64 b = descriptor_of_rows<128>(shared.probabilities(parity), k * 32);
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if constexpr (kIsWide)
-          wgmma_m64n64k16_async<Bf16>(output[2 * d + i], x + 4 * i, b, true);
-        else
-          wgmma_m64n64k16_async<Fp16>(output[2 * d + i], x + 4 * i, b, true);
+      for (int i = 0; i < 2; ++i) wgmma_m64n64k16_async<Fp16>(output[2 * d + i], x + 4 * i, b, true);
       warpgroup_commit();
       if (d + 1 == kPairs) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.free(slot_of(k)));  // plant: slot read
+        if (lane == 0) mbarrier_arrive(shared.free(slot_of(first_slot, k)));  // plant: slot read
       }
     }
     warpgroup_wait<0>();

@@ -30,7 +30,7 @@ struct Heads64Finisher {
     find_factors();
     if (segment.split()) {
       write_transposed_piece<kHeads / kRowGroup, false>(p, tile, segment, of.output, consumer, warp, lane);
-      LatentJoiner<Bf16, AnyTile, 4>(
+      LatentJoiner<Bf16, AnyTile>(
           p,
           {shared.words, shared.probabilities(0), shared.of_warp(0, 0), shared.ring, shared.ring + 4 * kJoinSpace},
           tile, segment)

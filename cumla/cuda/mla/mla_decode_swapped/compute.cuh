@@ -249,7 +249,7 @@ struct SwappedConsumer {
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
     write_output(segment, split);  // plant: piece
     if (split)
-      LatentJoiner<T, Tile, 1>(
+      LatentJoiner<T, Tile>(
           p, {shared.words, shared.probabilities, shared.sums, shared.ring, shared.ring + 4 * kJoinSpace}, tile,
           segment)
           .join(more);
