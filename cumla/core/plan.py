@@ -150,11 +150,13 @@ class PlanMemory:
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+        self.owner: object  # the array that holds the buffer
+        self.buffer: ArrayView
         if workspace is None:
             self.owner, self.buffer = call.empty((nbytes,), "uint8")
             self._workspace = Workspace(self.owner, call)
         else:
-            self.owner = workspace  # the array that holds the buffer
+            self.owner = workspace
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
             self._workspace = Workspace.at(workspace, self.buffer, call)
