@@ -202,6 +202,16 @@ CACHES = [
         for n in (512, 640, 655)
     ),
     wrong("kv_cache", np.zeros((6, 64, 1, 656), E4M3), "packed rows as uint8, got float8_e4m3fn"),
+    wrong("kv_cache", np.zeros((6, 64, 1, 328), F16), "packed rows as uint8, got float16; pass a"),
+    wrong("kv_cache", np.zeros((6, 64, 1, 656), F16), "a last axis of 576 ... got ... 656); pass"),
+    *(
+        Refusal(
+            {"q": aligned((2, 2, 16, columns)), "kv_cache": np.zeros((6, 64, 584), dtype)},
+            ValueError,
+            "kv_cache: needs ... got V4's slots of 584; pass them to mla_sparse_decode or mla_spar",
+        )
+        for columns, dtype in ((576, U8), (512, E4M3))
+    ),
     wrong("kv_cache", np.zeros((0, 64, 1, 656), U8), "at least one token, got shape (0, 64"),
     Refusal(
         {"kv_cache": make_cache("packed", heads=3)}, ValueError, "num_heads: ... and 3 kv heads"
