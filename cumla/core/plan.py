@@ -17,7 +17,7 @@ import numpy as np
 
 from cumla.core._driver import driver
 from cumla.core._lifetime import keep_until_event, order_streams
-from cumla.core.arguments import check_workspace
+from cumla.core.arguments import check_factors, check_workspace
 from cumla.core.arrays import (
     WORKSPACE,
     glance,
@@ -399,7 +399,9 @@ class Plan(ABC, Generic[K]):
             if looks and self._values is not None:
                 integers = integers_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}
-                self._attend.check_values({**host, **self._values}, arguments)
+                host |= self._values
+                check_factors(host)
+                self._attend.check_values(host, arguments)
             buffer = memory.buffer.ptr
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
             results = memory.run(call, packed.run, call, outputs)

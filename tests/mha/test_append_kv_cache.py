@@ -434,6 +434,20 @@ def test_check_mode_knows_the_rows_of_cos_sin(monkeypatch: pytest.MonkeyPatch) -
         cumla.append_kv_cache(**last_tokens() | {"cos_sin": aligned((9, 32))})
 
 
+def test_check_mode_looks_at_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of requests without tokens."""
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    for name, place in (("k_scale", (1, 0)), ("v_scale", (1,))):
+        for value in (0.0, -1.0, float("nan")):
+            arguments = last_tokens()
+            arguments[name][place] = value
+            with refused(ValueError, f"{name}[1 ... ]: needs a number from ... got {value}; pass"):
+                cumla.append_kv_cache(**arguments)
+    arguments = last_tokens() | {"kv_lens": int32(5, 0)}
+    arguments["k_scale"][1] = 0
+    cumla.append_kv_cache(**arguments)
+
+
 # --- what is launched -----------------------------------------------------------------------------
 
 

@@ -365,6 +365,12 @@ def test_check_mode(changes: Arguments, message: str) -> None:
 
 
 @pytest.mark.usefixtures("checking")
+def test_check_mode_looks_at_factors() -> None:
+    with refused(ValueError, "v_scale[1]: needs a number from 2 ** -126 to 2 ** 126, got -1.0"):
+        cumla.attention(**paged_e4m3(v_scale=np.array([1, -1], F32)))
+
+
+@pytest.mark.usefixtures("checking")
 def test_check_mode_finds_nothing_in_what_is_not_used() -> None:
     cumla.attention(**paged(block_table=int32([0, -1, 99], [3, 4, 5])))
     cumla.attention(**keys_in_listed_pages() | {"kv_indices": int32(0, 3, 4, 5, 99)})

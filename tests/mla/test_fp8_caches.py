@@ -295,6 +295,18 @@ def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         cumla.mla_decode(**arguments, block_table=TABLE + np.int32(1), kv_lens=LENGTHS)
 
 
+@every_way
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_check_mode_looks_at_factors(
+    value: float, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    need = f"a number from 2 ** -126 to 2 ** 126, got {value}; pass"
+    for shape, place in (((), ""), ((1,), "[0]")):
+        with refused(ValueError, f"kv_scale{place}: needs {need}"):
+            call(**make("one", kv_scale=np.full(shape, value, F32)))
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
