@@ -51,7 +51,7 @@ from torch.utils._pytree import _register_namedtuple
 
 import cumla
 from cumla.core._dlpack import ArrayView
-from cumla.core.arguments import check_dtype, check_output, check_workspace, checked_flag
+from cumla.core.arguments import check_dtype, check_output, check_workspace, checked_flag, number_of
 from cumla.core.arrays import WORKSPACE, open_call
 from cumla.core.frameworks import NO_DSA_PLAN, Framework, Traced, framework_of_type
 from cumla.core.operation import Ready, Scheduled, checked_outputs, pack, run_on_cpu
@@ -378,6 +378,8 @@ def _argument(function: _Function, key: str, value: Any) -> tuple[str, Any]:
         return key, list(value.unbind()) if key in _STACKS else [value]
     if key in _FACTORS and isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{key}_number", float(value)
+    if key in _FACTORS:
+        number_of(key, value)  # which refuses what is no array
     if key.endswith("_dtype") and value is not None:
         return key, str(value).removeprefix("torch.")
     if key == "window" and value is not None:

@@ -545,7 +545,7 @@ OPERATIONS = {
         dict,
         ("append_kv_cache_fp8_bfloat16",),
         in_place=("k_cache", "v_cache", "q"),
-        integers=("qo_indptr", "kv_lens", "block_table"),
+        integers=("qo_indptr", "kv_lens", "block_table", "k_scale", "v_scale"),
         empty=(
             ("k", "v", "q"),
             ("k", "v", "q", "kv_lens", "block_table", "k_scale", "qo_indptr+1"),

@@ -30,7 +30,8 @@ _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
 # Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
 # times this and log2(e), stay finite and normal as float32; what is larger is not caught.
 _SCALES = (1e-20, 1e6)
-_FACTORS = (2.0**-126, 2.0**126)  # normal as float32, and so are their inverses
+FACTORS = ("kv_scale", "k_scale", "v_scale")  # of e4m3 caches: numbers or arrays
+_FACTOR_RANGE = (2.0**-126, 2.0**126)  # normal as float32, and so are their inverses
 
 
 class Array(NamedTuple):
@@ -315,13 +316,21 @@ def number_of(name: str, factor: Any) -> float | None:
         if not isinstance(factor, _NO_ARRAYS):
             return None  # or what is refused as none
         raise _wrong_option(name, "a number, or a float32 array", factor, "pass one of them")
-    low, high = _FACTORS
+    low, high = _FACTOR_RANGE
     if not low <= float(factor) <= high:
         raise ValueError(
             f"{name}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the factor by "
             f"which quantised rows give the rows"
         )
     return float(np.float32(factor))
+
+
+def check_factors(host: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Check mode: refuse factors in arrays as numbers are; a request's, if it has tokens."""
+    for name in FACTORS:
+        for place, factor in np.ndenumerate(host.get(name, np.empty(0))):
+            if len(place) < 2 or ("kv_lens" in host and host["kv_lens"][place[0]] > 0):
+                number_of(f"{name}[{', '.join(map(str, place))}]" if place else name, factor)
 
 
 def checked_scale(softmax_scale: Any, default: float) -> float:

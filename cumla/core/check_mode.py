@@ -66,7 +66,7 @@ def may_look(call: Call) -> bool:
 
 
 def copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:
-    """Copy an array of integers from the GPU, in the order of the stream, and wait for it."""
+    """Copy an array from the GPU, in the order of the stream, and wait for it."""
     dtype = np.dtype(view.dtype)
     runtime = import_cupy().cuda.runtime
     reaches = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]

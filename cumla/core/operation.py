@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
-from cumla.core.arguments import check_output
+from cumla.core.arguments import FACTORS, check_factors, check_output
 from cumla.core.arrays import WORKSPACE, from_numpy, glance, open_call, reopen_call, to_numpy
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
@@ -102,7 +102,7 @@ class Operation(ABC, Generic[A, K]):
     Stateless but for what it remembers of the last calls.
     """
 
-    # Arrays whose values kernels take on trust, and the check mode looks at.
+    # Arrays whose values kernels take on trust, and the check mode looks at beside factors.
     integers: tuple[str, ...] = ()
     # Outputs that may be the very input named.
     in_place: Mapping[str, str] = MappingProxyType({})
@@ -256,6 +256,7 @@ def run(
             return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
+            check_factors(host)
             operation.check_values(host, known.arguments)
         return packed.run(call, outputs)
 
@@ -282,7 +283,8 @@ def _check(
 
 def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
     """Pick what the check mode looks at."""
-    return {n: view for n in operation.integers if (view := views.get(n)) is not None}
+    names = (*operation.integers, *FACTORS)
+    return {n: view for n in names if (view := views.get(n)) is not None}
 
 
 def checked_outputs(
@@ -349,6 +351,7 @@ def run_on_cpu(
     given = (*inputs.items(), *outputs.items())
     host = {name: to_numpy(name, array) for name, array in given if array is not None}
     if check_mode():
+        check_factors(host)
         operation.check_values(host, arguments)
     results = operation.reference(host, arguments)
     out = [outputs[output.name] for output in operation.outputs(arguments)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from cumla.core._driver import driver
 from cumla.core._lifetime import keep_until_event, order_streams
-from cumla.core.arguments import check_workspace
+from cumla.core.arguments import check_factors, check_workspace
 from cumla.core.arrays import (
     WORKSPACE,
     glance,
@@ -150,11 +150,13 @@ class PlanMemory:
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+        self.owner: object  # the array that holds the buffer
+        self.buffer: ArrayView
         if workspace is None:
             self.owner, self.buffer = call.empty((nbytes,), "uint8")
             self._workspace = Workspace(self.owner, call)
         else:
-            self.owner = workspace  # the array that holds the buffer
+            self.owner = workspace
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
             self._workspace = Workspace.at(workspace, self.buffer, call)
@@ -397,7 +399,9 @@ class Plan(ABC, Generic[K]):
             if looks and self._values is not None:
                 integers = integers_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}
-                self._attend.check_values({**host, **self._values}, arguments)
+                host |= self._values
+                check_factors(host)
+                self._attend.check_values(host, arguments)
             buffer = memory.buffer.ptr
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
             results = memory.run(call, packed.run, call, outputs)

@@ -324,12 +324,12 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        *sizes, page_size, max_pages = checked_paged(views).shape
-        (lens,) = _SCHEDULE.arguments(views, (sizes[0], sizes[1], None))
+        batch, next_n, num_heads, head_dim, page_size, max_pages = checked_paged(views).shape
+        (lens,) = _SCHEDULE.arguments(views, (batch, next_n, None))
         options = {"workspace": workspace, "like": q, "stream": stream}
         options |= {"page_size": page_size, "per_row_lens": len(lens.shape) == 2}
         with call:
-            return cls(*sizes, max_pages=max_pages, **options)
+            return cls(batch, next_n, num_heads, head_dim, max_pages=max_pages, **options)
 
     @staticmethod
     def workspace_bytes(

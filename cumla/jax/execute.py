@@ -12,7 +12,7 @@ import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
 from cumla.core._driver import driver
-from cumla.core.arguments import WIDE
+from cumla.core.arguments import FACTORS, WIDE, check_factors
 from cumla.core.arrays import WORKSPACE
 from cumla.core.check_mode import check_mode, copy_to_host
 from cumla.core.operation import Address, Ready, unplaced
@@ -92,6 +92,7 @@ def on_cpu(text: bytes, addresses: tuple[int, ...], frame: Execution) -> None:
     inputs = zip(program.spec.inputs, arrays, strict=False)
     host = {buffer.name: array for buffer, array in inputs if buffer.name != WORKSPACE}
     if check_mode():
+        check_factors(host)
         program.operation.check_values(host, program.arguments)
     computed = program.operation.reference(host, program.arguments)
     # Not into them at once: rows of no request would keep what XLA's memory holds.
@@ -148,8 +149,9 @@ def _check_values(program: _Program, addresses: tuple[int, ...], stream: int) ->
     places = dict(zip(program.names, addresses, strict=True))
     host = {}
     for name, view in program.spec.views(None).items():
-        if view is not None and view.dtype in WIDE:
+        if view is not None and (view.dtype in WIDE or name in FACTORS):
             host[name] = copy_to_host(view._replace(ptr=places[name]), stream)
+    check_factors(host)
     program.operation.check_values(host, program.arguments)
 
 

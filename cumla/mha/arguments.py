@@ -118,8 +118,9 @@ def checked_scales(
         return Scale(view=view)
     if view.shape not in ((), (1,), (heads,)):
         raise ValueError(
-            f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) {told}, got {view.shape}; "
-            f"pass as many factors"
+            f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) "
+            f"{told if batch is None else f'with batch {batch}'}, got {view.shape}; pass as many "
+            f"factors"
         )
     stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
     return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
+    from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
 
 __all__ = ["append_kv_cache"]
@@ -238,14 +239,26 @@ class _Append(Unplanned[AppendKVArguments]):
     def launches(self, arguments: AppendKVArguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         return (append_kv_launch(arguments),) if arguments.tokens else ()
 
-    def check_values(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendKVArguments
-    ) -> None:
-        _check_values(host, arguments)
+    def check_values(self, host: Host, arguments: AppendKVArguments) -> None:
+        a = arguments
+        assert a.k_cache is not None
+        num_pages, page_size = a.k_cache.shape[:2]
+        if "slot_mapping" in host:
+            refuse_slots(host["slot_mapping"], num_pages * page_size)
+        if "qo_indptr" in host:
+            bounds = host["qo_indptr"].astype(np.int64)
+            wrong = (bounds < 0) | (bounds > a.tokens)
+            wrong[1:] |= np.diff(bounds) < 0
+            need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of k"
+            refuse_value("qo_indptr", host["qo_indptr"], wrong, need)
+        if "kv_lens" in host:
+            _check_lengths(host, a)
+        elif "batch_indices" in host:
+            refuse_pages(host, host["batch_indices"], host["positions"], num_pages, page_size)
+        if a.cos is not None and "positions" in host:
+            refuse_positions(host["positions"], a.cos.shape[0])
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendKVArguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: AppendKVArguments) -> Results:
         others = {name: array for name, array in host.items() if not name.startswith("cos_sin")}
         if arguments.cos is not None:
             others["cos_sin"] = parts_on_host(host, "cos_sin")
@@ -266,7 +279,7 @@ _APPEND = _Append()
 def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArguments:
     """Check the views of one call, by name, against each other."""
     _check_combination(views)
-    _check_rotated(views)
+    _check_rotated(views, options.rotary_offset)
     lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
     k = checked_rows("k", views["k"], DTYPES, lead)
     v = checked_rows("v", views["v"], (k.dtype,), lead, "convert it, or k")
@@ -325,10 +338,12 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
     tables = {n for n in ("block_table", "kv_indices", "kv_indptr") if n in views}
     told = {n for n in ("batch_indices", "positions", "kv_lens") if n in views}
     if "slot_mapping" in views:
-        unused = sorted(tables | (told & {"batch_indices"}))
+        unused = tables | (told & {"batch_indices"})
+        if "positions" in told or not {"cos_sin", "cos_sin[0]"} & set(views):
+            unused |= told & {"kv_lens"}  # which would tell the positions to rotate by
         if unused:
             raise ValueError(
-                f"{unused[0]}: needs a call without slot_mapping, which tells where the rows go, "
+                f"{min(unused)}: needs a call without slot_mapping, which tells where the rows go, "
                 f"got both; leave one of them out"
             )
     elif "kv_lens" not in told and not told >= {"batch_indices", "positions"}:
@@ -355,11 +370,12 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
         )
 
 
-def _check_rotated(views: Mapping[str, ArrayView]) -> None:
+def _check_rotated(views: Mapping[str, ArrayView], rotary_offset: int) -> None:
     """Check that a rotation has its positions, and that no argument is given in vain."""
     is_rotated = "cos_sin" in views or "cos_sin[0]" in views
-    if "q" in views and not is_rotated:
-        raise ValueError("cos_sin: needed with q, got None; pass it, or no q")
+    for name, is_given in (("q", "q" in views), ("rotary_offset", rotary_offset)):
+        if is_given and not is_rotated:
+            raise ValueError(f"cos_sin: needed with {name}, got None; pass it, or no {name}")
     if "q_out" in views and "q" not in views:
         raise ValueError("q: needed with q_out, got None; pass it, or no q_out")
     if is_rotated and not {"positions", "kv_lens"} & set(views):
@@ -370,11 +386,6 @@ def _check_rotated(views: Mapping[str, ArrayView]) -> None:
         raise ValueError(
             "positions: needs batch_indices to tell where the rows go, or cos_sin to rotate them, "
             "got neither; leave it out, or pass one of them"
-        )
-    if {"slot_mapping", "kv_lens"} <= set(views) and (not is_rotated or "positions" in views):
-        raise ValueError(
-            "kv_lens: needs cos_sin and no positions beside slot_mapping, where it tells the "
-            "positions to rotate by, got another combination; leave it out"
         )
 
 
@@ -403,27 +414,7 @@ def _checked_queries(
     return q, batched(views["q_out"])
 
 
-def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
-    """Check mode: raise for the first number that is out of range."""
-    assert a.k_cache is not None
-    num_pages, page_size = a.k_cache.shape[:2]
-    if "slot_mapping" in host:
-        refuse_slots(host["slot_mapping"], num_pages * page_size)
-    if "qo_indptr" in host:
-        bounds = host["qo_indptr"].astype(np.int64)
-        wrong = (bounds < 0) | (bounds > a.tokens)
-        wrong[1:] |= np.diff(bounds) < 0
-        need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of k"
-        refuse_value("qo_indptr", host["qo_indptr"], wrong, need)
-    if "kv_lens" in host:
-        _check_lengths(host, a)
-    elif "batch_indices" in host:
-        refuse_pages(host, host["batch_indices"], host["positions"], num_pages, page_size)
-    if a.cos is not None and "positions" in host:
-        refuse_positions(host["positions"], a.cos.shape[0])
-
-
-def _check_lengths(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
+def _check_lengths(host: Host, a: AppendKVArguments) -> None:
     """Check lengths against the pages and the table of angles, and the page numbers in use."""
     assert a.k_cache is not None
     num_pages, page_size = a.k_cache.shape[:2]

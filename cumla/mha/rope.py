@@ -16,12 +16,11 @@ from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
+    from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
 
 __all__ = ["apply_rope"]
@@ -178,13 +177,11 @@ class _Rotate(Unplanned[_Arguments]):
             ),
         )
 
-    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
         count = arguments.cos.shape[0]
         refuse_positions(host["positions"], count, "its rows would not be rotated")
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
         results = reference.apply_rope(
             host["q"],
             host.get("k"),

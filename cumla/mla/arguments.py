@@ -9,10 +9,11 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from cumla.core._dlpack import numpy_dtype
 from cumla.core.arguments import Views, check_dtype, check_layout, checked_int, dtype_name
 from cumla.core.arrays import parts
 from cumla.launch.split.plan import BLOCK_TOKENS
-from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, relabelled, unpacked
+from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, is_v4, relabelled, unpacked
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, V4_BYTES, VALUE_DIM
 
 if TYPE_CHECKING:
@@ -174,6 +175,11 @@ def checked_v4(name: str, cache: ArrayView) -> ArrayView:
 
 def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:
     """Check ranks, dtypes and sizes; the cache with its head axis."""
+    if "kv_cache" in given and is_v4(given["kv_cache"]):  # whose queries have 512 columns
+        raise ValueError(
+            f"kv_cache: needs {HEAD_DIM} columns, or {PACKED_BYTES} bytes, got V4's slots of "
+            f"{V4_BYTES}; pass them to mla_sparse_decode or mla_sparse_attention"
+        )
     for name, view in given.items():
         if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
             raise ValueError(_rank_problem(name, view, query_axes))
@@ -262,7 +268,8 @@ def _columns_problem(name: str, view: ArrayView) -> str:
             f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
             f" of the parts where they lie apart"
         )
-    if name == "kv_cache" and view.shape[-1] == PACKED_BYTES:
+    nbytes = view.shape[-1] * numpy_dtype(view.dtype).itemsize
+    if name == "kv_cache" and nbytes == PACKED_BYTES:
         return f"{name}: needs packed rows as uint8, got {view.dtype}; pass a view as uint8"
     if name in ("q", "kv_cache"):
         return (

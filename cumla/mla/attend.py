@@ -125,8 +125,7 @@ class MLAPlan(Plan[K], Generic[K]):
         self,
         q: Any,
         kv_cache: Any,
-        pages_name: str,
-        pages: Any,
+        pages: dict[str, Any],
         softmax_scale: float | None,
         kv_scale: Any,
         fp8_products: bool,
@@ -146,10 +145,10 @@ class MLAPlan(Plan[K], Generic[K]):
         else:
             given = (out,) if lse is None else (out, lse)
         factors = () if kv_scale is None or factor is not None else (kv_scale,)
-        arrays = (q, kv_cache, *factors, pages)
+        arrays = (q, kv_cache, *factors, *pages.values())
         seen, results = self._known(arrays, given, outputs, options, stream)
         if results is None:
-            inputs = named(q, kv_cache, kv_scale, **{pages_name: pages})
+            inputs = named(q, kv_cache, kv_scale, **pages)
             results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 

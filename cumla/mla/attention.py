@@ -317,10 +317,9 @@ stream
         """
         if (block_table is None) == (kv_indices is None):
             raise not_one_form(block_table)
-        name = "block_table" if kv_indices is None else "kv_indices"
-        pages = block_table if kv_indices is None else kv_indices
+        pages = {"kv_indices": kv_indices} if block_table is None else {"block_table": block_table}
         return self._run_layer(
-            q, kv_cache, name, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
+            q, kv_cache, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
         )
 
     def _check_lengths(self, host: Host) -> None:

@@ -478,9 +478,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         CumlaError
             The driver refuses a launch.
         """
-        name = "block_table"
+        pages = {"block_table": block_table}
         return self._run_layer(
-            q, kv_cache, name, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
+            q, kv_cache, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
         )
 
     def _specs(self) -> tuple[KernelSpec, ...]:

@@ -35,7 +35,7 @@ from cumla.mla.arguments import (
     heads_problem,
     with_head_axis,
 )
-from cumla.mla.fp8_caches import E4M3, FP8, is_packed
+from cumla.mla.fp8_caches import E4M3, FP8, is_packed, is_v4
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES, VALUE_DIM
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _checked_columns(views: Views, axes: tuple[str, ...] | None, factor: float |
     """Check query and cache of 576 columns."""
     query = cast("ArrayView", views["q"] if "q" in views else views["q[0]"])
     whole = views.get("kv_cache")
-    if whole is not None and whole.shape[-1:] == (V4_BYTES,):
+    if whole is not None and is_v4(whole):
         raise ValueError(
             f"{'q' if 'q' in views else 'q[0]'}: needs one array of {VALUE_DIM} columns with "
             f"kv_cache of {V4_BYTES} bytes per slot, got shape {query.shape}; join or slice the "

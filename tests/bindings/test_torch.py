@@ -375,6 +375,7 @@ def test_no_keys_to_turn() -> None:
         ({"block_table": torch.zeros(3, 3, dtype=torch.int32)}, r"block_table: needs shape"),
         ({"out": torch.zeros(2, 2, 16, 511).bfloat16()}, r"out: needs shape \(2, 2, 16, 512\)"),
         ({"kv_lens": torch.zeros(2)}, "kv_lens: needs int32, got float32; convert it first"),
+        ({"kv_scale": (1.0,)}, "kv_scale: needs a number, or a float32 array, got tuple; pass one"),
         ({"causal": 2}, "causal: needs True or False, got int"),
         ({"stream": 7}, "stream: needs None in a graph, got a stream; leave it out"),
         ({"scale": 7}, "mla_decode: got an argument scale that is unknown or came before"),

@@ -458,7 +458,7 @@ def test_check_mode_looks_at_the_device(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At every array of indices; values out of range are found before a launch."""
+    """At indices and factors; values out of range are found before a launch."""
     host = operation.make()
     given = {name: cupy.like(value) for name, value in host.items()}
     outputs = {name: cupy.like(value) for name, value in operation.outputs().items()}
@@ -472,8 +472,8 @@ def test_check_mode_looks_at_the_device(
     for name in set(operation.integers) - set(operation.any_values):
         (*_, place) = map(tuple, np.argwhere(host[name] > 0))
         kept = host[name][place]
-        host[name][place] = 10**6
-        with pytest.raises(ValueError, match=r"^\w+(\[.*\])?: needs .* 1000000"):
+        host[name][place] = value = 10**6 if host[name].dtype.kind == "i" else np.inf
+        with pytest.raises(ValueError, match=rf"^\w+(\[.*\])?: needs .* {value}"):
             operation.function(**given, **outputs)
         host[name][place] = kept
     assert bindings.entries == []

@@ -136,8 +136,10 @@ SLOTS = [
     Refusal(
         {"kv_lens": int32(5), "qo_indptr": int32(0, 5)},
         ValueError,
-        "kv_lens: needs cos_sin and no positions beside slot_mapping ... ; leave it out",
+        "kv_lens: needs a call without slot_mapping, which tells where the rows go, got both; lea",
     ),
+    wrong("kv_lens", int32(5), "a call without slot_mapping, which tells where the rows go, got"),
+    wrong("rotary_offset", 8, "")._replace(message="cos_sin: needed with rotary_offset, got None;"),
     Refusal({"qo_indptr": int32(0, 5)}, ValueError, "kv_lens: needs lengths beside qo_indptr"),
     *(wrong(n, 1.0, "an e4m3 cache, got bfloat16; leave it out") for n in ("k_scale", "v_scale")),
     wrong("k_scale", np.ones(1, F32), "an e4m3 cache, got bfloat16; leave it out"),
@@ -212,7 +214,7 @@ LAST = [
     wrong_type("v_scale", np.ones(1), "float32, got float64; convert"),
     *(
         wrong(
-            "v_scale", np.ones(shape, F32), f"shape (1,), (2,), or (batch, 2) ... got {shape}; pass"
+            "v_scale", np.ones(shape, F32), f"shape (1,), (2,), ... with batch 2, got {shape}; pass"
         )
         for shape in ((3,), (3, 2), (2, 1), (1, 1, 1))
     ),
@@ -397,6 +399,7 @@ def test_q_out_may_be_q() -> None:
         (rotating, "positions", 3, -9, None),
         (last_tokens, "kv_lens", 1, 33, "[1]: needs no more tokens than the pages ... got 33"),
         (last_tokens, "kv_lens", 1, 0, None),  # as padded requests of a graph
+        (last_tokens, "kv_lens", 1, 2, None),  # rows before position 0 are skipped
         (last_tokens, "qo_indptr", 2, 6, "[2]: needs non-decreasing offsets from 0 to 5 ... got 6"),
         (last_tokens, "qo_indptr", 1, 5, "[2]: needs non-decreasing offsets from 0 to 5 ... got 4"),
         (last_tokens, "qo_indptr", 0, -1, "[0]: needs non-decreasing offsets ... got -1"),
@@ -429,6 +432,20 @@ def test_check_mode_knows_the_rows_of_cos_sin(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUMLA_CHECK", "1")
     with refused(ValueError, "kv_lens[1]: needs at most 9 tokens, the rows of cos_sin, got 20;"):
         cumla.append_kv_cache(**last_tokens() | {"cos_sin": aligned((9, 32))})
+
+
+def test_check_mode_looks_at_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of requests without tokens."""
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    for name, place in (("k_scale", (1, 0)), ("v_scale", (1,))):
+        for value in (0.0, -1.0, float("nan")):
+            arguments = last_tokens()
+            arguments[name][place] = value
+            with refused(ValueError, f"{name}[1 ... ]: needs a number from ... got {value}; pass"):
+                cumla.append_kv_cache(**arguments)
+    arguments = last_tokens() | {"kv_lens": int32(5, 0)}
+    arguments["k_scale"][1] = 0
+    cumla.append_kv_cache(**arguments)
 
 
 # --- what is launched -----------------------------------------------------------------------------

@@ -186,9 +186,13 @@ EQUAL = [
     wrong("block_table", int32([0, 1]), "shape (batch, max_pages) with batch 2, got (1, 2)"),
 ]
 E4M3_PAGED = [
-    wrong("k_scale", numbers(3, dtype=F32), "shape (1,), (2,), or (batch, 2) with block_table or"),
-    wrong(
-        "v_scale", numbers(3, 2, dtype=F32), "shape (1,), (2,), or (batch, 2) with ... got (3, 2)"
+    wrong("k_scale", numbers(3, dtype=F32), "shape (1,), (2,), or (batch, 2) with batch 2, got"),
+    wrong("v_scale", numbers(3, 2, dtype=F32), "shape (1,), ... with batch 2, got (3, 2); pass as"),
+    Refusal(
+        {"block_table": None, "kv_indptr": int32(0, 1, 4), "kv_indices": int32(0, 3, 4, 5)}
+        | {"k_scale": numbers(2, 2, dtype=F32)},
+        ValueError,
+        "k_scale: needs shape (1,), (2,), or (batch, 2) with block_table or q of four axes, got",
     ),
     wrong_type("k_scale", numbers(1), "float32, got bfloat16; convert"),
     wrong("k_scale", 1e-40, "a number from 2 ** -126 to 2 ** 126, got 1e-40"),
@@ -358,6 +362,12 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_mode(changes: Arguments, message: str) -> None:
     with refused(ValueError, message):
         cumla.attention(**paged(**changes))
+
+
+@pytest.mark.usefixtures("checking")
+def test_check_mode_looks_at_factors() -> None:
+    with refused(ValueError, "v_scale[1]: needs a number from 2 ** -126 to 2 ** 126, got -1.0"):
+        cumla.attention(**paged_e4m3(v_scale=np.array([1, -1], F32)))
 
 
 @pytest.mark.usefixtures("checking")

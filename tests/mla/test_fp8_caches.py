@@ -202,6 +202,16 @@ CACHES = [
         for n in (512, 640, 655)
     ),
     wrong("kv_cache", np.zeros((6, 64, 1, 656), E4M3), "packed rows as uint8, got float8_e4m3fn"),
+    wrong("kv_cache", np.zeros((6, 64, 1, 328), F16), "packed rows as uint8, got float16; pass a"),
+    wrong("kv_cache", np.zeros((6, 64, 1, 656), F16), "a last axis of 576 ... got ... 656); pass"),
+    *(
+        Refusal(
+            {"q": aligned((2, 2, 16, columns)), "kv_cache": np.zeros((6, 64, 584), dtype)},
+            ValueError,
+            "kv_cache: needs ... got V4's slots of 584; pass them to mla_sparse_decode or mla_spar",
+        )
+        for columns, dtype in ((576, U8), (512, E4M3))
+    ),
     wrong("kv_cache", np.zeros((0, 64, 1, 656), U8), "at least one token, got shape (0, 64"),
     Refusal(
         {"kv_cache": make_cache("packed", heads=3)}, ValueError, "num_heads: ... and 3 kv heads"
@@ -283,6 +293,18 @@ def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     decode(**arguments)
     with refused(ValueError, "block_table[1, 2]: needs a page number from 0 to 5"):
         cumla.mla_decode(**arguments, block_table=TABLE + np.int32(1), kv_lens=LENGTHS)
+
+
+@every_way
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_check_mode_looks_at_factors(
+    value: float, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    need = f"a number from 2 ** -126 to 2 ** 126, got {value}; pass"
+    for shape, place in (((), ""), ((1,), "[0]")):
+        with refused(ValueError, f"kv_scale{place}: needs {need}"):
+            call(**make("one", kv_scale=np.full(shape, value, F32)))
 
 
 # --- plans ----------------------------------------------------------------------------------------

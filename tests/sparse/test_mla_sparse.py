@@ -233,6 +233,7 @@ REFUSED = [
         )
     ),
     wrong("kv_cache", zeros(6, 8, 1, 512), "a last axis of 576 (512 latent + 64 RoPE), got"),
+    wrong("kv_cache", zeros(6, 8, 1, 584), "a last axis of 576 (512 latent + 64 RoPE), got"),
     wrong("kv_cache", zeros(48, 512), "a last axis of 576 (512 latent + 64 RoPE), got"),
     wrong("kv_cache", zeros(0, 576), "at least one token, got"),
     wrong("kv_cache", zeros(2, 6, 8, 1, 576), "axes (num_pages, page_size, num_kv_heads, 576)"),
