@@ -51,7 +51,14 @@ from torch.utils._pytree import _register_namedtuple
 
 import cumla
 from cumla.core._dlpack import ArrayView
-from cumla.core.arguments import check_dtype, check_output, check_workspace, checked_flag, number_of
+from cumla.core.arguments import (
+    FACTORS,
+    check_dtype,
+    check_output,
+    check_workspace,
+    checked_flag,
+    number_of,
+)
 from cumla.core.arrays import WORKSPACE, open_call
 from cumla.core.frameworks import NO_DSA_PLAN, Framework, Traced, framework_of_type
 from cumla.core.operation import Ready, Scheduled, checked_outputs, pack, run_on_cpu
@@ -117,7 +124,6 @@ _FUNCTIONS = {
         result=cumla.TopKResult,
     ),
 }
-_FACTORS = ("kv_scale", "k_scale", "v_scale")  # numbers or tensors
 _STACKS = ("outs", "lses")  # lists whose one array has their parts on its first axis
 _TYPES = {  # of schemas, by annotations
     "bool": "bool",
@@ -162,7 +168,7 @@ def _texts(function: _Function, parameter: Parameter, place: int) -> list[str]:
     kind = f"Tensor(a{place}!)" if name in function.written else "Tensor"
     kind += "[]" if name in function.lists else ""
     kind += "?" if has_default or name in function.optional else ""
-    number = [f"float? {name}_number=None"] if name in _FACTORS else []
+    number = [f"float? {name}_number=None"] if name in FACTORS else []
     return [f"{kind} {name}{none}", *number]
 
 
@@ -376,9 +382,9 @@ def _argument(function: _Function, key: str, value: Any) -> tuple[str, Any]:
         if isinstance(value, (list, tuple)):
             return key, list(value)
         return key, list(value.unbind()) if key in _STACKS else [value]
-    if key in _FACTORS and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"{key}_number", float(value)
-    if key in _FACTORS:
+    if key in FACTORS:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return f"{key}_number", float(value)
         number_of(key, value)  # which refuses what is no array
     if key.endswith("_dtype") and value is not None:
         return key, str(value).removeprefix("torch.")

@@ -27,7 +27,8 @@
 //                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows),
 //                 or 53,248; sums,
 //                 maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most 231,136 B of 232,448
-// Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start
+// Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start. 200 and
+//                 104 for single rows with scales: a loader's lane has addresses of three arrays
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
 // Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each
 //                 product's B
@@ -115,7 +116,7 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   constexpr bool kSingleRows = kForm == kRows || kForm == kPackedRows;
   begin_kernel<kSingleRows ? kRows : kPages, AnyTile>(p.decode, shared, kSingleRows ? 2 : 0);
   grid_dependency_wait();
-  constexpr bool kManyAddresses = kGrouped && kForm == kRows;  // of a loader
+  constexpr bool kManyAddresses = kGrouped && kForm == kRows;
   if (warpgroup == 0) {
     registers_decrease<kQueryRows == 16 ? (kManyAddresses ? 104 : 88) : 56>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);

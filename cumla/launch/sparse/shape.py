@@ -24,7 +24,7 @@ PACKED = "packed"
 V4 = "v4"
 """A cache in DeepSeek-V4's format: rows of 512 columns in 576 bytes, and 8 bytes of scales."""
 _ALIGNMENT = 256
-_FEWEST_PIECES = 4  # of a list that is cut by heads, too
+_FEWEST_PIECES = 4  # thread blocks for each list and tile of fewer heads, at least
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class MLASparseKey(LatentKey):
         """KV blocks of a thread block with so many heads of a list, and what its piece costs.
 
         All thread blocks store and join their pieces at the same time, through L2: for each 16
-        heads that takes as long as a KV block, as measured.
+        heads that takes as long as a KV block, as measured. Lists so short that the schedule does
+        not cut them (min_saving) count as if it did.
         """
         pieces = self.sm_count // max(-(-self.num_heads // rows) * self.num_places, 1)
         if rows < ROW_TILE and pieces < _FEWEST_PIECES:

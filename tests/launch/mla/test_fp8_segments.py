@@ -194,21 +194,28 @@ def consume(layout: Layout, part: list[Segment], c: int, w: int) -> Iterator[Ste
             yield Write(("references", c))
         yield Wait(("query_full", b), n // layout.queries)
         for i in range((c ^ t) & 1, segment.blocks, 2):
-            yield from attend(layout, b, t + i, c, w, i < 2)
+            yield from attend(layout, b, t + i, c, w, i)
         t += segment.blocks
         yield from finish(layout, b, c, w)
         if segment.cut:
             yield from join(c * 4 + w, segment.joins, n + 1 == len(part))
 
 
-def attend(layout: Layout, b: int, block: int, c: int, w: int, first: bool) -> Iterator[Step]:
-    """A block: multiply_query, weigh and multiply_values. The first one raises references."""
+def attend(layout: Layout, b: int, block: int, c: int, w: int, i: int) -> Iterator[Step]:
+    """Block i of a segment: multiply_query, weigh and multiply_values.
+
+    A consumer's first one raises references, its second one when it has stored probabilities.
+    """
     s, meet = block % SLOTS, Meet(("consumer", c), 4)
     yield Wait(("full", s), block // SLOTS)
     yield Read(("RoPE columns", s))
     yield Read(("query", b))
     yield meet
-    if first:
+    if 2 <= i < 4:
+        yield Read(("references", c))
+        yield Write(("probabilities", c, s, w))
+        yield meet
+    if i < 4:
         for _ in range(layout.rows // 16):
             yield Write(("maxima", c, w))
             yield meet

@@ -70,9 +70,11 @@ def test_attention_to_lists(case: SparseCase) -> None:
 
 
 def test_few_lists_are_cut_by_heads() -> None:
-    """Into two tiles, of four pieces each."""
+    """Into three tiles, of four pieces each."""
     case = SparseCase(batch=1, heads=40, topk=500, scales="powers", sinks="finite", lists="mixed")
-    with emulated_gpu(8) as cupy:
+    key = key_of(40, "packed", batch=1, q_len=1, topk=500, sm_count=12)
+    assert (key.row_tile, key.parts) == (16, 4)
+    with emulated_gpu(12) as cupy:
         attend_sparse(cupy, case)
 
 

@@ -44,9 +44,9 @@ def test_the_kernels_constants(nvrtc: None) -> None:
 
 @pytest.mark.parametrize("heads", [8, 64, 100])
 def test_the_parameters_by_name(heads: int) -> None:
-    key = key_of(heads, "v4", extra_topk=200)
+    key = key_of(heads, "v4", batch=50, extra_topk=200)
     select, launch = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
-    assert launch.grid == (key.row_tiles, key.parts, 1)
+    assert launch.grid == (-(-heads // 64), key.parts, 1)
     got = parameters(launch)
     wanted = {
         "decode.latent.base": BUFFER + key.zeros,

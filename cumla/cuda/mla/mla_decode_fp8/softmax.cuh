@@ -288,7 +288,8 @@ struct Fp8Softmax {
     return too_high;
   }
 
-  // scores -> probabilities for multiply_values, and their sums. `begins`: of a segment.
+  // scores -> probabilities for multiply_values, and their sums. `begins`: this consumer's first block of a segment,
+  // which always raises references.
   // model: fp8_segments
   __device__ __forceinline__ void weigh(u32 slot, bool begins) {
     float p[kSums];
