@@ -399,7 +399,7 @@ _Scored = tuple[PagedArguments, "ArrayView", "ArrayView"]
 class _Scores(Operation[_Scored, PagedMQAKey]):
     """Scores with the lengths of the call, by a schedule that the caller keeps."""
 
-    integers = ("kv_lens", "block_table")
+    trusted = ("kv_lens", "block_table")
 
     def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Scored:
         attend = checked_paged(views, options)

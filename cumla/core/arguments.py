@@ -325,14 +325,6 @@ def number_of(name: str, factor: Any) -> float | None:
     return float(np.float32(factor))
 
 
-def check_factors(host: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Check mode: refuse factors in arrays as numbers are; a request's, if it has tokens."""
-    for name in FACTORS:
-        for place, factor in np.ndenumerate(host.get(name, np.empty(0))):
-            if len(place) < 2 or ("kv_lens" in host and host["kv_lens"][place[0]] > 0):
-                number_of(f"{name}[{', '.join(map(str, place))}]" if place else name, factor)
-
-
 def checked_scale(softmax_scale: Any, default: float) -> float:
     """Return the factor of the scores as a float."""
     if softmax_scale is None:

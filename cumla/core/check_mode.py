@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla.core._cupy import import_cupy
+from cumla.core.arguments import FACTORS, number_of
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
@@ -63,6 +65,15 @@ def may_look(call: Call) -> bool:
         _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
         return False
     return True
+
+
+def check_factors(host: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Refuse factors in arrays as numbers are; a request's where `kv_lens` gives it tokens."""
+    for name in FACTORS:
+        for place, factor in np.ndenumerate(host.get(name, np.empty(0))):
+            is_of_request = name != "kv_scale" and len(place) == 2
+            if not is_of_request or ("kv_lens" in host and host["kv_lens"][place[0]] > 0):
+                number_of(f"{name}[{', '.join(map(str, place))}]" if place else name, factor)
 
 
 def copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
-from cumla.core.arguments import FACTORS, check_factors, check_output
+from cumla.core.arguments import FACTORS, check_output
 from cumla.core.arrays import WORKSPACE, from_numpy, glance, open_call, reopen_call, to_numpy
-from cumla.core.check_mode import check_mode, copy_to_host, may_look
+from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap
 
@@ -103,7 +103,7 @@ class Operation(ABC, Generic[A, K]):
     """
 
     # Arrays whose values kernels take on trust, and the check mode looks at beside factors.
-    integers: tuple[str, ...] = ()
+    trusted: tuple[str, ...] = ()
     # Outputs that may be the very input named.
     in_place: Mapping[str, str] = MappingProxyType({})
 
@@ -144,7 +144,7 @@ class Operation(ABC, Generic[A, K]):
             refuse_overlap(outs, inputs, self.in_place)
 
     def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: A) -> None:
-        """Check mode: raise for the first value out of range, of the arrays in `integers`."""
+        """Check mode: raise for the first value out of range, of the arrays in `trusted`."""
 
     @abstractmethod
     def reference(
@@ -203,7 +203,7 @@ class _Known(NamedTuple):
 
     arguments: Any
     device: int | None
-    integers: dict[str, ArrayView]
+    trusted: dict[str, ArrayView]
     packed: Packed | None  # None on the CPU
 
 
@@ -255,7 +255,7 @@ def run(
         if packed is None:
             return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
         if looks and may_look(call):
-            host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
+            host = {n: copy_to_host(v, call.stream) for n, v in known.trusted.items()}
             check_factors(host)
             operation.check_values(host, known.arguments)
         return packed.run(call, outputs)
@@ -273,17 +273,17 @@ def _check(
     arguments = operation.arguments(views, options)
     returned = operation.outputs(arguments)
     given = checked_outputs(operation, returned, views, tuple(outputs))
-    integers = integers_of(operation, views)
+    trusted = trusted_of(operation, views)
     if call.device is None:
-        return _Known(arguments, None, integers, None)
+        return _Known(arguments, None, trusted, None)
     key = operation.key(arguments, call.device)
     packed = pack(call, operation, key, arguments, returned, given, None)
-    return _Known(arguments, call.device, integers, packed)
+    return _Known(arguments, call.device, trusted, packed)
 
 
-def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
+def trusted_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
     """Pick what the check mode looks at."""
-    names = (*operation.integers, *FACTORS)
+    names = (*operation.trusted, *FACTORS)
     return {n: view for n in names if (view := views.get(n)) is not None}
 
 
@@ -376,7 +376,7 @@ class Scheduled(Operation[tuple[Any, Any], K], Generic[A, K]):
         super().__init__()
         self.schedule = schedule
         self.attend = attend
-        self.integers = (*schedule.integers, *attend.integers)
+        self.trusted = (*schedule.trusted, *attend.trusted)
 
     @abstractmethod
     def batch(self, attend: A, views: Views) -> Any:

@@ -70,7 +70,7 @@ class Schedule(Operation[tuple[Any, ...], K], Generic[K]):
 
     def __init__(self, table: Mapping[str, Array], launch: Callable[..., Launchable]) -> None:
         super().__init__()
-        self.integers = tuple(table)
+        self.trusted = tuple(table)
         self._table = table
         self._launch = launch
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from cumla.core._driver import driver
 from cumla.core._lifetime import keep_until_event, order_streams
-from cumla.core.arguments import check_factors, check_workspace
+from cumla.core.arguments import check_workspace
 from cumla.core.arrays import (
     WORKSPACE,
     glance,
@@ -27,15 +27,15 @@ from cumla.core.arrays import (
     reopen_call,
     to_numpy,
 )
-from cumla.core.check_mode import check_mode, copy_to_host, may_look
+from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
 from cumla.core.operation import (
     Operation,
     Packed,
     Ready,
     checked_outputs,
-    integers_of,
     pack,
     run_on_cpu,
+    trusted_of,
 )
 from cumla.core.overlap import refuse_overlap
 from cumla.errors import CumlaError
@@ -397,8 +397,8 @@ class Plan(ABC, Generic[K]):
                 values = self._values
                 return run_on_cpu(self._attend, call, arguments, {**inputs, **values}, outputs)
             if looks and self._values is not None:
-                integers = integers_of(self._attend, views).items()
-                host = {name: copy_to_host(view, call.stream) for name, view in integers}
+                trusted = trusted_of(self._attend, views).items()
+                host = {name: copy_to_host(view, call.stream) for name, view in trusted}
                 host |= self._values
                 check_factors(host)
                 self._attend.check_values(host, arguments)

@@ -100,7 +100,7 @@ _Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are power
 class _Append(Unplanned[_Arguments]):
     """Writes keys in place; nothing is returned."""
 
-    integers = ("slot_mapping",)
+    trusted = ("slot_mapping",)
 
     def arguments(self, views: Views, options: bool) -> _Arguments:
         given = {name: view for name, view in views.items() if view is not None}

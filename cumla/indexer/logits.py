@@ -135,7 +135,7 @@ class _Arguments(NamedTuple):
 class _Logits(Operation[_Arguments, int]):
     """Scores the tokens that each query sees; its key is the number of multiprocessors."""
 
-    integers = ("ks", "ke")
+    trusted = ("ks", "ke")
 
     def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Arguments:
         q, k = views["q"], views["kv[0]"]

@@ -181,7 +181,7 @@ class _Schedule(Schedule[PagedMQAKey]):
 class _Attend(Operation[PagedArguments, PagedMQAKey]):
     """Scores by the schedule in a plan's buffer, and with the lengths there."""
 
-    integers = ("block_table",)
+    trusted = ("block_table",)
 
     def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> PagedArguments:
         return checked_paged(views, options)

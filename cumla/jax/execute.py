@@ -12,9 +12,9 @@ import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
 from cumla.core._driver import driver
-from cumla.core.arguments import FACTORS, WIDE, check_factors
+from cumla.core.arguments import FACTORS, WIDE
 from cumla.core.arrays import WORKSPACE
-from cumla.core.check_mode import check_mode, copy_to_host
+from cumla.core.check_mode import check_factors, check_mode, copy_to_host
 from cumla.core.operation import Address, Ready, unplaced
 from cumla.errors import CumlaError
 from cumla.jax.spec import Spec, operation_of, read

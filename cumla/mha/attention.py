@@ -274,7 +274,7 @@ def _sides(window: Any, causal: bool) -> tuple[int, int]:
 
 
 class _Attend(Attend[MHAArguments, MHAKey]):
-    integers = ("block_table", "kv_indices")
+    trusted = ("block_table", "kv_indices")
 
     def arguments(self, views: Views, options: _Options) -> MHAArguments:
         """Check all but the lengths."""

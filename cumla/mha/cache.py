@@ -214,7 +214,7 @@ class _Options(NamedTuple):
 class _Append(Unplanned[AppendKVArguments]):
     """Writes rows in place; nothing is returned."""
 
-    integers = (
+    trusted = (
         "slot_mapping",
         "batch_indices",
         "positions",

@@ -129,7 +129,7 @@ class _Arguments(NamedTuple):
 class _Rotate(Unplanned[_Arguments]):
     """Rotates rows; keys are written as into a cache of one token a page."""
 
-    integers = ("positions",)
+    trusted = ("positions",)
     in_place = MappingProxyType({"q_out": "q", "k_out": "k"})
 
     def arguments(self, views: Views, options: tuple[bool, int]) -> _Arguments:

@@ -140,7 +140,7 @@ def mla_attention(
 
 
 class _Attend(MLAAttend[MLAAttentionKey]):
-    integers = ("block_table", "kv_indices")
+    trusted = ("block_table", "kv_indices")
 
     def pages(self, views: Views, columns: Columns) -> ArrayView:
         return checked_pages(views)

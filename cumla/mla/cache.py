@@ -178,7 +178,7 @@ def append_mla_cache(
 class _Append(Unplanned[AppendArguments]):
     """Writes rows in place; nothing is returned."""
 
-    integers = tuple(NUMBERS)
+    trusted = tuple(NUMBERS)
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 
     def arguments(self, views: Views, options: tuple[float | None, bool]) -> AppendArguments:

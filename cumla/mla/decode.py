@@ -203,7 +203,7 @@ def mla_decode(
 
 
 class _Attend(MLAAttend[MLADecodeKey]):
-    integers = ("block_table",)
+    trusted = ("block_table",)
 
     def pages(self, views: Views, columns: Columns) -> ArrayView:
         bind({"block_table": BLOCK_TABLE}, views, {"batch": columns.q.shape[0]})

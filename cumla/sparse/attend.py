@@ -42,7 +42,7 @@ class SparseSchedule(Operation["Lengths", MLASparseKey]):
     Its arguments are views of the lengths, None for full lists; options are the query tokens' axes.
     """
 
-    integers = ("topk_length", "extra_topk_length")
+    trusted = ("topk_length", "extra_topk_length")
 
     def arguments(self, views: Views, options: Rows) -> Lengths:
         """Check the lengths."""
@@ -50,7 +50,7 @@ class SparseSchedule(Operation["Lengths", MLASparseKey]):
             None
             if views.get(name) is None
             else spread(name, cast("ArrayView", views[name]), options)
-            for name in self.integers
+            for name in self.trusted
         )
         return own, extra
 
@@ -79,7 +79,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
     """
 
     # The indices tell which page numbers are used; they may have any values themselves.
-    integers = ("row_to_request", "block_table", "indices")
+    trusted = ("row_to_request", "block_table", "indices")
 
     def __init__(self, axes: tuple[str, ...] | None) -> None:
         super().__init__()

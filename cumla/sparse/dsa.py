@@ -49,7 +49,7 @@ class _Seen(NamedTuple):
 class _Visible(Unplanned[_Seen]):
     """Counts the tokens that each query token sees, and those that will be selected of them."""
 
-    integers = ("kv_lens",)
+    trusted = ("kv_lens",)
 
     def arguments(self, views: Views, options: tuple[int, tuple[int, int]]) -> _Seen:
         kv_lens = views["kv_lens"]  # the indexer's plan has checked its shape and dtype

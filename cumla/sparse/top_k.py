@@ -184,7 +184,7 @@ class _Arguments(NamedTuple):
 class _TopK(Operation[_Arguments, int]):
     """Selects; its key is the number of multiprocessors."""
 
-    integers = ("lengths", "row_starts", "row_to_request")
+    trusted = ("lengths", "row_starts", "row_to_request")
 
     def arguments(self, views: Views, options: _Options) -> _Arguments:
         sizes = bind(_TABLE, views, {})

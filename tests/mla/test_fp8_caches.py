@@ -302,9 +302,27 @@ def test_check_mode_looks_at_factors(
 ) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     need = f"a number from 2 ** -126 to 2 ** 126, got {value}; pass"
-    for shape, place in (((), ""), ((1,), "[0]")):
+    for shape, place in (((), ""), ((1,), "[0]"), ((1, 1), "[0, 0]")):
         with refused(ValueError, f"kv_scale{place}: needs {need}"):
             call(**make("one", kv_scale=np.full(shape, value, F32)))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 3]])
+def test_check_mode_looks_at_the_factor_of_any_batch(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no requests, and where the first one has no tokens."""
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    count = len(lengths)
+    arrays = {
+        "q": aligned((count, 1, 16, 576)),
+        "kv_cache": aligned((6, 64, 1, 576), E4M3),
+        "block_table": np.zeros((count, 1), np.int32),
+        "kv_lens": np.array(lengths, np.int32),
+    }
+    cumla.mla_decode(**arrays, kv_scale=np.full((1, 1), 2, F32))
+    with refused(ValueError, "kv_scale[0, 0]: needs a number from 2 ** -126 to 2 ** 126, got nan;"):
+        cumla.mla_decode(**arrays, kv_scale=np.full((1, 1), np.nan, F32))
 
 
 # --- plans ----------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ HOST = (
 
 The packages of other families count with the launchers of their kernels.
 """
+NOT_HOST = ("cumla.core.check_mode",)
+"""Looks at values where CUMLA_CHECK is set: no kernel's run depends on it."""
 
 
 def texts(package: Path = PACKAGE) -> dict[str, str]:
@@ -150,7 +152,7 @@ class _Modules:
             if not modules:
                 raise LookupError(f"HOST names {entry}, which is no module")
             found += modules
-        return found
+        return [name for name in found if name not in NOT_HOST]
 
     def within(self, entry: str) -> list[str]:
         """The module of that name, or those of the package."""
