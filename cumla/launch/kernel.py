@@ -147,8 +147,7 @@ class PreparedLaunch:
 
     Calling it launches; it can be called any number of times, from any thread. The launch may
     overlap the tail of the kernel before it in the stream (programmatic dependent launch): every
-    kernel of ours executes ``griddepcontrol.wait`` before it reads or writes memory, but for what
-    :func:`cumla.launch.sparse.mla_sparse_v4.sparse_v4_launch` says.
+    kernel of ours executes ``griddepcontrol.wait`` before it reads or writes memory.
     """
 
     __slots__ = ("_config", "_handle", "_kernel", "_launch", "_owned", "_pointers", "_stream")

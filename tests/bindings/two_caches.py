@@ -50,12 +50,12 @@ TWO_CACHES = {
         cumla.mla_sparse_decode,
         _decode,
         lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
-        (*2 * ("bound_rows",), "mla_schedule", *2 * ("select_rows",), "mla_sparse_v4"),
+        (*2 * ("bound_rows",), "mla_schedule", "mla_sparse_v4"),
     ),
     "mla_sparse_attention": Operation(
         cumla.mla_sparse_attention,
         _tokens,
         lambda: {"out": aligned((4, 16, 512)), "lse": aligned((4, 16), np.float32)},
-        (*2 * ("bound_rows",), "mla_schedule", *2 * ("select_rows",), "mla_sparse_v4"),
+        (*2 * ("bound_rows",), "mla_schedule", "mla_sparse_v4"),
     ),
 }

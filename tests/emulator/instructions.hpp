@@ -7,6 +7,8 @@ float canonical(float x) { return std::isnan(x) ? __uint_as_float(0x7fffffff) : 
 u32 copy_of(u32 value) { return value; }
 template <typename Pointee>
 Pointee* copy_of(Pointee* pointer) { return pointer; }
+template <typename T>
+T choose(bool first, T one, T other) { return first ? one : other; }
 template <>
 u32 pack_pair<Bf16>(float low, float high) {
   return host::bits16(low, 8, 7, false) | host::bits16(high, 8, 7, false) << 16;

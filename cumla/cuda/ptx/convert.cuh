@@ -23,6 +23,22 @@ __device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
   return copy;
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: selp
+// One of two parameters: the compiler would rather choose an address, and a load from there takes 50 clocks.
+template <typename T>
+__device__ __forceinline__ T choose(bool first, T one, T other) {
+  T chosen;
+  if constexpr (sizeof(T) == 8)
+    asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nselp.b64 %0, %1, %2, p;\n}"
+        : "=l"(chosen)
+        : "l"(one), "l"(other), "r"(static_cast<int>(first)));
+  else
+    asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nselp.b32 %0, %1, %2, p;\n}"
+        : "=r"(chosen)
+        : "r"(one), "r"(other), "r"(static_cast<int>(first)));
+  return chosen;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cvt
 template <typename T>
 __device__ __forceinline__ u32 pack_pair(float low, float high);

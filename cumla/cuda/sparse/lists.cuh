@@ -5,6 +5,7 @@
 // request. Any other number is an entry that is absent.
 #pragma once
 #include "split/division.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::sparse {
@@ -22,6 +23,20 @@ struct Lists {
   int page_step, row_step;  // from a page and from a row to the next one, in the unit in which rows are numbered
   int page_size;
   Divisor by_page_size;
+
+  __device__ __forceinline__ const int* entries_of(int batch, int token) const {
+    return indices + batch * indices_stride_batch + token * indices_stride_token;
+  }
+  // Of a list; only with a block table there is one that does not exist, and has no pages.
+  __device__ __forceinline__ int request_of(int batch, int token) const {
+    return requests == nullptr ? batch : requests[batch * requests_stride_batch + token * requests_stride_token];
+  }
+  __device__ __forceinline__ bool has(int request) const {
+    return block_table == nullptr || static_cast<u32>(request) < num_requests;
+  }
+  __device__ __forceinline__ const int* pages_of(int request) const {
+    return block_table == nullptr ? nullptr : block_table + request * block_table_stride;
+  }
 };
 
 // An entry on its way to the number of a row: its page is loaded where the table has it.
@@ -35,17 +50,14 @@ struct List {
   bool exists;       // or else no entry does
 
   __device__ __forceinline__ List(const Lists& p, int batch, int token)
-      : entries(p.indices + batch * p.indices_stride_batch + token * p.indices_stride_token),
-        pages(p.block_table),
-        exists(true) {
-    if (pages == nullptr) return;
-    int request = batch;
-    if (p.requests != nullptr) request = p.requests[batch * p.requests_stride_batch + token * p.requests_stride_token];
-    exists = static_cast<u32>(request) < p.num_requests;
-    if (exists) pages += request * p.block_table_stride;
+      : entries(p.entries_of(batch, token)) {
+    const int request = p.request_of(batch, token);
+    exists = p.has(request);
+    pages = exists ? p.pages_of(request) : nullptr;
   }
 
-  __device__ __forceinline__ Lookup look_up(const Lists& p, int entry) const {
+  __device__ __forceinline__ Lookup look_up(const Lists& p, int entry) const { return look_up(p, pages, entry); }
+  __device__ __forceinline__ static Lookup look_up(const Lists& p, const int* pages, int entry) {
     Lookup found = {-1, 0};
     if (entry < 0) return found;
     found.page = quotient(entry, p.by_page_size);
@@ -58,6 +70,18 @@ struct List {
     return static_cast<u32>(found.page) < p.num_pages ? found.page * p.page_step + found.row * p.row_step : -1;
   }
 };
+
+// Prefetches the lists of all query tokens into L2 if they are few; the CTAs share them.
+template <typename Params>
+__device__ __forceinline__ void prefetch_lists(const Params& p, const Lists& lists, int entries, int thread,
+                                               int threads) {
+  const int lines = (entries + 31) / 32, ctas = gridDim.x * gridDim.y;
+  const int first = (blockIdx.y * gridDim.x + blockIdx.x) * threads + thread;
+  if (first >= static_cast<i64>(p.batch) * lines || ctas * threads < static_cast<i64>(p.batch) * lines) return;
+  const int list = first / lines, request = quotient(list, p.by_q_len);
+  ptx::prefetch_l2(lists.indices + request * lists.indices_stride_batch +
+                   (list - request * p.q_len) * lists.indices_stride_token + (first - list * lines) * 32);
+}
 
 // Walks over a lane's entries of a list, one of every block of 64, two blocks ahead with entries, one with their pages.
 struct ListWalk {

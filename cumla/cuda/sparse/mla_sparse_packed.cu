@@ -28,16 +28,8 @@ struct ListRows {
   using Consumer = Heads64Consumer<Form>;
   using Tile = PackedTile;
 
-  // Prefetches all lists into L2 if they are few; the CTAs share them.
   __device__ __forceinline__ static void prefetch(const Params& params, int thread, int threads) {
-    const MlaDecodeParams& p = params.decode;
-    const Lists& lists = params.lists;
-    const int lines = (p.max_tokens + 31) / 32, ctas = gridDim.x * gridDim.y;
-    const int first = (blockIdx.y * gridDim.x + blockIdx.x) * threads + thread;
-    if (first >= static_cast<i64>(p.batch) * lines || ctas * threads < static_cast<i64>(p.batch) * lines) return;
-    const int list = first / lines, request = quotient(list, p.by_q_len);
-    prefetch_l2(lists.indices + request * lists.indices_stride_batch +
-                (list - request * p.q_len) * lists.indices_stride_token + (first - list * lines) * 32);
+    prefetch_lists(params.decode, params.lists, params.decode.max_tokens, thread, threads);
   }
 
   __device__ __forceinline__ static float kv_scale(const Params&) { return 1.0f; }

@@ -29,22 +29,23 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
   const MlaDecodeParams& p = params.decode;
   const V4Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 3)
+#pragma unroll
+    for (const V4Cache& cache : params.caches)
+      prefetch_lists(p, cache.lists, cache.entries, threadIdx.x - 3 * kWarpgroup, kWarpgroup);
   begin_kernel<kRows, V4Tile>(p, shared, 4);
-  // select_rows lets this kernel begin when what came before it is done: the schedule may be read, lists not yet.
+  grid_dependency_wait();
   if (warpgroup == 0) {
     registers_decrease<64>();
-    grid_dependency_wait();
     convert_v4(shared, threadIdx.x / 32);
   } else if (warpgroup == 3) {
     registers_decrease<48>();
-    const Part part = early_part_of_cta(p, copy_of(blockIdx.y));
-    grid_dependency_wait();
+    const Part part = part_of_cta(p, copy_of(blockIdx.y));
     V4Tile tile(p);
     find_v4(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32 - 12);
   } else {
     registers_increase<200>();
-    const Part part = early_part_of_cta(p, blockIdx.y);
-    grid_dependency_wait();
+    const Part part = part_of_cta(p, blockIdx.y);
     V4Tile tile(p);
     compute<Consumer<Bf16, true, true, V4Tile>>(p, shared, tile, part, last_place_of(p, part), warpgroup);
   }

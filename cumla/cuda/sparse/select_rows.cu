@@ -33,19 +33,12 @@ struct BoundRowsParams {
   int unused;
 };
 
-// Lists that name rows of one cache.
-struct CacheLists {
+struct SelectRowsParams {
   Lists lists;
   const int* bounds;  // [rows]: entries after that many are not looked at
+  int* selected;      // [rows][entries]
+  int* counts;        // [rows]
   int entries;
-  int first_row;  // added to the numbers of rows
-};
-
-struct SelectRowsParams {
-  CacheLists caches[2];  // lists of the second one go on after those of the first
-  int* selected;         // [rows][places]
-  int* counts;           // [rows]
-  int places;
   int q_len;
   Divisor by_q_len;
 };
@@ -70,44 +63,39 @@ __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
 
 __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   __shared__ int warp_counts[2][kSelectWarps];
+  grid_dependency_launch();
   grid_dependency_wait();
-  grid_dependency_launch();  // not before: the next kernel reads what came before this one (mla_sparse_v4.cu)
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int batch = quotient(row, p.by_q_len), token = row - batch * p.q_len;
-  int* const selected = p.selected + static_cast<i64>(row) * p.places;
-  int begin = 0, turn = 0;
+  const int batch = quotient(row, p.by_q_len);
+  int* const selected = p.selected + static_cast<i64>(row) * p.entries;
+  const List list(p.lists, batch, row - batch * p.q_len);
+  int begin = 0, turn = 0, length = p.entries;  // until it has come, beside the first entries
 #pragma unroll 1
-  for (int cache = 0; cache < 2; ++cache) {
-    const CacheLists& c = p.caches[cache];
-    const List list(c.lists, batch, token);
-    int length = c.entries;  // until it has come, beside the first entries
-#pragma unroll 1
-    for (int first = 0; first < length; first += kListEntries, turn ^= 1) {
-      int rows[kLaneEntries];
-      const int own = first + warp * (32 * kLaneEntries) + lane;
+  for (int first = 0; first < length; first += kListEntries, turn ^= 1) {
+    int rows[kLaneEntries];
+    const int own = first + warp * (32 * kLaneEntries) + lane;
 #pragma unroll
-      for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < c.entries ? list.entries[own + 32 * k] : -1;
-      if (first == 0) length = list.exists ? min(max(c.bounds[row], 0), c.entries) : 0;
-      int count = 0;
+    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < p.entries ? list.entries[own + 32 * k] : -1;
+    if (first == 0) length = list.exists ? min(max(p.bounds[row], 0), p.entries) : 0;
+    int count = 0;
 #pragma unroll
-      for (int k = 0; k < kLaneEntries; ++k)
-        rows[k] = List::row_of(c.lists, list.look_up(c.lists, own + 32 * k < length ? rows[k] : -1));
+    for (int k = 0; k < kLaneEntries; ++k)
+      rows[k] = List::row_of(p.lists, list.look_up(p.lists, own + 32 * k < length ? rows[k] : -1));
 #pragma unroll
-      for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
-      if (lane == 0) warp_counts[turn][warp] = count;
-      __syncthreads();
-      int place = begin;
+    for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
+    if (lane == 0) warp_counts[turn][warp] = count;
+    __syncthreads();
+    int place = begin;
 #pragma unroll
-      for (int w = 0; w < kSelectWarps; ++w) {
-        if (w < warp) place += warp_counts[turn][w];
-        begin += warp_counts[turn][w];
-      }
+    for (int w = 0; w < kSelectWarps; ++w) {
+      if (w < warp) place += warp_counts[turn][w];
+      begin += warp_counts[turn][w];
+    }
 #pragma unroll
-      for (int k = 0; k < kLaneEntries; ++k) {
-        const u32 exist = __ballot_sync(0xffffffffu, rows[k] >= 0);
-        if (rows[k] >= 0) selected[place + __popc(exist & ((1u << lane) - 1))] = c.first_row + rows[k];
-        place += __popc(exist);
-      }
+    for (int k = 0; k < kLaneEntries; ++k) {
+      const u32 exist = __ballot_sync(0xffffffffu, rows[k] >= 0);
+      if (rows[k] >= 0) selected[place + __popc(exist & ((1u << lane) - 1))] = rows[k];
+      place += __popc(exist);
     }
   }
   if (threadIdx.x == 0) p.counts[row] = begin;

@@ -17,6 +17,7 @@ struct TileTraits {
   static constexpr bool kIsRagged = false;
   static constexpr bool kIsList = false;        // each query token has a place of its own
   static constexpr bool kHasSinks = false;      // scores that have no value (split/output.cuh)
+  static constexpr bool kHasAbsent = false;     // MLA: any row of a block may be absent, and is zeros
   static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output, too
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too
   static constexpr bool kWideProducts = true;   // MLA: products have 256 columns
@@ -145,15 +146,6 @@ __device__ __forceinline__ Segment segment_of(const Params& p, RaggedTile& tile,
 template <typename Params>
 __device__ __forceinline__ Part part_of_cta(const Params& p, u32 index) {
   return sane_part(p.parts_in[index], index, p.batch, p.parts);
-}
-// The same before griddepcontrol.wait, in a kernel that begins only when the schedule is done: past L1.
-template <typename Params>
-__device__ __forceinline__ Part early_part_of_cta(const Params& p, u32 index) {
-  Part part;
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    reinterpret_cast<float4*>(&part)[i] = ptx::load_l2_float4(reinterpret_cast<const float4*>(p.parts_in + index) + i);
-  return sane_part(part, index, p.batch, p.parts);
 }
 template <typename Params>
 __device__ __forceinline__ int last_place_of(const Params& p, const Part& part) {

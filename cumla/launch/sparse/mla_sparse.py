@@ -30,7 +30,6 @@ from cumla.launch.sparse.select_rows import (
     select_rows_launch,
 )
 from cumla.launch.sparse.shape import PACKED, V4
-from cumla.launch.split.plan import MOST_TOKENS
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 
 if TYPE_CHECKING:
@@ -170,35 +169,27 @@ def _row_launches(
         attend = decode_launch(_spec(key, a.columns), key, buffer, decode, out, lse)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)
-    return select_rows_launch(key, buffer, (lists, 0)), attend
+    return select_rows_launch(key, buffer, lists), attend
 
 
 def _v4_launches(
     key: MLASparseKey, buffer: int, a: SparseArguments, out: ArrayView, lse: ArrayView
 ) -> tuple[Launch, ...]:
-    """Describe both for rows of V4, which the lists number as slots of one or two caches."""
-    caches = [(a.kv_cache, a.indices, a.block_table, a.row_to_request)]
+    """Describe it for rows of V4, of one or two caches."""
+    given = [(a.kv_cache, a.indices, a.block_table, a.row_to_request)]
     if key.extra_topk and a.extra_kv_cache is not None and a.extra_indices is not None:
-        caches.append((a.extra_kv_cache, a.extra_indices, None, None))
-    found: list[tuple[tuple[int, ...], int]] = []
-    slots = 0
-    for cache, indices, table, requests in caches:
-        num_pages, page_size = cache.shape[:2]
-        count = num_pages * page_size
-        if slots + count > MOST_TOKENS:
-            raise ValueError(
-                f"kv_cache: needs slots that 32 bits can number, those of extra_kv_cache included, "
-                f"got {slots + count}; pass the pages that are in use"
-            )
-        steps = RowSteps(page_size, 1, count, ())
-        pages = num_pages, page_size
-        found.append((lists_values(indices, pages, steps, table, requests), slots))
-        slots += count
-    nothing = _zeros(key, buffer, (slots, 1, 1))
-    decode = _decode_arguments(key, buffer, a, nothing, nothing)
-    views = tuple([cache for cache, *_ in caches])
-    select = select_rows_launch(key, buffer, *found)
-    return select, sparse_v4_launch(key, buffer, decode, views, out, lse)
+        given.append((a.extra_kv_cache, a.extra_indices, None, None))
+    caches = []
+    for cache, indices, table, requests in given:
+        pages = cache.shape[0], cache.shape[1]
+        steps = RowSteps(pages[1], 1, pages[0] * pages[1], ())
+        caches.append((cache, lists_values(indices, pages, steps, table, requests)))
+    nothing = _zeros(key, buffer, (1, 1, 1))
+    firsts = ArrayView(
+        buffer + key.list_bounds[0], (key.num_places, key.entries), (4, 0), "int32", key.device
+    )
+    decode = _decode_arguments(key, buffer, a, nothing, nothing)._replace(block_table=firsts)
+    return (sparse_v4_launch(key, buffer, decode, tuple(caches), out, lse),)
 
 
 def _decode_arguments(

@@ -49,9 +49,7 @@ _BOUND, _SELECT = SPECS = (
 _BOUND_PARAMS = struct.Struct("<QqqQQQQ4i2I2i")
 LISTS_FORMAT = "QqqQqQqq6i2I"
 """The struct Lists of cuda/sparse/lists.cuh."""
-_CACHE_FORMAT = f"{LISTS_FORMAT}Q2i"
-_SELECT_PARAMS = struct.Struct(f"<{2 * _CACHE_FORMAT}QQ2i2I")
-_NO_LISTS = (0,) * 19
+_SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}3Q2i2I")
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -174,22 +172,21 @@ def lists_values(
     )
 
 
-def select_rows_launch(
-    key: MLASparseKey, buffer: int, *lists: tuple[tuple[int, ...], int]
-) -> Launch:
+def select_rows_launch(key: MLASparseKey, buffer: int, lists: tuple[int, ...]) -> Launch:
     """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
 
-    `lists` are the fields of LISTS_FORMAT of one cache or two, with the number of its first row:
-    those of the second go on after those of the first.
+    `lists` are the fields of LISTS_FORMAT.
     """
-    values: list[int] = []
-    for which, (fields, first_row) in enumerate(lists):
-        values += *fields, buffer + key.list_bounds[which], key.topks[which], first_row
-    if len(lists) == 1:
-        values += _NO_LISTS
-    values += buffer + key.selected, buffer + key.counts, key.entries, key.q_len
-    values += divisor_of(key.q_len)
-    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, tuple(values))
+    values = (
+        *lists,
+        buffer + key.bounds,
+        buffer + key.selected,
+        buffer + key.counts,
+        key.topk,
+        key.q_len,
+        *divisor_of(key.q_len),
+    )
+    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
 
 
 def _elements(view: ArrayView) -> tuple[int, int]:

@@ -139,14 +139,14 @@ class MLASparseKey(LatentKey):
     def selected(self) -> int:
         """Where in the buffer the selected rows lie, and after them how many each list has.
 
-        Kernels for packed rows look at the lists themselves.
+        Kernels for packed and V4's rows look at the lists themselves.
         """
         return PlanLayout.of(self).nbytes
 
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        entries = 0 if self.cache == PACKED else self.num_places * self.entries
+        entries = 0 if self.cache in (PACKED, V4) else self.num_places * self.entries
         return self.selected + entries * 4
 
     @cached_property

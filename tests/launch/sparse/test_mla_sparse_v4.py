@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from cumla.core.arrays import ArrayView
-from cumla.launch.source import translation_unit
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.sparse.mla_sparse_v4 import SPECS
 from cumla.mla.shape import V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
-from tests.calls import refused
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import V4, attend_v4
 from tests.gpu.tools.v4_problem import CASES, V4Case
@@ -25,9 +23,9 @@ BUFFER = 9 << 40
 PAGE = 18 * 576  # bytes of a page of 16 slots, and some more
 
 
-def v4_arguments(key: Any, num_pages: int = 90, **changes: Any) -> Any:
+def v4_arguments(key: Any, **changes: Any) -> Any:
     """Views of a call; the second cache has 50 pages of 2 slots."""
-    cache = strided(3, (num_pages, 16, 1, 584), (PAGE, 584, 584, 1), "uint8")
+    cache = strided(3, (90, 16, 1, 584), (PAGE, 584, 584, 1), "uint8")
     extra: dict[str, ArrayView] = {}
     if key.extra_topk:
         extra["extra_kv_cache"] = strided(13, (50, 2, 1, 584), (3 * 576, 584, 584, 1), "uint8")
@@ -45,31 +43,32 @@ def test_the_kernels_constants(nvrtc: None) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 100])
 def test_the_parameters_by_name(heads: int) -> None:
     key = key_of(heads, "v4", batch=50, extra_topk=200)
-    select, launch = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
+    (launch,) = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
     assert launch.grid == (-(-heads // 64), key.parts, 1)
     got = parameters(launch)
     wanted = {
         "decode.latent.base": BUFFER + key.zeros,
-        "decode.block_table": BUFFER + key.selected,
-        "decode.block_table_stride": 900,
+        "decode.block_table": BUFFER + key.list_bounds[0],
+        "decode.block_table_stride": 1,
         "decode.max_tokens": 900,
         "decode.heads_per_group": heads,
         "caches[0].base": 3 << 40,
         "caches[0].stride_page": PAGE,
-        "caches[0].slots": 90 * 16,
-        "caches[0].page_size": 16,
+        "caches[0].lists.indices": 5 << 40,
+        "caches[0].lists.num_pages": 90,
+        "caches[0].lists.page_size": 16,
+        "caches[0].entries": 700,
         "caches[1].base": 13 << 40,
         "caches[1].stride_page": 3 * 576,
-        "caches[1].slots": 100,
-        "caches[1].page_size": 2,
+        "caches[1].lists.indices": 14 << 40,
+        "caches[1].lists.indices_stride_batch": 2_000,
+        "caches[1].lists.indices_stride_token": 500,
+        "caches[1].lists.block_table": 0,
+        "caches[1].lists.num_pages": 50,
+        "caches[1].lists.page_size": 2,
+        "caches[1].entries": 200,
     }
     assert {name: got[name] for name in wanted} == wanted
-    got = parameters(select)
-    for i, (first_row, entries) in enumerate(((0, 700), (90 * 16, 200))):
-        named = f"caches[{i}]"
-        assert (got[f"{named}.first_row"], got[f"{named}.entries"]) == (first_row, entries)
-        assert got[f"{named}.bounds"] == BUFFER + key.list_bounds[i]
-    assert (got["caches[1].lists.page_step"], got["caches[1].lists.row_step"]) == (2, 1)
 
 
 def test_lists_are_as_long_as_both_together() -> None:
@@ -86,26 +85,13 @@ def test_lists_are_as_long_as_both_together() -> None:
     assert parameters(schedule)["min_saving"] == 3
 
 
-def test_one_cache_needs_one_kernel_less() -> None:
+def test_one_cache() -> None:
     key = key_of(64, "v4")
-    launches = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
-    assert [launch.spec.entry for launch in launches] == ["select_rows", "mla_sparse_v4"]
-    text = translation_unit(launches[0].spec)  # which waits before it lets the other begin
-    _, _, body = text.partition("void select_rows(")
-    assert 0 < body.index("grid_dependency_wait();") < body.index("grid_dependency_launch();")
-    assert {launch.spec for launch in launches} < set(sparse_specs(key))
-    assert parameters(launches[1])["caches[1].slots"] == 0
+    (launch,) = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
+    assert launch.spec in sparse_specs(key)
+    got = parameters(launch)
+    assert (got["caches[1].entries"], got["caches[1].lists.num_pages"]) == (0, 0)
     assert len(lengths_launches(key, BUFFER, (None, None))) == 2
-
-
-def test_slots_that_32_bits_cannot_number_are_refused() -> None:
-    key = key_of(64, "v4", extra_topk=200)
-    arguments = v4_arguments(key, num_pages=(1 << 27) - 4)
-    with refused(
-        ValueError,
-        "kv_cache: needs slots that 32 bits can number, those of extra_kv_cache ... got 2147483684",
-    ):
-        attend_launches(key, BUFFER, arguments, *outputs_of(key))
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -114,32 +114,30 @@ def test_the_parameters_of_selecting_by_name() -> None:
     requests = strided(11, (5, 3), (32, 8), "int32")
     steps = RowSteps(20, 1, 1796, (1168,))
     lists = lists_values(arguments_of(key).indices, (90, 16), steps, table, requests)
-    launch = select_rows_launch(key, BUFFER, (lists, 0))
+    launch = select_rows_launch(key, BUFFER, lists)
     assert launch.grid == (15, 1, 1)
     got = parameters(launch)
     wanted = {
-        "caches[0].lists.indices": 5 << 40,
-        "caches[0].lists.indices_stride_batch": 3000,
-        "caches[0].lists.indices_stride_token": 800,
-        "caches[0].lists.block_table": 10 << 40,
-        "caches[0].lists.block_table_stride": 13,
-        "caches[0].lists.requests": 11 << 40,
-        "caches[0].lists.requests_stride_batch": 8,
-        "caches[0].lists.requests_stride_token": 2,
-        "caches[0].lists.num_requests": 7,
-        "caches[0].lists.max_pages": 11,
-        "caches[0].lists.num_pages": 90,
-        "caches[0].lists.page_step": 20,
-        "caches[0].lists.row_step": 1,
-        "caches[0].lists.page_size": 16,
-        "caches[0].lists.by_page_size.shift": 4,
-        "caches[0].bounds": BUFFER + key.bounds,
+        "lists.indices": 5 << 40,
+        "lists.indices_stride_batch": 3000,
+        "lists.indices_stride_token": 800,
+        "lists.block_table": 10 << 40,
+        "lists.block_table_stride": 13,
+        "lists.requests": 11 << 40,
+        "lists.requests_stride_batch": 8,
+        "lists.requests_stride_token": 2,
+        "lists.num_requests": 7,
+        "lists.max_pages": 11,
+        "lists.num_pages": 90,
+        "lists.page_step": 20,
+        "lists.row_step": 1,
+        "lists.page_size": 16,
+        "lists.by_page_size.shift": 4,
+        "bounds": BUFFER + key.bounds,
         "selected": BUFFER + key.selected,
         "counts": BUFFER + key.counts,
-        "caches[0].entries": 700,
-        "places": 700,
+        "entries": 700,
         "q_len": 3,
-        "caches[1].entries": 0,
     }
     assert {name: got[name] for name in wanted} == wanted
 
@@ -174,24 +172,19 @@ class Problem:
         held = None if lengths is None else view(self.memory.copy(lengths))
         emulate(bound_rows_launch(self.key, self.buffer.ctypes.data, held))
 
-    def lists(
+    def select(
         self,
         indices: Array,
         pages: tuple[int, int],
         steps: RowSteps,
         table: Array | None = None,
         requests: Array | None = None,
-    ) -> tuple[int, ...]:
+    ) -> list[list[int]]:
+        """What is selected of each list."""
         places = (table, requests)
         held = [None if a is None else view(self.memory.copy(a)) for a in places]
-        return lists_values(view(self.memory.copy(indices)), pages, steps, *held)
-
-    def select(self, *given: Any) -> list[list[int]]:
-        """What is selected of each list, as `lists` takes them."""
-        return self.select_all((self.lists(*given), 0))
-
-    def select_all(self, *lists: tuple[tuple[int, ...], int]) -> list[list[int]]:
-        emulate(select_rows_launch(self.key, self.buffer.ctypes.data, *lists))
+        lists = lists_values(view(self.memory.copy(indices)), pages, steps, *held)
+        emulate(select_rows_launch(self.key, self.buffer.ctypes.data, lists))
         count, topk = self.key.num_places, self.key.entries
         selected = self.words(self.key.selected, count * topk).reshape(count, topk)
         counts = self.words(self.key.counts, count).tolist()
@@ -254,25 +247,6 @@ def test_what_exists_is_selected_in_its_order(topk: int, placed: bool) -> None:
     cache = pages, steps_of(*pages), table, requests
     bounds = bound_rows(ends, problem.lead, topk)
     assert problem.select(indices, *cache) == select_rows(indices, bounds, *cache)
-
-
-@pytest.mark.parametrize(("topk", "extra"), [(5, 3), (130, 2100), (2100, 130), (2048, 2049)])
-def test_lists_of_a_second_cache_go_on_after_those_of_the_first(topk: int, extra: int) -> None:
-    problem = Problem(topk, cache="v4", extra_topk=extra)
-    caches, selected = [], []
-    for which, (count, pages) in enumerate(((topk, (40, 7)), (extra, (9, 2)))):
-        capacity = pages[0] * pages[1]
-        indices = problem.rng.integers(0, capacity, (*problem.lead, count))
-        indices = hostile(problem.rng, indices, 0.3, capacity, capacity - 1)
-        ends = np.array([[count, count - 1], [0, count], [HIGHEST, 3]], np.int32)
-        given = (indices, pages, RowSteps(pages[1], 1, capacity, ()))
-        held = view(problem.memory.copy(ends))
-        emulate(bound_rows_launch(problem.key, problem.buffer.ctypes.data, held, which))
-        first_row = which * 280
-        caches.append((problem.lists(*given), first_row))
-        found = select_rows(indices, bound_rows(ends, problem.lead, count), *given[1:])
-        selected.append([[first_row + row for row in rows] for rows in found])
-    assert problem.select_all(*caches) == [a + b for a, b in zip(*selected, strict=True)]
 
 
 @pytest.mark.parametrize("request_of", [HIGHEST, LOWEST, -1, 5])

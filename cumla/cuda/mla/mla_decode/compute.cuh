@@ -145,6 +145,20 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
   }
 
+  // Scores of rows of block t that there are not.
+  __device__ __forceinline__ void mask_absent(int t) {
+    const uint4 exist = tile.exist(shared, t);
+    const u32 words[4] = {exist.x, exist.y, exist.z, exist.w};
+    if ((words[0] & words[1] & words[2] & words[3]) == 0xffff) return;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const u32 own = words[j / 2] >> (j % 2 * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!(own >> (e & 1) & 1)) scores[4 * j + e] = -kInfinity;
+    }
+  }
+
   // The running maximum becomes `next`: what was summed up so far is brought to it. Rarely anything to do.
   __device__ __forceinline__ void rescale(const float (&next)[2]) {
     if (!__any_sync(0xffffffffu, next[0] != maximum[0] || next[1] != maximum[1])) return;
@@ -254,7 +268,10 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
     const int block = segment.begin + i;
     const int last_token = (block + 1) * kBlockTokens;
-    if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
+    if constexpr (AnyTile::kHasAbsent)
+      mask_absent(t);
+    else if (last_token > segment.tokens - tile.most_shift)
+      mask_scores(block);
     float next[2], block_sum[2] = {0.0f, 0.0f};
     raise_maximum(next);
     exponentiate<0, 16>(next, block_sum);
@@ -274,7 +291,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     u32 copies[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
-    if (last_token > segment.tokens) clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
+    if (!AnyTile::kHasAbsent && last_token > segment.tokens)
+      clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
     multiply_own(consumer);
     publish();
 #pragma unroll
@@ -293,7 +311,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
     adopt(t);
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
-    if (last_token > segment.tokens) clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
+    if (!AnyTile::kHasAbsent && last_token > segment.tokens)
+      clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
     multiply_other(1 - consumer);
     warpgroup_wait<0>();
     arrive(shared.free(1 - consumer, consumer));

@@ -4,6 +4,7 @@
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode/shared.cuh"
+#include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -15,12 +16,26 @@ namespace cumla::sparse {
 
 using namespace ptx;
 
-struct V4Tile : SelectedTile<kRowTile> {
+struct V4Tile : ListTile<kRowTile> {
   using Held = V4Tile;
-  static constexpr bool kHasRope = false;
+  static constexpr bool kHasRope = false, kHasAbsent = true;
   static constexpr bool kWideProducts = false;  // more registers than 512 threads start with
-  __device__ __forceinline__ explicit V4Tile(const MlaDecodeParams& p) : SelectedTile(p, p.row_groups * kRowGroup) {}
+  int first_entries;                            // of the list that name rows of the first cache
+
+  __device__ __forceinline__ explicit V4Tile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
+  // Which rows of block t there are: of each 16 the lowest bits of a word.
+  __device__ __forceinline__ static uint4 exist(const SharedLayout& shared, int t);
 };
+
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, V4Tile& tile, const Part& part, int place) {
+  const Segment segment = segment_of(p, static_cast<ListTile<kRowTile>&>(tile), part, place);
+  tile.first_entries = p.block_table[segment.request * p.q_len + tile.q_begin];
+  return segment;
+}
+// An entry's place in its list.
+__device__ __forceinline__ int page_of(const MlaDecodeParams&, const V4Tile&, const Segment&, u32 entry) {
+  return entry;
+}
 
 constexpr int kV4Tiles = 7;                      // of 64 e4m3 columns; the eighth tile is bfloat16
 constexpr int kV4RowBytes = kV4Tiles * 64 + 128;
@@ -30,18 +45,36 @@ constexpr int kV4ScaleBytes = 8;                 // an exponent a tile, and one 
 struct V4Cache {
   const char* base;
   i64 stride_page;  // bytes
-  int slots;
-  int page_size;
-  Divisor by_page_size;
+  Lists lists;      // of rows of this cache
+  int entries;      // of a list, at most
+  int unused;
 };
 
 struct MlaSparseV4Params {
-  MlaDecodeParams decode;  // block_table: what select_rows leaves; latent: a row of zeros
-  V4Cache caches[2];       // slots of the second one are numbered after those of the first
+  MlaDecodeParams decode;  // block_table: how many entries of each list are of the first cache; latent: a row of zeros
+  V4Cache caches[2];       // lists of the second one, by slots, go on after those of the first
+
+  // What finding rows needs of one of them.
+  __device__ __forceinline__ V4Cache cache(bool second) const {
+    const V4Cache &a = caches[0], &b = caches[1];
+    V4Cache one = a;
+    one.base = choose(second, b.base, a.base);
+    one.stride_page = choose(second, b.stride_page, a.stride_page);
+    one.entries = choose(second, b.entries, a.entries);
+    one.lists.indices = choose(second, b.lists.indices, a.lists.indices);
+    one.lists.indices_stride_batch = choose(second, b.lists.indices_stride_batch, a.lists.indices_stride_batch);
+    one.lists.indices_stride_token = choose(second, b.lists.indices_stride_token, a.lists.indices_stride_token);
+    one.lists.block_table = second ? nullptr : a.lists.block_table;
+    one.lists.num_pages = choose(second, b.lists.num_pages, a.lists.num_pages);
+    one.lists.page_size = choose(second, b.lists.page_size, a.lists.page_size);
+    one.lists.by_page_size.magic = choose(second, b.lists.by_page_size.magic, a.lists.by_page_size.magic);
+    one.lists.by_page_size.shift = choose(second, b.lists.by_page_size.shift, a.lists.by_page_size.shift);
+    return one;
+  }
 };
 
 // The RoPE tile of stage 0 is not needed as such. It holds a ring of blocks' rows, and its barriers: rows are found,
-// and have been used. Joining uses the tiles before it (kJoinSpace).
+// and have been used; and which rows there are. Joining uses the tiles before it (kJoinSpace).
 struct V4Layout : SharedLayout {
   static constexpr int kSlots = 4;
 
@@ -52,7 +85,17 @@ struct V4Layout : SharedLayout {
   }
   __device__ __forceinline__ u32 found(int slot) const { return row(kSlots, 0) + slot * 8; }
   __device__ __forceinline__ u32 used(int slot) const { return found(kSlots) + slot * 8; }
+  // Which of a finding warp's rows of a block there are, a bit each. A block is found when the one kSlots before it has
+  // been converted, for which that kStages before it had been multiplied.
+  __device__ __forceinline__ u32 exist(int t, int warp) const {
+    static_assert(kSlots + kStages <= 8);
+    return used(kSlots) + t % 8 * 16 + warp * 4;
+  }
 };
+
+__device__ __forceinline__ uint4 V4Tile::exist(const SharedLayout& shared, int t) {
+  return load_shared_16(static_cast<const V4Layout&>(shared).exist(t, 0));
+}
 
 // A lane of each converting warp arrives for half of a block's tiles; for the second half each finding lane as well.
 __device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int warps) {
@@ -69,52 +112,66 @@ struct V4Row {
   const char* scales;
 };
 
-// A row that there is not is zeros.
-__device__ __forceinline__ V4Row find_row(const MlaSparseV4Params& p, int number) {
-  const bool is_second = number >= p.caches[0].slots;
-  const V4Cache& cache = is_second ? p.caches[1] : p.caches[0];
-  const u32 slot = number - (is_second ? p.caches[0].slots : 0);
-  if (slot >= static_cast<u32>(cache.slots)) return {p.decode.latent.base, p.decode.latent.base};
-  const u32 page = quotient(slot, cache.by_page_size), row = slot - page * cache.page_size;
-  const char* const begin = cache.base + page * cache.stride_page;
-  return {begin + row * static_cast<i64>(kV4RowBytes),
-          begin + cache.page_size * static_cast<i64>(kV4RowBytes) + row * static_cast<i64>(kV4ScaleBytes)};
-}
-
 // One of four warps that find 16 rows of every block, up to three blocks ahead, and copy their bfloat16 columns, which
-// need no conversion. Lanes find row lane % 16.
+// need no conversion. Lanes find row lane % 16: an entry, then its page, then the row, each a block ahead of the next.
 struct V4Finder {
-  static constexpr int kNone = -2, kEnd = -3;  // beyond the last block, and beyond that
-
   const MlaSparseV4Params& p;
   const V4Layout& shared;
   const int first_row;
   BlockCursor<1, V4Tile> ahead;
-  int next;  // this lane's row of the block that is found next, or kNone, or kEnd
+  // In place of a request: entries are slots of the second cache, or there is no block.
+  static constexpr int kSecond = -1, kNoBlock = -2;
+  static constexpr int kNone = 2, kEnd = 3;  // in place of a cache: after the last block, and after that
+  // Of this lane's rows of the block that is found next, and of the one after it, whose page is not looked up yet.
+  Lookup found;
+  int cache, later_entry, later_request;
 
   __device__ __forceinline__ V4Finder(const MlaSparseV4Params& p, const V4Layout& shared, const V4Tile& tile,
                                       const Part& part, int last_place, int warp)
-      : p(p), shared(shared), first_row(warp * 16), ahead(p.decode, tile, part, last_place, 0), next(0) {
-    look_up();
+      : p(p), shared(shared), first_row(warp * 16), ahead(p.decode, tile, part, last_place, 0), cache(0) {
+    load_entry();
+    go_on();
   }
 
-  __device__ __forceinline__ void look_up() {
-    if (ahead.valid()) {
-      next = ahead.template row_of<kRows>(first_row + threadIdx.x % 16).page;
-      ahead.next();
-    } else {
-      next = next == kNone ? kEnd : kNone;
-    }
+  __device__ __forceinline__ void load_entry() {
+    later_entry = -1;
+    later_request = kNoBlock;
+    if (!ahead.valid()) return;
+    const int place = ahead.template row_of<kRows>(first_row + threadIdx.x % 16).page;
+    const int first = min(max(ahead.tile.first_entries, 0), p.caches[0].entries);
+    const bool is_second = place >= first;
+    const V4Cache from = p.cache(is_second);
+    const int batch = ahead.segment.request, token = ahead.tile.q_begin, entry = is_second ? place - first : place;
+    const int request = from.lists.request_of(batch, token);
+    later_request = is_second ? kSecond : request;
+    if (place >= 0 && entry < from.entries && from.lists.has(request))
+      later_entry = from.lists.entries_of(batch, token)[entry];
+    ahead.next();
+  }
+  __device__ __forceinline__ void go_on() {
+    cache = later_request == kNoBlock ? (cache == kNone ? kEnd : kNone) : later_request == kSecond;
+    const Lists lists = p.cache(cache == 1).lists;
+    found = List::look_up(lists, lists.pages_of(later_request), later_entry);
+    load_entry();
+  }
+  // A row that there is not is zeros.
+  __device__ __forceinline__ V4Row find_row() const {
+    const V4Cache from = p.cache(cache == 1);
+    if (static_cast<u32>(found.page) >= from.lists.num_pages) return {p.decode.latent.base, p.decode.latent.base};
+    const char* const begin = from.base + found.page * from.stride_page;
+    return {begin + found.row * static_cast<i64>(kV4RowBytes),
+            begin + from.lists.page_size * static_cast<i64>(kV4RowBytes) +
+                found.row * static_cast<i64>(kV4ScaleBytes)};
   }
   // Leaves address and scales of the rows of block t. After the last block there is one of odd addresses, at once.
   __device__ __forceinline__ void find(int t) {
-    if (next == kEnd) return;
+    if (cache == kEnd) return;
     const int slot = t % V4Layout::kSlots;
-    const V4Row row = find_row(p, next);
-    uint2 scales = {0, 0};
-    if (next != kNone) scales = *reinterpret_cast<const uint2*>(row.scales);
-    const u64 address = reinterpret_cast<u64>(row.columns) + (next == kNone);
-    look_up();
+    const V4Row row = find_row();
+    const uint2 scales = *reinterpret_cast<const uint2*>(row.scales);
+    const u64 address = reinterpret_cast<u64>(row.columns) + (cache == kNone);
+    const u32 exist = __ballot_sync(0xffffffffu, row.columns != p.decode.latent.base);
+    go_on();
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
     __syncwarp();  // all lanes have copied what was there
     if (threadIdx.x % 32 < 16) {
@@ -122,6 +179,7 @@ struct V4Finder {
       store_shared_16(shared.row(slot, first_row + threadIdx.x % 32),
                       {static_cast<u32>(address), static_cast<u32>(address >> 32), scales.x, scales.y});
     }
+    if (threadIdx.x % 32 == 0) store_shared_u32(shared.exist(t, first_row / 16), exist & 0xffff);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.found(slot));  // plant: V4 rows found
   }
@@ -156,7 +214,7 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
                                         const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
   V4Finder finder(params, shared, tile, part, last_place, warp);
-  constexpr int kAhead = V4Layout::kSlots - 1;
+  constexpr int kAhead = V4Layout::kSlots - 2;
   int place = part.place, blocks = 0;  // of the lists before place
 #pragma unroll 1
   for (int found = 0;; ++found) {
