@@ -98,17 +98,4 @@ __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& ti
   }
 }
 
-// A quad of lanes stores eight columns of a row, each lane two.
-template <typename T, typename Params, typename AnyTile>
-__device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile, int request, int row, int quad_lane,
-                                           int column, float a, float b) {
-  char* const out = row_of_out(p, tile, request, row);
-  if (row >= tile.rows || !has_column(p, column)) return;
-  column += quad_lane * 2;
-  if (p.out_is_float)
-    store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
-  else
-    *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
-}
-
 }  // namespace cumla::split

@@ -17,6 +17,19 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
+// A quad of lanes stores eight columns of a row, each lane two.
+template <typename T, typename Params, typename AnyTile>
+__device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile, int request, int row, int quad_lane,
+                                           int column, float a, float b) {
+  char* const out = row_of_out(p, tile, request, row);
+  if (row >= tile.rows || !has_column(p, column)) return;
+  column += quad_lane * 2;
+  if (p.out_is_float)
+    store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
+  else
+    *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
+}
+
 // What a warp does with a row tile: its chunks, and the end.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {

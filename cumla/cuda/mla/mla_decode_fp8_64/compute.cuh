@@ -393,7 +393,7 @@ struct Heads64Consumer {
     if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
   }
 
-  static constexpr int kPairs = kValueHalf / 2;  // of tiles: groups of columns that have a scale
+  static constexpr int kValueGroups = kValueHalf / 2;  // of columns that have a scale
 
   // Where V's columns of this warp begin in a granule, by lanes that load them.
   __device__ __forceinline__ u32 values_offset() const {
@@ -416,11 +416,11 @@ struct Heads64Consumer {
     for (int k = 0; k < kGranules; ++k) {
       const u32 rows = shared.slot(slot_of(first_slot, k));
 #pragma unroll
-      for (int d = 0; d < kPairs; ++d) {
+      for (int d = 0; d < kValueGroups; ++d) {
         u32 words[4], x[kStepRegisters];
         load_matrix_x4_transposed(words, rows + offset + d * 128);
         expand_values(words, x);
-        scale_widely(x, rows, consumer * kPairs + d);
+        scale_widely(x, rows, consumer * kValueGroups + d);
         keep_before_products(x);
         warpgroup_arrive();
         const u64 b = descriptor_of_rows<128>(shared.probabilities(t & 1), k * 32);
@@ -437,24 +437,26 @@ struct Heads64Consumer {
 
   __device__ __forceinline__ void multiply_steps(u32 t) {
     const int parity = t & 1;
-    constexpr int kSteps = kGranules * kPairs;
+    constexpr int kSteps = kGranules * kValueGroups;
     const u32 offset = values_offset();
-    const u32 table = shared.table(parity) + (consumer * kPairs * 16 + lane % 4) * 8;
+    const u32 table = shared.table(parity) + (consumer * kValueGroups * 16 + lane % 4) * 8;
     u32 rows[kGranules];
     const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
 #pragma unroll
     for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(first_slot, k));
     u32 words[2][4], a[2][kStepRegisters];
     auto fetch = [&](u32 (&to)[4], int s) {
-      load_matrix_x4_transposed(to, rows[s / kPairs] + offset + s % kPairs * 128);
+      load_matrix_x4_transposed(to, rows[s / kValueGroups] + offset + s % kValueGroups * 128);
     };
-    auto scale_of = [&](int s) { return load_shared_8(table + (s % kPairs * kGranules + s / kPairs) * 32); };
+    auto scale_of = [&](int s) {
+      return load_shared_8(table + (s % kValueGroups * kGranules + s / kValueGroups) * 32);
+    };
     fetch(words[0], 0);
     uint2 next_scale;
     if constexpr (kGrouped) next_scale = scale_of(0);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int k = s / kPairs, d = s % kPairs;
+      const int k = s / kValueGroups, d = s % kValueGroups;
       const uint2 scale = next_scale;
       if (s + 1 < kSteps) {
         fetch(words[(s + 1) & 1], s + 1);
@@ -473,7 +475,7 @@ struct Heads64Consumer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) wgmma_m64n64k16_async<Fp16>(output[2 * d + i], x + 4 * i, b, true);
       warpgroup_commit();
-      if (d + 1 == kPairs) free_granule(slot_of(first_slot, k));
+      if (d + 1 == kValueGroups) free_granule(slot_of(first_slot, k));
     }
     warpgroup_wait<0>();
 #pragma unroll
