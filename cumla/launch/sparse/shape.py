@@ -137,16 +137,18 @@ class MLASparseKey(LatentKey):
 
     @cached_property
     def selected(self) -> int:
-        """Where in the buffer the selected rows lie, and after them how many each list has.
-
-        Kernels for packed and V4's rows look at the lists themselves.
-        """
+        """Where in the buffer the selected rows lie, and after them how many each list has."""
         return PlanLayout.of(self).nbytes
+
+    @property
+    def is_selected(self) -> bool:
+        """Whether select_rows makes lists compact: for kernels that do not look at them."""
+        return self.cache not in (PACKED, V4)
 
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        entries = 0 if self.cache in (PACKED, V4) else self.num_places * self.entries
+        entries = self.num_places * self.entries if self.is_selected else 0
         return self.selected + entries * 4
 
     @cached_property

@@ -34,8 +34,8 @@ HOST = (
 
 The packages of other families count with the launchers of their kernels.
 """
-NOT_HOST = ("cumla.core.check_mode",)
-"""Looks at values where CUMLA_CHECK is set: no kernel's run depends on it."""
+NOT_HOST = {"cumla.core.check_mode": {"may_look", "check_factors", "copy_to_host"}}
+"""What looks at values where CUMLA_CHECK is set: no kernel's run depends on it."""
 
 
 def texts(package: Path = PACKAGE) -> dict[str, str]:
@@ -106,7 +106,8 @@ def launcher_digest(name: str, sources: Mapping[str, str] | None = None) -> str:
 def host_digest(sources: Mapping[str, str] | None = None) -> str:
     """The digest of all code in HOST."""
     modules = _Modules(texts() if sources is None else sources)
-    return _digest_of(s.code for name in modules.of_host() for s in modules[name])
+    host = [(name, s) for name in modules.of_host() for s in modules[name]]
+    return _digest_of(s.code for name, s in host if not s.names & NOT_HOST.get(name, set()))
 
 
 def _digest_of(code: Iterable[str]) -> str:
@@ -152,7 +153,7 @@ class _Modules:
             if not modules:
                 raise LookupError(f"HOST names {entry}, which is no module")
             found += modules
-        return [name for name in found if name not in NOT_HOST]
+        return found
 
     def within(self, entry: str) -> list[str]:
         """The module of that name, or those of the package."""

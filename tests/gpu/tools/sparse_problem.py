@@ -476,9 +476,11 @@ def _positions(
     if by_row or case.operation == "tokens":
         requests = of_list.reshape(lead).astype(np.int32)
     if by_row:
-        hostile = np.array([-1, 3, HIGHEST, LOWEST])
+        hostile = np.array([-1, -2, 3, HIGHEST, LOWEST])
         every = rng.random(lead) < 0.1
-        requests = np.where(every, hostile[rng.integers(0, 4, lead)], requests).astype(np.int32)
+        requests = np.where(every, hostile[rng.integers(0, len(hostile), lead)], requests).astype(
+            np.int32
+        )
     return table.astype(np.int32), requests, positions
 
 

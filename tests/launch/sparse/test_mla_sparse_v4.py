@@ -6,8 +6,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+import cumla
 from cumla.core.arrays import ArrayView
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.sparse.mla_sparse_v4 import SPECS
@@ -19,6 +22,7 @@ from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
 from tests.launch.structs import compile_checks, parameters
 from tests.selection import some
 
+Array = np.ndarray[Any, Any]
 BUFFER = 9 << 40
 PAGE = 18 * 576  # bytes of a page of 16 slots, and some more
 
@@ -134,3 +138,38 @@ def test_lists_in_two_caches(extra: int, lists: str) -> None:
     case = V4Case(batch=2, heads=24, topk=130, extra=extra, lists=lists, lengths="tokens")
     with emulated_gpu() as cupy:
         attend_v4(cupy, case)
+
+
+def test_a_thread_block_of_many_blocks() -> None:
+    """What tells which rows there are is used again after eight of them."""
+    case = V4Case(batch=1, heads=8, topk=700, extra=300, lists="mixed", page_size=16)
+    with emulated_gpu(1) as cupy:
+        attend_v4(cupy, case)
+
+
+@pytest.mark.parametrize("request_of", [-2, -1, 5])
+def test_a_request_outside_of_the_table_has_no_entries(request_of: int) -> None:
+    """Of the first cache; those of the second one need none."""
+    rng = np.random.default_rng(1)
+    lists = rng.integers(0, 32, (3, 70)).astype(np.int32)
+    given = {
+        "q": rng.standard_normal((3, 8, 512)).astype(ml_dtypes.bfloat16),
+        "kv_cache": v4_cache(rng, 2, 16),
+        "indices": lists,
+        "block_table": np.array([[0, 1]], np.int32),
+        "row_to_request": np.array([0, request_of, 0], np.int32),
+        "extra_kv_cache": v4_cache(rng, 4, 8),
+        "extra_indices": lists[:, :30],
+    }
+    want = cumla.mla_sparse_attention(**given)
+    with emulated_gpu() as cupy:
+        got = cumla.mla_sparse_attention(**{name: cupy.asarray(a) for name, a in given.items()})
+    np.testing.assert_allclose(got.lse.get(), want.lse, rtol=1e-3, atol=1e-3)
+
+
+def v4_cache(rng: np.random.Generator, pages: int, page_size: int) -> Array:
+    """Slots of random rows."""
+    cache = np.zeros((pages, page_size, 1, 584), np.uint8)
+    rows = rng.standard_normal((pages * page_size, 512)).astype(ml_dtypes.bfloat16)
+    cumla.append_mla_cache(rows, cache, np.arange(pages * page_size, dtype=np.int32))
+    return cache

@@ -249,7 +249,7 @@ def test_what_exists_is_selected_in_its_order(topk: int, placed: bool) -> None:
     assert problem.select(indices, *cache) == select_rows(indices, bounds, *cache)
 
 
-@pytest.mark.parametrize("request_of", [HIGHEST, LOWEST, -1, 5])
+@pytest.mark.parametrize("request_of", [HIGHEST, LOWEST, -1, -2, 5])
 def test_a_request_outside_of_the_table_has_no_entries(request_of: int) -> None:
     problem = Problem(100)
     indices = np.arange(600, dtype=np.int32).reshape(3, 2, 100) % 50

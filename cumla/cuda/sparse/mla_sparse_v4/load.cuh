@@ -107,11 +107,6 @@ __device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int 
   initialise_barriers(shared, warps, warps + warps * 32, warps * 32);  // plant: V4 tiles, arrivals
 }
 
-struct V4Row {
-  const char* columns;
-  const char* scales;
-};
-
 // One of four warps that find 16 rows of every block, up to three blocks ahead, and copy their bfloat16 columns, which
 // need no conversion. Lanes find row lane % 16: an entry, then its page, then the row, each a block ahead of the next.
 struct V4Finder {
@@ -119,7 +114,7 @@ struct V4Finder {
   const V4Layout& shared;
   const int first_row;
   BlockCursor<1, V4Tile> ahead;
-  // In place of a request: entries are slots of the second cache, or there is no block.
+  // In place of a request, which is never negative here: slots of the second cache, or there is no block.
   static constexpr int kSecond = -1, kNoBlock = -2;
   static constexpr int kNone = 2, kEnd = 3;  // in place of a cache: after the last block, and after that
   // Of this lane's rows of the block that is found next, and of the one after it, whose page is not looked up yet.
@@ -143,7 +138,7 @@ struct V4Finder {
     const V4Cache from = p.cache(is_second);
     const int batch = ahead.segment.request, token = ahead.tile.q_begin, entry = is_second ? place - first : place;
     const int request = from.lists.request_of(batch, token);
-    later_request = is_second ? kSecond : request;
+    later_request = is_second ? kSecond : max(request, 0);
     if (place >= 0 && entry < from.entries && from.lists.has(request))
       later_entry = from.lists.entries_of(batch, token)[entry];
     ahead.next();
@@ -154,28 +149,28 @@ struct V4Finder {
     found = List::look_up(lists, lists.pages_of(later_request), later_entry);
     load_entry();
   }
-  // A row that there is not is zeros.
-  __device__ __forceinline__ V4Row find_row() const {
-    const V4Cache from = p.cache(cache == 1);
-    if (static_cast<u32>(found.page) >= from.lists.num_pages) return {p.decode.latent.base, p.decode.latent.base};
-    const char* const begin = from.base + found.page * from.stride_page;
-    return {begin + found.row * static_cast<i64>(kV4RowBytes),
-            begin + from.lists.page_size * static_cast<i64>(kV4RowBytes) +
-                found.row * static_cast<i64>(kV4ScaleBytes)};
-  }
-  // Leaves address and scales of the rows of block t. After the last block there is one of odd addresses, at once.
+  // Leaves address and scales of the rows of block t; a row that there is not is zeros. After the last block there is
+  // one of odd addresses, at once.
   __device__ __forceinline__ void find(int t) {
     if (cache == kEnd) return;
     const int slot = t % V4Layout::kSlots;
-    const V4Row row = find_row();
-    const uint2 scales = *reinterpret_cast<const uint2*>(row.scales);
-    const u64 address = reinterpret_cast<u64>(row.columns) + (cache == kNone);
-    const u32 exist = __ballot_sync(0xffffffffu, row.columns != p.decode.latent.base);
+    const V4Cache from = p.cache(cache == 1);
+    const bool exists = static_cast<u32>(found.page) < from.lists.num_pages;
+    const char *columns = p.decode.latent.base, *bytes = columns;
+    if (exists) {
+      const char* const page = from.base + found.page * from.stride_page;
+      columns = page + found.row * static_cast<i64>(kV4RowBytes);
+      bytes = page + from.lists.page_size * static_cast<i64>(kV4RowBytes) +
+              found.row * static_cast<i64>(kV4ScaleBytes);
+    }
+    const uint2 scales = *reinterpret_cast<const uint2*>(bytes);
+    const u64 address = reinterpret_cast<u64>(columns) + (cache == kNone);
+    const u32 exist = __ballot_sync(0xffffffffu, exists);
     go_on();
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
     __syncwarp();  // all lanes have copied what was there
     if (threadIdx.x % 32 < 16) {
-      if (gridDim.x > 1) prefetch_bulk_l2(row.columns, kV4RowBytes);  // row tiles share it
+      if (gridDim.x > 1 && exists) prefetch_bulk_l2(columns, kV4RowBytes);  // row tiles share it
       store_shared_16(shared.row(slot, first_row + threadIdx.x % 32),
                       {static_cast<u32>(address), static_cast<u32>(address >> 32), scales.x, scales.y});
     }
