@@ -21,9 +21,8 @@ from cumla.launch.sparse.mla_sparse_packed import SPECS as PACKED_SPECS
 from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch
 from cumla.launch.sparse.mla_sparse_v4 import SPECS as V4_SPECS
 from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch
+from cumla.launch.sparse.select_rows import SPECS as SELECT_SPECS
 from cumla.launch.sparse.select_rows import (
-    BOUND_ROWS,
-    SELECT_ROWS,
     RowSteps,
     bound_rows_launch,
     lists_values,
@@ -99,8 +98,7 @@ _MAX_LOGITS_PARAMS = struct.Struct(f"{PARAMS_FORMAT}2q48x")
 
 def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape; of rows in 16 bits for so many columns, or for each width."""
-    selects = (SELECT_ROWS,) if key.is_selected else ()
-    return (BOUND_ROWS, *selects, schedule_spec(key), *_attend_specs(key, columns))
+    return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key, columns))
 
 
 def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, ...]:
@@ -136,7 +134,7 @@ def attend_launches(
     lse: ArrayView,
     max_logits: ArrayView | None = None,
 ) -> tuple[Launch, ...]:
-    """Describe how to attend to the rows that exist, and to select these before where need be.
+    """Describe how to select the rows that exist, and to attend to them.
 
     `buffer` is the address of a plan's buffer, which holds a schedule; `out` is ``(batch, q_len,
     num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``. `max_logits`, of keys that have it,
@@ -163,8 +161,7 @@ def _row_launches(
     )
     rope = _zeros(key, buffer, latent.shape) if a.kv_rope is None else others[0]
     scales = others[1] if a.kv_scales is not None else None
-    selected = _table(key, buffer + key.selected, key.entries * 4)
-    decode = _decode_arguments(key, buffer, a, selected, latent, rope)._replace(kv_scales=scales)
+    decode = _decode_arguments(key, buffer, a, latent, rope)._replace(kv_scales=scales)
     if key.cache == PACKED:
         of_key = sparse_packed_launch if key.has_whole_rows else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
@@ -188,32 +185,30 @@ def _v4_launches(
         steps = RowSteps(pages[1], 1, pages[0] * pages[1], ())
         caches.append((cache, lists_values(indices, pages, steps, table, requests)))
     nothing = _zeros(key, buffer, (1, 1, 1))
-    firsts = _table(key, buffer + key.list_bounds[0], 4)
-    decode = _decode_arguments(key, buffer, a, firsts, nothing, nothing)
+    firsts = ArrayView(
+        buffer + key.list_bounds[0], (key.num_places, key.entries), (4, 0), "int32", key.device
+    )
+    decode = _decode_arguments(key, buffer, a, nothing, nothing)._replace(block_table=firsts)
     return (sparse_v4_launch(key, buffer, decode, tuple(caches), out, lse),)
 
 
-def _table(key: MLASparseKey, ptr: int, stride: int) -> ArrayView:
-    """View numbers of the plan's buffer, of each list, as a block table."""
-    shape = key.num_places, key.entries
-    return ArrayView(ptr, shape, (stride, 4), "int32", key.device)
-
-
 def _decode_arguments(
-    key: MLASparseKey,
-    buffer: int,
-    a: SparseArguments,
-    table: ArrayView,
-    latent: ArrayView,
-    rope: ArrayView,
+    key: MLASparseKey, buffer: int, a: SparseArguments, latent: ArrayView, rope: ArrayView
 ) -> DecodeArguments:
     """See lists as the block tables of requests, whose pages are single rows of a cache."""
+    selected = ArrayView(
+        buffer + key.selected,
+        (key.num_places, key.entries),
+        (key.entries * 4, 4),
+        "int32",
+        key.device,
+    )
     return DecodeArguments(
         a.q,
         _zeros(key, buffer, a.q.shape) if a.q_rope is None else a.q_rope,
         latent,
         rope,
-        table,
+        selected,
         None,
         a.kv_scale,
         a.softmax_scale,

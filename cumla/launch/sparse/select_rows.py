@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from cumla.launch.sparse.shape import MLASparseKey
 
 __all__ = [
-    "BOUND_ROWS",
     "LISTS_FORMAT",
-    "SELECT_ROWS",
     "SPECS",
     "RowSteps",
     "bound_rows_launch",
@@ -43,7 +41,7 @@ def _spec(function: str, params: str) -> KernelSpec:
     )
 
 
-BOUND_ROWS, SELECT_ROWS = SPECS = (
+_BOUND, _SELECT = SPECS = (
     _spec("bound_rows", "BoundRowsParams"),
     _spec("select_rows", "SelectRowsParams"),
 )
@@ -124,7 +122,7 @@ def bound_rows_launch(
         0,
     )
     blocks = -(-max(key.num_places, VALUE_DIM // 4) // _THREADS)
-    return Launch(BOUND_ROWS, (blocks, 1, 1), _BOUND_PARAMS, values)
+    return Launch(_BOUND, (blocks, 1, 1), _BOUND_PARAMS, values)
 
 
 def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Launch:
@@ -136,7 +134,7 @@ def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Laun
     rows = batch * q_len
     lengths = kv_lens.ptr, kv_lens.strides[0] // 4, 0
     values = (*lengths, out.ptr, 0, 0, 0, rows, most, 0, q_len, *divisor_of(q_len), True, 0)
-    return Launch(BOUND_ROWS, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
+    return Launch(_BOUND, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
 
 
 def lists_values(
@@ -188,7 +186,7 @@ def select_rows_launch(key: MLASparseKey, buffer: int, lists: tuple[int, ...]) -
         key.q_len,
         *divisor_of(key.q_len),
     )
-    return Launch(SELECT_ROWS, (key.num_places, 1, 1), _SELECT_PARAMS, values)
+    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
 
 
 def _elements(view: ArrayView) -> tuple[int, int]:

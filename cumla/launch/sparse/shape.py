@@ -137,18 +137,16 @@ class MLASparseKey(LatentKey):
 
     @cached_property
     def selected(self) -> int:
-        """Where in the buffer the selected rows lie, and after them how many each list has."""
-        return PlanLayout.of(self).nbytes
+        """Where in the buffer the selected rows lie, and after them how many each list has.
 
-    @property
-    def is_selected(self) -> bool:
-        """Whether select_rows makes lists compact: for kernels that do not look at them."""
-        return self.cache not in (PACKED, V4)
+        Kernels for packed and V4's rows look at the lists themselves.
+        """
+        return PlanLayout.of(self).nbytes
 
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        entries = self.num_places * self.entries if self.is_selected else 0
+        entries = 0 if self.cache in (PACKED, V4) else self.num_places * self.entries
         return self.selected + entries * 4
 
     @cached_property

@@ -147,11 +147,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
   // Scores of rows of block t that there are not.
   __device__ __forceinline__ void mask_absent(int t) {
-    uint4 exist = {};
-    if (lane == 0) exist = tile.exist(shared, t);  // by the lane that arrives later, for the sake of racecheck
-    u32 words[4] = {exist.x, exist.y, exist.z, exist.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __shfl_sync(0xffffffffu, words[i], 0);
+    const uint4 exist = tile.exist(shared, t);
+    const u32 words[4] = {exist.x, exist.y, exist.z, exist.w};
     if ((words[0] & words[1] & words[2] & words[3]) == 0xffff) return;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {

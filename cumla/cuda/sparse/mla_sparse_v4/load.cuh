@@ -93,8 +93,12 @@ struct V4Layout : SharedLayout {
   }
 };
 
+// Read by the lane that arrives when the block has been multiplied, for the sake of racecheck.
 __device__ __forceinline__ uint4 V4Tile::exist(const SharedLayout& shared, int t) {
-  return load_shared_16(static_cast<const V4Layout&>(shared).exist(t, 0));
+  uint4 words = {};
+  if (threadIdx.x % 32 == 0) words = load_shared_16(static_cast<const V4Layout&>(shared).exist(t, 0));
+  return {__shfl_sync(0xffffffffu, words.x, 0), __shfl_sync(0xffffffffu, words.y, 0),
+          __shfl_sync(0xffffffffu, words.z, 0), __shfl_sync(0xffffffffu, words.w, 0)};
 }
 
 // A lane of each converting warp arrives for half of a block's tiles; for the second half each finding lane as well.
