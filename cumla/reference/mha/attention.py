@@ -55,42 +55,12 @@ def attention(
 
     Parameters
     ----------
-    q : ndarray, shape (total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)
-        Queries in bfloat16, float16, float32 or float64: with qo_indptr, or q_len per request.
-    k, v : ndarray, shape (num_pages, page_size, num_kv_heads, columns)
-        Pages of keys, of head_dim columns, and of values, whose head_dim_v may differ. Any strides,
-        any page size. Or ragged rows, ``(total_kv, num_kv_heads, columns)``. In a dtype of q's, or
-        float8_e4m3fn, or uint8 with its bits.
-    kv_lens : ndarray of int32, shape (batch,)
-        Number of keys of each request, those of its query tokens included. Optional for ragged
-        rows: the differences of kv_indptr by default.
-    qo_indptr : ndarray of int32, shape (batch + 1,), optional
-        Where the query tokens of each request begin, and where the last ones end.
-    block_table : ndarray of int32, shape (batch, max_pages), optional
-        Page numbers of each request, in the order of its tokens.
-    kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
-        In place of a table: where the pages of each request begin in a list of page numbers. For
-        ragged rows kv_indptr alone, which counts rows.
-    causal : bool, default True
-        No query sees a key after its own position: right is 0.
-    window : int or pair of int, optional
-        left, or (left, right). -1 or None is unbounded, and so is what is not given.
-    softcap : float, optional
-        Bound of the scores, applied before the mask. None or 0 is none.
-    sinks : ndarray of floats, shape (num_heads,), optional
-        A score per head that takes part in every sum of weights and has no value. It is not
-        multiplied by softmax_scale.
-    softmax_scale : float, optional
-        Factor of the scores; ``head_dim ** -0.5`` by default.
-    k_scale, v_scale : float or ndarray of float32, optional
-        Factor of e4m3 numbers: one, ``(1,)``, ``(num_kv_heads,)`` or ``(batch, num_kv_heads)``; 1
-        by default.
-    kv_layout : str
-        ``"NHD"``, or ``"HND"`` for pages of shape (num_pages, num_kv_heads, page_size, columns).
-    out, lse : ndarray, optional
-        Where to write the results: in the shape of q with head_dim_v columns, in q's dtype or
-        float32; and ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)``, float32. Rows
-        of no request are not written.
+    q, k, v : ndarray
+        As in :func:`cumla.attention`, of any strides, and of float32 and float64, too.
+    kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, causal, window, softcap : optional
+        As in :func:`cumla.attention`.
+    sinks, softmax_scale, k_scale, v_scale, kv_layout, out, lse : optional
+        As there, `sinks` in any dtype of floats. Rows of no request are not written.
 
     Returns
     -------

@@ -59,21 +59,12 @@ def append_kv_cache(
         Of any floating dtype; k and v may differ in columns.
     k_cache, v_cache : ndarray, shape (num_pages, page_size, num_kv_heads, columns)
         Written to. Of any floating dtype, or uint8 with the bits of float8_e4m3fn.
-    slot_mapping : ndarray of integers, shape (tokens,), optional
-    batch_indices, positions : ndarray of integers, shape (tokens,), optional
-    qo_indptr : ndarray of integers, shape (batch + 1,), optional
-    kv_lens : ndarray of integers, shape (batch,), optional
-        Tokens of each request, the new ones included.
-    block_table : ndarray of integers, shape (batch, max_pages), optional
-    kv_indices, kv_indptr : ndarray of integers, shapes (entries,) and (batch + 1,), optional
-    cos_sin, interleaved, rotary_offset
+    slot_mapping, batch_indices, positions, qo_indptr, kv_lens, block_table : optional
+        As in :func:`cumla.append_kv_cache`, of any integers.
+    kv_indices, kv_indptr, cos_sin, q, q_out, k_scale, v_scale, kv_layout : optional
+        As there.
+    interleaved, rotary_offset : optional
         As in :func:`apply_rope`.
-    q, q_out : ndarray, optional
-        Queries to rotate, with the leading axes of k, and where to write them; q by default.
-    k_scale, v_scale : float or ndarray, optional
-        Of an e4m3 cache: one number, ``(1,)``, ``(num_kv_heads,)`` or ``(batch, num_kv_heads)``.
-    kv_layout : str
-        ``"NHD"``, or ``"HND"`` for caches (num_pages, num_kv_heads, page_size, columns).
 
     Raises
     ------

@@ -54,8 +54,7 @@ def mla_sparse_decode(
 accumulate
         As in :func:`mla_sparse_attention`.
     out, lse : ndarray, optional
-        Where to write the results: ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and
-        ``(batch, num_heads, q_len)`` float32.
+        As in :func:`cumla.mla_sparse_decode`.
 
     Returns
     -------
@@ -155,24 +154,12 @@ def mla_sparse_attention(
         take 0 for it, which is at most 448 * 2^-127 away.
     indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
         The list of each query token.
-    topk_length : ndarray of int32, shape (total_tokens,), optional
-        Entries of each list; topk by default.
-    block_table : ndarray of int32, shape (requests, max_pages), optional
-        Page numbers of each request: indices are positions in it.
-    row_to_request : ndarray of int32, shape (total_tokens,), optional
-        Row of the table of each query token; needed with it.
-    extra_kv_cache, extra_indices, extra_topk_length : optional
-        A second cache in V4's format, lists of its slots, ``(total_tokens, extra_topk)``, and their
-        lengths.
-    sinks : ndarray of float32, shape (num_heads,), optional
-        A score per head that takes part in the sum of weights and has no value.
-    softmax_scale, kv_scale : optional
-        As in :func:`mla_decode`.
+    topk_length, block_table, row_to_request, extra_kv_cache, extra_indices : optional
+        As in :func:`cumla.mla_sparse_attention`.
+    extra_topk_length, sinks, softmax_scale, kv_scale, out, lse : optional
+        As there.
     batch_invariant : bool, default False
         Makes no difference here: each query token is computed on its own.
-    out, lse : ndarray, optional
-        Where to write the results: ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and
-        ``(total_tokens, num_heads)`` float32.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
 

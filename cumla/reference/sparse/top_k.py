@@ -55,8 +55,6 @@ def top_k(
     Parameters
     ----------
     scores : ndarray of float32, bfloat16 or float16, shape (rows, width)
-    k : int
-        How many to select.
     lengths, row_starts : ndarray of int32, shape (rows,), optional
         The scores of row i are ``scores[i, row_starts[i]:row_starts[i] + lengths[i]]``. Starts are
         clamped to [0, width], lengths to [0, width - start].
@@ -64,16 +62,10 @@ def top_k(
         The index of place p is ``block_table[request, p // page_size] * page_size + p %
         page_size``, where the place is position + offset. It is -1 where there is no such entry, or
         the entry is below 0.
-    page_size : int
-        Places of a page.
-    row_to_request : ndarray of int32, shape (rows,), optional
-        The row of the table; row i has request i without it.
     offsets : ndarray of int32, shape (rows,), optional
         Added to positions. Indices that are no int32 from 0 on are -1.
-    out, out_positions, valid_counts : ndarray, optional
-        Where to write.
-    values, sorted : bool
-        Return the scores as well; in descending order.
+    k, page_size, row_to_request, out, out_positions, valid_counts, values, sorted : optional
+        As in :func:`cumla.top_k`.
 
     Returns
     -------
