@@ -750,7 +750,7 @@ def test_a_ready_run_looks_once_check_mode_is_on(
     looked = len(cupy.copied)
     assert looked == len(planned.updated_with)
     plan.run(**planned.inputs(given))
-    others = set(plan._attend.integers) & set(given)
+    others = set(plan._attend.trusted) & set(given)
     assert len(cupy.copied) == 2 * looked + len(others)  # the lengths again
     monkeypatch.delenv("CUMLA_CHECK")
     plan.run(**planned.inputs(given))
