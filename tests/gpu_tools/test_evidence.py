@@ -419,6 +419,27 @@ def test_the_last_failures_alone_prove_nothing(run: Any) -> None:
     assert not files
 
 
+def test_processes_that_ran_beside_each_other_are_merged(tmp_path: Path) -> None:
+    """Runs that began in one second have one name."""
+    names = sorted(SOURCES.modules_of(STEM))
+    folders = []
+    for kind, parts in (
+        ("cupy-cuda13x", dict.fromkeys(names[::2], PASSED)),
+        ("cupy-cuda13x", dict.fromkeys(names[1::2], PASSED)),
+        (record.SANITIZER, dict.fromkeys(record.TOOLS, CLEAN)),
+    ):
+        folders.append(tmp_path / str(len(folders)))
+        run = record.Run(folders[-1], kind, {}, SOURCES)
+        run.name = kind
+        for name, part in parts.items():
+            run.add(name, part)
+    together = tmp_path / "together"
+    record.merge(together, folders[:1], SOURCES)
+    assert record.problems(STEM, together, SOURCES)
+    record.merge(together, folders[1:], SOURCES)
+    assert record.problems(STEM, together, SOURCES) == []
+
+
 def test_one_process_writes(run: Any) -> None:
     status, text, files = run("suite", "-n", "2")
     assert status == pytest.ExitCode.USAGE_ERROR

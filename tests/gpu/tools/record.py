@@ -14,8 +14,9 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -254,6 +255,22 @@ class Run:
         return {name: run for name, run in kept.items() if run["parts"]}
 
 
+def merge(folder: Path, others: Iterable[Path], sources: Sources) -> None:
+    """Add the runs of these sources that other folders hold, of processes beside each other."""
+    runs = read(folder, RUNS)
+    for other in others:
+        for name, run in read(other, RUNS).items():
+            if run["host"] == sources.host:
+                parts = runs.get(name, run)["parts"]  # processes may have begun in one second
+                runs[name] = run | {"parts": parts | run["parts"]}
+    writer = Run(folder, "", {}, sources)
+    kernels = {stem: writer._kernel(stem, runs) for stem in sources.kernels}
+    write(folder, RUNS, writer._in_use(runs, kernels))
+    for stem, kernel in kernels.items():
+        if kernel:
+            write(folder, stem, kernel)
+
+
 class Results:
     """The outcomes and worst figures of one module of tests."""
 
@@ -357,3 +374,7 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+if __name__ == "__main__":
+    merge(FOLDER, map(Path, sys.argv[1:]), Sources.now())

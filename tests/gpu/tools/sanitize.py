@@ -161,7 +161,7 @@ SELECTIONS = (  # shapes of top_k, and blocks of a row
     ("cluster", 8),
 )
 DONE = "sanitize: the grid is done"
-TIMEOUT = 200.0  # seconds a run
+TIMEOUT = 480.0  # seconds a run
 _AT_ONCE = 4  # runs, which share the GPU
 COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
 ABOUT = "about.json"  # beside the logs: machine, the tool's version, and the sources' digests
