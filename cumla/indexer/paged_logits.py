@@ -211,7 +211,7 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         need = f"a length up to max_kv_len = {width}"
         left_out = "the logits after it would be left out, ask for more columns"
         refuse_value("kv_lens", lengths, lengths > width, need, left_out)
-        most = lengths.reshape(len(lengths), -1).max(axis=1, initial=0)
+        most = lengths if lengths.ndim == 1 else lengths.max(axis=1, initial=0)
         nearest = "the kernels would take the nearest that there is"
         check_block_table(table, most, num_pages, page_size, nearest)
 

@@ -66,9 +66,9 @@ def append_mla_cache(
         ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
         then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. Of
         DeepSeek-V4 rows have 512 columns in all, a tuple holds 448 and 64. In the
-        cache's dtype, bfloat16 or float16 for one that is e4m3, or float32, which is rounded; of
-        CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis
-        contiguous.
+        cache's 16-bit dtype, bfloat16 or float16 for one that is e4m3 throughout, or float32, which
+        is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the
+        last axis contiguous.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, bfloat16 or float16, of any page size; strides as for rows. A tuple

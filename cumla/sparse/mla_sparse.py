@@ -124,7 +124,7 @@ def mla_sparse_decode(
         `row_to_request` request b is that of ``q[b]``.
     row_to_request : array, optional
         ``(batch,)`` or ``(batch, q_len)`` int32, with block_table only: the request of each query
-        token. One outside of the table has an empty list.
+        token. One outside of the table has an empty list; that of a second cache remains.
     extra_kv_cache, extra_indices : array, optional
         A second cache in V4's format, beside a kv_cache in the same, with pages of any size, and
         ``(batch, q_len, extra_topk)`` int32: slots of it. One softmax goes over both lists.

@@ -107,7 +107,7 @@ def top_k(
         ``indices``, slots with a block table and positions plus offsets without one, ``positions``
         or None, ``values`` or None, and ``valid_counts``, the number of places of each row that are
         taken; the others have indices and positions -1 and values -inf. An index that int32 does
-        not hold is -1. Arrays of the framework of scores.
+        not hold, or that the table does not have, is -1. Arrays of the framework of scores.
 
     Raises
     ------
@@ -248,8 +248,7 @@ class _TopK(Operation[_Arguments, int]):
             refuse_value("lengths", lengths, wrong, need, _CLAMPED)
         if requests is not None:
             last = arguments.views["block_table"].shape[0] - 1
-            wrong = (requests < 0) | (requests > last)
-            need = f"a row of block_table, from 0 to {last}"
+            wrong, need = requests > last, f"a row of block_table up to {last}, or below 0 for none"
             refuse_value("row_to_request", requests, wrong, need, "it would have no slots")
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:

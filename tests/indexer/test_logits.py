@@ -441,3 +441,11 @@ def test_check_mode(
         else:
             with refused(ValueError, message):
                 call()
+
+
+@pytest.mark.parametrize("lead", [(0,), (0, 3)])
+def test_check_mode_of_no_requests(lead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    none = {name: pages()[name][:0] for name in ("q", "weights", "block_table")}
+    given = pages() | none | {"kv_lens": np.zeros(lead, np.int32)}
+    assert cumla.paged_mqa_logits(**given).shape[0] == 0

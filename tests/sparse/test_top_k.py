@@ -109,7 +109,7 @@ def test_rows_of_no_width_and_of_fewer_than_k() -> None:
         ("row_starts", int32(0, 41, 0), "row_starts[1]: needs a column from 0 to 40, got 41"),
         ("lengths", int32(5, 40, 38), "lengths[2]: needs a length from 0 to the end of the row"),
         ("lengths", int32(-1, 0, 0), "lengths[0]: needs a length from 0 to the end of the row"),
-        ("row_to_request", int32(0, 1, 2), "row_to_request[2]: needs a row of block_table, from 0"),
+        ("row_to_request", int32(0, 1, 2), "row_to_request[2]: needs a row of block_table up to 1"),
     ],
 )
 def test_check_mode(name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +118,11 @@ def test_check_mode(name: str, value: Any, message: str, monkeypatch: pytest.Mon
     TOP_K()
     with refused(ValueError, message):
         TOP_K(**{name: value})
+
+
+def test_check_mode_lets_rows_have_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    assert (TOP_K(row_to_request=int32(0, -1, -2)).indices[1:] == -1).all()
 
 
 def test_rows_at_any_address_and_stride(cupy: FakeCuPy, bindings: FakeBindings) -> None:

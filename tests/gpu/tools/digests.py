@@ -34,8 +34,8 @@ HOST = (
 
 The packages of other families count with the launchers of their kernels.
 """
-NOT_HOST = {"cumla.core.check_mode": {"may_look", "check_factors", "copy_to_host"}}
-"""What looks at values where CUMLA_CHECK is set: no kernel's run depends on it."""
+LOOKS = frozenset(("check_values", "check_factors", "may_look", "copy_to_host"))
+"""Functions that look at values where CUMLA_CHECK is set: no kernel's run depends on them."""
 
 
 def texts(package: Path = PACKAGE) -> dict[str, str]:
@@ -106,8 +106,7 @@ def launcher_digest(name: str, sources: Mapping[str, str] | None = None) -> str:
 def host_digest(sources: Mapping[str, str] | None = None) -> str:
     """The digest of all code in HOST."""
     modules = _Modules(texts() if sources is None else sources)
-    host = [(name, s) for name in modules.of_host() for s in modules[name]]
-    return _digest_of(s.code for name, s in host if not s.names & NOT_HOST.get(name, set()))
+    return _digest_of(s.code for name in modules.of_host() for s in modules[name])
 
 
 def _digest_of(code: Iterable[str]) -> str:
@@ -205,7 +204,8 @@ def _is_code(node: ast.AST) -> bool:
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     is_place = isinstance(node, ast.keyword) and node.arg == "package"  # of a kernel's file
     nothing = isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
-    return not (is_text or is_place or nothing or _is_for_types(node))
+    looks = isinstance(node, ast.FunctionDef) and node.name in LOOKS
+    return not (is_text or is_place or nothing or looks or _is_for_types(node))
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
