@@ -24,7 +24,7 @@ __device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: selp
-// One of two parameters: the compiler would rather choose an address, and a load from there takes 50 clocks.
+// Of two parameters: the compiler would choose an address, and a load from there takes 50 clocks.
 template <typename T>
 __device__ __forceinline__ T choose(bool first, T one, T other) {
   T chosen;

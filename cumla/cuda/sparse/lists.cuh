@@ -27,7 +27,7 @@ struct Lists {
   __device__ __forceinline__ const int* entries_of(int batch, int token) const {
     return indices + batch * indices_stride_batch + token * indices_stride_token;
   }
-  // Of a list; only with a block table there is one that does not exist, and has no pages.
+  // Of a list. With a block table it may not exist.
   __device__ __forceinline__ int request_of(int batch, int token) const {
     return requests == nullptr ? batch : requests[batch * requests_stride_batch + token * requests_stride_token];
   }

@@ -61,10 +61,9 @@ def append_kv_cache(
         Written to. Of any floating dtype, or uint8 with the bits of float8_e4m3fn.
     slot_mapping, batch_indices, positions, qo_indptr, kv_lens, block_table : optional
         As in :func:`cumla.append_kv_cache`, of any integers.
-    kv_indices, kv_indptr, cos_sin, q, q_out, k_scale, v_scale, kv_layout : optional
+    kv_indices, kv_indptr, cos_sin, interleaved, rotary_offset, q, q_out, k_scale, v_scale, \
+kv_layout : optional
         As there.
-    interleaved, rotary_offset : optional
-        As in :func:`apply_rope`.
 
     Raises
     ------

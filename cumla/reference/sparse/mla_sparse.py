@@ -45,13 +45,11 @@ def mla_sparse_decode(
         Absorbed queries.
     indices : ndarray of int32, shape (batch, q_len, topk)
         The list of each query token.
-    extra_indices : ndarray of int32, shape (batch, q_len, extra_topk), optional
-        As in :func:`mla_sparse_attention`.
     topk_length, row_to_request, extra_topk_length : ndarray of int32, optional
         As in :func:`mla_sparse_attention`, of each request or of each query token: ``(batch,)`` or
         ``(batch, q_len)``. By default request b of the table is that of ``q[b]``.
-    kv_cache, block_table, extra_kv_cache, sinks, softmax_scale, kv_scale, batch_invariant, \
-accumulate
+    kv_cache, block_table, extra_kv_cache, extra_indices, sinks, softmax_scale, kv_scale, \
+batch_invariant, accumulate
         As in :func:`mla_sparse_attention`.
     out, lse : ndarray, optional
         As in :func:`cumla.mla_sparse_decode`.
@@ -156,10 +154,8 @@ def mla_sparse_attention(
         The list of each query token.
     topk_length, block_table, row_to_request, extra_kv_cache, extra_indices : optional
         As in :func:`cumla.mla_sparse_attention`.
-    extra_topk_length, sinks, softmax_scale, kv_scale, out, lse : optional
-        As there.
-    batch_invariant : bool, default False
-        Makes no difference here: each query token is computed on its own.
+    extra_topk_length, sinks, softmax_scale, kv_scale, batch_invariant, out, lse : optional
+        As there. batch_invariant makes no difference: each query token is computed on its own.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
 
