@@ -52,23 +52,16 @@
 namespace cumla::ptx {
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
-// `leading` and `stride` are byte offsets: for an operand contiguous in K, stride = 8 rows (1024) and leading is
-// unused; for one contiguous in M or N, leading = from one 64-column block to the next, stride = 8 rows of K (1024).
-__device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
-  constexpr u64 kSwizzle128Bytes = 1ull << 62;
-  return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(leading >> 4) << 16) |
-         (static_cast<u64>(stride >> 4) << 32) | kSwizzle128Bytes;
-}
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
-// Of rows of kRowBytes (128, 64 or 32) from column `k` on, with the swizzle of that width: eight rows are 8 kRowBytes
-// apart. An address in shared memory has no bits that the format would have to lose.
-template <int kRowBytes>
-__device__ __forceinline__ u64 descriptor_of_rows(u32 address, int k) {
+// Of an operand `offset` bytes behind an address, in rows of kRowBytes (128, 64 or 32) with the swizzle of that width:
+// eight rows are 8 kRowBytes apart. One that is contiguous in M or N has kLeading bytes from one 64-column block to the
+// next, if there are several. An address in shared memory has no bits that the format would have to lose, so that one
+// addition makes the descriptor of a block's next product.
+template <int kRowBytes, int kLeading = 0>
+__device__ __forceinline__ u64 descriptor_of_rows(u32 address, u32 offset) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "a row is as wide as a swizzle");
   constexpr u64 kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
   constexpr u64 kUpper = kSwizzle << 30 | kRowBytes * 8 >> 4;
-  return kUpper << 32 | ((address >> 4) + k / 16);
+  return kUpper << 32 | ((address >> 4) + (offset >> 4) + (kLeading >> 4 << 16));
 }
 
 // Where the 16-byte chunk of a row lies within it.

@@ -15,9 +15,6 @@ struct ValueTile : SelectedTile<kRowTile> {
   using SelectedTile<kRowTile>::SelectedTile;
 };
 
-// Of such rows a block has an eighth less to copy, and fetching pays.
-__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const ValueTile&) { return share_of_grid(); }
-
 struct MlaSparseMaxLogitsParams : MlaDecodeParams {
   float* max_logits;          // as lse lies, natural units
   float* partial_max_logits;  // [row tile][part][slot][row], base 2

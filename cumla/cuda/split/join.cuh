@@ -22,7 +22,6 @@ namespace cumla::split {
 
 using namespace ptx;
 
-constexpr int kUnitGroups = 4;  // of eight columns in a unit
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
 
 // What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
@@ -47,13 +46,17 @@ struct JoinSpace {
   u32 pieces, more_pieces;  // for the warps of each consumer, Joiner's kPieceSpace a warp
 };
 
-template <typename T, int kValueDim, int kPieceSpace, typename Params, typename AnyTile>
+// kShort: pieces are (split/output.cuh).
+template <typename T, int kValueDim, int kPieceSpace, bool kShort, typename Params, typename AnyTile>
 struct Joiner : Meeting<Params> {
   using Base = Meeting<Params>;
   using Base::kLast, Base::kGoOn, Base::p, Base::segment, Base::pieces, Base::warp, Base::lane;
   using Base::arrive, Base::who_left;
   static constexpr int kMostAtOnce = 8;            // pieces of a warp
   static constexpr int kRowBytes = kRowGroup * 8;  // of a piece
+  static constexpr int kLines = kShort ? kShortLines : kUnitGroups, kBytes = kLines * 512;  // of a unit
+  static constexpr int kApart = kShort ? kValueDim / 64 : 1;  // eights of a unit
+  static constexpr int kSlotSize = kValueDim * kLines / 16;   // of a row of a slot, in float4
   static_assert(kValueDim % (16 * kUnitGroups) == 0, "half of the columns are whole units");
 
   const JoinSpace space;
@@ -162,7 +165,9 @@ struct Joiner : Meeting<Params> {
       const i64 base = piece_index(of.p, of.tile, of.segment.first_part, 0);
       rows = of.p.partial_rows + base * of.rows_of_slot() + group * kRowGroup;
       columns = of.p.partial_out +
-                piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kUnitGroups, of.lane);
+                (kShort ? short_piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits, of.lane)
+                        : piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kUnitGroups,
+                                                  of.lane));
     }
     __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
     // Now, not where it is used.
@@ -184,7 +189,7 @@ struct Joiner : Meeting<Params> {
   // once.
   // model: fp8_segments
   __device__ __forceinline__ void join_item(const Work& work, bool is_free) const {
-    constexpr int kBytes = kUnitGroups * 512, kFitting = kPieceSpace / kBytes;
+    constexpr int kFitting = kPieceSpace / kBytes;
     constexpr int kAtOnce = kFitting < kMostAtOnce ? kFitting : kMostAtOnce;
     static_assert(kAtOnce > 0, "room for a piece");
     const u32 own = (warp < 4 ? space.pieces : space.more_pieces) + warp % 4 * kPieceSpace + lane * 16;
@@ -203,37 +208,59 @@ struct Joiner : Meeting<Params> {
 #pragma unroll 1
       for (int k = 0; k < count; ++k) {
         const int row = row_of(first + k);
-        const float4* const source = work.columns + static_cast<i64>(row) * (kValueDim / 4);
+        const float4* const source = work.columns + static_cast<i64>(row) * kSlotSize;
         if (lane < kRowBytes / 16) copy_16_async(rows + k * kRowBytes + lane * 16, work.rows + row + lane * 2, true);
         if (is_free)
 #pragma unroll
-          for (int j = 0; j < kUnitGroups; ++j) copy_16_async(own + k * kBytes + j * 512, source + 32 * j, true);
+          for (int j = 0; j < kLines; ++j) copy_16_async(own + k * kBytes + j * 512, source + 32 * j, true);
       }
-      copy_async_wait_all();
-      __syncwarp();
-      weigh(sum, rows, count);
+      if (is_free) {
+        copy_async_wait_all();
+        __syncwarp();
+        weigh(sum, rows, count);
 #pragma unroll 1
-      for (int k = 0; k < count; ++k) {
-        float4 v[kUnitGroups];
-        if (is_free) {
+        for (int k = 0; k < count; ++k) {
+          float4 v[kUnitGroups];
 #pragma unroll
-          for (int j = 0; j < kUnitGroups; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
-        } else {
-          const float4* const source = work.columns + static_cast<i64>(row_of(first + k)) * (kValueDim / 4);
-#pragma unroll
-          for (int j = 0; j < kUnitGroups; ++j) v[j] = load_l2_float4(source + 32 * j);
+          for (int j = 0; j < kLines; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
+          take(sum, rows + k * kRowBytes, v);
         }
-        const float2 weights[2] = {load_shared_float2(rows + k * kRowBytes + lane / 4 * 8),
-                                   load_shared_float2(rows + k * kRowBytes + lane / 4 * 8 + 64)};
+      } else {
+        float4 next[kUnitGroups];
+        load_piece(work, first, next);
+        copy_async_wait_all();
+        __syncwarp();
+        weigh(sum, rows, count);
+#pragma unroll 1
+        for (int k = 0; k < count; ++k) {
+          float4 v[kUnitGroups];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) sum.weight[r] += weights[r].x;
-#pragma unroll
-        for (int j = 0; j < kUnitGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
+          for (int j = 0; j < kLines; ++j) v[j] = next[j];
+          load_piece(work, first + min(k + 1, count - 1), next);
+          take(sum, rows + k * kRowBytes, v);
+        }
       }
       __syncwarp();  // the next ones are written there
     }
     if (work.shift > 0) gather(sum, work.helper(*this), work.shift);
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
+  }
+
+  __device__ __forceinline__ void load_piece(const Work& work, int i, float4 (&v)[kUnitGroups]) const {
+    const float4* const source = work.columns + static_cast<i64>(row_of(i)) * kSlotSize;
+#pragma unroll
+    for (int j = 0; j < kLines; ++j) v[j] = load_l2_float4(source + 32 * j);
+  }
+  __device__ __forceinline__ void take(Sum& sum, u32 rows, float4 (&v)[kUnitGroups]) const {
+        if constexpr (kShort)
+          v[3] = {last_of(v[0].x, v[1].x, v[2].x), last_of(v[0].y, v[1].y, v[2].y), last_of(v[0].z, v[1].z, v[2].z),
+                  last_of(v[0].w, v[1].w, v[2].w)};
+        const float2 weights[2] = {load_shared_float2(rows + lane / 4 * 8),
+                                   load_shared_float2(rows + lane / 4 * 8 + 64)};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) sum.weight[r] += weights[r].x;
+#pragma unroll
+        for (int j = 0; j < kUnitGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
   }
 
   // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and
@@ -316,9 +343,10 @@ struct Joiner : Meeting<Params> {
       }
 #pragma unroll
       for (int j = 0; j < kUnitGroups; j += 2) {
-        const int column = unit * 8 * kUnitGroups + 8 * j;
+        const int first = kShort ? unit / Work::kHalfUnits * (kValueDim / 16) + unit % Work::kHalfUnits : unit * kUnitGroups;
+        const int column = 8 * (first + j * kApart);
         const float4 &v = sum.v[j], &w = sum.v[j + 1];
-        store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
+        store_columns<T, 1, 8 * kApart>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
                             (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)

@@ -32,6 +32,41 @@ __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int cons
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 16) + columns) * 32 + lane;
 }
 
+// The same where a piece is short: its accumulators have the upper 24 bits of a float32, so that four take the place of
+// three. Their precision is that of 16 bits of mantissa, far beyond that of the probabilities that they are sums of.
+// A unit has every (kValueDim / 64)-th eight of a half, four in all, and of a lane three times 16 bytes, 32 lanes apart.
+constexpr int kUnitGroups = 4;  // of eight columns in a unit
+constexpr int kShortLines = 3;
+
+template <int kValueDim, typename Params>
+__device__ __forceinline__ i64 short_piece_offset(const Params& p, i64 piece, int consumer, int group, int unit,
+                                                  int lane) {
+  return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 64) + unit) * (kShortLines * 32) + lane;
+}
+
+// The three words of four accumulators: the last one's bytes take the place of the lowest ones of the others.
+__device__ __forceinline__ void shorten(const float (&v)[4], float (&words)[kShortLines]) {
+#pragma unroll
+  for (int i = 0; i < kShortLines; ++i)
+    words[i] = __uint_as_float(__byte_perm(__float_as_uint(v[i]), __float_as_uint(v[3]), 0x3215 + i));
+}
+// The last of them again. The others are what the words are.
+__device__ __forceinline__ float last_of(float a, float b, float c) {
+  const u32 two = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0400);
+  return __uint_as_float(__byte_perm(two, __float_as_uint(c), 0x4210));
+}
+
+// Stores what a lane has of a unit: of each of its eights four accumulators.
+__device__ __forceinline__ void store_short_unit(float4* to, const float4 (&v)[kUnitGroups]) {
+  float x[kShortLines], y[kShortLines], z[kShortLines], w[kShortLines];
+  shorten({v[0].x, v[1].x, v[2].x, v[3].x}, x);
+  shorten({v[0].y, v[1].y, v[2].y, v[3].y}, y);
+  shorten({v[0].z, v[1].z, v[2].z, v[3].z}, z);
+  shorten({v[0].w, v[1].w, v[2].w, v[3].w}, w);
+#pragma unroll
+  for (int i = 0; i < kShortLines; ++i) store_global_float4(to + 32 * i, x[i], y[i], z[i], w[i]);
+}
+
 // Where a token lies in q, out and lse.
 struct TokenPlace {
   int batch, token;
@@ -78,9 +113,9 @@ __device__ __forceinline__ char* row_of_out(const Params& p, const AnyTile& tile
   return p.out + at.batch * p.out_stride_batch + at.token * p.out_stride_token + to.head * p.out_stride_head;
 }
 
-// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits
-// lanes trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
-template <typename T, int kNeighbour, typename Params, typename AnyTile>
+// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d kLater columns later. In 16 bits
+// lanes trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors if the columns adjoin.
+template <typename T, int kNeighbour, int kLater = 8, typename Params, typename AnyTile>
 __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& tile, int request, int row,
                                               int quad_lane, int column, float a, float b, float c, float d) {
   const bool exists = row < tile.rows, odd = quad_lane % 2;
@@ -88,12 +123,12 @@ __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& ti
   if (p.out_is_float) {
     float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
     if (exists && has_column(p, column)) store_global_float2(destination, a, b);
-    if (exists && has_column(p, column + 8)) store_global_float2(destination + 8, c, d);
+    if (exists && has_column(p, column + kLater)) store_global_float2(destination + kLater, c, d);
   } else {
     const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
     const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
-    char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
-    if (exists && has_column(p, column + (odd ? 8 : 0)))
+    char* const destination = out + (column + (odd ? kLater + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
+    if (exists && has_column(p, column + (odd ? kLater : 0)))
       store_global_8(destination, odd ? received : first, odd ? second : received);
   }
 }

@@ -48,6 +48,11 @@ class LatentKey(PlanKey):
         return VALUE_DIM
 
     @property
+    def piece_row_bytes(self) -> int:
+        """Size of a row of a piece: 24 bits a column."""
+        return 3 * VALUE_DIM
+
+    @property
     def has_whole_tiles(self) -> bool:
         """Whether all rows of a tile of 64 are heads of one query token."""
         return self.heads_per_group % ROW_TILE == 0

@@ -116,6 +116,11 @@ class PlanKey(ABC):
         """Columns of a value, and of an output row."""
 
     @property
+    def piece_row_bytes(self) -> int:
+        """Size of a row of a piece."""
+        return 4 * self.value_dim
+
+    @property
     @abstractmethod
     def row_tiles(self) -> int:
         """Thread blocks that read the same KV blocks at the same time: those of a kv head."""
@@ -254,7 +259,7 @@ class PlanLayout:
             key.parts * PART_BYTES,
             key.num_tickets * TICKET_BYTES,
             rows * 8,
-            rows * key.value_dim * 4,
+            rows * key.piece_row_bytes,
         ):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return cls(*offsets)

@@ -86,8 +86,8 @@ struct Consumer {
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
-                                 matrix_descriptor(shared.keys(stage) + column * kTileBytes + k * 32, 0, 1024),
+        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32),
+                                 descriptor_of_rows<128>(shared.keys(stage), column * kTileBytes + k * 32),
                                  column + k > 0);
     warpgroup_commit();
     warpgroup_wait<0>();
@@ -100,7 +100,7 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       wgmma_values_async<Value>(output, probabilities + 4 * k,
-                               matrix_descriptor(shared.values(stage) + k * 2048, kTileBytes, 1024));
+                               descriptor_of_rows<128, kTileBytes>(shared.values(stage), k * 2048));
     warpgroup_commit();
     warpgroup_wait<0>();
     keep_behind_wait(output);
@@ -270,7 +270,7 @@ struct Consumer {
       constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
       constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
       const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
-      Joiner<T, kValueTiles * 64, kSpace, AttentionParams, HeadTile>(
+      Joiner<T, kValueTiles * 64, kSpace, false, AttentionParams, HeadTile>(
           p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
           .join(more);
     } else {

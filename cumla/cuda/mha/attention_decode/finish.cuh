@@ -88,7 +88,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
       }
     constexpr int kSpace = kDecodeWarps * Layout::kStages * Layout::kChunkBytes / kJoinWarps;
     if (adds && segment.split())
-      Joiner<T, kValues, kSpace, AttentionParams, HeadTile>(
+      Joiner<T, kValues, kSpace, false, AttentionParams, HeadTile>(
           p,
           {shared.words(), shared.sums(), shared.sums() + 8192, shared.chunk(0, 0), shared.chunk(0, 0) + 4 * kSpace},
           tile, segment)

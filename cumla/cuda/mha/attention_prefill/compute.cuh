@@ -50,8 +50,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply(scores, matrix_descriptor(shared.query(consumer) + column * 8192 + k * 32, 0, 1024),
-                 matrix_descriptor(shared.keys(stage) + column * Layout::kTileBytes + k * 32, 0, 1024), column + k > 0);
+        multiply(scores, descriptor_of_rows<128>(shared.query(consumer), column * 8192 + k * 32),
+                 descriptor_of_rows<128>(shared.keys(stage), column * Layout::kTileBytes + k * 32), column + k > 0);
     warpgroup_commit();
   }
 
@@ -60,7 +60,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
 #pragma unroll
     for (int k = 0; k < kBlock / 16; ++k)
       wgmma_values_async<T>(output, probabilities + 4 * k,
-                            matrix_descriptor(shared.values(stage) + k * 2048, Layout::kTileBytes, 1024));
+                            descriptor_of_rows<128, Layout::kTileBytes>(shared.values(stage), k * 2048));
     warpgroup_commit();
   }
 

@@ -84,14 +84,14 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
-                                 matrix_descriptor(stage + column * kTileBytes + k * 32, 0, 1024), i + k > kFirst);
+        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32),
+                                 descriptor_of_rows<128>(stage, column * kTileBytes + k * 32), i + k > kFirst);
     }
     warpgroup_commit();
   }
 
   __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
-    return matrix_descriptor(shared.stage(stage) + consumer * kHalfTiles * kTileBytes + k * 2048, kTileBytes, 1024);
+    return descriptor_of_rows<128, kTileBytes>(shared.stage(stage) + consumer * kHalfTiles * kTileBytes, k * 2048);
   }
 
   // output += own probabilities x this consumer's half of V, asynchronously.
@@ -107,7 +107,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      multiply_values(matrix_descriptor(shared.probabilities + k * 32, 0, 1024), value_descriptor(stage, k));
+      multiply_values(descriptor_of_rows<128>(shared.probabilities, k * 32), value_descriptor(stage, k));
     warpgroup_commit();
   }
   __device__ __forceinline__ void begin_products() {
@@ -303,6 +303,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       sum[r] += block_sum[r];
       weight[r] += block_weight;
     }
+    // Nor are these sums left for the time after the product. Other kernels have no register for it.
+    if constexpr (AnyTile::kIsRagged) store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), weight[1]);
     warpgroup_wait<0>();
     arrive(shared.free(consumer, consumer));
   }
@@ -404,10 +406,13 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 #pragma unroll
         for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = this->max_logit[r];
     }
-    float4* const destination = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
+    float4* const to = copy_of(p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
+    constexpr int kUnits = kValueDim / 64;
+    auto eight = [&](int i) { return float4{output[4 * i], output[4 * i + 1], output[4 * i + 2], output[4 * i + 3]}; };
 #pragma unroll
-    for (int j = 0; j < 32; ++j)
-      store_global_float4(destination + 32 * j, output[4 * j], output[4 * j + 1], output[4 * j + 2], output[4 * j + 3]);
+    for (int u = 0; u < kUnits; ++u)
+      store_short_unit(to + u * (kShortLines * 32),
+                       {eight(u), eight(u + kUnits), eight(u + 2 * kUnits), eight(u + 3 * kUnits)});
   }
 
   __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],

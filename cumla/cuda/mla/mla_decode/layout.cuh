@@ -94,7 +94,7 @@ constexpr int kJoinSpace = 16384;  // of a warp that joins: pieces of eight unit
 static_assert(4 * kJoinSpace <= kRopeTile * kTileBytes, "four warps use a stage, without its last tile");
 
 template <typename T, typename AnyTile>
-using LatentJoiner = Joiner<T, kValueDim, kJoinSpace, MlaDecodeParams, AnyTile>;
+using LatentJoiner = Joiner<T, kValueDim, kJoinSpace, true, MlaDecodeParams, AnyTile>;
 
 // The threads of one consumer meet.
 __device__ __forceinline__ void consumer_sync(int consumer) {

@@ -202,15 +202,15 @@ __device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p,
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (!kAll && group >= p.row_groups) break;
-    float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
-                                                               row * 4 + pair % 4);
+    float4* const to = p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
+                                                                     row * 4 + pair % 4);
+    // Of rows `row`, `row` + 1 twice; then of those eight after them.
+    auto of_row = [&](int d, int j) {
+      const float* const v = output[d] + group * 8 + j;
+      return float4{v[0], v[2], v[4], v[6]};
+    };
 #pragma unroll
-    for (int d = 0; d < kHalfTiles; ++d) {
-      // Of rows `row`, `row` + 1 twice; then of those eight after them.
-      const float* const v = output[d] + group * 8;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
-    }
+    for (int j = 0; j < 2; ++j) store_short_unit(to + j * 4, {of_row(0, j), of_row(1, j), of_row(2, j), of_row(3, j)});
   }
 }
 

@@ -79,8 +79,8 @@ struct SwappedConsumer {
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n16k16_async<T, false>(scores, matrix_descriptor(shared.slot(at.slot) + k * 32, 0, 1024),
-                                  matrix_descriptor(query + k * 32, 0, 1024), i + k > 0);
+        wgmma_m64n16k16_async<T, false>(scores, descriptor_of_rows<128>(shared.slot(at.slot), k * 32),
+                                  descriptor_of_rows<128>(query, k * 32), i + k > 0);
       at.advance(1);
     }
     warpgroup_commit();
@@ -102,8 +102,8 @@ struct SwappedConsumer {
       const u32 values = shared.slot(slot_of_value(d));
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n16k16_async<T, true>(output[d], matrix_descriptor(values + k * 2048, 0, 1024),
-                                 matrix_descriptor(shared.probabilities_of(consumer) + k * 32, 0, 1024), true);
+        wgmma_m64n16k16_async<T, true>(output[d], descriptor_of_rows<128>(values, k * 2048),
+                                 descriptor_of_rows<128>(shared.probabilities_of(consumer), k * 32), true);
       if (d % kHalfTiles == kHalfTiles - 1) warpgroup_commit();
     }
     warpgroup_wait<1>();
@@ -324,27 +324,28 @@ struct SwappedConsumer {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-    float4* const place = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, 0, 2 * warp, as_lane));
+    float4 v[2][kHalfTiles];
 #pragma unroll
-    for (int d = 0; d < kHalfTiles; ++d) {
-      float4 v[2];
+    for (int d = 0; d < kHalfTiles; ++d)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of two that are 8 after them
         const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
         const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
-        v[half] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
+        v[half][d] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
       }
-      const int eights = 8 * d + 2 * warp;  // of this consumer's columns, before these two
-      if (split) {
+    if (split) {
+      float4* const to = p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, 0, 2 * warp, as_lane);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          store_global_float4(place + (8 * d + half) * 32, v[half].x, v[half].y, v[half].z, v[half].w);
-      } else {
-        const int column = consumer * 256 + eights * 8;
-        store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);
-        store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, v[0].z, v[0].w, v[1].z, v[1].w);
-      }
+      for (int half = 0; half < 2; ++half) store_short_unit(to + half * (kShortLines * 32), v[half]);
+      return;
+    }
+#pragma unroll
+    for (int d = 0; d < kHalfTiles; ++d) {
+      const int column = consumer * 256 + (8 * d + 2 * warp) * 8;
+      const float4 &low = v[0][d], &high = v[1][d];
+      store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, low.x, low.y, high.x, high.y);
+      store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, low.z, low.w, high.z, high.w);
     }
   }
 };
