@@ -55,7 +55,7 @@ __device__ __forceinline__ void join(const cumla::mla::MlaDecodeParams& p) {{
   const cumla::split::Tile tile(p);
   const cumla::split::Part part = cumla::split::part_of_cta(p, blockIdx.y);
   const cumla::split::Segment segment = cumla::split::segment_of(p, tile, part, part.place);
-  cumla::split::Joiner<cumla::Bf16, kValueDim, 2048, cumla::mla::MlaDecodeParams,
+  cumla::split::Joiner<cumla::Bf16, kValueDim, 2048, {short}, cumla::mla::MlaDecodeParams,
                        cumla::split::Tile>(p, {{0, 1024, 16384, 0, 0}}, tile, segment).join(false);
 }}
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -65,14 +65,14 @@ join_columns(const __grid_constant__ cumla::mla::MlaDecodeParams p) {{
 """
 
 
-@pytest.mark.parametrize("columns", [64, 192])
-def test_pieces_of_any_value_width_are_joined(columns: int, nvrtc: None) -> None:
-    compile_text(layout() + JOIN.format(columns=columns), "-std=c++17")
+@pytest.mark.parametrize(("columns", "short"), [(64, "false"), (192, "true")])
+def test_pieces_of_any_value_width_are_joined(columns: int, short: str, nvrtc: None) -> None:
+    compile_text(layout() + JOIN.format(columns=columns, short=short), "-std=c++17")
 
 
 def test_columns_that_are_no_whole_units_are_refused(nvrtc: None) -> None:
     with pytest.raises(CompilationError, match="half of the columns are whole units"):
-        compile_text(layout() + JOIN.format(columns=96), "-std=c++17")
+        compile_text(layout() + JOIN.format(columns=96, short="false"), "-std=c++17")
 
 
 def layout() -> str:

@@ -46,7 +46,7 @@ struct JoinSpace {
   u32 pieces, more_pieces;  // for the warps of each consumer, Joiner's kPieceSpace a warp
 };
 
-// kShort: pieces are (split/output.cuh).
+// kShort: pieces are short ones (split/output.cuh).
 template <typename T, int kValueDim, int kPieceSpace, bool kShort, typename Params, typename AnyTile>
 struct Joiner : Meeting<Params> {
   using Base = Meeting<Params>;
@@ -55,8 +55,8 @@ struct Joiner : Meeting<Params> {
   static constexpr int kMostAtOnce = 8;            // pieces of a warp
   static constexpr int kRowBytes = kRowGroup * 8;  // of a piece
   static constexpr int kLines = kShort ? kShortLines : kUnitGroups, kBytes = kLines * 512;  // of a unit
-  static constexpr int kApart = kShort ? kValueDim / 64 : 1;  // eights of a unit
-  static constexpr int kSlotSize = kValueDim * kLines / 16;   // of a row of a slot, in float4
+  static constexpr int kRowSize = kValueDim * kLines / 16;    // of a piece, in 16 bytes
+  static constexpr int kApart = kShort ? kValueDim / 64 : 1;  // an eight of a unit and the next one, in eights
   static_assert(kValueDim % (16 * kUnitGroups) == 0, "half of the columns are whole units");
 
   const JoinSpace space;
@@ -164,10 +164,10 @@ struct Joiner : Meeting<Params> {
       to = active ? min(from + count, of.pieces) : from;
       const i64 base = piece_index(of.p, of.tile, of.segment.first_part, 0);
       rows = of.p.partial_rows + base * of.rows_of_slot() + group * kRowGroup;
+      const int half = unit / kHalfUnits, in_half = unit % kHalfUnits;
       columns = of.p.partial_out +
-                (kShort ? short_piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits, of.lane)
-                        : piece_offset<kValueDim>(of.p, base, unit / kHalfUnits, group, unit % kHalfUnits * kUnitGroups,
-                                                  of.lane));
+                (kShort ? short_piece_offset<kValueDim>(of.p, base, half, group, in_half, of.lane)
+                        : piece_offset<kValueDim>(of.p, base, half, group, in_half * kUnitGroups, of.lane));
     }
     __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
     // Now, not where it is used.
@@ -208,7 +208,7 @@ struct Joiner : Meeting<Params> {
 #pragma unroll 1
       for (int k = 0; k < count; ++k) {
         const int row = row_of(first + k);
-        const float4* const source = work.columns + static_cast<i64>(row) * kSlotSize;
+        const float4* const source = work.columns + static_cast<i64>(row) * kRowSize;
         if (lane < kRowBytes / 16) copy_16_async(rows + k * kRowBytes + lane * 16, work.rows + row + lane * 2, true);
         if (is_free)
 #pragma unroll
@@ -223,10 +223,10 @@ struct Joiner : Meeting<Params> {
           float4 v[kUnitGroups];
 #pragma unroll
           for (int j = 0; j < kLines; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
-          take(sum, rows + k * kRowBytes, v);
+          add_piece(sum, rows + k * kRowBytes, v);
         }
       } else {
-        float4 next[kUnitGroups];
+        float4 next[kUnitGroups];  // a piece ahead; the first one comes beside the rows
         load_piece(work, first, next);
         copy_async_wait_all();
         __syncwarp();
@@ -237,7 +237,7 @@ struct Joiner : Meeting<Params> {
 #pragma unroll
           for (int j = 0; j < kLines; ++j) v[j] = next[j];
           load_piece(work, first + min(k + 1, count - 1), next);
-          take(sum, rows + k * kRowBytes, v);
+          add_piece(sum, rows + k * kRowBytes, v);
         }
       }
       __syncwarp();  // the next ones are written there
@@ -247,20 +247,20 @@ struct Joiner : Meeting<Params> {
   }
 
   __device__ __forceinline__ void load_piece(const Work& work, int i, float4 (&v)[kUnitGroups]) const {
-    const float4* const source = work.columns + static_cast<i64>(row_of(i)) * kSlotSize;
+    const float4* const source = work.columns + static_cast<i64>(row_of(i)) * kRowSize;
 #pragma unroll
     for (int j = 0; j < kLines; ++j) v[j] = load_l2_float4(source + 32 * j);
   }
-  __device__ __forceinline__ void take(Sum& sum, u32 rows, float4 (&v)[kUnitGroups]) const {
-        if constexpr (kShort)
-          v[3] = {last_of(v[0].x, v[1].x, v[2].x), last_of(v[0].y, v[1].y, v[2].y), last_of(v[0].z, v[1].z, v[2].z),
-                  last_of(v[0].w, v[1].w, v[2].w)};
-        const float2 weights[2] = {load_shared_float2(rows + lane / 4 * 8),
-                                   load_shared_float2(rows + lane / 4 * 8 + 64)};
+
+  // Adds a piece, whose rows have their weights.
+  // model: fp8_segments
+  __device__ __forceinline__ void add_piece(Sum& sum, u32 rows, float4 (&v)[kUnitGroups]) const {
+    if constexpr (kShort) complete_short_unit(v);
+    const float2 weights[2] = {load_shared_float2(rows + lane / 4 * 8), load_shared_float2(rows + lane / 4 * 8 + 64)};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) sum.weight[r] += weights[r].x;
+    for (int r = 0; r < 2; ++r) sum.weight[r] += weights[r].x;
 #pragma unroll
-        for (int j = 0; j < kUnitGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
+    for (int j = 0; j < kUnitGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
   }
 
   // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and
@@ -341,13 +341,14 @@ struct Joiner : Meeting<Params> {
         with_sink = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
         take_sink(p, r == 0 ? sum.sink[0] : sum.sink[1], scale, with_sink);
       }
+      const int half = unit / Work::kHalfUnits, in_half = unit % Work::kHalfUnits;
+      const int first = half * (kValueDim / 16) + (kShort ? in_half : in_half * kUnitGroups);  // eight
 #pragma unroll
       for (int j = 0; j < kUnitGroups; j += 2) {
-        const int first = kShort ? unit / Work::kHalfUnits * (kValueDim / 16) + unit % Work::kHalfUnits : unit * kUnitGroups;
-        const int column = 8 * (first + j * kApart);
         const float4 &v = sum.v[j], &w = sum.v[j + 1];
-        store_columns<T, 1, 8 * kApart>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
-                            (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
+        store_columns<T, 1, 8 * kApart>(p, tile, segment.request, row, lane % 4, 8 * (first + j * kApart),
+                                        (r == 0 ? v.x : v.z) * scale, (r == 0 ? v.y : v.w) * scale,
+                                        (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
         store_lse(p, segment.request, Row(p, tile, row),

@@ -32,39 +32,41 @@ __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int cons
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 16) + columns) * 32 + lane;
 }
 
-// The same where a piece is short: its accumulators have the upper 24 bits of a float32, so that four take the place of
-// three. Their precision is that of 16 bits of mantissa, far beyond that of the probabilities that they are sums of.
-// A unit has every (kValueDim / 64)-th eight of a half, four in all, and of a lane three times 16 bytes, 32 lanes apart.
-constexpr int kUnitGroups = 4;  // of eight columns in a unit
-constexpr int kShortLines = 3;
+constexpr int kUnitGroups = 4;  // of eight columns in a unit, which one warp joins
+constexpr int kShortLines = 3;  // of 512 bytes in a unit of a short piece; others have kUnitGroups
 
+// The same of a short piece, whose numbers have 24 bits: four take the place of three. A sum of 16-bit probabilities
+// times values has no use for more, and storing and loading pieces is what few requests wait for. In a unit every
+// (kValueDim / 64)-th eight of a half comes together, since lanes have these in all layouts of accumulators.
 template <int kValueDim, typename Params>
 __device__ __forceinline__ i64 short_piece_offset(const Params& p, i64 piece, int consumer, int group, int unit,
                                                   int lane) {
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 64) + unit) * (kShortLines * 32) + lane;
 }
 
-// The three words of four accumulators: the last one's bytes take the place of the lowest ones of the others.
-__device__ __forceinline__ void shorten(const float (&v)[4], float (&words)[kShortLines]) {
-#pragma unroll
-  for (int i = 0; i < kShortLines; ++i)
-    words[i] = __uint_as_float(__byte_perm(__float_as_uint(v[i]), __float_as_uint(v[3]), 0x3215 + i));
+// A number with byte `i` + 1 of another one in the place of its lowest byte.
+__device__ __forceinline__ float with_byte(float number, float other, int i) {
+  return __uint_as_float(__byte_perm(__float_as_uint(number), __float_as_uint(other), 0x3215 + i));
 }
-// The last of them again. The others are what the words are.
-__device__ __forceinline__ float last_of(float a, float b, float c) {
+// The number whose bytes three others hold. The lowest one, which is lost, is the next one once more.
+__device__ __forceinline__ float number_of_bytes(float a, float b, float c) {
   const u32 two = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0400);
   return __uint_as_float(__byte_perm(two, __float_as_uint(c), 0x4210));
 }
 
-// Stores what a lane has of a unit: of each of its eights four accumulators.
+// Stores what a lane has of a unit of a short piece: of each of its eights four numbers. Those of the last one lie in
+// the lowest bytes of the others, which are loaded as they are.
 __device__ __forceinline__ void store_short_unit(float4* to, const float4 (&v)[kUnitGroups]) {
-  float x[kShortLines], y[kShortLines], z[kShortLines], w[kShortLines];
-  shorten({v[0].x, v[1].x, v[2].x, v[3].x}, x);
-  shorten({v[0].y, v[1].y, v[2].y, v[3].y}, y);
-  shorten({v[0].z, v[1].z, v[2].z, v[3].z}, z);
-  shorten({v[0].w, v[1].w, v[2].w, v[3].w}, w);
+  const float4& last = v[kShortLines];
 #pragma unroll
-  for (int i = 0; i < kShortLines; ++i) store_global_float4(to + 32 * i, x[i], y[i], z[i], w[i]);
+  for (int i = 0; i < kShortLines; ++i)
+    store_global_float4(to + 32 * i, with_byte(v[i].x, last.x, i), with_byte(v[i].y, last.y, i),
+                        with_byte(v[i].z, last.z, i), with_byte(v[i].w, last.w, i));
+}
+// The last one's numbers again.
+__device__ __forceinline__ void complete_short_unit(float4 (&v)[kUnitGroups]) {
+  v[3] = {number_of_bytes(v[0].x, v[1].x, v[2].x), number_of_bytes(v[0].y, v[1].y, v[2].y),
+          number_of_bytes(v[0].z, v[1].z, v[2].z), number_of_bytes(v[0].w, v[1].w, v[2].w)};
 }
 
 // Where a token lies in q, out and lse.

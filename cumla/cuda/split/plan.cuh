@@ -5,10 +5,10 @@
 // The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which
 // each has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile
 // works through its range. A request that more than one part touches is split: each of its parts leaves a piece, a
-// float32 partial result with, of each row, its base-2 log-sum-exp and the factor that normalises it, and the CTAs of
-// these parts join the pieces (split/meeting.cuh, split/join.cuh). A part can hold at most two pieces: of the
-// request with which it begins (slot 0) and of the one with which it ends (slot 1). Batch-invariant, a part holds one
-// piece, in slot 0, or nothing.
+// partial result of 32 or 24 bits a number with, of each row, its base-2 log-sum-exp and the factor that normalises it,
+// and the CTAs of these parts join the pieces (split/meeting.cuh, split/join.cuh). A part can hold at most two pieces:
+// of the request with which it begins (slot 0) and of the one with which it ends (slot 1). Batch-invariant, a part
+// holds one piece, in slot 0, or nothing.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -9,6 +9,7 @@ block.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -448,33 +449,36 @@ class Block:
         return out
 
     def piece(self) -> Array:
-        """The same as write_piece leaves it: (row groups, 32 eights, 32 lanes, 4)."""
-        piece = np.full((self.rows // 16, 32, 32, 4), np.nan)
-        flat = piece.reshape(self.rows // 16, 32 * 32, 4)
+        """The same as write_piece leaves it, in bytes: (row groups, 8 units x 3 x 32 lanes, 16)."""
+        piece = np.full((self.rows // 16, 8 * 3 * 32, 16), 255, np.uint8)
         for thread in range(128):
             warp, lane = divmod(thread, 32)
             pair, row = lane // 4, 2 * (lane % 4)
             for group in range(self.rows // 16):
-                to = (2 * warp + pair // 4) * 32 + row * 4 + pair % 4
-                for d in range(4):
-                    v = self.output[d][thread, group * 8 : group * 8 + 8]
-                    for j in range(2):
-                        at = to + d * 8 * 32 + j * 4
-                        assert np.isnan(flat[group, at]).all()
-                        flat[group, at] = v[[j, j + 2, j + 4, j + 6]]
+                to = (2 * warp + pair // 4) * 3 * 32 + row * 4 + pair % 4
+                for j in range(2):
+                    of_row = [group * 8 + j + k for k in (0, 2, 4, 6)]
+                    v = np.array([self.output[d][thread, of_row] for d in range(4)], np.float32)
+                    first, second, third, last = v.view(np.uint8).reshape(4, 4, 4)
+                    for i, number in enumerate((first, second, third)):
+                        at = to + 32 * i + j * 4
+                        assert (piece[group, at] == 255).all()
+                        number[:, 0] = last[:, i + 1]
+                        piece[group, at] = number.reshape(16)
         return piece
 
 
 def rows_of_piece(piece: Array) -> Array:
     """What the joining CTAs take a piece for (split/join.cuh): (rows, 256)."""
-    rows = np.zeros((len(piece) * 16, 256))
-    for lane in range(32):
-        for r in range(2):
-            for i in range(2):
-                row, column = lane // 4 + 8 * r, 2 * (lane % 4) + i
-                for group in range(len(piece)):
-                    rows[group * 16 + row, column::8] = piece[group, :, lane, 2 * r + i]
-    return rows
+    rows = np.zeros((len(piece), 2, 8, 4, 8, 4, 2))  # eight rows, row; eights: 8 d + unit; pair
+    for group, units in enumerate(piece.reshape(-1, 8, 3, 8, 4, 4, 4)):
+        # The lowest byte is lost; it may be any.
+        last = np.concatenate([units[:, :1, ..., 0], units[..., 0]], axis=1)
+        numbers = np.concatenate([units, np.moveaxis(last, 1, -1)[:, None]], axis=1)
+        for unit, d, row, pair in itertools.product(range(8), range(4), range(8), range(4)):
+            v = np.ascontiguousarray(numbers[unit, d, row, pair]).view(np.float32).reshape(2, 2)
+            rows[group, :, row, d, unit, pair] = v
+    return rows.reshape(len(piece) * 16, 256)
 
 
 def attention(k: Array, q: Array) -> tuple[Array, Array]:
@@ -761,7 +765,7 @@ MODELLED = {
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "a0ca49fb",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
-    "mla/mla_decode_fp8/layout.cuh": "b0cd0b8d",
+    "mla/mla_decode_fp8/layout.cuh": "b96ccd44",
     "mla/mla_decode/pages.cuh": "a35f06ae",
 }
 
@@ -842,7 +846,7 @@ def test_row_tiles_are_those_of_the_kernel() -> None:
         assert (key.row_tiles, key.row_groups, key.tiles) == (tiles, groups, 3 * tiles)
         assert key.row_groups * 16 == key.row_tile
         pieces = key.tiles * key.parts * 2
-        assert key.layout.nbytes - key.layout.partial_out == pieces * key.row_tile * 512 * 4
+        assert key.layout.nbytes - key.layout.partial_out == pieces * key.row_tile * 512 * 3
     assert (ATTENTION_KEY.row_tiles, ATTENTION_KEY.row_groups, ATTENTION_KEY.tiles) == (2, 2, 4)
     assert ATTENTION_KEY.parts == 33
 

@@ -144,7 +144,7 @@ def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invar
         (layout.parts, key.parts * 48),
         (layout.tickets, key.num_tickets * 16),
         (layout.partial_rows, pieces * 8),
-        (layout.partial_out, pieces * 512 * 4),
+        (layout.partial_out, pieces * 512 * 3),
         (key.selected, listed * 4),
         (key.counts, key.num_places * 4),
         (key.bounds, key.num_places * 4),

@@ -1115,7 +1115,7 @@ def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
         "parts": 48 * parts,
         "tickets": 16 * tickets,
         "partial_rows": 8 * rows,
-        "partial_out": 4 * rows * VALUE_DIM,
+        "partial_out": 3 * rows * VALUE_DIM,
     }
     begins = [getattr(layout, name) for name in sizes]
     assert begins[0] == 0

@@ -338,14 +338,14 @@ struct SwappedConsumer {
       float4* const to = p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, 0, 2 * warp, as_lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) store_short_unit(to + half * (kShortLines * 32), v[half]);
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int d = 0; d < kHalfTiles; ++d) {
-      const int column = consumer * 256 + (8 * d + 2 * warp) * 8;
-      const float4 &low = v[0][d], &high = v[1][d];
-      store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, low.x, low.y, high.x, high.y);
-      store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, low.z, low.w, high.z, high.w);
+      for (int d = 0; d < kHalfTiles; ++d) {
+        const int column = consumer * 256 + (8 * d + 2 * warp) * 8;
+        const float4 &low = v[0][d], &high = v[1][d];
+        store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, low.x, low.y, high.x, high.y);
+        store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, low.z, low.w, high.z, high.w);
+      }
     }
   }
 };
