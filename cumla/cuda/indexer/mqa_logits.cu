@@ -12,16 +12,8 @@
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
 // visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
-// columns and multiply every block by them, 128 columns a product, in turns into two sets of accumulators:
-//
-//   tensor cores:    A0 = K0 Qa   B0 = K0 Qb   A1 = K1 Qa   B1 = K1 Qb ...
-//   the warpgroup:                logits(A0)   logits(B0)   logits(A1) ...
-//
-// Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192
-// with operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots
-// of a scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 52 slots beside
-// (counted in the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 360
-// of 512 clocks.
+// columns and multiply every block by them, 128 columns a product, in turns into two sets of accumulators. Time lines
+// and budgets of both kernels of logits: docs/kernels/indexer.md.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + scratch 128 + announcements 176
 //                 + barriers 280 = 220,520 B

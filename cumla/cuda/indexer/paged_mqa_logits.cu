@@ -10,17 +10,7 @@
 // 1 writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all
 // columns of a request, up to 256, fit one product each takes every second block; else each has 256 of its own and
 // takes all blocks. Up to 128 columns a product fills one set of accumulators while another becomes logits, as in
-// mqa_logits. For 256 there is one set, and the consumers fall into opposite phase by themselves:
-//
-//   tensor cores:    K0 Q         K1 Q         K2 Q         K3 Q ...
-//   warpgroup 1:     (waits)      logits(K0)   (waits)      logits(K2) ...
-//   warpgroup 2:                  (waits)      logits(K1)   (waits)    ...
-//
-// Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 430 clocks at its share of the read
-// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 120 instructions for it (64 columns;
-// of these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of
-// waiting, multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430
-// clocks, too: it issues some 60 instructions a block.
+// mqa_logits. For 256 there is one set, and the consumers fall into opposite phase by themselves.
 //
 // Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
 //                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B

@@ -7,14 +7,10 @@
 // kRows each half of every block, or all four warps a quarter (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows
 // as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and
 // computes the scores of every second block; its probabilities go to the other consumer through shared memory, so that
-// both add P V of every block, in the order of the blocks:
-//
-//   consumer 0:  S0 = Q K0   softmax0  O += P0 V0   S2 = Q K2 | O += P1 V1   softmax2  O += P2 V2 ...
-//   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...
-//
-// That is the order where several row tiles read the same blocks: compute-bound, P V of the other's block runs beside
-// the softmax. With one row tile, memory-bound, it comes before Q K, so that its stage is free for the next load
-// earlier (but for the first two blocks of a segment, which are scored at once).
+// both add P V of every block, in the order of the blocks (time lines: docs/kernels/mla.md). Where several row tiles
+// read the same blocks, compute-bound, P V of the other's block runs beside the softmax. With one row tile,
+// memory-bound, it comes before Q K, which frees its stage earlier (but for a segment's first two blocks, scored at
+// once).
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //

@@ -14,24 +14,19 @@
 // half of the columns of V.
 //
 // The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with
-// scales and RoPE columns. Both products take A from registers: a thread reads the bytes that are its fragments (K by
-// rows, V through transposing ldmatrix of two columns as a unit) and converts them to float16, which has all e4m3
-// numbers. A copy in 16 bits, written and read again, would take more of the shared-memory port (128 B a clock) than a
-// block has. The order of columns in which K's fragments come is that of the query's columns, too (load_query_fp8); the
-// one of V's columns is undone where the output is stored. Tokens come in the order of token_at, in both products.
+// scales and RoPE columns. Both products take A from registers, where the bytes become float16 (docs/kernels/mla.md): a
+// copy in 16 bits would take more of the shared-memory port (128 B a clock) than a block has. Tokens come in the order
+// of token_at, in both products.
 //
 // Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
 // rounded, once for each 128 columns of V.
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768
-//                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows),
-//                 or 53,248; sums,
-//                 maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most 231,136 B of 232,448
+//                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or
+//                 53,248; sums, maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most 231,136 B
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start. 200 and
 //                 104 for single rows with scales: a loader's lane has addresses of three arrays
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
-// Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each
-//                 product's B
 #include "mla/mla_decode_fp8/compute.cuh"
 #include "mla/mla_decode_fp8/finish.cuh"
 #include "mla/mla_decode_fp8/layout.cuh"

@@ -10,13 +10,9 @@
 // Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
 // (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for
 // itself, from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of
-// V:
+// V.
 //
-//   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
-//   consumer 1:              S1 = K1 Q   softmax1   O += V1 P1   S3 ...     } O[256, 512) of both
-//
-// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth. A consumer has twice as long
-// for one of its blocks, so that none of them waits in the ring for long.
+// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth.
 //
 // Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and joining 14,336 + maxima 512 + sums 1,152
 //                 + words 16 + barriers 416 = 231,472 B of 232,448

@@ -229,8 +229,7 @@ __device__ __forceinline__ float load_l2_float(const float* source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// Where the code says so: several such loads stay together, ahead of what uses them. Other cache policies were slower:
-// with evict-first, 1 GB takes 3 % longer.
+// Where the code says so: several such loads stay together, ahead of what uses them.
 __device__ __forceinline__ uint4 load_global_16(const uint4* address) {
   uint4 words;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -13,8 +13,7 @@
 // Shared memory:  as mla/mla_decode.cu; the ring lies in the RoPE tile of stage 0
 // Registers:      consumers 200, converters 64, finders 48: together the 4 x 128 of the start. With 512 threads no
 //                 single product may have 256 columns (kWideProducts).
-// Converters:     14 loads, 14 conversions of 16 numbers and 28 stores of 16 bytes a lane and block, some 1,000
-//                 instructions a warp, beside 2,048 clocks of tensor work
+// Converters:     some 1,000 instructions a warp and block, beside 2,048 clocks of tensor work
 #include "mla/mla_decode.cu"
 #include "sparse/mla_sparse_v4/load.cuh"
 #include "sparse/selected.cuh"

@@ -3,8 +3,8 @@
 // columns, and the last one also those of CTAs that did not wait (split/meeting.cuh). Who joins a share never changes
 // its bits: how pieces are grouped and added follows from the shape of the share alone.
 //
-// Of few requests this is a third of the time. An instruction that runs once, from a cold cache, costs 5 to 25 clocks:
-// so there are loops, not unrolled, and what a warp has to do is found while the counter answers.
+// An instruction that runs once, from a cold cache, costs 5 to 25 clocks: so there are loops, not unrolled, and what a
+// warp has to do is found while the counter answers.
 //
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces
 // of one.

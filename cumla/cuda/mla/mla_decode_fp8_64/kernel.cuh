@@ -9,15 +9,11 @@
 //
 // Warpgroup 0 loads: each warp a granule of 16 rows of every block, a row a lane in bulk copies, so that four warps
 // issue copies: one cannot keep up beside products. Warpgroups 1 and 2 compute: consumer c has the columns [256 c,
-// 256 c + 256) of V and scores every second block; probabilities go to the other consumer through shared memory:
+// 256 c + 256) of V and scores every second block; probabilities go to the other consumer through shared memory (time
+// line: docs/kernels/mla_sparse.md).
 //
-//   consumer 0:  S0  softmax0  O += V0 P0              S2  softmax2  O += V1 P1  O += V2 P2 ...
-//   consumer 1:            S1  softmax1  O += V0 P0  O += V1 P1  S3  softmax3 ...
-//
-// Scales of K act on sums: before a group of columns is added, what there is of a score is divided by its scale and
-// multiplied by the last group's. Scales of V are taken relative to a power of two of the row: what is left multiplies
-// its fragments as float16, and the power of two its probabilities. Where the scales of a row differ by more than 2^18
-// the block's V and probabilities are bfloat16 (kWide). One factor for the whole cache is one of query and output.
+// What scales of rows act on, and kWide: docs/kernels/mla_sparse.md. One factor for the whole cache is one of query and
+// output.
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
 //                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448
