@@ -56,7 +56,8 @@ __device__ __forceinline__ void join(const cumla::mla::MlaDecodeParams& p) {{
   const cumla::split::Part part = cumla::split::part_of_cta(p, blockIdx.y);
   const cumla::split::Segment segment = cumla::split::segment_of(p, tile, part, part.place);
   cumla::split::Joiner<cumla::Bf16, kValueDim, 2048, {short}, cumla::mla::MlaDecodeParams,
-                       cumla::split::Tile>(p, {{0, 1024, 16384, 0, 0}}, tile, segment).join(false);
+                       cumla::split::Tile>(p, {{0, 1024, 16384, 0, 0}}, tile, segment)
+      .join(p.causal);
 }}
 extern "C" __global__ void __launch_bounds__(384, 1)
 join_columns(const __grid_constant__ cumla::mla::MlaDecodeParams p) {{

@@ -23,7 +23,8 @@
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768
 //                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or
-//                 53,248; sums, maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most 231,136 B
+//                 53,248; sums, maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most
+//                 231,136 B
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start. 200 and
 //                 104 for single rows with scales: a loader's lane has addresses of three arrays
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block

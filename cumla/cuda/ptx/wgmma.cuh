@@ -52,10 +52,10 @@
 namespace cumla::ptx {
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
-// Of an operand `offset` bytes behind an address, in rows of kRowBytes (128, 64 or 32) with the swizzle of that width:
-// eight rows are 8 kRowBytes apart. One that is contiguous in M or N has kLeading bytes from one 64-column block to the
-// next, if there are several. An address in shared memory has no bits that the format would have to lose, so that one
-// addition makes the descriptor of a block's next product.
+// Of an operand `offset` bytes (a multiple of 16) behind an address, in rows of kRowBytes (128, 64 or 32) with the
+// swizzle of that width: eight rows are 8 kRowBytes apart. One that is contiguous in M or N has kLeading bytes from one
+// 64-column block to the next. An address in shared memory has no bits that the format would lose, so one addition
+// makes the descriptor of the next product.
 template <int kRowBytes, int kLeading = 0>
 __device__ __forceinline__ u64 descriptor_of_rows(u32 address, u32 offset) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "a row is as wide as a swizzle");

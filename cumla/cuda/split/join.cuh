@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CTAs that made the pieces of a split request join them, at the end of an attention kernel: each its share of the
-// columns, and the last one also those of CTAs that did not wait (split/meeting.cuh). Who joins a share never changes
-// its bits: how pieces are grouped and added follows from the shape of the share alone.
+// The CTAs that made the pieces of a split request join them: each its share of the columns, the last one also those of
+// CTAs that did not wait (split/meeting.cuh). Who joins a share never changes its bits: how pieces are grouped and
+// added follows from the shape of the share alone.
 //
 // An instruction that runs once, from a cold cache, costs 5 to 25 clocks: so there are loops, not unrolled, and what a
 // warp has to do is found while the counter answers.
@@ -330,6 +330,7 @@ struct Joiner : Meeting<Params> {
     tile.store_max_logit(p, segment.request, Row(p, tile, row), highest);
   }
 
+  // model: fp8_data
   __device__ __forceinline__ void store(int unit, int group, const Sum& sum) const {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {

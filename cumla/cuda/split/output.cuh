@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The output of attention kernels: rows of out and their log-sum-exp, float32 pieces of them in a plan's buffer.
+// The output of attention kernels: rows of out and their log-sum-exp, pieces of them in a plan's buffer.
 //
 // Params is the parameter struct of the kernel. These members of it are used here:
 //   out, out_stride_batch, out_stride_token, out_stride_head, out_is_float     strides in bytes
@@ -35,20 +35,23 @@ __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int cons
 constexpr int kUnitGroups = 4;  // of eight columns in a unit, which one warp joins
 constexpr int kShortLines = 3;  // of 512 bytes in a unit of a short piece; others have kUnitGroups
 
-// The same of a short piece, whose numbers have 24 bits: four take the place of three. A sum of 16-bit probabilities
-// times values has no use for more, and storing and loading pieces is what few requests wait for. In a unit every
-// (kValueDim / 64)-th eight of a half comes together, since lanes have these in all layouts of accumulators.
+// The same of a short piece, whose numbers have 24 bits: four take the place of three, since storing and loading pieces
+// is what few requests wait for. In a unit every (kValueDim / 64)-th eight of a half comes together: lanes have these
+// in all layouts of accumulators.
+// model: fp8_data
 template <int kValueDim, typename Params>
 __device__ __forceinline__ i64 short_piece_offset(const Params& p, i64 piece, int consumer, int group, int unit,
                                                   int lane) {
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 64) + unit) * (kShortLines * 32) + lane;
 }
 
-// A number with byte `i` + 1 of another one in the place of its lowest byte.
+// A number with byte `i` + 1 of another one in the place of its lowest byte. An infinity may become NaN.
+// model: fp8_data
 __device__ __forceinline__ float with_byte(float number, float other, int i) {
   return __uint_as_float(__byte_perm(__float_as_uint(number), __float_as_uint(other), 0x3215 + i));
 }
 // The number whose bytes three others hold. The lowest one, which is lost, is the next one once more.
+// model: fp8_data
 __device__ __forceinline__ float number_of_bytes(float a, float b, float c) {
   const u32 two = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0400);
   return __uint_as_float(__byte_perm(two, __float_as_uint(c), 0x4210));
@@ -56,6 +59,7 @@ __device__ __forceinline__ float number_of_bytes(float a, float b, float c) {
 
 // Stores what a lane has of a unit of a short piece: of each of its eights four numbers. Those of the last one lie in
 // the lowest bytes of the others, which are loaded as they are.
+// model: fp8_data
 __device__ __forceinline__ void store_short_unit(float4* to, const float4 (&v)[kUnitGroups]) {
   const float4& last = v[kShortLines];
 #pragma unroll
@@ -64,6 +68,7 @@ __device__ __forceinline__ void store_short_unit(float4* to, const float4 (&v)[k
                         with_byte(v[i].z, last.z, i), with_byte(v[i].w, last.w, i));
 }
 // The last one's numbers again.
+// model: fp8_data
 __device__ __forceinline__ void complete_short_unit(float4 (&v)[kUnitGroups]) {
   v[3] = {number_of_bytes(v[0].x, v[1].x, v[2].x), number_of_bytes(v[0].y, v[1].y, v[2].y),
           number_of_bytes(v[0].z, v[1].z, v[2].z), number_of_bytes(v[0].w, v[1].w, v[2].w)};

@@ -3,9 +3,10 @@
 
 Scores and sums in float32, a running maximum that lags by up to a factor of 2^8, probabilities
 rounded to 16 bits: the output is divided by the sum of the rounded ones, the log-sum-exp is that of
-the others. Where the schedule cuts a request its pieces are float32 and normalised, and are joined
-in the order of the parts, weighted by powers of 2; one rounding of the output. The kernel for few
-rows sums up every second block of a piece apart, relative to a running maximum of its own.
+the others. Where the schedule cuts a request its pieces are normalised (in float32 here, to 24 bits
+in the kernels: 2^-15 more), and are joined in the order of the parts, weighted by powers of 2; one
+rounding of the output. The kernel for few rows sums up every second block of a piece apart,
+relative to a running maximum of its own.
 """
 
 from __future__ import annotations

@@ -161,7 +161,10 @@ def test_one_workspace_serves_every_form(form: dict[str, Any]) -> None:
         nbytes = cumla.AttentionPlan.workspace_bytes(4, 4096, 32, 128, **sizes, sm_count=132)
         workspace = cupy.empty(nbytes, np.uint8)
         plan = cumla.AttentionPlan(4, 4096, 32, 128, **sizes | form, workspace=workspace)
-    assert plan.key.layout.nbytes <= nbytes
+    key, layout = plan.key, plan.key.layout
+    assert layout.nbytes <= nbytes
+    rows = key.tiles * key.parts * 2 * key.row_groups * 16
+    assert layout.nbytes - layout.partial_out >= rows * key.value_dim * 4  # pieces are float32
 
 
 @pytest.mark.parametrize("fills", [False, True])

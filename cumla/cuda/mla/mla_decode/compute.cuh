@@ -303,7 +303,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       sum[r] += block_sum[r];
       weight[r] += block_weight;
     }
-    // Nor are these sums left for the time after the product. Other kernels have no register for it.
+    // Nor are these sums left for the time after the product: one row's is enough. Others have no register for it.
     if constexpr (AnyTile::kIsRagged) store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), weight[1]);
     warpgroup_wait<0>();
     arrive(shared.free(consumer, consumer));
@@ -382,7 +382,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
           this->max_logit[r] = fmaxf(this->max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
     }
     consumers_sync();  // the next segment writes there
-    // Said to be rare, it costs the main loop of ragged queries 0.5 % less.
+    // Said to be rare, for the order in which ptxas has the main loop: ragged queries take 0.5 % less.
     if (__builtin_expect(segment.split(), 0)) {
       write_piece(segment, inverse, lse);  // plant: piece
       LatentJoiner<T, AnyTile>(

@@ -54,7 +54,7 @@ struct MlaDecodeParams {
   const Place* places;   // [batch], of the schedule's order; TilePlace where query lengths differ
   const Part* parts_in;
   Ticket* tickets;       // [kv head][row tile][part]
-  float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
+  float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][unit][3][lane]
   float2* partial_rows;  // [kv head][row tile][part][slot][row]
   i64 max_tokens;        // of a request: what the block table can name
   i64 page_entries;      // of the block table, from its first to its last, or of a list of pages
@@ -90,7 +90,7 @@ __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTil
   return at < static_cast<u64>(p.page_entries) ? p.block_table[at] : -1;  // a list may be shorter than it should be
 }
 
-constexpr int kJoinSpace = 16384;  // of a warp that joins: pieces of eight units of 32 columns
+constexpr int kJoinSpace = 16384;  // of a warp that joins: a unit of 32 columns of eight pieces and more
 static_assert(4 * kJoinSpace <= kRopeTile * kTileBytes, "four warps use a stage, without its last tile");
 
 template <typename T, typename AnyTile>

@@ -204,7 +204,7 @@ __device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p,
     if (!kAll && group >= p.row_groups) break;
     float4* const to = p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
                                                                      row * 4 + pair % 4);
-    // Of rows `row`, `row` + 1 twice; then of those eight after them.
+    // Two columns of row `row` + j, and of the one eight after it.
     auto of_row = [&](int d, int j) {
       const float* const v = output[d] + group * 8 + j;
       return float4{v[0], v[2], v[4], v[6]};
