@@ -258,3 +258,27 @@ def test_a_graph_of_runs_alone_after_updates_with_other_lengths(heads: int) -> N
                 graph.launch(stream)
             wait_for(stream)
             problem.check(repeats.out.array, repeats.lse.array)
+
+
+# --- precision of pieces --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+def test_pieces_keep_16_bits(cache: str, heads: int) -> None:
+    """Where all tokens have the same latent columns, these are the output, whatever the weights."""
+    torch = pytest.importorskip("torch")
+    generator, tokens = torch.Generator().manual_seed(heads), 8192
+    numbers = torch.tensor([-1.5, -1.0, -0.625, 0.75, 1.25, 1.75])  # of e4m3, too
+    rows = torch.randn(tokens, 576, generator=generator)
+    rows[:, :512] = numbers[torch.randint(6, (512,), generator=generator)]
+    kv_cache = torch.zeros(tokens // 64, 64, 1, 576, device="cuda").to(getattr(torch, cache))
+    scale = {"kv_scale": 1.0} if cache == "float8_e4m3fn" else {}
+    slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    cumla.append_mla_cache(rows.to("cuda", torch.bfloat16), kv_cache, slots, **scale)
+    q = torch.randn(1, 1, heads, 576, generator=generator).to("cuda", torch.bfloat16)
+    table, kv_lens = slots[: tokens // 64][None], slots.new_tensor([tokens])
+    out = torch.empty(1, 1, heads, 512, device="cuda")
+    cumla.mla_decode(q, kv_cache, table, kv_lens, out=out, **scale)
+    errors = (out.cpu() / rows[0, :512] - 1).abs()
+    assert errors.max().item() <= 2.0**-15 + 2.0**-17  # a piece's numbers, and float32 sums
