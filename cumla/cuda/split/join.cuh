@@ -57,7 +57,6 @@ struct Joiner : Meeting<Params> {
   static constexpr int kLines = kShort ? kShortLines : kUnitGroups, kBytes = kLines * 512;  // of a unit
   static constexpr int kRowSize = kValueDim * kLines / 16;    // of a piece, in 16 bytes
   static constexpr int kApart = kShort ? kValueDim / 64 : 1;  // an eight of a unit and the next one, in eights
-  static_assert(kValueDim % (16 * kUnitGroups) == 0, "half of the columns are whole units");
 
   const JoinSpace space;
   const AnyTile& tile;
@@ -165,9 +164,7 @@ struct Joiner : Meeting<Params> {
       const i64 base = piece_index(of.p, of.tile, of.segment.first_part, 0);
       rows = of.p.partial_rows + base * of.rows_of_slot() + group * kRowGroup;
       const int half = unit / kHalfUnits, in_half = unit % kHalfUnits;
-      columns = of.p.partial_out +
-                (kShort ? short_piece_offset<kValueDim>(of.p, base, half, group, in_half, of.lane)
-                        : piece_offset<kValueDim>(of.p, base, half, group, in_half * kUnitGroups, of.lane));
+      columns = of.p.partial_out + piece_offset<kValueDim, kLines>(of.p, base, half, group, in_half, of.lane);
     }
     __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
     // Now, not where it is used.
@@ -214,42 +211,22 @@ struct Joiner : Meeting<Params> {
 #pragma unroll
           for (int j = 0; j < kLines; ++j) copy_16_async(own + k * kBytes + j * 512, source + 32 * j, true);
       }
-      if (is_free) {
-        copy_async_wait_all();
-        __syncwarp();
-        weigh(sum, rows, count);
+      copy_async_wait_all();
+      __syncwarp();
+      weigh(sum, rows, count);
 #pragma unroll 1
-        for (int k = 0; k < count; ++k) {
-          float4 v[kUnitGroups];
+      for (int k = 0; k < count; ++k) {
+        const float4* const source = work.columns + static_cast<i64>(row_of(first + k)) * kRowSize;
+        float4 v[kUnitGroups];
 #pragma unroll
-          for (int j = 0; j < kLines; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
-          add_piece(sum, rows + k * kRowBytes, v);
-        }
-      } else {
-        float4 next[kUnitGroups];  // a piece ahead; the first one comes beside the rows
-        load_piece(work, first, next);
-        copy_async_wait_all();
-        __syncwarp();
-        weigh(sum, rows, count);
-#pragma unroll 1
-        for (int k = 0; k < count; ++k) {
-          float4 v[kUnitGroups];
-#pragma unroll
-          for (int j = 0; j < kLines; ++j) v[j] = next[j];
-          load_piece(work, first + min(k + 1, count - 1), next);
-          add_piece(sum, rows + k * kRowBytes, v);
-        }
+        for (int j = 0; j < kLines; ++j)
+          v[j] = is_free ? load_shared_float4(own + k * kBytes + j * 512) : load_l2_float4(source + 32 * j);
+        add_piece(sum, rows + k * kRowBytes, v);
       }
       __syncwarp();  // the next ones are written there
     }
     if (work.shift > 0) gather(sum, work.helper(*this), work.shift);
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
-  }
-
-  __device__ __forceinline__ void load_piece(const Work& work, int i, float4 (&v)[kUnitGroups]) const {
-    const float4* const source = work.columns + static_cast<i64>(row_of(i)) * kRowSize;
-#pragma unroll
-    for (int j = 0; j < kLines; ++j) v[j] = load_l2_float4(source + 32 * j);
   }
 
   // Adds a piece, whose rows have their weights.

@@ -23,26 +23,20 @@ __device__ __forceinline__ i64 piece_index(const Params& p, const AnyTile& tile,
   return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
 }
 
-// Where a lane's accumulators of eight columns of a row group lie in a piece, in units of four. Each of two consumers
-// has half of the kValueDim columns; `columns` counts eights in its half.
-template <int kValueDim, typename Params>
-__device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int consumer, int group, int columns,
-                                            int lane) {
-  static_assert(kValueDim % 16 == 0, "half of the columns are groups of eight");
-  return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 16) + columns) * 32 + lane;
-}
-
 constexpr int kUnitGroups = 4;  // of eight columns in a unit, which one warp joins
-constexpr int kShortLines = 3;  // of 512 bytes in a unit of a short piece; others have kUnitGroups
 
-// The same of a short piece, whose numbers have 24 bits: four take the place of three, since storing and loading pieces
-// is what few requests wait for. In a unit every (kValueDim / 64)-th eight of a half comes together: lanes have these
-// in all layouts of accumulators.
+// Lines of 512 bytes in a unit. Numbers of a short piece have 24 bits: four take the place of three, since storing and
+// loading pieces is what few requests wait for. In a short unit every (kValueDim / 64)-th eight of a half comes
+// together: lanes have these in all layouts of accumulators. Other units have four eights after each other.
+constexpr int kLongLines = kUnitGroups, kShortLines = 3;
+
+// Where a lane's accumulators of a unit of a row group lie in a piece, in units of four; its next line is 32 further
+// on. Each of two consumers has half of the kValueDim columns.
 // model: fp8_data
-template <int kValueDim, typename Params>
-__device__ __forceinline__ i64 short_piece_offset(const Params& p, i64 piece, int consumer, int group, int unit,
-                                                  int lane) {
-  return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 64) + unit) * (kShortLines * 32) + lane;
+template <int kValueDim, int kLines, typename Params>
+__device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int consumer, int group, int unit, int lane) {
+  static_assert(kValueDim % (16 * kUnitGroups) == 0, "half of the columns are whole units");
+  return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 64) + unit) * (kLines * 32) + lane;
 }
 
 // A number with byte `i` + 1 of another one in the place of its lowest byte. An infinity may become NaN.

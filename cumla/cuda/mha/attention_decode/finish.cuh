@@ -165,9 +165,10 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     constexpr int kHalf = kValues / 16;  // eights of half of the columns
     if (!segment.split())
       return store_pair<T>(p, tile, segment.request, n * 8 + lane / 4, lane % 4, column, a, b);
-    const int half = column / 8 / kHalf;
-    float4* const piece = p.partial_out + piece_offset<kValues>(p, piece_index(p, tile, blockIdx.y, segment.slot), half,
-                                                                0, column / 8 - half * kHalf, lane);
+    const int half = column / 8 / kHalf, eight = column / 8 - half * kHalf;
+    float4* const piece =
+        p.partial_out + eight * 32 +
+        piece_offset<kValues, kLongLines>(p, piece_index(p, tile, blockIdx.y, segment.slot), half, 0, 0, lane);
     if (kEights == 1)
       store_global_float4(piece, a, b, 0.0f, 0.0f);
     else

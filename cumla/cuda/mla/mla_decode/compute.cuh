@@ -407,7 +407,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 #pragma unroll
         for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = this->max_logit[r];
     }
-    float4* const to = copy_of(p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
+    float4* const to = copy_of(p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, warp, 0, lane));
     constexpr int kUnits = kValueDim / 64;
     auto eight = [&](int i) { return float4{output[4 * i], output[4 * i + 1], output[4 * i + 2], output[4 * i + 3]}; };
 #pragma unroll

@@ -335,7 +335,7 @@ struct SwappedConsumer {
         v[half][d] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
       }
     if (split) {
-      float4* const to = p.partial_out + short_piece_offset<kValueDim>(p, piece, consumer, 0, 2 * warp, as_lane);
+      float4* const to = p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, 0, 2 * warp, as_lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) store_short_unit(to + half * (kShortLines * 32), v[half]);
     } else {
