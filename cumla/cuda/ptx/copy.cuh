@@ -173,6 +173,12 @@ __device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 h
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_float2(void* destination, float low, float high) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(low), "f"(high) : "memory");
 }

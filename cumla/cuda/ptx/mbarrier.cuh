@@ -47,6 +47,22 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.test_wait
+// The same without waiting for some time.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Returns once the phase with this parity has completed. `name` is what a debug build reports.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const char* name) {
 #ifdef CUMLA_DEBUG

@@ -40,6 +40,8 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, ListTile
   return segment;
 }
 
+constexpr int kRowsInL2 = 36 << 10;  // of a cache that is in L2 soon
+
 // The same where the list is what sparse/select_rows.cu leaves: block_table is [places][block_table_stride] numbers of
 // rows, all of which exist, and after the last list lie the lengths of all. Rows are numbered in steps of the cache's
 // stride_page, as pages of one token are. The schedule was made for lists at least as long.
@@ -47,6 +49,12 @@ template <int kTileRows>
 struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
   using ListTile<kTileRows>::ListTile;
+
+  // Where nothing is fetched ahead, and rows come from beyond L2 (docs/kernels/mla_sparse.md).
+  template <typename Params>
+  __device__ __forceinline__ static bool frees_early(const Params& p) {
+    return gridDim.x == 1 && p.num_pages > kRowsInL2;
+  }
 };
 
 template <int kTileRows>
@@ -69,7 +77,6 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, Selected
 // are in L2 soon: there fetching only delays the copies (docs/kernels/mla_sparse.md).
 template <int kTileRows>
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const SelectedTile<kTileRows>&) {
-  constexpr int kRowsInL2 = 36 << 10;
   return gridDim.x > 1 && p.num_pages > kRowsInL2 ? share_of_grid() : FetchShare{kBlockTokens, 1};
 }
 

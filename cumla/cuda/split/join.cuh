@@ -214,14 +214,22 @@ struct Joiner : Meeting<Params> {
       copy_async_wait_all();
       __syncwarp();
       weigh(sum, rows, count);
+      float4 v[kUnitGroups];
+      if (is_free) {
 #pragma unroll 1
-      for (int k = 0; k < count; ++k) {
-        const float4* const source = work.columns + static_cast<i64>(row_of(first + k)) * kRowSize;
-        float4 v[kUnitGroups];
+        for (int k = 0; k < count; ++k) {
 #pragma unroll
-        for (int j = 0; j < kLines; ++j)
-          v[j] = is_free ? load_shared_float4(own + k * kBytes + j * 512) : load_l2_float4(source + 32 * j);
-        add_piece(sum, rows + k * kRowBytes, v);
+          for (int j = 0; j < kLines; ++j) v[j] = load_shared_float4(own + k * kBytes + j * 512);
+          add_piece(sum, rows + k * kRowBytes, v);
+        }
+      } else {
+#pragma unroll 1
+        for (int k = 0; k < count; ++k) {
+          const float4* const source = work.columns + static_cast<i64>(row_of(first + k)) * kRowSize;
+#pragma unroll
+          for (int j = 0; j < kLines; ++j) v[j] = load_l2_float4(source + 32 * j);
+          add_piece(sum, rows + k * kRowBytes, v);
+        }
       }
       __syncwarp();  // the next ones are written there
     }

@@ -114,6 +114,13 @@ __device__ __forceinline__ char* row_of_out(const Params& p, const AnyTile& tile
   return p.out + at.batch * p.out_stride_batch + at.token * p.out_stride_token + to.head * p.out_stride_head;
 }
 
+// Two lanes, kApart, trade: the first one has both first words then, the second one both second words.
+template <int kApart>
+__device__ __forceinline__ uint2 trade(bool is_second, u32 first, u32 second) {
+  const u32 received = __shfl_xor_sync(0xffffffffu, is_second ? first : second, kApart);
+  return {is_second ? received : first, is_second ? second : received};
+}
+
 // A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d kLater columns later. In 16 bits
 // lanes trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors if the columns adjoin.
 template <typename T, int kNeighbour, int kLater = 8, typename Params, typename AnyTile>
@@ -126,11 +133,10 @@ __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& ti
     if (exists && has_column(p, column)) store_global_float2(destination, a, b);
     if (exists && has_column(p, column + kLater)) store_global_float2(destination + kLater, c, d);
   } else {
-    const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
-    const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
+    const uint2 words = trade<kNeighbour>(odd, pack_pair<T>(a, b), pack_pair<T>(c, d));
     char* const destination = out + (column + (odd ? kLater + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
     if (exists && has_column(p, column + (odd ? kLater : 0)))
-      store_global_8(destination, odd ? received : first, odd ? second : received);
+      store_global_8(destination, words.x, words.y);
   }
 }
 

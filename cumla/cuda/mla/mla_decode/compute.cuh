@@ -320,6 +320,18 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     arrive(shared.free(1 - consumer, consumer));
   }
 
+  // Whether the other one's probabilities of block t - 1 come before block t does. Either order has the same bits.
+  __device__ __forceinline__ bool other_comes_first(int t) const {
+    bool here = false, other = false;
+    while (!here && !other) {
+      here = mbarrier_test(shared.full(consumer, tile_in_order(consumer, 1)), (t / 2) & 1);
+      if (!here) other = mbarrier_test(shared.probabilities_full(1 - consumer), ((t - 1) / 2) & 1);
+    }
+    // Warps agree.
+    return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(other)
+                         : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(other);
+  }
+
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
     const int first = (consumer ^ t) & 1;  // own block
@@ -332,7 +344,14 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         own_block<false>(segment, 0, t);
         i = 2;
       }
-      for (; i < segment.blocks; i += 2) own_block<true>(segment, i, t + i);
+      for (; i < segment.blocks; i += 2) {
+        if (tile.frees_early(p) && other_comes_first(t + i)) {
+          other_block(segment, i - 1, t + i - 1);
+          own_block<false>(segment, i, t + i);
+        } else {
+          own_block<true>(segment, i, t + i);
+        }
+      }
       if (i == segment.blocks && i > 0) other_block(segment, i - 1, t + i - 1);
     } else {
       // The first blocks are scored at once: a short segment must not be a single chain.
@@ -448,16 +467,19 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
   }
 
-  // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
+  // The lanes of a quad trade what they have of four groups of eight columns, so that each has a group.
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
-    const bool odd = lane % 2;
-    out = copy_of(out + (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
+    const bool odd = lane & 1, high = lane & 2;
+    out = copy_of(out + (consumer * 256 + lane % 4 * 8) * 2);
 #pragma unroll
-    for (int j = 0; j < 32; j += 2) {
-      const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
-      const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-      const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-      if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
+    for (int j = 0; j < 32; j += 4) {
+      u32 own[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
+      const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
+      const uint2 even = trade<2>(high, low.x, later.x), other = trade<2>(high, low.y, later.y);
+      if (exists) store_global_16(out + 16 * j, even.x, other.x, even.y, other.y);
     }
   }
 };
