@@ -11,6 +11,21 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
+struct AnyPolicy {};  // what L2 does without being told
+
+// PTX ISA: Data Movement and Conversion Instructions: createpolicy
+// For what is read or written once: L2 gives up these lines before others.
+__device__ __forceinline__ u64 evict_first_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ u64 evict_normal_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async
 // Copies 4 bytes, or writes 4 zero bytes when `valid` is false (the source is then not read).
 __device__ __forceinline__ void copy_4_async(u32 destination, const void* source, bool valid) {
@@ -25,6 +40,15 @@ __device__ __forceinline__ void copy_16_async(u32 destination, const void* sourc
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
                "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ void copy_16_async(u32 destination, const void* source, bool valid, u64 policy) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void copy_16_async(u32 destination, const void* source, bool valid, AnyPolicy) {
+  copy_16_async(destination, source, valid);
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.commit_group
@@ -173,8 +197,13 @@ __device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 h
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-__device__ __forceinline__ void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d) {
+__device__ __forceinline__ void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d, AnyPolicy) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(destination), "r"(a), "r"(b), "r"(c),
+               "r"(d), "l"(policy)
                : "memory");
 }
 

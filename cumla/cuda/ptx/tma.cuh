@@ -86,12 +86,4 @@ __device__ __forceinline__ void prefetch_bulk_l2(const void* address, u32 bytes)
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: createpolicy
-// For what is read once: L2 gives up these lines before others.
-__device__ __forceinline__ u64 evict_first_policy() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 }  // namespace cumla::ptx

@@ -5,6 +5,7 @@
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "split/tile.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::sparse {
@@ -40,7 +41,7 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, ListTile
   return segment;
 }
 
-constexpr int kRowsInL2 = 36 << 10;  // of a cache that is in L2 soon
+constexpr int kRowsInL2 = 36 << 10;  // of the cache, of queries or of results
 
 // The same where the list is what sparse/select_rows.cu leaves: block_table is [places][block_table_stride] numbers of
 // rows, all of which exist, and after the last list lie the lengths of all. Rows are numbered in steps of the cache's
@@ -50,6 +51,11 @@ struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
   using ListTile<kTileRows>::ListTile;
 
+  // Many are not to take L2 from the cache.
+  template <typename Params>
+  __device__ __forceinline__ static u64 policy(const Params& p) {
+    return static_cast<i64>(p.batch) * p.heads_per_group > kRowsInL2 ? evict_first_policy() : evict_normal_policy();
+  }
   // Where nothing is fetched ahead, and rows come from beyond L2 (docs/kernels/mla_sparse.md).
   template <typename Params>
   __device__ __forceinline__ static bool frees_early(const Params& p) {

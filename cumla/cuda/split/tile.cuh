@@ -22,6 +22,9 @@ struct TileTraits {
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too
   static constexpr bool kWideProducts = true;   // MLA: products have 256 columns
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
+  // MLA: how L2 keeps query rows and results.
+  template <typename Params>
+  __device__ __forceinline__ static ptx::AnyPolicy policy(const Params&) { return {}; }
   // MLA with shared blocks: whether a stage's being free early counts for more than a fixed order of products.
   template <typename Params>
   __device__ __forceinline__ static bool frees_early(const Params&) { return false; }

@@ -286,7 +286,8 @@ struct Consumer {
       p.partial_rows[piece * p.row_groups * kRowGroup + row] = {lse[0], 1.0f};
       p.partial_rows[piece * p.row_groups * kRowGroup + row + 8] = {lse[1], 1.0f};
     }
-    float4* const destination = p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, piece, consumer, warp, 0, lane);
+    float4* const destination =
+        p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, piece, consumer, warp, 0, lane);
 #pragma unroll
     for (int j = 0; j < kHalf; ++j)
       store_global_float4(destination + 32 * j, half[4 * j], half[4 * j + 1], half[4 * j + 2], half[4 * j + 3]);

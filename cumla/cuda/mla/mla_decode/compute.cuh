@@ -469,8 +469,10 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
   // The lanes of a quad trade what they have of four groups of eight columns, so that each has a group.
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
-    const bool odd = lane & 1, high = lane & 2;
-    out = copy_of(out + (consumer * 256 + lane % 4 * 8) * 2);
+    const int quad_lane = copy_of(threadIdx.x) % 4;  // read anew: ptxas would keep it over the blocks
+    const bool odd = quad_lane & 1, high = quad_lane & 2;
+    out = copy_of(out + (consumer * 256 + quad_lane * 8) * 2);
+    const auto policy = tile.policy(p);
 #pragma unroll
     for (int j = 0; j < 32; j += 4) {
       u32 own[4];
@@ -478,8 +480,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       for (int i = 0; i < 4; ++i)
         own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
       const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
-      const uint2 even = trade<2>(high, low.x, later.x), other = trade<2>(high, low.y, later.y);
-      if (exists) store_global_16(out + 16 * j, even.x, other.x, even.y, other.y);
+      const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);  // lanes'
+      if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
     }
   }
 };

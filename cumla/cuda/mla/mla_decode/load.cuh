@@ -136,6 +136,7 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
                                            int request,
                                            int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
+  const auto policy = tile.policy(p);
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
   for (int i = 0; i < kQueryRows / (4 * kLoaders); ++i) {
     const int row = loader * (kQueryRows / kLoaders) + i * 4 + lane / 8;
@@ -146,7 +147,7 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
     const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
     for (int k = 0; k < (AnyTile::kHasRope ? kTiles : kRopeTile); ++k)
-      copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid);
+      copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid, policy);
   }
 }
 

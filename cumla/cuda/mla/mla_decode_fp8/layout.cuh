@@ -202,8 +202,9 @@ __device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p,
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (!kAll && group >= p.row_groups) break;
-    float4* const to = p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, group, 2 * warp + pair / 4,
-                                                                     row * 4 + pair % 4);
+    const int unit = 2 * warp + pair / 4, as_lane = row * 4 + pair % 4;
+    float4* const to =
+        p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, group, unit, as_lane);
     // Two columns of row `row` + j, and of the one eight after it.
     auto of_row = [&](int d, int j) {
       const float* const v = output[d] + group * 8 + j;
