@@ -2,14 +2,7 @@
 // Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
 //
 // A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a warp barrier is enough when
-// the result replaces an input. A lane takes 16 bytes of four columns of two partial results at a time. With more than
-// two partial results a lane takes two columns of four: more threads, each with a shorter chain of loads. Computing
-// addresses costs as many instructions as adding. The log-sum-exps are loaded together with the columns, not before.
-// The weights are relative to a running maximum, as in flash attention.
-//
-// Partial results may be those of other GPUs, in memory that all of them map. Then a block waits, before its first
-// load, for the block of its number on each of them: a barrier without a kernel of its own. All blocks of such a grid
-// must be resident at once.
+// the result replaces an input. What a lane takes, weights, results of other GPUs: docs/kernels/append-and-merge.md.
 //
 // Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor,
 // and 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.

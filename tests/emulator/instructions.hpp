@@ -47,6 +47,8 @@ float log2_approx(float x) { return std::log2(x); }
 
 // copy.cuh
 void prefetch_l2(const void*) {}
+u64 evict_first_policy() { return 0; }
+u64 evict_normal_policy() { return 0; }
 void copy_4_async(u32 destination, const void* source, bool valid) {
   if (valid) std::memcpy(host::at(destination), source, 4);
   else std::memset(host::at(destination), 0, 4);
@@ -55,6 +57,7 @@ void copy_16_async(u32 destination, const void* source, bool valid) {
   if (valid) std::memcpy(host::at(destination), source, 16);
   else std::memset(host::at(destination), 0, 16);
 }
+void copy_16_async(u32 destination, const void* source, bool valid, u64) { copy_16_async(destination, source, valid); }
 void copy_async_commit() {}
 template <int kPending>
 void copy_async_wait() {}
@@ -120,6 +123,13 @@ void store_global_8(void* destination, u32 low, u32 high) {
   const u32 words[2] = {low, high};
   std::memcpy(destination, words, 8);
 }
+void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d, AnyPolicy) {
+  const u32 words[4] = {a, b, c, d};
+  std::memcpy(destination, words, 16);
+}
+void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d, u64) {
+  store_global_16(destination, a, b, c, d, AnyPolicy{});
+}
 void store_global_float2(void* destination, float low, float high) {
   const float words[2] = {low, high};
   std::memcpy(destination, words, 8);
@@ -162,6 +172,12 @@ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   mbarrier_arrive(barrier);
 }
 void mbarrier_arrive_after_copies(u32 barrier) { mbarrier_arrive(barrier); }
+bool mbarrier_test(u32 barrier, u32 parity) {  // most often it does not know yet, and others go on
+  static unsigned asked;
+  const bool done = (host::barrier_at(barrier).phase & 1) != parity;
+  done ? host::pause() : host::yield();
+  return done && ++asked % 16 == 0;
+}
 bool mbarrier_try_wait(u32 barrier, u32 parity) {
   const host::Barrier& of = host::barrier_at(barrier);
   if ((of.phase & 1) == parity) host::yield_until_changed(of.phase, of.phase, "a barrier in shared memory");
@@ -193,7 +209,6 @@ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier
   copy_bulk_async(destination, source, bytes, barrier);
 }
 void prefetch_bulk_l2(const void*, u32) {}
-u64 evict_first_policy() { return 0; }
 
 // sync.cuh
 bool elect_one() { return host::lane() == 0; }

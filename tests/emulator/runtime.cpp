@@ -52,6 +52,7 @@ void yield() {
   asks_others = true;
   leave();
 }
+void pause() { leave(); }
 
 // Some threads that meet, again and again: each gives a value and gets those of all. A value stays until its owner has
 // met the others once more.

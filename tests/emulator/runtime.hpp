@@ -40,6 +40,7 @@ void fail(const char* text);
 
 void yield_until_changed(const unsigned& watched, unsigned value, const char* reason);
 void yield();  // before a look at what another block may write
+void pause();  // lets the others go on
 
 // Threads that meet: each gives a value and gets those of all, which stay until it has met the others once more.
 const uint64_t* meet_warp(unsigned mask, uint64_t value, const char* reason = "its warp");

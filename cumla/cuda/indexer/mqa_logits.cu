@@ -7,13 +7,7 @@
 // lie side by side in the accumulators of four lanes, and a thread's weights stay in registers. grid = as many CTAs as
 // multiprocessors, 384 threads, one CTA a multiprocessor. An item is 512 columns: 8 query rows of 64 heads, 16 of 32.
 // Each CTA counts the blocks that every item can see and takes an equal share of them (in order, so that it changes
-// items a few times only). Spans may change while the kernel runs: then logits are wrong, but all roles still agree on
-// the segments, for warp 0 alone reads what they are.
-//
-// Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
-// visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
-// columns and multiply every block by them, 128 columns a product, in turns into two sets of accumulators. Time lines
-// and budgets of both kernels of logits: docs/kernels/indexer.md.
+// items a few times only). Roles, time lines and budgets, and what is so while spans change: docs/kernels/indexer.md.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + scratch 128 + announcements 176
 //                 + barriers 280 = 220,520 B

@@ -6,11 +6,7 @@
 // and -inf after it. Operands as in mqa_logits. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384
 // threads, one CTA a multiprocessor; an item is a request.
 //
-// Warpgroup 0: warp 0 loads blocks of 64 tokens with their scales into a ring, page by page (TMA and bulk copies), warp
-// 1 writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all
-// columns of a request, up to 256, fit one product each takes every second block; else each has 256 of its own and
-// takes all blocks. Up to 128 columns a product fills one set of accumulators while another becomes logits, as in
-// mqa_logits. For 256 there is one set, and the consumers fall into opposite phase by themselves.
+// Roles, and who takes what: docs/kernels/indexer.md.
 //
 // Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
 //                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B

@@ -8,10 +8,9 @@
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2,
 // parts, kv heads), half of a row tile at each place of the schedule (HalfTile).
 //
-// Warpgroup 0 loads: warp 0 the KV blocks as slots of the ring become free (TMA), or, of kRows,
-// warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second
-// block for itself, which is every second slot of the ring; at the end of a segment they add up what they have, each
-// half of the columns of V.
+// Warpgroup 0 loads: warp 0 the KV blocks (TMA), or, of kRows, warps 0 and 1 row by row; warps 2 and 3 the query rows,
+// as float16. Warpgroups 1 and 2 compute, each every second block for itself; at the end of a segment they add up what
+// they have, each half of the columns of V.
 //
 // The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with
 // scales and RoPE columns. Both products take A from registers, where the bytes become float16 (docs/kernels/mla.md): a

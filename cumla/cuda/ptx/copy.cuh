@@ -20,6 +20,8 @@ __device__ __forceinline__ u64 evict_first_policy() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+
+// PTX ISA: Data Movement and Conversion Instructions: createpolicy
 __device__ __forceinline__ u64 evict_normal_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -41,6 +43,8 @@ __device__ __forceinline__ void copy_16_async(u32 destination, const void* sourc
                "r"(bytes)
                : "memory");
 }
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async
 __device__ __forceinline__ void copy_16_async(u32 destination, const void* source, bool valid, u64 policy) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
@@ -201,6 +205,8 @@ __device__ __forceinline__ void store_global_16(void* destination, u32 a, u32 b,
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
+
+// PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d, u64 policy) {
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(destination), "r"(a), "r"(b), "r"(c),
                "r"(d), "l"(policy)

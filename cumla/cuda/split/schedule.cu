@@ -1,17 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who works on which KV blocks, parallel over the batch. See split/plan.cuh for the terms.
 //
-// schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
-//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and
-//          pieces get no larger than an equal share and what cutting costs; a request that cutting would not make
-//          shorter by min_saving stays whole; else
-//   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where that costs little more than equal
-//          shares, or no more than the dearest part of the third way, where that can be had; else
-//   packed: requests that cost more than a limit get parts of their own for all but the last piece, their rest; rests
-//          and whole requests go to the other parts, the dearest first, each to the cheapest. A piece costs piece_cost
-//          more. This changes the order of the requests. Of a few limits the one whose dearest part is cheapest is
-//          taken; else, with many requests or parts:
-//   shares: equal ones of the summed cost, cut wherever one ends.
+// schedule, one CTA: a request costs its number of blocks + fixed_cost, a piece piece_cost more. Requests are dealt out
+// apart, whole, packed or in shares, the first of these that is good enough (docs/kernels/mla.md).
 // schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
 // tests/launch/split/schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.

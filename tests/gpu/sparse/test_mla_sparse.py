@@ -20,6 +20,7 @@ from tests.gpu.tools.sparse_problem import (
     SparseProblem,
     cache_of,
     covering_sample,
+    in_a_larger_cache,
     make_sparse,
 )
 
@@ -258,6 +259,16 @@ def test_50_repeats_give_the_same_bits(form: str, heads: int) -> None:
         assert all(same_bits(result, results[0]) for result in results[1:])
 
 
+@pytest.mark.parametrize(("form", "heads"), [("bfloat16", 40), ("float16", 64)])
+def test_a_large_cache_changes_no_bits(form: str, heads: int) -> None:
+    """There products have the order in which blocks come."""
+    for batch, topk in ((5, 700), (150, 1000), (800, 200)):
+        problem = make_sparse(cp, SparseCase(batch=batch, heads=heads, topk=topk, form=form))
+        expected = arrays_of(run(problem))
+        large = in_a_larger_cache(problem)
+        assert all(same_bits(arrays_of(run(large)), expected) for _ in range(10))
+
+
 def test_random_delays_at_every_barrier() -> None:
     """Delays shift who waits for whom; the results keep the bits of the kernels without them."""
     cases = [
@@ -267,6 +278,8 @@ def test_random_delays_at_every_barrier() -> None:
     ]
     problems = [make_sparse(cp, case) for case in cases]
     problems.append(make_sparse(cp, SparseCase(batch=40, heads=64, topk=700, scales="wild")))
+    many = SparseCase(batch=600, heads=64, topk=700, form="bfloat16")
+    problems.append(in_a_larger_cache(make_sparse(cp, many)))
     expected = [arrays_of(run(problem)) for problem in problems]
     with variants.installed(*variants.SPARSE_DELAYS):
         for problem, result in zip(problems, expected, strict=True):

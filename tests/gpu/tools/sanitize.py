@@ -58,7 +58,11 @@ from tests.gpu.tools.memory import owner_of  # noqa: E402
 from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
 from tests.gpu.tools.repeats import plan_of  # noqa: E402
-from tests.gpu.tools.sparse_problem import SparseCase, make_sparse  # noqa: E402
+from tests.gpu.tools.sparse_problem import (  # noqa: E402
+    SparseCase,
+    in_a_larger_cache,
+    make_sparse,
+)
 from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
@@ -135,6 +139,7 @@ SPARSE = (  # each kernel: lists that are cut and lists that are not, absent ent
     SparseCase(batch=2, q_len=2, heads=72, topk=700, places="rows", gaps=True, **_LISTS),
     SparseCase(batch=2, heads=24, topk=300, scales="wild", lists="blocks", page_size=1),
 )
+OF_A_LARGE_CACHE = SparseCase(batch=9, heads=24, topk=400, form="bfloat16")
 V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
     V4Case(batch=2, topk=128, extra=512, page_size=16, gaps=True, sinks="finite", **_LISTS),
     V4Case(batch=1, heads=80, topk=700, scales="wild", places="rows", page_size=53, **_LISTS),
@@ -688,12 +693,15 @@ def attend_to_lists(cupy: Any) -> None:
             attend_sparse(cupy, replace(case, batch=3 + case.batch))
         for case in V4:
             attend_v4(cupy, replace(case, batch=3 + case.batch))
+        attend_sparse(cupy, OF_A_LARGE_CACHE, is_large=True)
     print("sanitize: lists by two thread blocks: agree", flush=True)
 
 
-def attend_sparse(cupy: Any, case: SparseCase) -> None:
+def attend_sparse(cupy: Any, case: SparseCase, *, is_large: bool = False) -> None:
     """A call of its own, a batch-invariant one, and one with a plan."""
     problem = make_sparse(np, case)
+    if is_large:
+        problem = in_a_larger_cache(problem)
     cache = problem.arguments["kv_cache"]
     given = {name: there(cupy, array) for name, array in problem.arguments.items()}
     if case.gaps:  # copied with what lies between its pages

@@ -16,7 +16,7 @@ is there already: in 16 bits it is rounded twice.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -393,6 +393,18 @@ def make_sparse(xp: Any, case: SparseCase, num_pages: int | None = None) -> Spar
     if case.form in SCALED:
         problem.arguments["kv_scale"] = FACTOR
     return problem
+
+
+def in_a_larger_cache(problem: SparseProblem) -> SparseProblem:
+    """The same, whose cache in 16 bits, one array, goes on with more than 36,864 rows of NaN.
+
+    Lists must name nothing there.
+    """
+    cache = problem.arguments["kv_cache"].view(np.uint16)
+    pages = (36 << 10) // problem.case.page_size + 1
+    more = problem.xp.full((pages, *cache.shape[1:]), NAN_BITS[problem.case.dtype], np.uint16)
+    large = typed(problem.xp.concatenate((cache, more)), problem.case.dtype)
+    return replace(problem, arguments=problem.arguments | {"kv_cache": large})
 
 
 def _scales(case: SparseCase, rng: np.random.Generator, rows: int) -> np.ndarray:

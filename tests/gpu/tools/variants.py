@@ -32,10 +32,11 @@ SWAPPED = ("mla_decode_swapped",)
 BOTH = TILES + SWAPPED  # what they share
 LOGITS = ("mqa_logits", "paged_mqa_logits")
 FP8 = ("mla_decode_fp8",)
+SPARSE_16 = ("mla_sparse",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
 SPARSE_PACKED = ("mla_sparse_packed",)
 SPARSE_V4 = ("mla_sparse_v4",)
-SPARSE = SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
+SPARSE = SPARSE_16 + SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
 FP8_64 = ("mla_decode_fp8_64",)
 HEADS_64 = SPARSE_PACKED + FP8_64
 FP8_PRODUCTS = ("mla_decode_fp8_products",)
@@ -134,7 +135,7 @@ FP8_DELAYS = (
 """The same of what reads FP8 caches, and while consumers add up what they left for each other."""
 
 SPARSE_DELAYS = _delays_of(SPARSE)
-"""The same of what attends to lists of e4m3 rows."""
+"""The same of what attends to lists."""
 
 FP8_64_DELAYS = _delays_of(FP8_64)
 """The same of many heads over FP8 caches."""
@@ -324,8 +325,12 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return mla_decode_fp8_64.SPECS
     if stem in FP8_PRODUCTS:
         return mla_decode_fp8_products.SPECS
+    if stem in SPARSE_16:
+        return tuple(
+            spec for spec in all_specs() if spec.entry == "mla_sparse_bfloat16_shared_blocks"
+        )
     if stem in SPARSE:
-        kernels = zip(SPARSE, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
+        kernels = zip(SPARSE[1:], (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
         return dict(kernels)[stem].SPECS
     if stem in ATTENTION:
         return tuple(spec for spec in all_specs() if spec.entry == "attention_bfloat16_64_64_e4m3")

@@ -509,7 +509,7 @@ MODELLED = {
     "mla/mla_decode_fp8/softmax.cuh": "a204a5b6",
     "mla/mla_decode_fp8/finish.cuh": "b9a07260",
     "mla/mla_decode_fp8/layout.cuh": "5c8b8b8c",
-    "split/join.cuh": "af8dad0d",
+    "split/join.cuh": "cf6f9204",
 }
 
 

@@ -768,10 +768,10 @@ MODELLED = {
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "a0ca49fb",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
-    "mla/mla_decode_fp8/layout.cuh": "b96ccd44",
+    "mla/mla_decode_fp8/layout.cuh": "23566e32",
     "mla/mla_decode/pages.cuh": "a35f06ae",
     "split/join.cuh": "2db8cea0",
-    "split/output.cuh": "94591195",
+    "split/output.cuh": "87862f93",
 }
 
 

@@ -18,7 +18,14 @@ from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, mla_sparse_packed, s
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.split.plan import piece_blocks
 from tests.emulator import emulated_gpu
-from tests.gpu.tools.sanitize import MAX_LOGITS, attend_sparse, attend_with_max_logits, there
+from tests.gpu.tools.sanitize import (
+    MAX_LOGITS,
+    OF_A_LARGE_CACHE,
+    attend_sparse,
+    attend_with_max_logits,
+    multiprocessors,
+    there,
+)
 from tests.gpu.tools.sparse_problem import SparseCase, make_sparse
 from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
 from tests.launch.structs import parameters
@@ -286,6 +293,12 @@ def test_float16(heads: int, lists: str) -> None:
     case = SparseCase(heads=heads, topk=200, form="float16", lists=lists, lengths="tokens")
     with emulated_gpu() as cupy:
         attend_sparse(cupy, case)
+
+
+def test_a_large_cache() -> None:
+    """With many lists of one row tile for each multiprocessor."""
+    with emulated_gpu() as cupy, multiprocessors(2):
+        attend_sparse(cupy, OF_A_LARGE_CACHE, is_large=True)
 
 
 def test_a_sink_of_infinity_takes_all() -> None:
