@@ -53,7 +53,11 @@ void copy_4_async(u32 destination, const void* source, bool valid) {
   if (valid) std::memcpy(host::at(destination), source, 4);
   else std::memset(host::at(destination), 0, 4);
 }
+static void needs_16(const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) host::fail("16 bytes at an address that is no multiple of 16");
+}
 void copy_16_async(u32 destination, const void* source, bool valid) {
+  if (valid) needs_16(source);
   if (valid) std::memcpy(host::at(destination), source, 16);
   else std::memset(host::at(destination), 0, 16);
 }
@@ -124,6 +128,7 @@ void store_global_8(void* destination, u32 low, u32 high) {
   std::memcpy(destination, words, 8);
 }
 void store_global_16(void* destination, u32 a, u32 b, u32 c, u32 d, AnyPolicy) {
+  needs_16(destination);
   const u32 words[4] = {a, b, c, d};
   std::memcpy(destination, words, 16);
 }

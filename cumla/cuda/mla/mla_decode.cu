@@ -7,10 +7,9 @@
 // kRows each half of every block, or all four warps a quarter (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows
 // as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and
 // computes the scores of every second block; its probabilities go to the other consumer through shared memory, so that
-// both add P V of every block, in the order of the blocks (time lines: docs/kernels/mla.md). Where several row tiles
-// read the same blocks, compute-bound, P V of the other's block runs beside the softmax. With one row tile,
-// memory-bound, it comes before Q K, which frees its stage earlier (but for a segment's first two blocks, scored at
-// once).
+// both add P V of every block, in the order of the blocks (time lines: docs/kernels/mla.md). With kSharedBlocks,
+// compute-bound, P V of the other's block runs beside the softmax. Else, memory-bound, it comes before Q K, which frees
+// its stage earlier (but for a segment's first two blocks, scored at once); or as comes first (frees_early).
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //
@@ -199,7 +198,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 
-// kSharedBlocks: several row tiles read the same blocks.
+// kSharedBlocks: several row tiles, or many lists, read the same blocks.
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   using AnyConsumer = Consumer<T, kSharedBlocks, kForm == kRows, AnyTile>;

@@ -40,8 +40,7 @@ struct MaxLogitsTile : AnyTile {
   }
 };
 
-// kSharedBlocks: several row tiles read the same rows. AnyTile: SelectedTile<kRowTile>, ValueTile, or MaxLogitsTile of
-// either.
+// kSharedBlocks: as there. AnyTile: SelectedTile<kRowTile>, ValueTile, or MaxLogitsTile of either.
 template <typename T, bool kSharedBlocks, typename AnyTile>
 __device__ __forceinline__ void mla_sparse(const MlaDecodeParams& p) {
   mla_decode<T, kSharedBlocks, kRows, AnyTile>(p);

@@ -51,7 +51,7 @@ struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
   using ListTile<kTileRows>::ListTile;
 
-  // Many are not to take L2 from the cache.
+  // Many query rows are not to take L2 from the cache.
   template <typename Params>
   __device__ __forceinline__ static u64 policy(const Params& p) {
     return static_cast<i64>(p.batch) * p.heads_per_group > kRowsInL2 ? evict_first_policy() : evict_normal_policy();

@@ -23,6 +23,7 @@ from tests.gpu.tools.sparse_problem import (
     in_a_larger_cache,
     make_sparse,
 )
+from tests.gpu.tools.v4_problem import V4Case, make_v4
 
 KERNELS = ("select_rows", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed")
 cp: Any = pytest.importorskip("cupy")
@@ -259,11 +260,20 @@ def test_50_repeats_give_the_same_bits(form: str, heads: int) -> None:
         assert all(same_bits(result, results[0]) for result in results[1:])
 
 
-@pytest.mark.parametrize(("form", "heads"), [("bfloat16", 40), ("float16", 64)])
-def test_a_large_cache_changes_no_bits(form: str, heads: int) -> None:
-    """There products have the order in which blocks come."""
-    for batch, topk in ((5, 700), (150, 1000), (800, 200)):
-        problem = make_sparse(cp, SparseCase(batch=batch, heads=heads, topk=topk, form=form))
+@pytest.mark.parametrize(
+    "case",
+    [
+        SparseCase(heads=64, form="bfloat16"),
+        SparseCase(heads=40, form="float16"),
+        V4Case(heads=64, form="bfloat16"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_large_cache_changes_no_bits(case: SparseCase) -> None:
+    """There products of many lists have the order in which blocks come."""
+    make = make_v4 if isinstance(case, V4Case) else make_sparse
+    for batch, topk in ((600, 700), (1000, 200)):
+        problem = make(cp, dataclasses.replace(case, batch=batch, topk=topk))
         expected = arrays_of(run(problem))
         large = in_a_larger_cache(problem)
         assert all(same_bits(arrays_of(run(large)), expected) for _ in range(10))

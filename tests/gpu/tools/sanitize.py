@@ -139,7 +139,6 @@ SPARSE = (  # each kernel: lists that are cut and lists that are not, absent ent
     SparseCase(batch=2, q_len=2, heads=72, topk=700, places="rows", gaps=True, **_LISTS),
     SparseCase(batch=2, heads=24, topk=300, scales="wild", lists="blocks", page_size=1),
 )
-OF_A_LARGE_CACHE = SparseCase(batch=9, heads=24, topk=400, form="bfloat16")
 V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
     V4Case(batch=2, topk=128, extra=512, page_size=16, gaps=True, sinks="finite", **_LISTS),
     V4Case(batch=1, heads=80, topk=700, scales="wild", places="rows", page_size=53, **_LISTS),
@@ -154,6 +153,8 @@ MAX_LOGITS: tuple[SparseCase, ...] = (  # one row tile and two; lists that are c
     V4Case(heads=16, form="float16", **_EMPTY),
     V4Case(batch=3, heads=80, form="bfloat16", **_CUT),
 )
+_LARGE: dict[str, Any] = {"batch": 9, "heads": 24, "topk": 400, "operation": "tokens"}
+OF_A_LARGE_CACHE = SparseCase(form="bfloat16", **_LARGE), V4Case(form="float16", **_LARGE)
 LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
     (8, 64, 3),
     (16, 32, 8),
@@ -693,15 +694,14 @@ def attend_to_lists(cupy: Any) -> None:
             attend_sparse(cupy, replace(case, batch=3 + case.batch))
         for case in V4:
             attend_v4(cupy, replace(case, batch=3 + case.batch))
-        attend_sparse(cupy, OF_A_LARGE_CACHE, is_large=True)
+        for case in OF_A_LARGE_CACHE:
+            attend_with_max_logits(cupy, case, is_large=True)
     print("sanitize: lists by two thread blocks: agree", flush=True)
 
 
-def attend_sparse(cupy: Any, case: SparseCase, *, is_large: bool = False) -> None:
+def attend_sparse(cupy: Any, case: SparseCase) -> None:
     """A call of its own, a batch-invariant one, and one with a plan."""
     problem = make_sparse(np, case)
-    if is_large:
-        problem = in_a_larger_cache(problem)
     cache = problem.arguments["kv_cache"]
     given = {name: there(cupy, array) for name, array in problem.arguments.items()}
     if case.gaps:  # copied with what lies between its pages
@@ -734,9 +734,11 @@ def attend_v4(cupy: Any, case: V4Case) -> None:
         problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get(), expected)
 
 
-def attend_with_max_logits(cupy: Any, case: SparseCase) -> None:
+def attend_with_max_logits(cupy: Any, case: SparseCase, *, is_large: bool = False) -> None:
     """As FlashMLA's prefill does; all but max_logits has the bits of the kernel without them."""
     problem = make_v4(np, case) if isinstance(case, V4Case) else make_sparse(np, case)
+    if is_large:
+        problem = in_a_larger_cache(problem)
     given = {name: there(cupy, array) for name, array in problem.arguments.items()}
     arrays = [given.get(n) for n in ("q", "kv_cache", "indices", "topk_length", "sinks")]
     out, lse, max_logits = attend_as_flash_mla(*arrays, case.softmax_scale)
@@ -746,7 +748,9 @@ def attend_with_max_logits(cupy: Any, case: SparseCase) -> None:
         softmax_scale=case.softmax_scale,
     )
     np.testing.assert_allclose(max_logits.get(), wanted, rtol=2.01 / 65536, atol=1e-6)
-    assert cumla.mla_sparse_attention(**given).out.get().tobytes() == out.get().tobytes()
+    without = cumla.mla_sparse_attention(**given)
+    problem.check(typed(without.out.view(np.uint16).get(), case.dtype), without.lse.get())
+    assert without.out.get().tobytes() == out.get().tobytes()
     given.pop("sinks", None)
     want = cumla.mla_sparse_attention(**given).lse.get()
     np.testing.assert_array_equal(np.where(lse.get() == np.inf, -np.inf, lse.get()), want)

@@ -295,10 +295,11 @@ def test_float16(heads: int, lists: str) -> None:
         attend_sparse(cupy, case)
 
 
-def test_a_large_cache() -> None:
+@pytest.mark.parametrize("case", OF_A_LARGE_CACHE, ids=lambda case: case.name)
+def test_a_large_cache(case: SparseCase) -> None:
     """With many lists of one row tile for each multiprocessor."""
     with emulated_gpu() as cupy, multiprocessors(2):
-        attend_sparse(cupy, OF_A_LARGE_CACHE, is_large=True)
+        attend_with_max_logits(cupy, case, is_large=True)
 
 
 def test_a_sink_of_infinity_takes_all() -> None:

@@ -320,14 +320,14 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     arrive(shared.free(1 - consumer, consumer));
   }
 
-  // Whether the other one's probabilities of block t - 1 come before block t does. Either order has the same bits.
+  // Whether the other one's probabilities of block t - 1 are seen before rows of block t. Bits do not depend on it.
   __device__ __forceinline__ bool other_comes_first(int t) const {
     bool here = false, other = false;
     while (!here && !other) {
       here = mbarrier_test(shared.full(consumer, tile_in_order(consumer, 1)), (t / 2) & 1);
       if (!here) other = mbarrier_test(shared.probabilities_full(1 - consumer), ((t - 1) / 2) & 1);
     }
-    // Warps agree.
+    // Warps agree: each saw for itself.
     return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(other)
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(other);
   }
@@ -480,7 +480,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       for (int i = 0; i < 4; ++i)
         own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
       const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
-      const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);  // lanes'
+      const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);  // lanes' words
       if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
     }
   }
