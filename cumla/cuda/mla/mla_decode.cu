@@ -8,8 +8,8 @@
 // as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and
 // computes the scores of every second block; its probabilities go to the other consumer through shared memory, so that
 // both add P V of every block, in the order of the blocks (time lines: docs/kernels/mla.md). With kSharedBlocks,
-// compute-bound, P V of the other's block runs beside the softmax. Else, memory-bound, it comes before Q K, which frees
-// its stage earlier (but for a segment's first two blocks, scored at once); or as comes first (frees_early).
+// compute-bound, P V of the other's block runs beside the softmax, or as comes first (frees_early). Else, memory-bound,
+// it comes before Q K, which frees its stage earlier (but for a segment's first two blocks, scored at once).
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //

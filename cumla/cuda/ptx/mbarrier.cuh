@@ -48,7 +48,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.test_wait
-// The same without waiting for some time.
+// The same, but never waits.
 __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(

@@ -36,7 +36,8 @@ SPARSE_16 = ("mla_sparse",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
 SPARSE_PACKED = ("mla_sparse_packed",)
 SPARSE_V4 = ("mla_sparse_v4",)
-SPARSE = SPARSE_16 + SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
+SPARSE_8 = SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
+SPARSE = SPARSE_16 + SPARSE_8
 FP8_64 = ("mla_decode_fp8_64",)
 HEADS_64 = SPARSE_PACKED + FP8_64
 FP8_PRODUCTS = ("mla_decode_fp8_products",)
@@ -329,8 +330,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return tuple(
             spec for spec in all_specs() if spec.entry == "mla_sparse_bfloat16_shared_blocks"
         )
-    if stem in SPARSE:
-        kernels = zip(SPARSE[1:], (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
+    if stem in SPARSE_8:
+        kernels = zip(SPARSE_8, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
         return dict(kernels)[stem].SPECS
     if stem in ATTENTION:
         return tuple(spec for spec in all_specs() if spec.entry == "attention_bfloat16_64_64_e4m3")
