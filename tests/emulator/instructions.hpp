@@ -200,9 +200,6 @@ void tma_load_3d_async(u32 destination, const TensorMap* map, u32 barrier, int x
 void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
   host::copy_box(destination, map, barrier, {x, y, z, w});
 }
-void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, int w, u64) {
-  host::copy_box(destination, map, barrier, {x, y, z, w});
-}
 void tma_prefetch_4d(const TensorMap*, int, int, int, int) {}
 void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier) {
   std::memcpy(host::at(destination), source, bytes);

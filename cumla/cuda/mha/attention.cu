@@ -40,7 +40,6 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
                                            const Part& part, int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
   const int lane = threadIdx.x % 32, first = lane * p.box_rows;
-  const u64 policy = evict_first_policy();
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = visible_segment(p, tile, part, place);
@@ -57,7 +56,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
 #pragma unroll
         for (int k = 0; k < kKeyTiles; ++k)
           tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
-                            k * 64, row, tile.index, page, policy);
+                            k * 64, row, tile.index, page);
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
       if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
       __syncwarp();
@@ -65,7 +64,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
 #pragma unroll
         for (int k = 0; k < kValueTiles; ++k)
           tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
-                            shared.values_full(stage), k * 64, row, tile.index, page, policy);
+                            shared.values_full(stage), k * 64, row, tile.index, page);
     }
   }
 }

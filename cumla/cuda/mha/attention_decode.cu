@@ -5,8 +5,9 @@
 //
 // All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the
 // tiles of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running
-// maximum, sums and an output of its own. No warp waits for another one until the tile ends; then the results are added
-// up, 64 columns of 8 rows at a time, by warps 4 to 11, which write them or join pieces (split/join.cuh).
+// maximum, sums and an output of its own. No warp waits for another one. What warps have of a tile is added up by warps
+// 4 to 11, 64 columns of 8 rows at a time, after their first chunk of the next tile if they can; they write results or
+// join pieces (split/join.cuh).
 //
 // Operands are swapped: tokens are the M side of the first product, value columns that of the second, and query rows
 // the N side of both, so that eight rows waste nothing:
@@ -18,8 +19,8 @@
 // the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well. With e4m3
 // a bfloat16 query row is multiplied by a power of two that brings it into the range of float16.
 //
-// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B (joining uses them, too), statistics, the query of 16
-//                rows
+// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step (joining uses them, too), statistics, the query
+//                of 16 rows
 // Registers:     168
 #include "mha/attention/layout.cuh"
 #include "mha/attention_decode/compute.cuh"
@@ -51,10 +52,15 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
+  if (threadIdx.x == 0) {
+    mbarrier_init(shared.sums_full(), kDecodeWarps);
+    mbarrier_init(shared.sums_free(), kJoinWarps);
+    fence_mbarrier_init();
+  }
   if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
   if (p.box_rows == kChunk && threadIdx.x == 32) prefetch_tensor_map(&p.value_map);
   if (warp == 2) prefetch_plan(p, lane);
-  __syncwarp();
+  __syncthreads();
   grid_dependency_launch();
   grid_dependency_wait();
 
@@ -84,34 +90,44 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   }
   ChunkRow next = ahead.advance();
 
-  int stage = 0;
+  int stage = 0, chunk = warp;
+  bool owes = false;  // results of the tile before
 #pragma unroll 1
   while (place <= last_place) {
     attender.begin(segment);
+    int end = owes ? min(chunk + 1, chunks) : chunks;
+    while (true) {
 #pragma unroll 1
-    for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
-      copy_async_wait<Layout::kStages - 1>();
-      const u32 bit = 1u << stage;
-      if (boxed & bit) {
-        mbarrier_wait(shared.full(warp, stage), (phases & bit) != 0, "a chunk");
-        phases ^= bit;
+      for (; chunk < end; chunk += kDecodeWarps) {
+        copy_async_wait<Layout::kStages - 1>();
+        const u32 bit = 1u << stage;
+        if (boxed & bit) {
+          mbarrier_wait(shared.full(warp, stage), (phases & bit) != 0, "a chunk");
+          phases ^= bit;
+        }
+        __syncwarp();
+        attender.attend(segment, shared.chunk(warp, stage), segment.begin * kBlockTokens + chunk * kChunk);
+        __syncwarp();
+        boxed = ahead.copy_async(next, stage, (boxed & bit) != 0) ? boxed | bit : boxed & ~bit;
+        copy_async_commit();
+        next = ahead.advance();
+        stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
       }
-      __syncwarp();
-      attender.attend(segment, shared.chunk(warp, stage), segment.begin * kBlockTokens + chunk * kChunk);
-      __syncwarp();
-      boxed = ahead.copy_async(next, stage, (boxed & bit) != 0) ? boxed | bit : boxed & ~bit;
-      copy_async_commit();
-      next = ahead.advance();
-      stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
+      if (!owes) break;
+      HeadTile before(p);  // read anew: registers are scarce
+      int unused;
+      chunks_at<kRows>(p, before, place - 1, unused);
+      attender.settle(before);
+      owes = false;
+      end = chunks;
     }
+    chunk -= chunks;
     const bool more = place++ < last_place;
-    if (!more) copy_async_wait_all();  // zeros beyond the last chunk: joining needs the room
-    attender.finish(segment, more);
+    owes = attender.finish(segment, more);
     if (!more) break;
     segment = chunks_at<kRows>(p, tile, place, chunks);
     attender.load_query();
   }
-  copy_async_wait_all();
 }
 
 }  // namespace cumla::mha

@@ -41,17 +41,6 @@ __device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorM
       : "memory");
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
-// The same with a policy.
-__device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier,
-                                                  int x, int y, int z, int w, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
-      : "memory");
-}
-
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor
 // The same box into L2 only.
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {

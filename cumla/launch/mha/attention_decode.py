@@ -25,9 +25,14 @@ def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
     keys = 64 * tiles[0]
     shares_query = rows > 8 or keys > 192
     query = rows * (keys * 2 + 4) if shares_query else 0
-    others = _WARPS * (8 * 68 * 4 + 32 + rows * 16 + 4 * 8) + 16 + query
+    step, steps = _WARPS * (8 * 68 * 4 + 32), rows // 8 * tiles[1]
+    others = step + _WARPS * (rows * 16 + 4 * 8) + 32 + query
     stages = min(2 if shares_query else 3, (_SHARED_MOST - others) // (_WARPS * chunk))
-    return _WARPS * stages * chunk + others if stages > 1 else 0
+    if stages < 2:
+        return 0
+    least, more = _WARPS * stages * chunk + others, (steps - 1) * step
+    fits = least + more <= _SHARED_MOST and (rows == 8 or tiles[0] == 1)
+    return least + more if fits else least
 
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSpec:

@@ -91,6 +91,7 @@ struct ChunkAttender {
   }
 
   __device__ __forceinline__ void share_query() const {
+    __syncthreads();  // all warps are done with the tile before
     if (warp < kEights) {
       u32 words[Layout::kQueryWords];
       load_rows(words, warp);

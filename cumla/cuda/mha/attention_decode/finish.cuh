@@ -10,6 +10,7 @@
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
@@ -30,75 +31,59 @@ __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile,
     *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
 }
 
-// What a warp does with a row tile: its chunks, and the end.
+// Adds up what the warps have of a row tile, 64 columns of eight rows a step, in warps 4 to 11: out and log-sum-exp, or
+// a piece of them. Adder w has the columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in
+// row g.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
-struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
-  using Base = ChunkAttender<T, kKeys, kValues, kRows, kE4m3>;
-  using typename Base::Layout;
-  using Base::kEights;
-  using Base::p, Base::shared, Base::tile, Base::warp, Base::lane;
-  using Base::output, Base::maximum, Base::sum, Base::weight;
-  using Base::Base;
-  static constexpr int kRounds = kValues / 64;    // of sums, 64 columns each
+struct Adder {
+  using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
+  static constexpr int kFirst = kDecodeWarps - kJoinWarps;
+  static constexpr int kRounds = kValues / 64;    // steps of eight rows
   static constexpr int kEach = kDecodeWarps / 4;  // of the warps, whose outputs a lane adds up
 
+  const AttentionParams& p;
+  const Layout& shared;
+  const HeadTile& tile;
+  const Segment& segment;
+  const int adder, lane;
+
+  // Read anew: what follows from it would be kept over the chunks.
+  __device__ __forceinline__ static int thread_here() { return copy_of(threadIdx.x); }
+  __device__ __forceinline__ Adder(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
+                                   const Segment& segment)
+      : p(p), shared(shared), tile(tile), segment(segment), adder(thread_here() / 32 - kFirst),
+        lane(thread_here() % 32) {}
+
+  // Steps first to last, when all warps have left what they have of them.
+  __device__ __forceinline__ void add(int first, int last, u32 parity) const {
+    mbarrier_wait(shared.sums_full(), parity, "the results of all warps");
+#pragma unroll 1
+    for (int step = first; step <= last; ++step) add_warps(step);
+  }
+
+  // The next results may be left.
+  __device__ __forceinline__ void release() const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.sums_free());
+  }
+
+  __device__ __forceinline__ void join(bool more) const {
+    constexpr int kSpace = kDecodeWarps * Layout::kStages * Layout::kChunkBytes / kJoinWarps;
+    Joiner<T, kValues, kSpace, false, AttentionParams, HeadTile>(
+        p, {shared.words(), shared.sums(), shared.sums() + 8192, shared.chunk(0, 0), shared.chunk(0, 0) + 4 * kSpace},
+        tile, segment)
+        .join(more);
+  }
+
+ private:
   // First of the eight columns of outputs 4 round to 4 round + 3 in lanes of g.
   __device__ __forceinline__ static int column_of(int round, int g) {
     return kE4m3 && kValues > 64 ? round / 2 * 128 + g * 16 + round % 2 * 8 : round * 64 + g * 8;
   }
 
-  // The warps' results, added up; then out and log-sum-exp, or a piece of them. Warp 4 + w of those that add has the
-  // columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in row g.
-  __device__ __forceinline__ void finish(const Segment& segment, bool more) {
-    const int g = lane / 4, q = lane % 4, adder = warp - kWarpgroup / 32;
-    const bool adds = adder >= 0 && adder < kJoinWarps;
-#pragma unroll
-    for (int n = 0; n < kEights; ++n)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) {
-          sum[n][r] += __shfl_xor_sync(0xffffffffu, sum[n][r], lanes);
-          weight[n][r] += __shfl_xor_sync(0xffffffffu, weight[n][r], lanes);
-        }
-    __syncthreads();  // what the tile before left has been read
-#pragma unroll
-    for (int n = 0; n < kEights; ++n)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        if (lane < 4)
-          store_shared_float4(shared.statistics_of(warp, n * 8 + 2 * q + r),
-                              {maximum[n][r], sum[n][r], weight[n][r], 0.0f});
-#pragma unroll
-    for (int n = 0; n < kEights; ++n)
-#pragma unroll
-      for (int round = 0; round < kRounds; ++round) {
-        if (n + round > 0) __syncthreads();
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float(&even)[4] = output[n][4 * round + 2 * half], (&odd)[4] = output[n][4 * round + 2 * half + 1];
-            store_shared_float4(shared.sums_of(warp, 2 * q + r) + g * 32 + half * 16,
-                                {even[r], even[r + 2], odd[r], odd[r + 2]});
-          }
-        __syncthreads();
-        if (!adds) continue;
-        add_warps(segment, n, adder, column_of(round, adder), round == 0);
-      }
-    constexpr int kSpace = kDecodeWarps * Layout::kStages * Layout::kChunkBytes / kJoinWarps;
-    if (adds && segment.split())
-      Joiner<T, kValues, kSpace, false, AttentionParams, HeadTile>(
-          p,
-          {shared.words(), shared.sums(), shared.sums() + 8192, shared.chunk(0, 0), shared.chunk(0, 0) + 4 * kSpace},
-          tile, segment)
-          .join(more);
-  }
-
   // Each lane of a quad weighs every fourth warp's output of row lane / 4, relative to the highest score of all. Gives
   // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
-  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float (&own)[kEach],
-                                               bool is_first) const {
+  __device__ __forceinline__ float weigh_warps(int n, float (&own)[kEach], bool is_first) const {
     const int row = n * 8 + lane / 4;
     float highest = kLowest, total = 0.0f, rounded = 0.0f;
 #pragma unroll
@@ -122,7 +107,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
         if (row < tile.rows) store_lse(p, segment.request, Row(p, tile, row), lse);
       } else {
         of_piece[0] = {lse, 1.0f};
-        if (kEights == 1) of_piece[8] = {-kInfinity, 0.0f};
+        if (kRows == 8) of_piece[8] = {-kInfinity, 0.0f};
       }
     }
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
@@ -135,16 +120,15 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
   }
 
   // Each lane of a quad adds up eight columns of its warps; then they trade, so that each has the sums of two.
-  __device__ __forceinline__ void add_warps(const Segment& segment, int n, int adder, int column,
-                                            bool is_first) const {
-    const int q = lane % 4;
+  __device__ __forceinline__ void add_warps(int step) const {
+    const int q = lane % 4, n = step / kRounds, round = step % kRounds;
     float own[kEach], sums[8];
-    const float inverse = weigh_warps(segment, n, adder, own, is_first);
+    const float inverse = weigh_warps(n, own, round == 0);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sums[i] = 0.0f;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      const u32 from = shared.sums_of(q + 4 * k, lane / 4) + adder * 32;
+      const u32 from = shared.sums_of(step, q + 4 * k, lane / 4) + adder * 32;
       const float4 low = load_shared_float4(from), high = load_shared_float4(from + 16);
       const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -157,11 +141,11 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       two[i] = (q & 1 ? four[2 + i] : four[i]) + __shfl_xor_sync(0xffffffffu, q & 1 ? four[i] : four[2 + i], 1);
-    store(segment, n, column, two[0] * inverse, two[1] * inverse);
+    store(n, column_of(round, adder), two[0] * inverse, two[1] * inverse);
   }
 
   // Two columns of a row each, of `column` and the seven after it; of a piece, whose one row group has 16 rows.
-  __device__ __forceinline__ void store(const Segment& segment, int n, int column, float a, float b) const {
+  __device__ __forceinline__ void store(int n, int column, float a, float b) const {
     constexpr int kHalf = kValues / 16;  // eights of half of the columns
     if (!segment.split())
       return store_pair<T>(p, tile, segment.request, n * 8 + lane / 4, lane % 4, column, a, b);
@@ -169,10 +153,90 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     float4* const piece =
         p.partial_out + eight * 32 +
         piece_offset<kValues, kLongLines>(p, piece_index(p, tile, blockIdx.y, segment.slot), half, 0, 0, lane);
-    if (kEights == 1)
+    if (kRows == 8)
       store_global_float4(piece, a, b, 0.0f, 0.0f);
     else
       store_global_float2(reinterpret_cast<float2*>(piece) + n, a, b);
+  }
+};
+
+// What a warp does with a row tile: its chunks, and the end.
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
+  using Base = ChunkAttender<T, kKeys, kValues, kRows, kE4m3>;
+  using typename Base::Layout;
+  using Base::kEights;
+  using Base::p, Base::shared, Base::tile, Base::warp, Base::lane;
+  using Base::output, Base::maximum, Base::sum, Base::weight;
+  using Base::Base;
+  using AdderOf = Adder<T, kKeys, kValues, kRows, kE4m3>;
+  static constexpr int kFirstAdder = AdderOf::kFirst, kRounds = kValues / 64;
+
+  u32 tiles = 0;  // of which warps have left what they have, in kTurns turns each
+
+  // Leaves what the warp has, and adds up what all have; whether that is still to be done, by settle().
+  __device__ __forceinline__ bool finish(const Segment& segment, bool more) {
+    const bool adds = warp >= kFirstAdder, later = Layout::kAllAtOnce && more && !segment.split();
+    const AdderOf adder(p, shared, tile, segment);
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
+          sum[n][r] += __shfl_xor_sync(0xffffffffu, sum[n][r], lanes);
+          weight[n][r] += __shfl_xor_sync(0xffffffffu, weight[n][r], lanes);
+        }
+    if (!more) copy_async_wait_all();  // joining needs the room
+#pragma unroll
+    for (int turn = 0; turn < Layout::kTurns; ++turn) {
+      const int first = turn * Layout::kAtOnce;
+      const u32 parity = tiles * Layout::kTurns + turn & 1;
+      mbarrier_wait(shared.sums_free(), parity ^ 1, "room for results");
+      if (turn == 0) leave_statistics();
+#pragma unroll
+      for (int step = first; step < first + Layout::kAtOnce; ++step) leave_sums(step);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.sums_full());
+      if (adds && !later) {
+        adder.add(first, first + Layout::kAtOnce - 1, parity);
+        if (turn == Layout::kTurns - 1 && segment.split()) adder.join(more);
+        adder.release();
+      }
+    }
+    ++tiles;
+    return adds && later;
+  }
+
+  // Of a tile that is whole.
+  __device__ __forceinline__ void settle(const HeadTile& left) const {
+    const Segment whole = {};
+    const AdderOf adder(p, shared, left, whole);
+    adder.add(0, Layout::kSteps - 1, tiles - 1 & 1);
+    adder.release();
+  }
+
+ private:
+  __device__ __forceinline__ void leave_statistics() const {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (lane < 4)
+          store_shared_float4(shared.statistics_of(warp, n * 8 + 2 * lane + r),
+                              {maximum[n][r], sum[n][r], weight[n][r], 0.0f});
+  }
+
+  __device__ __forceinline__ void leave_sums(int step) const {
+    const int n = step / kRounds, round = step % kRounds, g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float(&even)[4] = output[n][4 * round + 2 * half], (&odd)[4] = output[n][4 * round + 2 * half + 1];
+        store_shared_float4(shared.sums_of(step, warp, 2 * q + r) + g * 32 + half * 16,
+                            {even[r], even[r + 2], odd[r], odd[r + 2]});
+      }
   }
 };
 

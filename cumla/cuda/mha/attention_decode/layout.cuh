@@ -15,17 +15,20 @@ struct DecodeLayout {
   static constexpr int kUnit = kE4m3 ? 1 : 2, kKeyRow = kKeys * kUnit, kValueRow = kValues * kUnit;  // bytes
   static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
   static constexpr int kSumsRow = 68 * 4, kSumsWarp = 8 * kSumsRow + 32;  // bytes: 64 columns and a shift of banks
-  static constexpr int kSumsBytes = kDecodeWarps * kSumsWarp;
-  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 16;  // and barriers, and two words
+  static constexpr int kSteps = kRows / 8 * kValues / 64, kStepBytes = kDecodeWarps * kSumsWarp;  // of adding up
+  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 32;  // and barriers, and two words
   static constexpr bool kSharesQuery = kRows > 8 || kKeys > 192;  // registers have no room for it
   static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
   static constexpr int kQueryBytes = kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : 0;
-  static constexpr int kOthers = kSumsBytes + kStatisticsBytes + kQueryBytes;
+  static constexpr int kOthers = kStepBytes + kStatisticsBytes + kQueryBytes;
   static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
   static constexpr int kMost = kSharesQuery ? 2 : 3;
   static constexpr int kStages = kFitting < kMost ? kFitting : kMost;
-  static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kOthers;
-  static_assert(kStages >= 2 && kSumsBytes >= 8192 + 1024, "chunks come ahead, and joining uses the sums");
+  static constexpr int kLeast = kDecodeWarps * kStages * kChunkBytes + kOthers;
+  // Whether there is room for the sums of all steps, and registers to add them up within the next tile.
+  static constexpr bool kAllAtOnce = kLeast + (kSteps - 1) * kStepBytes <= kSharedMost && (kRows == 8 || kKeys == 64);
+  static constexpr int kAtOnce = kAllAtOnce ? kSteps : 1, kTurns = kSteps / kAtOnce, kSumsBytes = kAtOnce * kStepBytes;
+  static_assert(kStages >= 2 && kStepBytes >= 8192 + 1024, "chunks come ahead, and joining uses the sums");
 
   u32 base;
 
@@ -33,8 +36,8 @@ struct DecodeLayout {
     return base + (warp * kStages + stage) * kChunkBytes;
   }
   __device__ __forceinline__ u32 sums() const { return base + kDecodeWarps * kStages * kChunkBytes; }
-  __device__ __forceinline__ u32 sums_of(int warp, int row) const {
-    return sums() + warp * kSumsWarp + row * kSumsRow;
+  __device__ __forceinline__ u32 sums_of(int step, int warp, int row) const {
+    return sums() + step % kAtOnce * kStepBytes + warp * kSumsWarp + row * kSumsRow;
   }
   // Of a warp and a row: maximum, sum of the weights, sum of the rounded weights.
   __device__ __forceinline__ u32 statistics_of(int warp, int row) const {
@@ -45,12 +48,14 @@ struct DecodeLayout {
     return statistics_of(kDecodeWarps, 0) + (warp * 4 + stage) * 8;
   }
   __device__ __forceinline__ u32 words() const { return full(kDecodeWarps, 0); }
+  __device__ __forceinline__ u32 sums_full() const { return words() + 8; }
+  __device__ __forceinline__ u32 sums_free() const { return words() + 16; }
   // The i-th four words of each lane, of eight rows; and of all rows the factors that undo theirs.
   __device__ __forceinline__ u32 query_words(int eight, int i) const {
-    return words() + 16 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
+    return words() + 32 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
   }
   __device__ __forceinline__ u32 undone(int row) const {
-    return words() + 16 + kRows / 8 * kQueryWords * 128 + row * 4;
+    return words() + 32 + kRows / 8 * kQueryWords * 128 + row * 4;
   }
 
   // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.

@@ -46,10 +46,12 @@ __device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes,
 
 // The token whose offset a lane has: number and row of its page; the row is -1 where there is no token.
 struct ChunkRow {
+  static constexpr int kNone = -2;  // no chunk, for all lanes
   int number, row;
 };
 
-// A warp's chunks, in the order in which it multiplies them. Page numbers are loaded a chunk before they are needed.
+// A warp's chunks, in the order in which it multiplies them: every twelfth of all that the part has. Page numbers are
+// loaded a chunk before they are needed.
 template <typename Layout, int kRows>
 struct ChunksAhead {
   const AttentionParams& p;
@@ -68,11 +70,12 @@ struct ChunksAhead {
   __device__ __forceinline__ ChunkRow advance() {
     chunk += kDecodeWarps;
     while (chunk >= chunks && place < last_place) {
+      chunk -= chunks;
       segment = chunks_at<kRows>(p, tile, ++place, chunks);
-      chunk = warp;
     }
-    ChunkRow at = {0, -1};
+    ChunkRow at = {0, ChunkRow::kNone};
     if (chunk >= chunks) return at;
+    at.row = -1;
     const int token = segment.begin * kBlockTokens + chunk * kChunk + lane % kChunk;
     int row;
     const i64 entry = entry_of(p, tile, segment.tokens, token, row);
@@ -84,6 +87,7 @@ struct ChunksAhead {
 
   // A whole chunk of one page comes by the copy engine, which is told in what is returned; any other one row by row.
   __device__ __forceinline__ bool copy_async(const ChunkRow& at, int stage, bool was_boxed) const {
+    if (at.row == ChunkRow::kNone) return was_boxed;
     const u32 to = shared.chunk(warp, stage);
     const bool exists = at.row >= 0 && is_page(p, at.number);
     if (p.box_rows == kChunk && __all_sync(0xffffffffu, exists)) {

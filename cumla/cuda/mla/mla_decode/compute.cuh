@@ -467,21 +467,35 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
   }
 
-  // The lanes of a quad trade what they have of four groups of eight columns, so that each has a group.
+  // Of many lists, where copies and stores wait for each other, the lanes of a quad trade what they have of four groups
+  // of eight columns, so that each has a group. Else lane pairs trade halves of two neighbouring groups: eight bytes a
+  // lane, full 32-byte sectors; more text would cost the main loop of some kernels ten instructions.
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
-    const int quad_lane = copy_of(threadIdx.x) % 4;  // read anew: ptxas would keep it over the blocks
-    const bool odd = quad_lane & 1, high = quad_lane & 2;
-    out = copy_of(out + (consumer * 256 + quad_lane * 8) * 2);
-    const auto policy = tile.policy(p);
+    if constexpr (AnyTile::kIsList && kSharedBlocks) {
+      const int quad_lane = copy_of(threadIdx.x) % 4;  // read anew: ptxas would keep it over the blocks
+      const bool odd = quad_lane & 1, high = quad_lane & 2;
+      out = copy_of(out + (consumer * 256 + quad_lane * 8) * 2);
+      const auto policy = tile.policy(p);
 #pragma unroll
-    for (int j = 0; j < 32; j += 4) {
-      u32 own[4];
+      for (int j = 0; j < 32; j += 4) {
+        u32 own[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
-      const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
-      const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);  // lanes' words
-      if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
+        for (int i = 0; i < 4; ++i)
+          own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
+        const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
+        const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);  // lanes'
+        if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
+      }
+    } else {
+      const bool odd = lane % 2;
+      out = copy_of(out + (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
+#pragma unroll
+      for (int j = 0; j < 32; j += 2) {
+        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+        if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
+      }
     }
   }
 };
