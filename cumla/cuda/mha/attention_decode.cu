@@ -55,6 +55,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   if (threadIdx.x == 0) {
     mbarrier_init(shared.sums_full(), kDecodeWarps);
     mbarrier_init(shared.sums_free(), kJoinWarps);
+    for (int s = 0; s < Layout::kQuerySlots; ++s) mbarrier_init(shared.query_full(s), 32);
     fence_mbarrier_init();
   }
   if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
@@ -75,10 +76,16 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   HeadTile tile(p);
   Segment segment;
   Attender<T, kKeys, kValues, kRows, kE4m3> attender(p, shared, tile);
-  if (place <= last_place) {
-    segment = chunks_at<kRows>(p, tile, place, chunks);
-    attender.load_query();
-  }
+  if (place <= last_place) segment = chunks_at<kRows>(p, tile, place, chunks);
+  // Of this tile, or of the next one.
+  const auto copy_query = [&](int later) {
+    if (Layout::kSharesQuery || warp != 0 || place + later > last_place) return;
+    HeadTile of = tile;
+    int unused;
+    if (later > 0) chunks_at<kRows>(p, of, place + later, unused);
+    attender.copy_query_async(of, attender.tiles + later);
+  };
+  copy_query(0);
   ChunksAhead<Layout, kRows> ahead(p, shared, tile, segment, chunks, place, last_place);
   ChunkRow first[Layout::kStages];
 #pragma unroll
@@ -94,7 +101,8 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   bool owes = false;  // results of the tile before
 #pragma unroll 1
   while (place <= last_place) {
-    attender.begin(segment);
+    attender.begin(segment, attender.tiles);
+    copy_query(1);  // where those of two tiles before were, which all warps have left
     int end = owes ? min(chunk + 1, chunks) : chunks;
     while (true) {
 #pragma unroll 1
@@ -126,7 +134,6 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     owes = attender.finish(segment, more);
     if (!more) break;
     segment = chunks_at<kRows>(p, tile, place, chunks);
-    attender.load_query();
   }
 }
 

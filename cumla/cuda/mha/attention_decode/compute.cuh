@@ -6,6 +6,7 @@
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/types.cuh"
 
@@ -45,14 +46,19 @@ struct ChunkAttender {
   __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const HeadTile& tile)
       : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  // Eight rows, columns in the order in which the keys' words have them.
-  __device__ __forceinline__ void load_rows(u32 (&words)[Layout::kQueryWords], int eight) const {
+  // Which eight columns the words 4 i to 4 i + 3 of a lane have: those of the keys' words.
+  __device__ __forceinline__ int query_piece(int i) const {
     constexpr int kColumns = 16 / Layout::kUnit;
+    return ((4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns) / 8;
+  }
+
+  // Eight rows.
+  __device__ __forceinline__ void load_rows(u32 (&words)[Layout::kQueryWords], int eight) const {
     const int row = eight * 8 + lane / 4;
     const char* const from = row < tile.rows ? query_row(p, tile, row) : nullptr;
 #pragma unroll
     for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
-      const int column = (4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns;
+      const int column = query_piece(i) * 8;
       uint4 v = {0, 0, 0, 0};
       if (from != nullptr && column < p.key_columns)
         v = load_global_16(reinterpret_cast<const uint4*>(from + column * 2));
@@ -63,11 +69,31 @@ struct ChunkAttender {
     }
   }
 
-  // Ahead of begin(), which waits for it.
-  __device__ __forceinline__ void load_query() {
-    if constexpr (!Layout::kSharesQuery)
+  // One warp copies the query rows of a tile, to be taken by all in its turn.
+  __device__ __forceinline__ void copy_query_async(const HeadTile& of, u32 tiles) const {
+    const u32 slot = tiles % Layout::kQuerySlots;
 #pragma unroll
-      for (int n = 0; n < kEights; ++n) load_rows(query[n], n);
+    for (int i = lane; i < kRows * kKeys / 8; i += 32) {
+      const int row = i / (kKeys / 8), piece = i % (kKeys / 8);
+      const bool exists = row < of.rows && piece * 8 < p.key_columns;
+      copy_16_async(shared.query_ahead(slot, row, piece), exists ? query_row(p, of, row) + piece * 16 : p.q, exists);
+    }
+    mbarrier_arrive_after_copies(shared.query_full(slot));
+  }
+
+  __device__ __forceinline__ void take_query(u32 tiles) {
+    const u32 slot = tiles % Layout::kQuerySlots;
+    mbarrier_wait(shared.query_full(slot), tiles / Layout::kQuerySlots & 1, "the query rows");
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+        const uint4 v = load_shared_16(shared.query_ahead(slot, n * 8 + lane / 4, query_piece(i)));
+        query[n][4 * i] = v.x;
+        query[n][4 * i + 1] = v.y;
+        query[n][4 * i + 2] = v.z;
+        query[n][4 * i + 3] = v.w;
+      }
   }
 
   // Eight rows of a bfloat16 query as float16, times powers of two; what undoes that of the lane's row.
@@ -106,11 +132,15 @@ struct ChunkAttender {
   }
 
   // The sink counts once: in the first piece of a row tile, for warp 0.
-  __device__ __forceinline__ void begin(const Segment& segment) {
+  // tiles: how many the CTA has done.
+  __device__ __forceinline__ void begin(const Segment& segment, u32 tiles) {
     const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile), tile.index) : 1.0f;
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
-    if constexpr (Layout::kSharesQuery) share_query();
+    if constexpr (Layout::kSharesQuery)
+      share_query();
+    else
+      take_query(tiles);
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
 #pragma unroll
