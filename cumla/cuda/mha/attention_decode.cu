@@ -43,6 +43,7 @@ using namespace split;
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
+  constexpr bool kNarrows = kE4m3 && kIsBf16<T> && !Layout::kSharesQuery;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -55,7 +56,8 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   if (threadIdx.x == 0) {
     mbarrier_init(shared.sums_full(), kDecodeWarps);
     mbarrier_init(shared.sums_free(), kJoinWarps);
-    for (int s = 0; s < Layout::kQuerySlots; ++s) mbarrier_init(shared.query_full(s), 32);
+    mbarrier_init(shared.query_copied(), 32);
+    for (int s = 0; s < Layout::kQuerySlots; ++s) mbarrier_init(shared.query_full(s), kNarrows ? 1 : 32);
     fence_mbarrier_init();
   }
   if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
@@ -79,13 +81,14 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   if (place <= last_place) segment = chunks_at<kRows>(p, tile, place, chunks);
   // Of this tile, or of the next one.
   const auto copy_query = [&](int later) {
-    if (Layout::kSharesQuery || warp != 0 || place + later > last_place) return;
+    if (Layout::kSharesQuery || warp != 0 || place + later > last_place) return false;
     HeadTile of = tile;
     int unused;
     if (later > 0) chunks_at<kRows>(p, of, place + later, unused);
     attender.copy_query_async(of, attender.tiles + later);
+    return kNarrows;
   };
-  copy_query(0);
+  bool narrows = copy_query(0);
   ChunksAhead<Layout, kRows> ahead(p, shared, tile, segment, chunks, place, last_place);
   ChunkRow first[Layout::kStages];
 #pragma unroll
@@ -97,14 +100,16 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   }
   ChunkRow next = ahead.advance();
 
+  if (narrows) attender.narrow_copied_query(0);
   int stage = 0, chunk = warp;
   bool owes = false;  // results of the tile before
 #pragma unroll 1
   while (place <= last_place) {
     attender.begin(segment, attender.tiles);
-    copy_query(1);  // where those of two tiles before were, which all warps have left
-    int end = owes ? min(chunk + 1, chunks) : chunks;
+    narrows = copy_query(1);  // where those of two tiles before were, which all warps have left
+    bool has_duty = owes || narrows;  // after the first chunk
     while (true) {
+      const int end = has_duty ? min(chunk + 1, chunks) : chunks;
 #pragma unroll 1
       for (; chunk < end; chunk += kDecodeWarps) {
         copy_async_wait<Layout::kStages - 1>();
@@ -121,13 +126,14 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
         next = ahead.advance();
         stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
       }
-      if (!owes) break;
+      if (!has_duty) break;
+      has_duty = false;
+      if (narrows) attender.narrow_copied_query(attender.tiles + 1);
+      if (!owes) continue;
       HeadTile before(p);  // read anew: registers are scarce
       int unused;
       chunks_at<kRows>(p, before, place - 1, unused);
       attender.settle(before);
-      owes = false;
-      end = chunks;
     }
     chunk -= chunks;
     const bool more = place++ < last_place;

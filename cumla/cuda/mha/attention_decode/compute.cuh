@@ -31,6 +31,7 @@ struct ChunkAttender {
   static constexpr int kEights = kRows / 8;
   static constexpr int kReads = Layout::kKeyRow / 64;  // of 16 bytes of a key, by a lane
   static constexpr int kSteps = kE4m3 ? 4 : 2;         // products of each
+  static constexpr bool kNarrows = kE4m3 && kIsBf16<T>;  // query rows
 
   const AttentionParams& p;
   const Layout& shared;
@@ -78,7 +79,30 @@ struct ChunkAttender {
       const bool exists = row < of.rows && piece * 8 < p.key_columns;
       copy_16_async(shared.query_ahead(slot, row, piece), exists ? query_row(p, of, row) + piece * 16 : p.q, exists);
     }
-    mbarrier_arrive_after_copies(shared.query_full(slot));
+    mbarrier_arrive_after_copies(kNarrows ? shared.query_copied() : shared.query_full(slot));
+  }
+
+  // The same warp, later: bfloat16 rows become float16.
+  __device__ __forceinline__ void narrow_copied_query(u32 tiles) const {
+    const u32 slot = tiles % Layout::kQuerySlots;
+    const auto place = [&](int i) { return shared.query_ahead(slot, lane / 4, query_piece(i)); };
+    mbarrier_wait(shared.query_copied(), tiles & 1, "copied query rows");
+    u32 highest = 0;
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+      const uint4 v = load_shared_16(place(i));
+      highest = max(highest, max(max(Narrowed::highest_of(v.x), Narrowed::highest_of(v.y)),
+                                 max(Narrowed::highest_of(v.z), Narrowed::highest_of(v.w))));
+    }
+    const Narrowed narrowed(highest);
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+      const uint4 v = load_shared_16(place(i));
+      store_shared_16(place(i), {narrowed(v.x), narrowed(v.y), narrowed(v.z), narrowed(v.w)});
+    }
+    if (lane % 4 == 0) store_shared_float(shared.undone_ahead(slot, lane / 4), narrowed.down);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.query_full(slot));
   }
 
   __device__ __forceinline__ void take_query(u32 tiles) {
@@ -96,24 +120,38 @@ struct ChunkAttender {
       }
   }
 
-  // Eight rows of a bfloat16 query as float16, times powers of two; what undoes that of the lane's row.
-  __device__ __forceinline__ static float narrow_query(u32 (&words)[Layout::kQueryWords]) {
-    if constexpr (!kE4m3 || !kIsBf16<T>) return 1.0f;
-    u32 highest = 0;  // as bits: those of larger numbers are larger
-#pragma unroll
-    for (int i = 0; i < Layout::kQueryWords; ++i)
-      highest = max(highest, max(words[i] << 16 & 0x7f800000u, words[i] & 0x7f800000u));
-    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-    // 2^(e - 127) becomes 2^14; of tiny numbers, and where there is an infinity, less is done.
-    const u32 exponent = min(max(highest >> 23, 30u), 254u);
-    const float up = __uint_as_float((127 + 127 + 14 - exponent) << 23), down = __uint_as_float((exponent - 14) << 23);
-#pragma unroll
-    for (int i = 0; i < Layout::kQueryWords; ++i) {
-      const float2 pair = unpack_pair<Bf16>(words[i]);
-      words[i] = pack_pair<Fp16>(pair.x * up, pair.y * up);
+  // Of a row as float16, by the highest exponent among a lane's numbers: the power of two that brings its largest one
+  // to 2^14, and what undoes it. Of tiny numbers, and where there is an infinity, less is done.
+  struct Narrowed {
+    float up, down;
+
+    __device__ __forceinline__ explicit Narrowed(u32 highest) {
+      highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const u32 exponent = min(max(highest >> 23, 30u), 254u);
+      up = __uint_as_float((127 + 127 + 14 - exponent) << 23);
+      down = __uint_as_float((exponent - 14) << 23);
     }
-    return down;
+    // As bits: those of larger numbers are larger.
+    __device__ __forceinline__ static u32 highest_of(u32 pair) {
+      return max(pair << 16 & 0x7f800000u, pair & 0x7f800000u);
+    }
+    __device__ __forceinline__ u32 operator()(u32 word) const {
+      const float2 pair = unpack_pair<Bf16>(word);
+      return pack_pair<Fp16>(pair.x * up, pair.y * up);
+    }
+  };
+
+  // Eight rows of a bfloat16 query; gives what undoes that of the lane's row.
+  __device__ __forceinline__ static float narrow_query(u32 (&words)[Layout::kQueryWords]) {
+    if constexpr (!kNarrows) return 1.0f;
+    u32 highest = 0;
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords; ++i) highest = max(highest, Narrowed::highest_of(words[i]));
+    const Narrowed narrowed(highest);
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords; ++i) words[i] = narrowed(words[i]);
+    return narrowed.down;
   }
 
   __device__ __forceinline__ void share_query() const {
@@ -147,16 +185,15 @@ struct ChunkAttender {
       for (int i = 0; i < kValues / 16; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) output[n][i][e] = 0.0f;
-      float undone = 1.0f;
-      if constexpr (!Layout::kSharesQuery) undone = narrow_query(query[n]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = n * 8 + lane % 4 * 2 + r;
         maximum[n][r] = kLowest;
         sum[n][r] = weight[n][r] = 0.0f;
-        const float scale = of_keys * (Layout::kSharesQuery ? load_shared_float(shared.undone(row))
-                                                            : __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4));
-        const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * scale;
+        float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
+        if constexpr (kNarrows)
+          of_scores *= load_shared_float(Layout::kSharesQuery ? shared.undone(row)
+                                                              : shared.undone_ahead(tiles % Layout::kQuerySlots, row));
         factor[n][r] = fminf(of_scores, kMaxFactor);
         if (!has_sink || row >= tile.rows) continue;
         const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;

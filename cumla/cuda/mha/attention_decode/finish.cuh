@@ -57,8 +57,12 @@ struct Adder {
   // Steps first to last, when all warps have left what they have of them.
   __device__ __forceinline__ void add(int first, int last, u32 parity) const {
     mbarrier_wait(shared.sums_full(), parity, "the results of all warps");
+    float own[kEach], inverse;
 #pragma unroll 1
-    for (int step = first; step <= last; ++step) add_warps(step);
+    for (int step = first; step <= last; ++step) {
+      if (step == first || step % kRounds == 0) inverse = weigh_warps(step / kRounds, own, step % kRounds == 0);
+      add_warps(step, own, inverse);
+    }
   }
 
   // The next results may be left.
@@ -120,10 +124,9 @@ struct Adder {
   }
 
   // Each lane of a quad adds up eight columns of its warps; then they trade, so that each has the sums of two.
-  __device__ __forceinline__ void add_warps(int step) const {
+  __device__ __forceinline__ void add_warps(int step, const float (&own)[kEach], float inverse) const {
     const int q = lane % 4, n = step / kRounds, round = step % kRounds;
-    float own[kEach], sums[8];
-    const float inverse = weigh_warps(n, own, round == 0);
+    float sums[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) sums[i] = 0.0f;
 #pragma unroll

@@ -16,12 +16,12 @@ struct DecodeLayout {
   static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
   static constexpr int kSumsRow = 68 * 4, kSumsWarp = 8 * kSumsRow + 32;  // bytes: 64 columns and a shift of banks
   static constexpr int kSteps = kRows / 8 * kValues / 64, kStepBytes = kDecodeWarps * kSumsWarp;  // of adding up
-  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 48;  // and barriers, and two words
+  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 64;  // and barriers, and two words
   static constexpr bool kSharesQuery = kRows > 8 || kKeys > 192;  // registers have no room for it
   static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
   static constexpr int kQuerySlots = 3;                            // unless warps share it: query rows come ahead
   static constexpr int kQueryBytes =
-      kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : kQuerySlots * kRows * kKeys * 2;
+      kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : kQuerySlots * kRows * (kKeys * 2 + 4);
   static constexpr int kOthers = kStepBytes + kStatisticsBytes + kQueryBytes;
   static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
   static constexpr int kMost = kSharesQuery ? 2 : 3;
@@ -52,18 +52,22 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 words() const { return full(kDecodeWarps, 0); }
   __device__ __forceinline__ u32 sums_full() const { return words() + 8; }
   __device__ __forceinline__ u32 sums_free() const { return words() + 16; }
-  __device__ __forceinline__ u32 query_full(u32 slot) const { return words() + 24 + slot * 8; }
+  __device__ __forceinline__ u32 query_copied() const { return words() + 24; }
+  __device__ __forceinline__ u32 query_full(u32 slot) const { return words() + 32 + slot * 8; }
   // The i-th four words of each lane, of eight rows; and of all rows the factors that undo theirs.
   __device__ __forceinline__ u32 query_words(int eight, int i) const {
-    return words() + 48 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
+    return words() + 64 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
   }
   __device__ __forceinline__ u32 undone(int row) const {
-    return words() + 48 + kRows / 8 * kQueryWords * 128 + row * 4;
+    return words() + 64 + kRows / 8 * kQueryWords * 128 + row * 4;
   }
 
-  // The i-th 16 bytes of a query row that has come ahead.
+  // The i-th 16 bytes of a query row that has come ahead, and the factor that undoes its.
   __device__ __forceinline__ u32 query_ahead(u32 slot, int row, int i) const {
-    return words() + 48 + (slot * kRows + row) * (kKeys * 2) + ((i ^ row & 7) << 4);
+    return words() + 64 + (slot * kRows + row) * (kKeys * 2) + ((i ^ row & 7) << 4);
+  }
+  __device__ __forceinline__ u32 undone_ahead(u32 slot, int row) const {
+    return words() + 64 + kQuerySlots * kRows * kKeys * 2 + (slot * kRows + row) * 4;
   }
 
   // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.
