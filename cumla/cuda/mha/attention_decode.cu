@@ -43,7 +43,7 @@ using namespace split;
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
-  constexpr bool kNarrows = kE4m3 && kIsBf16<T> && !Layout::kSharesQuery;
+  constexpr bool kNarrows = kE4m3 && kIsBf16<T>, kAhead = Layout::kQuerySlots > 1;  // query rows
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   if (place <= last_place) segment = chunks_at<kRows>(p, tile, place, chunks);
   // Of this tile, or of the next one.
   const auto copy_query = [&](int later) {
-    if (Layout::kSharesQuery || warp != 0 || place + later > last_place) return false;
+    if (warp != 0 || place + later > last_place) return false;
     HeadTile of = tile;
     int unused;
     if (later > 0) chunks_at<kRows>(p, of, place + later, unused);
@@ -100,13 +100,20 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   }
   ChunkRow next = ahead.advance();
 
-  if (narrows) attender.narrow_copied_query(0);
+  if (kAhead && narrows) attender.narrow_query(0);
   int stage = 0, chunk = warp;
   bool owes = false;  // results of the tile before
 #pragma unroll 1
   while (place <= last_place) {
+    if (!kAhead && warp == 0) {
+      if (attender.tiles > 0) {
+        attender.wait_for_all();
+        narrows = copy_query(0);
+      }
+      if (narrows) attender.narrow_query(attender.tiles);
+    }
     attender.begin(segment, attender.tiles);
-    narrows = copy_query(1);  // where those of two tiles before were, which all warps have left
+    narrows = kAhead && copy_query(1);  // where those of two tiles before were, which all warps have left
     bool has_duty = owes || narrows;  // after the first chunk
     while (true) {
       const int end = has_duty ? min(chunk + 1, chunks) : chunks;
@@ -128,7 +135,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       }
       if (!has_duty) break;
       has_duty = false;
-      if (narrows) attender.narrow_copied_query(attender.tiles + 1);
+      if (narrows) attender.narrow_query(attender.tiles + 1);
       if (!owes) continue;
       HeadTile before(p);  // read anew: registers are scarce
       int unused;

@@ -23,11 +23,11 @@ def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
     """Count the bytes of DecodeLayout; 0 if fewer than two chunks of each warp fit."""
     chunk = CHUNK_TOKENS * 64 * sum(tiles) * (1 if e4m3 else 2)
     keys = 64 * tiles[0]
-    shares_query = rows > 8 or keys > 192
-    query = rows * (keys * 2 + 4) if shares_query else 3 * rows * (keys * 2 + 4)
+    holds_query = rows == 8 and keys <= 192
+    query = rows * (keys * 2 + 4) * (3 if holds_query else 1)
     step, steps = _WARPS * (8 * 68 * 4 + 32), rows // 8 * tiles[1]
     others = step + _WARPS * (rows * 16 + 4 * 8) + 64 + query
-    stages = min(2 if shares_query else 3, (_SHARED_MOST - others) // (_WARPS * chunk))
+    stages = min(3 if holds_query else 2, (_SHARED_MOST - others) // (_WARPS * chunk))
     if stages < 2:
         return 0
     least, more = _WARPS * stages * chunk + others, (steps - 1) * step

@@ -37,7 +37,8 @@ struct ChunkAttender {
   const Layout& shared;
   const HeadTile& tile;
   const int warp, lane;
-  u32 query[kEights][Layout::kQueryWords];  // unless warps share it
+  u32 query[Layout::kHoldsQuery ? Layout::kQueryWords : 1];
+  u32 slot;  // of the query rows
   float output[kEights][kValues / 16][4];
   float scores[kEights][4];
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
@@ -53,23 +54,6 @@ struct ChunkAttender {
     return ((4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns) / 8;
   }
 
-  // Eight rows.
-  __device__ __forceinline__ void load_rows(u32 (&words)[Layout::kQueryWords], int eight) const {
-    const int row = eight * 8 + lane / 4;
-    const char* const from = row < tile.rows ? query_row(p, tile, row) : nullptr;
-#pragma unroll
-    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
-      const int column = query_piece(i) * 8;
-      uint4 v = {0, 0, 0, 0};
-      if (from != nullptr && column < p.key_columns)
-        v = load_global_16(reinterpret_cast<const uint4*>(from + column * 2));
-      words[4 * i] = v.x;
-      words[4 * i + 1] = v.y;
-      words[4 * i + 2] = v.z;
-      words[4 * i + 3] = v.w;
-    }
-  }
-
   // One warp copies the query rows of a tile, to be taken by all in its turn.
   __device__ __forceinline__ void copy_query_async(const HeadTile& of, u32 tiles) const {
     const u32 slot = tiles % Layout::kQuerySlots;
@@ -77,47 +61,40 @@ struct ChunkAttender {
     for (int i = lane; i < kRows * kKeys / 8; i += 32) {
       const int row = i / (kKeys / 8), piece = i % (kKeys / 8);
       const bool exists = row < of.rows && piece * 8 < p.key_columns;
-      copy_16_async(shared.query_ahead(slot, row, piece), exists ? query_row(p, of, row) + piece * 16 : p.q, exists);
+      copy_16_async(shared.query(slot, row, piece), exists ? query_row(p, of, row) + piece * 16 : p.q, exists);
     }
     mbarrier_arrive_after_copies(kNarrows ? shared.query_copied() : shared.query_full(slot));
   }
 
   // The same warp, later: bfloat16 rows become float16.
-  __device__ __forceinline__ void narrow_copied_query(u32 tiles) const {
+  __device__ __forceinline__ void narrow_query(u32 tiles) const {
     const u32 slot = tiles % Layout::kQuerySlots;
-    const auto place = [&](int i) { return shared.query_ahead(slot, lane / 4, query_piece(i)); };
     mbarrier_wait(shared.query_copied(), tiles & 1, "copied query rows");
-    u32 highest = 0;
 #pragma unroll
-    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
-      const uint4 v = load_shared_16(place(i));
-      highest = max(highest, max(max(Narrowed::highest_of(v.x), Narrowed::highest_of(v.y)),
-                                 max(Narrowed::highest_of(v.z), Narrowed::highest_of(v.w))));
-    }
-    const Narrowed narrowed(highest);
+    for (int n = 0; n < kEights; ++n) {
+      const int row = n * 8 + lane / 4;
+      u32 highest = 0;
 #pragma unroll
-    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
-      const uint4 v = load_shared_16(place(i));
-      store_shared_16(place(i), {narrowed(v.x), narrowed(v.y), narrowed(v.z), narrowed(v.w)});
+      for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+        const uint4 v = load_shared_16(shared.query(slot, row, query_piece(i)));
+        highest = max(highest, max(max(Narrowed::highest_of(v.x), Narrowed::highest_of(v.y)),
+                                   max(Narrowed::highest_of(v.z), Narrowed::highest_of(v.w))));
+      }
+      const Narrowed narrowed(highest);
+#pragma unroll
+      for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+        const u32 at = shared.query(slot, row, query_piece(i));
+        const uint4 v = load_shared_16(at);
+        store_shared_16(at, {narrowed(v.x), narrowed(v.y), narrowed(v.z), narrowed(v.w)});
+      }
+      if (lane % 4 == 0) store_shared_float(shared.undone(slot, row), narrowed.down);
     }
-    if (lane % 4 == 0) store_shared_float(shared.undone_ahead(slot, lane / 4), narrowed.down);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.query_full(slot));
   }
 
-  __device__ __forceinline__ void take_query(u32 tiles) {
-    const u32 slot = tiles % Layout::kQuerySlots;
-    mbarrier_wait(shared.query_full(slot), tiles / Layout::kQuerySlots & 1, "the query rows");
-#pragma unroll
-    for (int n = 0; n < kEights; ++n)
-#pragma unroll
-      for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
-        const uint4 v = load_shared_16(shared.query_ahead(slot, n * 8 + lane / 4, query_piece(i)));
-        query[n][4 * i] = v.x;
-        query[n][4 * i + 1] = v.y;
-        query[n][4 * i + 2] = v.z;
-        query[n][4 * i + 3] = v.w;
-      }
+  __device__ __forceinline__ uint4 load_query(int n, int i) const {
+    return load_shared_16(shared.query(slot, n * 8 + lane / 4, query_piece(i)));
   }
 
   // Of a row as float16, by the highest exponent among a lane's numbers: the power of two that brings its largest one
@@ -142,43 +119,24 @@ struct ChunkAttender {
     }
   };
 
-  // Eight rows of a bfloat16 query; gives what undoes that of the lane's row.
-  __device__ __forceinline__ static float narrow_query(u32 (&words)[Layout::kQueryWords]) {
-    if constexpr (!kNarrows) return 1.0f;
-    u32 highest = 0;
-#pragma unroll
-    for (int i = 0; i < Layout::kQueryWords; ++i) highest = max(highest, Narrowed::highest_of(words[i]));
-    const Narrowed narrowed(highest);
-#pragma unroll
-    for (int i = 0; i < Layout::kQueryWords; ++i) words[i] = narrowed(words[i]);
-    return narrowed.down;
-  }
-
-  __device__ __forceinline__ void share_query() const {
-    __syncthreads();  // all warps are done with the tile before
-    if (warp < kEights) {
-      u32 words[Layout::kQueryWords];
-      load_rows(words, warp);
-      const float undone = narrow_query(words);
-#pragma unroll
-      for (int i = 0; i < Layout::kQueryWords / 4; ++i)
-        store_shared_16(shared.query_words(warp, i),
-                        {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
-      if (lane % 4 == 0) store_shared_float(shared.undone(warp * 8 + lane / 4), undone);
-    }
-    __syncthreads();
-  }
-
   // The sink counts once: in the first piece of a row tile, for warp 0.
   // tiles: how many the CTA has done.
   __device__ __forceinline__ void begin(const Segment& segment, u32 tiles) {
     const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile), tile.index) : 1.0f;
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
-    if constexpr (Layout::kSharesQuery)
-      share_query();
-    else
-      take_query(tiles);
+    slot = tiles % Layout::kQuerySlots;
+    mbarrier_wait(shared.query_full(slot), tiles / Layout::kQuerySlots & 1, "the query rows");
+    if constexpr (Layout::kHoldsQuery) {
+#pragma unroll
+      for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+        const uint4 v = load_query(0, i);
+        query[4 * i] = v.x;
+        query[4 * i + 1] = v.y;
+        query[4 * i + 2] = v.z;
+        query[4 * i + 3] = v.w;
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
 #pragma unroll
@@ -191,9 +149,7 @@ struct ChunkAttender {
         maximum[n][r] = kLowest;
         sum[n][r] = weight[n][r] = 0.0f;
         float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
-        if constexpr (kNarrows)
-          of_scores *= load_shared_float(Layout::kSharesQuery ? shared.undone(row)
-                                                              : shared.undone_ahead(tiles % Layout::kQuerySlots, row));
+        if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(slot, row));
         factor[n][r] = fminf(of_scores, kMaxFactor);
         if (!has_sink || row >= tile.rows) continue;
         const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
@@ -225,10 +181,10 @@ struct ChunkAttender {
         for (int j = 0; j < kSteps / 2; ++j) {
           const int first = i * kSteps * 2 + 4 * j;
           uint4 v;
-          if constexpr (Layout::kSharesQuery)
-            v = load_shared_16(shared.query_words(n, first / 4));
+          if constexpr (Layout::kHoldsQuery)
+            v = {query[first], query[first + 1], query[first + 2], query[first + 3]};
           else
-            v = {query[n][first], query[n][first + 1], query[n][first + 2], query[n][first + 3]};
+            v = load_query(n, first / 4);
           b[n][4 * j] = v.x;
           b[n][4 * j + 1] = v.y;
           b[n][4 * j + 2] = v.z;

@@ -219,6 +219,11 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     adder.release();
   }
 
+  // All warps have left the tile before.
+  __device__ __forceinline__ void wait_for_all() const {
+    mbarrier_wait(shared.sums_full(), tiles * Layout::kTurns - 1 & 1, "all warps");
+  }
+
  private:
   __device__ __forceinline__ void leave_statistics() const {
 #pragma unroll

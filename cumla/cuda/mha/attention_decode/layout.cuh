@@ -17,14 +17,13 @@ struct DecodeLayout {
   static constexpr int kSumsRow = 68 * 4, kSumsWarp = 8 * kSumsRow + 32;  // bytes: 64 columns and a shift of banks
   static constexpr int kSteps = kRows / 8 * kValues / 64, kStepBytes = kDecodeWarps * kSumsWarp;  // of adding up
   static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 64;  // and barriers, and two words
-  static constexpr bool kSharesQuery = kRows > 8 || kKeys > 192;  // registers have no room for it
+  static constexpr bool kHoldsQuery = kRows == 8 && kKeys <= 192;  // in registers
   static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
-  static constexpr int kQuerySlots = 3;                            // unless warps share it: query rows come ahead
-  static constexpr int kQueryBytes =
-      kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : kQuerySlots * kRows * (kKeys * 2 + 4);
-  static constexpr int kOthers = kStepBytes + kStatisticsBytes + kQueryBytes;
+  static constexpr int kSlotBytes = kRows * (kKeys * 2 + 4);
+  static constexpr int kQuerySlots = kHoldsQuery ? 3 : 1;  // those of the next tile come ahead, or do not
+  static constexpr int kOthers = kStepBytes + kStatisticsBytes + kQuerySlots * kSlotBytes;
   static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
-  static constexpr int kMost = kSharesQuery ? 2 : 3;
+  static constexpr int kMost = kHoldsQuery ? 3 : 2;
   static constexpr int kStages = kFitting < kMost ? kFitting : kMost;
   static constexpr int kLeast = kDecodeWarps * kStages * kChunkBytes + kOthers;
   // Whether there is room for the sums of all steps, and registers to add them up within the next tile.
@@ -54,19 +53,11 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 sums_free() const { return words() + 16; }
   __device__ __forceinline__ u32 query_copied() const { return words() + 24; }
   __device__ __forceinline__ u32 query_full(u32 slot) const { return words() + 32 + slot * 8; }
-  // The i-th four words of each lane, of eight rows; and of all rows the factors that undo theirs.
-  __device__ __forceinline__ u32 query_words(int eight, int i) const {
-    return words() + 64 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
+  // The i-th 16 bytes of a query row, so that lanes which have two rows read from all banks; and what undoes its factor.
+  __device__ __forceinline__ u32 query(u32 slot, int row, int i) const {
+    return words() + 64 + (slot * kRows + row) * (kKeys * 2) + ((i ^ (kE4m3 ? row & 7 : (row & 1) * 4)) << 4);
   }
-  __device__ __forceinline__ u32 undone(int row) const {
-    return words() + 64 + kRows / 8 * kQueryWords * 128 + row * 4;
-  }
-
-  // The i-th 16 bytes of a query row that has come ahead, and the factor that undoes its.
-  __device__ __forceinline__ u32 query_ahead(u32 slot, int row, int i) const {
-    return words() + 64 + (slot * kRows + row) * (kKeys * 2) + ((i ^ row & 7) << 4);
-  }
-  __device__ __forceinline__ u32 undone_ahead(u32 slot, int row) const {
+  __device__ __forceinline__ u32 undone(u32 slot, int row) const {
     return words() + 64 + kQuerySlots * kRows * kKeys * 2 + (slot * kRows + row) * 4;
   }
 
