@@ -54,10 +54,11 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     fence_proxy_async_shared();
   }
   if (threadIdx.x == 0) {
-    mbarrier_init(shared.sums_full(), kDecodeWarps);
-    mbarrier_init(shared.sums_free(), kJoinWarps);
+    mbarrier_init(shared.sums_full(), kDecodeWarps);  // plant: sums, arrivals
+    mbarrier_init(shared.sums_free(), kJoinWarps);    // plant: sums read, arrivals
     mbarrier_init(shared.query_copied(), 32);
-    for (int s = 0; s < Layout::kQuerySlots; ++s) mbarrier_init(shared.query_full(s), kNarrows ? 1 : 32);
+    for (int s = 0; s < Layout::kQuerySlots; ++s)
+      mbarrier_init(shared.query_full(s), kNarrows ? 1 : 32);  // plant: query, arrivals
     fence_mbarrier_init();
   }
   if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);

@@ -13,7 +13,7 @@ import pytest
 import cumla
 from tests.gpu.mha.test_attention import BF16, agree, bits, check_garbage, poisoned, run_on_gpu
 from tests.gpu.mha.test_attention_prefill import whole
-from tests.gpu.tools import kernels
+from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha.attention_cases import Sample, check, make, samples
@@ -89,6 +89,20 @@ def test_decoding(name: str) -> None:
         again = cumla.attention(**there, **poisoned(arguments))
         for one, other in zip(again, first, strict=True):
             assert bool((bits(one) == bits(other)).all())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_delays_at_every_barrier(name: str) -> None:
+    """Delays shift who waits for whom, over many tiles of a thread block; all bits stay."""
+    arguments = decoding(name)
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    with multiprocessors(4):
+        expected = cumla.attention(**there, **poisoned(arguments))
+        with variants.installed(*variants.DECODE_DELAYS):
+            for _ in range(20):
+                delayed = cumla.attention(**there, **poisoned(arguments))
+                for one, other in zip(delayed, expected, strict=True):
+                    assert bool((bits(one) == bits(other)).all())
 
 
 @pytest.mark.parametrize("name", ["Llama, e4m3", "gpt-oss", "Llama, pages of one token"])

@@ -300,7 +300,8 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     merge_of_ranks(cupy)
     print("sanitize: merged by ranks: agree", flush=True)
     append_all(cupy)
-    with edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
+    few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
+    with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
         attend_many_heads(cupy)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
@@ -641,6 +642,11 @@ def attend_many_heads(cupy: Any) -> None:
                 for sample in attention_cases.samples(2, **few, cache=cache, heads=heads):
                     attend_mha(cupy, sample)
     with multiprocessors(1):
+        for cache, columns in (("e4m3", 64), ("e4m3", 128), ("same", 64)):  # many tiles of few rows
+            few |= {"lens": (300, 70, 16, 130), "columns": (columns, columns), "dtype": "bfloat16"}
+            for heads in ((8, 2), (16, 1)):
+                for sample in attention_cases.samples(1, **few, cache=cache, heads=heads):
+                    attend_mha(cupy, sample)
         for page_size in (3, 16):
             fixed = attention_cases.MANY | {"columns": (64, 64), "dtype": "bfloat16"}
             for sample in attention_cases.samples(2, page_size=page_size, **fixed):

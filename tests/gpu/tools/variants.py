@@ -42,6 +42,7 @@ FP8_64 = ("mla_decode_fp8_64",)
 HEADS_64 = SPARSE_PACKED + FP8_64
 FP8_PRODUCTS = ("mla_decode_fp8_products",)
 ATTENTION = ("attention",)
+DECODE = ("attention_decode",)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION
+    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION + DECODE
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -128,6 +129,9 @@ def _delays_of(stems: tuple[str, ...]) -> tuple[Edit, ...]:
 
 DELAYS = _delays_of(BOTH)
 """Random delays before every arrival on a barrier, and before every wait."""
+
+DECODE_DELAYS = _delays_of(DECODE)
+"""The same of few queries."""
 
 FP8_DELAYS = (
     *_delays_of(FP8),
@@ -277,6 +281,16 @@ E4M3_EVERY_LANE_ARRIVES = (
 )
 """The same of tiles of e4m3 keys and values, where pieces are joined later."""
 
+DECODE_EVERY_LANE_ARRIVES = (
+    Edit(DECODE, "query, arrivals", ", 32)", r", kNarrows \? 1 : 32\)"),
+    Edit(DECODE, "sums, arrivals", "32 * kDecodeWarps", "kDecodeWarps"),
+    Edit(DECODE, "sums read, arrivals", "32 * kJoinWarps", "kJoinWarps"),
+    Edit(DECODE, "query", "", _ONE_LANE),
+    Edit(DECODE, "sums", "", _ONE_LANE),
+    Edit(DECODE, "sums read", "", _ONE_LANE),
+)
+"""The same of the query rows and the results of few queries."""
+
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
     Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
@@ -313,6 +327,8 @@ ALL = {
     "V4: every lane arrives": V4_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
+    "few queries: every lane arrives": DECODE_EVERY_LANE_ARRIVES,
+    "delays of few queries": DECODE_DELAYS,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
 """Every variant that a test or a tool uses."""
@@ -335,6 +351,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return dict(kernels)[stem].SPECS
     if stem in ATTENTION:
         return tuple(spec for spec in all_specs() if spec.entry == "attention_bfloat16_64_64_e4m3")
+    if stem in DECODE:
+        return tuple(s for s in all_specs() if s.stem == stem and "_bfloat16_" in s.entry)
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)

@@ -90,7 +90,7 @@ struct ChunkAttender {
       if (lane % 4 == 0) store_shared_float(shared.undone(slot, row), narrowed.down);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_full(slot));
+    if (lane == 0) mbarrier_arrive(shared.query_full(slot));  // plant: query
   }
 
   __device__ __forceinline__ uint4 load_query(int n, int i) const {

@@ -68,7 +68,7 @@ struct Adder {
   // The next results may be left.
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.sums_free());
+    if (lane == 0) mbarrier_arrive(shared.sums_free());  // plant: sums read
   }
 
   __device__ __forceinline__ void join(bool more) const {
@@ -200,7 +200,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
 #pragma unroll
       for (int step = first; step < first + Layout::kAtOnce; ++step) leave_sums(step);
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.sums_full());
+      if (lane == 0) mbarrier_arrive(shared.sums_full());  // plant: sums
       if (adds && !later) {
         adder.add(first, first + Layout::kAtOnce - 1, parity);
         if (turn == Layout::kTurns - 1 && segment.split()) adder.join(more);
