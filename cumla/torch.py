@@ -453,7 +453,6 @@ def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _define(name: str) -> None:
-    """Register the operations of a function."""
     function = _FUNCTIONS[name]
     for given in _subsets(function.arrays):
         missing = tuple([key for key in function.outputs if key not in given])

@@ -463,7 +463,6 @@ def _padded_rows(
 
 
 def _queries(q: Any) -> Any:
-    """Take the queries out of a pair with their scales, which must not be there."""
     if not isinstance(q, (tuple, list)) or len(q) != 2:
         raise TypeError(
             f"q: needs a pair of queries and their scales, the latter None for FP8, got "

@@ -532,7 +532,6 @@ class _Rotation(NamedTuple):
 
 
 def _rotation(cos: Any, sin: Any, is_interleaved: bool, first: Any) -> _Rotation | None:
-    """Check that a rotation has all it needs."""
     if cos is None and sin is None:
         return None
     if cos is None or sin is None:
@@ -545,7 +544,6 @@ def _rotation(cos: Any, sin: Any, is_interleaved: bool, first: Any) -> _Rotation
 def _new_rows(
     k: Any, v: Any, offsets: Any, cache_seqlens: Any, rotation: _Rotation | None
 ) -> Rows | None:
-    """Check that new keys come with all that they need."""
     if k is None and v is None:
         if rotation is not None:
             raise ValueError(
@@ -563,7 +561,6 @@ def _new_rows(
 
 
 def _check_requests(queries: Rows, **counts: int) -> None:
-    """Check that what belongs to requests belongs to those of the queries."""
     for name, count in counts.items():
         if count != queries.batch:
             raise ValueError(

@@ -323,7 +323,6 @@ def _attend_sparsely(
     topk_length: Any,
     extra: SecondCache,
 ) -> tuple[Any, Any]:
-    """Decode over the slots that lists name."""
     if causal:
         raise ValueError(
             "causal: needs False with indices, which tell all that a query sees, got True; leave "
@@ -367,7 +366,6 @@ def _attend_sparsely(
 
 
 def _check_first_use(metadata: FlashMLASchedMeta, shape: _Shape | _SparseShape) -> None:
-    """Refuse a metadata object that was used with other shapes."""
     had = metadata._shape
     if had is not None and had != shape:
         first, now = (

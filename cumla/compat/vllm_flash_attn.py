@@ -352,7 +352,6 @@ def reshape_and_cache_flash(
 
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> None:
-    """Check that the lengths of keys come in one form, and that blocks have theirs."""
     if (cu_seqlens_k is None) == (seqused_k is None):
         raise ValueError(
             f"cu_seqlens_k: needs either it, for rows, or seqused_k, got "

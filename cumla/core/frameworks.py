@@ -140,8 +140,6 @@ class Allocator(Framework, abc.ABC):
 
 
 class _NumPy(Framework):
-    """NumPy: arrays in CPU memory."""
-
     name = "numpy"
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
@@ -411,7 +409,6 @@ class _Jax(Framework):
 
     @staticmethod
     def check_numbers(name: str, array: Any) -> None:
-        """Refuse random keys."""
         if not isinstance(array.dtype, np.dtype):
             raise TypeError(
                 f"{name}: needs an array of numbers, got JAX's {array.dtype}; pass the numbers of "
@@ -420,7 +417,6 @@ class _Jax(Framework):
 
     @staticmethod
     def check_memory(name: str, array: Any) -> None:
-        """Refuse an array whose memory is gone."""
         if array.is_deleted():
             raise ValueError(
                 f"{name}: needs an array with memory, got one deleted or donated; use the array "

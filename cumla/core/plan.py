@@ -374,7 +374,6 @@ class Plan(ABC, Generic[K]):
         stream: Any,
         seen: Hashable = None,
     ) -> tuple[Any, ...]:
-        """Attend with the schedule of the last update."""
         call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
         self._check_device(call)
         memory = self._memory
@@ -441,7 +440,6 @@ def _in_turn(launches: list[Launch]) -> Launch:
 
 
 def _never_updated(lengths: str) -> ValueError:
-    """Make the error of a run before the first update, whose argument is `lengths`."""
     return ValueError(f"plan: never updated; call plan.update({lengths}) before the first run")
 
 

@@ -98,8 +98,6 @@ _Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are power
 
 
 class _Append(Unplanned[_Arguments]):
-    """Writes keys in place; nothing is returned."""
-
     trusted = ("slot_mapping",)
 
     def arguments(self, views: Views, options: bool) -> _Arguments:

@@ -122,8 +122,6 @@ def mqa_logits(
 
 
 class _Arguments(NamedTuple):
-    """Checked arguments of one call."""
-
     q: ArrayView
     k: ArrayView
     others: tuple[ArrayView, ...]  # scales of the keys, weights, ks, ke

@@ -228,8 +228,6 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
 
 
 class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
-    """Both, in one call."""
-
     def batch(self, attend: PagedArguments, views: Views) -> tuple[int, int, bool | None]:
         batch, next_n, _, _ = attend.q.shape
         return batch, next_n, None

@@ -88,8 +88,6 @@ _Arguments = tuple["ArrayView", bool]  # x, and whether scales are powers of two
 
 
 class _Quantize(Unplanned[_Arguments]):
-    """Quantises rows."""
-
     def arguments(self, views: Views, options: bool) -> _Arguments:
         x = views["x"]
         assert x is not None

@@ -231,8 +231,6 @@ def attention(
 
 
 class _Options(NamedTuple):
-    """What is no array."""
-
     causal: bool
     window: tuple[int, int]  # left, right; -1: unbounded
     softcap: float  # 0: none
@@ -298,7 +296,6 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         )
 
     def value_dim(self, arguments: MHAArguments) -> int:
-        """Tell the columns of v."""
         return arguments.v.shape[3]
 
     def check_values(self, host: Host, arguments: MHAArguments) -> None:
@@ -323,7 +320,6 @@ class _Attend(Attend[MHAArguments, MHAKey]):
             _check_lengths(host, tokens, page_size)
 
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
-        """Compute with the lengths that came."""
         a = arguments
         options: dict[str, Any] = {**host, "causal": a.causal, "window": a.window}
         options |= {"softcap": a.softcap or None, "softmax_scale": a.softmax_scale}
@@ -334,8 +330,6 @@ class _Attend(Attend[MHAArguments, MHAKey]):
 
 
 class _Attention(Scheduled[MHAArguments, MHAKey]):
-    """Both, in one call."""
-
     def __init__(self, batch_invariant: bool) -> None:
         super().__init__(_SCHEDULE, _ATTEND)
         self._batch_invariant = batch_invariant
@@ -361,7 +355,6 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
 
 
 def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
-    """Count the requests."""
     if len(attend.q.shape) == 4:
         return attend.q.shape[0]
     size: int = lengths[0].shape[0] - 1
@@ -428,7 +421,6 @@ def _key(
 
 
 def _checked_rows(name: str, given: Views) -> ArrayView:
-    """Check the axes, dtype and place of queries, keys or values."""
     view = given[name]
     assert view is not None
     q = given["q"]
@@ -502,7 +494,6 @@ def _checked_factors(
     caches: tuple[ArrayView, ArrayView],
     pages: ArrayView | None,
 ) -> list[Scale]:
-    """Check the factors of keys and of values."""
     q = given["q"]
     assert q is not None
     batch = None
@@ -589,12 +580,10 @@ _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
 
 
 def _spec_of(key: MHAKey) -> KernelSpec:
-    """Look up the kernel that attends for a shape."""
     return attention_simt_spec(key) if key.takes_single_rows else attention_spec(key)
 
 
 def _attend_launch(key: MHAKey, *what: Any) -> Launch:
-    """Describe the launch of that kernel."""
     launch = attention_simt_launch if key.takes_single_rows else attention_launch
     return launch(key, *what)
 
@@ -935,13 +924,11 @@ def _checked_shape(
 
 
 def _checked_cuts(batch: int, batch_invariant: Any, max_kv_len: Any) -> tuple[bool, int, int]:
-    """Check how a plan's requests are cut."""
     most = checked_max_kv_len(checked_flag("batch_invariant", batch_invariant), max_kv_len)
     return _cuts(batch, most) if most else _NO_CUTS
 
 
 def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:
-    """Check the dtype of queries and that of keys and values; tell their names."""
     dtype, cache_dtype = dtype_name(dtype), dtype_name(cache_dtype)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")

@@ -202,8 +202,6 @@ def append_kv_cache(
 
 
 class _Options(NamedTuple):
-    """Arguments that are no arrays."""
-
     k_number: float | None
     v_number: float | None
     interleaved: bool
@@ -212,8 +210,6 @@ class _Options(NamedTuple):
 
 
 class _Append(Unplanned[AppendKVArguments]):
-    """Writes rows in place; nothing is returned."""
-
     trusted = (
         "slot_mapping",
         "batch_indices",
@@ -277,7 +273,6 @@ _APPEND = _Append()
 
 
 def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArguments:
-    """Check the views of one call, by name, against each other."""
     _check_combination(views)
     _check_rotated(views, options.rotary_offset)
     lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
@@ -392,7 +387,6 @@ def _check_rotated(views: Mapping[str, ArrayView], rotary_offset: int) -> None:
 def _checked_queries(
     views: Mapping[str, ArrayView], k: ArrayView
 ) -> tuple[ArrayView | None, ArrayView | None]:
-    """Check the queries to rotate, and the array to write them to."""
     if "q" not in views:
         return None, None
     given = views["q"]

@@ -115,8 +115,6 @@ def apply_rope(
 
 
 class _Arguments(NamedTuple):
-    """Checked arguments of one call."""
-
     q: ArrayView
     k: ArrayView | None
     positions: ArrayView
@@ -199,7 +197,6 @@ _ROTATE = _Rotate()
 
 
 def _checked(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> ArrayView:
-    """Check rows of all tokens."""
     if len(view.shape) != 3:
         raise ValueError(
             f"{name}: needs shape (tokens, heads, head_dim), got {view.shape}; reshape it"

@@ -152,8 +152,6 @@ class _Attend(MLAAttend[MLAAttentionKey]):
 
 
 class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
-    """Both, in one call."""
-
     def batch(self, attend: DecodeArguments, views: Views) -> None:
         return None  # as qo_indptr says
 

@@ -176,8 +176,6 @@ def append_mla_cache(
 
 
 class _Append(Unplanned[AppendArguments]):
-    """Writes rows in place; nothing is returned."""
-
     trusted = tuple(NUMBERS)
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 

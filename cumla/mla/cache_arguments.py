@@ -73,7 +73,6 @@ def checked_append_arguments(
 
 
 def _check_scale(view: ArrayView | None, number: float | None, cache: _Cache) -> None:
-    """Check that a scale, number or array, is one for this cache."""
     if view is None and number is None:
         return
     if cache.latent.dtype not in E4M3 or cache.scales is not None:
@@ -128,7 +127,6 @@ class _Cache(NamedTuple):
 
 
 def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
-    """Check the cache, and take it apart."""
     whole = views.get("kv_cache")
     if whole is not None and is_packed(whole):
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
@@ -164,7 +162,6 @@ def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
 
 
 def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> ArrayView:
-    """Check the third part of a cache: the scales of each row."""
     name = "kv_cache[2]"
     if latent.dtype not in E4M3 or rope.dtype not in DTYPES:
         raise TypeError(

@@ -219,8 +219,6 @@ class _Attend(MLAAttend[MLADecodeKey]):
 
 
 class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
-    """Both, in one call."""
-
     def __init__(self, batch_invariant: bool) -> None:
         super().__init__(_SCHEDULE, _ATTEND)
         self._batch_invariant = batch_invariant

@@ -241,7 +241,6 @@ def _factor(scale: Any) -> Any:
 
 
 def _refuse_configuration(runner: Any) -> None:
-    """Refuse a server that the backend would compute wrongly."""
     stored = runner.kv_cache_dtype
     if stored not in (runner.dtype, torch.float8_e4m3fn):
         raise NotImplementedError(
@@ -266,7 +265,6 @@ def _refuse_configuration(runner: Any) -> None:
 
 
 def _refuse_layer(layer: Any, is_mla: bool) -> None:
-    """Refuse a layer that the backend would compute wrongly."""
     if layer.is_cross_attention or layer.attn_type.value != "decoder":
         raise NotImplementedError(
             f"layer {layer.layer_id}: cumla's backend serves causal self-attention, got "

@@ -390,7 +390,6 @@ out, lse, stream
 
 
 def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> None:
-    """Refuse queries of attention that are not those of the indexer."""
     query, *_ = open_call(tuple(named_latent(q, kv_cache, None).items()), stream=stream).views
     assert query is not None
     if query.shape[:-2] != lead:
@@ -418,7 +417,6 @@ def _in_one_row(lengths: ArrayView) -> ArrayView:
 
 
 def _new(call: Call, shape: tuple[int, ...], dtype: str) -> Any:
-    """Allocate an array of the call's framework."""
     if call.device is None:
         return from_numpy(call.framework, np.zeros(shape, dtype))
     owner, _ = call.empty(shape, dtype)

@@ -296,7 +296,6 @@ def _optional(*arrays: Any) -> dict[str, Any]:
 
 
 def _given(**arrays: Any) -> dict[str, Any]:
-    """Leave out the arrays that are not given."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -531,7 +530,6 @@ softmax_scale, kv_scale, out, lse, stream
 def _checked_sizes(
     batch: Any, q_len: Any, num_heads: Any, topk: Any, extra_topk: Any, cache: str
 ) -> tuple[int, int, int, int, int]:
-    """Check the numbers of a plan."""
     counts = {"batch": batch, "q_len": q_len, "topk": topk, "extra_topk": extra_topk}
     for name, value in counts.items():
         checked_int(name, value, "nothing to plan for", least=0)

@@ -153,15 +153,12 @@ def top_k(
 
 
 def _result(results: Sequence[Any], has_positions: bool, has_values: bool) -> TopKResult:
-    """Name what the operation returns."""
     out, counts, *more = results
     positions = more.pop(0) if has_positions else None
     return TopKResult(out, positions, more.pop(0) if has_values else None, counts)
 
 
 class _Options(NamedTuple):
-    """All that is no array."""
-
     k: int
     page_size: int
     values: bool
@@ -169,8 +166,6 @@ class _Options(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """Checked views and options of one call."""
-
     views: dict[str, ArrayView]
     options: _Options
     has_positions: bool
@@ -270,7 +265,6 @@ _CLAMPED = "the kernels would clamp it"
 
 
 def _check_requests(views: Views, sizes: dict[str, int]) -> None:
-    """Check that each row of scores has a row of the table."""
     table, requests = views.get("block_table"), views.get("row_to_request")
     if table is None:
         if requests is not None:

@@ -227,7 +227,6 @@ def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _factors(layer: Any, kv_cache: torch.Tensor) -> dict[str, Any]:
-    """Return the scales of an FP8 cache."""
     return {
         "k_scale": factor(layer._k_scale, kv_cache),
         "v_scale": factor(layer._v_scale, kv_cache),

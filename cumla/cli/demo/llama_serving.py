@@ -106,7 +106,6 @@ class LlamaServer(Server):
         return float(np.max(errors))  # NaN, if one is
 
     def _append_and_attend(self) -> None:
-        """Make the call of a layer."""
         inputs, (k_cache, v_cache) = self._inputs, self._caches
         cumla.append_kv_cache(
             **inputs._asdict(), k_cache=k_cache, v_cache=v_cache, cos_sin=self._cos_sin

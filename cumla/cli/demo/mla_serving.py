@@ -111,7 +111,6 @@ class MLAServer(Server):
         return worst_error(out, np.concatenate(expected))
 
     def _append_and_attend(self) -> None:
-        """Make the call of a step."""
         inputs, cache = self._inputs, self._cache
         cumla.append_mla_cache(
             inputs.rows,

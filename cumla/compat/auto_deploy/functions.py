@@ -478,7 +478,6 @@ def _checked(
 
 
 def _with_heads(name: str, rows: Any, cache: Any) -> Any:
-    """Give rows of tokens an axis of heads."""
     check_axes(name, rows, "batch, seqlen, heads * head_dim", "batch, seqlen, heads, head_dim")
     if len(rows.shape) == 4:
         return rows
@@ -497,7 +496,6 @@ def _int32(numbers: Any) -> Any:
 
 
 def _with_zero(ends: Any) -> Any:
-    """Put 0 before the ends of requests."""
     return import_torch().nn.functional.pad(_int32(ends), (1, 0))
 
 
@@ -513,7 +511,6 @@ def _requests(rows: Any, seq_len: Any) -> int:
 
 
 def _check_integers(**lists: Any) -> None:
-    """Check the dtype of lengths, positions and places."""
     torch = import_torch()
     for name, numbers in lists.items():
         if numbers.dtype not in (torch.int32, torch.int64):

@@ -410,7 +410,6 @@ class SequenceInfo:
 
 
 def _count(name: str, numbers: Any) -> int:
-    """Count the numbers of a sequence."""
     if not hasattr(numbers, "__len__") or isinstance(numbers, str):
         raise TypeError(
             f"{name}: needs a list of numbers for each sequence, got {numbers!r}; wrap it in a list"
@@ -419,7 +418,6 @@ def _count(name: str, numbers: Any) -> int:
 
 
 def _listed(numbers: Any) -> list[int]:
-    """Give a list, also of what a tensor or an array holds."""
     return list(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
 
 

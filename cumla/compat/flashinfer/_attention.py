@@ -291,7 +291,6 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         return (out, lse) if return_lse else out
 
     def _check_heads(self, name: str, rows: Any) -> None:
-        """Check where keys or values have their heads, which kv_layout says."""
         need, axis = self._planned_shape().num_kv_heads, -3 if self._kv_layout == "HND" else -2
         if rows.ndim > 2 and rows.shape[axis] != need:
             raise ValueError(

@@ -120,7 +120,6 @@ class Planned(ABC, Generic[P, S]):
         return array.pin_memory() if self._on_gpu and array.device.type == "cpu" else array
 
     def _there(self, array: Any) -> Any:
-        """Return it as int32 on the device."""
         return self._staged(array).to(self.device, non_blocking=self._on_gpu)
 
     def _take(self, shape: S, arrays: dict[str, Any], said: dict[str, Any]) -> None:

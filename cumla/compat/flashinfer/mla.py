@@ -105,8 +105,6 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _warns_of_positions(method: _Method) -> _Method:
-    """Warn where arguments come by position, as version 0.7 does."""
-
     @functools.wraps(method)
     def wrapped(self: BatchMLAPagedAttentionWrapper, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -520,7 +518,6 @@ bmm2_scale : None
         return MLAAttentionPlan(total_tokens=tokens, like=like, **shape._asdict())
 
     def _warn(self, what: str, instead: str, stacklevel: int) -> None:
-        """Warn of what version 0.7 calls deprecated, once."""
         if what not in self._warned:
             self._warned.add(what)
             message = f"FlashInfer deprecates {what}; {instead}"

@@ -51,7 +51,6 @@ _RAGGED = {"qo_indptr": "qo_indptr", "kv_indptr": "kv_indptr"}
 
 
 def _refuse_items(prefix: Any, positions: Any, length: int, most: Any) -> None:
-    """Refuse FlashInfer's scoring of several items in one request."""
     refuse(
         "belongs to the scoring of several items, which cumla does not have",
         ValueError,

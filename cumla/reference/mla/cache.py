@@ -158,7 +158,6 @@ def _exponents(scales: Array) -> Array:
 
 
 def _halves(array: Array | Sequence[Array], latent: int) -> Sequence[Array]:
-    """Give the latent and the RoPE columns."""
     return array if not isinstance(array, np.ndarray) else np.split(array, [latent], axis=-1)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from cumla.core._driver import driver, in_primary_context
 from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
+from cumla.launch.mha import attention_decode
 from cumla.launch.mla import mla_decode_fp8, mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
@@ -352,7 +353,7 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     if stem in ATTENTION:
         return tuple(spec for spec in all_specs() if spec.entry == "attention_bfloat16_64_64_e4m3")
     if stem in DECODE:
-        return tuple(s for s in all_specs() if s.stem == stem and "_bfloat16_" in s.entry)
+        return attention_decode.SPECS
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)
