@@ -41,9 +41,9 @@ def merge_attention_states(
     With ``b`` the base of the logarithms and the sums over the partial results,
     ``lse = log_b(sum(b ** lses[i]))`` and ``out = sum(b ** (lses[i] - lse) * outs[i])``.
     An infinite ``lses[i]``, of either sign, says that nothing was attended there: its weight is 0,
-    and its ``outs[i]`` may hold anything, NaN included. Arrays on the GPU are merged by a CUDA
-    kernel (compute capability 9.0), on the caller's stream and without waiting for it; arrays on
-    the CPU by :func:`cumla.reference.merge_attention_states`.
+    and its ``outs[i]`` may hold anything, NaN included. Devices and streams are as in
+    :func:`cumla.mla_decode`; arrays on the CPU are merged by
+    :func:`cumla.reference.merge_attention_states`.
 
     Parameters
     ----------

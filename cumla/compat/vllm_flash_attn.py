@@ -23,19 +23,13 @@ What carries over from the fork:
 * ``out`` is written to and returned. lse is a natural logarithm, with the sinks in it. Where
   nothing is visible out is 0 and lse -inf, or the sink.
 * Slots below 0 are skipped, and ``slot_mapping`` may be shorter than key and value.
-* No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
 
-What differs:
+What `cumla.compat.flash_attn` says of CUDA graphs, gradients, speed hints, head dimensions, errors
+and tensors on the CPU holds here, too. What else differs:
 
-* Tensors that require a gradient are refused while gradients are recorded.
-* One set of kernels serves every ``fa_version``. ``num_splits``, ``deterministic``,
-  ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata`` are accepted and ignored: cumla
-  computes its schedule in the call, and all its results are deterministic.
-* Heads may have any multiple of 8 columns up to 512, of 16 up to 256 for e4m3, those of values any
-  other than those of keys; all may be float32, too, which is far slower; sinks are float32 or
-  bfloat16, for any number of heads; blocks have any size, and any strides in multiples of 16 bytes.
-* Arrays that do not fit raise `RuntimeError`. Tensors on the CPU are computed by
-  `cumla.reference`.
+* One set of kernels serves every ``fa_version``.
+* Sinks are float32 or bfloat16, for any number of heads; blocks have any size, and any strides in
+  multiples of 16 bytes.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ def keep_until(passed: Callable[[], bool], owner: object, device: int, queue: in
 def keep_until_passed(owner: object, stream: int, device: int | None = None) -> None:
     """Keep an object alive until a stream has done all that is enqueued on it by now.
 
-    Nothing waits: later calls look whether the stream has passed this point. While the stream is
-    being captured there is no such point, because the graph can be replayed at any time: the object
-    is kept for the life of the process (once, however often it comes). Without `device` the stream
-    is of the device that is current: the call's inside the `with` block of a `Call`.
+    While the stream is being captured there is no such point, because the graph can be replayed at
+    any time: the object is kept for the life of the process (once, however often it comes). Without
+    `device` the stream is of the device that is current: the call's inside the `with` block of a
+    `Call`.
     """
     cuda = driver()
     with on_device(cuda, device):

@@ -3,8 +3,7 @@
 
 How each framework's arrays are read is in `cumla.core.frameworks`; whether PyTorch's or CuPy's are
 those of a call before, a `glance` tells in half the time. An array of another framework than the
-first argument's is imported through DLPack: the protocol then orders its producer's stream before
-ours, and the capsule keeps the memory alive until our stream has passed.
+first argument's is imported through DLPack, which orders its producer's stream before ours.
 
 Nothing in this module waits for the GPU.
 """

@@ -43,10 +43,9 @@ def append_indexer_cache(
 ) -> None:
     """Quantise the indexer keys of new tokens, and write them into the pages of a cache, in place.
 
-    As :func:`quantize_fp8` quantises them, in the same kernel that writes them. Arrays on the GPU
-    are written by a CUDA kernel (compute capability 9.0), on the caller's stream and without
-    waiting for it; arrays on the CPU by :func:`cumla.reference.append_indexer_cache`, with the same
-    bits.
+    As :func:`quantize_fp8` quantises them, in the same kernel that writes them. Devices and streams
+    are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
+    :func:`cumla.reference.append_indexer_cache`, with the same bits.
 
     A row is skipped, and nothing is written, where its slot is negative or lies behind the last
     page. Which of several rows for the same slot is written is undefined: it may be a mixture.

@@ -54,9 +54,9 @@ def mqa_logits(
 
     With ``k, scale = kv`` and the sum over the heads h, ``logit[i, j] = scale[j] *
     sum(weights[i, h] * max(q[i, h] @ k[j], 0))`` for the tokens ``ks[i] <= j < ke[i]``, and -inf
-    for all others; a product that is NaN counts as 0. Arrays on the GPU are computed by a CUDA
-    kernel (compute capability 9.0), which also writes the -inf, on the caller's stream and without
-    waiting for it; arrays on the CPU by :func:`cumla.reference.mqa_logits`.
+    for all others; one kernel writes both. A product that is NaN counts as 0. Devices and streams
+    are as in :func:`cumla.mla_decode`; arrays on the CPU are computed by
+    :func:`cumla.reference.mqa_logits`.
 
     Parameters
     ----------

@@ -36,9 +36,9 @@ def quantize_fp8(
     """Quantise each row, along the last axis, to e4m3 and one float32 scale.
 
     The scale is the row's largest magnitude over 448, the largest e4m3 number, and a row is about
-    ``values * scale``. Arrays on the GPU are quantised by a CUDA kernel (compute capability 9.0),
-    on the caller's stream and without waiting for it; arrays on the CPU by
-    :func:`cumla.reference.quantize_fp8`, which gives the same bits and has the formulas.
+    ``values * scale``. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU
+    are quantised by :func:`cumla.reference.quantize_fp8`, which gives the same bits and has the
+    formulas.
 
     Parameters
     ----------

@@ -2,8 +2,8 @@
 """Calls without a handler, for a JAX whose layout `cumla.jax.handler` does not know.
 
 JAX's own `buffer_callback` hands over the buffers, so that nothing depends on XLA's structs.
-Checks, launches and results are the same, and caches are written where they lie. The calls are not
-put into command buffers and not exported: Python runs for each call in each execution.
+Checks, launches and results are the same, and caches are written where they lie. What is lost is
+said in `cumla.jax`; Python runs for each call in each execution.
 """
 
 from __future__ import annotations

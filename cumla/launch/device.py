@@ -32,11 +32,11 @@ __all__ = [
 class DeviceProperties:
     """What the launchers ask of a GPU; sizes are in bytes."""
 
-    name: str  # as the driver calls it
+    name: str
     compute_capability: tuple[int, int]  # major and minor number
-    sm_count: int  # streaming multiprocessors
+    sm_count: int
     smem_optin: int  # most shared memory that a block can ask for
-    l2_bytes: int  # size of the L2 cache
+    l2_bytes: int
 
 
 @cache

@@ -85,9 +85,9 @@ def append_kv_cache(
     last two forms need the page numbers of each request: `block_table`, or `kv_indices` and
     `kv_indptr`. A contiguous cache ``(slots, max_len, num_kv_heads, head_dim)`` is a cache with
     pages of max_len tokens; its block_table ``(batch, 1)`` holds the slot of each request. With
-    `cos_sin` the keys are rotated on their way, and so are the queries `q`. One CUDA kernel
-    (compute capability 9.0) writes arrays on the GPU, on the caller's stream and without waiting
-    for it; :func:`cumla.reference.append_kv_cache` writes arrays on the CPU.
+    `cos_sin` the keys are rotated on their way, and so are the queries `q`, all by one kernel.
+    Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
+    :func:`cumla.reference.append_kv_cache`.
 
     Rows are skipped, and nothing is written, if a slot, request or position is negative, or if
     their place lies outside of the cache, of the request's pages or of `cos_sin`. If several rows

@@ -41,8 +41,8 @@ def apply_rope(
     """Rotate pairs of columns of queries and keys by the positions of their tokens.
 
     If the keys go into a cache, :func:`append_kv_cache` rotates them on the way, and the queries
-    beside them. One CUDA kernel (compute capability 9.0) rotates arrays on the GPU, on the caller's
-    stream and without waiting for it; :func:`cumla.reference.apply_rope` rotates arrays on the CPU.
+    beside them. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are
+    rotated by :func:`cumla.reference.apply_rope`.
 
     Parameters
     ----------

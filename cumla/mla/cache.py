@@ -53,8 +53,8 @@ def append_mla_cache(
     Where a row goes is told by `slot_mapping`, or else by `batch_indices`, `positions` and the page
     numbers of each request: `block_table`, or `kv_indices` and `kv_indptr`. With `cos_sin` the RoPE
     columns of the rows are rotated on their way, and those of the queries `q_pe` beside them.
-    Arrays on the GPU are written by a CUDA kernel (compute capability 9.0), on the caller's stream
-    and without waiting for it; arrays on the CPU by :func:`cumla.reference.append_mla_cache`.
+    Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
+    :func:`cumla.reference.append_mla_cache`.
 
     A row is skipped, and nothing is written, where its slot, request or position is negative or its
     place lies outside of the cache, of the request's pages or of `cos_sin`. Which of several rows

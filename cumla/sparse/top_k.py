@@ -55,10 +55,9 @@ def top_k(
 
     The selection is exact, whatever the scores are, and deterministic: of equal scores those at the
     lowest positions are taken, NaN is larger than any number, -0 equals 0. Positions count from the
-    row's start and are ascending. Arrays on the GPU are read once, or more often where a row is
-    longer than some 400,000 scores, by a CUDA kernel (compute capability 9.0), on the caller's
-    stream and without waiting for it; arrays on the CPU are computed by
-    :func:`cumla.reference.top_k`.
+    row's start and are ascending. Scores on the GPU are read once, or more often where a row is
+    longer than some 400,000. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the
+    CPU are computed by :func:`cumla.reference.top_k`.
 
     Parameters
     ----------

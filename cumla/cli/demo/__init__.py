@@ -7,15 +7,10 @@ are prefilled into one paged cache with shuffled pages. Then every step appends 
 each text, attends by weight absorption to the latent rows, and is compared with multi-head
 attention that computes keys and values from the same cache in float32.
 
-With ``--chunked-prefill`` the prompts attend, too, through a `cumla.MLAAttentionPlan`: a step takes
-one token of each request that decodes, and chunks of the prompts of others.
-
-With ``--model llama`` a whole model of a few layers, GQA with rotary embedding, is served in this
-way through `cumla.append_kv_cache` and a `cumla.AttentionPlan`, and compared with the same model
-without a cache.
-
-With ``--sparse`` three layers decode as those of DeepSeek-V3.2 do, through a `cumla.DSAPlan`: an
-indexer selects the tokens that attention reads. They are compared with attention to these alone.
+With ``--chunked-prefill`` the prompts attend, too (`serving`, `mla_serving`). With
+``--model llama`` a whole model is served in this way, and compared with the same model without a
+cache (`llama`, `llama_serving`). With ``--sparse`` three layers decode as those of DeepSeek-V3.2
+do, and are compared with attention to the selected tokens alone (`sparse`, `sparse_layer`).
 
 The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
 CUDA headers and cuBLAS, which cumla does not. On a GPU the cache, the absorbed queries and the

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's servers: requests decode while the prompts of others are prefilled in chunks.
 
-A step has up to `STEP_TOKENS` tokens: one of each request that decodes, and chunks of prompts. What
-a model makes of them is in its own module. The arrays of a step stay where they are and have room
-for any mix, so that on a GPU it is captured once, into a CUDA graph, and replayed.
+A step has up to `STEP_TOKENS` tokens (see `deal`). What a model makes of them is in its own module.
+The arrays of a step stay where they are and have room for any mix, so that on a GPU it is captured
+once, into a CUDA graph, and replayed.
 """
 
 from __future__ import annotations

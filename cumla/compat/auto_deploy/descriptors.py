@@ -118,12 +118,10 @@ class _Cumla(AttentionDescriptor):
 
     @classmethod
     def get_attention_op(cls) -> tuple[MHACallable, int]:
-        """Give the operation, and 3: q, k and v."""
         return _operation(cls._attention), 3
 
     @classmethod
     def get_prepare_metadata_op(cls) -> tuple[PrepareMetadataCallable, int]:
-        """Give the operation that makes the metadata of a step, and 4: their number."""
         return _operation(cls._prepare), 4
 
     @classmethod

@@ -15,20 +15,16 @@ A server's loop runs as it is, in the form of version 0.6 or of 0.7::
 
 What carries over from FlashInfer:
 
-* One `plan` serves the `run` of every layer of a step.
-* With ``use_cuda_graph=True``, `plan` copies lengths and pages to where the graph reads them, and
-  computes the schedule anew: call it before a replay, on the stream of the replay.
+* One `plan` serves the `run` of every layer of a step. With ``use_cuda_graph=True`` it works as in
+  :mod:`cumla.compat.flashinfer.decode`, but the first `run` loads the kernels.
 * The lse is a logarithm to base 2, or a natural one on request, and -inf where nothing was
   attended, where the output is 0.
 * What version 0.7 calls deprecated gives a `DeprecationWarning`, once a wrapper.
 
 What differs:
 
-* `plan` does not wait for the GPU: lengths stay there, and the schedule is computed there. It reads
-  them later, so leave tensors that were given to it alone until the runs of the step are done.
-* How many query tokens there are the first `run` tells, by its shape: it makes a `cumla` plan,
-  which is kept as long as shapes stay. That has a buffer of its own, of
-  `cumla.MLAAttentionPlan.workspace_bytes`; the workspace that is passed in tells the device only.
+* As in :mod:`cumla.compat.flashinfer.decode`, `plan` waits for nothing and reads its tensors later,
+  and the first `run` makes a plan of cumla, here a `cumla.MLAAttentionPlan`, with its own memory.
 * The first `run` after a `plan` computes the schedule before it checks ``out``, ``lse`` and the
   strides of its tensors. A run that is refused has written nothing else.
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the

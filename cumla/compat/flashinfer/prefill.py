@@ -8,8 +8,6 @@ Keys and values come in pages, or as rows without them. The contract is that of
   after the last offset of `qo_indptr` belong to nobody; what they give in ``out`` is not written.
 * ``causal`` is False unless told otherwise, and aligned to the last key of each request. A window
   without it has no bound after the query's own position.
-* ``use_fp16_qk_reduction``, ``seq_lens_q``, ``max_token_per_sequence`` and ``max_sequence_kv`` are
-  accepted and ignored.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 //
 // All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the
 // tiles of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running
-// maximum, sums and an output of its own. No warp waits for another one. What warps have of a tile is added up by warps
-// 4 to 11, 64 columns of 8 rows at a time, after their first chunk of the next tile if they can; they write results or
-// join pieces (split/join.cuh).
+// maximum, sums and an output of its own. Warps wait for the query rows, which warp 0 brings, and for room to leave what
+// they have of a tile. It is added up by warps 4 to 11, 64 columns of 8 rows at a time, after their first chunk of the
+// next tile if they can; they write results or join pieces (split/join.cuh).
 //
 // Operands are swapped: tokens are the M side of the first product, value columns that of the second, and query rows
 // the N side of both, so that eight rows waste nothing:
@@ -19,8 +19,8 @@
 // the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well. With e4m3
 // a bfloat16 query row is multiplied by a power of two that brings it into the range of float16.
 //
-// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step (joining uses them, too), statistics, the query
-//                of 16 rows
+// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step, of one step or all (joining uses them, too),
+//                statistics, query rows of one tile or three
 // Registers:     168
 #include "mha/attention/layout.cuh"
 #include "mha/attention_decode/compute.cuh"
@@ -143,7 +143,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       chunks_at<kRows>(p, before, place - 1, unused);
       attender.settle(before);
     }
-    chunk -= chunks;
+    chunk -= chunks;  // so who has which chunk depends on the tiles before; of batch invariance there are none
     const bool more = place++ < last_place;
     owes = attender.finish(segment, more);
     if (!more) break;

@@ -4,8 +4,7 @@
 // threads, one CTA an SM.
 //
 // The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. Each CTA begins with the tile of
-// its own number and takes the next ones from a counter, the last rows of a request first, for they see most keys, and
-// the kv heads of a section, whose keys and values stay in L2, before the next section.
+// its own number and takes the next ones from a counter (in which order: docs/kernels/mha.md).
 //
 // Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
 // pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The
@@ -15,9 +14,8 @@
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
 //   the warpgroup:                P1 = exp S1              P2 = exp S2
 //
-// and take turns: while one issues its products the others make probabilities. The output of a tile is written while
-// the others multiply; the first scores of the next tile are there by then. What happens once per tile has as few
-// instructions as possible: a warp has a scheduler almost for itself, and each instruction waits for the one before.
+// and take turns: while one issues its products the others make probabilities. What overlaps with the end of a tile,
+// and why it has as few instructions as possible: docs/kernels/mha.md.
 //
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
 // and some four other instructions for each at 128 a clock 512.

@@ -17,9 +17,6 @@
 // copy in 16 bits would take more of the shared-memory port (128 B a clock) than a block has. Tokens come in the order
 // of token_at, in both products.
 //
-// Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
-// rounded, once for each 128 columns of V.
-//
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768
 //                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or
 //                 53,248; sums, maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most

@@ -12,8 +12,6 @@
 // itself, from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of
 // V.
 //
-// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth.
-//
 // Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and joining 14,336 + maxima 512 + sums 1,152
 //                 + words 16 + barriers 416 = 231,472 B of 232,448
 // Registers:      168, of which output 64, scores 8

@@ -10,11 +10,8 @@
 //   3. put the keys up to the bin into the list, in the order of their positions (prefix sums, no atomics)
 //   4. the cluster's first block makes the passes that are left over the list, and writes what is chosen
 //
-// Step 2 is rare: a bin of the first pass is a quarter of an octave. A bin all of whose keys are chosen ends the
-// passes. Counts are integers and places are prefix sums, so that the same scores give the same bits.
-//
-// A cluster waits twice for all of its blocks, in steps 1 and 3: for the counters, which each block reads of all others
-// where the k-th key lies (two steps: 16 or 32 sums, then the bins of one of them), and for the list.
+// Step 2 is rare: a bin of the first pass is a quarter of an octave. A cluster waits twice for all of its blocks, in
+// steps 1 and 3. What for, and what ends the passes early: docs/kernels/top_k.md.
 //
 // Shared memory: 25 KB of counters, the list (8 B an entry), kStored x 16 B a thread. Registers: 4 kHeld a thread for
 // keys. Rows of at most k scores are not read at all, unless values or their order are asked for.

@@ -4,9 +4,8 @@
 //
 // A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule
 // (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
-// cards, one to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring
-// tiles at the same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts
-// are equal shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
+// cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
+// order, and cut a tile where one ends (docs/kernels/mla.md).
 // tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"

@@ -46,5 +46,4 @@ def attention_launch(
 
 
 def _with_batch(view: ArrayView) -> ArrayView:
-    """Put an axis of length 1 in front."""
     return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))

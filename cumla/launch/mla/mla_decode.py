@@ -105,9 +105,8 @@ def decode_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
-    `spec` is the kernel for the key and for the form of these arrays; `buffer` is the address of
-    the plan's buffer, which holds a schedule; `out` and `lse` are as :func:`cumla.mla_decode`
-    describes them.
+    `spec` is the kernel for the key and for the form of these arrays; the rest is as for
+    :func:`cumla.launch.mla.choice.attend_launch`.
     """
     maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
     values = (*maps, *decode_values(key, buffer, arguments, out, lse))

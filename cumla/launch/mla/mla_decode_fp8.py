@@ -125,9 +125,9 @@ def decode_fp8_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
-    `buffer` is its address; it holds a schedule. Arguments of ragged queries are those of one
-    request, as :func:`cumla.launch.mla.mla_attention.attention_launch` makes them. `out` and `lse`
-    are as :func:`cumla.mla_decode` describes them.
+    Arguments of ragged queries are those of one request, as
+    :func:`cumla.launch.mla.mla_attention.attention_launch` makes them. The rest is as for
+    :func:`cumla.launch.mla.choice.attend_launch`.
     """
     grouped = arguments.kv_scales is not None
     if key.has_whole_tiles:

@@ -4,9 +4,8 @@
 //
 // Global memory -> raw blocks in shared memory -> registers -> the tiles that the consumers multiply. Asynchronous
 // copies bring kAhead blocks ahead, and the page numbers of as many more. A thread converts what it has copied itself,
-// so it waits for its own copies alone. Held in registers, loads were waited for in every turn: there are six
-// scoreboards. Instructions are what limits: one warpgroup took twice as long, and values become float16, which takes a
-// quarter of the instructions of bfloat16. Both have all e4m3 numbers, and NaN stays NaN.
+// so it waits for its own copies alone. Values become float16, which takes a quarter of the instructions of bfloat16.
+// Both have all e4m3 numbers, and NaN stays NaN. What other ways cost: docs/kernels/mha.md.
 //
 // The consumers fence what threads wrote before wgmma reads it.
 #pragma once

@@ -190,7 +190,6 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
           sum[n][r] += __shfl_xor_sync(0xffffffffu, sum[n][r], lanes);
           weight[n][r] += __shfl_xor_sync(0xffffffffu, weight[n][r], lanes);
         }
-    if (!more) copy_async_wait_all();  // joining needs the room
 #pragma unroll
     for (int turn = 0; turn < Layout::kTurns; ++turn) {
       const int first = turn * Layout::kAtOnce;

@@ -20,7 +20,8 @@ struct DecodeLayout {
   static constexpr bool kHoldsQuery = kRows == 8 && kKeys <= 192;  // in registers
   static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
   static constexpr int kSlotBytes = kRows * (kKeys * 2 + 4);
-  static constexpr int kQuerySlots = kHoldsQuery ? 3 : 1;  // those of the next tile come ahead, or do not
+  // Rows of the next tile come ahead where registers allow that.
+  static constexpr int kQuerySlots = kHoldsQuery ? 3 : 1;
   static constexpr int kOthers = kStepBytes + kStatisticsBytes + kQuerySlots * kSlotBytes;
   static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
   static constexpr int kMost = kHoldsQuery ? 3 : 2;

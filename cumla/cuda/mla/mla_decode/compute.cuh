@@ -483,7 +483,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         for (int i = 0; i < 4; ++i)
           own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
         const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
-        const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);  // lanes'
+        const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);
         if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
       }
     } else {
@@ -493,7 +493,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       for (int j = 0; j < 32; j += 2) {
         const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
         const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);  // trade<1> is other machine code, not measured
         if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
       }
     }
