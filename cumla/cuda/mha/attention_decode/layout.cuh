@@ -54,7 +54,7 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 sums_free() const { return words() + 16; }
   __device__ __forceinline__ u32 query_copied() const { return words() + 24; }
   __device__ __forceinline__ u32 query_full(u32 slot) const { return words() + 32 + slot * 8; }
-  // The i-th 16 bytes of a query row, so that lanes which have two rows read from all banks; and what undoes its factor.
+  // The i-th 16 bytes of a query row, so that lanes of two rows read from all banks; and what undoes its factor.
   __device__ __forceinline__ u32 query(u32 slot, int row, int i) const {
     return words() + 64 + (slot * kRows + row) * (kKeys * 2) + ((i ^ (kE4m3 ? row & 7 : (row & 1) * 4)) << 4);
   }

@@ -493,7 +493,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       for (int j = 0; j < 32; j += 2) {
         const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
         const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);  // trade<1> is other machine code, not measured
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);  // not trade<1>: its code differs
         if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
       }
     }
