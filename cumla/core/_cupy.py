@@ -54,6 +54,6 @@ def current_device() -> int:
         return int(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
         raise UnsupportedDeviceError(
-            f"{NEEDED}, but no GPU can be used ({error}); without one pass sm_count= to "
-            f"workspace_bytes, or like= an array on the CPU to a plan"
+            f"{NEEDED}, but no GPU can be used ({error}); without one leave prepare out, "
+            f"pass sm_count= to workspace_bytes, or like= an array on the CPU to a plan"
         ) from error

@@ -354,8 +354,8 @@ def check_mutable(name: str, array: object) -> None:
     if framework_of(name, array).immutable:
         raise TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
-            f"an array of CuPy or PyTorch, the other arguments may be JAX's, or call the function "
-            f"of that name in cumla.jax, which returns it"
+            f"an array of CuPy, PyTorch or NumPy, the other arguments may be JAX's, or call the "
+            f"function of that name in cumla.jax, which returns it"
         )
 
 

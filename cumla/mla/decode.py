@@ -281,7 +281,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         and the plan that had it before must be updated again before it runs.
     like : array, optional
         An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
-        the plan is one for the CPU.
+        the plan is one for the CPU. Its dtype says nothing: that is ``dtype``.
     stream : optional
         Stream on which the buffer is allocated, as in :func:`mla_decode`.
 
