@@ -224,7 +224,7 @@ def check_made_for(names: Sequence[str], made: tuple[Any, ...], got: tuple[Any, 
         need, found = [
             ", ".join(f"{name} {pair[i]}" for name, pair in other.items()) for i in (0, 1)
         ]
-        raise ValueError(f"plan: made for {need}, got {found}; {pad}make another plan for these")
+        raise ValueError(f"plan: made for {need}, got {found}; {pad}make a plan for this shape")
 
 
 # --- check mode ----------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def test_a_plan_refuses_another_shape_and_outputs() -> None:
     arrays, _ = divided(DECODE.make())
     lengths = arrays.pop("kv_lens")
     plan = cumla.jax.MLADecodePlan(2, 2, 16).update(lengths)
-    with refused(ValueError, "plan: made for batch 2, got batch 1; make another plan for these"):
+    with refused(ValueError, "plan: made for batch 2, got batch 1; make a plan for this shape"):
         jax.jit(plan.run)(
             **arrays | {"q": arrays["q"][:1], "block_table": arrays["block_table"][:1]}
         )

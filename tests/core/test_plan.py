@@ -165,7 +165,7 @@ def test_a_plan_of_another_shape(planned: Planned) -> None:
         if name == "batch" or (name == "q_len" and planned.numbers["batch"] == 1):
             lengths = {n: np.tile(a, 2) for n, a in lengths.items()}
         other.update(**lengths)
-        with refused(ValueError, "plan: made for ... got ... make another plan for these"):
+        with refused(ValueError, "plan: made for ... got ... make a plan for this shape"):
             other.run(**planned.inputs(OPERATIONS[planned.operation].make()))
 
 

@@ -298,7 +298,7 @@ def test_a_plan_of_another_dtype_or_cache() -> None:
         (half, "dtype bfloat16, got dtype float16"),
         (heads, "num_kv_heads 1, got num_kv_heads 2"),
     ):
-        with refused(ValueError, f"plan: made for {message}; make another plan for these"):
+        with refused(ValueError, f"plan: made for {message}; make a plan for this shape"):
             plan.run(**PLAN.inputs(decode() | changes))
 
 

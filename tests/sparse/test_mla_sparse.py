@@ -422,7 +422,7 @@ def test_a_plan_of_another_shape(changed: str) -> None:
     plan, given = plan_of(decode()), inputs(decode())
     if changed == "q_len":
         given |= {"q": given["q"][:, :1], "indices": given["indices"][:, :1]}
-        message = "plan: made for q_len 2, got q_len 1; make another plan for these"
+        message = "plan: made for q_len 2, got q_len 1; make a plan for this shape"
     elif changed == "heads":
         given["q"] = given["q"][:, :, :8]
         message = "plan: made for num_heads 16, got num_heads 8; make"
