@@ -32,11 +32,11 @@ __all__ = [
 class DeviceProperties:
     """What the launchers ask of a GPU; sizes are in bytes."""
 
-    name: str
+    name: str  # as the driver calls it
     compute_capability: tuple[int, int]  # major and minor number
-    sm_count: int
+    sm_count: int  # streaming multiprocessors
     smem_optin: int  # most shared memory that a block can ask for
-    l2_bytes: int
+    l2_bytes: int  # size of the L2 cache
 
 
 @cache

@@ -117,8 +117,8 @@ def attention(
     Query i of the n of a request with kv_len keys has position ``p = kv_len - n + i``, so that the
     last query stands at the last key. It sees key j if ``p - left <= j <= p + right``. Requests may
     have any numbers of queries: decoding, drafts and chunks of a prefill go together in one call.
-    Arrays on the GPU are computed as by :func:`cumla.mla_decode`, arrays on the CPU by
-    :func:`cumla.reference.attention`.
+    Arrays on the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream
+    and without waiting for it; arrays on the CPU by :func:`cumla.reference.attention`.
 
     Parameters
     ----------

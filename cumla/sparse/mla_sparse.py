@@ -86,8 +86,9 @@ def mla_sparse_decode(
 
     Every query token has a list of indices. With ``k`` the 576 or 512 and ``v`` the first 512
     values of the cached row that an index names, over all indices of the list that name one,
-    ``out = softmax(softmax_scale * q @ k.T) @ v``. Arrays on the GPU are computed as by
-    :func:`cumla.mla_decode`, arrays on the CPU by :func:`cumla.reference.mla_sparse_decode`.
+    ``out = softmax(softmax_scale * q @ k.T) @ v``. Devices and streams are as in
+    :func:`cumla.mla_decode`; arrays on the CPU are computed by
+    :func:`cumla.reference.mla_sparse_decode`.
 
     Parameters
     ----------

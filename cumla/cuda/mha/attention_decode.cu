@@ -143,7 +143,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       chunks_at<kRows>(p, before, place - 1, unused);
       attender.settle(before);
     }
-    chunk -= chunks;  // so who has which chunk depends on the tiles before; of batch invariance there are none
+    chunk -= chunks;  // which warp has a chunk depends on the tiles before, so calls with batch_invariant go elsewhere
     const bool more = place++ < last_place;
     owes = attender.finish(segment, more);
     if (!more) break;
