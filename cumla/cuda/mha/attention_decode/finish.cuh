@@ -3,8 +3,8 @@
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "mha/attention_decode/compute.cuh"
+#include "mha/attention_decode/join.cuh"
 #include "mha/attention_decode/layout.cuh"
-#include "split/join.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -72,11 +72,9 @@ struct Adder {
   }
 
   __device__ __forceinline__ void join(bool more) const {
-    constexpr int kSpace = kDecodeWarps * Layout::kStages * Layout::kChunkBytes / kJoinWarps;
-    Joiner<T, kValues, kSpace, false, AttentionParams, HeadTile>(
-        p, {shared.words(), shared.sums(), shared.sums() + 8192, shared.chunk(0, 0), shared.chunk(0, 0) + 4 * kSpace},
-        tile, segment)
-        .join(more);
+    using Rows = RowJoiner<T, kValues>;
+    static_assert(kJoinWarps * Rows::kRoom <= Layout::kSumsBytes, "joining uses the sums");
+    Rows(p, shared.words(), shared.sums(), tile, segment).join(more);
   }
 
  private:
@@ -106,13 +104,10 @@ struct Adder {
     rounded = sum_of_quad(rounded);
     if (is_first && adder == 0 && lane % 4 == 0) {
       const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
-      float2* const of_piece = p.partial_rows + piece_index(p, tile, blockIdx.y, segment.slot) * kRowGroup + row;
-      if (!segment.split()) {
-        if (row < tile.rows) store_lse(p, segment.request, Row(p, tile, row), lse);
-      } else {
-        of_piece[0] = {lse, 1.0f};
-        if (kRows == 8) of_piece[8] = {-kInfinity, 0.0f};
-      }
+      if (segment.split())
+        *piece_row(row).lse = lse;
+      else if (row < tile.rows)
+        store_lse(p, segment.request, Row(p, tile, row), lse);
     }
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
     return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile), tile.index) : inverse;
@@ -147,19 +142,17 @@ struct Adder {
     store(n, column_of(round, adder), two[0] * inverse, two[1] * inverse);
   }
 
-  // Two columns of a row each, of `column` and the seven after it; of a piece, whose one row group has 16 rows.
+  __device__ __forceinline__ PieceRow<kValues> piece_row(int row) const {
+    return PieceRow<kValues>(p, tile, blockIdx.y, segment.slot, row);
+  }
+
+  // Two columns of a row each, of `column` and the seven after it.
   __device__ __forceinline__ void store(int n, int column, float a, float b) const {
-    constexpr int kHalf = kValues / 16;  // eights of half of the columns
+    const int row = n * 8 + lane / 4;
     if (!segment.split())
-      return store_pair<T>(p, tile, segment.request, n * 8 + lane / 4, lane % 4, column, a, b);
-    const int half = column / 8 / kHalf, eight = column / 8 - half * kHalf;
-    float4* const piece =
-        p.partial_out + eight * 32 +
-        piece_offset<kValues, kLongLines>(p, piece_index(p, tile, blockIdx.y, segment.slot), half, 0, 0, lane);
-    if (kRows == 8)
-      store_global_float4(piece, a, b, 0.0f, 0.0f);
+      store_pair<T>(p, tile, segment.request, row, lane % 4, column, a, b);
     else
-      store_global_float2(reinterpret_cast<float2*>(piece) + n, a, b);
+      store_global_float2(piece_row(row).columns + column + lane % 4 * 2, a, b);
   }
 };
 

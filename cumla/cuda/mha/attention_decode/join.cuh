@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// How pieces of few rows are joined: a share is whole rows (split/meeting.cuh tells who joins it). Its warps divide the
+// rows and, where rows are fewer than warps, the pieces of each, which they load many at once.
+#pragma once
+#include "mha/attention/layout.cuh"
+#include "split/join.cuh"
+#include "split/meeting.cuh"
+#include "split/output.cuh"
+#include "split/plan.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+// Where a row of a piece lies in a plan's buffer: its columns, and its base-2 log-sum-exp.
+template <int kValues>
+struct PieceRow {
+  float* columns;
+  float* lse;
+
+  __device__ __forceinline__ PieceRow(const AttentionParams& p, const HeadTile& tile, int part, int slot, int row) {
+    const i64 number = piece_index(p, tile, part, slot) * kRowGroup + row;
+    columns = reinterpret_cast<float*>(p.partial_out) + number * kValues;
+    lse = reinterpret_cast<float*>(p.partial_rows) + number;
+  }
+};
+
+// `sums`: shared memory of kJoinWarps * kRoom bytes that nobody uses meanwhile.
+template <typename T, int kValues>
+struct RowJoiner : Meeting<AttentionParams> {
+  static constexpr int kRuns = (kValues + 127) / 128;  // of four columns of a lane
+  static constexpr int kAtOnce = 8;                    // pieces
+  static constexpr int kRoom = kValues * 4 + 16;
+
+  const u32 sums;
+  const HeadTile& tile;
+
+  __device__ __forceinline__ RowJoiner(const AttentionParams& p, u32 words, u32 sums, const HeadTile& tile,
+                                       const Segment& segment)
+      : Meeting{p, segment, words, segment.last_part - segment.first_part + 1,
+                static_cast<int>(copy_of(threadIdx.x) / 32 - kWarpgroup / 32),
+                static_cast<int>(copy_of(threadIdx.x) % 32)},
+        sums(sums),
+        tile(tile) {}
+
+  // Called by all threads of the joining warps, their piece stored. `more`: the CTA has another request to do.
+  // model: join
+  __device__ __forceinline__ void join(bool more) const {
+    Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
+    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
+    consumers_sync();
+    if (threadIdx.x == kWarpgroup)
+      store_shared_u32(words, arrive(&tickets[segment.first_part].arrived, left_here, more));
+    consumers_sync();
+    const u32 role = load_shared_u32(words);
+    if (role == kGoOn) return;
+    const int mine = blockIdx.y - segment.first_part;
+    int share = mine, looked = 0;
+    u32 left = 0;
+#pragma unroll 1
+    while (share >= 0) {
+      if (share < tile.rows) join_rows(share);
+      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
+      share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
+      left &= left - 1;
+    }
+    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
+  }
+
+ private:
+  // What a warp has of a row, relative to a base-2 maximum.
+  struct Sum {
+    float4 v[kRuns];
+    float weight, maximum;
+
+    __device__ __forceinline__ Sum() : v{}, weight(0.0f), maximum(-kInfinity) {}
+    __device__ __forceinline__ void raise(float next) {
+      const float factor = weight_of(maximum, next);
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r)
+        v[r] = {v[r].x * factor, v[r].y * factor, v[r].z * factor, v[r].w * factor};
+      weight *= factor;
+      maximum = next;
+    }
+    __device__ __forceinline__ void add(int r, const float4& other, float factor) {
+      v[r].x += factor * other.x;
+      v[r].y += factor * other.y;
+      v[r].z += factor * other.z;
+      v[r].w += factor * other.w;
+    }
+  };
+
+  // Rows share, share + pieces, and so on. How many warps divide the pieces of a row follows from the share alone.
+  __device__ __forceinline__ void join_rows(int share) const {
+    int shift = 3;
+    while (share + (kJoinWarps >> shift) * pieces < tile.rows) --shift;
+    const int helpers = 1 << shift, helper = warp & (helpers - 1), row = share + (warp >> shift) * pieces;
+    const u32 own = sums + warp * kRoom;
+    if (row < tile.rows) {
+      const Sum sum = add_pieces(row, helper, helpers);
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r)
+        if (column_of(r) < kValues) store_shared_float4(own + column_of(r) * 4, sum.v[r]);
+      if (lane == 0) store_shared_float2(own + kValues * 4, {sum.maximum, sum.weight});
+    }
+    consumers_sync();  // plant: rows
+    if (row < tile.rows && helper == 0) store(row, add_helpers(own, helpers));
+    consumers_sync();  // the next share's sums come there
+  }
+
+  __device__ __forceinline__ int column_of(int r) const { return r * 128 + lane * 4; }
+
+  __device__ __forceinline__ Sum add_pieces(int row, int first, int step) const {
+    Sum sum;
+#pragma unroll 1
+    for (; first < pieces; first += kAtOnce * step) {
+      float4 v[kAtOnce][kRuns];
+      float lse[kAtOnce], highest = sum.maximum;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int i = first + k * step;
+        const PieceRow<kValues> from(p, tile, segment.first_part + i, slot_of(i), row);
+        lse[k] = i < pieces ? load_l2_float(from.lse) : -kInfinity;
+#pragma unroll
+        for (int r = 0; r < kRuns; ++r) {
+          v[k][r] = {0.0f, 0.0f, 0.0f, 0.0f};
+          if (i < pieces && has_column(p, column_of(r)))
+            v[k][r] = load_l2_float4(reinterpret_cast<const float4*>(from.columns + column_of(r)));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) highest = fmaxf(highest, lse[k]);
+      sum.raise(highest);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const float weight = weight_of(lse[k], highest);
+        sum.weight += weight;
+#pragma unroll
+        for (int r = 0; r < kRuns; ++r) sum.add(r, v[k][r], weight);
+      }
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ Sum add_helpers(u32 from, int helpers) const {
+    Sum sum;
+#pragma unroll 1
+    for (int h = 0; h < helpers; ++h, from += kRoom) {
+      const float2 other = load_shared_float2(from + kValues * 4);
+      sum.raise(fmaxf(sum.maximum, other.x));
+      const float factor = weight_of(other.x, sum.maximum);
+      sum.weight += factor * other.y;
+#pragma unroll
+      for (int r = 0; r < kRuns; ++r)
+        if (column_of(r) < kValues) sum.add(r, load_shared_float4(from + column_of(r) * 4), factor);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ void store(int row, const Sum& sum) const {
+    const float scale = sum.weight == 0.0f ? 0.0f : reciprocal_approx(sum.weight);
+    char* const out = row_of_out(p, tile, segment.request, row);
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+      const float4 v = {sum.v[r].x * scale, sum.v[r].y * scale, sum.v[r].z * scale, sum.v[r].w * scale};
+      if (!has_column(p, column_of(r))) continue;
+      if (p.out_is_float) {
+        float* const to = reinterpret_cast<float*>(out) + column_of(r);
+        store_global_float2(to, v.x, v.y);
+        store_global_float2(to + 2, v.z, v.w);
+      } else {
+        store_global_8(out + column_of(r) * 2, pack_pair<T>(v.x, v.y), pack_pair<T>(v.z, v.w));
+      }
+    }
+    if (lane == 0)
+      store_lse(p, segment.request, Row(p, tile, row),
+                sum.weight == 0.0f ? -kInfinity : sum.maximum + log2_approx(sum.weight));
+  }
+};
+
+}  // namespace cumla::mha
