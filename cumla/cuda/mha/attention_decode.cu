@@ -64,7 +64,6 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
   if (p.box_rows == kChunk && threadIdx.x == 32) prefetch_tensor_map(&p.value_map);
   if (warp == 2) prefetch_plan(p, lane);
-  if (warp == 3) prefetch_query<kKeys, kRows>(p, lane);
   __syncthreads();
   grid_dependency_launch();
   grid_dependency_wait();

@@ -22,23 +22,6 @@ __device__ __forceinline__ const char* query_row(const AttentionParams& p, const
   return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
 }
 
-// Has L2 fetch query rows, those with which the CTA begins if all requests are alike. That reads nothing: an earlier
-// kernel may still write there.
-template <int kKeys, int kRows>
-__device__ __forceinline__ void prefetch_query(const AttentionParams& p, int lane) {
-  constexpr int kLines = kKeys / 64;  // of 128 bytes, in a row
-  const float part = static_cast<float>(blockIdx.y) * static_cast<float>(p.q_len) + 0.5f;
-  const int first = static_cast<int>(part * reciprocal_approx(static_cast<float>(p.parts)));
-  for (int i = lane; i < kRows * kLines; i += 32) {
-    const int row = i / kLines, own = quotient(row, p.by_heads_per_group);
-    const TokenPlace at = place_of(p, 0, min(first + own, p.q_len - 1));
-    const int head = HeadTile::kv_head() * p.heads_per_group + row - own * p.heads_per_group;
-    if (i % kLines * 64 < p.key_columns)
-      prefetch_l2(p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + head * p.q_stride_head +
-                  i % kLines * 128);
-  }
-}
-
 // What a warp has of a row tile. Lane 4 g + q has the query of row g, scores and outputs of rows 2 q and 2 q + 1, of
 // each eight rows.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
