@@ -107,7 +107,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
 #pragma unroll 1
   while (place <= last_place) {
     if (!kAhead && warp == 0) {
-      if (attender.tiles > 0) {
+      if (Layout::kTurns == 1 && attender.tiles > 0) {
         attender.wait_for_all();
         narrows = copy_query(0);
       }
@@ -144,10 +144,12 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       attender.settle(before);
     }
     chunk -= chunks;  // which warp has a chunk depends on the tiles before, so calls with batch_invariant go elsewhere
-    const bool more = place++ < last_place;
-    owes = attender.finish(segment, more);
+    const bool more = place < last_place;
+    owes = attender.finish(segment, more, [&] {
+      if (!kAhead) narrows = copy_query(1);
+    });
     if (!more) break;
-    segment = chunks_at<kRows>(p, tile, place, chunks);
+    segment = chunks_at<kRows>(p, tile, ++place, chunks);
   }
 }
 

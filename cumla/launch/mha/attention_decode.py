@@ -26,7 +26,7 @@ def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
     holds_query = rows == 8 and keys <= 192
     query = rows * (keys * 2 + 4) * (3 if holds_query else 1)
     step, steps = _WARPS * (8 * 68 * 4 + 32), rows // 8 * tiles[1]
-    others = step + _WARPS * (rows * 16 + 4 * 8) + 64 + query
+    others = step + _WARPS * (rows * 16 + 4 * 8) + 96 + query
     stages = min(3 if holds_query else 2, (_SHARED_MOST - others) // (_WARPS * chunk))
     if stages < 2:
         return 0

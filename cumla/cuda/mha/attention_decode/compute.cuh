@@ -22,6 +22,11 @@ __device__ __forceinline__ const char* query_row(const AttentionParams& p, const
   return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
 }
 
+// A scale that was copied into shared memory, if it is not a number.
+__device__ __forceinline__ float loaded_scale(const Scales& scale, u32 from) {
+  return scale.data == nullptr ? scale.value : load_shared_float(from);
+}
+
 // What a warp has of a row tile. Lane 4 g + q has the query of row g, scores and outputs of rows 2 q and 2 q + 1, of
 // each eight rows.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
@@ -54,7 +59,13 @@ struct ChunkAttender {
     return ((4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns) / 8;
   }
 
-  // One warp copies the query rows of a tile, to be taken by all in its turn.
+  __device__ __forceinline__ void copy_scale_async(const Scales& scale, const HeadTile& of, u32 to) const {
+    if (scale.data == nullptr) return;
+    const int request = min(max(request_of(p, of), 0), scale.requests - 1);
+    copy_4_async(to, scale.data + request * scale.stride_request + of.index * scale.stride_head, true);
+  }
+
+  // One warp copies the query rows of a tile and its scales, to be taken by all in its turn.
   __device__ __forceinline__ void copy_query_async(const HeadTile& of, u32 tiles) const {
     const u32 slot = tiles % Layout::kQuerySlots;
 #pragma unroll
@@ -62,6 +73,10 @@ struct ChunkAttender {
       const int row = i / (kKeys / 8), piece = i % (kKeys / 8);
       const bool exists = row < of.rows && piece * 8 < p.key_columns;
       copy_16_async(shared.query(slot, row, piece), exists ? query_row(p, of, row) + piece * 16 : p.q, exists);
+    }
+    if (kE4m3 && lane == 0) {
+      copy_scale_async(p.key_scale, of, shared.scale(tiles, false));
+      copy_scale_async(p.value_scale, of, shared.scale(tiles, true));
     }
     mbarrier_arrive_after_copies(kNarrows ? shared.query_copied() : shared.query_full(slot));
   }
@@ -122,11 +137,11 @@ struct ChunkAttender {
   // The sink counts once: in the first piece of a row tile, for warp 0.
   // tiles: how many the CTA has done.
   __device__ __forceinline__ void begin(const Segment& segment, u32 tiles) {
-    const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile), tile.index) : 1.0f;
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     slot = tiles % Layout::kQuerySlots;
     mbarrier_wait(shared.query_full(slot), tiles / Layout::kQuerySlots & 1, "the query rows");
+    const float of_keys = kE4m3 ? loaded_scale(p.key_scale, shared.scale(tiles, false)) : 1.0f;
     if constexpr (Layout::kHoldsQuery) {
 #pragma unroll
       for (int i = 0; i < Layout::kQueryWords / 4; ++i) {

@@ -45,13 +45,14 @@ struct Adder {
   const Layout& shared;
   const HeadTile& tile;
   const Segment& segment;
+  const u32 number;  // of the tile
   const int adder, lane;
 
   // Read anew: what follows from it would be kept over the chunks.
   __device__ __forceinline__ static int thread_here() { return copy_of(threadIdx.x); }
   __device__ __forceinline__ Adder(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
-                                   const Segment& segment)
-      : p(p), shared(shared), tile(tile), segment(segment), adder(thread_here() / 32 - kFirst),
+                                   const Segment& segment, u32 number)
+      : p(p), shared(shared), tile(tile), segment(segment), number(number), adder(thread_here() / 32 - kFirst),
         lane(thread_here() % 32) {}
 
   // Steps first to last, when all warps have left what they have of them.
@@ -88,29 +89,30 @@ struct Adder {
   __device__ __forceinline__ float weigh_warps(int n, float (&own)[kEach], bool is_first) const {
     const int row = n * 8 + lane / 4;
     float highest = kLowest, total = 0.0f, rounded = 0.0f;
+    float4 of_warp[kEach];
 #pragma unroll
-    for (int k = 0; k < kEach; ++k)
-      highest = fmaxf(highest, load_shared_float(shared.statistics_of(lane % 4 + 4 * k, row)));
+    for (int k = 0; k < kEach; ++k) of_warp[k] = load_shared_float4(shared.statistics_of(lane % 4 + 4 * k, row));
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) highest = fmaxf(highest, of_warp[k].x);
     highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      const float4 of_warp = load_shared_float4(shared.statistics_of(lane % 4 + 4 * k, row));
-      own[k] = exp2_approx(of_warp.x - highest);
-      total += own[k] * of_warp.y;
-      rounded += own[k] * of_warp.z;
+      own[k] = exp2_approx(of_warp[k].x - highest);
+      total += own[k] * of_warp[k].y;
+      rounded += own[k] * of_warp[k].z;
     }
     total = sum_of_quad(total);
     rounded = sum_of_quad(rounded);
-    if (is_first && adder == 0 && lane % 4 == 0) {
+    if (is_first && adder == 0 && lane % 4 == 0 && row < tile.rows) {
       const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
       if (segment.split())
         *piece_row(row).lse = lse;
-      else if (row < tile.rows)
+      else
         store_lse(p, segment.request, Row(p, tile, row), lse);
     }
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
-    return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile), tile.index) : inverse;
+    return kE4m3 ? inverse * loaded_scale(p.value_scale, shared.scale(number, true)) : inverse;
   }
 
   __device__ __forceinline__ static float sum_of_quad(float value) {
@@ -126,6 +128,7 @@ struct Adder {
     for (int i = 0; i < 8; ++i) sums[i] = 0.0f;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
+      if (n * 8 + lane / 4 >= tile.rows) continue;
       const u32 from = shared.sums_of(step, q + 4 * k, lane / 4) + adder * 32;
       const float4 low = load_shared_float4(from), high = load_shared_float4(from + 16);
       const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -151,7 +154,7 @@ struct Adder {
     const int row = n * 8 + lane / 4;
     if (!segment.split())
       store_pair<T>(p, tile, segment.request, row, lane % 4, column, a, b);
-    else
+    else if (row < tile.rows)
       store_global_float2(piece_row(row).columns + column + lane % 4 * 2, a, b);
   }
 };
@@ -171,9 +174,10 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
   u32 tiles = 0;  // of which warps have left what they have, in kTurns turns each
 
   // Leaves what the warp has, and adds up what all have; whether that is still to be done, by settle().
-  __device__ __forceinline__ bool finish(const Segment& segment, bool more) {
+  template <typename Copy>
+  __device__ __forceinline__ bool finish(const Segment& segment, bool more, const Copy& copy_next) {
     const bool adds = warp >= kFirstAdder, later = Layout::kAllAtOnce && more && !segment.split();
-    const AdderOf adder(p, shared, tile, segment);
+    const AdderOf adder(p, shared, tile, segment, tiles);
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
@@ -189,6 +193,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
       const u32 parity = tiles * Layout::kTurns + turn & 1;
       mbarrier_wait(shared.sums_free(), parity ^ 1, "room for results");
       if (turn == 0) leave_statistics();
+      if (turn == 1) copy_next();  // all warps have left the query rows
 #pragma unroll
       for (int step = first; step < first + Layout::kAtOnce; ++step) leave_sums(step);
       __syncwarp();
@@ -206,7 +211,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
   // Of a tile that is whole.
   __device__ __forceinline__ void settle(const HeadTile& left) const {
     const Segment whole = {};
-    const AdderOf adder(p, shared, left, whole);
+    const AdderOf adder(p, shared, left, whole, tiles - 1);
     adder.add(0, Layout::kSteps - 1, tiles - 1 & 1);
     adder.release();
   }
@@ -233,6 +238,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (n * 8 + 2 * q + r >= tile.rows) continue;
         const float(&even)[4] = output[n][4 * round + 2 * half], (&odd)[4] = output[n][4 * round + 2 * half + 1];
         store_shared_float4(shared.sums_of(step, warp, 2 * q + r) + g * 32 + half * 16,
                             {even[r], even[r + 2], odd[r], odd[r + 2]});

@@ -115,6 +115,8 @@ struct RowJoiner : Meeting<AttentionParams> {
   __device__ __forceinline__ int column_of(int r) const { return r * 128 + lane * 4; }
 
   __device__ __forceinline__ Sum add_pieces(int row, int first, int step) const {
+    const PieceRow<kValues> base(p, tile, segment.first_part, 0, row);
+    const float4* const columns = reinterpret_cast<const float4*>(base.columns) + lane;
     Sum sum;
 #pragma unroll 1
     for (; first < pieces; first += kAtOnce * step) {
@@ -123,13 +125,13 @@ struct RowJoiner : Meeting<AttentionParams> {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const int i = first + k * step;
-        const PieceRow<kValues> from(p, tile, segment.first_part + i, slot_of(i), row);
-        lse[k] = i < pieces ? load_l2_float(from.lse) : -kInfinity;
+        const int slots = i == 0 ? segment.first_slot : 2 * i;  // after that of the first part
+        lse[k] = i < pieces ? load_l2_float(base.lse + slots * kRowGroup) : -kInfinity;
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
           v[k][r] = {0.0f, 0.0f, 0.0f, 0.0f};
           if (i < pieces && has_column(p, column_of(r)))
-            v[k][r] = load_l2_float4(reinterpret_cast<const float4*>(from.columns + column_of(r)));
+            v[k][r] = load_l2_float4(columns + static_cast<i64>(slots) * (kRowGroup * kValues / 4) + 32 * r);
         }
       }
 #pragma unroll
@@ -148,15 +150,21 @@ struct RowJoiner : Meeting<AttentionParams> {
 
   __device__ __forceinline__ Sum add_helpers(u32 from, int helpers) const {
     Sum sum;
-#pragma unroll 1
-    for (int h = 0; h < helpers; ++h, from += kRoom) {
-      const float2 other = load_shared_float2(from + kValues * 4);
-      sum.raise(fmaxf(sum.maximum, other.x));
-      const float factor = weight_of(other.x, sum.maximum);
-      sum.weight += factor * other.y;
+    float2 others[kJoinWarps];  // maxima and weights
+#pragma unroll
+    for (int h = 0; h < kJoinWarps; ++h) {
+      others[h] = {-kInfinity, 0.0f};
+      if (h < helpers) others[h] = load_shared_float2(from + h * kRoom + kValues * 4);
+      sum.maximum = fmaxf(sum.maximum, others[h].x);
+    }
+#pragma unroll
+    for (int h = 0; h < kJoinWarps; ++h) {
+      if (h >= helpers) break;
+      const float factor = weight_of(others[h].x, sum.maximum);
+      sum.weight += factor * others[h].y;
 #pragma unroll
       for (int r = 0; r < kRuns; ++r)
-        if (column_of(r) < kValues) sum.add(r, load_shared_float4(from + column_of(r) * 4), factor);
+        if (column_of(r) < kValues) sum.add(r, load_shared_float4(from + h * kRoom + column_of(r) * 4), factor);
     }
     return sum;
   }

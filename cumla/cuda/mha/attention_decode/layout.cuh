@@ -16,7 +16,7 @@ struct DecodeLayout {
   static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
   static constexpr int kSumsRow = 68 * 4, kSumsWarp = 8 * kSumsRow + 32;  // bytes: 64 columns and a shift of banks
   static constexpr int kSteps = kRows / 8 * kValues / 64, kStepBytes = kDecodeWarps * kSumsWarp;  // of adding up
-  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 64;  // and barriers, and two words
+  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 96;  // and barriers, words, scales
   static constexpr bool kHoldsQuery = kRows == 8 && kKeys <= 192;  // in registers
   static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
   static constexpr int kSlotBytes = kRows * (kKeys * 2 + 4);
@@ -54,12 +54,16 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 sums_free() const { return words() + 16; }
   __device__ __forceinline__ u32 query_copied() const { return words() + 24; }
   __device__ __forceinline__ u32 query_full(u32 slot) const { return words() + 32 + slot * 8; }
+  // Of the keys or the values of a tile, until the end of the next one.
+  __device__ __forceinline__ u32 scale(u32 tiles, bool of_values) const {
+    return words() + 64 + tiles % 4 * 8 + of_values * 4;
+  }
   // The i-th 16 bytes of a query row, so that lanes of two rows read from all banks; and what undoes its factor.
   __device__ __forceinline__ u32 query(u32 slot, int row, int i) const {
-    return words() + 64 + (slot * kRows + row) * (kKeys * 2) + ((i ^ (kE4m3 ? row & 7 : (row & 1) * 4)) << 4);
+    return words() + 96 + (slot * kRows + row) * (kKeys * 2) + ((i ^ (kE4m3 ? row & 7 : (row & 1) * 4)) << 4);
   }
   __device__ __forceinline__ u32 undone(u32 slot, int row) const {
-    return words() + 64 + kQuerySlots * kRows * kKeys * 2 + (slot * kRows + row) * 4;
+    return words() + 96 + kQuerySlots * kRows * kKeys * 2 + (slot * kRows + row) * 4;
   }
 
   // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.
