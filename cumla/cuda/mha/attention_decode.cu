@@ -82,7 +82,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   if (place <= last_place) segment = chunks_at<kRows>(p, tile, place, chunks);
   // Of this tile, or of the next one.
   const auto copy_query = [&](int later) {
-    if (warp != 0 || place + later > last_place) return false;
+    if (warp != kQueryWarp || place + later > last_place) return false;
     HeadTile of = tile;
     int unused;
     if (later > 0) chunks_at<kRows>(p, of, place + later, unused);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   bool owes = false;  // results of the tile before
 #pragma unroll 1
   while (place <= last_place) {
-    if (!kAhead && warp == 0) {
+    if (!kAhead && warp == kQueryWarp) {
       if (Layout::kTurns == 1 && attender.tiles > 0) {
         attender.wait_for_all();
         narrows = copy_query(0);

@@ -69,10 +69,14 @@ struct ChunkAttender {
   __device__ __forceinline__ void copy_query_async(const HeadTile& of, u32 tiles) const {
     const u32 slot = tiles % Layout::kQuerySlots;
 #pragma unroll
-    for (int i = lane; i < kRows * kKeys / 8; i += 32) {
-      const int row = i / (kKeys / 8), piece = i % (kKeys / 8);
-      const bool exists = row < of.rows && piece * 8 < p.key_columns;
-      copy_16_async(shared.query(slot, row, piece), exists ? query_row(p, of, row) + piece * 16 : p.q, exists);
+    for (int n = 0; n < kEights; ++n) {
+      const int row = n * 8 + lane / 4;
+      const char* const from = row < of.rows ? query_row(p, of, row) : p.q;
+#pragma unroll
+      for (int i = lane % 4; i < kKeys / 8; i += 4) {
+        const bool exists = row < of.rows && i * 8 < p.key_columns;
+        copy_16_async(shared.query(slot, row, i), exists ? from + i * 16 : p.q, exists);
+      }
     }
     if (kE4m3 && lane == 0) {
       copy_scale_async(p.key_scale, of, shared.scale(tiles, false));

@@ -8,6 +8,7 @@ namespace cumla::mha {
 using namespace ptx;
 
 constexpr int kDecodeWarps = 12, kChunk = 16;  // tokens
+constexpr int kQueryWarp = 11;                 // loads query rows: of the first tile it has the fewest chunks
 constexpr int kSharedMost = 232448;
 
 template <int kKeys, int kValues, int kRows, bool kE4m3>
