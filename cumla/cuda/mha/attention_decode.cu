@@ -89,17 +89,31 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     attender.copy_query_async(of, attender.tiles + later);
     return kNarrows;
   };
-  bool narrows = copy_query(0);
   ChunksAhead<Layout, kRows> ahead(p, shared, tile, segment, chunks, place, last_place);
-  ChunkRow first[Layout::kStages];
-#pragma unroll
-  for (int s = 0; s < Layout::kStages; ++s) first[s] = ahead.advance();
-#pragma unroll
+  // Text that runs for the first time is slow, so it is short, where registers allow that.
+  constexpr int kOnce = Layout::kHoldsQuery ? 1 : Layout::kStages;
+  ChunkEntry first[Layout::kStages];
+#pragma unroll kOnce
   for (int s = 0; s < Layout::kStages; ++s) {
-    boxed |= static_cast<u32>(ahead.copy_async(first[s], s, false)) << s;
+    const ChunkEntry at = ahead.advance();
+#pragma unroll
+    for (int i = 0; i < Layout::kStages; ++i)
+      if (i == s) first[i] = at;
+  }
+  ChunkRow rows[Layout::kStages];
+#pragma unroll
+  for (int s = 0; s < Layout::kStages; ++s) rows[s] = ahead.look_up(first[s]);
+  bool narrows = copy_query(0);  // while the page numbers come
+#pragma unroll kOnce
+  for (int s = 0; s < Layout::kStages; ++s) {
+    ChunkRow at = rows[0];
+#pragma unroll
+    for (int i = 1; i < Layout::kStages; ++i)
+      if (i == s) at = rows[i];
+    boxed |= static_cast<u32>(ahead.copy_async(at, s, false)) << s;
     copy_async_commit();
   }
-  ChunkRow next = ahead.advance();
+  ChunkRow next = ahead.look_up(ahead.advance());  // a chunk before it is needed
 
   if (kAhead && narrows) attender.narrow_query(0);
   int stage = 0, chunk = warp;
@@ -131,7 +145,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
         __syncwarp();
         boxed = ahead.copy_async(next, stage, (boxed & bit) != 0) ? boxed | bit : boxed & ~bit;
         copy_async_commit();
-        next = ahead.advance();
+        next = ahead.look_up(ahead.advance());
         stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
       }
       if (!has_duty) break;

@@ -37,7 +37,6 @@ __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile,
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 struct Adder {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
-  static constexpr int kFirst = kDecodeWarps - kJoinWarps;
   static constexpr int kRounds = kValues / 64;    // steps of eight rows
   static constexpr int kEach = kDecodeWarps / 4;  // of the warps, whose outputs a lane adds up
 
@@ -52,7 +51,7 @@ struct Adder {
   __device__ __forceinline__ static int thread_here() { return copy_of(threadIdx.x); }
   __device__ __forceinline__ Adder(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                    const Segment& segment, u32 number)
-      : p(p), shared(shared), tile(tile), segment(segment), number(number), adder(thread_here() / 32 - kFirst),
+      : p(p), shared(shared), tile(tile), segment(segment), number(number), adder(thread_here() / 32),
         lane(thread_here() % 32) {}
 
   // Steps first to last, when all warps have left what they have of them.
@@ -169,14 +168,14 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
   using Base::output, Base::maximum, Base::sum, Base::weight;
   using Base::Base;
   using AdderOf = Adder<T, kKeys, kValues, kRows, kE4m3>;
-  static constexpr int kFirstAdder = AdderOf::kFirst, kRounds = kValues / 64;
+  static constexpr int kRounds = kValues / 64;
 
   u32 tiles = 0;  // of which warps have left what they have, in kTurns turns each
 
   // Leaves what the warp has, and adds up what all have; whether that is still to be done, by settle().
   template <typename Copy>
   __device__ __forceinline__ bool finish(const Segment& segment, bool more, const Copy& copy_next) {
-    const bool adds = warp >= kFirstAdder, later = Layout::kAllAtOnce && more && !segment.split();
+    const bool adds = warp < kJoinWarps, later = Layout::kAllAtOnce && more && !segment.split();
     const AdderOf adder(p, shared, tile, segment, tiles);
 #pragma unroll
     for (int n = 0; n < kEights; ++n)

@@ -42,8 +42,7 @@ struct RowJoiner : Meeting<AttentionParams> {
   __device__ __forceinline__ RowJoiner(const AttentionParams& p, u32 words, u32 sums, const HeadTile& tile,
                                        const Segment& segment)
       : Meeting{p, segment, words, segment.last_part - segment.first_part + 1,
-                static_cast<int>(copy_of(threadIdx.x) / 32 - kWarpgroup / 32),
-                static_cast<int>(copy_of(threadIdx.x) % 32)},
+                static_cast<int>(copy_of(threadIdx.x) / 32), static_cast<int>(copy_of(threadIdx.x) % 32)},
         sums(sums),
         tile(tile) {}
 
@@ -53,7 +52,7 @@ struct RowJoiner : Meeting<AttentionParams> {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
     consumers_sync();
-    if (threadIdx.x == kWarpgroup)
+    if (threadIdx.x == 0)
       store_shared_u32(words, arrive(&tickets[segment.first_part].arrived, left_here, more));
     consumers_sync();
     const u32 role = load_shared_u32(words);
@@ -68,7 +67,7 @@ struct RowJoiner : Meeting<AttentionParams> {
       share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
       left &= left - 1;
     }
-    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
+    if (role == kLast && threadIdx.x == 0) store_relaxed(left_here, 0);
   }
 
  private:

@@ -49,9 +49,13 @@ struct ChunkRow {
   static constexpr int kNone = -2;  // no chunk, for all lanes
   int number, row;
 };
+// The same before the page is looked up.
+struct ChunkEntry {
+  i64 entry;
+  int row;
+};
 
-// A warp's chunks, in the order in which it multiplies them: every twelfth of all that the part has. Page numbers are
-// loaded a chunk before they are needed.
+// A warp's chunks, in the order in which it multiplies them: every twelfth of all that the part has.
 template <typename Layout, int kRows>
 struct ChunksAhead {
   const AttentionParams& p;
@@ -67,22 +71,22 @@ struct ChunksAhead {
       : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
         segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks) {}
 
-  __device__ __forceinline__ ChunkRow advance() {
+  __device__ __forceinline__ ChunkEntry advance() {
     chunk += kDecodeWarps;
     while (chunk >= chunks && place < last_place) {
       chunk -= chunks;
       segment = chunks_at<kRows>(p, tile, ++place, chunks);
     }
-    ChunkRow at = {0, ChunkRow::kNone};
+    ChunkEntry at = {-1, ChunkRow::kNone};
     if (chunk >= chunks) return at;
-    at.row = -1;
     const int token = segment.begin * kBlockTokens + chunk * kChunk + lane % kChunk;
-    int row;
-    const i64 entry = entry_of(p, tile, segment.tokens, token, row);
-    if (entry < 0) return at;
-    at.row = row;
-    if (p.block_table != nullptr) at.number = p.block_table[entry];
+    at.entry = entry_of(p, tile, segment.tokens, token, at.row);
+    if (at.entry < 0) at.row = -1;
     return at;
+  }
+
+  __device__ __forceinline__ ChunkRow look_up(const ChunkEntry& at) const {
+    return {at.entry < 0 || p.block_table == nullptr ? 0 : p.block_table[at.entry], at.row};
   }
 
   // A whole chunk of one page comes by the copy engine, which is told in what is returned; any other one row by row.
