@@ -215,8 +215,7 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   }
   PartBound bound = {dealt, 0, 0, 0};
   if (__syncthreads_or(price > share + p.fixed_cost + 2 * p.piece_cost)) {
-    // Equal ones, not rounded up: requests of one length are then cut alike.
-    const i64 at = thread < p.parts ? max(thread * total / p.parts, static_cast<i64>(thread) * p.min_share) : total;
+    const i64 at = thread < p.parts ? thread * share : total;
     bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
   }
   const bool cuts = thread < p.parts && bound.block > 0;

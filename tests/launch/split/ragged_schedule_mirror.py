@@ -83,10 +83,7 @@ def schedule(
     if prices.max() <= share + FIXED_COST + 2 * key.piece_cost:
         return TileSchedule(places, bounds)
     bounds[:, 0] = len(places)
-    for part in range(key.parts):
-        at = max(part * total // key.parts, part * MIN_SHARE)
-        if at >= total:
-            break
+    for part, at in enumerate(range(0, min(key.parts * share, total), share)):
         place = int(np.searchsorted(ends, at, side="right"))
         block = at - int(ends[place] - blocks[place] - FIXED_COST)
         if block < key.min_blocks:
