@@ -5,7 +5,8 @@
 // A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule
 // (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
 // cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
-// order, and cut a tile where one ends (docs/kernels/mla.md).
+// order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
+// one of them (docs/kernels/mla.md).
 // tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
@@ -106,6 +107,9 @@ struct RaggedShared {
   Run runs[kMaxParts + 1];
   Run edges[kScheduleWarps][2];
   int edge_places[kScheduleWarps][2];
+  int blocks[kScheduleThreads];         // of tiles, where they are as few as parts
+  int piece_costs[kScheduleWarps];      // of the dearest piece, for each size that is tried
+  int dearest[kScheduleWarps];          // share, of those that a warp's threads have
 };
 
 // The last thread that starts no later than `place`.
@@ -177,6 +181,62 @@ __device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, con
   return {place, static_cast<int>(block), 0, 0};
 }
 
+// Into how many pieces a tile is cut, of at most `size` blocks, but not of fewer than min_blocks.
+__device__ __forceinline__ int pieces_of(const RaggedScheduleParams& p, int blocks, int size) {
+  return max(min((blocks + size - 1) / size, blocks / p.min_blocks), 1);
+}
+
+// What a part costs if it lies between two bounds: it has fixed_cost for each piece, piece_cost for one that is cut.
+__device__ __forceinline__ int cost_between(const RaggedScheduleParams& p, const i64* cost_starts, i64 total,
+                                            int tiles, const PartBound& bound, const PartBound& next) {
+  const auto at = [&](const PartBound& b) { return b.block + (b.place < tiles ? cost_starts[b.place] : total); };
+  const bool same = next.place == bound.place;
+  const int tail = next.block > (same ? bound.block : 0), head = !same && bound.block > 0;
+  return at(next) - at(bound) + tail * p.fixed_cost + (tail + head) * p.piece_cost;
+}
+
+constexpr int kTooMany = 0x7fffffff;  // cost of more pieces than parts
+
+// The size of pieces at which they are no more than parts and the dearest one is cheapest; 0 if that is dearer than the
+// dearest share. of_share: what this thread's costs. Each warp tries one of 32 sizes, from the mean on.
+__device__ __forceinline__ int piece_size(const RaggedScheduleParams& p, RaggedShared& shared, int tiles, i64 total,
+                                          int of_share) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const i64 blocks = total - static_cast<i64>(tiles) * p.fixed_cost;
+  const int least = max(static_cast<int>((blocks + p.parts - 1) / p.parts), p.min_blocks), size = least + warp;
+  int count = 0, cost = 0;
+  for (int i = lane; i < tiles; i += 32) {
+    const int pieces = pieces_of(p, shared.blocks[i], size);
+    count += pieces;
+    cost = max(cost, (shared.blocks[i] + pieces - 1) / pieces + p.fixed_cost + (pieces > 1 ? p.piece_cost : 0));
+  }
+  count = __reduce_add_sync(0xffffffffu, count);
+  cost = __reduce_max_sync(0xffffffffu, cost);
+  of_share = __reduce_max_sync(0xffffffffu, of_share);
+  if (lane == 0) {
+    shared.piece_costs[warp] = count <= p.parts ? cost : kTooMany;
+    shared.dearest[warp] = of_share;
+  }
+  __syncthreads();
+  const int tried = shared.piece_costs[lane];
+  const int cheapest = __reduce_min_sync(0xffffffffu, tried);
+  const int dearest = __reduce_max_sync(0xffffffffu, shared.dearest[lane]);
+  return cheapest > dearest ? 0 : least + __ffs(__ballot_sync(0xffffffffu, tried == cheapest)) - 1;
+}
+
+// The bound of this thread's part if tiles are cut into pieces of that size.
+__device__ __forceinline__ PartBound bound_of_piece(const RaggedScheduleParams& p, RaggedShared& shared, int tiles,
+                                                    int size) {
+  const int thread = threadIdx.x, own = thread < tiles ? pieces_of(p, shared.blocks[thread], size) : 0;
+  i64 count;
+  shared.tile_starts[thread] = block_exclusive_sum(static_cast<i64>(own), shared.warp_sums[0], count);
+  __syncthreads();
+  if (thread >= count) return {tiles, 0, 0, 0};
+  const int tile = owner_of(shared.tile_starts, thread), piece = thread - shared.tile_starts[tile];
+  const int pieces = shared.tile_starts[tile + 1] - shared.tile_starts[tile], blocks = shared.blocks[tile];
+  return {tile, piece * (blocks / pieces) + min(piece, blocks % pieces), 0, 0};
+}
+
 __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   __shared__ RaggedShared shared;
   const int thread = threadIdx.x;
@@ -201,7 +261,10 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   write_tiles(p, shared.tile_starts, first, last, tiles, requests_of_thread);
   __syncthreads();
   i64 total, cost = 0;
-  for (int place = first; place < last; ++place) cost += visible_blocks(p, p.places[place]) + p.fixed_cost;
+  for (int place = first; place < last; ++place) {
+    shared.blocks[thread] = visible_blocks(p, p.places[place]);
+    cost += shared.blocks[thread] + p.fixed_cost;
+  }
   shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);
   __syncthreads();
 
@@ -217,6 +280,15 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   if (__syncthreads_or(price > share + p.fixed_cost + 2 * p.piece_cost)) {
     const i64 at = thread < p.parts ? thread * share : total;
     bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
+    if (tiles <= p.parts) {
+      if (thread <= p.parts) shared.bounds[thread] = bound;
+      __syncthreads();
+      int cost = 0;
+      if (thread < p.parts)
+        cost = cost_between(p, shared.cost_starts, total, tiles, shared.bounds[thread], shared.bounds[thread + 1]);
+      const int size = piece_size(p, shared, tiles, total, cost);
+      if (size > 0) bound = bound_of_piece(p, shared, tiles, size);
+    }
   }
   const bool cuts = thread < p.parts && bound.block > 0;
   const Run run = find_run(cuts ? bound.place : -1, shared.edges, shared.edge_places);

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,8 @@ def schedule(
     -------
     TileSchedule
         The tiles dealt out like cards; where that leaves a part too dear, equal shares of the
-        summed cost, which cut a tile where one ends.
+        summed cost, which cut a tile where one ends; where that is no dearer, equal pieces of each
+        tile, one a part.
     """
     group = key.heads_per_group
     indptr = np.asarray(qo_indptr, np.int64)
@@ -92,4 +94,43 @@ def schedule(
             bounds[part] = place + 1, 0
         else:
             bounds[part] = place, block
+    pieces = _whole_tiles_cut(blocks, key, _dearest(bounds, ends, blocks, key))
+    if pieces is not None:
+        counts = np.asarray(pieces)
+        tile = np.repeat(np.arange(len(places)), counts)
+        piece = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
+        size, rest = np.divmod(blocks, counts)
+        bounds[:, 0], bounds[:, 1] = len(places), 0
+        bounds[: len(tile), 0] = tile
+        bounds[: len(tile), 1] = piece * size[tile] + np.minimum(piece, rest[tile])
     return TileSchedule(places, bounds)
+
+
+def _dearest(bounds: np.ndarray, ends: np.ndarray, blocks: np.ndarray, key: RaggedKey) -> int:
+    """Tell what the dearest part between these bounds costs."""
+    starts = np.append(ends - blocks - FIXED_COST, ends[-1])
+    dearest = 0
+    for (place, block), (next_place, next_block) in itertools.pairwise(bounds.tolist()):
+        cost = starts[next_place] + next_block - starts[place] - block
+        if next_block > (block if next_place == place else 0):
+            cost += FIXED_COST + key.piece_cost
+        if block > 0 and next_place != place:
+            cost += key.piece_cost
+        dearest = max(dearest, int(cost))
+    return dearest
+
+
+def _whole_tiles_cut(blocks: np.ndarray, key: RaggedKey, dearest: int) -> list[int] | None:
+    """Count the pieces of each tile if each part has one, unless that is dearer."""
+    if len(blocks) > key.parts:
+        return None
+    least, found = max(-(-int(blocks.sum()) // key.parts), key.min_blocks), None
+    for size in range(least, least + 32):
+        pieces = [max(min(-(-b // size), b // key.min_blocks), 1) for b in blocks.tolist()]
+        costs = [
+            -(-b // n) + FIXED_COST + (key.piece_cost if n > 1 else 0)
+            for b, n in zip(blocks.tolist(), pieces, strict=True)
+        ]
+        if sum(pieces) <= key.parts and max(costs) <= dearest:
+            dearest, found = max(costs) - 1, pieces  # a later size must be cheaper
+    return found
