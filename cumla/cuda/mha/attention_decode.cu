@@ -5,9 +5,9 @@
 //
 // All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the
 // tiles of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running
-// maximum, sums and an output of its own. Warps wait for the query rows, which warp 0 brings, and for room to leave
-// what they have of a tile. It is added up by warps 4 to 11, 64 columns of 8 rows at a time, after their first chunk of
-// the next tile if they can; they write results or join pieces (split/join.cuh).
+// maximum, sums and an output of its own. Warps wait for the query rows, which warp 11 brings, and for room to leave
+// what they have of a tile. It is added up by warps 0 to 7, 64 columns of 8 rows at a time, after their first chunk of
+// the next tile if they can; they write results or join pieces (mha/attention_decode/join.cuh).
 //
 // Operands are swapped: tokens are the M side of the first product, value columns that of the second, and query rows
 // the N side of both, so that eight rows waste nothing:

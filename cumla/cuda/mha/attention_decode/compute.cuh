@@ -43,7 +43,7 @@ struct ChunkAttender {
   const HeadTile& tile;
   const int warp, lane;
   u32 query[Layout::kHoldsQuery ? Layout::kQueryWords : 1];
-  u32 slot;  // of the query rows
+  u32 query_slot;
   float output[kEights][kValues / 16][4];
   float scores[kEights][4];
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
@@ -113,7 +113,7 @@ struct ChunkAttender {
   }
 
   __device__ __forceinline__ uint4 load_query(int n, int i) const {
-    return load_shared_16(shared.query(slot, n * 8 + lane / 4, query_piece(i)));
+    return load_shared_16(shared.query(query_slot, n * 8 + lane / 4, query_piece(i)));
   }
 
   // Of a row as float16, by the highest exponent among a lane's numbers: the power of two that brings its largest one
@@ -143,8 +143,8 @@ struct ChunkAttender {
   __device__ __forceinline__ void begin(const Segment& segment, u32 tiles) {
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
-    slot = tiles % Layout::kQuerySlots;
-    mbarrier_wait(shared.query_full(slot), tiles / Layout::kQuerySlots & 1, "the query rows");
+    query_slot = tiles % Layout::kQuerySlots;
+    mbarrier_wait(shared.query_full(query_slot), tiles / Layout::kQuerySlots & 1, "the query rows");
     const float of_keys = kE4m3 ? loaded_scale(p.key_scale, shared.scale(tiles, false)) : 1.0f;
     if constexpr (Layout::kHoldsQuery) {
 #pragma unroll
@@ -168,7 +168,7 @@ struct ChunkAttender {
         maximum[n][r] = kLowest;
         sum[n][r] = weight[n][r] = 0.0f;
         float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
-        if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(slot, row));
+        if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(query_slot, row));
         factor[n][r] = fminf(of_scores, kMaxFactor);
         if (!has_sink || row >= tile.rows) continue;
         const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;

@@ -106,7 +106,7 @@ struct RowJoiner : Meeting<AttentionParams> {
         if (column_of(r) < kValues) store_shared_float4(own + column_of(r) * 4, sum.v[r]);
       if (lane == 0) store_shared_float2(own + kValues * 4, {sum.maximum, sum.weight});
     }
-    consumers_sync();  // plant: rows
+    consumers_sync();
     if (row < tile.rows && helper == 0) store(row, add_helpers(own, helpers));
     consumers_sync();  // the next share's sums come there
   }

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ragged schedule's kernel on the CPU writes what its mirror says into a plan's buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cumla
+from tests.emulator import emulated_gpu
+from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table
+from tests.launch.split.ragged_schedule_mirror import schedule
+from tests.selection import some
+
+LENGTHS = {
+    "one": [70_000],
+    "as many pieces each": [4096] * 4,
+    "few": [9000, 100, 0, 30_000, 64],
+    "pieces in which one part is too dear": [60_000, *[64] * 60],
+    "as many as parts": [2000] * 33,
+    "more than parts": list(range(0, 8000, 60)),
+}
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("name", some(list(LENGTHS), 3))
+def test_the_schedule_equals_its_mirror(name: str, heads: int) -> None:
+    kv_lens = np.array(LENGTHS[name], np.int32)
+    batch = len(kv_lens)
+    with emulated_gpu(33) as cupy:
+        for q_len in (1, 5):
+            indptr = (q_len * np.arange(batch + 1)).astype(np.int32)
+            total = q_len * batch
+            size = cumla.MLAAttentionPlan.workspace_bytes(batch, total, heads, sm_count=33)
+            buffer = cupy.asarray(np.full(size, 0x77, np.uint8))
+            q = cupy.asarray(np.zeros((total, heads, 576), bfloat16))
+            cache = cupy.asarray(np.zeros((1, 64, 1, 576), bfloat16))
+            plan = cumla.MLAAttentionPlan.from_arrays(
+                q, cache, qo_indptr=cupy.asarray(indptr), workspace=buffer
+            )
+            plan.update(cupy.asarray(kv_lens), qo_indptr=cupy.asarray(indptr))
+            made, layout = schedule(indptr, kv_lens, None, plan.key), plan.key.layout
+            for at, kind, table in (
+                (layout.places, TILE_PLACE, tile_places_table(made)),
+                (layout.parts, PART, tile_parts_table(made)),
+            ):
+                found = np.asarray(buffer)[at : at + table.nbytes].view(kind)
+                for field in table.dtype.names or ():
+                    np.testing.assert_array_equal(found[field], table[field], err_msg=field)
