@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 import cumla
-from tests.emulator import emulated_gpu
+from tests.emulator import Array, emulated_gpu
 from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table
 from tests.launch.split.ragged_schedule_mirror import schedule
 from tests.selection import some
@@ -20,7 +22,19 @@ LENGTHS = {
     "pieces in which one part is too dear": [60_000, *[64] * 60],
     "as many as parts": [2000] * 33,
     "more than parts": list(range(0, 8000, 60)),
+    "hostile": [-5, 2**31 - 1, -(2**31), 0, 70_000],
 }
+
+
+def check(plan: Any, buffer: Array, qo_indptr: np.ndarray, kv_lens: np.ndarray) -> None:
+    made, layout = schedule(qo_indptr, kv_lens, None, plan.key), plan.key.layout
+    for at, kind, table in (
+        (layout.places, TILE_PLACE, tile_places_table(made)),
+        (layout.parts, PART, tile_parts_table(made)),
+    ):
+        found = np.asarray(buffer)[at : at + table.nbytes].view(kind)
+        for field in table.dtype.names or ():
+            np.testing.assert_array_equal(found[field], table[field], err_msg=field)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -34,17 +48,26 @@ def test_the_schedule_equals_its_mirror(name: str, heads: int) -> None:
             total = q_len * batch
             size = cumla.MLAAttentionPlan.workspace_bytes(batch, total, heads, sm_count=33)
             buffer = cupy.asarray(np.full(size, 0x77, np.uint8))
-            q = cupy.asarray(np.zeros((total, heads, 576), bfloat16))
-            cache = cupy.asarray(np.zeros((1, 64, 1, 576), bfloat16))
             plan = cumla.MLAAttentionPlan.from_arrays(
-                q, cache, qo_indptr=cupy.asarray(indptr), workspace=buffer
+                cupy.asarray(np.zeros((total, heads, 576), bfloat16)),
+                cupy.asarray(np.zeros((1, 64, 1, 576), bfloat16)),
+                qo_indptr=cupy.asarray(indptr),
+                workspace=buffer,
             )
             plan.update(cupy.asarray(kv_lens), qo_indptr=cupy.asarray(indptr))
-            made, layout = schedule(indptr, kv_lens, None, plan.key), plan.key.layout
-            for at, kind, table in (
-                (layout.places, TILE_PLACE, tile_places_table(made)),
-                (layout.parts, PART, tile_parts_table(made)),
-            ):
-                found = np.asarray(buffer)[at : at + table.nbytes].view(kind)
-                for field in table.dtype.names or ():
-                    np.testing.assert_array_equal(found[field], table[field], err_msg=field)
+            check(plan, buffer, indptr, kv_lens)
+
+
+@pytest.mark.parametrize("name", some(list(LENGTHS), 3))
+def test_few_rows(name: str) -> None:
+    """The same of attention_decode, whose tiles have eight rows."""
+    kv_lens = np.array(LENGTHS[name], np.int32)
+    batch = len(kv_lens)
+    with emulated_gpu(132) as cupy:
+        cache = cupy.asarray(np.zeros((1, 64, 8, 128), float8_e4m3fn))
+        q = cupy.asarray(np.zeros((batch, 1, 32, 128), bfloat16))
+        buffer = cupy.asarray(np.full(32 << 20, 0x77, np.uint8))
+        plan = cumla.AttentionPlan.from_arrays(q, cache, cache, workspace=buffer)
+        assert plan.key.few_rows and plan.key.few_rows[0] == 8
+        plan.update(kv_lens=cupy.asarray(kv_lens))
+        check(plan, buffer, np.arange(batch + 1), kv_lens)

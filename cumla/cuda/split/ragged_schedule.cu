@@ -2,7 +2,7 @@
 // Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles. The
 // kernels of mla_decode over a RaggedTile follow it.
 //
-// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule
+// A request has q_len x heads_per_group rows of a kv head, in tiles of row_tile, each with a place in the schedule
 // (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
 // cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
 // order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
@@ -186,7 +186,8 @@ __device__ __forceinline__ int pieces_of(const RaggedScheduleParams& p, int bloc
   return max(min((blocks + size - 1) / size, blocks / p.min_blocks), 1);
 }
 
-// What a part costs if it lies between two bounds: it has fixed_cost for each piece, piece_cost for one that is cut.
+// What a part costs between two bounds, where tiles are as few as parts: fixed_cost for each piece, piece_cost for one
+// that is cut.
 __device__ __forceinline__ int cost_between(const RaggedScheduleParams& p, const i64* cost_starts, i64 total,
                                             int tiles, const PartBound& bound, const PartBound& next) {
   const auto at = [&](const PartBound& b) { return b.block + (b.place < tiles ? cost_starts[b.place] : total); };

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How thread blocks meet to join the pieces of a request: every interleaving, in a model.
 
-The model follows ``join`` of cumla/cuda/split/join.cuh, and ``arrive`` and ``who_left`` of
-meeting.cuh beside it; a step is one access to memory that thread blocks share, or a fence. Loads
-and stores happen in the order of the program, with one exception: a thread block that has lost
-patience leaves a note, and may take it back, with ordinary stores, which may lie in a store buffer
-until a fence drains it. What only the thread block itself could notice goes with the step before.
+The model follows ``join`` of cumla/cuda/split/join.cuh and of mha/attention_decode/join.cuh, and
+``arrive`` and ``who_left`` of meeting.cuh; a step is one access to memory that thread blocks share,
+or a fence. Loads and stores happen in the order of the program, with one exception: a thread block
+that has lost patience leaves a note, and may take it back, with ordinary stores, which may lie in a
+store buffer until a fence drains it. What only the thread block itself could notice goes with the
+step before.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Setting:
 
     visits: tuple[tuple[Visit, ...], ...]
     patient: bool = False  # nobody loses patience
+    shares: int = 1 << 31  # of a meeting: who comes later has nothing to join, and does not wait
     fences: bool = True
     takes_back: bool = True  # its note, who sees in the last moment that all are there
     meetings: tuple[tuple[Flag, ...], ...] = field(init=False)
@@ -153,16 +155,17 @@ def add(setting: Setting, state: State, i: int) -> Iterator[State]:
     visit = setting.visits[i][state.blocks[i].visit]
     mine, counter = (i, visit.slot), state.counters[visit.meeting]
     now = (counter + step_of(setting, visit.meeting, i)) & MASK
+    share = setting.meetings[visit.meeting].index(mine)
+    has_share = share < setting.shares
     state = state._replace(
         stored=state.stored | {mine},
-        notes=state.notes if visit.waits else state.notes | {mine},
+        notes=state.notes if visit.waits or not has_share else state.notes | {mine},
     )
     state = with_counter(state, visit.meeting, now)
     if all_arrived(now, counter):
-        share = setting.meetings[visit.meeting].index(mine)
         state = joined(setting, state, visit.meeting, share)
         yield changed(state, i, at=At.SCAN, looking_at=0)
-    elif visit.waits:
+    elif visit.waits and has_share:
         yield changed(state, i, at=At.POLL, before=counter)
     else:
         yield finished(state, i)
@@ -244,7 +247,8 @@ def check_end(setting: Setting, begin: State, end: State) -> None:
         if block.visit < len(visits) or block.buffered:
             raise ProtocolError(f"a thread block waits for ever: {block}")
     for meeting, members in enumerate(setting.meetings):
-        missing = set(range(len(members))) - {s for m, s in end.joined if m == meeting}
+        shares = range(min(len(members), setting.shares))
+        missing = set(shares) - {s for m, s in end.joined if m == meeting}
         if missing:
             raise ProtocolError(f"nobody has joined the shares {missing} of meeting {meeting}")
         if end.notes & set(members):
@@ -266,7 +270,7 @@ def explore_runs(setting: Setting, notes: frozenset[Flag] = frozenset()) -> None
     assert {counters for counters, _ in begun} == {(c,) * len(setting.meetings) for c in (0, ALL)}
 
 
-def one_meeting(waits: tuple[bool, ...], **options: bool) -> Setting:
+def one_meeting(waits: tuple[bool, ...], **options: int) -> Setting:
     """A request in as many pieces; the first of them may be the second of its part."""
     return Setting(
         tuple((Visit(0, 1 if block == 0 else 0, wait),) for block, wait in enumerate(waits)),
@@ -282,6 +286,17 @@ def modes(n: int) -> list[tuple[bool, ...]]:
 def test_every_interleaving_of_two_and_three(waits: tuple[bool, ...]) -> None:
     """Those that wait and those that go on, run after run, with any notes to begin with."""
     setting = one_meeting(waits)
+    (members,) = setting.meetings
+    for count in range(len(members) + 1):
+        for notes in itertools.combinations(members, count):
+            explore_runs(setting, frozenset(notes))
+
+
+@pytest.mark.parametrize("waits", [w for n in (2, 3) for w in modes(n)], ids=str)
+@pytest.mark.parametrize("shares", [1, 2])
+def test_some_without_a_share(shares: int, waits: tuple[bool, ...]) -> None:
+    """As in attention_decode, where a share is rows, of which there may be fewer than pieces."""
+    setting = one_meeting(waits, shares=shares)
     (members,) = setting.meetings
     for count in range(len(members) + 1):
         for notes in itertools.combinations(members, count):
@@ -414,4 +429,4 @@ def test_the_model_follows_the_kernel() -> None:
     """After a change of what is marked there, change the model, too; then the digest here."""
     assert modelled("split/join.cuh", "join") == "06c7e60e"
     assert modelled("split/meeting.cuh", "join") == "b4c3f9c8"
-    assert modelled("mha/attention_decode/join.cuh", "join") == "0cce2132"
+    assert modelled("mha/attention_decode/join.cuh", "join") == "ea4c1f6d"

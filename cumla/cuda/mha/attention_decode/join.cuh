@@ -51,13 +51,15 @@ struct RowJoiner : Meeting<AttentionParams> {
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
+    const int mine = blockIdx.y - segment.first_part;
     consumers_sync();
-    if (threadIdx.x == 0)
-      store_shared_u32(words, arrive(&tickets[segment.first_part].arrived, left_here, more));
+    if (threadIdx.x == 0) {
+      u32* const arrived = &tickets[segment.first_part].arrived;
+      store_shared_u32(words, mine < tile.rows ? arrive(arrived, left_here, more) : count_in(arrived));
+    }
     consumers_sync();
     const u32 role = load_shared_u32(words);
     if (role == kGoOn) return;
-    const int mine = blockIdx.y - segment.first_part;
     int share = mine, looked = 0;
     u32 left = 0;
 #pragma unroll 1
@@ -71,6 +73,15 @@ struct RowJoiner : Meeting<AttentionParams> {
   }
 
  private:
+  // By one thread of a CTA whose share is empty: it has nothing to wait for, and nobody has to do its share.
+  // model: join
+  __device__ __forceinline__ Role count_in(u32* arrived) const {
+    const u32 before = atomic_add_acq_rel(arrived, 1);
+    if (((before + 1 ^ before) & kAll) == 0) return kGoOn;
+    fence_sc_gpu();  // as in arrive()
+    return kLast;
+  }
+
   // What a warp has of a row, relative to a base-2 maximum.
   struct Sum {
     float4 v[kRuns];
