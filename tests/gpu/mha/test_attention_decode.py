@@ -70,7 +70,9 @@ def decoding(name: str) -> dict[str, Any]:
     columns, heads, page, is_e4m3 = MODELS[name]
     arguments = whole(columns, heads, [1] * len(LENS), LENS, page)
     if is_e4m3:
-        arguments |= {n: arguments[n].astype(E4M3) for n in "kv"} | {"k_scale": 0.5, "v_scale": 3.0}
+        factors = np.arange(1, 1 + len(LENS) * heads[1], dtype=np.float32).reshape(len(LENS), -1)
+        arguments |= {n: arguments[n].astype(E4M3) for n in "kv"}
+        arguments |= {"k_scale": 0.25 + factors % 5 / 8, "v_scale": 1 + factors % 7}
     return arguments
 
 
