@@ -20,6 +20,7 @@ from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.fp8_problem import make_fp8
 from tests.gpu.tools.problem import make_problem
+from tests.mha import attention_cases
 
 MULTIPROCESSORS = 4
 
@@ -63,6 +64,14 @@ def lists_of_rows(cupy: CuPy) -> None:
     for i in (0, 2, 6, 7):
         sanitize.attend_sparse(cupy, sanitize.SPARSE[i])
     sanitize.attend_with_max_logits(cupy, sanitize.MAX_LOGITS[0])
+
+
+def few_rows(cupy: CuPy) -> None:
+    """Eight query rows of a kv head and 16: cut requests, whose pieces are joined row by row."""
+    for heads in ((8, 2), (16, 1)):
+        few = {"lens": (2000, 70), "columns": (64, 64), "queries": "uniform", "heads": heads}
+        for sample in attention_cases.samples(2, **few, cache="e4m3"):
+            sanitize.attend_mha(cupy, sample)
 
 
 def merges(cupy: CuPy) -> None:
@@ -130,6 +139,7 @@ CALLS = (
     ragged_queries,
     fp8_cache,
     lists_of_rows,
+    few_rows,
     merges,
     rows_into_caches,
     rows_into_v4,
