@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import report
 from bench.run import NAMES, run, say, write
-from cumla.bench.report import failures, to_csv, to_markdown, to_text
+from cumla.bench.report import failures, to_csv, to_text
 from cumla.bench.section import Row
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for results in run(say, args.only, warm=args.warm):
             if args.json is not None:
                 write(args.json, results)
-    rows, draw = report.lines(results), to_markdown if args.markdown else to_text
+    rows, draw = report.lines(results), report.to_markdown if args.markdown else to_text
     print(draw(report.parts(results)).rstrip())
     if args.csv is not None:
         args.csv.write_text(to_csv(rows), encoding="utf-8")

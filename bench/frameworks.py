@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.framework_steps import PARTS
+from bench.report import piped
 from bench.run import say, write
 from cumla.bench.gpu import Gpu
-from cumla.bench.report import piped
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns
 

@@ -12,7 +12,7 @@ from cumla.bench import dense
 from cumla.bench.report import Part, Table, failures, head, how
 from cumla.bench.section import Row, show_us
 
-__all__ = ["lines", "parts"]
+__all__ = ["lines", "parts", "piped", "to_markdown"]
 
 _PEERS = "; x peer: the peer's time{where}, divided by ours"
 _GRAPHS = (
@@ -55,6 +55,19 @@ def lines(results: Row) -> list[Row]:
             times = row.get(section.each, [{}]) if section.each else [{}]
             found += [{"section": section.name} | row | time | scaled for time in times]
     return found
+
+
+def to_markdown(parts: Sequence[Part]) -> str:
+    """Print a report for documents."""
+    drawn = (part if isinstance(part, str) else piped(part) for part in parts)
+    return "\n\n".join(drawn).replace("*", "\\*") + "\n"
+
+
+def piped(table: Table) -> str:
+    """Draw a table for Markdown."""
+    titles, *rows = table
+    rule = ["---:"] * len(titles)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows))
 
 
 def _measured(row: Row) -> dict[str, Row]:

@@ -15,19 +15,6 @@ from numpy.typing import NDArray
 
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
-__all__ = [
-    "DENSE",
-    "LOG_NORMAL_SIGMA",
-    "PAGE_SIZE",
-    "Case",
-    "Ceilings",
-    "grid",
-    "log_normal_lengths",
-    "seed_of",
-    "select",
-    "vary",
-]
-
 PAGE_SIZE = 64
 LOG_NORMAL_SIGMA = 0.8
 """Standard deviation of the logarithm of ragged lengths."""

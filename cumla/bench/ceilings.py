@@ -19,17 +19,6 @@ from cumla.bench.timing import time_cold, time_sustained
 from cumla.launch.mla.shape import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
 
-__all__ = [
-    "EMPTY",
-    "FILL_NORMAL",
-    "MATMUL_SIZE",
-    "STREAM_KV",
-    "fill_normal",
-    "measure",
-    "product_tflops",
-    "stream_only",
-]
-
 EMPTY = bench_spec("empty", "EmptyParams", 32)
 FILL_NORMAL = {
     dtype: bench_spec("fill_normal", "FillNormalParams", 256, dtype=dtype) for dtype in DTYPES

@@ -9,8 +9,6 @@ from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.section import RATES, Bench, Column, Row, Section, columns
 from cumla.bench.timing import Timing
 
-__all__ = ["SECTION", "time_checked"]
-
 
 def time_checked(bench: Bench, problem: Problem) -> tuple[Timing, tuple[float, float]]:
     """Check a problem, then time it: one call with its schedule ready."""

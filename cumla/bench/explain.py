@@ -12,8 +12,6 @@ from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.shape import MLADecodeKey
 
-__all__ = ["explain", "find_sm_count", "key_of"]
-
 _REASONS = {
     "swapped": "memory is the bound, and the rows fit the N side of the matrix products",
     "one_tile": "it reads each KV block alone, so memory is the bound",

@@ -17,8 +17,6 @@ from cumla.launch.device import current_device, import_cupy, require_hopper
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
-__all__ = ["DTYPES", "FLUSH_BYTES", "READ_STREAM", "SPIN", "STREAM_BYTES", "Gpu", "bench_spec"]
-
 STREAM_BYTES = 4 << 30
 """The array whose reading and copying gives the memory ceilings."""
 FLUSH_BYTES = 512 << 20

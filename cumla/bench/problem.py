@@ -19,8 +19,6 @@ from cumla.bench.section import Call, CheckError
 from cumla.errors import CumlaError
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
-__all__ = ["ATTEND_ROWS", "Problem", "check", "decode", "filled", "lay_out", "sample"]
-
 ATTEND_ROWS = {
     dtype: bench_spec("attend_rows", "AttendRowsParams", 256, dtype=dtype) for dtype in DTYPES
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as tables: for the terminal, for Markdown, for spreadsheets."""
+"""Results as tables: for the terminal, for spreadsheets."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ from collections.abc import Sequence
 
 from cumla.bench.dense import SECTION
 from cumla.bench.section import Row
-
-__all__ = [
-    "Part",
-    "Table",
-    "failures",
-    "head",
-    "how",
-    "parts",
-    "piped",
-    "to_csv",
-    "to_markdown",
-    "to_text",
-]
 
 Table = list[list[str]]
 Part = str | Table
@@ -57,12 +44,6 @@ def failures(rows: Sequence[Row]) -> list[str]:
 def to_text(parts: Sequence[Part]) -> str:
     """Print a report for the terminal."""
     return "\n\n".join(part if isinstance(part, str) else _aligned(part) for part in parts)
-
-
-def to_markdown(parts: Sequence[Part]) -> str:
-    """Print a report for documents."""
-    drawn = (part if isinstance(part, str) else piped(part) for part in parts)
-    return "\n\n".join(drawn).replace("*", "\\*") + "\n"
 
 
 def to_csv(rows: Sequence[Row]) -> str:
@@ -113,10 +94,3 @@ def _aligned(table: Table) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(map(str.rjust, cells, widths)) for cells in table)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def piped(table: Table) -> str:
-    """Draw a table for Markdown."""
-    titles, *rows = table
-    rule = ["---:"] * len(titles)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows))

@@ -22,8 +22,6 @@ from cumla.launch.device import current_device, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
-__all__ = ["PROTOCOL", "environment", "measure", "refuse_slow_kernels", "run"]
-
 PROTOCOL = (
     "CUDA events, median of 30 after 0.1 s of rest, 512 MiB read through L2 before each run (with "
     "a warm L2: none, the GPU only kept busy); inputs normal(0, 0.1), shuffled pages of 64 tokens; "

@@ -12,20 +12,6 @@ from cumla.bench.cases import Ceilings
 from cumla.bench.gpu import STREAM_BYTES, Gpu
 from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
 
-__all__ = [
-    "RATES",
-    "Bench",
-    "Call",
-    "CheckError",
-    "Column",
-    "Limits",
-    "Note",
-    "Row",
-    "Section",
-    "columns",
-    "show_us",
-]
-
 Row = dict[str, Any]
 Note = Callable[[str], None]
 Call = Callable[[], object]

@@ -12,15 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from cumla.bench.gpu import Gpu
 
-__all__ = [
-    "GpuTimer",
-    "Timing",
-    "time_cold",
-    "time_graph",
-    "time_sustained",
-    "time_warm",
-]
-
 
 class Timing(NamedTuple):
     """Repeated measurements of one thing, in microseconds."""

@@ -18,13 +18,10 @@ from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 if TYPE_CHECKING:
     from cumla.bench.cases import Case
 
-__all__ = ["add_parser", "run"]
-
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 """What a grid has along the axes that are not given."""
 _CASES = ("rows", *_GRID, "kv_heads", "dtype", "lengths")
 """Options that choose cases."""
-_OUTPUTS = ("csv", "plot", "markdown")
 
 
 class _UsageError(Exception):
@@ -98,15 +95,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what comes out")
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     group.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
-    group.add_argument("--plot", type=Path, metavar="DIR", help="draw figures (SVG) in that folder")
-    group.add_argument(
-        "--markdown",
-        nargs="?",
-        type=Path,
-        const=True,
-        metavar="FILE.json",
-        help="print Markdown; of a file if one is given, as with --from",
-    )
 
 
 def _positive(text: str) -> int:
@@ -119,11 +107,14 @@ def run(args: argparse.Namespace) -> int:
     """Measure or read, and report; 0 if every result was right."""
     try:
         if args.explain:
-            if given := _given(args, ("warm", "source", "json", *_OUTPUTS)):
+            if given := _given(args, ("warm", "source", "json", "csv")):
                 raise _UsageError(f"{', '.join(given)}: --explain has no use for it; leave it out")
             _explain(_cases(args), args.sm_count)
             return 0
-        source = _source(args)
+        source: Path | None = args.source
+        given = _given(args, (*_CASES, "warm", "json"))
+        if source and given:
+            raise _UsageError(f"{', '.join(given)}: nothing is measured where a file is read")
         _check_outputs(args)
         results = _measure(args) if source is None else _read(source)
         return 1 if _report(args, results) and source is None else 0
@@ -169,7 +160,7 @@ def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Refuse what cannot be written, before anything is measured."""
-    for name in ("json", "csv", "plot"):
+    for name in ("json", "csv"):
         path: Path | None = getattr(args, name)
         if path is None:
             continue
@@ -178,13 +169,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
                 f"--{name}: needs a folder that exists, got {path} in {path.parent}, which does "
                 f"not; make it first"
             )
-        if path.exists() and path.is_dir() != (name == "plot"):
-            needed, got = ("a folder", "a file") if name == "plot" else ("a file", "a folder")
-            raise _UsageError(f"--{name}: needs {needed}, got {path}, which is {got}")
-    if args.plot is not None:
-        from cumla.bench.plot import require_matplotlib
-
-        require_matplotlib()
+        if path.is_dir():
+            raise _UsageError(f"--{name}: needs a file, got {path}, which is a folder")
 
 
 def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
@@ -195,17 +181,6 @@ def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
         print(f"{sm_count} multiprocessors ({origin})\n")
     for case in chosen:
         print(explain(case, sm_count))
-
-
-def _source(args: argparse.Namespace) -> Path | None:
-    """Find the file that is to be read instead of measuring, and what does not go with it."""
-    files = [path for path in (args.source, args.markdown) if isinstance(path, Path)]
-    if len(files) > 1:
-        raise _UsageError("--from and --markdown both name a file: leave one out")
-    given = _given(args, (*_CASES, "warm", "json"))
-    if files and given:
-        raise _UsageError(f"{', '.join(given)}: nothing is measured where a file is read")
-    return files[0] if files else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -222,21 +197,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _report(args: argparse.Namespace, results: dict[str, Any]) -> bool:
-    """Print and draw; true if a result was wrong."""
+    """Print and write; true if a result was wrong."""
     from cumla.bench import report
 
-    parts, rows = report.parts(results), results["rows"]
-    if args.markdown is None:
-        print(report.to_text(parts))
-    else:
-        print(report.to_markdown(parts), end="")
+    rows = results["rows"]
+    print(report.to_text(report.parts(results)))
     if args.csv is not None:
         args.csv.write_text(report.to_csv(rows), encoding="utf-8")
-    if args.plot is not None:
-        from cumla.bench.plot import draw
-
-        for path in draw(results, args.plot):
-            print(f"drew {path}", file=sys.stderr)
     return bool(report.failures(rows))
 
 

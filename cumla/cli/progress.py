@@ -11,16 +11,7 @@ _WIDTH = 30
 
 
 class ProgressBar:
-    """Shows how many of a known number of steps are done.
-
-    Nothing is written unless the stream, standard error by default, is a terminal.
-
-    Examples
-    --------
-    >>> with ProgressBar("measuring", len(cases)) as bar:
-    ...     for case in cases:
-    ...         bar.advance(note=measure(case))
-    """
+    """Shows how many of a known number of steps are done, if the stream is a terminal."""
 
     def __init__(self, label: str, total: int, *, stream: TextIO | None = None) -> None:
         self._label, self._total, self._done, self._shown = label, total, 0, 0

@@ -46,18 +46,9 @@ def plainly(function: _Function) -> _Function:
 
 
 def positions_of(offsets: Any, first: Any, tokens: int, step: int = 1) -> Any:
-    """Tell the position of each token, counted from `first` of its request on.
+    """Tell the position of each token: `first` of its request, and `step` more for each token.
 
-    Parameters
-    ----------
-    offsets : torch.Tensor
-        ``(batch + 1,)``: where the tokens of each request begin, and where the last ones end.
-    first : torch.Tensor
-        ``(batch,)``: the position of the first token of each request.
-    tokens : int
-        How many there are; what comes for those of no request means nothing.
-    step : int
-        What the position grows by from token to token; 0 gives `first` to all.
+    `offsets` are ``(batch + 1,)``, `first` is ``(batch,)``. Tokens of no request get any number.
     """
     torch = import_torch()
     numbers = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import frameworks  # noqa: E402
 from bench.report import parts as parts_of  # noqa: E402
-from cumla.bench.report import to_markdown  # noqa: E402
+from bench.report import to_markdown  # noqa: E402
 
 Results = dict[str, Any]
 

@@ -19,12 +19,12 @@ import pytest
 from bench import __main__ as command
 from bench import ceilings as all_ceilings
 from bench import run as everything
-from bench.report import lines, parts
+from bench.report import lines, parts, to_markdown
 from bench.sections import host
 from cumla.bench import ceilings, run
 from cumla.bench.cases import Case, Ceilings
 from cumla.bench.gpu import Gpu
-from cumla.bench.report import failures, to_csv, to_markdown, to_text
+from cumla.bench.report import failures, to_csv, to_text
 from cumla.errors import CumlaError
 from tests.bench.conftest import DECODE, SMALL, Fakes, small, small_sections
 from tests.bench.fake_gpu import CEILINGS, LAUNCH_US, FakeGpu

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from cumla import cli
-from cumla.bench import dense, explain, plot, run
+from cumla.bench import dense, explain, run
 from cumla.bench.cases import DENSE, Case, grid
-from cumla.bench.report import parts, to_csv, to_markdown, to_text
+from cumla.bench.report import parts, to_csv, to_text
 from cumla.bench.section import Section
 from cumla.errors import CumlaError, MissingDependencyError, UnsupportedDeviceError
 
@@ -81,15 +81,13 @@ def test_the_dense_table_by_default(asked: dict[str, Any]) -> None:
         ("--heads 16 --kv-heads 3", "kv heads: 3 does not divide 16 heads"),
         ("--lengths ragged", "lengths: needs 'equal' or 'lognormal:SEED', got 'ragged'"),
         ("--from none.json", "none.json: "),
-        ("--markdown none.json", "none.json: "),
-        ("--from a.json --markdown b.json", "--from and --markdown both name a file"),
         (
             "--from a.json --q-len 2 --warm --json b.json",
             "--q-len, --warm, --json: nothing is measured where a file is read",
         ),
         (
-            "--explain --json a.json --plot a",
-            "--json, --plot: --explain has no use for it; leave it out",
+            "--explain --json a.json --csv a.csv",
+            "--json, --csv: --explain has no use for it; leave it out",
         ),
     ],
 )
@@ -108,7 +106,7 @@ def test_what_does_not_fit_is_said(
     assert (said.out, asked) == ("", {})
 
 
-@pytest.mark.parametrize("option", ["json", "csv", "plot"])
+@pytest.mark.parametrize("option", ["json", "csv"])
 def test_no_folder_is_made_silently(
     asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
 ) -> None:
@@ -119,22 +117,13 @@ def test_no_folder_is_made_silently(
     assert (asked, list(tmp_path.iterdir())) == ({}, [])
 
 
-@pytest.mark.parametrize(
-    ("option", "needed"), [("json", "a file"), ("csv", "a file"), ("plot", "a folder")]
-)
+@pytest.mark.parametrize("option", ["json", "csv"])
 def test_what_cannot_be_written_is_said_first(
-    asked: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    option: str,
-    needed: str,
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
 ) -> None:
-    path = tmp_path
-    if option == "plot":
-        path = tmp_path / "file"
-        path.write_text("")
-    assert cumla_bench(f"--{option}", path) == 1
-    assert f"--{option}: needs {needed}, got {path}, which is a f" in capsys.readouterr().err
+    assert cumla_bench(f"--{option}", tmp_path) == 1
+    said = capsys.readouterr().err
+    assert f"--{option}: needs a file, got {tmp_path}, which is a folder" in said
     assert asked == {}
 
 
@@ -176,7 +165,7 @@ def test_without_a_gpu_what_else_there_is_to_run(
     assert "cumla[cu12] or cumla[cu13]; `python -m cumla info`" in way_out + commands[0]
     options = [line.split()[4] for line in commands if line.startswith("  python -m cumla bench")]
     assert options == ["--explain", "--from"]
-    assert cumla_bench("--explain") == cumla_bench("--from", RECORDED, "--markdown") == 0
+    assert cumla_bench("--explain") == cumla_bench("--from", RECORDED) == 0
 
 
 @pytest.mark.parametrize("content", ['{"variants": [], "machine": {}, "ceilings": {}}', "[]"])
@@ -192,16 +181,14 @@ def test_a_file_of_something_else_is_refused(
 def test_everything_is_written(
     asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     files = tmp_path / "results.json", tmp_path / "results.csv"
-    assert cumla_bench("--json", files[0], "--csv", files[1], "--plot", tmp_path / "c") == 0
+    assert cumla_bench("--json", files[0], "--csv", files[1]) == 0
     said = capsys.readouterr()
     assert " s  a step\n" in said.err
     written = json.loads(files[0].read_text())
     assert written == json.loads(RECORDED.read_text())
     assert said.out == to_text(parts(written)) + "\n"
     assert files[1].read_text() == to_csv(written["rows"])
-    assert (tmp_path / "c" / "roofline.svg").exists()
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -228,26 +215,9 @@ def test_a_wrong_result_is_told_and_fails(
     assert "out is off" in capsys.readouterr().out
 
 
-def test_missing_matplotlib_is_said_before_anything_is_measured(
-    asked: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    assert cumla_bench("--plot", tmp_path) == 1
-    assert 'pip install "cumla[bench]"' in capsys.readouterr().err
-    assert asked == {}
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--markdown", RECORDED), ("--from", RECORDED, "--markdown")]
-)
-def test_markdown_of_a_file(
-    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: tuple[str | Path, ...]
-) -> None:
-    assert cumla_bench(*arguments) == 0
-    assert capsys.readouterr().out == to_markdown(parts(json.loads(RECORDED.read_text())))
+def test_the_table_of_a_file(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cumla_bench("--from", RECORDED) == 0
+    assert capsys.readouterr().out == to_text(parts(json.loads(RECORDED.read_text()))) + "\n"
     assert asked == {}
 
 

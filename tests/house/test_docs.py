@@ -126,8 +126,7 @@ def test_the_performance_page_is_what_the_script_makes() -> None:
 
 
 def test_no_table_of_the_recorded_run_is_left_out_of_the_performance_page() -> None:
-    from bench.report import parts
-    from cumla.bench.report import to_markdown
+    from bench.report import parts, to_markdown
 
     page = (DOCS / "performance.md").read_text(encoding="utf-8")
     for part in to_markdown(parts(recorded(RESULTS))).strip().split("\n\n"):

@@ -9,15 +9,8 @@
 // what they have of a tile. It is added up by warps 0 to 7, 64 columns of 8 rows at a time, after their first chunk of
 // the next tile if they can; they write results or join pieces (mha/attention_decode/join.cuh).
 //
-// Operands are swapped: tokens are the M side of the first product, value columns that of the second, and query rows
-// the N side of both, so that eight rows waste nothing:
-//
-//   S' = K Q'    m16n8k16: 16 tokens x 8 rows, over the columns
-//   O' = V' P'             16 columns x 8 rows, over 16 tokens
-//
-// Keys and values go from shared memory straight to the registers of a fragment, and e4m3 is converted to float16 on
-// the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well. With e4m3
-// a bfloat16 query row is multiplied by a power of two that brings it into the range of float16.
+// Operands are swapped: tokens, then value columns, are the M side of products, query rows the N side. Keys and values
+// go from shared memory straight to a fragment, e4m3 as float16 (why, and in which order: docs/kernels/mha.md).
 //
 // Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step, of one step or all (joining uses them, too),
 //                statistics, query rows of one tile or three

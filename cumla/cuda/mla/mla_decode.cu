@@ -13,8 +13,7 @@
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //
-// The running maximum is handed on with the probabilities and only moves when a row grows by more than 2^8 over it, so
-// that the 128 accumulators a thread are rarely rescaled.
+// The running maximum is handed on with the probabilities, and moves rarely (docs/kernels/mla.md).
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448

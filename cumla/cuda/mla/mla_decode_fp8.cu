@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA decode for sm_90a over caches whose latent columns are e4m3: with a factor for all of them, or
 // (kGrouped) with scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped,
-// KV rows and columns of V are the M side of the products, and the query rows the N side, here 16 or 32:
-//
-//   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
+// KV rows and columns of V are the M side of the products, and the query rows the N side, here 16 or 32.
 //
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2,
 // parts, kv heads), half of a row tile at each place of the schedule (HalfTile).
@@ -13,9 +11,8 @@
 // they have, each half of the columns of V.
 //
 // The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with
-// scales and RoPE columns. Both products take A from registers, where the bytes become float16 (docs/kernels/mla.md): a
-// copy in 16 bits would take more of the shared-memory port (128 B a clock) than a block has. Tokens come in the order
-// of token_at, in both products.
+// scales and RoPE columns, and become float16 in registers (docs/kernels/mla.md). Tokens come in the order of token_at,
+// in both products.
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768
 //                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or

@@ -31,9 +31,8 @@ __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile,
     *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
 }
 
-// Adds up what the warps have of a row tile, 64 columns of eight rows a step, in warps 0 to 7: out and log-sum-exp, or
-// a piece of them. Adder w has the columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in
-// row g.
+// Adds up what the warps have of a row tile, 64 columns of eight rows a step: results, or a piece of them. Adder w has
+// the columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in row g.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 struct Adder {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;

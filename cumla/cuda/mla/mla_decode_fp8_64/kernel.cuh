@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention of 64 heads of a query token a CTA to rows of e4m3 latent columns: no copy of the rows in 16 bits, no
 // cluster. As in mla/mla_decode_fp8.cu the cache's rows and the columns of V are the M side of the products, the heads
-// the N side, and both products take A from registers, converted on the way:
-//
-//   S^T (64 rows x 64 heads) = K (64 x 576) Q^T        O^T (512 x 64 heads) += V^T (512 x 64 rows) P^T
+// the N side, and both products take A from registers, converted on the way.
 //
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
 //

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as figures, beside the ceilings of their run. Drawn with matplotlib."""
+"""Draws docs/figures/kv-length-*.svg and roofline.svg: dense rows beside the ceilings of their run.
+
+python docs/scripts/curves.py [RECORD.json] [--output FOLDER]
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from cumla.bench.cases import Case, Ceilings
-from cumla.errors import CumlaError
 
-__all__ = ["draw", "require_matplotlib"]
-
+ROOT = Path(__file__).resolve().parents[2]
 Measured = dict[Case, dict[str, Any]]
 
 # Dark enough on white, and told apart by readers who see red and green alike (Okabe and Ito 2008).
@@ -28,33 +32,37 @@ _STYLE = {  # the same bytes for the same figure, text as text, and little else
 }
 
 
-def require_matplotlib() -> None:
-    """Refuse to go on without matplotlib."""
-    if find_spec("matplotlib") is None:
-        raise CumlaError(
-            'plots need matplotlib, which is not installed: pip install "cumla[bench]"'
-        )
-
-
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw results into SVG files."""
-    require_matplotlib()
+    """Draw results into SVG files.
+
+    Parameters
+    ----------
+    results : dict
+        A recorded run, or what ``cumla bench --json`` wrote.
+    folder : Path
+        Made if it is not there.
+
+    Returns
+    -------
+    list of Path
+        The files.
+    """
     measured = {Case.from_json(row): row for row in results["rows"] if "us" in row}
     ceilings = Ceilings.from_json(results["ceilings"])
     title = f"{results['machine']['gpu']}, cumla {results['machine']['cumla']}"
     folder.mkdir(parents=True, exist_ok=True)
-    with import_module("matplotlib").rc_context(_STYLE):
+    with rc_context(_STYLE):
         figures = {"roofline": _roofline(measured, ceilings, title)}
         for name, curves in _families(measured).items():
             figures[f"kv-length-{name}"] = _over_kv_length(curves, ceilings, title)
         return [_save(figure, folder / f"{name}.svg") for name, figure in figures.items()]
 
 
-def _figure(width: float, height: float) -> Any:
-    return import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+def _figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> Path:
     figure.savefig(path, metadata={"Date": None})
     return path
 
@@ -73,7 +81,7 @@ def _families(measured: Measured) -> dict[str, list[Measured]]:
     }
 
 
-def _over_kv_length(curves: Sequence[Measured], ceilings: Ceilings, title: str) -> Any:
+def _over_kv_length(curves: Sequence[Measured], ceilings: Ceilings, title: str) -> Figure:
     """Time and efficiency over the kv length, a curve for each number of heads."""
     figure = _figure(9.5, 4.2)
     time, efficiency = figure.subplots(1, 2)
@@ -103,7 +111,7 @@ def _over_kv_length(curves: Sequence[Measured], ceilings: Ceilings, title: str) 
     return figure
 
 
-def _legend_below(figure: Any, axes: Any, columns: int) -> None:
+def _legend_below(figure: Figure, axes: Any, columns: int) -> None:
     """Explain the lines of these axes below the figure, where it covers none."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
@@ -125,7 +133,7 @@ def _length_axis(axes: Any, lengths: Sequence[int]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _roofline(measured: Measured, ceilings: Ceilings, title: str) -> Any:
+def _roofline(measured: Measured, ceilings: Ceilings, title: str) -> Figure:
     """Operations a second over operations a byte, below what memory and tensor cores allow."""
     figure = _figure(6.4, 4.4)
     axes = figure.subplots()
@@ -153,3 +161,16 @@ def _roofline(measured: Measured, ceilings: Ceilings, title: str) -> Any:
     _legend_below(figure, axes, columns=3)
     axes.set_title(title, fontsize=10)
     return figure
+
+
+def main() -> None:
+    """Draw the figures of a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("record", type=Path, nargs="?", default=ROOT / "records/h200.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/figures")
+    arguments = parser.parse_args()
+    draw(json.loads(arguments.record.read_text(encoding="utf-8")), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 
-from cumla.bench import plot
 from cumla.bench.cases import Case, Ceilings
-from cumla.errors import CumlaError
+from tests.house.test_docs import RESULTS, load
 
-RECORDED = Path(__file__).resolve().parents[2] / "records" / "h200.json"
+pytest.importorskip("matplotlib")
+curves_of = load("curves")
 
 
 @pytest.fixture
 def recorded() -> dict[str, Any]:
-    pytest.importorskip("matplotlib")
-    return json.loads(RECORDED.read_text(encoding="utf-8"))
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
 def test_figures_of_the_whole_table(recorded: dict[str, Any], tmp_path: Path):
-    files = plot.draw(recorded, tmp_path / "new")
+    files = curves_of.draw(recorded, tmp_path / "new")
     assert {file.name for file in files} >= {"kv-length-b128-s1.svg", "roofline.svg"}
     for file in files:
         assert file.read_text().count("</svg>") == 1
@@ -37,8 +36,10 @@ def test_figures_of_the_whole_table(recorded: dict[str, Any], tmp_path: Path):
 def test_the_legend_covers_no_line(recorded: dict[str, Any]):
     rows = {Case.from_json(row): row for row in recorded["rows"]}
     ceilings = Ceilings.from_json(recorded["ceilings"])
-    figures = [plot._roofline(rows, ceilings, "")]
-    figures += [plot._over_kv_length(of, ceilings, "") for of in plot._families(rows).values()]
+    figures = [curves_of._roofline(rows, ceilings, "")]
+    figures += [
+        curves_of._over_kv_length(of, ceilings, "") for of in curves_of._families(rows).values()
+    ]
     for figure in figures:
         figure.canvas.draw()
         (legend,) = figure.legends
@@ -49,15 +50,15 @@ def test_the_legend_covers_no_line(recorded: dict[str, Any]):
 
 def test_same_results_give_the_same_files(recorded: dict[str, Any], tmp_path: Path):
     recorded["rows"] = recorded["rows"][:4]  # one family
-    first, second = (plot.draw(recorded, tmp_path / name) for name in "ab")
+    first, second = (curves_of.draw(recorded, tmp_path / name) for name in "ab")
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
 
 
 def test_curves_and_ceilings(recorded: dict[str, Any]):
     rows = {Case.from_json(row): row for row in recorded["rows"]}
     ceilings = Ceilings.from_json(recorded["ceilings"])
-    curves = plot._families(rows)["b128-s1"]
-    time, efficiency = plot._over_kv_length(curves, ceilings, "").axes
+    curves = curves_of._families(rows)["b128-s1"]
+    time, efficiency = curves_of._over_kv_length(curves, ceilings, "").axes
     lines = {line.get_label(): line for line in time.lines}
     case = Case(128, 1, 64, 4096)
     at = list(lines["64 heads"].get_xdata()).index(4096)
@@ -72,7 +73,7 @@ def test_variants_have_figures_of_their_own(recorded: dict[str, Any], tmp_path: 
     rows = recorded["rows"] = recorded["rows"][:2]
     rows += [row | {"dtype": "float16", "lengths": "lognormal:1"} for row in rows[:2]]
     rows.append({"batch": 3, "q_len": 1, "heads": 1, "kv_len": 64, "failed": "wrong"})
-    names = [file.name for file in plot.draw(recorded, tmp_path)]
+    names = [file.name for file in curves_of.draw(recorded, tmp_path)]
     assert "kv-length-b128-s1-float16-lognormal1.svg" in names
 
 
@@ -80,10 +81,4 @@ def test_failed_rows_alone_leave_the_roof(recorded: dict[str, Any], tmp_path: Pa
     recorded["rows"] = [row | {"failed": "wrong"} for row in recorded["rows"]]
     for row in recorded["rows"]:
         del row["us"]
-    assert [file.name for file in plot.draw(recorded, tmp_path)] == ["roofline.svg"]
-
-
-def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(CumlaError, match=r'pip install "cumla\[bench\]"'):
-        plot.draw({}, tmp_path)
+    assert [file.name for file in curves_of.draw(recorded, tmp_path)] == ["roofline.svg"]
