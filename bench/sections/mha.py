@@ -243,6 +243,7 @@ SECTION = Section(
         ),
         MHACase(128, *_NARROW, 4096, window=127, sinks=True),
         MHACase(64, 8, 4, 256, 8192, window=1023),
+        MHACase(32, 8, 4, 512, 4096),
         *(MHACase(64, *_WIDE, 4096, q_len) for q_len in (2, 4, 8)),
         *(MHACase(16, *_LLAMA, 8192, page=page) for page in (1, 16)),
         *(

@@ -43,14 +43,14 @@ from cumla.core.paged import (
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import (
-    MOST_TENSOR_COLUMNS,
+    MOST_E4M3_COLUMNS,
     PIECE_BLOCKS,
     MHAArguments,
     MHAKey,
     attention_launch,
     attention_spec,
 )
-from cumla.launch.mha.attention_simt import attention_simt_launch, attention_simt_spec
+from cumla.launch.mha.attention_simt import SPEC, attention_simt_launch
 from cumla.launch.mha.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.mha.invariant_parts import invariant_parts_launch
 from cumla.launch.module import load
@@ -455,7 +455,7 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
 def _column_step(dtype: str) -> tuple[int, int]:
     """Tell of what number columns are a multiple, of rows of a dtype, and how many there may be."""
     if dtype in E4M3:
-        return 16, MOST_TENSOR_COLUMNS
+        return 16, MOST_E4M3_COLUMNS
     return 4 if dtype == "float32" else 8, _MOST_COLUMNS
 
 
@@ -580,7 +580,7 @@ _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
 
 
 def _spec_of(key: MHAKey) -> KernelSpec:
-    return attention_simt_spec(key) if key.takes_single_rows else attention_spec(key)
+    return SPEC if key.takes_single_rows else attention_spec(key)
 
 
 def _attend_launch(key: MHAKey, *what: Any) -> Launch:

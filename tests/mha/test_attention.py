@@ -314,6 +314,8 @@ def test_no_keys_at_all(causal: bool) -> None:
         ((192, 128), "192_128"),
         ((192, 136), "256_256"),
         ((256, 8), "256_256"),
+        ((264, 256), "512_512"),
+        ((8, 512), "512_512"),
     ],
     ids=str,
 )
@@ -503,10 +505,10 @@ def test_a_table_after_an_update_for_a_list() -> None:
         plan.run(**inputs)
 
 
-@pytest.mark.parametrize("columns", [(40, 8), (96, 96), (80, 136)], ids=str)
+@pytest.mark.parametrize("columns", [(40, 8), (96, 96), (80, 136), (264, 80)], ids=str)
 def test_a_buffer_has_room_for_the_columns_of_the_kernel(columns: tuple[int, int]) -> None:
     """Widths that one kernel serves need the same buffer."""
-    wide = next(tile for tile in (64, 128, 256) if tile >= max(columns))
+    wide = next(tile for tile in (64, 128, 256, 512) if tile >= max(columns))
     narrow, whole = (
         cumla.AttentionPlan.workspace_bytes(1, 4, 4, d, head_dim_v=d_v, sm_count=132)
         for d, d_v in (columns, (wide, wide))

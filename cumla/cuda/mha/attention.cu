@@ -7,7 +7,8 @@
 // pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted on their way
 // by warpgroups 0 and 3 (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2
 // compute, every second block each, with a running maximum, sums and output of their own. At the end of a tile they
-// exchange halves of their outputs: consumer c keeps the columns of half c.
+// exchange halves of their outputs: consumer c keeps the columns of half c. With 512 columns each has all blocks, and
+// its half of the value columns from the start.
 //
 // The block counter runs on over the tiles of a part: block t belongs to consumer t % 2 and stage t % kStages.
 //
@@ -129,8 +130,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     for (int s = 0; s < Layout::kStages; ++s) {
       mbarrier_init(shared.keys_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);    // plant: e4m3 keys, arrivals
       mbarrier_init(shared.values_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);  // plant: e4m3 values, arrivals
-      mbarrier_init(shared.keys_free(s), 4);
-      mbarrier_init(shared.values_free(s), 4);
+      mbarrier_init(shared.keys_free(s), Layout::kDivided ? 8 : 4);
+      mbarrier_init(shared.values_free(s), Layout::kDivided ? 8 : 4);
     }
     mbarrier_init(shared.query_full(), 64);
     mbarrier_init(shared.query_free(), 8);

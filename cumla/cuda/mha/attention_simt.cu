@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention without tensor cores: one warp per query row, for float32 queries, keys and values, and for those of 16
-// bits with more than 256 columns. Every product and sum is float32; a row's keys are added up in their order.
+// Attention without tensor cores: one warp per query row, for float32 queries, keys and values. Every product and sum
+// is float32; a row's keys are added up in their order.
 //
 // grid = (8 per place of the ragged schedule, 1, kv heads), 256 threads: the i-th CTA of a place has 8 of its 64 rows.
 // The schedule has one part, whose end tells how many places there are. A lane has 4 columns in each group of 128, of
@@ -24,24 +24,8 @@ using namespace split;
 constexpr int kWarps = 8;    // of a CTA
 constexpr int kGroups = 4;   // of 128 columns
 constexpr int kAtOnce = 4;   // keys
-template <typename T>
-constexpr int kBytes = 2;  // of a number
-template <>
-constexpr int kBytes<Fp32> = 4;
-
-template <typename T>
-__device__ __forceinline__ float4 load_four(const char* from) {
-  if constexpr (kBytes<T> == 4) {
-    return *reinterpret_cast<const float4*>(from);
-  } else {
-    const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-    const float2 low = unpack_pair<T>(pairs.x), high = unpack_pair<T>(pairs.y);
-    return {low.x, low.y, high.x, high.y};
-  }
-}
 
 // A lane's columns of a row; columns that do not exist are 0.
-template <typename T>
 struct LaneColumns {
   float4 v[kGroups];
 
@@ -50,7 +34,7 @@ struct LaneColumns {
     for (int g = 0; g < kGroups; ++g) {
       const int column = g * 128 + threadIdx.x % 32 * 4;
       v[g] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (row != nullptr && column < columns) v[g] = load_four<T>(row + column * kBytes<T>);
+      if (row != nullptr && column < columns) v[g] = *reinterpret_cast<const float4*>(row + column * 4);
     }
   }
 };
@@ -62,9 +46,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
 }
 
 // The score of a key to the base 2, in all lanes.
-template <typename T>
-__device__ __forceinline__ float score_of(const AttentionParams& p, const LaneColumns<T>& query,
-                                          const LaneColumns<T>& key) {
+__device__ __forceinline__ float score_of(const AttentionParams& p, const LaneColumns& query, const LaneColumns& key) {
   float sum = 0.0f;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
@@ -81,12 +63,11 @@ __device__ __forceinline__ const char* row_in(const Columns& of, int page, int r
 }
 
 // One warp attends for a row of a tile, to the keys that it sees.
-template <typename T>
 __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
                                        int row) {
   const Row from(p, tile, row);
   const TokenPlace at = place_of(p, 0, from.token);
-  LaneColumns<T> query, output;
+  LaneColumns query, output;
   query.load(p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + from.head * p.q_stride_head,
              p.key_columns);
   output.load(nullptr, 0);
@@ -96,7 +77,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
 #pragma unroll 1
   for (int first = seen.first; first < seen.end; first += kAtOnce) {
     const char* values[kAtOnce];
-    LaneColumns<T> loaded[kAtOnce];
+    LaneColumns loaded[kAtOnce];
     float weight[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -142,19 +123,11 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
     const int column = g * 128 + threadIdx.x % 32 * 4;
     const float4& v = output.v[g];
     if (!has_column(p, column)) continue;
-    if constexpr (kBytes<T> == 2) {
-      if (!p.out_is_float) {
-        store_global_8(out + column * 2, pack_pair<T>(v.x * inverse, v.y * inverse),
-                       pack_pair<T>(v.z * inverse, v.w * inverse));
-        continue;
-      }
-    }
     store_global_float4(out + column * 4, v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
   }
   if (threadIdx.x % 32 == 0) store_lse(p, 0, from, sum == 0.0f ? -kInfinity : maximum + log2_approx(sum));
 }
 
-template <typename T>
 __device__ __forceinline__ void attention_simt(const AttentionParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
@@ -168,7 +141,7 @@ __device__ __forceinline__ void attention_simt(const AttentionParams& p) {
   if (p.block_table == nullptr)  // no more rows than there are
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
   const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
-  if (row < tile.rows) attend<T>(p, tile, segment, row);
+  if (row < tile.rows) attend(p, tile, segment, row);
 }
 
 }  // namespace cumla::mha

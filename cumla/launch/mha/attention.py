@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 _COLUMNS = 64  # of a tile
-MOST_TENSOR_COLUMNS = 256
-_TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
+MOST_E4M3_COLUMNS = 256
+_TILES = ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
 PIECE_BLOCKS = 16
 """Where batch-invariant requests are cut: at multiples of so many KV blocks."""
@@ -45,10 +45,10 @@ _LOG2_E = log2(e)
 def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
     """Count the bytes of SharedLayout."""
     tiles = key_tiles + value_tiles
-    tile, stages, raw_blocks = 64 * 128, 2 if tiles > 4 else 4, 0
+    tile, stages, raw_blocks = 64 * 128, 1 if tiles > 8 else 2 if tiles > 4 else 4, 0
     if form == "e4m3":
         stages, raw_blocks = {2: (4, 8), 4: (2, 6), 5: (2, 4), 8: (1, 2)}[tiles]
-    exchange = 2 * 64 * value_tiles * 32 * 4
+    exchange = 8192 + 1024 if tiles > 8 else 2 * 64 * value_tiles * 32 * 4
     raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
     return key_tiles * tile + stages * tiles * tile + exchange + 1536 + 256 + raw
 
@@ -63,7 +63,11 @@ def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(HALVES, _TILES, _FORMS)}
+_SPECS = {
+    names: _spec(*names)
+    for names in product(HALVES, _TILES, _FORMS)
+    if names[2] != "e4m3" or max(names[1]) * _COLUMNS <= MOST_E4M3_COLUMNS
+}
 SPECS = tuple(_SPECS.values())
 
 
@@ -114,7 +118,7 @@ class MHAKey(RaggedKey):
     @property
     def takes_single_rows(self) -> bool:
         """Whether a warp attends for each row, without tensor cores."""
-        return self.dtype == "float32" or max(self.head_dim, self.head_dim_v) > MOST_TENSOR_COLUMNS
+        return self.dtype == "float32"
 
     @property
     def without_cuts(self) -> UncutKey:

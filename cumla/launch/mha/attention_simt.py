@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.attention import PARAMS, MHAArguments, MHAKey, attention_values
-from cumla.launch.source import FLOATS, KernelSpec
+from cumla.launch.source import KernelSpec
 from cumla.launch.split.plan import ROW_TILE
 
 if TYPE_CHECKING:
@@ -16,15 +16,8 @@ if TYPE_CHECKING:
 _ROWS = 8  # of a thread block
 
 _NAMES = "mha", "attention_simt", "AttentionParams"
-_SPECS = {
-    dtype: KernelSpec.of(*_NAMES, dtype, tags=[dtype], threads=32 * _ROWS) for dtype in FLOATS
-}
-SPECS = tuple(_SPECS.values())
-
-
-def attention_simt_spec(key: MHAKey) -> KernelSpec:
-    """Look up the kernel of a shape."""
-    return _SPECS[key.dtype]
+SPEC = KernelSpec.of(*_NAMES, tags=["float32"], threads=32 * _ROWS)
+SPECS = (SPEC,)
 
 
 def attention_simt_launch(
@@ -33,4 +26,4 @@ def attention_simt_launch(
     """Describe how to attend for every row, as `attention_launch` does with tensor cores."""
     values = attention_values(key, buffer, arguments, out, lse)
     grid = (key.num_places * (ROW_TILE // _ROWS), 1, key.num_kv_heads)
-    return Launch(attention_simt_spec(key), grid, PARAMS, values)
+    return Launch(SPEC, grid, PARAMS, values)

@@ -631,8 +631,10 @@ def attend_many_heads(cupy: Any) -> None:
     for sample in attention_cases.samples(4, lens=(130, 3)):  # pages, rows, windows, sinks
         attend_mha(cupy, sample)
     with multiprocessors(3):  # what is cut, and several row tiles and many blocks a part
-        for sample in attention_cases.samples(2, lens=(2000, 70), columns=(64, 64), page_size=16):
-            attend_mha(cupy, sample)
+        for columns in (64, 512):
+            fixed = {"lens": (2000, 70), "columns": (columns, columns), "page_size": 16}
+            for sample in attention_cases.samples(2, **fixed, cache="same"):
+                attend_mha(cupy, sample)
         for sample in attention_cases.samples(1, lens=(2000, 70), columns=(64, 64), cache="e4m3"):
             attend_mha(cupy, replace(sample, queries="many"))
             attend_mha(cupy, sample, batch_invariant=True)

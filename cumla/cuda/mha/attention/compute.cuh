@@ -27,7 +27,9 @@ template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled
 struct Consumer {
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
   using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // of values and of probabilities
-  static constexpr int kGroups = kValueTiles * 8, kHalf = kGroups / 2;  // of eight value columns
+  static constexpr bool kDivided = Layout::kDivided;
+  static constexpr int kHalf = kValueTiles * 4, kGroups = kDivided ? kHalf : 2 * kHalf;  // of eight value columns
+  static constexpr int kOwnTiles = kGroups / 8;  // of values, which it multiplies
 
   const AttentionParams& p;
   const Layout& shared;
@@ -66,7 +68,7 @@ struct Consumer {
       key_factor = p.key_scale.of(request_of(p, tile), tile.index);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
-    const bool has_sink = p.sinks != nullptr && consumer == 0 && segment.first_part == blockIdx.y;
+    const bool has_sink = p.sinks != nullptr && (consumer == 0 || kDivided) && segment.first_part == blockIdx.y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
@@ -100,17 +102,21 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       wgmma_values_async<Value>(output, probabilities + 4 * k,
-                               descriptor_of_rows<128, kTileBytes>(shared.values(stage), k * 2048));
+                               descriptor_of_rows<128, kTileBytes>(own_values(stage), k * 2048));
     warpgroup_commit();
     warpgroup_wait<0>();
     keep_behind_wait(output);
   }
 
+  __device__ __forceinline__ u32 own_values(int stage) const {
+    return shared.values(stage) + (kDivided ? consumer * kOwnTiles * kTileBytes : 0);
+  }
+
   // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
   __device__ __forceinline__ void clear_values_past(int stage, int valid) const {
-    constexpr int kChunks = kValueTiles * 8;
+    constexpr int kChunks = kOwnTiles * 8;
     for (int i = valid * kChunks + threadIdx.x % kWarpgroup; i < kBlockTokens * kChunks; i += kWarpgroup)
-      store_shared_zero_16(shared.values(stage) + (i % kChunks / 8) * kTileBytes + (i / kChunks) * 128 + (i % 8) * 16);
+      store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * kTileBytes + (i / kChunks) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
     if (consumer == 0)
       named_barrier_sync<kConsumerBarrier, kWarpgroup>();
@@ -185,7 +191,7 @@ struct Consumer {
     mbarrier_wait(shared.query_full(), query_phase, "the query");
     fence_proxy_async_shared();
 #pragma unroll 1
-    for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
+    for (int i = kDivided ? 0 : (consumer ^ t) & 1; i < segment.blocks; i += kDivided ? 1 : 2) {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
       mbarrier_wait(shared.keys_full(stage), phase, "keys");
       if constexpr (kCopied) fence_proxy_async_shared();
@@ -220,48 +226,17 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       sum[r] = sum_of_quad(sum[r]);
       weight[r] = sum_of_quad(weight[r]);
-      if (lane % 4 == 0) {
+      if (!kDivided && lane % 4 == 0) {
         store_shared_float(shared.of_row(consumer, 0, row + 8 * r), maximum[r]);
         store_shared_float(shared.of_row(consumer, 1, row + 8 * r), sum[r]);
         store_shared_float(shared.of_row(consumer, 2, row + 8 * r), weight[r]);
       }
     }
-#pragma unroll
-    for (int j = 0; j < kHalf; ++j) {
-      float4 v;
-      v.x = consumer == 0 ? output[4 * (kHalf + j)] : output[4 * j];
-      v.y = consumer == 0 ? output[4 * (kHalf + j) + 1] : output[4 * j + 1];
-      v.z = consumer == 0 ? output[4 * (kHalf + j) + 2] : output[4 * j + 2];
-      v.w = consumer == 0 ? output[4 * (kHalf + j) + 3] : output[4 * j + 3];
-      store_shared_float4(exchanged(1 - consumer, j), v);
-    }
-    consumers_sync();
-    float own[2], other[2], inverse[2], lse[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float theirs = load_shared_float(shared.of_row(1 - consumer, 0, row + 8 * r));
-      const float highest = fmaxf(maximum[r], theirs);
-      own[r] = exp2_approx(maximum[r] - highest);
-      other[r] = exp2_approx(theirs - highest);
-      const float total = own[r] * sum[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r));
-      const float rounded =
-          own[r] * weight[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r));
-      inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
-      if constexpr (kScaled) inverse[r] *= value_factor;
-      lse[r] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
-    }
-    float half[kHalf * 4];
-#pragma unroll
-    for (int j = 0; j < kHalf; ++j) {
-      const float4 v = load_shared_float4(exchanged(consumer, j));
-      const float theirs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float mine = consumer == 0 ? output[4 * j + e] : output[4 * (kHalf + j) + e];
-        half[4 * j + e] = (own[e >> 1] * mine + other[e >> 1] * theirs[e]) * inverse[e >> 1];
-      }
-    }
-    consumers_sync();  // the next tile writes there, and so does joining
+    float lse[2], half[kHalf * 4];
+    if constexpr (kDivided)
+      normalise(half, lse);
+    else
+      exchange(half, lse);
     if (segment.split()) {
       write_piece(segment, half, lse);
       // Tiles that threads have written (kScaled) are known to be read by the consumer whose stages they are in: each
@@ -276,6 +251,58 @@ struct Consumer {
     } else {
       write_result(segment, half, lse);
     }
+  }
+
+  // Where consumers divide the columns, each has the sums of all blocks.
+  __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
+      lse[r] = sum[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(sum[r]);
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) half[4 * j + e] = output[4 * j + e] * inverse;
+    }
+  }
+
+  // Elsewhere they exchange halves of their outputs, and add up.
+  __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2]) const {
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j) {
+      float4 v;
+      v.x = consumer == 0 ? output[4 * (kHalf + j)] : output[4 * j];
+      v.y = consumer == 0 ? output[4 * (kHalf + j) + 1] : output[4 * j + 1];
+      v.z = consumer == 0 ? output[4 * (kHalf + j) + 2] : output[4 * j + 2];
+      v.w = consumer == 0 ? output[4 * (kHalf + j) + 3] : output[4 * j + 3];
+      store_shared_float4(exchanged(1 - consumer, j), v);
+    }
+    consumers_sync();
+    float own[2], other[2], inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float theirs = load_shared_float(shared.of_row(1 - consumer, 0, row + 8 * r));
+      const float highest = fmaxf(maximum[r], theirs);
+      own[r] = exp2_approx(maximum[r] - highest);
+      other[r] = exp2_approx(theirs - highest);
+      const float total = own[r] * sum[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r));
+      const float rounded =
+          own[r] * weight[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r));
+      inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      if constexpr (kScaled) inverse[r] *= value_factor;
+      lse[r] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+    }
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j) {
+      const float4 v = load_shared_float4(exchanged(consumer, j));
+      const float theirs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float mine = consumer == 0 ? output[4 * j + e] : output[4 * (kHalf + j) + e];
+        half[4 * j + e] = (own[e >> 1] * mine + other[e >> 1] * theirs[e]) * inverse[e >> 1];
+      }
+    }
+    consumers_sync();  // the next tile writes there, and so does joining
   }
 
   __device__ __forceinline__ void write_piece(const Segment& segment, const float (&half)[kHalf * 4],

@@ -14,15 +14,17 @@ constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-by
 template <int kKeyTiles, int kValueTiles, bool kE4m3>
 struct SharedLayout {
   static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
-  // Even: each consumer, and each of two loading warpgroups, has stages of its own.
-  static constexpr int kStages = kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
+  // Whether consumers divide the value columns, not the blocks: each has the scores of all blocks then.
+  static constexpr bool kDivided = kValueTiles > 4;
+  // Even, or one: each consumer, and each of two loading warpgroups, has stages of its own.
+  static constexpr int kStages = kDivided ? 1 : kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
   static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
   static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // warpgroups
   static constexpr int kLoaderRegisters = !kE4m3 ? 56 : kLoaders > 1 ? 80 : 104;
   static constexpr int kConsumerRegisters = !kE4m3 ? 224 : kLoaders > 1 ? 176 : 200;
   static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 4 ? 4 : kTiles > 2 ? 6 : 8;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
-  static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
+  static constexpr int kExchangeBytes = kDivided ? 8192 + 1024 : 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
   static constexpr int kPagesBytes = kBlockTokens * 8;  // of a block
   static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
