@@ -8,8 +8,10 @@
 // order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
 // one of them (docs/kernels/mla.md).
 // tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
+#include "split/division.cuh"
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -61,26 +63,29 @@ struct RaggedScheduleParams {
   int min_share;   // cost of a share, at least
   int q_len;       // of each request, without qo_indptr
   int row_tile;    // query rows of a tile
+  Divisor by_parts, by_heads_per_group, by_row_tile;
 };
 
 // The query tokens of a request. Whatever qo_indptr holds, they lie in q.
 struct Queries {
-  int begin, count, tiles;
+  int begin, count;
 
   __device__ __forceinline__ Queries(const RaggedScheduleParams& p, int request) {
     if (p.qo_indptr == nullptr) {
       begin = request * p.q_len;
       count = p.q_len;
-      tiles = (static_cast<i64>(count) * p.heads_per_group + p.row_tile - 1) / p.row_tile;
-      return;
+    } else {
+      begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
+      // Limited before it is subtracted: any 32 bits may stand there.
+      count = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens) - begin;
     }
-    begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
-    // Limited before it is subtracted: any 32 bits may stand there.
-    const int end = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens);
-    count = end - begin;
-    tiles = (static_cast<i64>(count) * p.heads_per_group + p.row_tile - 1) / p.row_tile;
   }
 };
+
+__device__ __forceinline__ int tiles_of(const RaggedScheduleParams& p, const Queries& queries) {
+  const u32 rows = queries.count * p.heads_per_group, full = quotient(rows, p.by_row_tile);  // rows: below 2^31
+  return full + (full * p.row_tile < rows);
+}
 
 // The place of a request's first tile.
 __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, int request, const Queries& queries) {
@@ -96,7 +101,7 @@ __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, i
 __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
   if (!p.causal) return blocks_of(tile.tokens);
   const int last_row = min(tile.first_row + p.row_tile, tile.q_len * p.heads_per_group) - 1;
-  return blocks_of(max(tile.tokens - (tile.q_len - 1 - last_row / p.heads_per_group), 0));
+  return blocks_of(max(tile.tokens - (tile.q_len - 1 - static_cast<int>(quotient(last_row, p.by_heads_per_group))), 0));
 }
 
 struct RaggedShared {
@@ -123,8 +128,9 @@ __device__ __forceinline__ int owner_of(const Start* starts, i64 place) {
 }
 
 // The first place of a part, if all are dealt out: parts that get one more than others come first.
-__device__ __forceinline__ int first_place(int part, int tiles, int parts) {
-  return part * (tiles / parts) + min(part, tiles % parts);
+__device__ __forceinline__ int first_place(const RaggedScheduleParams& p, int part, int tiles) {
+  const int each = quotient(tiles, p.by_parts);
+  return part * each + min(part, tiles - each * p.parts);
 }
 
 // Writes this thread's tiles, [tile, end) of all.
@@ -134,22 +140,23 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const
   const int owner = owner_of(tile_starts, tile);
   int request = owner * requests_of_thread, skip = tile - tile_starts[owner];
   Queries queries(p, request);
-  while (skip >= queries.tiles && request + 1 < p.batch) {
-    skip -= queries.tiles;
+  for (int tiles_there; skip >= (tiles_there = tiles_of(p, queries)) && request + 1 < p.batch;) {
+    skip -= tiles_there;
     queries = Queries(p, ++request);
   }
   TilePlace place = first_tile(p, request, queries);
   place.first_row = skip * p.row_tile;
 #pragma unroll 1
   while (true) {
-    p.places[first_place(tile % p.parts, tiles, p.parts) + tile / p.parts] = place;
+    const int turn = quotient(tile, p.by_parts);
+    p.places[first_place(p, tile - turn * p.parts, tiles) + turn] = place;
     if (++tile >= end) return;
     place.first_row += p.row_tile;
     if (place.first_row < place.q_len * p.heads_per_group) continue;
     do {
       if (++request >= p.batch) return;
       queries = Queries(p, request);
-    } while (queries.tiles == 0);
+    } while (queries.count == 0);
     place = first_tile(p, request, queries);
   }
 }
@@ -181,9 +188,16 @@ __device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, con
   return {place, static_cast<int>(block), 0, 0};
 }
 
+// Exact where the quotient is below 2^20, and large elsewhere.
+__device__ __forceinline__ int small_quotient(int dividend, int divisor) {
+  const int guess = static_cast<int>(static_cast<float>(dividend) * reciprocal_approx(static_cast<float>(divisor)));
+  const int rest = dividend - guess * divisor;
+  return guess + (rest >= divisor) - (rest < 0);
+}
+
 // Into how many pieces a tile is cut, of at most `size` blocks, but not of fewer than min_blocks.
 __device__ __forceinline__ int pieces_of(const RaggedScheduleParams& p, int blocks, int size) {
-  return max(min((blocks + size - 1) / size, blocks / p.min_blocks), 1);
+  return max(min(small_quotient(blocks + size - 1, size), small_quotient(blocks, p.min_blocks)), 1);
 }
 
 // What a part costs between two bounds, where tiles are as few as parts: fixed_cost for each piece, piece_cost for one
@@ -199,17 +213,17 @@ __device__ __forceinline__ int cost_between(const RaggedScheduleParams& p, const
 constexpr int kTooMany = 0x7fffffff;  // cost of more pieces than parts
 
 // The size of pieces at which they are no more than parts and the dearest one is cheapest; 0 if that is dearer than the
-// dearest share. of_share: what this thread's costs. Each warp tries one of 32 sizes, from the mean on.
-__device__ __forceinline__ int piece_size(const RaggedScheduleParams& p, RaggedShared& shared, int tiles, i64 total,
+// dearest share. of_share: what this thread's costs. Each warp tries one of 32 sizes, from the least one on.
+__device__ __forceinline__ int piece_size(const RaggedScheduleParams& p, RaggedShared& shared, int tiles, int share,
                                           int of_share) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const i64 blocks = total - static_cast<i64>(tiles) * p.fixed_cost;
-  const int least = max(static_cast<int>((blocks + p.parts - 1) / p.parts), p.min_blocks), size = least + warp;
+  const int least = max(share - p.fixed_cost, p.min_blocks), size = least + warp;
   int count = 0, cost = 0;
   for (int i = lane; i < tiles; i += 32) {
     const int pieces = pieces_of(p, shared.blocks[i], size);
     count += pieces;
-    cost = max(cost, (shared.blocks[i] + pieces - 1) / pieces + p.fixed_cost + (pieces > 1 ? p.piece_cost : 0));
+    const int largest = small_quotient(shared.blocks[i] + pieces - 1, pieces);
+    cost = max(cost, largest + p.fixed_cost + (pieces > 1 ? p.piece_cost : 0));
   }
   count = __reduce_add_sync(0xffffffffu, count);
   cost = __reduce_max_sync(0xffffffffu, cost);
@@ -235,7 +249,8 @@ __device__ __forceinline__ PartBound bound_of_piece(const RaggedScheduleParams& 
   if (thread >= count) return {tiles, 0, 0, 0};
   const int tile = owner_of(shared.tile_starts, thread), piece = thread - shared.tile_starts[tile];
   const int pieces = shared.tile_starts[tile + 1] - shared.tile_starts[tile], blocks = shared.blocks[tile];
-  return {tile, piece * (blocks / pieces) + min(piece, blocks % pieces), 0, 0};
+  const int each = small_quotient(blocks, pieces);
+  return {tile, piece * each + min(piece, blocks - each * pieces), 0, 0};
 }
 
 __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
@@ -249,7 +264,7 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   i64 count = 0, all_tiles;
   for (int i = 0; i < requests_of_thread; ++i) {
     const int request = thread * requests_of_thread + i;
-    if (request < p.batch) count += Queries(p, request).tiles;
+    if (request < p.batch) count += tiles_of(p, Queries(p, request));
   }
   for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
   // There are more tiles than places only where qo_indptr falls.
@@ -270,8 +285,8 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   __syncthreads();
 
   const i64 share = max((total + p.parts - 1) / p.parts, static_cast<i64>(p.min_share));
-  const int dealt = thread < p.parts ? first_place(thread, tiles, p.parts) : tiles;
-  const int next = thread < p.parts ? first_place(thread + 1, tiles, p.parts) : tiles;
+  const int dealt = thread < p.parts ? first_place(p, thread, tiles) : tiles;
+  const int next = thread < p.parts ? first_place(p, thread + 1, tiles) : tiles;
   i64 price = 0;
   if (dealt < next) {
     price = (next < tiles ? cost_before(p, shared.cost_starts, next, tiles_of_thread) : total) -
@@ -287,7 +302,7 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
       int cost = 0;
       if (thread < p.parts)
         cost = cost_between(p, shared.cost_starts, total, tiles, shared.bounds[thread], shared.bounds[thread + 1]);
-      const int size = piece_size(p, shared, tiles, total, cost);
+      const int size = piece_size(p, shared, tiles, share, cost);
       if (size > 0) bound = bound_of_piece(p, shared, tiles, size);
     }
   }

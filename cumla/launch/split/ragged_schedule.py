@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
 from cumla.launch.split.schedule import FIXED_COST
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _NAMES = "split", "ragged_schedule", "RaggedScheduleParams"
 SPECS = (KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=1024),)
 
-_PARAMS = struct.Struct("<QqQqQqQQQ14i")
+_PARAMS = struct.Struct("<QqQqQqQQQ14i6I")
 
 
 def ragged_schedule_launch(
@@ -52,6 +53,9 @@ def ragged_schedule_launch(
         key.min_share,
         key.total_tokens // key.batch if qo_indptr is None else 0,
         key.row_tile,
+        *divisor_of(key.parts),
+        *divisor_of(key.heads_per_group),
+        *divisor_of(key.row_tile),
     )
     return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
 

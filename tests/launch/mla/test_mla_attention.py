@@ -19,6 +19,7 @@ from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split import ragged_schedule
+from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MIN_BLOCKS, MIN_SHARE, piece_cost
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.launch.split.schedule import FIXED_COST
@@ -304,6 +305,11 @@ def test_the_schedules_parameters_by_name(listed: bool) -> None:
         "min_share": MIN_SHARE,
         "q_len": 0,
         "row_tile": 64,
+        **dict(zip(("by_parts.magic", "by_parts.shift"), divisor_of(66), strict=True)),
+        "by_heads_per_group.magic": 3123612579,
+        "by_heads_per_group.shift": 5,
+        "by_row_tile.magic": 1 << 31,
+        "by_row_tile.shift": 6,
     }
 
 

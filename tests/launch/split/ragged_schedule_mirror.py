@@ -94,7 +94,7 @@ def schedule(
             bounds[part] = place + 1, 0
         else:
             bounds[part] = place, block
-    pieces = _whole_tiles_cut(blocks, key, _dearest(bounds, ends, blocks, key))
+    pieces = _whole_tiles_cut(blocks, key, share, _dearest(bounds, ends, blocks, key))
     if pieces is not None:
         counts = np.asarray(pieces)
         tile = np.repeat(np.arange(len(places)), counts)
@@ -120,11 +120,13 @@ def _dearest(bounds: np.ndarray, ends: np.ndarray, blocks: np.ndarray, key: Ragg
     return dearest
 
 
-def _whole_tiles_cut(blocks: np.ndarray, key: RaggedKey, dearest: int) -> list[int] | None:
+def _whole_tiles_cut(
+    blocks: np.ndarray, key: RaggedKey, share: int, dearest: int
+) -> list[int] | None:
     """Count the pieces of each tile if each part has one, unless that is dearer."""
     if len(blocks) > key.parts:
         return None
-    least, found = max(-(-int(blocks.sum()) // key.parts), key.min_blocks), None
+    least, found = max(share - FIXED_COST, key.min_blocks), None
     for size in range(least, least + 32):
         pieces = [max(min(-(-b // size), b // key.min_blocks), 1) for b in blocks.tolist()]
         costs = [
