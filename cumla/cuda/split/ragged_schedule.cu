@@ -112,10 +112,14 @@ struct RaggedShared {
   Run runs[kMaxParts + 1];
   Run edges[kScheduleWarps][2];
   int edge_places[kScheduleWarps][2];
-  int blocks[kScheduleThreads];         // of tiles, where they are as few as parts
+  int blocks[kScheduleThreads];         // that the tiles at the first places see
   int piece_costs[kScheduleWarps];      // of the dearest piece, for each size that is tried
   int dearest[kScheduleWarps];          // share, of those that a warp's threads have
 };
+
+__device__ __forceinline__ int blocks_at(const RaggedScheduleParams& p, const RaggedShared& shared, int place) {
+  return place < kScheduleThreads ? shared.blocks[place] : visible_blocks(p, p.places[place]);
+}
 
 // The last thread that starts no later than `place`.
 template <typename Start>
@@ -134,11 +138,11 @@ __device__ __forceinline__ int first_place(const RaggedScheduleParams& p, int pa
 }
 
 // Writes this thread's tiles, [tile, end) of all.
-__device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const int* tile_starts, int tile, int end,
+__device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, RaggedShared& shared, int tile, int end,
                                             int tiles, int requests_of_thread) {
   if (tile >= end) return;
-  const int owner = owner_of(tile_starts, tile);
-  int request = owner * requests_of_thread, skip = tile - tile_starts[owner];
+  const int owner = owner_of(shared.tile_starts, tile);
+  int request = owner * requests_of_thread, skip = tile - shared.tile_starts[owner];
   Queries queries(p, request);
   for (int tiles_there; skip >= (tiles_there = tiles_of(p, queries)) && request + 1 < p.batch;) {
     skip -= tiles_there;
@@ -149,7 +153,9 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const
 #pragma unroll 1
   while (true) {
     const int turn = quotient(tile, p.by_parts);
-    p.places[first_place(p, tile - turn * p.parts, tiles) + turn] = place;
+    const int at = first_place(p, tile - turn * p.parts, tiles) + turn;
+    p.places[at] = place;
+    if (at < kScheduleThreads) shared.blocks[at] = visible_blocks(p, place);
     if (++tile >= end) return;
     place.first_row += p.row_tile;
     if (place.first_row < place.q_len * p.heads_per_group) continue;
@@ -162,26 +168,26 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const
 }
 
 // What all places before one cost.
-__device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const i64* cost_starts, int place,
+__device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const RaggedShared& shared, int place,
                                            int tiles_of_thread) {
   const int owner = place / tiles_of_thread;
-  i64 cost = cost_starts[owner];
+  i64 cost = shared.cost_starts[owner];
 #pragma unroll 1
-  for (int i = owner * tiles_of_thread; i < place; ++i) cost += visible_blocks(p, p.places[i]) + p.fixed_cost;
+  for (int i = owner * tiles_of_thread; i < place; ++i) cost += blocks_at(p, shared, i) + p.fixed_cost;
   return cost;
 }
 
 // Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or after it.
-__device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, const i64* cost_starts, i64 at,
+__device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, const RaggedShared& shared, i64 at,
                                               i64 total, int tiles, int tiles_of_thread) {
   if (at >= total) return {tiles, 0, 0, 0};
-  const int owner = owner_of(cost_starts, at);
-  int place = owner * tiles_of_thread, blocks = visible_blocks(p, p.places[place]);
-  i64 block = at - cost_starts[owner];
+  const int owner = owner_of(shared.cost_starts, at);
+  int place = owner * tiles_of_thread, blocks = blocks_at(p, shared, place);
+  i64 block = at - shared.cost_starts[owner];
 #pragma unroll 1
   while (block >= blocks + p.fixed_cost && place + 1 < tiles) {
     block -= blocks + p.fixed_cost;
-    blocks = visible_blocks(p, p.places[++place]);
+    blocks = blocks_at(p, shared, ++place);
   }
   if (block < p.min_blocks) return {place, 0, 0, 0};
   if (blocks - block < p.min_blocks) return {place + 1, 0, 0, 0};
@@ -274,13 +280,10 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   const int tiles = min(all_tiles, places);
   const int tiles_of_thread = (tiles + kScheduleThreads - 1) / kScheduleThreads;
   const int first = min(thread * tiles_of_thread, tiles), last = min(first + tiles_of_thread, tiles);
-  write_tiles(p, shared.tile_starts, first, last, tiles, requests_of_thread);
+  write_tiles(p, shared, first, last, tiles, requests_of_thread);
   __syncthreads();
   i64 total, cost = 0;
-  for (int place = first; place < last; ++place) {
-    shared.blocks[thread] = visible_blocks(p, p.places[place]);
-    cost += shared.blocks[thread] + p.fixed_cost;
-  }
+  for (int place = first; place < last; ++place) cost += blocks_at(p, shared, place) + p.fixed_cost;
   shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);
   __syncthreads();
 
@@ -289,13 +292,13 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   const int next = thread < p.parts ? first_place(p, thread + 1, tiles) : tiles;
   i64 price = 0;
   if (dealt < next) {
-    price = (next < tiles ? cost_before(p, shared.cost_starts, next, tiles_of_thread) : total) -
-            cost_before(p, shared.cost_starts, dealt, tiles_of_thread);
+    price = (next < tiles ? cost_before(p, shared, next, tiles_of_thread) : total) -
+            cost_before(p, shared, dealt, tiles_of_thread);
   }
   PartBound bound = {dealt, 0, 0, 0};
   if (__syncthreads_or(price > share + p.fixed_cost + 2 * p.piece_cost)) {
     const i64 at = thread < p.parts ? thread * share : total;
-    bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
+    bound = bound_at(p, shared, at, total, tiles, tiles_of_thread);
     if (tiles <= p.parts) {
       if (thread <= p.parts) shared.bounds[thread] = bound;
       __syncthreads();
