@@ -29,6 +29,7 @@ struct Consumer {
   using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // of values and of probabilities
   static constexpr bool kDivided = Layout::kDivided;
   static constexpr int kHalf = kValueTiles * 4, kGroups = kDivided ? kHalf : 2 * kHalf;  // of eight value columns
+  static constexpr bool kSkipsRows = kGroups <= 16;  // has registers for it
   static constexpr int kOwnTiles = kGroups / 8;  // of values, which it multiplies
 
   const AttentionParams& p;
@@ -39,7 +40,7 @@ struct Consumer {
   float scores[32];
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
-  Seen seen[2];
+  Seen seen[2], seen_by_all;
   float key_factor, value_factor;  // kScaled
 
   __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
@@ -48,6 +49,9 @@ struct Consumer {
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
+
+  // How many of a thread's two rows its warp has.
+  __device__ __forceinline__ bool has_rows(int r) const { return !kSkipsRows || tile.rows > warp * 16 + 8 * r; }
 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
     __syncwarp();
@@ -68,6 +72,8 @@ struct Consumer {
       key_factor = p.key_scale.of(request_of(p, tile), tile.index);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
+    // The first row's end is the least, the last row's beginning the greatest.
+    seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     const bool has_sink = p.sinks != nullptr && (consumer == 0 || kDivided) && segment.first_part == blockIdx.y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -132,12 +138,9 @@ struct Consumer {
       scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * cap_factor()));
   }
 
-  // Nothing to do where the first row sees the block's last token, and the last row its first.
-  __device__ __forceinline__ void mask_scores(const Segment& segment, int block) {
+  __device__ __forceinline__ void mask_scores(int block) {
     const int begin = block * kBlockTokens;
-    if (begin + kBlockTokens <= seen_by(p, tile, segment.tokens, 0).end &&
-        begin >= seen_by(p, tile, segment.tokens, kRowTile - 1).first)
-      return;
+    if (begin + kBlockTokens <= seen_by_all.end && begin >= seen_by_all.first) return;
     const int column = block * kBlockTokens + (lane % 4) * 2;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -148,11 +151,19 @@ struct Consumer {
       }
   }
 
+  // Scores of kRows of the two rows become weights.
+  template <int kRows>
+  __device__ __forceinline__ void weigh() {
+    raise_maximum<kRows>();
+    exponentiate<kRows>();
+  }
+
+  template <int kRows>
   __device__ __forceinline__ void raise_maximum() {
-    float next[2];
+    float next[kRows], factor[kRows];
     bool grown = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       next[r] = scores[2 * r];
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
@@ -163,21 +174,26 @@ struct Consumer {
       grown |= next[r] != maximum[r];
     }
     if (!__any_sync(0xffffffffu, grown)) return;
-    const float factor[2] = {exp2_approx(maximum[0] - next[0]), exp2_approx(maximum[1] - next[1])};
 #pragma unroll
-    for (int i = 0; i < kGroups * 4; ++i) output[i] *= factor[i >> 1 & 1];
+    for (int r = 0; r < kRows; ++r) {
+      factor[r] = exp2_approx(maximum[r] - next[r]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+      for (int i = 2 * r; i < kGroups * 4; i += 4) {
+        output[i] *= factor[r];
+        output[i + 1] *= factor[r];
+      }
       sum[r] *= factor[r];
       weight[r] *= factor[r];
       maximum[r] = next[r];
     }
   }
 
+  template <int kRows>
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       const int r = i >> 1 & 1;
+      if (r >= kRows) continue;
       const float low = exp2_approx(__fmaf_rn(scores[i], score_factor(), -maximum[r]));
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], score_factor(), -maximum[r]));
       sum[r] += low + high;
@@ -198,9 +214,13 @@ struct Consumer {
       multiply_query(stage);
       arrive(shared.keys_free(stage));
       cap_scores();
-      mask_scores(segment, segment.begin + i);
-      raise_maximum();
-      exponentiate();
+      if (has_rows(0)) {
+        mask_scores(segment.begin + i);
+        if (has_rows(1))
+          weigh<2>();
+        else
+          weigh<1>();
+      }
       mbarrier_wait(shared.values_full(stage), phase, "values");
       if constexpr (kCopied) fence_proxy_async_shared();
       const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;
@@ -324,6 +344,7 @@ struct Consumer {
                                                const float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (!has_rows(r)) return;
       if (row + 8 * r < tile.rows && consumer == 0 && lane % 4 == 0)
         store_lse(p, segment.request, Row(p, tile, row + 8 * r), lse[r]);
 #pragma unroll

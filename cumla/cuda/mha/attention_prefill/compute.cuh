@@ -139,6 +139,17 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     give_turn();
   }
 
+  // Block t of a tile in which this consumer has no rows.
+  __device__ __forceinline__ void pass(u32 t, bool is_last, u32 n) const {
+    wait_for_keys(t);
+    take_turn();
+    give_turn();
+    arrive(shared.keys_free(t % Layout::kStages));
+    if (is_last) fetch_query(n + 1);
+    wait_for_values(t - 1);
+    arrive(shared.values_free((t - 1) % Layout::kStages));
+  }
+
   // Block t is the t-th of all tiles. Without branches around products, which ptxas would not let overlap: before the
   // first block, and after the last one, they are of whatever memory holds, and dropped.
   __device__ __forceinline__ void work() {
@@ -184,6 +195,11 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       if (valid < kBlock) {
         wait_for_values(t);
         clear_values_past(t % Layout::kStages, max(valid, 0));
+      }
+      if (item.rows <= 64 * consumer) {
+#pragma unroll 1
+        for (++t, --block; block >= blocks.first; ++t, --block) pass(t, block == blocks.first, n);
+        continue;
       }
 #pragma unroll 1
       for (++t, --block; block >= blocks.first; ++t, --block) {
