@@ -167,6 +167,27 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, Ragge
   }
 }
 
+// Whole tiles are taken one after the other, from the last place on: those that take longest come last, and in the
+// order of their requests where that is the same. One part, and no more tiles than threads. Few rows, which one consumer
+// alone has, count half: beside many they are what else would wait for memory.
+__device__ __forceinline__ void sort_tiles(const RaggedScheduleParams& p, RaggedShared& shared, int tiles) {
+  const int thread = threadIdx.x;
+  TilePlace place;
+  int blocks = 0, own = 0, at = 0;
+  if (thread < tiles) {
+    place = p.places[thread];
+    blocks = shared.blocks[thread];
+    own = shared.tile_starts[thread] = blocks * (place.q_len * p.heads_per_group - place.first_row > kRowTile ? 2 : 1);
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (int i = 0; i < tiles; ++i) at += shared.tile_starts[i] < own + (i < thread);
+  if (thread < tiles) {
+    p.places[at] = place;
+    shared.blocks[at] = blocks;
+  }
+}
+
 // What all places before one cost.
 __device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const RaggedShared& shared, int place,
                                            int tiles_of_thread) {
@@ -282,6 +303,10 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
   const int first = min(thread * tiles_of_thread, tiles), last = min(first + tiles_of_thread, tiles);
   write_tiles(p, shared, first, last, tiles, requests_of_thread);
   __syncthreads();
+  if (p.row_tile > kRowTile && tiles <= kScheduleThreads) {
+    sort_tiles(p, shared, tiles);
+    __syncthreads();
+  }
   i64 total, cost = 0;
   for (int place = first; place < last; ++place) cost += blocks_at(p, shared, place) + p.fixed_cost;
   shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);

@@ -37,6 +37,7 @@ _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles a
 PIECE_BLOCKS = 16
 """Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
+_MOST_DRAFTS = 4  # query tokens of a decoding request, on average
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
@@ -144,10 +145,15 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def takes_whole_tiles(self) -> bool:
-        """Whether row tiles can be full, and fill the multiprocessors without being cut."""
+        """Whether row tiles can be full, and fill the multiprocessors without being cut.
+
+        Queries of different lengths, many on average, are taken for chunks beside decoding
+        requests.
+        """
         rows = self.total_tokens * self.heads_per_group
+        has_chunks = not self.q_len and self.total_tokens > _MOST_DRAFTS * self.batch
         return (
-            rows >= FULL_ROWS * self.batch
+            (rows >= FULL_ROWS * self.batch or (has_chunks and not self.has_window))
             and rows * self.num_kv_heads >= FULL_ROWS * self.sm_count
             and self.num_places * self.num_kv_heads <= _MOST_TILES
             and self.whole_tiles_spec is not None

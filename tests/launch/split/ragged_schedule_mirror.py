@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, MIN_SHARE, MOST_TOKENS, RaggedKey
+from cumla.launch.split.plan import BLOCK_TOKENS, MIN_SHARE, MOST_TOKENS, ROW_TILE, RaggedKey
 from cumla.launch.split.schedule import FIXED_COST
+
+_THREADS = 1024
 
 
 class TileSchedule(NamedTuple):
@@ -76,6 +78,10 @@ def schedule(
     last_row = np.minimum(places[:, 1] + key.row_tile, places[:, 2] * group) - 1
     hidden = places[:, 2] - 1 - last_row // group if key.causal else 0
     blocks = -(-np.maximum(places[:, 0] - hidden, 0) // BLOCK_TOKENS)
+    if key.row_tile > ROW_TILE and len(blocks) <= _THREADS:  # whole tiles
+        rows = places[:, 2] * group - places[:, 1]
+        order = np.argsort(blocks * np.where(rows > ROW_TILE, 2, 1), kind="stable")
+        places, blocks = places[order], blocks[order]
     ends = np.cumsum(blocks + FIXED_COST)
     total = int(ends[-1]) if len(ends) else 0
     share = max(-(-total // key.parts), MIN_SHARE)

@@ -26,6 +26,7 @@ struct Dealer {
   const AttentionParams& p;
   const TilePlace* const places;
   u32 tiles, total, heads_of_section;
+  u32 early;  // places whose tiles go first, of all heads
 
   __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
@@ -41,20 +42,20 @@ struct Dealer {
     sections = min(sections, max(total / max(gridDim.x / 8 * 7, 1u), 1u));
     while (heads % sections != 0) --sections;
     heads_of_section = heads / sections;
+    // The longest tiles, one for each CTA, where they are long: what begins late would end last.
+    const bool are_long = tiles > 0 && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
+    early = are_long ? min((gridDim.x + heads - 1) / heads, tiles) : 0;
   }
 
-  __device__ __forceinline__ Item next(u32 n) const {
-    const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
-    if (at >= total) {
-      // When all that had an item have asked in vain, for the next launch.
-      if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
-      return {};
-    }
-    const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
-    const u32 rest = at % of_section, place = rest / heads_of_section;
-    const TilePlace from = places[tiles - 1 - place];
+  // Blocks of the tile at a place.
+  __device__ __forceinline__ int blocks_at(u32 place) const {
+    const Seen blocks = blocks_of_item<kBlockTokens>(p, item_of(places[place], 0));
+    return blocks.end - blocks.first;
+  }
+
+  __device__ __forceinline__ Item item_of(const TilePlace& from, int head) const {
     Item item;
-    item.head = first_head + rest - place * heads_of_section;
+    item.head = head;
     item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
     item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
     item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
@@ -64,6 +65,21 @@ struct Dealer {
     if (p.block_table == nullptr)
       item.tokens = min(static_cast<i64>(item.tokens), max(p.page_entries - item.pages, i64{0}));
     return item;
+  }
+
+  __device__ __forceinline__ Item next(u32 n) const {
+    const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
+    if (at >= total) {
+      // When all that had an item have asked in vain, for the next launch.
+      if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
+      return {};
+    }
+    const u32 heads = p.num_kv_heads, early_tiles = early * heads;
+    if (at < early_tiles) return item_of(places[tiles - 1 - at / heads], at % heads);
+    const u32 later = at - early_tiles, of_section = (tiles - early) * heads_of_section;
+    const u32 first_head = later / of_section * heads_of_section, rest = later % of_section;
+    const u32 place = rest / heads_of_section;
+    return item_of(places[tiles - 1 - early - place], first_head + rest - place * heads_of_section);
   }
 
   // Announces the next item, the n-th of this CTA. False after the last one.
