@@ -99,6 +99,7 @@ def mixture() -> dict[str, Any]:
 def chosen_on(given: dict[str, Any], processors: int) -> str:
     """The kernel of a plan for these arrays."""
     options = {"batch_invariant": True, "max_kv_len": 256} if "batch_invariant" in given else {}
+    options |= {"window": given.get("window")}
     with emulated_gpu(processors) as cupy:
         q, k, v, bounds = (cupy.like(given[name]) for name in ("q", "k", "v", "qo_indptr"))
         plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=bounds, **options)
@@ -107,21 +108,26 @@ def chosen_on(given: dict[str, Any], processors: int) -> str:
 
 def test_whole_tiles_are_for_many_rows() -> None:
     """Most tiles are full, and there is work for half of the multiprocessors at least."""
-    many, few = mixture(), mixture()
+    many, few, drafts = mixture(), mixture(), mixture()
     few["q"], few["qo_indptr"] = few["q"][:40], int32(0, 36, 37, 38, 39, 40)
+    drafts["q"], drafts["qo_indptr"] = drafts["q"][:20], int32(0, 4, 8, 12, 16, 20)
     chosen = {
         name: chosen_on(given, processors)
         for name, given, processors in (
             ("many rows", many, 1),
             ("few tiles", many, 30),
-            ("few rows", few, 1),
+            ("a chunk beside decoding", few, 1),
+            ("a window", few | {"window": 5}, 1),
+            ("drafts", drafts, 1),
             ("fixed cuts", many | {"batch_invariant": True}, 1),
         )
     }
     assert chosen == {
         "many rows": "attention_prefill",
         "few tiles": "attention",
-        "few rows": "attention",
+        "a chunk beside decoding": "attention_prefill",
+        "a window": "attention",
+        "drafts": "attention_decode",
         "fixed cuts": "attention",
     }
 

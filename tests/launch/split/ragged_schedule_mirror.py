@@ -79,19 +79,18 @@ def schedule(
     hidden = places[:, 2] - 1 - last_row // group if key.causal else 0
     blocks = -(-np.maximum(places[:, 0] - hidden, 0) // BLOCK_TOKENS)
     if key.row_tile > ROW_TILE and len(blocks) <= _THREADS:  # whole tiles
-        rows = places[:, 2] * group - places[:, 1]
-        order = np.argsort(blocks * np.where(rows > ROW_TILE, 2, 1), kind="stable")
+        is_full = places[:, 2] * group - places[:, 1] > ROW_TILE
+        order = np.argsort(blocks * (1 + is_full), kind="stable")
         places, blocks = places[order], blocks[order]
     ends = np.cumsum(blocks + FIXED_COST)
-    total = int(ends[-1]) if len(ends) else 0
-    share = max(-(-total // key.parts), MIN_SHARE)
+    share = max(-(-int(ends[-1] if len(ends) else 0) // key.parts), MIN_SHARE)
     bounds = np.zeros((key.parts + 1, 2), np.int32)
     bounds[:, 0] = np.cumsum([0, *map(len, dealt)])
     prices = np.diff(np.append(0, ends)[bounds[:, 0]])
     if prices.max() <= share + FIXED_COST + 2 * key.piece_cost:
         return TileSchedule(places, bounds)
     bounds[:, 0] = len(places)
-    for part, at in enumerate(range(0, min(key.parts * share, total), share)):
+    for part, at in enumerate(range(0, min(key.parts * share, int(ends[-1])), share)):
         place = int(np.searchsorted(ends, at, side="right"))
         block = at - int(ends[place] - blocks[place] - FIXED_COST)
         if block < key.min_blocks:
