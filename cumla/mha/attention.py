@@ -319,6 +319,16 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         if not has_list:
             _check_lengths(host, tokens, page_size)
 
+    def recipe(
+        self, key: Any, arguments: MHAArguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe one launch, or two for a mixed batch."""
+        launches = super().recipe(key, arguments, outs, buffer)
+        if not launches or not key.beside:
+            return launches
+        chunks = super().recipe(key.beside, arguments, outs, key.beside_at(buffer))
+        return (*launches, *chunks)
+
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
         a = arguments
         options: dict[str, Any] = {**host, "causal": a.causal, "window": a.window}
@@ -869,7 +879,8 @@ kv_layout, out, lse, stream
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
-        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, *cuts, _spec_of(self.key))
+        chunks = () if self.key.beside is None else (_spec_of(self.key.beside),)
+        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, *cuts, _spec_of(self.key), *chunks)
         for spec in specs:
             load(spec, device, capturing=capturing)
 

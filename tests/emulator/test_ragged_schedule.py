@@ -26,8 +26,17 @@ LENGTHS = {
 }
 
 
-def check(plan: Any, buffer: Array, qo_indptr: np.ndarray, kv_lens: np.ndarray) -> None:
-    made, layout = schedule(qo_indptr, kv_lens, None, plan.key), plan.key.layout
+def check(
+    key: Any,
+    buffer: Array,
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    is_whole: bool | None = None,
+) -> None:
+    made = schedule(qo_indptr, kv_lens, None, key, is_whole)
+    if is_whole:
+        buffer, key = buffer[key.beside_at(0) :], key.beside
+    layout = key.layout
     for at, kind, table in (
         (layout.places, TILE_PLACE, tile_places_table(made)),
         (layout.parts, PART, tile_parts_table(made)),
@@ -55,7 +64,7 @@ def test_the_schedule_equals_its_mirror(name: str, heads: int) -> None:
                 workspace=buffer,
             )
             plan.update(cupy.asarray(kv_lens), qo_indptr=cupy.asarray(indptr))
-            check(plan, buffer, indptr, kv_lens)
+            check(plan.key, buffer, indptr, kv_lens)
 
 
 @pytest.mark.parametrize("name", some(list(LENGTHS), 3))
@@ -70,4 +79,33 @@ def test_few_rows(name: str) -> None:
         plan = cumla.AttentionPlan.from_arrays(q, cache, cache, workspace=buffer)
         assert plan.key.few_rows and plan.key.few_rows[0] == 8
         plan.update(kv_lens=cupy.asarray(kv_lens))
-        check(plan, buffer, np.arange(batch + 1), kv_lens)
+        check(plan.key, buffer, np.arange(batch + 1), kv_lens)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("chunks", [{}, {0: 700}, {1: 17, 3: 16, 4: 300}], ids=str)
+@pytest.mark.parametrize("name", some(list(LENGTHS), 3))
+def test_mixed_batches(name: str, chunks: dict[int, int], window: int | None) -> None:
+    """Both schedules, whatever of the queries that a plan has room for is there."""
+    kv_lens = np.array(LENGTHS[name], np.int32)
+    batch = len(kv_lens)
+    q_lens = np.ones(batch, np.int64)
+    for request, q_len in chunks.items():
+        q_lens[request % batch] = q_len
+    indptr = np.cumsum([0, *q_lens]).astype(np.int32)
+    total, batch = max(700, int(indptr[-1]) + 10), batch + 1
+    kv_lens, indptr = np.append(kv_lens, np.int32(0)), np.append(indptr, indptr[-1])
+    with emulated_gpu(33) as cupy:
+        cache = cupy.asarray(np.zeros((1, 64, 8, 128), bfloat16))
+        q = cupy.asarray(np.zeros((total, 32, 128), bfloat16))
+        offsets = cupy.asarray(indptr)
+        size = cumla.AttentionPlan.workspace_bytes(
+            batch, total, 32, 128, num_kv_heads=8, sm_count=33
+        )
+        buffer = cupy.asarray(np.full(size, 0x77, np.uint8))
+        plan = cumla.AttentionPlan.from_arrays(
+            *(q, cache, cache), qo_indptr=offsets, window=window, workspace=buffer
+        )
+        plan.update(kv_lens=cupy.asarray(kv_lens), qo_indptr=offsets)
+        for is_whole in (False, True):
+            check(plan.key, buffer, indptr, kv_lens, is_whole)

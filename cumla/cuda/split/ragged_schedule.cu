@@ -6,7 +6,7 @@
 // (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
 // cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
 // order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
-// one of them (docs/kernels/mla.md).
+// one of them (docs/kernels/mla.md). Of a mixed batch whole tiles are a second schedule, of another CTA: is_whole().
 // tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -39,21 +39,27 @@ __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][
   return run;
 }
 
-struct RaggedScheduleParams {
+// Where a schedule goes, and what it is made for.
+struct ScheduleOf {
+  TilePlace* places;  // [max_places]
+  Part* parts_out;    // [parts]
+  Ticket* tickets;    // [num_tickets]
+  int max_places;
+  int parts;
+  int num_tickets;
+  int row_tile;  // query rows of a tile
+  Divisor by_parts, by_row_tile;
+};
+
+struct RaggedScheduleParams : ScheduleOf {
   const int* qo_indptr;  // [batch + 1]; nullptr: each request has q_len tokens
   i64 qo_indptr_stride;  // elements, as of the others
   const int* kv_lens;    // [batch]; nullptr: as many tokens as kv_indptr tells
   i64 kv_lens_stride;
   const int* kv_indptr;  // [batch + 1]: pages of the requests before one; nullptr: request r has row r of a block table
   i64 kv_indptr_stride;
-  TilePlace* places;  // [max_places]
-  Part* parts_out;    // [parts]
-  Ticket* tickets;    // [num_tickets]
   int batch;
   int total_tokens;  // rows of q
-  int max_places;
-  int parts;
-  int num_tickets;
   int heads_per_group;
   int page_size;
   int causal;
@@ -62,8 +68,10 @@ struct RaggedScheduleParams {
   int min_blocks;  // no cut is closer to an end of its tile
   int min_share;   // cost of a share, at least
   int q_len;       // of each request, without qo_indptr
-  int row_tile;    // query rows of a tile
-  Divisor by_parts, by_heads_per_group, by_row_tile;
+  Divisor by_heads_per_group;
+  int shares;        // few rows whose blocks, so many times, are more than `blocks` are no whole tile
+  ScheduleOf whole;  // tiles of a mixed batch; else of no places
+  i64 blocks;        // set by the kernel: of all tiles of a mixed batch; -1: it has no full one
 };
 
 // The query tokens of a request. Whatever qo_indptr holds, they lie in q.
@@ -82,9 +90,12 @@ struct Queries {
   }
 };
 
-__device__ __forceinline__ int tiles_of(const RaggedScheduleParams& p, const Queries& queries) {
-  const u32 rows = queries.count * p.heads_per_group, full = quotient(rows, p.by_row_tile);  // rows: below 2^31
+__device__ __forceinline__ int tiles_of(const ScheduleOf& p, u32 rows) {  // rows: below 2^31
+  const u32 full = quotient(rows, p.by_row_tile);
   return full + (full * p.row_tile < rows);
+}
+__device__ __forceinline__ int tiles_of(const RaggedScheduleParams& p, const Queries& queries) {
+  return tiles_of(p, queries.count * p.heads_per_group);
 }
 
 // The place of a request's first tile.
@@ -102,6 +113,20 @@ __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, con
   if (!p.causal) return blocks_of(tile.tokens);
   const int last_row = min(tile.first_row + p.row_tile, tile.q_len * p.heads_per_group) - 1;
   return blocks_of(max(tile.tokens - (tile.q_len - 1 - static_cast<int>(quotient(last_row, p.by_heads_per_group))), 0));
+}
+
+// Whether a request of a mixed batch is whole tiles: what has more rows than other tiles have, and beside that few rows
+// if they are soon done. Longer ones are cut, and all are where no request has many rows.
+__device__ __forceinline__ bool is_whole(const RaggedScheduleParams& p, int request, const Queries& queries) {
+  return queries.count * p.heads_per_group > kRowTile ||
+         i64{blocks_of(first_tile(p, request, queries).tokens)} * p.shares <= p.blocks;
+}
+
+// The same, if this schedule has the request.
+__device__ __forceinline__ Queries own_queries(const RaggedScheduleParams& p, int request) {
+  Queries queries(p, request);
+  if (p.whole.places != nullptr && is_whole(p, request, queries) != (blockIdx.x > 0)) queries.count = 0;
+  return queries;
 }
 
 struct RaggedShared {
@@ -143,10 +168,10 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, Ragge
   if (tile >= end) return;
   const int owner = owner_of(shared.tile_starts, tile);
   int request = owner * requests_of_thread, skip = tile - shared.tile_starts[owner];
-  Queries queries(p, request);
+  Queries queries = own_queries(p, request);
   for (int tiles_there; skip >= (tiles_there = tiles_of(p, queries)) && request + 1 < p.batch;) {
     skip -= tiles_there;
-    queries = Queries(p, ++request);
+    queries = own_queries(p, ++request);
   }
   TilePlace place = first_tile(p, request, queries);
   place.first_row = skip * p.row_tile;
@@ -161,7 +186,7 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, Ragge
     if (place.first_row < place.q_len * p.heads_per_group) continue;
     do {
       if (++request >= p.batch) return;
-      queries = Queries(p, request);
+      queries = own_queries(p, request);
     } while (queries.count == 0);
     place = first_tile(p, request, queries);
   }
@@ -280,18 +305,38 @@ __device__ __forceinline__ PartBound bound_of_piece(const RaggedScheduleParams& 
   return {tile, piece * each + min(piece, blocks - each * pieces), 0, 0};
 }
 
-__device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
+// Blocks that the tiles of a mixed batch have, if they were all whole; -1 if no request has many rows.
+__device__ __forceinline__ i64 mixed_blocks(const RaggedScheduleParams& p, RaggedShared& shared,
+                                            int requests_of_thread) {
+  i64 blocks = 0, total;
+  bool has_many = false;
+  for (int i = 0; i < requests_of_thread; ++i) {
+    const int request = threadIdx.x * requests_of_thread + i;
+    if (request >= p.batch) break;
+    const Queries queries(p, request);
+    const u32 rows = queries.count * p.heads_per_group;
+    has_many |= rows > kRowTile;
+    blocks += i64{tiles_of(p.whole, rows)} * blocks_of(first_tile(p, request, queries).tokens);
+  }
+  block_exclusive_sum(blocks, shared.warp_sums[1], total);
+  return __syncthreads_or(has_many) ? total : -1;
+}
+
+__device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& given) {
   __shared__ RaggedShared shared;
+  RaggedScheduleParams p = given;
   const int thread = threadIdx.x;
   const int requests_of_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
 
   grid_dependency_launch();
   grid_dependency_wait();
 
+  if (p.whole.places != nullptr) p.blocks = mixed_blocks(p, shared, requests_of_thread);
+  if (blockIdx.x > 0) static_cast<ScheduleOf&>(p) = p.whole;
   i64 count = 0, all_tiles;
   for (int i = 0; i < requests_of_thread; ++i) {
     const int request = thread * requests_of_thread + i;
-    if (request < p.batch) count += tiles_of(p, Queries(p, request));
+    if (request < p.batch) count += tiles_of(p, own_queries(p, request));
   }
   for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
   // There are more tiles than places only where qo_indptr falls.

@@ -37,7 +37,6 @@ _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles a
 PIECE_BLOCKS = 16
 """Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
-_MOST_DRAFTS = 4  # query tokens of a decoding request, on average
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
@@ -144,21 +143,41 @@ class MHAKey(RaggedKey):
         return prefill_spec(self.dtype, self.kernel_tiles, self.form == "rows")
 
     @cached_property
-    def takes_whole_tiles(self) -> bool:
-        """Whether row tiles can be full, and fill the multiprocessors without being cut.
-
-        Queries of different lengths, many on average, are taken for chunks beside decoding
-        requests.
-        """
+    def _has_whole_tiles(self) -> bool:
+        """Whether row tiles can fill the multiprocessors without being cut."""
         rows = self.total_tokens * self.heads_per_group
-        has_chunks = not self.q_len and self.total_tokens > _MOST_DRAFTS * self.batch
         return (
-            (rows >= FULL_ROWS * self.batch or (has_chunks and not self.has_window))
-            and rows * self.num_kv_heads >= FULL_ROWS * self.sm_count
-            and self.num_places * self.num_kv_heads <= _MOST_TILES
+            rows * self.num_kv_heads >= FULL_ROWS * self.sm_count
+            and (rows // ROW_TILE + self.batch) * self.num_kv_heads <= _MOST_TILES
             and self.whole_tiles_spec is not None
             and not self.batch_invariant
         )
+
+    @property
+    def _is_uniform(self) -> bool:
+        return self.q_len > 0 or self.batch == 1
+
+    @cached_property
+    def takes_whole_tiles(self) -> bool:
+        """Whether all row tiles are full, or nearly so."""
+        rows = self.total_tokens * self.heads_per_group
+        return self._is_uniform and self._has_whole_tiles and rows >= FULL_ROWS * self.batch
+
+    @cached_property
+    def beside(self) -> MHAKey | None:
+        """The key of chunks, where they may be beside decoding requests: those are whole tiles."""
+        more = (self.total_tokens - self.batch) * self.heads_per_group
+        if self._is_uniform or not self._has_whole_tiles or more <= ROW_TILE:
+            return None
+        return WholeTilesKey(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+    @property
+    def shares(self) -> int:
+        """A quarter of a thread block's time is what few rows beside many may take.
+
+        With a window they take less, but a whole tile's beginning and end.
+        """
+        return 2**31 - 1 if self.has_window else max(4 * self.sm_count // self.num_kv_heads, 1)
 
     @cached_property
     def few_rows(self) -> tuple[int, KernelSpec] | None:
@@ -184,6 +203,8 @@ class MHAKey(RaggedKey):
     @cached_property
     def num_places(self) -> int:
         """Row tiles of a kv head that all requests may have together, however long each is."""
+        if self.beside:  # has those of many rows
+            return self.batch
         rows = self.few_rows[0] if self.few_rows else ROW_TILE
         return self.total_tokens * self.heads_per_group // rows + self.batch
 
@@ -270,6 +291,14 @@ class UncutKey(MHAKey):
     def is_uncut(self) -> bool:
         """Whether each row tile is computed by one thread block."""
         return True
+
+
+@dataclass(frozen=True)
+class WholeTilesKey(MHAKey):
+    """The key of whole tiles of a mixed batch."""
+
+    takes_whole_tiles = True
+    beside = None
 
 
 def attention_spec(key: MHAKey) -> KernelSpec:

@@ -8,7 +8,7 @@ name the width of its values. cumla/cuda/split/plan.cuh holds the device's side 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
@@ -215,6 +215,26 @@ class RaggedKey(PlanKey):
     def row_tile(self) -> int:
         """Query rows at a place of the schedule."""
         return ROW_TILE
+
+    @cached_property
+    def beside(self) -> RaggedKey | None:
+        """The key of a second schedule, of the whole tiles of a mixed batch."""
+        return None
+
+    @property
+    def shares(self) -> int:
+        """Few rows are whole tiles beside others where they have one of so many shares at most."""
+        return 1
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie in the plan's buffer, which ends with that of `beside`."""
+        own = PlanLayout.of(self)
+        return replace(own, nbytes=own.nbytes + self.beside.layout.nbytes) if self.beside else own
+
+    def beside_at(self, buffer: int) -> int:
+        """Give the address of the buffer of `beside`."""
+        return buffer + (self.layout.nbytes - (self.beside.layout.nbytes if self.beside else 0))
 
     @property
     def piece_cost(self) -> int:

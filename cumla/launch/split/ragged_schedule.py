@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _NAMES = "split", "ragged_schedule", "RaggedScheduleParams"
 SPECS = (KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=1024),)
 
-_PARAMS = struct.Struct("<QqQqQqQQQ14i6I")
+_SCHEDULE_OF = "QQQ4i4I"
+_PARAMS = struct.Struct(f"<{_SCHEDULE_OF}QqQqQq10i2Ii4x{_SCHEDULE_OF}q")
 
 
 def ragged_schedule_launch(
@@ -34,16 +35,14 @@ def ragged_schedule_launch(
     ``(batch,)``, or None where `kv_indptr` tells it. That is ``(batch + 1,)`` where pages come as a
     list, and None where they come as a block table.
     """
+    beside = key.beside
     values = (
+        *_schedule_of(key, buffer),
         *_int32s(qo_indptr),
         *_int32s(kv_lens),
         *_int32s(kv_indptr),
-        *key.layout.schedule_at(buffer),
         key.batch,
         key.total_tokens,
-        key.num_places,
-        key.parts,
-        key.num_tickets,
         key.heads_per_group,
         key.schedule_page_size,
         key.causal,
@@ -52,12 +51,21 @@ def ragged_schedule_launch(
         key.min_blocks,
         key.min_share,
         key.total_tokens // key.batch if qo_indptr is None else 0,
-        key.row_tile,
-        *divisor_of(key.parts),
         *divisor_of(key.heads_per_group),
+        key.shares,
+        *(_schedule_of(beside, key.beside_at(buffer)) if beside else (0,) * 11),
+        0,
+    )
+    return Launch(SPECS[0], (2 if beside else 1, 1, 1), _PARAMS, values)
+
+
+def _schedule_of(key: RaggedKey, buffer: int) -> tuple[int, ...]:
+    return (
+        *key.layout.schedule_at(buffer),
+        *(key.num_places, key.parts, key.num_tickets, key.row_tile),
+        *divisor_of(key.parts),
         *divisor_of(key.row_tile),
     )
-    return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
 
 
 def _int32s(view: ArrayView | None) -> tuple[int, int]:

@@ -97,24 +97,27 @@ def mixture() -> dict[str, Any]:
 
 
 def chosen_on(given: dict[str, Any], processors: int) -> str:
-    """The kernel of a plan for these arrays."""
+    """The kernels of a plan for these arrays."""
     options = {"batch_invariant": True, "max_kv_len": 256} if "batch_invariant" in given else {}
     options |= {"window": given.get("window")}
     with emulated_gpu(processors) as cupy:
         q, k, v, bounds = (cupy.like(given[name]) for name in ("q", "k", "v", "qo_indptr"))
         plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=bounds, **options)
-    return attention_spec(plan.key).stem
+    key = plan.key
+    return " and ".join(attention_spec(one).stem for one in (key, key.beside) if one)
 
 
 def test_whole_tiles_are_for_many_rows() -> None:
-    """Most tiles are full, and there is work for half of the multiprocessors at least."""
+    """There is work for all multiprocessors, and room for a chunk."""
     many, few, drafts = mixture(), mixture(), mixture()
     few["q"], few["qo_indptr"] = few["q"][:40], int32(0, 36, 37, 38, 39, 40)
     drafts["q"], drafts["qo_indptr"] = drafts["q"][:20], int32(0, 4, 8, 12, 16, 20)
+    one = many | {"qo_indptr": int32(0, 200)}
     chosen = {
         name: chosen_on(given, processors)
         for name, given, processors in (
             ("many rows", many, 1),
+            ("one request", one, 1),
             ("few tiles", many, 30),
             ("a chunk beside decoding", few, 1),
             ("a window", few | {"window": 5}, 1),
@@ -123,10 +126,11 @@ def test_whole_tiles_are_for_many_rows() -> None:
         )
     }
     assert chosen == {
-        "many rows": "attention_prefill",
+        "many rows": "attention and attention_prefill",
+        "one request": "attention_prefill",
         "few tiles": "attention",
-        "a chunk beside decoding": "attention_prefill",
-        "a window": "attention",
+        "a chunk beside decoding": "attention and attention_prefill",
+        "a window": "attention and attention_prefill",
         "drafts": "attention_decode",
         "fixed cuts": "attention",
     }

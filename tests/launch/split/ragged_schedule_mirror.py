@@ -36,6 +36,7 @@ def schedule(
     kv_lens: np.ndarray,
     kv_indptr: np.ndarray | None,
     key: RaggedKey,
+    is_whole: bool | None = None,
 ) -> TileSchedule:
     """Deal the KV blocks of all row tiles out to the parts; the mirror of the kernel.
 
@@ -45,6 +46,8 @@ def schedule(
         As of :func:`cumla.launch.split.ragged_schedule.ragged_schedule_launch`.
     key : RaggedKey
         The plan's shape.
+    is_whole : bool, optional
+        Of a mixed batch: whether its whole tiles are asked for, or the others.
 
     Returns
     -------
@@ -65,6 +68,9 @@ def schedule(
             tokens, np.maximum(np.diff(np.asarray(kv_indptr, np.int64)), 0) * key.page_size
         )
     tokens = np.minimum(tokens, MOST_TOKENS)
+    if is_whole is not None:
+        counts = np.where(_are_whole(counts * group, tokens, key) == is_whole, counts, 0)
+        key = key.beside if is_whole else key
 
     tiles_of = -(-counts * group // key.row_tile)
     request = np.repeat(np.arange(key.batch), tiles_of)
@@ -82,14 +88,19 @@ def schedule(
         is_full = places[:, 2] * group - places[:, 1] > ROW_TILE
         order = np.argsort(blocks * (1 + is_full), kind="stable")
         places, blocks = places[order], blocks[order]
+    return TileSchedule(places, _bounds(blocks, [len(own) for own in dealt], key))
+
+
+def _bounds(blocks: np.ndarray, dealt: list[int], key: RaggedKey) -> np.ndarray:
+    """Find where parts begin; `dealt`: how many places each gets if none is cut."""
     ends = np.cumsum(blocks + FIXED_COST)
     share = max(-(-int(ends[-1] if len(ends) else 0) // key.parts), MIN_SHARE)
     bounds = np.zeros((key.parts + 1, 2), np.int32)
-    bounds[:, 0] = np.cumsum([0, *map(len, dealt)])
+    bounds[:, 0] = np.cumsum([0, *dealt])
     prices = np.diff(np.append(0, ends)[bounds[:, 0]])
     if prices.max() <= share + FIXED_COST + 2 * key.piece_cost:
-        return TileSchedule(places, bounds)
-    bounds[:, 0] = len(places)
+        return bounds
+    bounds[:, 0] = len(blocks)
     for part, at in enumerate(range(0, min(key.parts * share, int(ends[-1])), share)):
         place = int(np.searchsorted(ends, at, side="right"))
         block = at - int(ends[place] - blocks[place] - FIXED_COST)
@@ -102,13 +113,21 @@ def schedule(
     pieces = _whole_tiles_cut(blocks, key, share, _dearest(bounds, ends, blocks, key))
     if pieces is not None:
         counts = np.asarray(pieces)
-        tile = np.repeat(np.arange(len(places)), counts)
+        tile = np.repeat(np.arange(len(blocks)), counts)
         piece = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
         size, rest = np.divmod(blocks, counts)
-        bounds[:, 0], bounds[:, 1] = len(places), 0
+        bounds[:, 0], bounds[:, 1] = len(blocks), 0
         bounds[: len(tile), 0] = tile
         bounds[: len(tile), 1] = piece * size[tile] + np.minimum(piece, rest[tile])
-    return TileSchedule(places, bounds)
+    return bounds
+
+
+def _are_whole(rows: np.ndarray, tokens: np.ndarray, key: RaggedKey) -> np.ndarray:
+    """Tell which requests of a mixed batch are whole tiles."""
+    blocks = -(-tokens // BLOCK_TOKENS)
+    total = int((-(-rows // key.beside.row_tile) * blocks).sum())
+    is_full = rows > ROW_TILE
+    return is_full | (is_full.any() & (blocks * key.shares <= total))
 
 
 def _dearest(bounds: np.ndarray, ends: np.ndarray, blocks: np.ndarray, key: RaggedKey) -> int:
