@@ -322,12 +322,12 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def recipe(
         self, key: Any, arguments: MHAArguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        """Describe one launch, or two for a mixed batch."""
+        """Describe one launch, or two for a mixed batch: the second one begins where CTAs end."""
         launches = super().recipe(key, arguments, outs, buffer)
         if not launches or not key.beside:
             return launches
         chunks = super().recipe(key.beside, arguments, outs, key.beside_at(buffer))
-        return (*launches, *chunks)
+        return (*chunks, *launches)
 
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
         a = arguments

@@ -66,6 +66,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
+  if (p.parts_in[0].end_place <= 0) return;  // of a mixed batch without chunks
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();

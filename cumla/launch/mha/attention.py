@@ -37,6 +37,7 @@ _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles a
 PIECE_BLOCKS = 16
 """Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
+_MOST_DRAFTS = 4  # query tokens of a decoding request, on average
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
@@ -157,27 +158,36 @@ class MHAKey(RaggedKey):
     def _is_uniform(self) -> bool:
         return self.q_len > 0 or self.batch == 1
 
+    @property
+    def _has_full_rows(self) -> bool:
+        return self.total_tokens * self.heads_per_group >= FULL_ROWS * self.batch
+
     @cached_property
     def takes_whole_tiles(self) -> bool:
         """Whether all row tiles are full, or nearly so."""
-        rows = self.total_tokens * self.heads_per_group
-        return self._is_uniform and self._has_whole_tiles and rows >= FULL_ROWS * self.batch
+        return self._is_uniform and self._has_whole_tiles and self._has_full_rows
 
     @cached_property
     def beside(self) -> MHAKey | None:
-        """The key of chunks, where they may be beside decoding requests: those are whole tiles."""
-        more = (self.total_tokens - self.batch) * self.heads_per_group
-        if self._is_uniform or not self._has_whole_tiles or more <= ROW_TILE:
+        """The key of the whole tiles of a batch that has, or may have, chunks of prompts.
+
+        With more tokens a request than drafts are, it is taken to have some. With a window they
+        gain less than the second launch costs, unless they are most of the batch.
+        """
+        has_chunks = self.total_tokens > _MOST_DRAFTS * self.batch and not self.has_window
+        if self._is_uniform or self.few_rows or not self._has_whole_tiles:
+            return None
+        if not (has_chunks or self._has_full_rows):
             return None
         return WholeTilesKey(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     @property
     def shares(self) -> int:
-        """A quarter of a thread block's time is what few rows beside many may take.
+        """Three quarters of a thread block's time is what few rows beside many may take.
 
         With a window they take less, but a whole tile's beginning and end.
         """
-        return 2**31 - 1 if self.has_window else max(4 * self.sm_count // self.num_kv_heads, 1)
+        return 2**31 - 1 if self.has_window else 4 * self.sm_count // (3 * self.num_kv_heads) + 1
 
     @cached_property
     def few_rows(self) -> tuple[int, KernelSpec] | None:
@@ -298,7 +308,7 @@ class WholeTilesKey(MHAKey):
     """The key of whole tiles of a mixed batch."""
 
     takes_whole_tiles = True
-    beside = None
+    beside = few_rows = None
 
 
 def attention_spec(key: MHAKey) -> KernelSpec:

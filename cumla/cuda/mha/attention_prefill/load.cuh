@@ -30,9 +30,8 @@ struct Dealer {
 
   __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
-    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
+    tiles = min(p.parts_in[0].end_place, p.batch);  // more than 0; a plan that was never updated holds anything
     total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
-    if (tiles == 0) return;
     // The other requests are taken to be like the first one. Sections are alike, and have a tile for almost each CTA:
     // or long tiles of a small last one would begin when all others end.
     const u32 heads = p.num_kv_heads;
