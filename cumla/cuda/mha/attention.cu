@@ -10,7 +10,7 @@
 // exchange halves of their outputs: consumer c keeps the columns of half c. With 512 columns each has all blocks, and
 // its half of the value columns from the start.
 //
-// The block counter runs on over the tiles of a part: block t belongs to consumer t % 2 and stage t % kStages.
+// The block counter runs on over the tiles of a part: block t is of consumer t % 2, or both, and of stage t % kStages.
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages

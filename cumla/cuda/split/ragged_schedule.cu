@@ -192,8 +192,8 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, Ragge
   }
 }
 
-// Whole tiles are taken one after the other, from the last place on: those that take longest come last, and in the
-// order of their requests where that is the same. One part, and no more tiles than threads. Few rows, which one
+// Whole tiles are taken one after the other, from the last place on: those that see most come last, windows apart, and
+// in the order of their requests where that is the same. One part, and no more tiles than threads. Few rows, which one
 // consumer has alone, count half.
 __device__ __forceinline__ void sort_tiles(const RaggedScheduleParams& p, RaggedShared& shared, int tiles) {
   const int thread = threadIdx.x;

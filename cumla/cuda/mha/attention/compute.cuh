@@ -50,7 +50,7 @@ struct Consumer {
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
 
-  // How many of a thread's two rows its warp has.
+  // Whether its warp has this one of a thread's two rows. What is computed of others is dropped.
   __device__ __forceinline__ bool has_rows(int r) const { return !kSkipsRows || tile.rows > warp * 16 + 8 * r; }
 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
@@ -64,7 +64,7 @@ struct Consumer {
   }
   __device__ __forceinline__ float cap_factor() const { return kScaled ? p.to_softcap * key_factor : p.to_softcap; }
 
-  // The sink counts once: in the first piece of a row tile, for consumer 0.
+  // The sink counts once: in the first piece of a row tile, for consumer 0, or both where they divide the columns.
   __device__ __forceinline__ void begin(const Segment& segment) {
 #pragma unroll
     for (int i = 0; i < kGroups * 4; ++i) output[i] = 0.0f;
@@ -275,6 +275,7 @@ struct Consumer {
 
   // Where consumers divide the columns, each has the sums of all blocks.
   __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2]) const {
+    static_assert(!kScaled, "values have no factors here");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);

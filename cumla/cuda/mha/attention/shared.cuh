@@ -16,7 +16,7 @@ struct SharedLayout {
   static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
   // Whether consumers divide the value columns, not the blocks: each has the scores of all blocks then.
   static constexpr bool kDivided = kValueTiles > 4;
-  // Even, or one: each consumer, and each of two loading warpgroups, has stages of its own.
+  // Even: each consumer, and each of two loading warpgroups, has stages of its own. Or one, of both consumers.
   static constexpr int kStages = kDivided ? 1 : kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
   static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
   static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // warpgroups

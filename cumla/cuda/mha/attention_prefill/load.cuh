@@ -19,6 +19,7 @@ using namespace split;
 
 // Of the keys and values of a section: those that late CTAs still read lie there, too.
 constexpr u64 kBytesInL2 = 12 << 20;
+constexpr u32 kSortedTiles = 1024;  // by the schedule, at most
 
 // Takes items: the first one by the CTA's number, the others from the counter. One lane.
 template <typename Layout>
@@ -42,8 +43,9 @@ struct Dealer {
     sections = min(sections, max(total / max(gridDim.x / 8 * 7, 1u), 1u));
     while (heads % sections != 0) --sections;
     heads_of_section = heads / sections;
-    // The longest tiles, one for each CTA, where they are long: what begins late would end last.
-    const bool are_long = blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
+    // If the longest tile has more than twice the median's blocks, one for each CTA goes first, of all heads: what
+    // begins late would end last.
+    const bool are_long = tiles <= kSortedTiles && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
     early = are_long ? min((gridDim.x + heads - 1) / heads, tiles) : 0;
   }
 
