@@ -126,9 +126,12 @@ def test_any_qo_indptr_is_a_number_of_queries(
             [
                 evaluated(text, "Queries"),
                 f"constexpr int kIndptr[] = {{{numbers}}};",
-                "constexpr cumla::split::RaggedScheduleParams kParams = {",
-                "  .qo_indptr = kIndptr, .qo_indptr_stride = 1, .total_tokens = 12,",
-                "  .heads_per_group = 128, .row_tile = 64};",
+                "constexpr cumla::split::RaggedScheduleParams params() {",
+                "  cumla::split::RaggedScheduleParams p = {};",
+                "  p.qo_indptr = kIndptr; p.qo_indptr_stride = 1; p.total_tokens = 12;",
+                "  return p;",
+                "}",
+                "constexpr cumla::split::RaggedScheduleParams kParams = params();",
                 *checks,
             ]
         ),
