@@ -502,9 +502,8 @@ def get_scheduler_metadata(
 ) -> torch.Tensor:
     """Return what `flash_attn_with_kvcache` takes as scheduler_metadata: a tensor without elements.
 
-    cumla computes the schedule of each call in the call, on the device. So nothing is computed
-    here, and a CUDA graph needs no new metadata where lengths change. To compute one schedule for
-    all layers of a step, use `cumla.AttentionPlan`.
+    A CUDA graph needs no new metadata where lengths change. To compute one schedule for all layers
+    of a step, use `cumla.AttentionPlan`.
 
     Parameters
     ----------

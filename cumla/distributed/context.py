@@ -277,11 +277,7 @@ class ContextParallel(Shard):
     ) -> cumla.AttentionState:
         """Exchange partial results, and merge them in the order of the ranks.
 
-        With R bytes of out and lse for all heads and w ranks, a rank receives R (w - 1) / w by an
-        all-to-all over heads. Gathering every lse, and summing weighted outs in float32 by a
-        reduce-scatter, moves twice as many bytes of 16-bit outs and is never better. All heads on
-        every rank take a second R (w - 1) / w, or R (w - 1) by gathering the partial results
-        themselves: no more for two ranks, and one collective instead of two.
+        Which collective moves how many bytes: docs/guide/context-parallel.md.
         """
         world, group = self.world, self._group
         few = world <= 2 or heads % world != 0 or group.reads_others

@@ -157,7 +157,7 @@ class _Shared:
     what they use stays for the life of the process.
 
     The barrier is one of PyTorch, or the beginning of the merge itself, which then needs counters
-    after the parts: they only grow, so nobody has to reset them.
+    after the parts (docs/kernels/append-and-merge.md).
     """
 
     _of_graphs: ClassVar[set[_Shared]] = set()

@@ -125,9 +125,8 @@ def attention(
     q : array
         ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
         head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 512, or float32,
-        head_dim a multiple of 4; of CuPy, PyTorch, JAX or NumPy. float32, and more than 256
-        columns, take far longer: they have no tensor cores. Any strides that are multiples of 16
-        bytes, the last axis contiguous.
+        head_dim a multiple of 4; of CuPy, PyTorch, JAX or NumPy. float32 takes far longer: it has
+        no tensor cores. Any strides that are multiples of 16 bytes, the last axis contiguous.
     k, v : array
         Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
         v may have another head_dim_v, a multiple of 8 up to 512. num_heads is a multiple of
@@ -322,7 +321,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def recipe(
         self, key: Any, arguments: MHAArguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        """Describe one launch, or two for a mixed batch: the second one begins where CTAs end."""
+        """Describe one launch, or two for a mixed batch: whole tiles, then what is cut."""
         launches = super().recipe(key, arguments, outs, buffer)
         if not launches or not key.beside:
             return launches

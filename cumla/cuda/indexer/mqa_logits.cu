@@ -3,10 +3,8 @@
 //
 //   logits[i, j] = k_scale[j] sum_h weights[i, h] max(q[i, h] . k[j], 0)        ks[i] <= j < ke[i], else -inf
 //
-// Operands are swapped: 64 tokens of k are the M side of a product, (query row, head) pairs its N side. grid = as many
-// CTAs as multiprocessors, 384 threads, one CTA a multiprocessor. An item is 512 columns: 8 query rows of 64 heads, 16
-// of 32. Each CTA counts the blocks that every item can see and takes an equal share of them, in order. Reasons, roles,
-// time lines and budgets, and what is so while spans change: docs/kernels/indexer.md.
+// Operands are swapped: tokens are the M side of a product. grid = as many CTAs as multiprocessors, 384 threads. Items,
+// shares, reasons, roles, time lines and budgets, and what is so while spans change: docs/kernels/indexer.md.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + scratch 128 + announcements 176
 //                 + barriers 280 = 220,520 B

@@ -3,12 +3,8 @@
 // queries on the way.
 //
 // grid = (chunks of heads: of q, then k, then v; token tiles, in y and z), 128 threads. A team of threads has one token
-// and one chunk of up to four heads. Teams go through the chunks of a token, then to the next token. Each thread has
-// the same two octets of columns of all its rows. Reasons, also why rows do not go to registers:
-// docs/kernels/append-and-merge.md.
-//
-// time line of a thread: load position and slot; copy rows to shared memory, asynchronously; look up the place of the
-// token; load cosines and sines; wait for the rows; rotate and store them.
+// and one chunk of up to four heads, each thread the same two octets of columns of all its rows. Order, time line and
+// reasons: docs/kernels/append-and-merge.md.
 //
 // Budget: 16 KiB of shared memory per CTA, in flight, seven CTAs per SM (at most 72 registers per thread). float32: 32
 // KiB, three CTAs per SM.

@@ -5,15 +5,14 @@
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
 // pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted on their way
-// by warpgroups 0 and 3 (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2
-// compute, every second block each, with a running maximum, sums and output of their own. At the end of a tile they
-// exchange halves of their outputs: consumer c keeps the columns of half c. With 512 columns each has all blocks, and
-// its half of the value columns from the start.
+// by warpgroups 0 and 3 (attention/e4m3.cuh). Warpgroups 1 and 2 compute, every second block each, or with 512 columns
+// all blocks and half of the value columns each (docs/kernels/mha.md).
 //
 // The block counter runs on over the tiles of a part: block t is of consumer t % 2, or both, and of stage t % kStages.
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
-//                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
+//                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages; 512 columns:
+//                one stage, exchange 9,216 for joining; 207,616 B
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
 //                200 and 104 with 256 columns

@@ -3,14 +3,10 @@
 // attends for one row tile after another to the blocks of its part. A grid as HeadTile has it, 384 threads, one CTA
 // an SM.
 //
-// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the
-// tiles of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running
-// maximum, sums and an output of its own. Warps wait for the query rows, which warp 11 brings, and for room to leave
-// what they have of a tile. It is added up by warps 0 to 7, 64 columns of 8 rows at a time, after their first chunk of
-// the next tile if they can; they write results or join pieces (mha/attention_decode/join.cuh).
-//
-// Operands are swapped: tokens, then value columns, are the M side of products, query rows the N side. Keys and values
-// go from shared memory straight to a fragment, e4m3 as float16 (why, and in which order: docs/kernels/mha.md).
+// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it kStages chunks ahead, and has a
+// running maximum, sums and an output of its own. Warp 11 brings the query rows; warps 0 to 7 add up what all have of a
+// tile, and write results or join pieces (mha/attention_decode/join.cuh). Operands are swapped: tokens, then value
+// columns, are the M side of products, query rows the N side. Reasons, and when what happens: docs/kernels/mha.md.
 //
 // Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step, of one step or all (joining uses them, too),
 //                statistics, query rows of one tile or three

@@ -3,9 +3,8 @@
 // the RoPE columns of queries in the same launch.
 //
 // grid = (row tiles + query tiles, kv heads), 288 threads. A row tile is 16 tokens of one kv head: 64 threads hold the
-// latent columns of a row, four rows at a time, and the ninth warp holds the RoPE columns of four rows. If RoPE columns
-// are rotated, the first four warps hold them instead, of four rows each (what overlaps:
-// docs/kernels/append-and-merge.md). In a query tile each warp rotates 16 heads of one token.
+// latent columns of a row, four rows at a time; who holds RoPE columns, and what overlaps:
+// docs/kernels/append-and-merge.md. In a query tile each warp rotates 16 heads of one token.
 //
 // In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36
 // KiB, three CTAs. An SM needs some 40. Registers: 56 (65,536 / 288 / CTAs in steps of 8), from float32 rows 64 of 72.

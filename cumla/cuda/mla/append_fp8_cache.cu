@@ -3,8 +3,8 @@
 // each token and 128 columns, which is found here. The RoPE columns are e4m3 under the scale of the tensor, or of 16
 // bits. Of DeepSeek-V4's slots (kIsV4) a row has 448 latent columns, a scale is that of 64, and a byte: its exponent.
 //
-// Rows, tiles and threads are those of mla/append_cache.cu: 64 threads hold the latent columns of a row, half a warp
-// those of one scale, a quarter of V4's. Queries are rotated as they are there.
+// Rows, tiles and threads are those of mla/append_cache.cu, and queries are rotated as there. Half a warp holds the
+// latent columns of one scale, a quarter of V4's.
 //
 // In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers at most.
 // Shared memory: 4.4 KB.

@@ -5,15 +5,11 @@
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
 // kRows each half of every block, or all four warps a quarter (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows
-// as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and
-// computes the scores of every second block; its probabilities go to the other consumer through shared memory, so that
-// both add P V of every block, in the order of the blocks (time lines: docs/kernels/mla.md). With kSharedBlocks,
-// compute-bound, P V of the other's block runs beside the softmax, or as comes first (frees_early). Else, memory-bound,
-// it comes before Q K, which frees its stage earlier (but for a segment's first two blocks, scored at once).
+// as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows, scores
+// every second block, and hands its probabilities and running maximum to the other (time lines: docs/kernels/mla.md).
+// With kSharedBlocks, compute-bound, P V of the other's block runs beside the softmax, or as comes first (frees_early).
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
-//
-// The running maximum is handed on with the probabilities, and moves rarely (docs/kernels/mla.md).
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448

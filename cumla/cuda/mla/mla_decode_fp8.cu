@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA decode for sm_90a over caches whose latent columns are e4m3: with a factor for all of them, or
-// (kGrouped) with scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped,
-// KV rows and columns of V are the M side of the products, and the query rows the N side, here 16 or 32.
+// (kGrouped) with scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. Operands are swapped as in
+// mla_decode_swapped; query rows are 16 or 32.
 //
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2,
 // parts, kv heads), half of a row tile at each place of the schedule (HalfTile).
 //
-// Warpgroup 0 loads: warp 0 the KV blocks (TMA), or, of kRows, warps 0 and 1 row by row; warps 2 and 3 the query rows,
-// as float16. Warpgroups 1 and 2 compute, each every second block for itself; at the end of a segment they add up what
-// they have, each half of the columns of V.
+// Roles are those of mla_decode_swapped; warps 2 and 3 bring the query rows as float16.
 //
-// The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with
-// scales and RoPE columns, and become float16 in registers (docs/kernels/mla.md). Tokens come in the order of token_at,
-// in both products.
+// The bytes of the cache become float16 in registers (docs/kernels/mla.md). Tokens come in the order of token_at, in
+// both products.
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768
 //                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or

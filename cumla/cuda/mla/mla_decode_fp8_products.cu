@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA attention for sm_90a over caches whose latent columns are e4m3 under one factor, where the heads of a kv
 // head are a multiple of 64, with products in e4m3. It is mla_decode_fp8_64 with another computing role
-// (mla_decode_fp8_products/compute.cuh): no number of the cache is converted, the query is rounded to e4m3 when it is
-// loaded, and probabilities when they are stored.
+// (mla_decode_fp8_products/compute.cuh).
 //
 // Shared memory:  query 40,960 + P of four blocks 16,384 + ring of 16 granules 167,936 + references, factors and sums
 //                 3,584 + words 88 + barriers 320 = 229,272 B of 232,448

@@ -1,16 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV MLA decode for sm_90a with the operands swapped: for at most 16 query rows of a kv head. A matrix product
-// has 64 rows on its M side at least; here these are KV rows and columns of V, and the query rows are the N side:
+// Split-KV MLA decode for sm_90a with the operands swapped (why, and roles: docs/kernels/mla.md): for at most 16 query
+// rows of a kv head, which are the N side of the products, KV rows and columns of V the M side.
 //
 //   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
 //
-// so that few rows cost few registers and little shared memory, and the rest of it is a deep ring of KV tiles.
-// grid = (1, parts, kv heads), 384 threads, one CTA an SM.
-//
-// Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
-// (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for
-// itself, from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of
-// V.
+// grid = (1, parts, kv heads), 384 threads, one CTA an SM. Of kRows warps 0 and 1 load the KV blocks.
 //
 // Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and joining 14,336 + maxima 512 + sums 1,152
 //                 + words 16 + barriers 416 = 231,472 B of 232,448

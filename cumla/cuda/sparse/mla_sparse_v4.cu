@@ -5,12 +5,12 @@
 // 512 threads. Warpgroups 1 and 2 are the consumers of mla/mla_decode.cu, in its order of products for shared blocks;
 // the tile of RoPE columns, which V4's rows have among the others, does not exist for them. Two warpgroups load:
 //
-//   3  finds: looks rows up and leaves their addresses and scales in a ring of four blocks, copies their bfloat16
-//      columns to where they belong, and the query rows
-//   0  converts: loads e4m3 columns to registers, half a block ahead, and stores them as bfloat16, which holds every
-//      product of an e4m3 number and such a scale
+//   3  finds rows, and copies their bfloat16 columns and the query rows
+//   0  converts e4m3 columns to bfloat16, which holds every product of an e4m3 number and such a scale
 //
-// Shared memory:  as mla/mla_decode.cu; the ring lies in the RoPE tile of stage 0
+// How far each is ahead, and why there are two: docs/kernels/mla_sparse.md.
+//
+// Shared memory:  as mla/mla_decode.cu; the ring of rows lies in the RoPE tile of stage 0
 // Registers:      consumers 200, converters 64, finders 48: together the 4 x 128 of the start. With 512 threads no
 //                 single product may have 256 columns (kWideProducts).
 // Converters:     some 1,000 instructions a warp and block, beside 2,048 clocks of tensor work

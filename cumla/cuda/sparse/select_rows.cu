@@ -3,8 +3,7 @@
 //
 // bound_rows: the lengths of all lists, for the schedule, or how many tokens each query token sees. A thread a list.
 // select_rows: of each list the entries that name a row of the cache, in their order, one after the other, and how many
-// they are. A CTA a list, kListEntries of it at a time: each warp takes neighbouring ones, reads all its
-// share before it waits, and finds the places of its entries from counts that the warps leave in shared memory.
+// they are. A CTA a list, kListEntries of it at a time (how: docs/kernels/mla_sparse.md).
 #include "sparse/lists.cuh"
 #include "split/division.cuh"
 #include "ptx/sync.cuh"

@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The k largest scores of each row: exact, deterministic, ties by the lowest position, positions ascending.
 //
-// A block, or a cluster of blocks, takes a row. Scores are read once and become keys of 32 bits, in the order of the
-// scores, that stay in registers and shared memory (`Resident`); rows too long for that are read again for each pass
-// (`Streamed`). Nothing is kept in a list that might be too short:
+// A block, or a cluster of blocks, takes a row:
 //
-//   1. count the keys by their upper 11 bits, in shared memory; find the bin in which the k-th key lies
+//   1. count the keys by their upper 11 bits; find the bin in which the k-th key lies
 //   2. while the keys up to that bin do not fit into the list: count those of the bin by their next bits, over all keys
-//   3. put the keys up to the bin into the list, in the order of their positions (prefix sums, no atomics)
+//   3. put the keys up to the bin into the list, in the order of their positions
 //   4. the cluster's first block makes the passes that are left over the list, and writes what is chosen
 //
-// Step 2 is rare: a bin of the first pass is a quarter of an octave. A cluster waits twice for all of its blocks, in
-// steps 1 and 3. What for, and what ends the passes early: docs/kernels/top_k.md.
+// Step 2 is rare: a bin of the first pass is a quarter of an octave. All else: docs/kernels/top_k.md.
 //
 // Shared memory: 25 KB of counters, the list (8 B an entry), kStored x 16 B a thread. Registers: 4 kHeld a thread for
 // keys. Rows of at most k scores are not read at all, unless values or their order are asked for.

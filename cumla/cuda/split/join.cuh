@@ -136,8 +136,7 @@ struct Joiner : Meeting<Params> {
     return guess + (rest >= divisor) - (rest < 0);
   }
 
-  // What a warp has of a share, which is a number of items, units of one row group: with few items several warps divide
-  // the pieces of one.
+  // What a warp has of a share.
   struct Work {
     static constexpr int kUnits = kValueDim / (8 * kUnitGroups), kHalfUnits = kUnits / 2;
 

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the CTAs that made the pieces of a split request meet, at the ticket of its first part, to join the pieces.
-//
-// Each CTA counts itself in at the request's ticket when its piece is stored. A CTA with no more work then waits until
-// all pieces are there, and joins its share of the columns. A CTA with more requests to do goes on at once, and so does
-// one that has waited too long (its peers may not even run yet). The last CTA to arrive joins the shares of those that
-// left: no CTA depends on another one's progress.
+// How the CTAs that made the pieces of a split request meet, at the ticket of its first part, to join the pieces. Who
+// waits, who goes on, and who joins the shares of those that left: docs/kernels/mla.md, Joining.
 #pragma once
 #include "split/plan.cuh"
 #include "split/tile.cuh"

@@ -25,9 +25,9 @@ __device__ __forceinline__ i64 piece_index(const Params& p, const AnyTile& tile,
 
 constexpr int kUnitGroups = 4;  // of eight columns in a unit, which one warp joins
 
-// Lines of 512 bytes in a unit. Numbers of a short piece have 24 bits: four take the place of three, since storing and
-// loading pieces is what few requests wait for. In a short unit every (kValueDim / 64)-th eight of a half comes
-// together: lanes have these in all layouts of accumulators. Other units have four eights after each other.
+// Lines of 512 bytes in a unit. Numbers of a short piece have 24 bits: four take the place of three (why:
+// docs/kernels/mla.md). In a short unit every (kValueDim / 64)-th eight of a half comes together: lanes have these in
+// all layouts of accumulators. Other units have four eights after each other.
 constexpr int kLongLines = kUnitGroups, kShortLines = 3;
 
 // Where a lane's accumulators of a unit of a row group lie in a piece, in units of four; its next line is 32 further

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles. The
-// kernels of mla_decode over a RaggedTile follow it.
+// Who works on which KV blocks where query lengths differ: one CTA, or two of a mixed batch, parallel over requests,
+// then over row tiles. The kernels over a RaggedTile follow it.
 //
 // A request has q_len x heads_per_group rows of a kv head, in tiles of row_tile, each with a place in the schedule
 // (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like

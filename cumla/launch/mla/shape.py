@@ -87,10 +87,7 @@ class MLADecodeKey(_DenseKey):
     def variant(self) -> str:
         """Which of VARIANTS serves this shape: the only place where that is chosen.
 
-        Up to 16 query rows of a kv head: operands swapped, for a matrix product has 64 rows on its
-        M side at least. Up to 64: one row tile, bound by memory, which gives room back as early as
-        possible. More: several row tiles read the same KV blocks, bound by arithmetic, and
-        products run beside each softmax.
+        By the query rows of a kv head (reasons: docs/kernels/mla.md).
         """
         if self.pinned is not None:
             return self.pinned

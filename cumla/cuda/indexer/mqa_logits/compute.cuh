@@ -13,10 +13,8 @@ namespace cumla::indexer {
 
 using namespace ptx;
 
-// A unit is one product, a block by a tile. Units go in turns to two sets of accumulators: while the tensor cores fill
-// one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a
-// unit is a block. For 256 columns there is one set: while it becomes logits, the tensor cores work for the other
-// consumer.
+// A unit is one product, a block by a tile. Units go in turns to two sets of accumulators, or one for 256 columns
+// (docs/kernels/indexer.md). With two tiles of its own a consumer multiplies each block by both in turn.
 //
 // Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
 // 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What mqa_logits and paged_mqa_logits share: the words of their walk, parameters, shared memory.
 //
-// An item is what shares its tokens: a few neighbouring query rows, or all rows of a request. Its tokens are cut into
-// blocks of 64. The blocks of all items, in order, are dealt out to the CTAs as contiguous ranges; what a CTA has of
-// one item is a segment.
+// Items and blocks are those of docs/kernels/indexer.md; what a CTA has of one item is a segment.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -32,8 +30,7 @@ struct LogitsShape {
   static constexpr int kSetColumns = kSide * kHeads;
   // Each consumer every second block; else tiles of its own, all blocks.
   static constexpr bool kTakesTurns = kTiles == 1;
-  // A barrier tells rounds of a slot apart by their parity alone. Were the last round the other consumer's, whose block
-  // might still be on its way, this one could take the round before for its own.
+  // Else a round of the other consumer could pass for one of its own (docs/kernels/indexer.md).
   static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
 
   __device__ __forceinline__ static int row_of(int column) {

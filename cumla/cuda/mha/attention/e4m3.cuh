@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How two warpgroups load keys and values that are e4m3 numbers, and convert them to 16 bits: each the blocks of one
-// consumer. With 256 columns, which take too many registers, one does.
-//
-// Global memory -> raw blocks in shared memory -> registers -> the tiles that the consumers multiply. Asynchronous
-// copies bring kAhead blocks ahead, and the page numbers of as many more. A thread converts what it has copied itself,
-// so it waits for its own copies alone. Values become float16, which takes a quarter of the instructions of bfloat16.
-// Both have all e4m3 numbers, and NaN stays NaN. What other ways cost: docs/kernels/mha.md.
+// How two warpgroups, or one with 256 columns, load keys and values that are e4m3 numbers, and convert them to 16 bits,
+// each the blocks of one consumer (docs/kernels/mha.md, e4m3 keys and values). Values become float16.
+// Both types of 16 bits have all e4m3 numbers, and NaN stays NaN.
 //
 // The consumers fence what threads wrote before wgmma reads it.
 #pragma once
@@ -38,7 +34,7 @@ struct RowOffsets {
 };
 
 // 16 rows of a block, 64 columns a tile, by one warp. A lane has 16 columns of each tile, of rows lane / 4 and
-// lane / 4 + 8: so eight lanes, which write at once, write to all banks.
+// lane / 4 + 8 (why: docs/kernels/mha.md).
 template <int kTiles>
 struct RawRows {
   static constexpr int kBytes = 2 * kTiles * kWarpgroup * 16;

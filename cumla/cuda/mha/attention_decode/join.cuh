@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How pieces of few rows are joined: a share is whole rows (split/meeting.cuh tells who joins it). Its warps divide the
-// rows and, where rows are fewer than warps, the pieces of each, which they load many at once.
+// How pieces of few rows are joined: a share is whole rows (docs/kernels/mha.md, Pieces).
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/join.cuh"

@@ -276,9 +276,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     raise_maximum(next);
     exponentiate<0, 16>(next, block_sum);
     if constexpr (kPrevious) {
-      // The other block's product is done about now, and its stage is wanted. ptxas would move the wait up, before the
-      // arithmetic that it should run beside, but not past a store: sixteen dependent exponentials then stand between
-      // the product and its wait (seen in SASS; nobody reads what is stored).
+      // The other block's product is done about now, and its stage is wanted. A pacing store, which nobody reads, keeps
+      // sixteen exponentials between the product and its wait (docs/kernels/mla.md).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
       warpgroup_wait<0>();
       arrive(shared.free(1 - consumer, consumer));
@@ -286,8 +285,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     exponentiate<16, 32>(next, block_sum);
     leave(next);
     rescale(next);
-    // What can wait is done beside the product, whose operand nobody may read meanwhile. The output is divided by the
-    // sum of the rounded probabilities: where one token has most of the weight its rounding cancels.
+    // What can wait is done beside the product, whose operand nobody may read meanwhile.
     u32 copies[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);

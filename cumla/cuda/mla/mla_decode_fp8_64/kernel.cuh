@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention of 64 heads of a query token a CTA to rows of e4m3 latent columns: no copy of the rows in 16 bits, no
-// cluster. As in mla/mla_decode_fp8.cu the cache's rows and the columns of V are the M side of the products, the heads
-// the N side, and both products take A from registers, converted on the way.
+// cluster. Operands are swapped, and both products take A from registers, converted on the way, as in
+// mla/mla_decode_fp8.cu.
 //
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
 //
-// Warpgroup 0 loads: each warp a granule of 16 rows of every block, a row a lane in bulk copies, so that four warps
-// issue copies: one cannot keep up beside products. Warpgroups 1 and 2 compute: consumer c has the columns [256 c,
-// 256 c + 256) of V and scores every second block; probabilities go to the other consumer through shared memory (time
-// line: docs/kernels/mla_sparse.md).
-//
-// What scales of rows act on, and kWide: docs/kernels/mla_sparse.md. One factor for the whole cache is one of query and
+// Warpgroup 0 loads: each warp a granule of 16 rows of every block, a row a lane in bulk copies. Warpgroups 1 and 2
+// compute: consumer c has the columns [256 c, 256 c + 256) of V and scores every second block. Reasons, time line, what
+// scales of rows act on, and kWide: docs/kernels/mla_sparse.md. One factor for the whole cache is one of query and
 // output.
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums

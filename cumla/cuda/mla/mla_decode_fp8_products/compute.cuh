@@ -8,9 +8,8 @@
 //   consumer 0:  softmax0  O += V0 P0, S2               softmax2  O += V1 P1, O += V2 P2, S4
 //   consumer 1:            softmax1  O += V0 P0, O += V1 P1, S3             softmax3 ...
 //
-// V's fragments need four tokens of a column in a register. ldmatrix, transposed, brings two columns of two tokens: two
-// such registers become one of each column (__byte_perm), and neighbours in it are tokens i and i + 8 of a granule. In
-// this order probabilities lie, too.
+// V's fragments (docs/kernels/mla.md): neighbours in a register are tokens i and i + 8 of a granule. In this order
+// probabilities lie, too.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
 #include "ptx/convert.cuh"
@@ -202,9 +201,8 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     return (highest & 0xffff) >= kMost || highest >> 16 >= kMost;
   }
 
-  // output += V x probabilities of block t; its granules are free when all is loaded. Products of e4m3 add up with some
-  // 14 bits, whatever the accumulator has: over thousands of tokens of one sign a fifth would get lost. So they add up
-  // one block, and float32 adds up all.
+  // output += V x probabilities of block t; its granules are free when all is loaded. Products add up one
+  // block, and float32 adds up all (why: docs/kernels/mla.md, Sums).
   __device__ __forceinline__ void multiply_values(u32 t) {
     const int turn = turn_of(t);
     mbarrier_wait(shared.probabilities_full(turn), phase_of(t), "probabilities");

@@ -67,8 +67,7 @@ struct SwappedConsumer {
   // model: swapped_ring
   __device__ __forceinline__ void multiply_query() {
     SlotPlace at = place;
-    // A barrier tells phases apart by their parity. What a slot held before may be a tile of the other consumer that is
-    // still under way: then the phase before that one would be taken for this one.
+    // Without this, a tile of the other consumer could pass for one of this block (docs/kernels/mla.md).
     mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");
     begun ^= 1;
 #pragma unroll
@@ -182,8 +181,8 @@ struct SwappedConsumer {
     return highest > maximum + kMaximumSlack ? highest : maximum;
   }
 
-  // scores -> probabilities relative to the running maximum, and their sums before and after rounding. The output is
-  // divided by the rounded sum: where one token has most of the weight its rounding cancels.
+  // scores -> probabilities relative to the running maximum, and their sums before and after rounding
+  // (why both: docs/kernels/mla.md).
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
     for (int i = 0; i < 2 * kOwn; i += 2) {

@@ -290,8 +290,8 @@ struct V4Converter {
   }
 
   // Half a block, which has been loaded: of block turn / 2 first the one that its owner wants first. The half that
-  // comes next is loaded, with the second half that of the next block: whether that exists. One text for all, for text
-  // that is not in L2 comes slowly.
+  // comes next is loaded, with the second half that of the next block: whether that exists. One text for all
+  // (docs/kernels/mla_sparse.md).
   __device__ __forceinline__ bool hand_over(int turn) {
     const bool second = turn & 1;
     const int t = turn / 2, parity = t & 1, slot = t % V4Layout::kSlots;
