@@ -269,6 +269,8 @@ def flash_attn_with_kvcache(
         new = _new_rows(k, v, cu_seqlens_k_new, cache_seqlens, rotation)
         table, lens = places_of(queries, k_cache, cache_seqlens, page_table, cache_batch_idx)
         if new is not None:
+            if type(cache_seqlens) is int and cu_seqlens_k_new is None:
+                _check_room(cache_seqlens, k.shape[1], k_cache, page_table)
             is_local = any(side not in (-1, None) for side in window_size)
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
             is_ordered = options["causal"] or is_local or is_one
@@ -556,7 +558,21 @@ def _new_rows(
         raise ValueError(
             "cache_seqlens: needed with k and v, to tell where they go, got None; pass it"
         )
+    if offsets is None and len(k.shape) == len(v.shape) == 3:
+        raise ValueError(
+            f"cu_seqlens_k_new: needed with k (total_k_new, num_heads_k, head_dim), got None and k "
+            f"{tuple(k.shape)}; pass it, or k with an axis of requests"
+        )
     return rows_of("k", k, offsets)
+
+
+def _check_room(cached: int, new: int, k_cache: Any, page_table: Any) -> None:
+    room = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if cached + new > room:
+        raise ValueError(
+            f"cache_seqlens: needs room for the {new} new rows of k, at most {room - new}, got "
+            f"{cached}; give requests more pages or longer caches"
+        )
 
 
 def _check_requests(queries: Rows, **counts: int) -> None:

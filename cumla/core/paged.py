@@ -224,7 +224,11 @@ def check_made_for(names: Sequence[str], made: tuple[Any, ...], got: tuple[Any, 
         need, found = [
             ", ".join(f"{name} {pair[i]}" for name, pair in other.items()) for i in (0, 1)
         ]
-        raise ValueError(f"plan: made for {need}, got {found}; {pad}make a plan for this shape")
+        raise ValueError(
+            f"plan: made for {need}, got {found}; {pad}"
+            f"{'pass kv_layout, or ' if {'num_kv_heads', 'page_size'} <= set(other) else ''}"
+            f"make a plan for this shape{' (q_len 0: q of three axes)' if 'q_len' in other else ''}"
+        )
 
 
 # --- check mode ----------------------------------------------------------------------------------

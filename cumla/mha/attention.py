@@ -606,8 +606,9 @@ class AttentionPlan(TableOrList[MHAKey]):
 
     It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
     streams, threads, CUDA graphs and errors. A graph serves whatever mix of requests the arrays
-    hold at each replay, up to `batch` requests and `total_tokens` query tokens. Layers with and
-    without a window take a plan each.
+    hold at each replay, up to `batch` requests and `total_tokens` query tokens: q is padded, and
+    requests that are not there have equal offsets and no keys. Layers with and without a window
+    take a plan each.
 
     Parameters
     ----------
@@ -913,8 +914,8 @@ def _checked_shape(
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if value % step or value > most:
             raise ValueError(
-                f"{name}: needs a multiple of {step} up to {most}, got {value}; pad the columns "
-                f"with zeros"
+                f"{name}: needs a multiple of {step} up to {most}, got {value}; "
+                f"{'keep 16 bits' if value > most == MOST_E4M3_COLUMNS else 'pad with zeros'}"
             )
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -944,7 +945,7 @@ def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:
         raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
     if cache_dtype not in (None, dtype, _E4M3) or {dtype, cache_dtype} == {"float32", _E4M3}:
         raise TypeError(
-            f"cache_dtype: needs dtype's {dtype}, or {_E4M3}, got {cache_dtype}; leave it out for "
-            f"caches of dtype"
+            f"cache_dtype: needs {dtype}, or {_E4M3} beside 16-bit queries, got {cache_dtype}; "
+            f"leave it out for caches of dtype"
         )
     return dtype, cache_dtype or dtype

@@ -279,6 +279,15 @@ def test_one_length_for_all_requests(small: Small) -> None:
     assert torch.equal(ragged, found[:, 0])
 
 
+def test_new_rows_need_room(small: Small) -> None:
+    new = [torch.zeros(2, 3, 2, 16).half() for _ in "kv"]
+    with pytest.raises(RuntimeError, match="cache_seqlens: needs room for the 3 new rows of k, at"):
+        flash_attn_with_kvcache(*small, *new, cache_seqlens=6)
+    with pytest.raises(RuntimeError, match="cu_seqlens_k_new: needed with k"):
+        flash_attn_with_kvcache(*small, *(n.flatten(0, 1) for n in new), cache_seqlens=5)
+    assert flash_attn_with_kvcache(*small, *new, cache_seqlens=5).isfinite().all()
+
+
 @pytest.mark.parametrize("pages", [False, True])
 def test_caches_are_full_unless_told(small: Small, pages: bool) -> None:
     q, k_cache, v_cache = small

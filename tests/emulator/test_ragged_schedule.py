@@ -93,7 +93,8 @@ def test_mixed_batches(name: str, chunks: dict[int, int], window: int | None) ->
     for request, q_len in chunks.items():
         q_lens[request % batch] = q_len
     indptr = np.cumsum([0, *q_lens]).astype(np.int32)
-    total, batch = max(2000, int(indptr[-1]) + 10), batch + 1
+    batch += 1
+    total = max(2000, int(indptr[-1]) + 10, 32 * batch)  # 128 rows a request, for windows
     kv_lens, indptr = np.append(kv_lens, np.int32(0)), np.append(indptr, indptr[-1])
     with emulated_gpu(33) as cupy:
         cache = cupy.asarray(np.zeros((1, 64, 8, 128), bfloat16))

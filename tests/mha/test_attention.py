@@ -390,16 +390,21 @@ PLANNED = PLANS["AttentionPlan"]
         ({"head_dim_v": 520}, ValueError, "head_dim_v: needs a multiple of 8 up to 512, got 520"),
         ({"num_kv_heads": 3}, ValueError, "num_heads: needs a multiple of num_kv_heads 3, got 4"),
         ({"dtype": "float64"}, ValueError, "dtype: needs bfloat16 or float16 or float32, got 'fl"),
-        ({"cache_dtype": "float16"}, TypeError, "cache_dtype: needs dtype's bfloat16, or float8_e"),
+        ({"cache_dtype": "float16"}, TypeError, "cache_dtype: needs bfloat16, or float8_e"),
         (
             {"dtype": "float32", "cache_dtype": "float8_e4m3fn"},
             TypeError,
-            "cache_dtype: needs dtype's float32, or float8_e4m3fn, got float8_e4m3fn",
+            "cache_dtype: needs float32, or float8_e4m3fn beside 16-bit queries, got",
         ),
         (
             {"cache_dtype": "float8_e4m3fn", "head_dim": 72},
             ValueError,
-            "head_dim: needs a multiple of 16 up to 256, got 72",
+            "head_dim: needs a multiple of 16 up to 256, got 72; pad with",
+        ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "head_dim": 512},
+            ValueError,
+            "head_dim: needs a multiple of 16 up to 256, got 512; keep 16 bits",
         ),
         ({"batch_invariant": True}, ValueError, "max_kv_len: needs the length of the longest req"),
         ({"max_kv_len": 5}, ValueError, "max_kv_len: needs batch_invariant=True, got 5 for a plan"),
@@ -438,6 +443,10 @@ def test_a_plan_of_another_shape_names_what_differs() -> None:
         plan.run(**given | {"q": fewer})
     with refused(ValueError, "plan: made for total_tokens 8, got total_tokens 16; make a plan"):
         plan.run(**given | {"q": more})
+    with refused(
+        ValueError, "plan: made for q_len 0, got q_len 1; make a plan for this shape (q_l"
+    ):
+        plan.run(**given | {"q": given["q"][:, None]})
 
 
 def test_a_plan_for_hnd() -> None:
@@ -448,6 +457,21 @@ def test_a_plan_for_hnd() -> None:
     got = plan.run(**PLANNED.inputs(turned), kv_layout="HND")
     for one, other in zip(got, cumla.attention(**arguments), strict=True):
         assert one[1:6].tobytes() == other[1:6].tobytes()
+
+
+def test_a_plan_tells_hnd_from_its_numbers() -> None:
+    q, k = np.zeros((1, 1, 8, 64), np.float16), np.zeros((3, 4, 2, 64), np.float16)
+    plan = cumla.AttentionPlan(
+        1, 1, 8, 64, num_kv_heads=4, page_size=2, q_len=1, dtype="float16", like=q
+    )
+    plan.update(np.ones(1, np.int32))
+    table = np.zeros((1, 1), np.int32)
+    message = (
+        "plan: made for num_kv_heads 4, page_size 2, got num_kv_heads 2, page_size 4; pass kv_"
+    )
+    with refused(ValueError, message):
+        plan.run(q, k, k, table)
+    plan.run(q, k, k, table, kv_layout="HND")
 
 
 @pytest.mark.parametrize("scale", [2.0, (1,), (2,), (2, 2)], ids=str)

@@ -115,8 +115,7 @@ __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, con
   return blocks_of(max(tile.tokens - (tile.q_len - 1 - static_cast<int>(quotient(last_row, p.by_heads_per_group))), 0));
 }
 
-// Whether a request of a mixed batch is whole tiles: what has more rows than other tiles have, and beside that few rows
-// if they are soon done. Longer ones are cut, and all are where no request has many rows.
+// Whether a request of a mixed batch is whole tiles: many rows, and few beside them if these are soon done.
 __device__ __forceinline__ bool is_whole(const RaggedScheduleParams& p, int request, const Queries& queries) {
   return queries.count * p.heads_per_group > kRowTile ||
          i64{blocks_of(first_tile(p, request, queries).tokens)} * p.shares <= p.blocks;
@@ -192,9 +191,8 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, Ragge
   }
 }
 
-// Whole tiles are taken one after the other, from the last place on: those that see most come last, windows apart, and
-// in the order of their requests where that is the same. One part, and no more tiles than threads. Few rows, which one
-// consumer has alone, count half.
+// Whole tiles are taken from the last place on: those that see most come last, windows apart. One part, and no more
+// tiles than threads. Few rows, which one consumer has alone, count half.
 __device__ __forceinline__ void sort_tiles(const RaggedScheduleParams& p, RaggedShared& shared, int tiles) {
   const int thread = threadIdx.x;
   TilePlace place;

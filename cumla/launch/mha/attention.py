@@ -169,11 +169,7 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def beside(self) -> MHAKey | None:
-        """The key of the whole tiles of a batch that has, or may have, chunks of prompts.
-
-        With more tokens a request than drafts are, it is taken to have some. With a window they
-        gain less than the second launch costs, unless they are most of the batch.
-        """
+        """The key of the whole tiles of a batch that may have chunks (docs/kernels/mha.md)."""
         has_chunks = self.total_tokens > _MOST_DRAFTS * self.batch and not self.has_window
         if self._is_uniform or self.few_rows or not self._has_whole_tiles:
             return None
@@ -183,18 +179,14 @@ class MHAKey(RaggedKey):
 
     @property
     def shares(self) -> int:
-        """Three quarters of a thread block's time is what few rows beside many may take.
-
-        With a window they take less, but a whole tile's beginning and end.
-        """
+        """Few rows beside many may take three quarters of a thread block's share, or are cut."""
         return 2**31 - 1 if self.has_window else 4 * self.sm_count // (3 * self.num_kv_heads) + 1
 
     @cached_property
     def few_rows(self) -> tuple[int, KernelSpec] | None:
         """Rows and kernel of small row tiles, where the requests' mean ones are as small.
 
-        Of 16-bit keys where it is faster (docs/kernels/mha.md): without a window, with small pages,
-        or 64 columns and many requests, and if none can have many more rows than the mean.
+        Of 16-bit keys where that is faster (docs/kernels/mha.md).
         """
         is_e4m3 = self.cache_dtype == _E4M3
         more = 0 if self.q_len else (self.total_tokens - self.batch) * self.heads_per_group

@@ -223,7 +223,7 @@ class RaggedKey(PlanKey):
 
     @property
     def shares(self) -> int:
-        """Few rows are whole tiles beside others where they have one of so many shares at most."""
+        """Of all blocks, of which few rows beside many may have one."""
         return 1
 
     @cached_property

@@ -43,8 +43,7 @@ struct Dealer {
     sections = min(sections, max(total / max(gridDim.x / 8 * 7, 1u), 1u));
     while (heads % sections != 0) --sections;
     heads_of_section = heads / sections;
-    // If the longest tile has more than twice the median's blocks, one for each CTA goes first, of all heads: what
-    // begins late would end last.
+    // What begins late would end last.
     const bool are_long = tiles <= kSortedTiles && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
     early = are_long ? min((gridDim.x + heads - 1) / heads, tiles) : 0;
   }
