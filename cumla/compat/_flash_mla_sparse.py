@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
 from cumla.compat._torch import import_torch, is_traced, plainly
-from cumla.core.arguments import check_dtype, checked_scale
+from cumla.core.arguments import as_number, check_dtype, checked_scale
 from cumla.mla.arguments import DTYPES
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
 from cumla.sparse.mla_sparse import attend_as_flash_mla, mla_sparse_attention
@@ -194,7 +194,7 @@ def flash_mla_sparse_fwd(
     check_dtypes("kv", kv, q, "convert it; flash_mla_with_kvcache reads packed caches")
     check_sink(q, attn_sink)
     with _NAMES():
-        scale = checked_scale(sm_scale, 1.0)
+        scale = checked_scale(as_number("softmax_scale", sm_scale), 1.0)
         if is_traced():  # graphs take public functions
             state = mla_sparse_attention(
                 q, kv, indices, topk_length=topk_length, softmax_scale=scale

@@ -270,7 +270,7 @@ def flash_attn_with_kvcache(
         table, lens = places_of(queries, k_cache, cache_seqlens, page_table, cache_batch_idx)
         if new is not None:
             if type(cache_seqlens) is int and cu_seqlens_k_new is None:
-                _check_room(cache_seqlens, k.shape[1], k_cache, page_table)
+                _check_room(cache_seqlens, new.rows.shape[1], k_cache, page_table)
             is_local = any(side not in (-1, None) for side in window_size)
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
             is_ordered = options["causal"] or is_local or is_one
@@ -571,7 +571,7 @@ def _check_room(cached: int, new: int, k_cache: Any, page_table: Any) -> None:
     if cached + new > room:
         raise ValueError(
             f"cache_seqlens: needs room for the {new} new rows of k, at most {room - new}, got "
-            f"{cached}; give requests more pages or longer caches"
+            f"{cached}; pass longer caches"
         )
 
 

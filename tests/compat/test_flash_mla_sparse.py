@@ -387,6 +387,7 @@ def test_rows_of_nan_beyond_a_length() -> None:
         ),
         ({"d_v": 256}, ValueError, "d_v: needs 512, .*got 256"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale: needs a number from"),
+        ({"sm_scale": None}, TypeError, "sm_scale: needs a Python or NumPy number, got None"),
         (
             {"q": torch.zeros(3, 4, 512).bfloat16()},
             ValueError,

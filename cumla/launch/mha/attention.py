@@ -184,10 +184,7 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def few_rows(self) -> tuple[int, KernelSpec] | None:
-        """Rows and kernel of small row tiles, where the requests' mean ones are as small.
-
-        Of 16-bit keys where that is faster (docs/kernels/mha.md).
-        """
+        """Rows and kernel of small row tiles, where they are faster (docs/kernels/mha.md)."""
         is_e4m3 = self.cache_dtype == _E4M3
         more = 0 if self.q_len else (self.total_tokens - self.batch) * self.heads_per_group
         gains = not self.has_window and self._comes_in_pieces and more <= ROW_TILE
