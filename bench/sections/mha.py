@@ -258,6 +258,8 @@ SECTION = Section(
         MHACase(2, *_GEMMA, 8192, 8192, window=1023),
         *(MHACase(1, *_WIDE, 16384, 2048, page=page) for page in (16, 64)),
         MHACase(4, *_LLAMA, 4096, 512, decodes=60),
+        MHACase(1, *_LLAMA, 4096, 2048, decodes=128),
+        MHACase(1, *_WIDE, 4096, 512, decodes=128),
         *(MHACase(128, *_LLAMA, mean, lengths="lognormal") for mean in (1024, 4096)),
     ),
     measure=_measure,

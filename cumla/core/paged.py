@@ -226,7 +226,7 @@ def check_made_for(names: Sequence[str], made: tuple[Any, ...], got: tuple[Any, 
         ]
         raise ValueError(
             f"plan: made for {need}, got {found}; {pad}"
-            f"{'pass kv_layout, or ' if {'num_kv_heads', 'page_size'} <= set(other) else ''}"
+            f"{'pass kv_layout, or ' * ('head_dim_v' in names and 'num_kv_heads' in other)}"
             f"make a plan for this shape{' (q_len 0: q of three axes)' if 'q_len' in other else ''}"
         )
 

@@ -915,7 +915,7 @@ def _checked_shape(
         if value % step or value > most:
             raise ValueError(
                 f"{name}: needs a multiple of {step} up to {most}, got {value}; "
-                f"{'keep 16 bits' if value > most == MOST_E4M3_COLUMNS else 'pad with zeros'}"
+                f"{'keep caches in 16 bits' if most < value <= 512 else 'pad with zeros'}"
             )
     if num_heads % num_kv_heads:
         raise ValueError(

@@ -82,6 +82,30 @@ def test_few_rows(name: str) -> None:
         check(plan.key, buffer, np.arange(batch + 1), kv_lens)
 
 
+@pytest.mark.parametrize("batch", [1019, 1020])
+def test_as_many_whole_tiles_as_threads_are_sorted(batch: int) -> None:
+    """Tiles of 192 rows, five of them a chunk's: 1,024 in order of cost, 1,025 as they come."""
+    rng = np.random.default_rng(batch)
+    q_lens = np.ones(batch + 1, np.int64)
+    q_lens[rng.integers(batch)] = 110
+    kv_lens = rng.integers(110, 700, batch + 1).astype(np.int32)
+    indptr = np.cumsum([0, *q_lens]).astype(np.int32)
+    with emulated_gpu(33) as cupy:
+        cache = cupy.asarray(np.zeros((1, 64, 1, 64), bfloat16))
+        q = cupy.asarray(np.zeros((5 * batch, 8, 64), bfloat16))
+        offsets = cupy.asarray(indptr)
+        buffer = cupy.asarray(np.full(4 << 20, 0x77, np.uint8))
+        plan = cumla.AttentionPlan.from_arrays(
+            *(q, cache, cache), qo_indptr=offsets, workspace=buffer
+        )
+        plan.update(kv_lens=cupy.asarray(kv_lens), qo_indptr=offsets)
+        for is_whole in (False, True):
+            check(plan.key, buffer, indptr, kv_lens, is_whole)
+    order = schedule(indptr, kv_lens, None, plan.key, True).places[:, 0]
+    assert len(order) == batch + 5
+    assert ((np.diff(order[:1000]) >= -63).all()) == (batch + 5 <= 1024)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("chunks", [{}, {0: 700}, {1: 17, 3: 16, 4: 300}], ids=str)
 @pytest.mark.parametrize("name", some(list(LENGTHS), 3))

@@ -404,7 +404,7 @@ PLANNED = PLANS["AttentionPlan"]
         (
             {"cache_dtype": "float8_e4m3fn", "head_dim": 512},
             ValueError,
-            "head_dim: needs a multiple of 16 up to 256, got 512; keep 16 bits",
+            "head_dim: needs a multiple of 16 up to 256, got 512; keep caches in 16",
         ),
         ({"batch_invariant": True}, ValueError, "max_kv_len: needs the length of the longest req"),
         ({"max_kv_len": 5}, ValueError, "max_kv_len: needs batch_invariant=True, got 5 for a plan"),
