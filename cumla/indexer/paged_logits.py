@@ -459,8 +459,11 @@ def checked_kv_lens(
     """Check lengths: one for each request, or one for each query; None: either."""
     view = views["kv_lens"]
     assert view is not None
-    of_queries = Array("batch next_n", INT32, way_out="give each query its length")
     has_rows = len(view.shape) == 2 if per_row is None else per_row
-    sizes = {"batch": batch, "next_n": next_n}
-    bind({"kv_lens": of_queries if has_rows else KV_LENS}, views, sizes)
+    of_queries = Array("batch next_n", INT32, way_out="give each query its length")
+    lens = of_queries if has_rows else KV_LENS
+    if per_row is not None:
+        way_out = f"{lens.way_out}, or make a plan with per_row_lens={not per_row}"
+        lens = lens._replace(way_out=way_out)
+    bind({"kv_lens": lens}, views, {"batch": batch, "next_n": next_n})
     return view

@@ -104,7 +104,12 @@ class _Attention(MLASparsePlan):
 
 
 _VISIBLE = _Visible()
-_INDEX_NAMES = {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"}
+_INDEX_NAMES = {
+    "q": "index_q",
+    "kv_cache": "index_cache",
+    "weights": "index_weights",
+    "next_n": "q_len",
+}
 _ANY_INDEX_NAME = re.compile(rf"(?<![\w.])({'|'.join(_INDEX_NAMES)})(?!\w)")
 
 
@@ -279,7 +284,10 @@ class DSAPlan:
             As in :meth:`cumla.MLADecodePlan.update`.
         """
         self.indices = self._lengths = None  # and so it stays if a check below raises
-        self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
+        try:
+            self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
+        except (TypeError, ValueError) as error:
+            raise _with_index_names(error) from None
         inputs = {"plan": self._chosen, "kv_lens": kv_lens}
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)

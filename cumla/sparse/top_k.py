@@ -78,7 +78,7 @@ def top_k(
         page_size] * page_size + p % page_size``. There is none, and the index is -1, where the
         place is outside of the table or the entry below 0.
     page_size : int
-        Slots of a page, any number from 1.
+        Slots of a page of block_table, any number from 1.
     row_to_request : array, optional
         ``(rows,)`` int32: the row of the block table of each row of scores. A request outside of
         the table has no slots. Without it the table has a row for each row of scores.
@@ -191,7 +191,7 @@ class _TopK(Operation[_Arguments, int]):
                 f"sorted: needs k, or the columns of scores, up to {MOST_SORTED}, got k "
                 f"{options.k} and {width} columns; sort the values that come back"
             )
-        _check_requests(views, sizes)
+        _check_places(views, sizes, options.page_size)
         given = {name: view for name in _TABLE if (view := views.get(name)) is not None}
         return _Arguments(given, options, views.get("out_positions") is not None)
 
@@ -263,13 +263,17 @@ _TOP_K = _TopK()
 _CLAMPED = "the kernels would clamp it"
 
 
-def _check_requests(views: Views, sizes: dict[str, int]) -> None:
+def _check_places(views: Views, sizes: dict[str, int], page_size: int) -> None:
     table, requests = views.get("block_table"), views.get("row_to_request")
     if table is None:
-        if requests is not None:
-            raise ValueError(
-                "row_to_request: needs block_table, got none; pass the table, or leave it out"
-            )
+        for name, is_given in (
+            ("row_to_request", requests is not None),
+            ("page_size", page_size > 1),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"{name}: needs block_table, got none; pass the table, or leave it out"
+                )
     elif requests is None and sizes["requests"] != sizes["rows"]:
         raise ValueError(
             f"block_table: needs a row for each of the {sizes['rows']} rows of scores, got shape "

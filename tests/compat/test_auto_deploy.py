@@ -642,7 +642,7 @@ def test_caches_of_a_descriptor() -> None:
     info.cache_config.dtype = torch.bfloat16
     paged_info = auto_deploy.SequenceInfo(32, 4, 8, max_num_tokens=50)
     make = auto_deploy.CumlaPagedAttention.get_cache_initializers(lambda: info)["v_cache"]
-    assert make(paged_info).shape == (7, 8, 2, 32)
+    assert make(paged_info).shape == (9, 8, 2, 32)
     assert make(paged_info).dtype == torch.bfloat16
     make = auto_deploy.CumlaAttention.get_cache_initializers(lambda: info)["k_cache"]
     assert make(auto_deploy.SequenceInfo(32, 4)).shape == (4, 32, 2, 32)

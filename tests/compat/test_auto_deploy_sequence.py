@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from cumla.compat.auto_deploy import SequenceInfo, prepare_fused_mha_metadata  #
         ((32, 4, 32), 4, False),
         ((32, 4, 8), 16, True),
         ((30, 3, 8), 12, True),
-        ((32, 4, 8, 60), 8, True),
+        ((32, 4, 8, 60), 11, True),
         ((32, 4, 8, 1000), 16, True),
-        ((32, 4, 0, 60), 2, False),
+        ((32, 4, 0, 60), 4, False),
     ],
 )
 def test_sizes(sizes: tuple[int, ...], pages: int, is_paged: bool) -> None:
@@ -31,6 +32,14 @@ def test_sizes(sizes: tuple[int, ...], pages: int, is_paged: bool) -> None:
     assert info.max_num_tokens == (sizes[3] if len(sizes) > 3 else sizes[0] * sizes[1])
     assert info.page_size == (sizes[2] if len(sizes) > 2 and sizes[2] else sizes[0])
     assert info.cache_loc.tolist() == list(range(pages))
+
+
+@pytest.mark.parametrize("tokens", [3, 30, 60, 97])
+def test_pages_for_any_sequences(tokens: int) -> None:
+    info = SequenceInfo(30, 4, 8, tokens)
+    splits = ([*some, tokens - sum(some)] for some in product(range(31), repeat=3))
+    counts = [sum(-(-n // 8) for n in split) for split in splits if 0 <= split[-1] <= 30]
+    assert max(counts) == info.num_pages
 
 
 @pytest.mark.parametrize("name", ["max_seq_len", "max_batch_size"])
@@ -227,6 +236,7 @@ def test_dynamic_shapes_are_those_of_the_arguments() -> None:
 
 def test_fewer_slots_than_sequences_that_there_may_be() -> None:
     info = SequenceInfo(32, 8, 0, 64)
+    info.num_pages = 2
     info.nest_sequences([[1, 2], [3]])
     metadata = prepare_fused_mha_metadata(*info.args, info.page_size)
     assert [rows.tolist() for rows in metadata] == [[2, 1], [0, 0], [0, 1], [0, 2]]

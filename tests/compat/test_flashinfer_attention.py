@@ -383,6 +383,17 @@ def test_lengths_in_place_of_last_pages() -> None:
     check(wrapper.run(batch.q, batch.cache, return_lse=True), batch.expected())
 
 
+def test_last_pages_in_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch((1,) * 3, (54, 1, 300))
+    wrapper, last = DECODE(workspace()), batch.last_page_len.clone()
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    wrapper.plan(*batch.pages, *batch.sizes)
+    last[1] = batch.sizes[3] + 1
+    need = "needs the tokens of a page of "
+    with pytest.raises(ValueError, match=rf"^last_page_len\[1\]: {need}"):
+        wrapper.plan(batch.indptr, batch.indices, last, *batch.sizes)
+
+
 def test_the_deprecated_names() -> None:
     """begin_forward, forward, end_forward: the options of forward count."""
     batch = make_batch((1,) * 3, (54, 1, 300))

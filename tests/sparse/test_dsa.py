@@ -274,7 +274,7 @@ def test_arrays_of_another_shape() -> None:
         plan.update(LENS.astype(np.int64))
     step(plan, given, LENS)
     two = STEP_2.arguments()
-    with refused(ValueError, "plan: made for next_n 1, got next_n 2; make"):
+    with refused(ValueError, "plan: made for q_len 1, got q_len 2; make"):
         select(plan, two)
     with refused(TypeError, "index_weights: needs float32, got float64; convert it"):
         select(plan, given | {"index_weights": np.zeros((3, 8))})
@@ -323,7 +323,8 @@ def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lengths_of_query_tokens_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(STEP_2.arguments(), per_row_lens=True)
     both = np.stack([LENS, LENS], axis=1)
-    with refused(ValueError, "kv_lens: needs shape (batch, next_n) with batch 3, next_n 2, got"):
+    got = "got (3,); give each query its length, or make a plan with per_row_lens=False"
+    with refused(ValueError, f"kv_lens: needs shape (batch, q_len) with batch 3, q_len 2, {got}"):
         plan.update(LENS)
     with refused(ValueError, "kv_lens: needs lengths in equal steps of memory, got strides (4, "):
         plan.update(np.asfortranarray(both))

@@ -53,6 +53,11 @@ REFUSALS = [
         ValueError,
         "row_to_request: needs block_table, got none; pass the table, or leave it out",
     ),
+    Refusal(
+        {"block_table": None, "row_to_request": None},
+        ValueError,
+        "page_size: needs block_table, got none; pass the table, or leave it out",
+    ),
     *(wrong(name, 0, "a number from 1, got 0; ") for name in ("k", "page_size")),
     wrong_type("k", 2.0, "an int, got float 2.0; convert it"),
     wrong("k", (1 << 30) + 1, "at most 1073741824 columns, got 1073741825; cut the rows"),

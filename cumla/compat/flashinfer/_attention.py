@@ -25,7 +25,9 @@ from cumla.compat.flashinfer._wrapper import (
 )
 from cumla.compat.flashinfer.page import get_seq_lens
 from cumla.core.arguments import checked_int, checked_scale
+from cumla.core.check_mode import check_mode
 from cumla.core.frameworks import eager_only
+from cumla.core.paged import refuse_value
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
 
@@ -333,10 +335,20 @@ class PagedWrapper(AttentionWrapper):
             indptr, last = arrays["kv_indptr"], arrays["last_page_len"]
             if indptr.device != last.device:
                 indptr, last = map(self._there, (indptr, last))
+            if check_mode():
+                self._check_last_pages(last, numbers.page_size)
             seq_lens = get_seq_lens(indptr, last, numbers.page_size)
         if not self._use_cuda_graph:
             del arrays["last_page_len"]
         self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
+
+    def _check_last_pages(self, last: Any, page_size: int) -> None:
+        if last.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
+            return
+        tokens, name = last.numpy(force=True), self._theirs["last_page_len"]
+        need = f"the tokens of a page of {page_size}, or 0 without pages"
+        wrong = (tokens < 0) | (tokens > page_size)
+        refuse_value(name, tokens, wrong, need, "the request would have other lengths")
 
     @eager_only
     def _attend_to_pages(

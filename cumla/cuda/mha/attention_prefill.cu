@@ -66,7 +66,8 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
-  if (p.parts_in[0].end_place <= 0) return;  // of a mixed batch without chunks
+  // Others do not wait for the plan here: each role reads what it needs of it.
+  if (p.may_be_empty && p.parts_in[0].end_place <= 0) return;  // a batch without chunks
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();

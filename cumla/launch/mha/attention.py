@@ -122,9 +122,18 @@ class MHAKey(RaggedKey):
         return self.dtype == "float32"
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether a schedule may have no row tile."""
+        return False
+
+    @property
     def without_cuts(self) -> UncutKey:
         """The key of a schedule that lists the row tiles in the same places, in one part."""
-        return UncutKey(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return UncutKey(**self._fields)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def schedule_page_size(self) -> int:
@@ -175,7 +184,7 @@ class MHAKey(RaggedKey):
             return None
         if not (has_chunks or self._has_full_rows):
             return None
-        return WholeTilesKey(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return WholeTilesKey(**self._fields)
 
     @property
     def shares(self) -> int:
@@ -296,7 +305,7 @@ class UncutKey(MHAKey):
 class WholeTilesKey(MHAKey):
     """The key of whole tiles of a mixed batch."""
 
-    takes_whole_tiles = True
+    takes_whole_tiles = may_be_empty = True
     beside = few_rows = None
 
 
@@ -310,7 +319,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
 
-PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfii36x")
+PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfiii32x")
 
 
 def attention_launch(
@@ -390,6 +399,7 @@ def attention_values(
         *_scales(a.k_scale),
         *_scales(a.v_scale),
         key.num_kv_heads,
+        key.may_be_empty,
     )
 
 

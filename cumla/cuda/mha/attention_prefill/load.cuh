@@ -31,7 +31,7 @@ struct Dealer {
 
   __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
-    tiles = min(p.parts_in[0].end_place, p.batch);  // more than 0; a plan that was never updated holds anything
+    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
     total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
     // The other requests are taken to be like the first one. Sections are alike, and have a tile for almost each CTA:
     // or long tiles of a small last one would begin when all others end.
@@ -44,7 +44,7 @@ struct Dealer {
     while (heads % sections != 0) --sections;
     heads_of_section = heads / sections;
     // What begins late would end last.
-    const bool are_long = tiles <= kSortedTiles && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
+    const bool are_long = tiles > 0 && tiles <= kSortedTiles && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
     early = are_long ? min((gridDim.x + heads - 1) / heads, tiles) : 0;
   }
 
