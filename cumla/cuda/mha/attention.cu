@@ -141,11 +141,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     prefetch_tensor_map(threadIdx.x == 64 ? &p.key_map : &p.value_map);
   grid_dependency_launch();
   __syncthreads();
-  // Of a mixed batch it begins where attention_prefill has waited for what came before, and needs nothing from there.
-  if (p.is_mixed)
-    fence_sc_gpu();
-  else
-    grid_dependency_wait();
+  grid_dependency_wait();
 
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
@@ -171,7 +167,6 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
       t += segment.blocks;
     }
   }
-  if (p.is_mixed) grid_dependency_wait();  // what comes after waits for this kernel alone
 }
 
 }  // namespace cumla::mha

@@ -63,13 +63,11 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   if (warp == 1) prefetch_plan(p, threadIdx.x % 32);
   if (!kCopied && (threadIdx.x == 64 || threadIdx.x == 96))
     prefetch_tensor_map(threadIdx.x == 64 ? &p.key_map : &p.value_map);
-  if (!p.is_mixed) grid_dependency_launch();
+  grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
-  if (p.is_mixed) {
-    grid_dependency_launch();  // of attention, which relies on this wait
-    if (p.parts_in[0].end_place <= 0) return;  // no chunks
-  }
+  // Others do not wait for the plan here: each role reads what it needs of it.
+  if (p.may_be_empty && p.parts_in[0].end_place <= 0) return;  // a batch without chunks
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();

@@ -122,9 +122,9 @@ class MHAKey(RaggedKey):
         return self.dtype == "float32"
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether two kernels attend, each to some requests."""
-        return self.beside is not None
+    def may_be_empty(self) -> bool:
+        """Whether a schedule may have no row tile."""
+        return False
 
     @property
     def without_cuts(self) -> UncutKey:
@@ -305,7 +305,7 @@ class UncutKey(MHAKey):
 class WholeTilesKey(MHAKey):
     """The key of whole tiles of a mixed batch."""
 
-    takes_whole_tiles = is_mixed = True
+    takes_whole_tiles = may_be_empty = True
     beside = few_rows = None
 
 
@@ -399,7 +399,7 @@ def attention_values(
         *_scales(a.k_scale),
         *_scales(a.v_scale),
         key.num_kv_heads,
-        key.is_mixed,
+        key.may_be_empty,
     )
 
 

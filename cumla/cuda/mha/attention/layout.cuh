@@ -81,7 +81,7 @@ struct AttentionParams {
   float empty_lse;
   Scales key_scale, value_scale;  // of e4m3
   int num_kv_heads;
-  int is_mixed;  // attention_prefill and attention attend, one after the other, each to some requests
+  int may_be_empty;  // whether the schedule may have no place: that of chunks
 };
 
 __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
