@@ -32,7 +32,6 @@ What differs: more shapes are taken (8, 16, 32 or 64 heads, pages of 16, 32, 64 
 cleaned, too, by the kernel itself. Paged logits are computed by as many multiprocessors as the
 metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
 
-The logits are allocated before the last checks of the arguments; nothing is launched before them.
 Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
 before it.
 """

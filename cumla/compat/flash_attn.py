@@ -17,7 +17,6 @@ What carries over from FlashAttention-3:
   ``softmax_scale``: pass arguments by name. `flash_attn_with_kvcache` takes its ``block_table``.
 * lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf.
 * No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
-* Arrays that do not fit raise `RuntimeError`.
 
 What differs:
 

@@ -321,7 +321,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def recipe(
         self, key: Any, arguments: MHAArguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        """Describe one launch, or two for a mixed batch: whole tiles, then what is cut."""
+        """Describe one launch, or two for a mixed batch."""
         launches = super().recipe(key, arguments, outs, buffer)
         if not launches or not key.beside:
             return launches

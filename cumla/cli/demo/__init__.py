@@ -13,8 +13,7 @@ cache (`llama`, `llama_serving`). With ``--sparse`` three layers decode as those
 do, and are compared with attention to the selected tokens alone (`sparse`, `sparse_layer`).
 
 The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
-CUDA headers and cuBLAS, which cumla does not. On a GPU the cache, the absorbed queries and the
-attention live there.
+CUDA headers and cuBLAS, which cumla does not.
 """
 
 from __future__ import annotations

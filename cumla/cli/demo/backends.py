@@ -32,7 +32,7 @@ class Backend(Protocol):
     def fetch(self, array: Any) -> Array:
         """Bring it back."""
 
-    def write(self, target: Any, array: Array) -> None:
+    def write(self, target: Any, source: Array) -> None:
         """Overwrite a contiguous part of an array there."""
 
     def copy(self, target: Any, source: Any) -> None:
@@ -59,17 +59,13 @@ class CPUBackend:
         """Return the array itself."""
         return array
 
-    def fetch(self, array: Array) -> Array:
-        """Return the array itself."""
-        return array
+    fetch = put
 
-    def write(self, target: Array, array: Array) -> None:
-        """Copy."""
-        target[...] = array
-
-    def copy(self, target: Array, source: Array) -> None:
+    def write(self, target: Array, source: Array) -> None:
         """Copy."""
         target[...] = source
+
+    copy = write
 
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """Time by the clock on the wall."""
@@ -104,9 +100,9 @@ class GPUBackend:
         """Copy to the host, after all work so far."""
         return np.asarray(self._cupy.asnumpy(array))
 
-    def write(self, target: Any, array: Array) -> None:
+    def write(self, target: Any, source: Array) -> None:
         """Copy to the GPU, into a contiguous part of an array."""
-        target.set(array)
+        target.set(source)
 
     def copy(self, target: Any, source: Any) -> None:
         """Copy on the GPU, on the current stream."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small transformer with Llama's shapes and random weights, in NumPy.
 
-GQA with rotary embedding, RMSNorm and SwiGLU. `forward` takes attention as a function, so that what
-serves from a cache and `attend_plainly`, which has none, run the same model.
+`forward` takes attention as a function: one with a cache, or `attend_plainly`.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ What differs:
 * `fused_mha_with_cache` sees the history in the cache, and new tokens may begin inside a page.
 * Requests whose tokens have no place in the cache, or in freqs_cis, do not write outside of it.
 * A freqs_cis narrower than the heads rotates their last columns.
-
-Importing this module needs no PyTorch; what it does needs it.
 """
 
 from __future__ import annotations

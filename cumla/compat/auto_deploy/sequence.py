@@ -161,10 +161,8 @@ class SequenceInfo:
             self.max_num_tokens = all_tokens
         tokens = min(self.max_num_tokens, all_tokens)
         sequences = min(self.max_batch_size, tokens)  # the last page of each may have one token
-        self._num_pages = min(
-            self.max_batch_size * -(-self.max_seq_len // self.page_size),
-            sequences + (tokens - sequences) // self.page_size,
-        )
+        all_pages = self.max_batch_size * -(-self.max_seq_len // self.page_size)
+        self._num_pages = min(all_pages, sequences + (tokens - sequences) // self.page_size)
         self._dynamic_shapes: tuple[dict[int, Any], ...] | None = None
         for name in ("seq_len", "input_pos", "pages_per_seq"):
             setattr(self, name, torch.zeros(self.max_batch_size, dtype=torch.int32))

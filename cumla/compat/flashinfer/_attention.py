@@ -345,10 +345,11 @@ class PagedWrapper(AttentionWrapper):
     def _check_last_pages(self, last: Any, page_size: int) -> None:
         if last.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return
-        tokens, name = last.numpy(force=True), self._theirs["last_page_len"]
-        need = f"the tokens of a page of {page_size}, or 0 without pages"
+        tokens, need = last.numpy(force=True), f"a number up to page_size = {page_size}"
         wrong = (tokens < 0) | (tokens > page_size)
-        refuse_value(name, tokens, wrong, need, "the request would have other lengths")
+        refuse_value(
+            self._theirs["last_page_len"], tokens, wrong, need, "tell the tokens of the last page"
+        )
 
     @eager_only
     def _attend_to_pages(

@@ -34,7 +34,6 @@ What differs:
   the first plan.
 * Any page size, any number of query heads for each kv head, and any head_dim that is a multiple of
   8 up to 512, of 16 up to 256 for e4m3. Scales of e4m3 keys and values may be tensors on the GPU.
-* All results are deterministic.
 """
 
 from __future__ import annotations

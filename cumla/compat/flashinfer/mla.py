@@ -25,8 +25,6 @@ What differs:
 
 * As in :mod:`cumla.compat.flashinfer.decode`, `plan` waits for nothing and reads its tensors later,
   and the first `run` makes a plan of cumla, here a `cumla.MLAAttentionPlan`, with its own memory.
-* The first `run` after a `plan` computes the schedule before it checks ``out``, ``lse`` and the
-  strides of its tensors. A run that is refused has written nothing else.
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
   query after the last offset belong to nobody; what they give in ``out`` is not written.
 * Any page size, any number of heads, and causal masks of them all. Every run takes packed tensors
@@ -34,9 +32,7 @@ What differs:
 
 FP8 caches are as in FlashInfer: a `plan` with ``kv_data_type=torch.float8_e4m3fn`` beside queries
 in bfloat16, and with each `run` ``kpe_scale``, and either ``ckv_scale`` or ``ckv_scale_arr``, by
-which the numbers of the cache are multiplied. Scales act in float32 here; FlashInfer rounds what
-they make of the cache to 16 bits. Two numbers that differ cost more than two that are equal: an
-array of scales is made for the run.
+which the numbers of the cache are multiplied, in float32.
 """
 
 from __future__ import annotations

@@ -66,7 +66,6 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
-  // Others do not wait for the plan here: each role reads what it needs of it.
   if (p.may_be_empty && p.parts_in[0].end_place <= 0) return;  // a batch without chunks
 
   if (warpgroup == 0) {

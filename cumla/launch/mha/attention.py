@@ -39,7 +39,6 @@ PIECE_BLOCKS = 16
 _E4M3 = "float8_e4m3fn"
 _MOST_DRAFTS = 4  # query tokens of a decoding request, on average
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
-_EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 
 
@@ -395,7 +394,7 @@ def attention_values(
         *divisor_of(key.page_size or 1),
         *divisor_of(key.q_len or 1 << 31),
         key.batch_invariant,
-        _EMPTY_LSE,
+        -inf,  # the lse of a row that sees nothing
         *_scales(a.k_scale),
         *_scales(a.v_scale),
         key.num_kv_heads,
