@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m cumla demo``: an MLA attention layer, or a small Llama, decodes real text.
 
-The MLA layer has the shapes of DeepSeek-V2-Lite and seeded random weights; with ``--layer tiny`` it
-is a small one, for trying the demo out. Tokens are the bytes of a text. Prompts of several lengths
-are prefilled into one paged cache with shuffled pages. Then every step appends the next byte of
-each text, attends by weight absorption to the latent rows, and is compared with multi-head
-attention that computes keys and values from the same cache in float32.
+The MLA layer has the shapes of DeepSeek-V2-Lite and seeded random weights. Tokens are the bytes of
+a text. Prompts of several lengths are prefilled into one paged cache with shuffled pages. Then
+every step appends the next byte of each text, attends by weight absorption to the latent rows, and
+is compared with multi-head attention that computes keys and values from it in float32.
 
 With ``--chunked-prefill`` the prompts attend, too (`serving`, `mla_serving`). With
 ``--model llama`` a whole model is served in this way, and compared with the same model without a
