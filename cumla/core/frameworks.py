@@ -29,7 +29,7 @@ _FLOAT8 = "float8_"  # how the names of one-byte floats begin
 _SUSPECT = 1 << 40
 _MAKE_ONE = "torch.tensor, cupy.asarray, jax.numpy.asarray or numpy.asarray"
 _DISABLE = (
-    "graphs take cumla's functions where cumla.torch is imported, and in place of plans "
+    "graphs take cumla's functions where cumla.torch is imported, and in place of plans call "
     "torch.ops.cumla.<function>_schedule and _attend; or put the call into a function of its own "
     "under @torch.compiler.disable"
 )

@@ -462,7 +462,7 @@ def checked_kv_lens(
     has_rows = len(view.shape) == 2 if per_row is None else per_row
     of_queries = Array("batch next_n", INT32, way_out="give each query its length")
     lens = of_queries if has_rows else KV_LENS
-    if per_row is not None:
+    if per_row is not None and len(view.shape) == 2 - per_row:
         way_out = f"{lens.way_out}, or make a plan with per_row_lens={not per_row}"
         lens = lens._replace(way_out=way_out)
     bind({"kv_lens": lens}, views, {"batch": batch, "next_n": next_n})

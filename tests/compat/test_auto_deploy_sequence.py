@@ -39,7 +39,8 @@ def test_pages_for_any_sequences(tokens: int) -> None:
     info = SequenceInfo(30, 4, 8, tokens)
     splits = ([*some, tokens - sum(some)] for some in product(range(31), repeat=3))
     counts = [sum(-(-n // 8) for n in split) for split in splits if 0 <= split[-1] <= 30]
-    assert max(counts) == info.num_pages
+    assert max(*counts, 4) == info.num_pages
+    assert info.page_assignments == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("name", ["max_seq_len", "max_batch_size"])

@@ -389,7 +389,7 @@ def test_last_pages_in_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     wrapper.plan(*batch.pages, *batch.sizes)
     last[1] = batch.sizes[3] + 1
-    need = "needs a number up to page_size = "
+    need = "needs a number from 0 to page_size = "
     with pytest.raises(ValueError, match=rf"^last_page_len\[1\]: {need}"):
         wrapper.plan(batch.indptr, batch.indices, last, *batch.sizes)
 

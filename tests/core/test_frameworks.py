@@ -159,7 +159,7 @@ def test_torch_compile(torch: Any) -> None:
     """Of the whole graph it is Dynamo's error, with our text in it; else it is ours."""
     x = torch.ones(3, 128)
     way_out = (
-        r"graphs take cumla's functions where cumla\.torch is imported, and in place of plans "
+        r"graphs take cumla's functions where cumla\.torch is imported, and in place of plans call "
         r"torch\.ops\.cumla\.<function>_schedule and _attend; or put the call into a function of "
         r"its own under @torch\.compiler\.disable"
     )

@@ -159,10 +159,10 @@ class SequenceInfo:
             self.page_size = self.max_seq_len
         if self.max_num_tokens < 1:
             self.max_num_tokens = all_tokens
-        tokens = min(self.max_num_tokens, all_tokens)
-        sequences = min(self.max_batch_size, tokens)  # the last page of each may have one token
+        more = max(min(self.max_num_tokens, all_tokens) - self.max_batch_size, 0)
+        # The last page of each sequence may have one token.
         all_pages = self.max_batch_size * -(-self.max_seq_len // self.page_size)
-        self._num_pages = min(all_pages, sequences + (tokens - sequences) // self.page_size)
+        self._num_pages = min(all_pages, self.max_batch_size + more // self.page_size)
         self._dynamic_shapes: tuple[dict[int, Any], ...] | None = None
         for name in ("seq_len", "input_pos", "pages_per_seq"):
             setattr(self, name, torch.zeros(self.max_batch_size, dtype=torch.int32))

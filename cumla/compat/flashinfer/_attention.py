@@ -345,7 +345,7 @@ class PagedWrapper(AttentionWrapper):
     def _check_last_pages(self, last: Any, page_size: int) -> None:
         if last.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return
-        tokens, need = last.numpy(force=True), f"a number up to page_size = {page_size}"
+        tokens, need = last.numpy(force=True), f"a number from 0 to page_size = {page_size}"
         wrong = (tokens < 0) | (tokens > page_size)
         refuse_value(
             self._theirs["last_page_len"], tokens, wrong, need, "tell the tokens of the last page"

@@ -66,7 +66,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
-  if (p.may_be_empty && p.parts_in[0].end_place <= 0) return;  // a batch without chunks
+  if (p.is_of_chunks && p.parts_in[0].end_place <= 0) return;
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();

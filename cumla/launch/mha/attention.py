@@ -121,8 +121,8 @@ class MHAKey(RaggedKey):
         return self.dtype == "float32"
 
     @property
-    def may_be_empty(self) -> bool:
-        """Whether a schedule may have no row tile."""
+    def is_of_chunks(self) -> bool:
+        """Whether it has the chunks of a mixed batch, which may have none."""
         return False
 
     @property
@@ -304,7 +304,7 @@ class UncutKey(MHAKey):
 class WholeTilesKey(MHAKey):
     """The key of whole tiles of a mixed batch."""
 
-    takes_whole_tiles = may_be_empty = True
+    takes_whole_tiles = is_of_chunks = True
     beside = few_rows = None
 
 
@@ -394,11 +394,11 @@ def attention_values(
         *divisor_of(key.page_size or 1),
         *divisor_of(key.q_len or 1 << 31),
         key.batch_invariant,
-        -inf,  # the lse of a row that sees nothing
+        -inf,  # lse of what sees nothing
         *_scales(a.k_scale),
         *_scales(a.v_scale),
         key.num_kv_heads,
-        key.may_be_empty,
+        key.is_of_chunks,
     )
 
 

@@ -81,7 +81,7 @@ struct AttentionParams {
   float empty_lse;
   Scales key_scale, value_scale;  // of e4m3
   int num_kv_heads;
-  int may_be_empty;  // whether the schedule may have no place: that of chunks
+  int is_of_chunks;  // of a mixed batch, which may have none
 };
 
 __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {

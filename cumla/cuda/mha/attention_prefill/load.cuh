@@ -31,7 +31,7 @@ struct Dealer {
 
   __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
-    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
+    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // 0 without queries; anything in a plan without update
     total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
     // The other requests are taken to be like the first one. Sections are alike, and have a tile for almost each CTA:
     // or long tiles of a small last one would begin when all others end.
