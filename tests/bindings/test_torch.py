@@ -401,7 +401,7 @@ def test_too_many_positions() -> None:
 def test_plans_stay_outside() -> None:
     plan = cumla.MLADecodePlan.from_arrays(*(tensors(decode())[n] for n in ("q", "kv_cache")))
     lens = torch.tensor([1, 2], dtype=torch.int32)
-    message = "in place of plans call torch.ops.cumla.<function>_schedule and _attend; or put the call"
+    message = "in place of plans call torch.ops.cumla.<function>_schedule and _attend; or put"
     with pytest.raises(Exception, match=message):
         compiled(lambda: plan.update(lens))()
     with (
