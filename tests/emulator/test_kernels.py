@@ -194,3 +194,20 @@ def test_offsets_that_fall_to_the_smallest_number(cupy: CuPy, indptr: list[int])
 @pytest.mark.exhaustive
 def test_all_that_compute_sanitizer_is_shown(cupy: CuPy) -> None:
     sanitize.run_calls(cupy, sanitize.grid(MULTIPROCESSORS), edits=False)
+
+
+@pytest.mark.parametrize("queries", [0, 5])
+def test_whole_tiles_of_fewer_queries_than_rows(cupy: CuPy, queries: int) -> None:
+    """As in a padded graph: of none, no tile is there, and rows of nobody stay as they are."""
+    q = np.full((128, 8, 128), 0.5, np.float16)
+    k = np.random.default_rng(0).standard_normal((2, 64, 1, 128)).astype(np.float16)
+    lens, indptr = np.int32([100]), np.int32([0, queries])
+    pages = {"block_table": np.int32([[1, 0]])}
+    given = {"kv_lens": lens, "qo_indptr": indptr, **pages}
+    expected = cumla.attention(q, k, k, **given).out[:queries]
+    on_gpu = {name: cupy.asarray(array) for name, array in given.items()}
+    arrays = [cupy.asarray(array) for array in (q, k, k)]
+    out = cupy.asarray(np.full(q.shape, 7, np.float16))
+    cumla.attention(*arrays, **on_gpu, out=out)
+    assert np.array_equal(out.get()[queries:], np.full_like(q, 7)[queries:])
+    np.testing.assert_allclose(out.get()[:queries], expected, atol=4e-3)
