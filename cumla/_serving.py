@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 _MOST_PLANS = 256
+_MOST_ROOM = 64 << 20  # bytes beyond what a shape needs
 MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
 
 
@@ -45,22 +46,22 @@ def cache_dtype(stored: torch.dtype) -> str | None:
 class Step(NamedTuple):
     """A plan, and its update with the lengths of a step.
 
-    Servers prepare a step before its layers, and before each replay of a CUDA graph, on the stream
-    of either: the update is eager, and the runs may be captured.
+    Servers prepare a step before its layers, and before each replay of a CUDA graph: the update is
+    eager, and serves all layers, on whatever stream they run or are captured.
     """
 
     plan: Any
     update: Callable[[], None]
+    note_capture: Callable[[], None]
 
     def run(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
-        """Attend for one layer; on another stream than the update's, update there first.
-
-        Micro-batches, and some captures, run on streams of their own.
-        """
+        """Attend for one layer; update first if the step was prepared within a capture."""
         on = arrays[0].device
-        stream = torch.cuda.current_stream(on).cuda_stream if on.type == "cuda" else 0
-        if not self.plan.serves(stream):
-            self.update()
+        if on.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                self.note_capture()
+            if not self.plan.serves(torch.cuda.current_stream(on).cuda_stream):
+                self.update()
         state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
         return state
 
@@ -81,10 +82,10 @@ class Step(NamedTuple):
 class Plans:
     """Plans of one kind of layers by shape, which take turns in one buffer.
 
-    A CUDA graph holds the address of its plan's buffer. A shape therefore keeps the buffer that it
-    got first, also when its plan is forgotten and made again; a shape that needs more gets a larger
-    buffer, which new shapes share from then on. `sizes` are what the bytes of a buffer depend on
-    beside the shape, `options` the rest of what all plans are made with.
+    A shape that needs more memory gets a larger buffer, with some room to grow, and the other
+    shapes move to it. A CUDA graph holds the address of its plan's buffer: shapes whose layers were
+    captured stay where they are. `sizes` are what the bytes of a buffer depend on beside the shape,
+    `options` the rest of what all plans are made with.
     """
 
     def __init__(self, device: torch.device, sizes: dict[str, Any], **options: Any) -> None:
@@ -93,6 +94,7 @@ class Plans:
         self._options = options
         self._plans: dict[Hashable, Any] = {}
         self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._in_graphs: set[Hashable] = set()
         self._largest: torch.Tensor | None = None
 
     def begin(
@@ -102,7 +104,7 @@ class Plans:
         plan = self._find(kind, shape, kv_lens)
         update = partial(plan.update, kv_lens, **offsets)
         update()
-        return Step(plan, update)
+        return Step(plan, update, partial(self._in_graphs.add, (kind, shape)))
 
     def begin_mla(
         self, num_heads: int, tokens: int, q_len: int, kv_lens: torch.Tensor, offsets: torch.Tensor
@@ -133,6 +135,16 @@ class Plans:
         if key not in self._buffers:
             nbytes = kind.workspace_bytes(*shape, **self._sizes)
             if self._largest is None or self._largest.numel() < nbytes:
-                self._largest = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                self._largest = self._grown(nbytes)
             self._buffers[key] = self._largest
         return self._buffers[key]
+
+    def _grown(self, nbytes: int) -> torch.Tensor:
+        """Allocate a larger buffer; shapes that no graph holds leave the one before."""
+        before = 0 if self._largest is None else self._largest.numel()
+        for kept in (self._plans, self._buffers):
+            for key in kept.keys() - self._in_graphs:
+                del kept[key]
+        self._largest = None  # its memory, where no graph holds it, may be that of the next one
+        room = min(before // 2, _MOST_ROOM)
+        return torch.empty(max(nbytes, before + room), dtype=torch.uint8, device=self._device)

@@ -89,7 +89,7 @@ class Workspace:
         return found
 
     def hand_to(self, user: PlanMemory, call: Call) -> None:
-        """Let `user` write to the memory on the call's stream, behind all that used it before.
+        """Let `user` use the memory on the call's stream, behind all that used it before.
 
         Work that is being captured is left out of the order: a wait for a stream outside would
         break the capture, and when the graph will run is the caller's to say.
@@ -162,8 +162,8 @@ class PlanMemory:
             self._workspace = Workspace.at(workspace, self.buffer, call)
         # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
-        # Of the last update that was executed: a run there needs no other before it. None before
-        # the first, and since another plan has taken the workspace.
+        # Of the last update that was executed, or the last run after it: later runs follow it.
+        # None before the first, and since another plan has taken the workspace.
         self.stream: int | None = None
         # Of the last update that was captured: captured runs there follow it.
         self.captured: int | None = None
@@ -193,10 +193,21 @@ class PlanMemory:
             self._workspace.note_use(call)
         return result
 
-    def check_serves(self, call: Call, lengths: str) -> None:
-        """Refuse a run on a stream that needs an update, whose arguments are `lengths`, first."""
+    def take_to(self, call: Call, lengths: str) -> None:
+        """Let a run on the call's stream follow the last use of the schedule, wherever that was.
+
+        One update, whose arguments are `lengths`, serves runs on any stream. Another stream waits
+        on the device for the last one. A captured run waits for nothing outside of its capture: the
+        order of a replay is the caller's to say. Refused are runs that need an update first.
+        """
         stream = call.stream
         if stream == self.stream:
+            return
+        if self.stream is not None:
+            if not call.capturing:
+                self._workspace.hand_to(self, call)
+                self.ready.clear()
+                self.stream = stream
             return
         if stream == self.captured:
             if call.capturing:
@@ -211,12 +222,7 @@ class PlanMemory:
                 f"call plan.update({lengths}) again, after the runs of that plan, or give each "
                 f"plan a workspace of its own"
             )
-        if self.stream is None:
-            raise _never_updated(lengths)
-        raise ValueError(
-            f"plan: updated on stream {self.stream:#x}, got a run on stream {stream:#x}; a plan "
-            f"serves one stream at a time: call plan.update on this stream first"
-        )
+        raise _never_updated(lengths)
 
 
 class Plan(ABC, Generic[K]):
@@ -263,13 +269,17 @@ class Plan(ABC, Generic[K]):
         raise NotImplementedError
 
     def serves(self, stream: int) -> bool:
-        """Tell whether an eager run on a stream can do without an update before it.
+        """Tell whether a run on a stream can do without an update before it.
 
-        `stream` is a CUstream handle; for a plan on the CPU any.
+        An update that was executed serves every stream, one that was captured only captured runs
+        on its own. `stream` is a CUstream handle; for a plan on the CPU any.
         """
-        if self._memory is None:
+        memory = self._memory
+        if memory is None:
             return self._values is not None
-        return stream == self._memory.stream
+        if memory.stream is not None:
+            return True
+        return stream == memory.captured and driver().is_capturing(stream)
 
     def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
         """Compute the schedule from arrays of lengths; `options` are the schedule's.
@@ -279,16 +289,14 @@ class Plan(ABC, Generic[K]):
         memory = self._memory
         buffer = np.empty(0) if memory is None else memory.owner
         named = tuple(inputs.items()) or ((WORKSPACE, buffer),)
+        if memory is not None and self._update_again(memory, named, stream):
+            return
         call = open_call(named, stream=stream)
-        identity = (call.views, call.stream, *inputs)
-        launch = None if memory is None or check_mode() else self._updates.get(identity)
-        arguments = None
-        if launch is None:
-            views = dict(zip(inputs, call.views, strict=False))
-            arguments = self._schedule.arguments(views, options)
-            self._check_device(call)
-            if memory is not None:
-                refuse_overlap({WORKSPACE: memory.buffer}, views)
+        views = dict(zip(inputs, call.views, strict=False))
+        arguments = self._schedule.arguments(views, options)
+        self._check_device(call)
+        if memory is not None:
+            refuse_overlap({WORKSPACE: memory.buffer}, views)
         with call:
             if memory is None:
                 self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
@@ -301,13 +309,33 @@ class Plan(ABC, Generic[K]):
             self._sources, self._thread = ({}, 0) if noted is None else (inputs, get_ident())
             if memory is None:
                 return
-            if launch is None:
-                assert call.device is not None
-                self._load(call.device, lambda: call.capturing)
-                packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
-                launch = _in_turn(packed.placed(call)[0])
-                self._updates.keep(identity, launch)
+            assert call.device is not None
+            self._load(call.device, lambda: call.capturing)
+            packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
+            launch = _in_turn(packed.placed(call)[0])
+            seen = glance(tuple([array for _, array in named]))
+            if seen is not None:
+                names = [name for name, _ in named]
+                self._updates.keep((seen, call.stream, *names), launch)
             memory.update(call, launch)
+
+    def _update_again(
+        self, memory: PlanMemory, named: tuple[tuple[str, Any], ...], stream: Any
+    ) -> bool:
+        """Compute the schedule as before, if the arrays are those of an earlier update."""
+        if not self._updates or check_mode():
+            return False
+        seen = glance(tuple([array for _, array in named]))
+        if seen is None:
+            return False
+        again = reopen_call(named[0][1], self._device, stream)
+        launch = self._updates.get((seen, again.stream, *[name for name, _ in named]))
+        if launch is None:
+            return False
+        with again:
+            memory.update(again, launch)
+        self._values, self._sources, self._thread = None, {}, 0
+        return True
 
     def _check_lengths(self, host: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """In check mode: raise for the first length of an update that is out of range."""
@@ -379,7 +407,7 @@ class Plan(ABC, Generic[K]):
         memory = self._memory
         with call:
             if memory is not None:
-                memory.check_serves(call, self._lengths)
+                memory.take_to(call, self._lengths)
             elif self._values is None:
                 raise _never_updated(self._lengths)
             views = dict(zip((*inputs, *outputs), call.views, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -82,13 +83,13 @@ def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
     A full CUDA graph pads a step with requests without queries behind the others; `tokens` counts
     theirs as well.
     """
-    batch = offsets.shape[0] - 1
-    q_len, rest = divmod(tokens, batch)
+    lengths = np.diff(offsets.numpy())
+    q_len, rest = divmod(tokens, len(lengths))
     if rest or not q_len:
         return 0
-    last = int(offsets[-1])
-    even = torch.arange(0, tokens + 1, q_len, dtype=offsets.dtype).clamp_(max=last)
-    return q_len if last % q_len == 0 and torch.equal(offsets, even) else 0
+    filled, rest = divmod(int(lengths.sum()), q_len)
+    even = not rest and (lengths[:filled] == q_len).all()  # then the others have none
+    return q_len if even else 0
 
 
 class Impl(MLACommonImpl[MLACommonMetadata]):

@@ -361,25 +361,42 @@ def test_without_a_gpu(cupy: FakeCuPy) -> None:
 
 
 @every_plan
-def test_another_stream(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+def test_another_stream(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """One update serves runs on any stream: each waits on the device for the last one."""
     given = on_gpu(cupy, planned)
     plan = planned.ready(given)
-    plan.run(**planned.inputs(given))
-    with refused(
-        ValueError, "plan: updated on stream 0x0, got a run on stream 0x5; ... plan.update"
-    ):
-        plan.run(**planned.inputs(given), stream=5)
-    plan.update(**planned.lengths(given), stream=5)
-    for _ in range(2):
-        plan.run(**planned.inputs(given), stream=5)
+    for stream in (0, 5, 5, 7, 0):
+        plan.run(**planned.inputs(given), stream=stream)
     updated, ran = (len(names) for names in entries(planned))
     streams = [launch.stream for launch in bindings.launched]
-    assert streams == [0] * (updated + ran) + [5] * (updated + 2 * ran)
-    cupy.stream = 7
-    for stream in (None, 0):
-        with refused(ValueError, "plan: updated on stream 0x5, got a run on stream 0x"):
-            plan.run(**planned.inputs(given), stream=stream)
-    assert (plan.serves(5), plan.serves(0)) == (True, False)
+    assert streams == [0] * (updated + ran) + [5] * 2 * ran + [7] * ran + [0] * ran
+    assert driver.waits == [(5, 0), (7, 5), (0, 7)]
+    assert plan.serves(5)
+    plan.update(**planned.lengths(given), stream=5)  # behind the last run
+    assert driver.waits[3:] == [(5, 0)]
+
+
+@every_plan
+@pytest.mark.parametrize("stream", [0, 5])
+def test_runs_that_are_captured_use_an_eager_update(
+    planned: Planned, stream: int, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """On whatever stream: no schedule is computed in the graph, and no stream waits."""
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    plan.prepare()
+    bindings.launched.clear()
+    driver.capturing.add(stream)
+    assert plan.serves(stream)
+    for _ in range(3):  # layers
+        plan.run(**planned.inputs(given), stream=stream)
+    driver.capturing.clear()
+    _, ran = entries(planned)
+    assert bindings.entries == list(ran) * 3
+    assert driver.waits == []
+    plan.run(**planned.inputs(given))  # eager runs go on as before
 
 
 @every_plan
@@ -394,8 +411,9 @@ def test_an_update_that_was_only_captured(
     plan.update(**planned.lengths(given), stream=5)
     plan.run(**planned.inputs(given), stream=5)
     assert bindings.entries == all_entries(planned)
-    assert not plan.serves(5)
+    assert plan.serves(5)
     driver.capturing.clear()
+    assert not plan.serves(5)
     lengths = lengths_in_messages(planned)
     message = (
         f"plan: its last update was captured into a CUDA graph ... ; call plan.update({lengths}) "

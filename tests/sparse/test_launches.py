@@ -242,6 +242,7 @@ def test_an_update_that_is_captured(
         *SCHEDULE,
         *("select_rows", "mla_sparse_bfloat16"),
     ]
+    driver.capturing.clear()
     assert not plan.serves(0)
 
 
