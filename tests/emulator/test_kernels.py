@@ -6,15 +6,19 @@ no CPU can tell is races, speed and what the hardware rounds otherwise."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cumla
+import tests.emulator
 from cumla.distributed.merge import MergeOfRanks
+from cumla.launch.kernel import Launch
 from cumla.launch.merge_states import MOST_BLOCKS, Meeting
-from tests.emulator import Array, CuPy, emulated_gpu
+from cumla.launch.tensor_map import TensorMap
+from tests.emulator import Array, CuPy, emulate, emulated_gpu
 from tests.emulator.fenced import Fenced
 from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
@@ -189,6 +193,31 @@ def test_offsets_that_fall_to_the_smallest_number(cupy: CuPy, indptr: list[int])
     np.testing.assert_array_equal((out == 7).all((1, 2)), (expected.out == 7).all((1, 2)))
     np.testing.assert_allclose(lse.get(), expected.lse, rtol=1e-5)
     np.testing.assert_allclose(out.astype(np.float32), expected.out.astype(np.float32), atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "e4m3", "float32"])
+@pytest.mark.parametrize("form", attention_cases.NO_KEYS)
+def test_keys_of_zero_bytes(
+    cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str, dtype: str
+) -> None:
+    """No launch is told where they lie: frameworks say address 0, which no copy may name."""
+    told: list[Any] = []
+
+    def noted(launch: Launch) -> None:
+        told.extend(v.ptr if isinstance(v, TensorMap) else v for v in launch.values)
+        emulate(launch)
+
+    monkeypatch.setattr(tests.emulator, "emulate", noted)
+    for queries, page_size in ((1, 16), (1, 64), (40, 16)):
+        given = attention_cases.without_keys(form, queries, dtype, page_size)
+        there = {name: cupy.asarray(array) for name, array in given.items()}
+        told.clear()
+        got = cumla.attention(**there)
+        expected = cumla.reference.attention(**given)
+        np.testing.assert_allclose(got.lse.get(), expected[1], rtol=1e-5)
+        assert not got.out.get().astype(np.float32).any()
+        assert told
+        assert not {there[name].ctypes.data for name in "kv"} & {v for v in told if v}
 
 
 @pytest.mark.exhaustive

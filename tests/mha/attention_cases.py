@@ -13,7 +13,7 @@ import numpy as np
 
 from cumla import reference
 
-__all__ = ["MANY", "Sample", "check", "make", "samples"]
+__all__ = ["MANY", "NO_KEYS", "Sample", "check", "make", "samples", "without_keys"]
 
 DTYPES: dict[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -264,3 +264,35 @@ def check_rising(got: Any, arguments: dict[str, Any]) -> None:
     np.testing.assert_allclose(lse, want_lse, rtol=1.2e-5)
     sizes = np.abs(arguments["v"].astype(np.float64)).max()
     np.testing.assert_allclose(out, want, atol=3 * ROUNDING[arguments["q"].dtype.name] * sizes)
+
+
+NO_KEYS = ("rows", "rows, wild offsets", "no columns", "no pages", "an empty list")
+"""How keys and values can have no rows."""
+
+
+def without_keys(
+    form: str, queries: int, dtype: str, page_size: int, columns: tuple[int, int] = (128, 128)
+) -> dict[str, Any]:
+    """Two requests of so many queries each, over keys and values of zero bytes."""
+    rng = np.random.default_rng(queries)
+    kept = E4M3 if dtype == "e4m3" else DTYPES[dtype]
+    q = rng.standard_normal((2 * queries, 8, columns[0]))
+    axes = (0, 2) if form.startswith("rows") else (0, page_size, 2)
+    given: dict[str, Any] = {"q": q.astype(DTYPES["bfloat16"] if dtype == "e4m3" else kept)}
+    given |= {n: np.empty((*axes, c), kept) for n, c in zip("kv", columns, strict=True)}
+    given["qo_indptr"] = np.array([0, queries, 2 * queries], np.int32)
+    if not form.startswith("rows"):
+        given["kv_lens"] = np.array([70, 0], np.int32)
+    return (
+        given
+        | {
+            "rows": {"kv_indptr": np.zeros(3, np.int32)},
+            "rows, wild offsets": {"kv_indptr": np.array([0, 500, 2**31 - 1], np.int32)},
+            "no columns": {"block_table": np.empty((2, 0), np.int32)},
+            "no pages": {"block_table": np.full((2, 3), 5, np.int32)},
+            "an empty list": {
+                "kv_indptr": np.zeros(3, np.int32),
+                "kv_indices": np.empty(0, np.int32),
+            },
+        }[form]
+    )

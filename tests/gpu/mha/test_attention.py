@@ -14,7 +14,7 @@ import cumla
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import to_torch
 from tests.gpu.tools.memory import Memory
-from tests.mha.attention_cases import Sample, check, make, samples
+from tests.mha.attention_cases import NO_KEYS, Sample, check, make, samples, without_keys
 
 KERNELS = (
     "attention",
@@ -303,6 +303,45 @@ def check_garbage(seed: int, page_size: int, tokens: int, cache: Any) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_garbage_everywhere(seed: int, page_size: int) -> None:
     check_garbage(seed, page_size, 300, BF16)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "e4m3", "float32"])
+@pytest.mark.parametrize("queries", [1, 300, 4096])
+@pytest.mark.parametrize("form", NO_KEYS)
+def test_keys_of_zero_bytes(form: str, queries: int, dtype: str, page_size: int) -> None:
+    """The torch tensors have address 0; a plan in a graph gives the same."""
+    torch = pytest.importorskip("torch")
+    given = without_keys(form, queries, dtype, page_size)
+    kinds = {"e4m3": torch.float8_e4m3fn}
+    there = {
+        name: torch.empty(array.shape, dtype=kinds.get(dtype) or getattr(torch, dtype)).cuda()
+        if name in ("k", "v")
+        else torch.empty(array.shape, dtype=torch.int32).cuda()
+        if not array.size
+        else to_torch(torch, cp.asarray(array))
+        for name, array in given.items()
+    }
+    assert there["k"].data_ptr() == there["v"].data_ptr() == 0
+    out, lse = cumla.attention(**there)
+    expected = cumla.reference.attention(**given)[1]
+    plan = cumla.AttentionPlan.from_arrays(
+        there["q"], there["k"], there["v"], qo_indptr=there["qo_indptr"]
+    )
+    plan.prepare()
+    names = [name for name in ("kv_lens", "qo_indptr", "kv_indptr") if name in there]
+    rest = {name: array for name, array in there.items() if name not in names}
+    again = torch.full_like(out, 7), torch.full_like(lse, 7)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        plan.update(**{name: there[name] for name in names})
+        plan.run(**rest, out=again[0], lse=again[1])
+    graph.replay()
+    torch.cuda.synchronize()
+    for values, sums in ((out, lse), again):
+        assert not bool(values.any())
+        np.testing.assert_allclose(sums.cpu().numpy(), expected, rtol=1e-5)
 
 
 def test_offsets_beyond_32_bits() -> None:
