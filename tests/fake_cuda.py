@@ -23,7 +23,8 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.capturing: set[int] = set()
-        self.recorded: list[int] = []  # streams; event i is the i-th, from 1
+        self.recorded: list[int] = []  # streams, in the order of the records
+        self.events: list[int] = []  # event i, from 1, was recorded last on the stream at i - 1
         self.waits: list[tuple[int, int]] = []  # streams: who waits, for whom
         self.passed = True  # whether events have
         self.gone: set[int] = set()  # streams that were destroyed
@@ -45,14 +46,18 @@ class FakeDriver:
     def current_device(self) -> int:
         return 0
 
-    def record_event(self, stream: int) -> int:
+    def record_event(self, stream: int, again: int = 0) -> int:
         if stream in self.gone:
             raise CumlaError("cuEventRecord failed: CUDA_ERROR_INVALID_HANDLE (400)")
         self.recorded.append(stream)
-        return len(self.recorded)
+        if not again:
+            self.events.append(stream)
+            return len(self.events)
+        self.events[again - 1] = stream
+        return again
 
     def wait_event(self, stream: int, event: int) -> None:
-        self.waits.append((stream, self.recorded[event - 1]))
+        self.waits.append((stream, self.events[event - 1]))
 
     def event_passed(self, event: int) -> bool:
         return self.passed

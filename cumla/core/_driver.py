@@ -128,8 +128,11 @@ class Driver:
         self._check(result, "cuStreamGetCaptureInfo")
         return number.value
 
-    def record_event(self, stream: int) -> int:
-        """Record a new event on `stream`, whose device is current."""
+    def record_event(self, stream: int, again: int = 0) -> int:
+        """Record a new event, or one `again`, on `stream`, whose device is current."""
+        if again:
+            self._check(self._event_record(again, stream), "cuEventRecord")
+            return again
         event = ctypes.c_void_p()
         status = self._event_create(ctypes.byref(event), _CU_EVENT_DISABLE_TIMING)
         self._check(status, "cuEventCreate")

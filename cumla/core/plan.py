@@ -11,7 +11,7 @@ import sys
 import weakref
 from abc import ABC
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -126,10 +126,7 @@ class Workspace:
         """
         if call.capturing:
             return
-        event = driver().record_event(call.stream)
-        if self._event:
-            driver().destroy_event(self._event)
-        self._event = event
+        self._event = driver().record_event(call.stream, self._event)
 
     # Bound here, because the globals of this module may be gone at interpreter exit.
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -255,6 +252,14 @@ class Plan(ABC, Generic[K]):
             with call:
                 nbytes = self._attend.workspace_bytes(self.key)
                 self._memory = PlanMemory(call, nbytes, workspace)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""
+        raise TypeError(
+            f"{type(self).__name__}: needs to be used as it is, got a copy or a pickle of it, "
+            f"which would write its schedule to the memory of the first; make another plan from "
+            f"the same arguments"
+        )
 
     def prepare(self) -> None:
         """Compile and load the plan's kernels: later calls do not wait, nor fail under capture.

@@ -242,6 +242,22 @@ def test_one_schedule_serves_all_layers_of_a_step() -> None:
     assert mla.step(int32(4, 4), int32(0, 1, 2), 2).decode.step.plan is step.decode.step.plan
 
 
+@pytest.mark.parametrize("stream", [0, 7])
+def test_a_captured_step_launches_no_schedule(stream: int) -> None:
+    """On whatever stream vLLM captures: the builder computes one before each replay."""
+    with torch_gpu() as gpu:
+        mla, mha = MLA(), MHA()
+        step = mla.step(int32(90, 90), int32(0, 1, 2), 2)
+        whole = mha.step(int32(90, 90), int32(0, 1, 2), 2)
+        with gpu.capture(stream):
+            for _ in range(3):
+                mla.attend(step, queries(2))
+                mha.attend("full", whole, torch.randn(2, HEADS, 64).bfloat16())
+        entries = [launch.spec.entry for launch in gpu.captured]
+        assert len([entry for entry in entries if entry.startswith("mla_")]) == 3
+        assert not [entry for entry in entries if "schedule" in entry]
+
+
 def test_a_graph_serves_later_lengths() -> None:
     """What is captured holds for each later step of its shape, padded requests included."""
     with torch_gpu() as gpu:
