@@ -7,6 +7,8 @@ machine or the installation cannot do is a `CumlaError`.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CumlaError(Exception):
     """Base class of the errors that cumla raises for reasons other than a wrong argument."""
@@ -35,7 +37,11 @@ class CompilationError(CumlaError):
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(f"{message}\n{log}" if log else message)
+        self._message = message
         self.log = log
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default a copy is made of the whole text
+        return type(self), (self._message, self.log), self.__dict__
 
 
 class NotPreparedError(CumlaError):
@@ -63,3 +69,7 @@ class MissingDependencyError(CumlaError, ImportError):
 
     def __init__(self, problem: str, install: str = _INSTALL) -> None:
         super().__init__(f"{problem}; {install}")
+        self._said = problem, install
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default a copy is made of the whole text
+        return type(self), self._said, self.__dict__

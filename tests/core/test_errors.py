@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors cross processes: what `pickle` and `copy` make of them says the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from cumla import errors
+from cumla.core.frameworks import Traced
+
+ERRORS = (
+    errors.CumlaError("what"),
+    errors.UnsupportedDeviceError("what"),
+    errors.CompilationError("kernel x"),
+    errors.CompilationError("kernel x", "log"),
+    errors.NotPreparedError("what"),
+    errors.MissingDependencyError("CuPy is not installed"),
+    errors.MissingDependencyError("torch", "pip install torch"),
+    Traced("q: needs memory", "cumla.jax"),
+)
+
+
+def test_every_error_is_here() -> None:
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    assert {k for k in kinds if issubclass(k, errors.CumlaError)} <= set(map(type, ERRORS))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("again", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy])
+def test_an_error_comes_back(error, again) -> None:
+    other = again(again(error))
+    assert type(other) is type(error)
+    assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
