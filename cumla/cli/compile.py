@@ -7,7 +7,6 @@ import argparse
 import errno
 import multiprocessing
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -89,13 +88,12 @@ def _positive(text: str) -> int:
 
 def _make_folder(folder: Path) -> None:
     """Make the folder, which nobody else may write to: its cubins run on the GPU as they are."""
+    from cumla.launch.module import why_shared
+
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    if folder.stat().st_mode & stat.S_IWOTH:
-        raise PermissionError(
-            errno.EPERM,
-            "everybody may write there, and so choose what runs on your GPU; take that right away "
-            "with chmod o-w, or name another folder",
-        )
+    problem = why_shared(folder)  # by which the loader would refuse it
+    if problem is not None:
+        raise PermissionError(errno.EPERM, f"{problem}, or name another folder")
 
 
 class _Made(NamedTuple):

@@ -238,17 +238,24 @@ def cubin_dir() -> Path | None:
 
 def _refuse_if_shared(path: str | Path) -> None:
     """Refuse a folder of cubins, or one in it, that somebody else may write to."""
+    problem = why_shared(path)
+    if problem is not None:
+        raise CumlaError(f"CUMLA_CUBIN_DIR: {problem}")
+
+
+def why_shared(path: str | Path) -> str | None:
+    """Say why cubins are not loaded from a folder or file; None if they are, or it is not there."""
     try:
         found = os.stat(path)
     except OSError:  # nothing is loaded from there
-        return
+        return None
     if os.name != "posix" or (found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022):
-        return
+        return None
     mode = f"mode {found.st_mode & 0o777:03o}"
-    raise CumlaError(
-        f"CUMLA_CUBIN_DIR: needs a folder and files that nobody but you and root may write to, got "
-        f"{path} of user {found.st_uid} with {mode}: whoever may write there chooses the code that "
-        f"runs on the GPU; make it yours, e.g. with `chmod go-w {path}`"
+    return (
+        f"needs a folder and files that nobody but you and root may write to, got {path} of user "
+        f"{found.st_uid} with {mode}: whoever may write there chooses the code that runs on the "
+        f"GPU; make it yours, e.g. with `chmod go-w {path}`"
     )
 
 

@@ -11,9 +11,9 @@ import pytest
 
 import cumla.launch
 from cumla.cli import main
-from cumla.errors import CompilationError, MissingDependencyError
+from cumla.errors import CompilationError, CumlaError, MissingDependencyError
 from cumla.launch import all_specs, module
-from cumla.launch.module import CompiledKernel
+from cumla.launch.module import CompiledKernel, cubin_dir
 from cumla.launch.source import cubin_name
 
 SPECS = tuple(
@@ -112,10 +112,18 @@ def test_output_that_is_no_folder(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_output_that_everybody_may_write_to(capsys, tmp_path):
-    tmp_path.chmod(0o777)
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_output_that_others_may_write_to(capsys, monkeypatch, tmp_path, mode):
+    """What the loader would refuse is not written either."""
+    tmp_path.chmod(mode)
+    monkeypatch.setenv("CUMLA_CUBIN_DIR", str(tmp_path))
+    with pytest.raises(CumlaError) as refused:
+        cubin_dir()
+    monkeypatch.delenv("CUMLA_CUBIN_DIR")
     assert run("--output", str(tmp_path)) == 1
-    assert "everybody may write there" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert str(refused.value).removeprefix("CUMLA_CUBIN_DIR: ") in said
+    assert f"mode {mode:03o}" in said
     assert not list(tmp_path.iterdir())
     old = os.umask(0)
     try:
