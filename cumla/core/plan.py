@@ -256,9 +256,8 @@ class Plan(ABC, Generic[K]):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""
         raise TypeError(
-            f"{type(self).__name__}: needs to be used as it is, got a copy or a pickle of it, "
-            f"which would write its schedule to the memory of the first; make another plan from "
-            f"the same arguments"
+            f"{type(self).__name__}: a plan cannot be copied or pickled, because both would have "
+            f"the memory of one schedule; make another plan from the same arguments"
         )
 
     def prepare(self) -> None:

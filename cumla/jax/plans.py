@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from typing import Any, Generic, Self, TypeVar
 
 import jax
@@ -130,7 +129,7 @@ class _Front:
 
     def update(self, *lengths: Any, **named: Any) -> Self:
         """Compute the schedule for these lengths: a plan that holds it comes back."""
-        plan = copy(self)
+        plan = _again(self)
         super(_Front, plan).update(*lengths, **named)  # type: ignore[misc]
         return plan
 
@@ -139,8 +138,15 @@ class _Front:
 
         The plan that comes back has the memory of this one, which XLA copies if both are used.
         """
-        plan = copy(self)
+        plan = _again(self)
         return super(_Front, plan).run(*arrays, **named), plan  # type: ignore[misc]
+
+
+def _again(plan: Any) -> Any:
+    """Make another value of what a plan holds: callers cannot copy one."""
+    other = object.__new__(type(plan))
+    vars(other).update(vars(plan))
+    return other
 
 
 def _flatten(plan: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -4,8 +4,10 @@ GPU arrays are a stand-in's; nothing is launched."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -773,3 +775,18 @@ def test_a_ready_run_looks_once_check_mode_is_on(
     monkeypatch.delenv("CUMLA_CHECK")
     plan.run(**planned.inputs(given))
     assert len(cupy.copied) == 2 * looked + len(others)
+
+
+@every_plan
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copies(planned: Planned, again: Any, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    """Two plans would write their schedules to one buffer."""
+    for plan in (
+        planned.make(on_gpu(cupy, planned)),
+        planned.make(OPERATIONS[planned.operation].make()),
+    ):
+        name = type(plan).__name__
+        with pytest.raises(
+            TypeError, match=f"^{name}: a plan cannot be copied or pickled, .* make"
+        ):
+            again(plan)
