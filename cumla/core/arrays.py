@@ -399,6 +399,8 @@ def _handle_of(stream: Any) -> int:
         handle = stream.__cuda_stream__()[1]
     elif hasattr(stream, "cuda_stream"):  # PyTorch
         handle = stream.cuda_stream
+    elif hasattr(stream, "stream_id"):  # torch.Stream, of any kind of device
+        handle = torch_framework().handle_of(stream)
     elif hasattr(stream, "ptr"):  # CuPy
         handle = stream.ptr
     else:

@@ -48,6 +48,9 @@ class Traced(TypeError):
         super().__init__(message)
         self.binding = binding
 
+    def __reduce__(self) -> tuple[Any, ...]:  # by default a copy is made of the message alone
+        return type(self), (str(self), self.binding), self.__dict__
+
 
 def eager_only(function: _Function) -> _Function:
     """Have TorchDynamo give the way out where it would trace `function`; costs a call nothing."""
@@ -271,6 +274,17 @@ class _Torch(Allocator):
 
     def current_stream(self, device: int) -> int:
         return int(self._torch._C._cuda_getCurrentRawStream(device))
+
+    def handle_of(self, stream: Any) -> int:
+        """CUstream handle of a `torch.Stream`, which tells none itself."""
+        place, index, kind = stream.stream_id, stream.device_index, stream.device_type
+        if stream.device.type != "cuda":
+            raise ValueError(
+                f"stream: needs a stream of a CUDA device, got one of {stream.device}; pass a "
+                f"torch.cuda.Stream, or leave it out"
+            )
+        of_cuda = self._torch.cuda.Stream(stream_id=place, device_index=index, device_type=kind)
+        return int(of_cuda.cuda_stream)
 
     def empty(
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int

@@ -946,6 +946,27 @@ def test_not_a_stream(cupy, stream, error):
             open_call((("q", array),), stream=stream)
 
 
+class DeviceStream:
+    """A `torch.Stream`, which has no handle."""
+
+    stream_id, device_index, device_type = 3, 0, 1
+
+    def __init__(self, kind="cuda"):
+        self.device = types.SimpleNamespace(type=kind)
+
+
+def test_stream_of_torch_for_any_device(fake_torch):
+    def of_cuda(*, stream_id, device_index, device_type):
+        return types.SimpleNamespace(cuda_stream=100 * stream_id + 10 * device_index + device_type)
+
+    fake_torch.cuda.Stream = of_cuda
+    array = fake_torch.Tensor((3,), fake_torch.uint8)
+    assert open_call((("q", array),), stream=DeviceStream()).stream == 301
+    assert reopen_call(array, 0, DeviceStream()).stream == 301
+    with pytest.raises(ValueError, match=r"^stream: needs a stream of a CUDA device, got one of"):
+        open_call((("q", array),), stream=DeviceStream("xpu"))
+
+
 def test_torch_current_stream(fake_torch):
     call = open_call((("q", fake_torch.Tensor((3,), fake_torch.uint8)),))
     assert (call.framework, call.device, call.stream) == ("torch", 0, 7)
