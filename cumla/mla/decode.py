@@ -247,9 +247,10 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
     ``update`` computes on the device, from the lengths there, who works on which part of the cache;
     ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
     host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
-    holds the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to
-    one stream at a time, the one of its last ``update``, and to one thread. An update that was only
-    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
+    holds the address of the plan's buffer, so keep the plan as long as the graph. One update
+    serves runs on any stream, in order, and runs that are captured. A plan belongs to one thread at
+    a time. An update that was only captured is computed when the graph is replayed: eager runs need
+    one of their own. A plan owns
     one buffer and no other state on the device, and on the CPU nothing but the lengths.
 
     Parameters
