@@ -195,7 +195,7 @@ def attention(
     -----
     Offsets and page numbers are taken on trust: no value of them leads out of the arrays, and a
     page number outside of the cache stands for zeros. The check mode, ``CUMLA_CHECK=1``, looks at
-    them. What lies behind a request's keys, NaN included, never shows.
+    them. What lies behind a request's keys, or before all windows, NaN included, never shows.
 
     Sources: FlashAttention-2 (arXiv:2307.08691), sinks as in gpt-oss (arXiv:2508.10925), softcap as
     in Gemma 2 (arXiv:2408.00118).

@@ -220,6 +220,23 @@ def test_keys_of_zero_bytes(
         assert not {there[name].ctypes.data for name in "kv"} & {v for v in told if v}
 
 
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+@pytest.mark.parametrize("page_size", [0, 3, 16, 64])
+@pytest.mark.parametrize("queries", ["one", "many"])
+def test_what_lies_before_all_windows(cupy: CuPy, queries: str, page_size: int, cache: str) -> None:
+    """It is NaN, in the first block that a window touches, too."""
+    fixed = {"queries": queries, "page_size": page_size, "cache": cache, "columns": (64, 64)}
+    for window in (0, 17, (40, 9)):
+        fixed |= {"window": window, "lens": (200, 70, 0), "dtype": "bfloat16", "heads": (8, 2)}
+        (sample,) = attention_cases.samples(1, **fixed)
+        given = attention_cases.make(sample)
+        for invariant in (False, True):
+            there = {name: cupy.like(array) for name, array in attention_cases.make(sample).items()}
+            got = cumla.attention(**there, batch_invariant=invariant)
+            expected = cumla.reference.attention(**given)
+            attention_cases.check(sample, [array.get() for array in got], expected)
+
+
 @pytest.mark.exhaustive
 def test_all_that_compute_sanitizer_is_shown(cupy: CuPy) -> None:
     sanitize.run_calls(cupy, sanitize.grid(MULTIPROCESSORS), edits=False)

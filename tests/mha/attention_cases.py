@@ -123,6 +123,14 @@ def _q_lens(s: Sample) -> list[int]:
     }[s.queries]
 
 
+def _hidden(s: Sample) -> list[int]:
+    """How many tokens of each request lie before all windows."""
+    left = s.window[0] if isinstance(s.window, tuple) else s.window
+    if left is None or left < 0:
+        return [0 for _ in s.lens]
+    return [min(max(n - q - left, 0), n) for n, q in zip(s.lens, _q_lens(s), strict=True)]
+
+
 def _factors(s: Sample, rng: Any) -> dict[str, Any]:
     """Factors of keys, near 1, and of values, in one form."""
     heads = s.heads[1]
@@ -152,6 +160,8 @@ def _rows(s: Sample, rows: Any) -> dict[str, Any]:
     k = rows(sum(s.lens) + 1, s.heads[1], s.columns[0], dtype=s.cache_dtype)
     v = rows(sum(s.lens) + 1, s.heads[1], s.columns[1], dtype=s.cache_dtype)
     k[sum(s.lens) :] = v[sum(s.lens) :] = np.nan
+    for begin, hidden in zip(kv_indptr[:-1], _hidden(s), strict=True):
+        k[begin : begin + hidden] = v[begin : begin + hidden] = np.nan
     return {"k": k, "v": v, "kv_indptr": kv_indptr}
 
 
@@ -181,6 +191,7 @@ def _pages(s: Sample, rng: Any, rows: Any) -> dict[str, Any]:
             for cache in caches.values():
                 one = cache[page].swapaxes(0, 1) if s.layout == "HND" else cache[page]
                 one[:tokens] = rows(tokens, *one.shape[1:], dtype=dtype)
+                one[: max(_hidden(s)[request] - index * s.page_size, 0)] = np.nan
     given = {**caches, "kv_lens": np.array(s.lens, np.int32)}
     if s.layout == "HND":
         given["kv_layout"] = "HND"

@@ -118,10 +118,11 @@ struct Consumer {
     return shared.values(stage) + (kDivided ? consumer * kOwnTiles * kTileBytes : 0);
   }
 
-  // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
-  __device__ __forceinline__ void clear_values_past(int stage, int valid) const {
+  // Rows past the end of the request, or before all windows, may hold NaN: their probabilities are 0, and 0 x NaN is
+  // NaN.
+  __device__ __forceinline__ void clear_values(int stage, int first, int end) const {
     constexpr int kChunks = kOwnTiles * 8;
-    for (int i = valid * kChunks + threadIdx.x % kWarpgroup; i < kBlockTokens * kChunks; i += kWarpgroup)
+    for (int i = first * kChunks + threadIdx.x % kWarpgroup; i < end * kChunks; i += kWarpgroup)
       store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * kTileBytes + (i / kChunks) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
     if (consumer == 0)
@@ -224,7 +225,11 @@ struct Consumer {
       mbarrier_wait(shared.values_full(stage), phase, "values");
       if constexpr (kCopied) fence_proxy_async_shared();
       const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;
-      if (valid < kBlockTokens) clear_values_past(stage, max(valid, 0));
+      if (valid < kBlockTokens) clear_values(stage, max(valid, 0), kBlockTokens);
+      if (i == 0 && p.window_left >= 0) {  // no other block has rows before all windows
+        const int hidden = seen_by(p, tile, segment.tokens, 0).first - (segment.begin + i) * kBlockTokens;
+        if (hidden > 0) clear_values(stage, 0, min(hidden, kBlockTokens));
+      }
       multiply_values(stage);
       arrive(shared.values_free(stage));
     }

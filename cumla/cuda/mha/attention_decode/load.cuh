@@ -64,24 +64,28 @@ struct ChunksAhead {
   HeadTile tile;
   Segment segment;
   int place, chunk, chunks;  // chunk: of the segment
+  int seen;                  // the first token that some row sees
 
   // From a tile on; first_place: of it.
   __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                          const Segment& segment, int chunks, int first_place, int last_place)
       : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
-        segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks) {}
+        segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks),
+        seen(seen_by(p, tile, segment.tokens, 0).first) {}
 
   __device__ __forceinline__ ChunkEntry advance() {
     chunk += kDecodeWarps;
     while (chunk >= chunks && place < last_place) {
       chunk -= chunks;
       segment = chunks_at<kRows>(p, tile, ++place, chunks);
+      seen = seen_by(p, tile, segment.tokens, 0).first;
     }
     ChunkEntry at = {-1, ChunkRow::kNone};
     if (chunk >= chunks) return at;
     const int token = segment.begin * kBlockTokens + chunk * kChunk + lane % kChunk;
     at.entry = entry_of(p, tile, segment.tokens, token, at.row);
-    if (at.entry < 0) at.row = -1;
+    // What lies before all windows comes as zeros, for it may hold NaN.
+    if (at.entry < 0 || token < seen) at.row = -1;
     return at;
   }
 

@@ -74,6 +74,22 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     named_barrier_sync<kTogether, kThreads>();
   }
 
+  // The same of rows before all windows of an item, in its first block, which is block t of all tiles. Each consumer
+  // clears them all, and none waits for another.
+  __device__ __forceinline__ void clear_values_before_windows(u32 n, u32 t, int block) const {
+    constexpr int kChunks = kValueTiles * 8;
+    if (__builtin_expect(p.window_left < 0, 1)) return;
+    const Item item = read_item(shared, n);
+    const int hidden = seen_by(p, tile_of(p, item, 0), item.tokens, 0).first - block * kBlock;
+    if (hidden <= 0) return;
+    wait_for_values(t);
+    for (int i = threadIdx.x % kWarpgroup; i < min(hidden, kBlock) * kChunks; i += kWarpgroup)
+      store_shared_zero_16(shared.values(t % Layout::kStages) + (i % kChunks / 8) * Layout::kTileBytes +
+                           (i / kChunks) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+    meet();
+  }
+
   __device__ __forceinline__ void meet() const {
     if (consumer == 0)
       named_barrier_sync<kOwn, kWarpgroup>();
@@ -239,6 +255,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         arrive(shared.values_free((t - 1) % Layout::kStages));
         pack();
       }
+      clear_values_before_windows(n, t - 1, blocks.first);
     }
     if (consumer == 0) take_turn();  // which the last one gave
     copy_async_wait_all();
