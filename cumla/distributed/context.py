@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,8 @@ class ContextParallel(Shard):
         ----------
         attention : callable
             :func:`cumla.mla_decode`, :func:`cumla.mla_attention`, :func:`cumla.attention`, or
-            the ``run`` of one of their plans, updated with this rank's kv_lens.
+            the ``run`` of one of their plans, updated with this rank's kv_lens. What a
+            `functools.partial` of one binds by name is as if it were passed here.
         q : array or pair of arrays
             Queries, of all heads, the same on every rank: ``(batch, q_len, num_heads, columns)``
             or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token is
@@ -125,6 +127,15 @@ class ContextParallel(Shard):
             num_heads is no multiple of the ranks; arrays of another framework than the group's;
             out, lse, stream, window, or a list of pages; or as `attention`.
         """
+        while isinstance(attention, partial):
+            if attention.args:
+                raise TypeError(
+                    f"attention: needs a functools.partial without positional arguments, which "
+                    f"would come before q, got {len(attention.args)} of them; bind them by name, "
+                    f"or pass them to attend"
+                )
+            options = {**attention.keywords, **options}
+            attention = attention.func
         if type(getattr(attention, "__self__", None)).__module__.startswith("cumla.jax"):
             raise TypeError(
                 "attention: needs a function, or the run of a plan of cumla, got one of cumla.jax, "

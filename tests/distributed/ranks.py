@@ -10,6 +10,7 @@ cases run on a GPU as well, with another `setting` (tests/gpu/tools/ranks.py).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -177,6 +178,9 @@ def attention(parallel: ContextParallel, q_len: int, gather: bool) -> None:
     places = {"kv_lens": kv_lens, "block_table": table}
     found = parallel.attend(cumla.attention, q, *kv.own, **places, **options, gather=gather)
     compare(parallel, found, whole, gather)
+    bound = functools.partial(functools.partial(cumla.attention, sinks=sinks()), softcap=20.0)
+    again = parallel.attend(bound, q, *kv.own, **places, gather=gather)
+    assert torch.equal(again.out, found.out) and torch.equal(again.lse, found.lse)
 
 
 OFFSETS = (0, 3, 4, 4, 9, 10, 10, 12, 13)
@@ -324,6 +328,18 @@ def refused(parallel: ContextParallel) -> None:
         ),
         (ValueError, "out: needs None over a cache that is cut", decoding, {"out": q}),
         (ValueError, "window: needs None .*; .* keep it whole on each", decoding, {"window": 4}),
+        (
+            ValueError,
+            "window: needs None .*; .* keep it whole on each",
+            (functools.partial(cumla.mla_decode, window=4), *decoding[1:]),
+            {},
+        ),
+        (
+            TypeError,
+            "attention: needs a functools.partial without positional .*, got 1 of them",
+            (functools.partial(cumla.mla_decode, q), *decoding[1:]),
+            {},
+        ),
         (ValueError, "stream: needs None over a cache that is cut", decoding, {"stream": 0}),
         (ValueError, "causal: needs False for requests of several", ragged, {"qo_indptr": offsets}),
         (
