@@ -48,6 +48,7 @@ __all__ = [
 
 _KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without programs
 _MOST_SHARDINGS = 1024
+_WIDE = ("int64", "uint64", "float64")  # NumPy's, which JAX narrows unless told otherwise
 _FRAMEWORK = jax_framework()
 # Shardings, kept alive for the sake of their ids, and the GPU that each stands for.
 _places: dict[int, tuple[Any, Any]] = {}
@@ -280,8 +281,15 @@ def refuse_outputs(outputs: Mapping[str, Any]) -> None:
 def as_array(name: str, array: Any) -> Any:
     """Take an array of JAX, traced or not, or of NumPy; `TypeError` for what is neither."""
     if isinstance(array, (jax.Array, np.ndarray)):
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            _FRAMEWORK.check_memory(name, array)
+        if isinstance(array, jax.Array):
+            if not isinstance(array, jax.core.Tracer):
+                _FRAMEWORK.check_memory(name, array)
+        elif array.dtype.name in _WIDE and not jax.config.jax_enable_x64:
+            raise TypeError(
+                f"{name}: needs numbers of at most 32 bits beside traced arrays, to which JAX "
+                f"narrows others, got a NumPy array of {array.dtype.name}; convert it where its "
+                f"values fit, or set jax_enable_x64"
+            )
         return jax.numpy.asarray(array)
     if type(array) not in (list, tuple):
         framework_of(name, array)  # the error of what is no array

@@ -438,6 +438,18 @@ def test_some_arrays_are_traced_and_others_are_not() -> None:
         assert_same(DECODE, traced(as_jax(array)), eager(DECODE))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64"])
+def test_wide_numbers_of_numpy_are_not_narrowed(dtype: str) -> None:
+    cache, rows = jnp.zeros((8, 16, 2, 64)), jnp.ones((1, 2, 64))
+    slots = np.array([2**32 + 3]).astype(dtype)
+
+    def append(k: Any) -> Any:
+        return cumla.jax.append_kv_cache(rows, rows, k, k, slots)
+
+    with pytest.raises(TypeError, match=f"^slot_mapping: needs numbers of at .*, got .* {dtype};"):
+        jax.jit(append)(cache)
+
+
 def test_partial_results_in_one_array() -> None:
     operation = OPERATIONS["merge_attention_states"]
     arrays, options = divided(operation.make())
