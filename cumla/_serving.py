@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,29 +15,75 @@ import cumla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+    from types import ModuleType
+
+_log = logging.getLogger(__name__)
 
 _MOST_PLANS = 256
 _MOST_ROOM = 64 << 20  # bytes beyond what a shape needs
 MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
 
 
-def check_version(
-    server: str, version: str, tested: tuple[tuple[int, ...], tuple[int, ...]], option: str
-) -> None:
-    """Refuse a server whose interfaces its plugin was not tested with.
+def backend_of(
+    server: str,
+    version: str,
+    tested: tuple[tuple[int, ...], tuple[int, ...]],
+    option: str,
+    module: str,
+    classes: tuple[str, ...],
+) -> ModuleType:
+    """Import the module of a plugin that has the server's classes.
 
-    By a RuntimeError: of an ImportError older servers keep the name alone.
+    An older server than the tested ones is refused. Any other that is not one of them gets a
+    warning, and is refused if an interface that the plugin uses is missing there: by a
+    RuntimeError, because of an ImportError older servers keep the name alone.
     """
     size = len(tested[0])
+    first, last = (".".join(map(str, v)) for v in tested)
     found = re.match(rf"\d+(\.\d+){{{size - 1}}}", version)
-    if found is None or not tested[0] <= tuple(map(int, found[0].split("."))) <= tested[1]:
-        *lead, end = tested[1]
-        first, last, beyond = (".".join(map(str, v)) for v in (*tested, (*lead, end + 1)))
-        raise RuntimeError(
-            f"{server}: cumla's backend needs a version from {first} to {last}, got {version}; "
-            f'install one ("{server}>={first},<{beyond}"), or a cumla that knows yours, or leave '
-            f"out --attention-backend {option}"
+    number = tuple(map(int, found[0].split("."))) if found else None
+    if number is not None and number < tested[0]:
+        raise _wrong_version(server, version, tested, option)
+    known = number is not None and number <= tested[1]
+    try:
+        backend = import_module(module)
+    except (ImportError, AttributeError, TypeError) as error:
+        if known:
+            raise
+        raise _wrong_version(server, version, tested, option, str(error)) from error
+    missing = [f"{c}.{m}" for c in classes for m in abstract_methods(getattr(backend, c))]
+    if missing:
+        reason = f"{', '.join(sorted(missing))} would be missing"
+        raise _wrong_version(server, version, tested, option, reason)
+    if not known:
+        _log.warning(
+            "cumla's backend was tested with %s %s to %s, not with %s: it has the interfaces that "
+            "the backend uses, and is served; compare a few answers with those of %s's own one",
+            *(server, first, last, version, server),
         )
+    return backend
+
+
+def abstract_methods(kind: type) -> frozenset[str]:
+    """Return the methods that a class should have and has not."""
+    return frozenset(getattr(kind, "__abstractmethods__", ()))
+
+
+def _wrong_version(
+    server: str,
+    version: str,
+    tested: tuple[tuple[int, ...], tuple[int, ...]],
+    option: str,
+    reason: str = "",
+) -> RuntimeError:
+    *lead, end = tested[1]
+    first, last, beyond = (".".join(map(str, v)) for v in (*tested, (*lead, end + 1)))
+    return RuntimeError(
+        f"{server}: cumla's backend needs a version from {first} to {last}, or a newer one with "
+        f"the same interfaces, got {version}{reason and f', where {reason}'}; install one "
+        f'("{server}>={first},<{beyond}"), or a cumla that knows yours, or leave out '
+        f"--attention-backend {option}"
+    )
 
 
 def cache_dtype(stored: torch.dtype) -> str | None:
@@ -56,12 +104,13 @@ class Step(NamedTuple):
 
     def run(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
         """Attend for one layer; update first if the step was prepared within a capture."""
-        on = arrays[0].device
+        on, stream = arrays[0].device, 0
         if on.type == "cuda":
+            stream = torch.cuda.current_stream(on).cuda_stream
             if torch.cuda.is_current_stream_capturing():
                 self.note_capture()
-            if not self.plan.serves(torch.cuda.current_stream(on).cuda_stream):
-                self.update()
+        if not self.plan.serves(stream):
+            self.update()
         state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
         return state
 

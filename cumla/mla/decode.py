@@ -425,7 +425,6 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
             ``(batch,)`` int32, as in :func:`mla_decode`. Read when the stream reaches this call.
         stream : optional
             As in :func:`mla_decode`, the current stream of the framework of kv_lens by default.
-            The runs that follow must be on the same one.
 
         Raises
         ------

@@ -54,14 +54,13 @@ def _make(runner: Any) -> Any:
     """Make the backend of a model runner: SGLang's factory."""
     import sglang
 
-    from cumla._serving import check_version
+    from cumla._serving import backend_of
 
-    check_version("sglang", sglang.__version__, TESTED, _NAME)
-    from cumla.sglang.backend import Backend
-
+    module = f"{__name__}.backend"
+    backend = backend_of("sglang", sglang.__version__, TESTED, _NAME, module, ("Backend",))
     if runner.use_mla_backend:
         _teach_deepseek()
-    return Backend(runner)
+    return backend.Backend(runner)
 
 
 def _teach_deepseek() -> None:

@@ -15,7 +15,10 @@ from typing import Any
 __all__ = ["TESTED", "register"]
 
 TESTED = ((0, 25), (0, 33))
-"""The first and the last minor version of vLLM that the plugin serves; it refuses the others."""
+"""The first and the last minor version of vLLM that the plugin was tested with.
+
+Older ones are refused. Newer ones are served after a warning, if they have the interfaces.
+"""
 
 _PATH = f"{__name__}.Backend"
 _log = logging.getLogger(__name__)
@@ -64,13 +67,9 @@ def __getattr__(name: str) -> Any:
     import vllm
     from vllm.config import get_current_vllm_config
 
-    from cumla._serving import check_version
+    from cumla._serving import backend_of
 
-    check_version("vllm", vllm.__version__, TESTED, "CUSTOM")
-    if get_current_vllm_config().model_config.use_mla:
-        from cumla.vllm import mla
-
-        return mla.Backend
-    from cumla.vllm import mha
-
-    return mha.Backend
+    kind = "mla" if get_current_vllm_config().model_config.use_mla else "mha"
+    classes = ("Backend", "Builder", "Impl")
+    module = f"{__name__}.{kind}"
+    return backend_of("vllm", vllm.__version__, TESTED, "CUSTOM", module, classes).Backend

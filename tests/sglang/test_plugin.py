@@ -70,11 +70,17 @@ def test_a_version_without_the_registry_is_left_alone(caplog: pytest.LogCaptureF
     assert not backends
 
 
-def test_other_versions_are_refused_when_asked_for() -> None:
-    with stubbed("0.6.0"):
-        match = r"^sglang: .* from 0.5.22 to 0.5.23, got 0.6.0; .* --attention-backend cumla$"
+def test_older_versions_are_refused_when_asked_for() -> None:
+    with stubbed("0.5.21"):
+        match = r"^sglang: .* from 0.5.22 to 0.5.23, .* got 0.5.21; .* --attention-backend cumla$"
         with pytest.raises(RuntimeError, match=match):
             Server(is_mla=True)
+
+
+def test_newer_versions_are_served_after_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with stubbed("0.6.0"), caplog.at_level(logging.WARNING):
+        Server(is_mla=True)
+    assert "tested with sglang 0.5.22 to 0.5.23, not with 0.6.0:" in caplog.text
 
 
 def test_models_with_mla_are_told_to_absorb() -> None:

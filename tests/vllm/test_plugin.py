@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -89,12 +90,46 @@ def test_the_module_has_no_other_names() -> None:
         _ = cumla.vllm.Frontend
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.34.1.dev7", "1.0", "dev"])
-def test_other_versions_are_refused_when_asked_for(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.24.0", "0.9.2"])
+def test_older_versions_are_refused_when_asked_for(version: str) -> None:
     with stubbed(version):
         cumla.vllm.register()
-        match = rf'^vllm: .* from 0.25 to 0.33, got {version}; install .*"vllm>=0.25,<0.34"'
+        match = rf'^vllm: .* from 0.25 to 0.33, .* got {version}; install .*"vllm>=0.25,<0.34"'
         with pytest.raises(RuntimeError, match=match):
+            _ = cumla.vllm.Backend
+
+
+NEWER = ["0.34.1.dev7", "1.0", "dev"]
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_newer_versions_are_served_after_a_warning(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stubbed(version), caplog.at_level(logging.WARNING):
+        assert cumla.vllm.Backend.get_name() == "CUSTOM"
+    assert f"tested with vllm 0.25 to 0.33, not with {version}:" in caplog.text
+
+
+@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("use_mla", [True, False])
+def test_newer_versions_without_an_interface_are_refused(
+    version: str, use_mla: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stubbed(version, use_mla=use_mla):
+        monkeypatch.delattr(sys.modules["vllm.v1.attention.backend"], "AttentionCGSupport")
+        with pytest.raises(RuntimeError, match=rf"^vllm: .* got {version}, where .*AttentionCGS"):
+            _ = cumla.vllm.Backend
+
+
+def test_newer_versions_with_another_abstract_method_are_refused() -> None:
+    with stubbed("0.34.0"):
+        from cumla.vllm import mla
+
+        with (
+            mock.patch.object(mla.Impl, "__abstractmethods__", {"forward_new"}, create=True),
+            pytest.raises(RuntimeError, match=r"^vllm: .* where Impl.forward_new would be missing"),
+        ):
             _ = cumla.vllm.Backend
 
 
