@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 K = TypeVar("K")
+P = TypeVar("P")
 
 
 class _Shape:
@@ -142,9 +143,9 @@ class _Front:
         return super(_Front, plan).run(*arrays, **named), plan  # type: ignore[misc]
 
 
-def _again(plan: Any) -> Any:
+def _again(plan: P) -> P:
     """Make another value of what a plan holds: callers cannot copy one."""
-    other = object.__new__(type(plan))
+    other: P = object.__new__(type(plan))
     vars(other).update(vars(plan))
     return other
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import runpy
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,8 +24,6 @@ from cumla.cli.demo import backends, cache, serving
 from cumla.cli.demo import text as demo_text
 from cumla.cli.demo.llama import MODELS, LlamaModel
 from cumla.cli.demo.llama_serving import LlamaServer
-from cumla.cli.demo.sparse import decode_sparse
-from cumla.cli.demo.sparse_layer import SPARSE_LAYERS
 from cumla.cli.progress import ProgressBar
 from tests.emulator import emulated_gpu
 
@@ -40,6 +39,8 @@ REAL_KV_PLAN = cumla.AttentionPlan.from_arrays
 REAL_KV_APPEND = cumla.append_kv_cache
 REAL_DSA_UPDATE, REAL_DSA_RUN = cumla.DSAPlan.update, cumla.DSAPlan.run
 REAL_SELECT = cumla.DSAPlan.select
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SPARSE = runpy.run_path(str(EXAMPLES / "sparse_decoding.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -621,7 +622,7 @@ def test_decodes_sparsely(
         return REAL_SELECT(plan, *arrays)
 
     monkeypatch.setattr(cumla.DSAPlan, "select", count)
-    assert run("--file", str(text), "--steps", "3", "--sparse") == 0
+    assert SPARSE["main"](["--file", str(text), "--steps", "3", "--layer", "tiny"]) == 0
     output = capsys.readouterr().out
     assert len(selections) == 2 * 3  # of three layers, one of which shares a selection
     assert len(set(map(id, selections))) == 1
@@ -684,23 +685,15 @@ def test_decoding_sparsely_fails_when_it_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cumla.DSAPlan, method, wrong)
-    assert run("--file", str(text), "--steps", "2", "--sparse") == 1
+    assert SPARSE["main"](["--file", str(text), "--steps", "2", "--layer", "tiny"]) == 1
     assert "WRONG: 2 of 2 steps" in capsys.readouterr().out
 
 
 def test_the_cpu_decodes_sparsely_with_a_small_layer(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--sparse", "--file", str(text), "--steps", "1"]) == 0
+    assert SPARSE["main"](["--file", str(text), "--steps", "1"]) == 0
     assert "layers    tiny: 3, 2 heads" in capsys.readouterr().out
-
-
-def test_sparse_decoding_is_of_mla(capsys: pytest.CaptureFixture[str]) -> None:
-    for others in (("--model", "llama"), ("--chunked-prefill",)):
-        assert run("--sparse", *others) == 2
-        assert "--sparse needs --model mla, without --chunked-prefill" in capsys.readouterr().err
-    assert run("--sparse", "--layer", "deepseek-v2-lite") == 2
-    assert "--sparse has --layer deepseek-v3.2 or tiny" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
@@ -711,7 +704,8 @@ def test_the_kernels_decode_sparsely(capsys: pytest.CaptureFixture[str]) -> None
         backend.put = cupy.asarray  # type: ignore[method-assign]
         backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
         requests = demo_text.cut_requests(TEXT, 2, 128)
-        assert decode_sparse(SPARSE_LAYERS["tiny"], requests, 2, backend, seed=0) == 0
+        shape = SPARSE["SPARSE_LAYERS"]["tiny"]
+        assert SPARSE["decode_sparse"](shape, requests, 2, backend, seed=0) == 0
 
 
 class Terminal(io.StringIO):

@@ -8,8 +8,7 @@ is compared with multi-head attention that computes keys and values from it in f
 
 With ``--chunked-prefill`` the prompts attend, too (`serving`, `mla_serving`). With
 ``--model llama`` a whole model is served in this way, and compared with the same model without a
-cache (`llama`, `llama_serving`). With ``--sparse`` three layers decode as those of DeepSeek-V3.2
-do, and are compared with attention to the selected tokens alone (`sparse`, `sparse_layer`).
+cache (`llama`, `llama_serving`).
 
 The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
 CUDA headers and cuBLAS, which cumla does not.
@@ -21,7 +20,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cumla.cli.demo.backends import CPUBackend, choose_backend
+from cumla.cli.demo.backends import choose_backend
 from cumla.cli.demo.cache import PAGE_SIZE
 from cumla.cli.demo.decoding import decode
 from cumla.cli.demo.layer import LAYERS, LayerShape, MLALayer
@@ -29,9 +28,7 @@ from cumla.cli.demo.llama import MODELS, LlamaModel, ModelShape
 from cumla.cli.demo.llama_serving import LlamaServer
 from cumla.cli.demo.mla_serving import MLAServer
 from cumla.cli.demo.serving import serve
-from cumla.cli.demo.sparse import NUM_LAYERS, decode_sparse
-from cumla.cli.demo.sparse_layer import SPARSE_LAYERS, SparseShape
-from cumla.cli.demo.text import LONGEST_PROMPT, cut_requests, load_text
+from cumla.cli.demo.text import cut_requests, load_text
 
 SEED = 0
 
@@ -57,10 +54,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--layer",
-        choices=[*dict.fromkeys([*LAYERS, *MODELS, *SPARSE_LAYERS])],
+        choices=[*dict.fromkeys([*LAYERS, *MODELS])],
         help="shapes of the layer: deepseek-v2-lite (default) or tiny, with --model llama small "
-        "(default) or tiny, with --sparse deepseek-v3.2 (default on a GPU) or tiny (default on the "
-        "CPU); tiny is for trying the demo out",
+        "(default) or tiny; tiny is for trying the demo out",
     )
     parser.add_argument(
         "--steps",
@@ -74,34 +70,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="let requests decode while the prompts of others are prefilled in chunks, all in one "
         "call a step, on the GPU in one CUDA graph; prints a line a step",
     )
-    parser.add_argument(
-        "--sparse",
-        action="store_true",
-        help="let three MLA layers attend to the tokens that an indexer selects, through a "
-        "DSAPlan, on the GPU in one CUDA graph a step",
-    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every step is within tolerance, 1 if not, 2 for an unusable text."""
-    if args.sparse and (args.model != "mla" or args.chunked_prefill):
-        print("cumla demo: --sparse needs --model mla, without --chunked-prefill", file=sys.stderr)
-        return 2
-    shapes: dict[str, LayerShape | ModelShape | SparseShape]
-    shapes = {**(SPARSE_LAYERS if args.sparse else LAYERS if args.model == "mla" else MODELS)}
+    shapes: dict[str, LayerShape | ModelShape]
+    shapes = {**(LAYERS if args.model == "mla" else MODELS)}
     backend, reason = choose_backend()
-    usual = "tiny" if args.sparse and isinstance(backend, CPUBackend) else next(iter(shapes))
-    name = args.layer or usual
+    name = args.layer or next(iter(shapes))
     if name not in shapes:
-        mode = "--sparse" if args.sparse else f"--model {args.model}"
-        print(f"cumla demo: {mode} has --layer {' or '.join(shapes)}", file=sys.stderr)
+        has = " or ".join(shapes)
+        print(f"cumla demo: --model {args.model} has --layer {has}", file=sys.stderr)
         return 2
     shape = shapes[name]
     try:
         title, text = load_text(args.file)
-        longest = shape.longest if isinstance(shape, SparseShape) else LONGEST_PROMPT
-        requests = cut_requests(text, args.steps, longest)
+        requests = cut_requests(text, args.steps)
     except (OSError, ValueError) as error:
         print(f"cumla demo: {error}", file=sys.stderr)
         return 2
@@ -110,18 +95,11 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"requests  {len(requests)}, prompts of {prompts} tokens in shuffled pages of {PAGE_SIZE}"
     )
-    if isinstance(shape, SparseShape):
-        print(
-            f"layers    {name}: {NUM_LAYERS}, {shape.layer.heads} heads, random weights; "
-            f"{shape.topk} tokens selected by {shape.index_heads} heads of {shape.index_dim}"
-        )
-    elif isinstance(shape, ModelShape):
+    if isinstance(shape, ModelShape):
         print(f"model     {name}: {shape.layers} layers, {shape.heads} heads, random weights")
     else:
         print(f"layer     {name}: {shape.heads} heads, random weights")
     print(f"backend   {backend.name} ({reason})")
-    if isinstance(shape, SparseShape):
-        return decode_sparse(shape, requests, args.steps, backend, SEED)
     if isinstance(shape, ModelShape):
         model = LlamaModel.random(shape, SEED)
         return serve(LlamaServer(model, requests, backend, SEED), backend)

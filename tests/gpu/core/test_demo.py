@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,7 @@ KERNELS = (
 TEXT = Path(__file__).resolve().parents[3] / "README.md"
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--chunked-prefill",), ("--model", "llama"), ("--sparse",)], ids=str
-)
+@pytest.mark.parametrize("options", [(), ("--chunked-prefill",), ("--model", "llama")], ids=str)
 def test_the_demo_is_right_on_the_gpu(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,3 +33,11 @@ def test_the_demo_is_right_on_the_gpu(
     output = capsys.readouterr().out
     assert "backend   CUDA kernels on" in output
     assert ("a replay of one CUDA graph" in output) == bool(options)
+
+
+def test_sparse_decoding_is_right_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(TEXT.parent / "examples/sparse_decoding.py"))
+    assert example["main"](["--file", str(TEXT), "--steps", "4"]) == 0
+    output = capsys.readouterr().out
+    assert "backend   CUDA kernels on" in output
+    assert "a replay of one CUDA graph" in output

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse decoding of a text: layers append, select and attend through one cumla.DSAPlan.
+
+Three MLA layers with an indexer and random weights decode as those of DeepSeek-V3.2 do; the second
+one shares the selection of the first. Tokens are the bytes of a text. On a GPU, with CuPy, one CUDA
+graph is a step of all layers; without, they run on NumPy arrays. Every step is compared with dense
+attention to the selected tokens in float64.
+
+    python examples/sparse_decoding.py [--file TEXT] [--steps N] [--layer deepseek-v3.2 | tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cumla
+from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
+from cumla.cli.demo.cache import BF16, PAGE_SIZE, PagedCache
+from cumla.cli.demo.check import verdict, worst_error
+from cumla.cli.demo.layer import LATENT_DIM, LAYERS, LayerShape, MLALayer, rotate
+from cumla.cli.demo.text import Request, cut_requests
+from cumla.cli.progress import ProgressBar
+
+NUM_LAYERS = 3
+SHARING = 1  # the layer without an indexer
+ORACLE = "dense attention to the selected tokens"
+Array = NDArray[Any]
+
+
+class SparseShape(NamedTuple):
+    """Sizes in which layers with an indexer differ."""
+
+    layer: LayerShape
+    topk: int  # tokens that a query attends to
+    index_heads: int
+    index_dim: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return 4 * self.topk
+
+
+SPARSE_LAYERS = {  # the first one's heads and indexer are the model's, its hidden states narrower
+    "deepseek-v3.2": SparseShape(LayerShape(2048, 128, 128, 128), 2048, 64, 128),
+    "tiny": SparseShape(LAYERS["tiny"], 64, 8, 32),
+}
+
+
+class SparseLayer:
+    """Weights and caches of a layer, and the arrays of its steps where attention runs."""
+
+    def __init__(self, shape: SparseShape, cache: PagedCache, batch: int, seed: int) -> None:
+        self.shape, self.cache = shape, cache
+        self.mla = MLALayer.random(shape.layer, seed)
+        rng, hidden = np.random.default_rng((seed, 1)), shape.layer.hidden
+        heads, dim = shape.index_heads, shape.index_dim
+        columns = (heads * dim, dim, heads)  # of queries, keys and weights of the heads
+        drawn = [rng.standard_normal((hidden, n), np.float32) * hidden**-0.5 for n in columns]
+        self._w_q, self._w_k, self._w_weights = drawn
+        put = cache.backend.put
+        pages = len(cache.pages), PAGE_SIZE, 1, dim + 4
+        self.index_cache = put(np.full(pages, 0x7F, np.uint8))  # NaN, until it is written
+        self.inputs = [put(array) for array in self.step(np.zeros(batch, int), np.arange(batch))]
+        self.indices = put(np.full((batch, 1, shape.topk), -1, np.int32))
+        self.out = put(np.full((batch, 1, shape.layer.heads, LATENT_DIM), np.nan, BF16))
+        self.lse = put(np.full((batch, shape.layer.heads, 1), np.nan, np.float32))
+
+    def rows(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
+        """Compute what the caches keep: latent rows and the indexer's keys."""
+        keys = rotate(self.mla.embedding[tokens] @ self._w_k, positions)
+        return self.mla.latent_rows(tokens, positions).astype(BF16), keys.astype(BF16)
+
+    def step(self, tokens: Array, positions: Array) -> tuple[Array, ...]:
+        """Compute a step's rows and keys, absorbed queries, and the indexer's with weights."""
+        hidden, heads = self.mla.embedding[tokens], self.shape.index_heads
+        q = self.mla.absorb(*self.mla.queries(tokens, positions))[:, None].astype(BF16)
+        index_q = rotate((hidden @ self._w_q).reshape(len(tokens), heads, -1), positions[:, None])
+        values, scale = cumla.quantize_fp8(index_q[:, None].astype(np.float32))
+        weights = hidden @ self._w_weights * scale[:, 0]
+        bits = values.view(np.uint8), weights.astype(np.float32)
+        return *self.rows(tokens, positions), q, *bits
+
+    def slots(self, requests: Array, positions: Array) -> Array:
+        """Find the slots of tokens in both caches."""
+        pages = self.cache.table[requests, positions // PAGE_SIZE].astype(np.int64)
+        return np.asarray(pages * PAGE_SIZE + positions % PAGE_SIZE)
+
+    def append(self, rows: Any, keys: Any, slots: Any) -> None:
+        """Write into both caches."""
+        cumla.append_mla_cache(rows, self.cache.pages, slots)
+        cumla.append_indexer_cache(keys, self.index_cache, slots)
+
+    def errors(self, indices: Array, kv_lens: Array, *, selects: bool) -> tuple[float, float]:
+        """Find how far attention is from float64, and how far a selection from the best one."""
+        fetch, table = self.cache.backend.fetch, self.cache.table
+        q, index_q, weights = map(fetch, self.inputs[2:])
+        outs = fetch(self.out)[:, 0].astype(np.float64)
+        pages = fetch(self.index_cache)
+        width = table.shape[1] * PAGE_SIZE
+        arrays = index_q, pages, weights, table, kv_lens
+        logits = cumla.reference.paged_mqa_logits(*arrays, max_kv_len=width) if selects else None
+        expected, short = [], 0.0
+        for i, rows in enumerate(self.cache.read(kv_lens)):
+            chosen = indices[i, 0][indices[i, 0] >= 0]
+            if len(np.unique(chosen)) != min(self.shape.topk, len(rows)):
+                return np.inf, np.inf
+            if logits is not None:
+                best = np.sort(logits[i, : len(rows)])[-len(chosen) :]
+                lost = best[0] - logits[i][chosen].min()
+                short = max(short, float(lost / np.abs(best).max()))
+            selected = rows[chosen].astype(np.float64)
+            scores = self.mla.softmax_scale * (q[i, 0].astype(np.float64) @ selected.T)
+            attention = np.exp(scores - scores.max(axis=1, keepdims=True))
+            attention /= attention.sum(axis=1, keepdims=True)
+            expected.append(attention @ selected[:, :LATENT_DIM])
+        return worst_error(outs, np.stack(expected)), short
+
+
+def decode_sparse(
+    shape: SparseShape, requests: list[Request], steps: int, backend: Backend, seed: int
+) -> int:
+    """Prefill, then run and check every step; print the verdict; the exit code."""
+    caches = [PagedCache.shuffled(requests, backend, seed + i) for i in range(NUM_LAYERS)]
+    layers = [SparseLayer(shape, cache, len(requests), seed + i) for i, cache in enumerate(caches)]
+    for i, request in enumerate(requests):
+        prompt = np.arange(request.prompt)
+        for layer in layers:
+            rows = layer.rows(request.tokens[: request.prompt], prompt)
+            slots = layer.slots(np.full_like(prompt, i), prompt)
+            layer.append(*map(backend.put, (*rows, slots)))
+    prompts = np.array([request.prompt for request in requests])
+    each = np.arange(len(requests))
+    slots_there = [backend.put(layer.slots(each, prompts)) for layer in layers]
+    kv_lens = backend.put(prompts.astype(np.int32))
+    first = layers[0]
+    (_, _, q, index_q, _), table = first.inputs, first.cache.block_table
+    arrays = q, first.cache.pages, index_q, first.index_cache, table
+    plan = cumla.DSAPlan(*arrays, topk=shape.topk)
+    backend.prepare(plan, cumla.append_mla_cache, cumla.append_indexer_cache)
+    call = backend.repeatable(partial(_step, plan, layers, slots_there, kv_lens))
+    worst, seconds, read, seen = [], [], 0, 0
+    with ProgressBar("decoding", steps) as bar:
+        for number in range(steps):
+            positions = prompts + number
+            tokens = np.array([r.tokens[p] for r, p in zip(requests, positions, strict=True)])
+            lengths = (positions + 1).astype(np.int32)
+            backend.write(kv_lens, lengths)
+            for layer, there in zip(layers, slots_there, strict=True):
+                backend.write(there, layer.slots(each, positions))
+                for target, array in zip(layer.inputs, layer.step(tokens, positions), strict=True):
+                    backend.write(target, array)
+            seconds.append(backend.timed(call)[1])
+            errors: list[float] = []
+            for i, layer in enumerate(layers):
+                indices = backend.fetch(layer.indices)
+                errors += layer.errors(indices, lengths, selects=i != SHARING)
+                read, seen = read + int((indices >= 0).sum()), seen + int(lengths.sum())
+            worst.append(float(np.max(errors)))  # NaN, if one is
+            bar.advance(note=f"error {worst[-1]:.1e}")
+    print(f"read      {read / seen:.1%} of the cached tokens, {read} of {seen}")
+    print(f"error     at most {np.max(worst):.1e}: of attention, and of scores below the best ones")
+    print(f"time      {median(seconds) * 1e3:.3f} ms of a step, {backend.repeats}, {backend.clock}")
+    return verdict(worst, ORACLE, "float64")
+
+
+def _step(plan: cumla.DSAPlan, layers: list[SparseLayer], slots: list[Any], kv_lens: Any) -> None:
+    """Append, select and attend, in all layers."""
+    plan.update(kv_lens)
+    for i, layer in enumerate(layers):
+        rows, keys, q, index_q, weights = layer.inputs
+        layer.append(rows, keys, slots[i])
+        table = layer.cache.block_table
+        if i != SHARING:
+            plan.select(index_q, layer.index_cache, weights, table)
+        layer.cache.backend.copy(layer.indices, plan.indices)
+        results = {"out": layer.out, "lse": layer.lse}
+        scale = layer.mla.softmax_scale
+        plan.run(q, layer.cache.pages, table, softmax_scale=scale, **results)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Decode four requests; 0 if every step is right."""
+    parser = argparse.ArgumentParser(description="Sparse decoding of a text, checked at each step.")
+    parser.add_argument("--file", type=Path, default=Path(__file__), help="default: this file")
+    parser.add_argument("--steps", type=int, default=4, help="default: %(default)s")
+    parser.add_argument(
+        "--layer", choices=SPARSE_LAYERS, help="default: deepseek-v3.2 on a GPU, tiny on the CPU"
+    )
+    args = parser.parse_args(argv)
+    backend, reason = choose_backend()
+    name = args.layer or ("tiny" if isinstance(backend, CPUBackend) else "deepseek-v3.2")
+    shape = SPARSE_LAYERS[name]
+    requests = cut_requests(args.file.read_bytes(), args.steps, shape.longest)
+    print(f"layers    {name}: {NUM_LAYERS}, {shape.layer.heads} heads, random weights")
+    print(f"backend   {backend.name} ({reason})")
+    return decode_sparse(shape, requests, args.steps, backend, seed=0)
+
+
+if __name__ == "__main__":
+    if main():
+        raise SystemExit("the results differ")
