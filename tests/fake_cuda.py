@@ -24,7 +24,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.capturing: set[int] = set()
         self.recorded: list[int] = []  # streams, in the order of the records
-        self.events: list[int] = []  # event i, from 1, was recorded last on the stream at i - 1
+        self.events: list[int] = []  # at i - 1: which record was the last of event i
         self.waits: list[tuple[int, int]] = []  # streams: who waits, for whom
         self.passed = True  # whether events have
         self.gone: set[int] = set()  # streams that were destroyed
@@ -51,13 +51,12 @@ class FakeDriver:
             raise CumlaError("cuEventRecord failed: CUDA_ERROR_INVALID_HANDLE (400)")
         self.recorded.append(stream)
         if not again:
-            self.events.append(stream)
-            return len(self.events)
-        self.events[again - 1] = stream
-        return again
+            self.events.append(0)
+        self.events[again - 1] = len(self.recorded) - 1
+        return again or len(self.events)
 
     def wait_event(self, stream: int, event: int) -> None:
-        self.waits.append((stream, self.events[event - 1]))
+        self.waits.append((stream, self.recorded[self.events[event - 1]]))
 
     def event_passed(self, event: int) -> bool:
         return self.passed

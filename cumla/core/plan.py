@@ -99,6 +99,10 @@ class Workspace:
             if previous is not None:
                 previous.lose_workspace()
             self._user = weakref.ref(user)
+        self.go_to(call)
+
+    def go_to(self, call: Call) -> None:
+        """Let the call's stream use the memory behind the last one, unless it is captured."""
         if call.stream != self._stream and not call.capturing:
             self._follow(call.stream)
             self._stream, self._stream_object = call.stream, call.stream_object

@@ -284,8 +284,9 @@ class DSAPlan:
             As in :meth:`cumla.MLADecodePlan.update`.
         """
         self.indices = self._lengths = None  # and so it stays if a check below raises
+        self._follow(stream)
         try:
-            self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
+            self._logits_plan.update(kv_lens, stream=stream)
         except (TypeError, ValueError) as error:
             raise _with_index_names(error) from None
         inputs = {"plan": self._chosen, "kv_lens": kv_lens}
@@ -320,6 +321,7 @@ class DSAPlan:
             to the same memory, but with JAX.
         """
         self._check_updated()
+        self._follow(stream)
         arrays = index_q, index_cache, index_weights, block_table
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
         try:
@@ -358,6 +360,7 @@ out, lse, stream
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
         """
         self._check_updated()
+        self._follow(stream)
         chosen = self.indices if indices is None else indices
         if chosen is None:
             raise ValueError(
@@ -387,6 +390,12 @@ out, lse, stream
                 "plan: needs an update, got none that succeeded; call plan.update(kv_lens) "
                 "before plan.select and plan.run"
             )
+
+    def _follow(self, stream: Any) -> None:
+        """Order a call behind the last one, which used the same arrays, on whatever stream."""
+        if self._memory is not None:
+            with reopen_call(self._chosen, self._device, stream) as call:
+                self._memory.go_to(call)
 
     def _note_use(self, stream: Any) -> None:
         """Keep the plan's arrays until work so far is done, on another stream than theirs."""

@@ -383,18 +383,26 @@ def test_a_captured_step_allocates_nothing(
 
 
 def test_another_stream(cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver) -> None:
-    """Its update comes after all work on the one before, and runs on it alone are served."""
+    """Each call comes after all work of the plan on the stream before, whichever call that was."""
     gpu = OnGpu(cupy)
     gpu.step()
     driver.waits.clear()
     bindings.launched.clear()
     gpu.plan.update(gpu.kv_lens, stream=5)
     assert set(driver.waits) == {(5, 0)}
+    driver.waits.clear()
     select(gpu.plan, gpu.given, stream=5)
     run(gpu.plan, gpu.given, **gpu.results, stream=5)
     assert {launch.stream for launch in bindings.launched} == {5}
-    with refused(ValueError, "plan: updated on stream 0x5, got a run on stream 0x0; ... update"):
-        select(gpu.plan, gpu.given)
+    assert driver.waits == []
+    for stream, before in ((7, 5), (9, 7)):
+        bindings.launched.clear()
+        select(gpu.plan, gpu.given, stream=stream)
+        assert (stream, before) in driver.waits
+        run(gpu.plan, gpu.given, **gpu.results, stream=before)  # reads what was selected there
+        assert (before, stream) in driver.waits
+        run(gpu.plan, gpu.given, **gpu.results, stream=stream)
+        assert {launch.stream for launch in bindings.launched} == {before, stream}
 
 
 @pytest.mark.parametrize("last", ["update", "select", "run"])
@@ -413,7 +421,9 @@ def test_a_plan_that_is_dropped_keeps_its_arrays_for_a_side_stream(
         use()
         if name == last:
             break
-    driver.event_passed = lambda event: driver.passed or event <= before  # type: ignore[method-assign]
+    driver.event_passed = lambda event: (  # type: ignore[method-assign]
+        driver.passed or driver.events[event - 1] < before
+    )
     driver.passed = False
     logits = 3 * 2 * CAPACITY * 4
     del gpu.plan

@@ -62,30 +62,39 @@ struct ChunksAhead {
   const Layout& shared;
   const int last_place, warp, lane;
   HeadTile tile;
-  Segment segment;
-  int place, chunk, chunks;  // chunk: of the segment
-  int seen;                  // the first token that some row sees
+  int tokens, seen;  // of the request; the first that some row sees
+  int place;
+  u32 token, end;  // where the next chunk begins, and where those of the segment end
 
   // From a tile on; first_place: of it.
   __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                          const Segment& segment, int chunks, int first_place, int last_place)
       : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
-        segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks),
-        seen(seen_by(p, tile, segment.tokens, 0).first) {}
+        place(first_place) {
+    begin(segment, chunks, (warp - kDecodeWarps) * kChunk);
+  }
+
+  __device__ __forceinline__ void begin(const Segment& segment, int chunks, int ahead) {
+    tokens = segment.tokens;
+    seen = seen_by(p, tile, tokens, 0).first;
+    token = segment.begin * kBlockTokens + ahead;
+    end = segment.begin * kBlockTokens + chunks * kChunk;
+  }
 
   __device__ __forceinline__ ChunkEntry advance() {
-    chunk += kDecodeWarps;
-    while (chunk >= chunks && place < last_place) {
-      chunk -= chunks;
-      segment = chunks_at<kRows>(p, tile, ++place, chunks);
-      seen = seen_by(p, tile, segment.tokens, 0).first;
+    token += kDecodeWarps * kChunk;
+    while (static_cast<int>(token - end) >= 0 && place < last_place) {
+      const int ahead = token - end;
+      int chunks;
+      const Segment segment = chunks_at<kRows>(p, tile, ++place, chunks);
+      begin(segment, chunks, ahead);
     }
     ChunkEntry at = {-1, ChunkRow::kNone};
-    if (chunk >= chunks) return at;
-    const int token = segment.begin * kBlockTokens + chunk * kChunk + lane % kChunk;
-    at.entry = entry_of(p, tile, segment.tokens, token, at.row);
+    if (static_cast<int>(token - end) >= 0) return at;
+    const int own = token + lane % kChunk;
+    at.entry = entry_of(p, tile, tokens, own, at.row);
     // What lies before all windows comes as zeros, for it may hold NaN.
-    if (at.entry < 0 || token < seen) at.row = -1;
+    if (at.entry < 0 || own < seen) at.row = -1;
     return at;
   }
 
