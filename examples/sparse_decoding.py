@@ -199,7 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     name = args.layer or ("tiny" if isinstance(backend, CPUBackend) else "deepseek-v3.2")
     shape = SPARSE_LAYERS[name]
     requests = cut_requests(args.file.read_bytes(), args.steps, shape.longest)
-    print(f"layers    {name}: {NUM_LAYERS}, {shape.layer.heads} heads, random weights")
+    print(
+        f"layers    {name}: {NUM_LAYERS}, {shape.layer.heads} heads, random weights; "
+        f"{shape.topk} tokens selected by {shape.index_heads} heads of {shape.index_dim}"
+    )
     print(f"backend   {backend.name} ({reason})")
     return decode_sparse(shape, requests, args.steps, backend, seed=0)
 
