@@ -75,8 +75,9 @@ def test_the_check_mode_finds_what_its_page_says(capsys: pytest.CaptureFixture[s
     ],
     ids=lambda example: example.stem,
 )
-def test_example_runs(example: Path) -> None:
+def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jax" if "jax" in example.stem else "torch")
+    monkeypatch.setattr("sys.argv", [str(example)])  # the arguments of a command of its own
     runpy.run_path(str(example), run_name="__main__")
 
 
