@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import cumla
+from cumla.core._driver import driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -91,26 +91,55 @@ def cache_dtype(stored: torch.dtype) -> str | None:
     return "float8_e4m3fn" if stored.itemsize == 1 else None
 
 
-class Step(NamedTuple):
-    """A plan, and its update with the lengths of a step.
+class Step:
+    """The lengths of a step, whose schedule the first layer that runs computes for all of them.
 
-    Servers prepare a step before its layers, and before each replay of a CUDA graph: the update is
-    eager, and serves all layers, on whatever stream they run or are captured.
+    In a CUDA graph the schedule is the first kernel: each replay computes it anew, from the lengths
+    that the arrays hold by then, and the host has nothing to do. `choose` tells class and shape of
+    the plan; `plan` is there from the first layer on, or from :meth:`prepare`.
     """
 
-    plan: Any
-    update: Callable[[], None]
-    note_capture: Callable[[], None]
+    __slots__ = ("_choose", "_kv_lens", "_offsets", "_plans", "plan")
+
+    def __init__(
+        self,
+        plans: Plans,
+        choose: Callable[[], tuple[Any, tuple[int, ...]]],
+        kv_lens: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        self._plans = plans
+        self._choose = choose
+        self._kv_lens = kv_lens
+        self._offsets = offsets
+        self.plan: Any = None
+
+    def prepare(self) -> None:
+        """Find the plan, and load its kernels: the first run may then be captured."""
+        self.plan = self._plans.find(*self._choose(), self._kv_lens)
+        self.plan.prepare()
+
+    def _schedule(self, on: torch.device) -> None:
+        """Compute the schedule, unless a layer before this one has."""
+        plans = self._plans
+        stream, capture = current_capture(on)
+        known = plans.scheduled is self and plans.capture == capture
+        if known and (not capture or self.plan.serves(stream)):
+            return
+        kv_lens = self._kv_lens
+        if self.plan is None:
+            self.plan = plans.find(*self._choose(), kv_lens)
+        if isinstance(self.plan, cumla.MLADecodePlan):
+            self.plan.update(kv_lens)
+        else:
+            self.plan.update(kv_lens, qo_indptr=self._offsets)
+        plans.scheduled, plans.capture = self, capture
+        if capture:
+            plans.captured.append(self)
 
     def run(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
-        """Attend for one layer; update first if the step was prepared within a capture."""
-        on, stream = arrays[0].device, 0
-        if on.type == "cuda":
-            stream = torch.cuda.current_stream(on).cuda_stream
-            if torch.cuda.is_current_stream_capturing():
-                self.note_capture()
-        if not self.plan.serves(stream):
-            self.update()
+        """Attend for one layer."""
+        self._schedule(arrays[0].device)
         state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
         return state
 
@@ -120,21 +149,31 @@ class Step(NamedTuple):
         out is ``(tokens, num_heads, 512)``; lse with its first axes flattened ``(tokens,
         num_heads)``.
         """
+        self._schedule(arrays[0].device)
         q = q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
         if not isinstance(self.plan, cumla.MLADecodePlan):
-            return self.run(q, *arrays, **options)
+            state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
+            return state
         q = tuple(part.unflatten(0, (-1, self.plan.key.q_len)) for part in q)
-        out, lse = self.run(q, *arrays, **options)
+        out, lse = self.plan.run(q, *arrays, **options)
         return cumla.AttentionState(out.flatten(0, 1), lse.transpose(1, 2))
+
+
+def current_capture(on: torch.device) -> tuple[int, int]:
+    """Tell torch's current stream and the number of its capture; zeros outside of a capture."""
+    if on.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0, 0
+    stream = torch.cuda.current_stream(on).cuda_stream
+    return stream, driver().capture_number(stream) or 0
 
 
 class Plans:
     """Plans of one kind of layers by shape, which take turns in one buffer.
 
     A shape that needs more memory gets a larger buffer, with some room to grow, and the other
-    shapes move to it. A CUDA graph holds the address of its plan's buffer: shapes whose layers were
-    captured stay where they are. `sizes` are what the bytes of a buffer depend on beside the shape,
-    `options` the rest of what all plans are made with.
+    shapes move to it. A CUDA graph reads the arrays of its step and writes to the buffer of its
+    plan: captured steps are kept. `sizes` are what the bytes of a buffer depend on beside the
+    shape, `options` the rest of what all plans are made with.
     """
 
     def __init__(self, device: torch.device, sizes: dict[str, Any], **options: Any) -> None:
@@ -142,58 +181,58 @@ class Plans:
         self._sizes = sizes
         self._options = options
         self._plans: dict[Hashable, Any] = {}
-        self._buffers: dict[Hashable, torch.Tensor] = {}
-        self._in_graphs: set[Hashable] = set()
         self._largest: torch.Tensor | None = None
+        self.captured: list[Step] = []
+        self.scheduled: Step | None = None  # whose schedule was computed last,
+        self.capture = 0  # in which capture
 
     def begin(
-        self, kind: Any, shape: tuple[int, ...], kv_lens: torch.Tensor, **offsets: torch.Tensor
+        self, kind: Any, shape: tuple[int, ...], kv_lens: torch.Tensor, qo_indptr: torch.Tensor
     ) -> Step:
-        """Compute the schedule of a step with the plan of a class and a shape."""
-        plan = self._find(kind, shape, kv_lens)
-        update = partial(plan.update, kv_lens, **offsets)
-        update()
-        return Step(plan, update, partial(self._in_graphs.add, (kind, shape)))
+        """Begin a step with the plan of a class and a shape."""
+        return Step(self, lambda: (kind, shape), kv_lens, qo_indptr)
 
     def begin_mla(
-        self, num_heads: int, tokens: int, q_len: int, kv_lens: torch.Tensor, offsets: torch.Tensor
+        self,
+        num_heads: int,
+        tokens: int,
+        q_len: Callable[[], int],
+        kv_lens: torch.Tensor,
+        offsets: torch.Tensor,
     ) -> Step:
-        """Compute the schedule of a step of MLA.
+        """Begin a step of MLA.
 
-        `q_len` are the query tokens of each request, or 0 where they differ, as `offsets` tell.
+        `q_len` tells the query tokens of each request, or 0 where they differ, as `offsets` tell.
         """
-        batch = len(kv_lens)
-        if q_len:
-            return self.begin(cumla.MLADecodePlan, (batch, q_len, num_heads), kv_lens)
-        shape = (batch, tokens, num_heads)
-        return self.begin(cumla.MLAAttentionPlan, shape, kv_lens, qo_indptr=offsets)
 
-    def _find(self, kind: Any, shape: tuple[int, ...], like: torch.Tensor) -> Any:
+        def choose() -> tuple[Any, tuple[int, ...]]:
+            each = q_len()
+            if each:
+                return cumla.MLADecodePlan, (len(kv_lens), each, num_heads)
+            return cumla.MLAAttentionPlan, (len(kv_lens), tokens, num_heads)
+
+        return Step(self, choose, kv_lens, offsets)
+
+    def find(self, kind: Any, shape: tuple[int, ...], like: torch.Tensor) -> Any:
+        """Return the plan of a class and a shape."""
         key = kind, shape
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:  # mixed steps have any shapes
-                self._plans.clear()
+        plan = self._plans.get(key)
+        if plan is None:
             place = {"like": like}
             if self._device.type != "cpu":  # where plans have no buffer
-                place["workspace"] = self._buffer(kind, shape)
-            self._plans[key] = kind(*shape, **self._sizes, **self._options, **place)
-        return self._plans[key]
+                place["workspace"] = self._buffer(kind.workspace_bytes(*shape, **self._sizes))
+            plan = kind(*shape, **self._sizes, **self._options, **place)
+            if len(self._plans) >= _MOST_PLANS:  # mixed steps have any shapes
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
-    def _buffer(self, kind: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        key = kind, shape
-        if key not in self._buffers:
-            nbytes = kind.workspace_bytes(*shape, **self._sizes)
-            if self._largest is None or self._largest.numel() < nbytes:
-                self._largest = self._grown(nbytes)
-            self._buffers[key] = self._largest
-        return self._buffers[key]
-
-    def _grown(self, nbytes: int) -> torch.Tensor:
-        """Allocate a larger buffer; shapes that no graph holds leave the one before."""
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Return the buffer, or a larger one, to which the plans that no graph holds move."""
         before = 0 if self._largest is None else self._largest.numel()
-        for kept in (self._plans, self._buffers):
-            for key in kept.keys() - self._in_graphs:
-                del kept[key]
-        self._largest = None  # its memory, where no graph holds it, may be that of the next one
-        room = min(before // 2, _MOST_ROOM)
-        return torch.empty(max(nbytes, before + room), dtype=torch.uint8, device=self._device)
+        if self._largest is None or before < nbytes:
+            self._plans.clear()
+            self._largest = self.scheduled = None  # its memory may be that of the next one
+            nbytes = max(nbytes, before + min(before // 2, _MOST_ROOM))
+            self._largest = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._largest

@@ -41,9 +41,9 @@ class Batch(NamedTuple):
 class Backend(AttentionBackend):
     """Attention of all layers of a model; refuses what the kernels do not compute.
 
-    SGLang prepares a step eagerly, also before each replay of a CUDA graph. The schedules of the
-    step are then computed on the device, and nothing waits for them. What graphs read lies in
-    buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
+    SGLang prepares a step eagerly, also before each replay of a CUDA graph. The first layer of a
+    form then computes the schedule, on the device; in a graph each replay does. What graphs read
+    lies in buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -85,6 +85,10 @@ class Backend(AttentionBackend):
         """Prepare a step before its graph is captured or replayed."""
         mode = forward_batch.forward_mode
         self._begin(forward_batch, mode.is_decode_or_idle() or mode.is_target_verify())
+        batch = self.forward_metadata
+        if in_capture and batch is not None and batch.q_len:
+            for form in self._plans:  # as far as layers have run
+                self._step(form, len(batch.kv_lens) * batch.q_len).prepare()
 
     def _begin(self, fb: Any, in_place: bool) -> None:
         batch, mode = fb.batch_size, fb.forward_mode
@@ -104,9 +108,6 @@ class Backend(AttentionBackend):
             block_table = self._block_table[:batch]
         offsets = self._uniform(batch, q_len) if q_len else _offsets(fb.extend_seq_lens[:batch])
         self.forward_metadata = Batch(q_len, offsets, kv_lens.int(), block_table, {})
-        if q_len:  # of a graph, the layers do not come back here
-            for form in self._plans:
-                self._step(form, batch * q_len)
 
     def _pages(self, requests: torch.Tensor, longest: int) -> torch.Tensor:
         """Return the pages of requests, of which the longest has so many tokens."""
@@ -131,13 +132,13 @@ class Backend(AttentionBackend):
         plans = self._plans.get(form)
         if self._is_mla:
             plans = plans or self._made(form, {"cache_dtype": self._cache_dtype})
-            step = plans.begin_mla(form.num_heads, tokens, q_len, kv_lens, offsets)
+            step = plans.begin_mla(form.num_heads, tokens, lambda: q_len, kv_lens, offsets)
         else:
             heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
             options = {"window": form.window, "cache_dtype": self._cache_dtype}
             plans = plans or self._made(form, heads, **options)
             shape = (len(kv_lens), tokens, form.num_heads, form.head_dim)
-            step = plans.begin(cumla.AttentionPlan, shape, kv_lens, qo_indptr=offsets)
+            step = plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
         steps[form] = step
         return step
 

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import (
 
 import cumla
 from cumla._serving import Plans, Step, cache_dtype
-from cumla.vllm._kernels import FP8, Kernels, factor
+from cumla.vllm._kernels import NO_ALIBI, MHAKernels, factor
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
@@ -38,7 +38,7 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Computes the schedules of a step, before its layers and before each replay of a graph."""
+    """Tells the layers of a step what its schedules follow from."""
 
     _cudagraph_support: ClassVar = AttentionCGSupport.ALWAYS
 
@@ -63,7 +63,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
-        """Update the plan of each form of layers."""
+        """Begin a step for each form of layers."""
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(
@@ -76,11 +76,18 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 cumla.AttentionPlan,
                 (len(kv_lens), tokens, form.num_heads, self.kv_cache_spec.head_size),
                 kv_lens,
-                qo_indptr=common.query_start_loc,
+                common.query_start_loc,
             )
             for form, plans in self._plans.items()
         }
         return Metadata(tokens, common.block_table_tensor, steps)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """Load the kernels of a step that will be captured."""
+        metadata = self.build(0, common_attn_metadata)
+        for step in metadata.steps.values():
+            step.prepare()
+        return metadata
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -101,9 +108,7 @@ class Impl(AttentionImpl[Metadata]):
         sinks: torch.Tensor | None = None,
     ) -> None:
         if alibi_slopes is not None:
-            raise NotImplementedError(
-                "alibi_slopes: cumla's backend has no ALiBi; leave out --attention-backend CUSTOM"
-            )
+            raise NotImplementedError(f"{NO_ALIBI}; leave out --attention-backend CUSTOM")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
@@ -178,7 +183,7 @@ class Impl(AttentionImpl[Metadata]):
         )
 
 
-class Backend(Kernels, AttentionBackend):
+class Backend(MHAKernels, AttentionBackend):
     """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
 
     impl = Impl
@@ -191,30 +196,6 @@ class Backend(Kernels, AttentionBackend):
     ) -> tuple[int, ...]:
         """Return the axes of a cache for versions that ask, as later ones have them."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        """Tell which numbers of columns the kernels take."""
-        return head_size % 8 == 0 and head_size <= 512
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Serve layers with windows, also beside layers without."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Serve layers with a sink per head."""
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
-    ) -> str | None:
-        """Refuse FP8 caches of columns that the kernels do not take."""
-        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > 256):
-            return "an FP8 cache needs a head size that is a multiple of 16, up to 256"
-        return None
 
 
 def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,12 @@ Longer prefills go to the MLA prefill backend that vLLM chooses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -22,11 +24,14 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 import cumla
-from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+from cumla._serving import Plans, Step, cache_dtype
 from cumla.core.check_mode import environment_flag
-from cumla.vllm._kernels import FP8, Kernels, factor
+from cumla.vllm._kernels import MLAKernels, factor
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
+
+# From absorbed queries longer prefills cost several times what they do from expanded keys.
+_MOST_TOKENS_OF_GRAPHS = 512
 
 
 @dataclass
@@ -37,20 +42,47 @@ class DecodeMetadata(MLACommonDecodeMetadata):
 
 
 class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """Computes the schedule of a step, before its layers and before each replay of a graph."""
+    """Tells the layers of a step what its schedule follows from.
 
-    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+    Where the user asks for full CUDA graphs of mixed steps, a graph serves any requests that fit
+    into it, and prefills of that size count as decoding.
+    """
+
     query_len_support: ClassVar = QueryLenSupport.VARLEN
     reorder_batch_threshold: int = 128  # prefills up to so many tokens go with the decoding
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        if _has_mixed_graphs(vllm_config):
+            most = vllm_config.compilation_config.max_cudagraph_capture_size
+            self.reorder_batch_threshold = max(self.reorder_batch_threshold, most)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._captures_mixture = False
         self._plans = Plans(
             self.device,
             {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)},
             page_size=self.page_size,
             dtype=self.model_config.dtype,
         )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
+        """Tell that graphs of mixed steps are served, where they are asked for."""
+        mixed = _has_mixed_graphs(vllm_config)
+        return AttentionCGSupport.ALWAYS if mixed else AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
+        """Load the kernels of a step that will be captured, for whatever its graph will serve."""
+        self._captures_mixture = _has_mixed_graphs(self.vllm_config)
+        try:
+            metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._captures_mixture = False
+        decode = metadata.decode
+        assert isinstance(decode, DecodeMetadata)
+        decode.step.prepare()
+        return metadata
 
     def _build_decode(
         self,
@@ -63,6 +95,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         dcp_tot_seq_lens_device: torch.Tensor | None,
         **_: Any,  # differ between versions
     ) -> DecodeMetadata:
+        q_len = partial(uniform_length, query_start_loc_cpu, num_decode_tokens)
         return DecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -70,11 +103,27 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             step=self._plans.begin_mla(
                 self.num_heads * self.dcp_world_size,
                 num_decode_tokens,
-                uniform_length(query_start_loc_cpu, num_decode_tokens),
+                _differ if self._captures_mixture else q_len,
                 seq_lens_device,
                 query_start_loc_device,
             ),
         )
+
+
+def _has_mixed_graphs(config: Any) -> bool:
+    """Tell whether one graph is to serve decoding and prefills, as long as prefills are short."""
+    settings = config.compilation_config
+    most = settings.max_cudagraph_capture_size or 0
+    return (
+        settings.cudagraph_mode is CUDAGraphMode.FULL
+        and most <= _MOST_TOKENS_OF_GRAPHS
+        and config.parallel_config.decode_context_parallel_size == 1
+    )
+
+
+def _differ() -> int:
+    """Tell, in place of `uniform_length`, that query lengths differ."""
+    return 0
 
 
 def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
@@ -146,27 +195,13 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
         cumla.append_mla_cache(rows, kv_cache, slots, kv_scale=factor(k_scale, kv_cache))
 
 
-class Backend(Kernels, MLACommonBackend):
+class Backend(MLAKernels, MLACommonBackend):
     """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
 
     impl = Impl
     builder = Builder
 
     @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return the widths of a cached row."""
-        return [sum(MLA_WIDTHS)]
-
-    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Refuse query lengths that are decided on the device: the host's choose the plan."""
         return False
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
-    ) -> str | None:
-        """Refuse float16 queries over an FP8 cache."""
-        if dtype == torch.float16 and kv_cache_dtype in FP8:
-            return "an FP8 cache needs a model in bfloat16"
-        return None

@@ -17,67 +17,79 @@ class FakePlan:
 
     def __init__(self, nbytes: int, workspace: Any, like: Any) -> None:
         self.workspace = workspace
-        self.serving: set[int] = set()
         self.updates: list[Any] = []
 
     @staticmethod
     def workspace_bytes(nbytes: int) -> int:
         return nbytes
 
-    def update(self, kv_lens: Any) -> None:
+    def update(self, kv_lens: Any, qo_indptr: Any) -> None:
         self.updates.append(kv_lens)
-        self.serving = {0}
 
-    def serves(self, stream: int) -> bool:
-        return stream in self.serving
+    def prepare(self) -> None: ...
 
     def run(self, q: Any, cache: Any, **options: Any) -> Any:
-        assert self.serving
+        assert self.updates
         return q, cache
 
 
-def test_plans_share_a_buffer_and_a_shape_in_a_graph_keeps_its_own() -> None:
+def begun(plans: Plans, nbytes: int) -> Step:
+    return plans.begin(FakePlan, (nbytes,), torch.ones(1), torch.zeros(1))
+
+
+def ran(plans: Plans, nbytes: int) -> Any:
+    """Return the plan of a step one of whose layers ran."""
+    step = begun(plans, nbytes)
+    step.run("q", torch.zeros(1))
+    return step.plan
+
+
+def test_plans_share_a_buffer_and_move_to_a_larger_one() -> None:
     plans = Plans(torch.device("meta"), {})
-
-    def step_of(nbytes: int) -> Step:
-        return plans.begin(FakePlan, (nbytes,), torch.zeros(1))
-
-    def of(nbytes: int) -> FakePlan:
-        plan: FakePlan = step_of(nbytes).plan
-        return plan
-
-    first, captured = of(1000), step_of(10)
-    assert captured.plan.workspace is first.workspace
-    captured.note_capture()
-    large = of(2000)
+    first, small = ran(plans, 1000), ran(plans, 10)
+    assert small.workspace is first.workspace
+    large = ran(plans, 2000)
     assert large.workspace.numel() == 2000
-    assert of(20).workspace is large.workspace
-    assert of(1000).workspace is large.workspace
-    assert of(10) is captured.plan
+    assert ran(plans, 20).workspace is large.workspace
+    again = ran(plans, 10)
+    assert again.workspace is large.workspace
+    assert ran(plans, 10) is again
     for n in range(_MOST_PLANS):
-        of(100 + n)
-    again = of(10)
-    assert again is not captured.plan
-    assert again.workspace is captured.plan.workspace  # where a graph looks for its schedule
+        ran(plans, 100 + n)
+    assert ran(plans, 10) is not again
 
 
-def test_buffers_of_a_load_that_grows_are_bounded_by_the_largest_shape() -> None:
+def test_a_captured_step_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph writes to the plan's buffer."""
+    plans = Plans(torch.device("meta"), {})
+    step = begun(plans, 1000)
+    step.prepare()
+    plan = step.plan
+    monkeypatch.setattr("cumla._serving.current_capture", lambda on: (0, 1))
+    step.run("q", torch.zeros(1))
+    monkeypatch.undo()
+    ran(plans, 2000)
+    assert ran(plans, 1000) is not plan
+    assert [kept.plan for kept in plans.captured] == [plan]
+
+
+def test_memory_of_a_load_that_grows_is_bounded_by_the_largest_shape() -> None:
     plans = Plans(torch.device("meta"), {})
     for nbytes in range(1000, 50_000, 100):
-        plans.begin(FakePlan, (nbytes,), torch.zeros(1))
-    buffers = {id(buffer): buffer.numel() for buffer in plans._buffers.values()}
-    assert sum(buffers.values()) <= 1.5 * 50_000
+        ran(plans, nbytes)
+        buffers = {id(plan.workspace): plan.workspace.numel() for plan in plans._plans.values()}
+        assert sum(buffers.values()) <= max(1.5 * nbytes, 1000)
 
 
-def test_a_run_whose_plan_was_lost_updates_first() -> None:
-    lengths, cache = torch.ones(1), torch.zeros(1)
-    step: Step = Plans(torch.device("meta"), {}).begin(FakePlan, (8,), lengths)
-    step.run("q", cache)
-    assert len(step.plan.updates) == 1
-    step.plan.serving = {7}
-    step.run("q", cache)
-    assert all(given is lengths for given in step.plan.updates)
-    assert len(step.plan.updates) == 2
+def test_layers_of_a_step_update_once() -> None:
+    plans, cache = Plans(torch.device("meta"), {}), torch.zeros(1)
+    steps = begun(plans, 8), begun(plans, 8)
+    for _ in range(3):
+        steps[0].run("q", cache)
+    assert len(steps[0].plan.updates) == 1
+    for step in (*steps, *steps):  # take turns with one plan
+        step.run("q", cache)
+    assert len(steps[0].plan.updates) == 4
 
 
 TESTED = (0, 5, 20), (0, 5, 23)

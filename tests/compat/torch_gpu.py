@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+import cumla._serving
 import tests.emulator
 from cumla.core import frameworks
 from cumla.core._dlpack import ArrayView
@@ -33,6 +34,7 @@ class TorchGpu(_Torch):
         super().__init__(torch)
         self.stream = 0
         self.capturing = False
+        self.captures = 0
         self.captured: list[Any] = []
         self.held: list[Any] = []  # what a graph's launches write to
 
@@ -59,6 +61,7 @@ class TorchGpu(_Torch):
         """Note launches in place of running them; `replay` runs them."""
         before, self.stream = self.stream, stream
         self.capturing, self.captured = True, []
+        self.captures += 1
         yield
         self.stream, self.capturing = before, False
 
@@ -84,8 +87,12 @@ def torch_gpu() -> Iterator[TorchGpu]:
     def is_capturing(driver: FakeDriver, stream: int) -> bool:
         return gpu.capturing
 
+    def current_capture(on: Any) -> tuple[int, int]:
+        return (gpu.stream, gpu.captures) if gpu.capturing else (0, 0)
+
     with (
         emulated_gpu(),
+        mock.patch.object(cumla._serving, "current_capture", current_capture),
         mock.patch.dict(frameworks.framework_of_type, {torch.Tensor: gpu}),
         mock.patch.object(tests.emulator, "emulate", run),
         mock.patch.object(FakeDriver, "is_capturing", is_capturing),

@@ -227,6 +227,30 @@ def test_a_graph_serves_later_lengths_and_pages() -> None:
             torch.testing.assert_close(out.view(3, HEADS, 512).clone(), wanted.out[:, 0])
 
 
+@pytest.mark.parametrize("stream", [0, 7])
+@pytest.mark.parametrize("is_mla", [True, False])
+def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
+    """On whatever stream SGLang captures."""
+    with torch_gpu() as gpu:
+        server = Server(is_mla)
+        backend, layer = server.backend, server.layer()
+        backend.init_cuda_graph_state(4, 4)
+        shapes = [(HEADS, 576)] if is_mla else [(HEADS, 64), (2, 64), (2, 32)]
+        arrays = [torch.randn(3, *shape).bfloat16().flatten(1) for shape in shapes]
+        arrays += [None] * (3 - len(arrays))
+        first = server.batch(Mode.DECODE, (90, 90, 90), (1, 1, 1), seq_lens_cpu=None)
+        backend.init_forward_metadata_out_graph(first, in_capture=True)
+        for _ in range(2):
+            backend.forward_decode(*arrays, layer, first, False)  # warms up
+        with gpu.capture(stream):
+            for _ in range(3):
+                backend.forward_decode(*arrays, layer, first, False)
+        entries = [launch.spec.entry for launch in gpu.captured]
+        assert len(entries) == 4
+        assert "schedule" in entries[0]
+        assert not [entry for entry in entries[1:] if "schedule" in entry]
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 

@@ -45,19 +45,27 @@ class MLA:
     """A builder, a layer and a cache, as vLLM sets them up."""
 
     def __init__(
-        self, cache_dtype: Any = torch.bfloat16, dcp: int = 1, device: str = "cpu"
+        self,
+        cache_dtype: Any = torch.bfloat16,
+        dcp: int = 1,
+        device: str = "cpu",
+        graphs: str = "FULL_AND_PIECEWISE",
     ) -> None:
+        from vllm.config import CUDAGraphMode
+
         from cumla.vllm.mla import Builder, Impl
 
         torch.manual_seed(1)
-        self.builder = Builder(
-            device=torch.device(device),
-            num_heads=HEADS // dcp,
-            dcp_world_size=dcp,
-            page_size=PAGE,
-            kv_cache_spec=SimpleNamespace(dtype=cache_dtype),
+        config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.bfloat16),
+            num_heads=HEADS // dcp,
+            parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+            compilation_config=SimpleNamespace(
+                cudagraph_mode=CUDAGraphMode[graphs], max_cudagraph_capture_size=512
+            ),
         )
+        spec = SimpleNamespace(dtype=cache_dtype, block_size=PAGE, dcp=dcp)
+        self.builder = Builder(spec, ["layer"], config, torch.device(device))
         self.impl = Impl(scale=SCALE)
         self.impl.need_to_return_lse_for_decode = dcp > 1
         self.k_scale = torch.tensor(0.5, device=device)
@@ -70,9 +78,11 @@ class MLA:
         arrays = rows[:, :512], rows[:, None, 512:], self.cache, slots
         self.impl.do_kv_cache_update(*arrays, "as the cache", self.k_scale)
 
-    def step(self, kv_lens: Any, offsets: Any, tokens: int, host: Any = None) -> Any:
+    def step(
+        self, kv_lens: Any, offsets: Any, tokens: int, host: Any = None, captured: bool = False
+    ) -> Any:
         """Metadata for requests with kv_lens, whose queries `offsets`, and `host`, tell."""
-        decode = self.builder._build_decode(
+        common = SimpleNamespace(
             block_table_tensor=tables(kv_lens),
             seq_lens_device=kv_lens,
             max_seq_len=2048,
@@ -81,7 +91,9 @@ class MLA:
             num_decode_tokens=tokens,
             dcp_tot_seq_lens_device=None,
         )
-        return SimpleNamespace(decode=decode)
+        if captured:
+            return self.builder.build_for_cudagraph_capture(common)
+        return self.builder.build(0, common)
 
     def attend(self, step: Any, q: Any) -> Any:
         return self.impl.forward_mqa(q, self.cache, step, self.layer)
@@ -118,7 +130,9 @@ class MHA:
     def write(self, keys: Any, values: Any, slots: Any) -> None:
         self.impls["full"].do_kv_cache_update(self.layer, keys, values, self.cache, slots)
 
-    def step(self, kv_lens: Any, offsets: Any, tokens: int, causal: Any = True) -> Any:
+    def step(
+        self, kv_lens: Any, offsets: Any, tokens: int, causal: Any = True, captured: bool = False
+    ) -> Any:
         common = SimpleNamespace(
             causal=causal,
             num_actual_tokens=tokens,
@@ -126,6 +140,8 @@ class MHA:
             query_start_loc=offsets,
             block_table_tensor=tables(kv_lens),
         )
+        if captured:
+            return self.builder.build_for_cudagraph_capture(common)
         return self.builder.build(0, common)
 
     def attend(self, name: str, step: Any, q: Any, **options: Any) -> Any:

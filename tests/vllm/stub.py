@@ -48,6 +48,29 @@ class SpecBuilder(Base[M]):
         self.kv_cache_spec, self.vllm_config, self.device = spec, config, device
 
 
+class MLABuilder(SpecBuilder[M]):
+    """Sets what the plugin's builder reads, and passes all of a step to its decoding."""
+
+    def __init__(self, spec: Any, names: list[str], config: Any, device: Any) -> None:
+        super().__init__(spec, names, config, device)
+        self.model_config, self.page_size = config.model_config, spec.block_size
+        self.num_heads, self.dcp_world_size = config.num_heads, spec.dcp
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        decode = self._build_decode(**vars(common))  # type: ignore[attr-defined]
+        return SimpleNamespace(decode=decode)
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        return self.build(0, common)
+
+
+class GraphMode(Enum):
+    """What CUDA graphs are captured of."""
+
+    FULL = 2
+    FULL_AND_PIECEWISE = (2, 1)
+
+
 @dataclass
 class DecodeMetadata:
     block_table: Any
@@ -61,7 +84,7 @@ def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
     config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
-        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.config": {"get_current_vllm_config": lambda: config, "CUDAGraphMode": GraphMode},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backends": {},
@@ -83,7 +106,7 @@ def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
             "MLACommonDecodeMetadata": DecodeMetadata,
             "MLACommonImpl": Base,
             "MLACommonMetadata": Base,
-            "MLACommonMetadataBuilder": Base,
+            "MLACommonMetadataBuilder": MLABuilder,
             "QueryLenSupport": SimpleNamespace(VARLEN="varlen"),
         },
     }

@@ -18,6 +18,7 @@ import pytest
 
 import cumla
 import cumla.vllm
+import tests.emulator
 from tests.compat.torch_gpu import torch_gpu
 from tests.vllm.layers import HEADS, MHA, MLA, PAGE, SCALE, STEPS, int32, queries
 from tests.vllm.stub import Backends, overrides, stubbed
@@ -179,9 +180,9 @@ def test_mla_attends_as_the_eager_call(
 ) -> None:
     mla, kv_lens, offsets = MLA(), int32(*lens), int32(*starts)
     step = mla.step(kv_lens, offsets, tokens)
-    assert type(step.decode.step.plan).__name__ == plan
     q = queries(tokens)
     out, lse = mla.attend(step, torch.cat(q, -1) if in_one else q)
+    assert type(step.decode.step.plan).__name__ == plan
     assert out.shape == (tokens, HEADS, 512)
     assert lse is None
     table, last = step.decode.block_table, starts[-1]
@@ -231,6 +232,7 @@ def test_mla_multiplies_in_fp8_where_it_is_allowed_to(
         mla.cache = mla.cache.view(torch.float8_e4m3fn)
     lens, starts, tokens, _ = STEPS[name]
     step = mla.step(int32(*lens), int32(*starts), tokens)
+    step.decode.step.prepare()
     kind, seen = type(step.decode.step.plan), []
     run = kind.run
 
@@ -264,45 +266,74 @@ def test_mla_refuses_windows() -> None:
         Impl(scale=SCALE, sliding_window=128)
 
 
-def test_one_schedule_serves_all_layers_of_a_step() -> None:
-    mla = MLA()
-    updates = []
-    step = mla.step(int32(9, 3), int32(0, 1, 2), 2)
-    counted = step.decode.step._replace(update=lambda: updates.append(1))
-    for _ in range(3):
-        counted.run(
-            tuple(q.unflatten(0, (2, 1)) for q in queries(2)), mla.cache, step.decode.block_table
-        )
-    assert not updates
-    assert mla.step(int32(4, 4), int32(0, 1, 2), 2).decode.step.plan is step.decode.step.plan
+def entries(launches: list[Any]) -> list[str]:
+    """Names of kernels, those of schedules under one."""
+    names = [launch.spec.entry for launch in launches]
+    return ["schedule" if "schedule" in name else name.split("_")[0] for name in names]
 
 
 @pytest.mark.parametrize("stream", [0, 7])
-def test_a_captured_step_launches_no_schedule(stream: int) -> None:
-    """On whatever stream vLLM captures: the builder computes one before each replay."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_graph_holds_one_schedule_for_each_form_of_layers(stream: int, captured: bool) -> None:
+    """On whatever stream vLLM captures, and whether or not layers ran with the step before."""
     with torch_gpu() as gpu:
         mla, mha = MLA(), MHA()
-        step = mla.step(int32(90, 90), int32(0, 1, 2), 2)
-        whole = mha.step(int32(90, 90), int32(0, 1, 2), 2)
-        with gpu.capture(stream):
+        lens, offsets = int32(90, 90), int32(0, 1, 2)
+        step = mla.step(lens, offsets, 2, captured=captured)
+        whole = mha.step(lens, offsets, 2, captured=captured)
+        q = torch.randn(2, HEADS, 64).bfloat16()
+        if captured:
+            mla.attend(step, queries(2))
+        for _ in range(2):
+            with gpu.capture(stream):
+                for _ in range(3):
+                    mla.attend(step, queries(2))
+            assert entries(gpu.captured) == ["schedule", *["mla"] * 3]
+            with gpu.capture(stream):
+                for _ in range(3):
+                    mha.attend("full", whole, q)
+                    mha.attend("window", whole, q)
+            assert sorted(entries(gpu.captured)) == [*["attention"] * 6, *["schedule"] * 2]
+
+
+def test_eager_steps_and_micro_batches_have_one_schedule_each() -> None:
+    """Layers of two micro-batches take turns: each has a builder of its own."""
+    with torch_gpu():
+        launched: list[Any] = []
+        builders = MLA(), MLA()
+        steps = [mla.step(int32(90, 90), int32(0, 1, 2), 2) for mla in builders]
+        with mock.patch.object(tests.emulator, "emulate", launched.append):
             for _ in range(3):
-                mla.attend(step, queries(2))
-                mha.attend("full", whole, torch.randn(2, HEADS, 64).bfloat16())
-        entries = [launch.spec.entry for launch in gpu.captured]
-        assert len([entry for entry in entries if entry.startswith("mla_")]) == 3
-        assert not [entry for entry in entries if "schedule" in entry]
+                for mla, step in zip(builders, steps, strict=True):
+                    mla.attend(step, queries(2))
+        assert sorted(entries(launched)) == [*["mla"] * 6, *["schedule"] * 2]
 
 
-def test_a_graph_serves_later_lengths() -> None:
+def test_steps_of_one_builder_that_take_turns_have_their_own_lengths() -> None:
+    with torch_gpu():
+        mla, q = MLA(), queries(2)
+        steps = [mla.step(int32(*lens), int32(0, 1, 2), 2) for lens in ((90, 90), (33, 7))]
+        wanted = [mla.attend(step, q)[0].clone() for step in steps]
+        for _ in range(2):
+            for step, out in zip(steps, wanted, strict=True):
+                assert torch.equal(mla.attend(step, q)[0], out)
+        assert not torch.equal(*wanted)
+
+
+@pytest.mark.parametrize("graphs", ["FULL_AND_PIECEWISE", "FULL"])
+def test_a_graph_serves_later_lengths(graphs: str) -> None:
     """What is captured holds for each later step of its shape, padded requests included."""
     with torch_gpu() as gpu:
-        mla = MLA()
+        mla = MLA(graphs=graphs)
         q = queries(2)
-        step = mla.step(int32(90, 90), int32(0, 1, 2), 2)
+        kv_lens, offsets = int32(90, 90), int32(0, 1, 2)
+        step = mla.step(kv_lens, offsets, 2, captured=True)
         with gpu.capture(0):
             out, _ = mla.attend(step, q)
         for lens, starts in (((33, 7), (0, 1, 2)), ((50, 0), (0, 1, 1))):
-            again = mla.step(int32(*lens), int32(*starts), 2)
+            kv_lens.copy_(int32(*lens))  # vLLM's graphs find lengths where they were
+            offsets.copy_(int32(*starts))
+            again = mla.step(kv_lens, offsets, 2)
             gpu.replay()
             real = starts[-1]
             kept = out.clone()
@@ -313,8 +344,45 @@ def test_a_graph_serves_later_lengths() -> None:
                 int32(*lens),
                 softmax_scale=SCALE,
             )
-            torch.testing.assert_close(kept, wanted.out[:, 0])
-            assert bool(kept[real:].eq(0).all())
+            torch.testing.assert_close(kept[:real], wanted.out[:real, 0])
+            if graphs != "FULL":
+                assert bool(kept[real:].eq(0).all())
+
+
+def test_a_graph_of_any_mixture_serves_prefills_and_decoding() -> None:
+    """vLLM captures it with query lengths that are equal, and replays it with any."""
+    from vllm.config import CUDAGraphMode
+
+    from cumla.vllm.mla import Builder
+
+    with torch_gpu() as gpu:
+        mla, q = MLA(graphs="FULL"), queries(8)
+        assert mla.builder.reorder_batch_threshold == 512
+        kv_lens, offsets = int32(90, 90, 90, 90), int32(0, 2, 4, 6, 8)
+        step = mla.step(kv_lens, offsets, 8, captured=True)
+        with gpu.capture(0):
+            out, _ = mla.attend(step, q)
+        for lens, starts in (((33, 7, 40, 2), (0, 1, 5, 6, 8)), ((50, 9, 0, 0), (0, 1, 7, 7, 7))):
+            kv_lens.copy_(int32(*lens))
+            offsets.copy_(int32(*starts))
+            gpu.replay()
+            table, last = step.decode.block_table, starts[-1]
+            wanted = cumla.mla_attention(
+                q, mla.cache, table, int32(*lens), qo_indptr=offsets, softmax_scale=SCALE
+            )
+            torch.testing.assert_close(out[:last], wanted.out[:last])
+
+    def support(**changes: Any) -> Any:
+        config = mla.builder.vllm_config
+        settings = SimpleNamespace(**vars(config.compilation_config) | changes)
+        parallel = SimpleNamespace(decode_context_parallel_size=changes.get("dcp", 1))
+        changed = SimpleNamespace(compilation_config=settings, parallel_config=parallel)
+        return Builder.get_cudagraph_support(changed, None)
+
+    assert support() == 3
+    assert support(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE) == 2
+    assert support(max_cudagraph_capture_size=513) == 2
+    assert support(dcp=2) == 2
 
 
 # --- MHA -----------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_graphs_of_all_shapes_serve_later_steps(stub: None, shares_stream: bool)
             kv_lens, offsets = on_gpu(*[40] * batch), on_gpu(*range(0, 2 * batch + 1, 2))
             for _ in range(2):
                 mla.attend(mla.step(kv_lens, offsets, 2 * batch), q)
-            step = mla.step(kv_lens, offsets, 2 * batch)
+            step = mla.step(kv_lens, offsets, 2 * batch, captured=True)
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=side if shares_stream else None):
