@@ -25,7 +25,8 @@ as many layers of these shapes as there are. `workspace` is that of a plan: uint
 serves as well. The CPU knows no schedules, and the workspace may be empty there. To attend by a
 workspace without a schedule for these shapes is undefined.
 
-No gradients flow: a tensor that requires them is refused while autograd records, RuntimeError.
+No gradients flow: a tensor that requires them is refused while autograd records, RuntimeError, as
+it is by eager calls.
 All other errors are those of the functions.
 """
 
@@ -60,7 +61,13 @@ from cumla.core.arguments import (
     number_of,
 )
 from cumla.core.arrays import WORKSPACE, open_call
-from cumla.core.frameworks import NO_DSA_PLAN, Framework, Traced, framework_of_type
+from cumla.core.frameworks import (
+    NO_DSA_PLAN,
+    Framework,
+    Traced,
+    framework_of_type,
+    torch_framework,
+)
 from cumla.core.operation import Ready, Scheduled, checked_outputs, pack, run_on_cpu
 
 if TYPE_CHECKING:
@@ -236,17 +243,12 @@ def _arguments(function: _Function, given: Arguments, take: Take | None) -> dict
 
 
 def _refuse_gradients(given: Arguments) -> None:
-    """Refuse tensors that autograd would have to look through."""
-    if not torch.is_grad_enabled():
-        return
+    """Refuse tensors that autograd would have to look through, those in lists as well."""
+    named = []
     for name, value in given.items():
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name}: needs a tensor that requires no gradient, got one that does; no "
-                    f"gradients flow through cumla: call under torch.no_grad() or "
-                    f"torch.inference_mode(), or pass {name}.detach()"
-                )
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        named += [(name, part) for part in parts if isinstance(part, torch.Tensor)]
+    torch_framework().refuse_gradients(named)
 
 
 def _view(tensor: Any) -> ArrayView:

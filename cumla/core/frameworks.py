@@ -12,7 +12,8 @@ import abc
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import ml_dtypes
@@ -35,6 +36,7 @@ _DISABLE = (
 )
 NO_DSA_PLAN = "in place of DSAPlan call paged_mqa_logits, top_k and mla_sparse_decode of cumla"
 _OUTSIDE = "call cumla outside the traced function"
+_requires_grad = attrgetter("requires_grad")
 
 
 class Traced(TypeError):
@@ -172,12 +174,35 @@ class _Torch(Allocator):
             self._dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:  # a PyTorch without TorchDynamo
             self._dynamo = bool
+        self._records = torch.is_grad_enabled
+        self._forward = torch.autograd.forward_ad  # its level is -1 where there are no dual numbers
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         if self._compiles():
             raise TypeError(f"{named[0][0]}: cumla runs eagerly, got torch.compile; {_DISABLE}")
         with self._plainly():
-            return [self._view(name, array) for name, array in named]
+            views: list[ArrayView | None] = [self._view(name, array) for name, array in named]
+            self.refuse_gradients(named)  # of dense tensors: others have derivatives of their own
+            return views
+
+    def refuse_gradients(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Refuse tensors through which PyTorch would compute derivatives; `RuntimeError`."""
+        if self._records():
+            for name, array in named:
+                if array.requires_grad:
+                    raise RuntimeError(
+                        f"{name}: needs a tensor that requires no gradient, got one that does; no "
+                        f"gradients flow through cumla: call under torch.no_grad() or "
+                        f"torch.inference_mode(), or pass {name}.detach()"
+                    )
+        if self._forward._current_level >= 0:
+            for name, array in named:
+                if self._forward.unpack_dual(array).tangent is not None:
+                    raise RuntimeError(
+                        f"{name}: needs a tensor without a tangent, got a dual one; no derivatives "
+                        f"flow through cumla: call under torch.inference_mode(), or pass "
+                        f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+                    )
 
     def _view(self, name: str, array: Any) -> ArrayView:
         try:
@@ -219,6 +244,10 @@ class _Torch(Allocator):
         if self._has_mode():
             with self._plainly():
                 return self.glance(arrays)
+        if self._forward._current_level >= 0 or (
+            self._records() and any(map(_requires_grad, arrays))
+        ):
+            return None  # `views` refuses them
         try:
             seen = [
                 (a.data_ptr(), a.shape, a.stride(), a.dtype, a.get_device(), a.is_neg())

@@ -24,8 +24,10 @@ from tests.calls import (
     every_operation,
     every_plan,
     numbers,
+    refused,
     rows,
     turned,
+    with_array,
 )
 
 torch = pytest.importorskip("torch")
@@ -441,6 +443,58 @@ def test_eager_calls_pass_no_dispatcher() -> None:
     with Look():
         cumla.mla_decode(**given)
     assert "cumla" not in seen
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def each_with_gradient(given: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """Arguments, one floating tensor of which requires a gradient, with its name."""
+    for name, tensor in [*arrays_of(given)]:
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            yield name, with_array(given, name, tensor.detach().clone().requires_grad_())
+
+
+@every_operation
+def test_eager_calls_refuse_gradients(operation: Operation) -> None:
+    """Also where the same arrays were let through before."""
+    given = tensors(operation.make() | operation.outputs())
+    for name, changed in each_with_gradient(given):
+        operation.function(**changed)
+        with torch.enable_grad(), refused(RuntimeError, f"{name}: needs a tensor that requires no"):
+            operation.function(**changed)
+    with torch.enable_grad():
+        operation.function(**given)
+
+
+@every_plan
+def test_plans_refuse_gradients(planned: Planned) -> None:
+    given = tensors(OPERATIONS[planned.operation].make())
+    plan = planned.ready(given)
+    for name, changed in each_with_gradient(planned.inputs(given)):
+        plan.run(**changed)
+        with torch.enable_grad(), refused(RuntimeError, f"{name}: needs a tensor that requires no"):
+            plan.run(**changed)
+    with torch.enable_grad():
+        plan.run(**planned.inputs(given))
+
+
+def test_a_function_with_a_backward_pass_of_its_own() -> None:
+    """PyTorch turns recording off there."""
+
+    class Doubled(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return cumla.merge_attention_states([x, x], [torch.zeros(x.shape[:2])] * 2).out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient
+
+    with torch.enable_grad():
+        x = torch.ones(1, 2, 8, requires_grad=True)
+        Doubled.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(1, 2, 8))
 
 
 # --- halves --------------------------------------------------------------------------------------

@@ -387,6 +387,8 @@ def fake_torch(cuda, monkeypatch):
         _is_torch_function_mode_enabled=lambda: False,
         DisableTorchFunction=contextlib.nullcontext,
     )
+    module.is_grad_enabled = lambda: False
+    module.autograd = types.SimpleNamespace(forward_ad=types.SimpleNamespace(_current_level=-1))
     module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
     module.empty = empty
     monkeypatch.setitem(sys.modules, "torch", module)
@@ -432,8 +434,42 @@ def test_torch_view(dtype):
 def test_torch_parameter_is_a_tensor():
     torch = pytest.importorskip("torch")
     parameter = torch.nn.Parameter(torch.zeros(3))
-    call = open_call((("x", torch.zeros(3)), ("y", parameter)))
+    with torch.no_grad():
+        call = open_call((("x", torch.zeros(3)), ("y", parameter)))
     assert call.views[1].ptr == parameter.data_ptr()
+
+
+@pytest.mark.parametrize("is_output", [False, True])
+def test_torch_tensor_that_requires_a_gradient(is_output):
+    torch = pytest.importorskip("torch")
+    tensors = {"x": torch.zeros(3), "y": torch.zeros(3, requires_grad=True)}
+    given = list(tensors.items())
+    named, outputs = (given[:1], given[1:]) if is_output else (given, ())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert None not in open_call(tuple(named), tuple(outputs)).views
+            assert glance(tuple(tensors.values())) is not None
+    message = r"y: needs a tensor that requires no gradient, .* torch\.no_grad\(\) .* y\.detach\(\)"
+    for seen in (False, True):
+        assert glance(tuple(tensors.values())) is None, seen
+        with pytest.raises(RuntimeError, match=f"^{message}$"):
+            open_call(tuple(named), tuple(outputs))
+
+
+def test_torch_tensor_with_a_tangent():
+    torch = pytest.importorskip("torch")
+    forward = torch.autograd.forward_ad
+    with forward.dual_level():
+        plain = torch.zeros(3)
+        dual = forward.make_dual(plain, torch.ones(3))
+        assert None not in open_call((("q", plain),)).views
+        assert glance((dual,)) is None
+        with pytest.raises(
+            RuntimeError, match=r"^q: needs a tensor without a tangent, .*\.primal$"
+        ):
+            open_call((("q", dual),))
+        with torch.inference_mode():  # which computes none
+            assert None not in open_call((("q", dual),)).views
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "float8_e4m3fn"])
@@ -1718,7 +1754,8 @@ def test_numpy_there_and_back(framework, dtype):
 def test_writing_to_the_numpy_view_writes_to_the_tensor(dtype):
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(4, 6, dtype=getattr(torch, dtype), requires_grad=dtype == "float32")
-    to_numpy("x", tensor[::2, 1:])[1, 2] = 3
+    with torch.no_grad():
+        to_numpy("x", tensor[::2, 1:])[1, 2] = 3
     written = tensor.detach().float()
     assert (float(written[2, 3]), float(written.sum())) == (3, 3)
 
