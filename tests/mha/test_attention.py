@@ -293,6 +293,20 @@ def test_queries_that_see_nothing() -> None:
     assert not out[4:6].astype(F32).any()
 
 
+@pytest.mark.parametrize("length", [0, 5])
+def test_the_highest_sinks(length: int) -> None:
+    """They take all of the weight, an infinite one too, and the lowest ones none."""
+    sinks = np.array([np.inf, 3e38, -3e38, 1e30], F32)
+    lengths = int32(length, length)
+    out, lse = (x[1:6] for x in cumla.attention(**paged(kv_lens=lengths, sinks=sinks)))
+    plain, plain_lse = (x[1:6] for x in cumla.attention(**paged(kv_lens=lengths, sinks=None)))
+    for head in (0, 1, 3):
+        assert (lse[:, head] == sinks[head]).all()
+        assert not out[:, head].astype(F32).any()
+    assert (lse[:, 2] == np.maximum(plain_lse[:, 2], sinks[2])).all()
+    assert (out[:, 2] == plain[:, 2]).all()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_keys_at_all(causal: bool) -> None:
     call = rows(k=numbers(0, 2, 64), v=numbers(0, 2, 32), kv_indptr=int32(0, 0, 0), causal=causal)

@@ -137,8 +137,9 @@ def _attend(
     scores = scale * (grouped_q @ keys.transpose(1, 2, 0))  # (num_kv_heads, group, tokens)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    # It keeps exp() in range and cancels in both results.
+    # It keeps exp() in range and cancels in both results; finite, or a sink of inf would give NaN.
     top = np.maximum(scores.max(axis=-1, keepdims=True), grouped_sink)
+    top = np.minimum(top, np.finfo(np.float64).max)
     weights = np.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(grouped_sink - top)
     out = (weights @ values.swapaxes(0, 1)) / total
