@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from served.llama import EPSILON, MODELS, LlamaModel
+from served.server import deal
 from torch.nn import functional
 
 from cumla.cli.demo.cache import PAGE_SIZE, shuffled_pages
 from cumla.cli.demo.check import TOLERANCE
-from cumla.cli.demo.llama import EPSILON, MODELS, LlamaModel
-from cumla.cli.demo.serving import deal
 from cumla.cli.demo.text import cut_requests
 from cumla.compat import auto_deploy
 

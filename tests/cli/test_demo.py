@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on the CPU: what it prints, and that it notices wrong attention and wrong rows."""
+"""The demo, and the examples of its kind, on the CPU: what they print, and that they notice wrong
+attention and wrong rows."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import argparse
 import io
 import re
 import runpy
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,10 +22,8 @@ import pytest
 
 import cumla
 from cumla.cli import demo, main
-from cumla.cli.demo import backends, cache, serving
+from cumla.cli.demo import backends, cache
 from cumla.cli.demo import text as demo_text
-from cumla.cli.demo.llama import MODELS, LlamaModel
-from cumla.cli.demo.llama_serving import LlamaServer
 from cumla.cli.progress import ProgressBar
 from tests.emulator import emulated_gpu
 
@@ -41,6 +41,13 @@ REAL_DSA_UPDATE, REAL_DSA_RUN = cumla.DSAPlan.update, cumla.DSAPlan.run
 REAL_SELECT = cumla.DSAPlan.select
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SPARSE = runpy.run_path(str(EXAMPLES / "sparse_decoding.py"))
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(EXAMPLES)
+    MLA_SERVING, LLAMA_SERVING = (
+        runpy.run_path(str(EXAMPLES / f"{name}_serving.py"))["main"] for name in ("mla", "llama")
+    )
+server = sys.modules["served.server"]
+TINY = "--layer", "tiny"
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +99,7 @@ def test_decodes_a_text_and_prints_the_table(
 
 @pytest.mark.exhaustive
 def test_the_default_layer_is_of_a_model(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--file", str(text), "--steps", "2", "--chunked-prefill"]) == 0
+    assert main(["demo", "--file", str(text), "--steps", "2"]) == 0
     assert "layer     deepseek-v2-lite: 16 heads, random weights" in capsys.readouterr().out
 
 
@@ -227,7 +234,7 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
         return REAL_RUN(plan, *arrays, **options)
 
     monkeypatch.setattr(cumla.MLAAttentionPlan, "run", count)
-    assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
+    assert MLA_SERVING([*TINY, "--file", str(text), "--steps", "3"]) == 0
     captured = capsys.readouterr()
     steps = served(captured.out)
     assert len(calls) == len(steps)
@@ -238,7 +245,7 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
     prompts = sorted(request.prompt for request in demo_text.cut_requests(TEXT, 3))
     assert sum(map(sum, chunks)) == sum(prompts)
     assert sum(decoding) == 3 * len(prompts)
-    assert max(n + sum(c) for n, c in zip(decoding, chunks, strict=True)) == serving.STEP_TOKENS
+    assert max(n + sum(c) for n, c in zip(decoding, chunks, strict=True)) == server.STEP_TOKENS
     assert any(n and sum(c) for n, c in zip(decoding, chunks, strict=True))  # at the same time
     assert any(len(c) > 1 for c in chunks)
     assert decoding[-1] < len(prompts)  # those that are done are gone
@@ -287,7 +294,7 @@ def test_serving_fails_when_attention_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cumla.MLAAttentionPlan, method, wrong)
-    assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
+    assert MLA_SERVING([*TINY, "--file", str(text), "--steps", "1"]) == 1
     assert "the first is step 1" in capsys.readouterr().out
 
 
@@ -302,7 +309,7 @@ def test_serving_fails_when_rows_are_not_written(
             REAL_APPEND(*arrays, **options)
 
     monkeypatch.setattr(cumla, "append_mla_cache", forget_the_third)
-    assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
+    assert MLA_SERVING([*TINY, "--file", str(text), "--steps", "1"]) == 1
     assert "the first is step 3" in capsys.readouterr().out
 
 
@@ -317,11 +324,8 @@ def test_serving_fails_with_a_schedule_of_the_step_before(
             REAL_UPDATE(plan, kv_lens.copy(), **bounds)
 
     monkeypatch.setattr(cumla.MLAAttentionPlan, "update", update_once)
-    assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
+    assert MLA_SERVING([*TINY, "--file", str(text), "--steps", "1"]) == 1
     assert "the first is step 2" in capsys.readouterr().out
-
-
-LLAMA = "--model", "llama", "--steps", "2"
 
 
 def test_serves_a_llama(
@@ -335,13 +339,13 @@ def test_serves_a_llama(
         return REAL_KV_RUN(plan, *arrays, **options)
 
     monkeypatch.setattr(cumla.AttentionPlan, "run", count)
-    assert run("--file", str(text), *LLAMA) == 0
+    assert LLAMA_SERVING([*TINY, "--file", str(text), "--steps", "2"]) == 0
     steps = served(output := capsys.readouterr().out)
     assert len(calls) == 2 * len(steps)  # layers
     assert len(set(map(id, calls))) == 1  # one plan
     assert any(step["decoding"] != "0" and step["prompt chunks"] != "-" for step in steps)
     assert all(1e-5 < float(step["worst error"]) <= 2e-3 for step in steps)
-    assert "model     tiny: 2 layers, 4 heads, random weights" in output
+    assert "layers    tiny: 4 heads, random weights" in output
     assert "ok: every step within 0.01 of attention without a cache in float32" in output
 
 
@@ -386,7 +390,7 @@ def test_a_llama_fails_when_attention_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cumla.AttentionPlan, method, wrong)
-    assert run("--file", str(text), *LLAMA) == 1
+    assert LLAMA_SERVING([*TINY, "--file", str(text), "--steps", "2"]) == 1
     assert "the first is step 1" in capsys.readouterr().out
 
 
@@ -407,17 +411,8 @@ def test_a_llama_fails_when_rows_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cumla, "append_kv_cache", wrong)
-    assert run("--file", str(text), *LLAMA) == 1
+    assert LLAMA_SERVING([*TINY, "--file", str(text), "--steps", "2"]) == 1
     assert "the first is step 1" in capsys.readouterr().out
-
-
-def test_a_model_has_layers_of_its_own(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for model, layer, layers in (
-        ("llama", "deepseek-v2-lite", "small or tiny"),
-        ("mla", "small", "deepseek-v2-lite or tiny"),
-    ):
-        assert main(["demo", "--file", str(text), "--model", model, "--layer", layer]) == 2
-        assert f"--model {model} has --layer {layers}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -433,7 +428,7 @@ def test_a_model_has_layers_of_its_own(text: Path, capsys: pytest.CaptureFixture
 def test_tokens_of_a_step_are_dealt_out(
     left: list[int], decoding: list[bool], counts: list[int]
 ) -> None:
-    assert serving.deal(np.array(left), np.array(decoding)).tolist() == counts
+    assert server.deal(np.array(left), np.array(decoding)).tolist() == counts
 
 
 class FakeGPUArray(np.ndarray):
@@ -561,7 +556,7 @@ def test_on_a_gpu_one_graph_serves_all_steps(
     monkeypatch.setattr(cumla.MLAAttentionPlan, "from_arrays", make_plan)
     monkeypatch.setattr(cumla, "append_mla_cache", streams.enqueue(REAL_APPEND))
     monkeypatch.setattr(cumla, "prepare", lambda *given, device: prepared.extend(given))
-    assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
+    assert MLA_SERVING([*TINY, "--file", str(text), "--steps", "3"]) == 0
     steps = served(output := capsys.readouterr().out)
     assert len(plans) == 1
     assert prepared == [*plans, cumla.append_mla_cache]  # before the capture
@@ -588,7 +583,7 @@ def test_on_a_gpu_one_graph_serves_all_layers_and_steps_of_a_llama(
     monkeypatch.setattr(cumla.AttentionPlan, "from_arrays", make_plan)
     monkeypatch.setattr(cumla, "append_kv_cache", streams.enqueue(REAL_KV_APPEND))
     monkeypatch.setattr(cumla, "prepare", lambda *given, device: prepared.extend(given))
-    assert run("--file", str(text), *LLAMA) == 0
+    assert LLAMA_SERVING([*TINY, "--file", str(text), "--steps", "2"]) == 0
     steps = served(capsys.readouterr().out)
     assert prepared[1] is cumla.append_kv_cache  # before the capture, as is the plan
     (graph,) = streams.graphs
@@ -598,15 +593,17 @@ def test_on_a_gpu_one_graph_serves_all_layers_and_steps_of_a_llama(
 
 
 @pytest.mark.exhaustive
-def test_the_kernels_serve_a_llama(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kernels_serve_a_llama(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their own text, on the CPU."""
     with emulated_gpu() as cupy:
         backend = backends.CPUBackend()
         backend.put = cupy.asarray  # type: ignore[method-assign]
         backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
-        model = LlamaModel.random(MODELS["tiny"], seed=0)
-        server = LlamaServer(model, demo_text.cut_requests(TEXT[:150], 2), backend, seed=0)
-        assert serving.serve(server, backend) == 0
+        monkeypatch.setattr(server, "choose_backend", lambda: (backend, "emulated"))
+        text.write_bytes(TEXT[:150])
+        assert LLAMA_SERVING([*TINY, "--file", str(text), "--steps", "2"]) == 0
     assert all(float(step["worst error"]) <= 2e-3 for step in served(capsys.readouterr().out))
 
 

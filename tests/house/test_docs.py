@@ -77,7 +77,8 @@ def test_the_check_mode_finds_what_its_page_says(capsys: pytest.CaptureFixture[s
 )
 def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jax" if "jax" in example.stem else "torch")
-    monkeypatch.setattr("sys.argv", [str(example)])  # the arguments of a command of its own
+    monkeypatch.setattr("sys.argv", [str(example)])  # the arguments of a command of its own,
+    monkeypatch.syspath_prepend(example.parent)  # and its path
     runpy.run_path(str(example), run_name="__main__")
 
 

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cumla demo``: an MLA attention layer, or a small Llama, decodes real text.
+"""``python -m cumla demo``: an MLA attention layer decodes real text.
 
-The MLA layer has the shapes of DeepSeek-V2-Lite and seeded random weights. Tokens are the bytes of
-a text. Prompts of several lengths are prefilled into one paged cache with shuffled pages. Then
-every step appends the next byte of each text, attends by weight absorption to the latent rows, and
-is compared with multi-head attention that computes keys and values from it in float32.
+The layer has the shapes of DeepSeek-V2-Lite and seeded random weights. Tokens are the bytes of a
+text. Prompts of several lengths are prefilled into one paged cache with shuffled pages. Then every
+step appends the next byte of each text, attends by weight absorption to the latent rows, and is
+compared with multi-head attention that computes keys and values from it in float32.
 
-With ``--chunked-prefill`` the prompts attend, too (`serving`, `mla_serving`). With
-``--model llama`` a whole model is served in this way, and compared with the same model without a
-cache (`llama`, `llama_serving`).
-
-The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
+The layer's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
 CUDA headers and cuBLAS, which cumla does not.
 """
 
@@ -23,11 +19,7 @@ from pathlib import Path
 from cumla.cli.demo.backends import choose_backend
 from cumla.cli.demo.cache import PAGE_SIZE
 from cumla.cli.demo.decoding import decode
-from cumla.cli.demo.layer import LAYERS, LayerShape, MLALayer
-from cumla.cli.demo.llama import MODELS, LlamaModel, ModelShape
-from cumla.cli.demo.llama_serving import LlamaServer
-from cumla.cli.demo.mla_serving import MLAServer
-from cumla.cli.demo.serving import serve
+from cumla.cli.demo.layer import LAYERS, MLALayer
 from cumla.cli.demo.text import cut_requests, load_text
 
 SEED = 0
@@ -37,26 +29,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to ``python -m cumla``."""
     parser = subparsers.add_parser(
         "demo",
-        help="decode real text through an MLA layer or a small Llama and check every step",
-        description="Decode real text through an MLA attention layer, or a small Llama, with "
-        "random weights and compare every step with attention in float32, un-absorbed or without "
-        "a cache. Runs on the GPU if it can, else on the CPU. The exit code is 1 if a step is off.",
-    )
-    parser.add_argument(
-        "--model",
-        choices=("mla", "llama"),
-        default="mla",
-        help="mla: an attention layer of DeepSeek's kind; llama: a model of a few layers with GQA, "
-        "served with chunked prefill (default: %(default)s)",
+        help="decode real text through an MLA layer and check every step",
+        description="Decode real text through an MLA attention layer with random weights and "
+        "compare every step with un-absorbed attention in float32. Runs on the GPU if it can, else "
+        "on the CPU. The exit code is 1 if a step is off. More: examples/ in the repository.",
     )
     parser.add_argument(
         "--file", type=Path, help="text whose bytes are the tokens (default: cumla's README)"
     )
     parser.add_argument(
         "--layer",
-        choices=[*dict.fromkeys([*LAYERS, *MODELS])],
-        help="shapes of the layer: deepseek-v2-lite (default) or tiny, with --model llama small "
-        "(default) or tiny; tiny is for trying the demo out",
+        choices=LAYERS,
+        default=next(iter(LAYERS)),
+        help="shapes of the layer; tiny is for trying the demo out (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
@@ -64,26 +49,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=32,
         help="decoding steps of each request (default: %(default)s)",
     )
-    parser.add_argument(
-        "--chunked-prefill",
-        action="store_true",
-        help="let requests decode while the prompts of others are prefilled in chunks, all in one "
-        "call a step, on the GPU in one CUDA graph; prints a line a step",
-    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every step is within tolerance, 1 if not, 2 for an unusable text."""
-    shapes: dict[str, LayerShape | ModelShape]
-    shapes = {**(LAYERS if args.model == "mla" else MODELS)}
     backend, reason = choose_backend()
-    name = args.layer or next(iter(shapes))
-    if name not in shapes:
-        has = " or ".join(shapes)
-        print(f"cumla demo: --model {args.model} has --layer {has}", file=sys.stderr)
-        return 2
-    shape = shapes[name]
+    shape = LAYERS[args.layer]
     try:
         title, text = load_text(args.file)
         requests = cut_requests(text, args.steps)
@@ -95,18 +67,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"requests  {len(requests)}, prompts of {prompts} tokens in shuffled pages of {PAGE_SIZE}"
     )
-    if isinstance(shape, ModelShape):
-        print(f"model     {name}: {shape.layers} layers, {shape.heads} heads, random weights")
-    else:
-        print(f"layer     {name}: {shape.heads} heads, random weights")
+    print(f"layer     {args.layer}: {shape.heads} heads, random weights")
     print(f"backend   {backend.name} ({reason})")
-    if isinstance(shape, ModelShape):
-        model = LlamaModel.random(shape, SEED)
-        return serve(LlamaServer(model, requests, backend, SEED), backend)
-    layer = MLALayer.random(shape, SEED)
-    if args.chunked_prefill:
-        return serve(MLAServer(layer, requests, backend, SEED), backend)
-    return decode(layer, requests, args.steps, backend, SEED)
+    return decode(MLALayer.random(shape, SEED), requests, args.steps, backend, SEED)
 
 
 def _positive(text: str) -> int:

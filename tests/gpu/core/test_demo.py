@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on the GPU: every step is compared with attention in float32, or the exit code is 1."""
+"""The demo and the examples of its kind: each step is compared with attention in float32."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ KERNELS = (
 TEXT = Path(__file__).resolve().parents[3] / "README.md"
 
 
-@pytest.mark.parametrize("options", [(), ("--chunked-prefill",), ("--model", "llama")], ids=str)
-def test_the_demo_is_right_on_the_gpu(
-    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+EXAMPLES = TEXT.parent / "examples"
+
+
+def test_the_demo_is_right_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--file", str(TEXT), "--steps", "4"]) == 0
+    assert "backend   CUDA kernels on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mla_serving", "llama_serving", "sparse_decoding"])
+def test_examples_are_right_on_the_gpu(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["demo", "--file", str(TEXT), "--steps", "4", *options]) == 0
-    output = capsys.readouterr().out
-    assert "backend   CUDA kernels on" in output
-    assert ("a replay of one CUDA graph" in output) == bool(options)
-
-
-def test_sparse_decoding_is_right_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    example = runpy.run_path(str(TEXT.parent / "examples/sparse_decoding.py"))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"))
     assert example["main"](["--file", str(TEXT), "--steps", "4"]) == 0
     output = capsys.readouterr().out
     assert "backend   CUDA kernels on" in output

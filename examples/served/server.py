@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's servers: requests decode while the prompts of others are prefilled in chunks.
+"""Servers: requests decode while the prompts of others are prefilled in chunks.
 
 A step has up to `STEP_TOKENS` tokens (see `deal`). What a model makes of them is in its own module.
 The arrays of a step stay where they are and have room for any mix, so that on a GPU it is captured
@@ -8,17 +8,19 @@ once, into a CUDA graph, and replayed.
 
 from __future__ import annotations
 
+import argparse
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.cli.demo.backends import Backend
+from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
 from cumla.cli.demo.check import verdict
-from cumla.cli.demo.text import Request
+from cumla.cli.demo.text import Request, cut_requests
 
 Array = NDArray[Any]
 
@@ -99,6 +101,28 @@ class Server(ABC):
             kernel_seconds,
             self.error(batch, results),
         )
+
+
+def serve_text(
+    argv: list[str] | None,
+    script: str,
+    shapes: Mapping[str, Any],
+    make: Callable[[Any, list[Request], Backend], Server],
+) -> int:
+    """Serve four requests, whose tokens are the bytes of a text; 0 if every step is right."""
+    parser = argparse.ArgumentParser(description="Chunked prefill beside decoding, checked.")
+    parser.add_argument("--file", type=Path, default=Path(script), help="default: this program")
+    parser.add_argument("--steps", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--layer", choices=shapes, help=f"default: {next(iter(shapes))} on a GPU, tiny on the CPU"
+    )
+    args = parser.parse_args(argv)
+    backend, reason = choose_backend()
+    name = args.layer or ("tiny" if isinstance(backend, CPUBackend) else next(iter(shapes)))
+    requests = cut_requests(args.file.read_bytes(), args.steps)
+    print(f"layers    {name}: {shapes[name].heads} heads, random weights")
+    print(f"backend   {backend.name} ({reason})")
+    return serve(make(shapes[name], requests, backend), backend)
 
 
 def serve(server: Server, backend: Backend) -> int:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
 from cumla.cli.demo.backends import Backend
 from cumla.cli.demo.cache import BF16, PagedCache
 from cumla.cli.demo.check import UNABSORBED, worst_error
 from cumla.cli.demo.layer import LATENT_DIM, ROPE_DIM, MLALayer
-from cumla.cli.demo.serving import STEP_TOKENS, Batch, Server, filled
 from cumla.cli.demo.text import Request
 
 Array = NDArray[Any]

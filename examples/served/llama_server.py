@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from served.llama import Computed, LlamaModel
+from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
 from cumla.cli.demo.backends import Backend
 from cumla.cli.demo.cache import PAGE_SIZE, shuffled_pages
 from cumla.cli.demo.check import worst_error
 from cumla.cli.demo.layer import cosines_and_sines
-from cumla.cli.demo.llama import Computed, LlamaModel
-from cumla.cli.demo.serving import STEP_TOKENS, Batch, Server, filled
 from cumla.cli.demo.text import Request
 
 Array = NDArray[Any]
