@@ -24,6 +24,17 @@ _MOST_ROOM = 64 << 20  # bytes beyond what a shape needs
 MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
 
 
+def is_tested(
+    server: str, version: str, tested: tuple[tuple[int, ...], tuple[int, ...]], option: str
+) -> bool:
+    """Tell whether a server's version is one of the tested ones; refuse an older one."""
+    found = re.match(rf"\d+(\.\d+){{{len(tested[0]) - 1}}}", version)
+    number = tuple(map(int, found[0].split("."))) if found else None
+    if number is not None and number < tested[0]:
+        raise _wrong_version(server, version, tested, option)
+    return number is not None and number <= tested[1]
+
+
 def backend_of(
     server: str,
     version: str,
@@ -38,13 +49,7 @@ def backend_of(
     warning, and is refused if an interface that the plugin uses is missing there: by a
     RuntimeError, because of an ImportError older servers keep the name alone.
     """
-    size = len(tested[0])
-    first, last = (".".join(map(str, v)) for v in tested)
-    found = re.match(rf"\d+(\.\d+){{{size - 1}}}", version)
-    number = tuple(map(int, found[0].split("."))) if found else None
-    if number is not None and number < tested[0]:
-        raise _wrong_version(server, version, tested, option)
-    known = number is not None and number <= tested[1]
+    known = is_tested(server, version, tested, option)
     try:
         backend = import_module(module)
     except (ImportError, AttributeError, TypeError) as error:
@@ -56,6 +61,7 @@ def backend_of(
         reason = f"{', '.join(sorted(missing))} would be missing"
         raise _wrong_version(server, version, tested, option, reason)
     if not known:
+        first, last = (".".join(map(str, v)) for v in tested)
         _log.warning(
             "cumla's backend was tested with %s %s to %s, not with %s: it has the interfaces that "
             "the backend uses, and is served; compare a few answers with those of %s's own one",

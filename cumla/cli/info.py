@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cumla info``: what is installed here and what the GPUs are. Never fails."""
+"""``python -m cumla info``: what is installed here, what the GPUs are, what a server can serve."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+
+from cumla.cli.served import add_options, vllm_rows
 
 # Looked up without importing them: torch alone would take seconds.
 _PACKAGES = (
@@ -31,14 +33,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to ``python -m cumla``."""
     parser = subparsers.add_parser(
         "info",
-        help="show versions, GPUs, NVRTC and cache folders",
-        description="Show versions, GPUs, NVRTC and cache folders; never fails.",
+        help="show versions, GPUs, NVRTC and cache folders; with --vllm CONFIG what serves a model",
+        description="Show versions, GPUs, NVRTC and cache folders. It fails only where --vllm "
+        "asks about a model.",
     )
+    add_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; always 0."""
+    """Print the report; 1 if vLLM's plugin would not serve the model that is asked about."""
+    if args.vllm is not None:
+        return _served(args)
     rows: list[tuple[str, Callable[[], str]]] = [
         ("cumla", _cumla),
         ("Python", lambda: f"{platform.python_version()} on {platform.platform()}"),
@@ -56,11 +62,26 @@ def run(args: argparse.Namespace) -> int:
     ]
     told: dict[str, str] = {}
     for title, ask in rows:
-        first, *rest = _answer(title, ask, told).split("\n")
-        print(f"{title:<24} {first}")
-        for line in rest:
-            print(f"{'':<24} {line}")
+        _print(title, _answer(title, ask, told))
     return 0
+
+
+def _served(args: argparse.Namespace) -> int:
+    """Print whether vLLM's plugin would serve a model."""
+    rows = {"cumla": _cumla(), "GPUs": _answer("GPUs", _gpus, {})}
+    code = 0
+    for title, answer in (*rows.items(), *vllm_rows(args)):
+        _print(title, answer)
+        if title == "served" and not answer.startswith("yes"):
+            code = 1
+    return code
+
+
+def _print(title: str, answer: str) -> None:
+    first, *rest = answer.split("\n")
+    print(f"{title:<24} {first}")
+    for line in rest:
+        print(f"{'':<24} {line}")
 
 
 def _answer(title: str, ask: Callable[[], str], told: dict[str, str]) -> str:

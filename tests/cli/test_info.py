@@ -65,7 +65,7 @@ def test_a_reason_is_given_once(capsys, monkeypatch):
 
     monkeypatch.setattr(device, "import_cupy", missing)
     monkeypatch.setattr(module, "import_cupy", missing)
-    info.run(argparse.Namespace())
+    info.run(argparse.Namespace(vllm=None))
     text = capsys.readouterr().out
     assert text.count("CuPy, which runs the kernels") == 1
     assert text.count("not available: see CuPy\n") == 3

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m cumla info --vllm`: which models the plugin serves, by which kernels, and why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cumla.cli import main
+from cumla.vllm._models import read_model
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = {"torch_dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": 12}
+MLA = COMMON | {
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+}
+KIMI = {"model_type": "kimi_vl", "text_config": MLA | {"model_type": "kimi_k2"}}
+LLAMA = COMMON | {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}
+GEMMA3 = COMMON | {"model_type": "gemma3_text", "sliding_window": 1024}
+GPT_OSS = COMMON | {
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 6,
+}
+
+
+@pytest.fixture
+def info(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Any:
+    """Run the command for a model without vLLM; return its exit code and its lines."""
+
+    def run(config: dict[str, Any], *options: str) -> tuple[int, str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        code = main(["info", "--vllm", str(tmp_path), *options])
+        return code, capsys.readouterr().out
+
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.delenv("CUMLA_VLLM_FP8_PRODUCTS", raising=False)
+    return run
+
+
+def rows(text: str) -> dict[str, str]:
+    return {line[:24].strip(): line[25:] for line in text.splitlines() if line[:24].strip()}
+
+
+def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = info(MLA)
+    found = rows(text)
+    assert code == 0
+    assert found["vLLM"] == "not installed here: versions are not checked"
+    assert found["model"] == "deepseek_v3, MLA, bfloat16"
+    assert found["each GPU"] == "128 heads of 576; cache auto, pages of 64 tokens"
+    assert found["served"].startswith("yes")
+    assert found["12 layers"] == "full attention"
+    assert found["decoding, 1 request"] == "mla_decode_bfloat16_shared_blocks"
+    assert found["mixed, 128 requests"] == "mla_attention_bfloat16"
+    assert found["prefill, 1 request"] == "vLLM's own backend of MLA prefills"
+    found = rows(info(KIMI, "--tensor-parallel-size", "8", "--block-size", "16")[1])
+    assert found["each GPU"] == "16 heads of 576; cache auto, pages of 16 tokens"
+    assert found["decoding, 1 request"] == "mla_decode_bfloat16_swapped_boxes"
+    fp8 = rows(info(MLA, "--kv-cache-dtype", "fp8", "--tensor-parallel-size", "8")[1])
+    assert fp8["decoding, 1 request"] == "mla_decode_fp8_16"
+    assert "products" not in info(MLA, "--kv-cache-dtype", "fp8")[1]
+    monkeypatch.setenv("CUMLA_VLLM_FP8_PRODUCTS", "1")
+    products = rows(info(MLA, "--kv-cache-dtype", "fp8")[1])
+    assert products["decoding, 1 request"].startswith("mla_decode_fp8_products")
+
+
+def test_gqa_names_the_kernels_of_each_step(info: Any) -> None:
+    code, text = info(LLAMA)
+    found = rows(text)
+    assert code == 0
+    assert found["each GPU"] == "32 heads over 8 of 128; cache auto, pages of 64 tokens"
+    assert found["decoding, 1 request"] == "attention_bfloat16_128_128"
+    assert found["prefill, 1 request"] == "attention_prefill_bfloat16_128_128"
+    whole, rest = found["mixed, 128 requests"].split(", ")
+    assert (whole, rest) == ("attention_bfloat16_128_128", "attention_prefill_bfloat16_128_128")
+    assert "_e4m3" in rows(info(LLAMA, "--kv-cache-dtype", "fp8")[1])["prefill, 1 request"]
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (LLAMA, {None: 12}),
+        (QWEN, {None: 12}),
+        (QWEN | {"use_sliding_window": True}, {32768: 12}),
+        (LLAMA | {"sliding_window": 0}, {None: 12}),
+        (GEMMA3, {1024: 10, None: 2}),
+        (GPT_OSS, {128: 6, None: 6}),
+        (GPT_OSS | {"layer_types": None}, {128: 6, None: 6}),
+        (LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 6}, {None: 6}),
+    ],
+)
+def test_windows_by_layer(config: Any, windows: dict[int | None, int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(str(tmp_path)).windows == windows
+    assert read_model(str(tmp_path)).has_sink == (config["model_type"] == "gpt_oss")
+
+
+def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
+    code, text = info(GEMMA3)
+    assert code == 0
+    assert "8 heads over 4 of 256" in text  # which the file leaves out
+    assert "10 layers                a window of 1024 tokens" in text
+    assert "2 layers                 full attention" in text
+    assert text.count("attention_prefill_bfloat16_256_256") == 4
+    assert ", sinks;" in rows(info(GPT_OSS)[1])["each GPU"]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (MLA | {"index_topk": 2048}, (), "layers: needs dense attention, got sparse MLA"),
+        (MLA | {"kv_lora_rank": 256}, (), "head size: needs rows of 576 columns, got 320"),
+        (MLA | {"sliding_window": 128}, (), "sliding_window: not with MLA"),
+        (MLA, ("--dtype", "float32"), "--dtype: needs float16 or bfloat16, got float32"),
+        (MLA, ("--kv-cache-dtype", "fp8", "--dtype", "half"), "--kv-cache-dtype: an FP8 cache"),
+        (LLAMA | {"head_dim": 520}, (), "head size: needs a multiple of 8, up to 512, got 520"),
+        (LLAMA, ("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype: needs one of auto, "),
+        (LLAMA | {"head_dim": 512}, ("--kv-cache-dtype", "fp8"), "--kv-cache-dtype: an FP8 cache"),
+        (LLAMA, ("--tensor-parallel-size", "5"), "--tensor-parallel-size: needs a divisor of 32"),
+        (LLAMA | {"model_type": "bloom"}, (), "alibi_slopes: cumla's backend has no ALiBi"),
+        (LLAMA | {"model_type": "modernbert"}, (), "layers: needs causal self-attention"),
+        ({"model_type": "gemma3", "text_config": GEMMA3}, (), "got image tokens that see each"),
+    ],
+)
+def test_what_is_refused_has_its_reason(
+    config: dict[str, Any], options: tuple[str, ...], reason: str, info: Any
+) -> None:
+    code, text = info(config, *options)
+    assert code == 1
+    assert rows(text)["served"] == "no, leave out --attention-backend CUSTOM"
+    assert reason in text
+    assert "decoding" not in text
+
+
+def test_what_was_not_tried_is_said(info: Any) -> None:
+    code, text = info(LLAMA | {"attention_chunk_size": 8192, "linear_num_key_heads": 16})
+    assert code == 0
+    assert "not tried: chunked local attention" in text
+    assert "not tried: layers that are no attention" in text
+
+
+@pytest.mark.parametrize("content", ["[]", "no json", "{}", '{"num_attention_heads": 8}'])
+def test_a_file_that_is_no_model_is_an_error(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert main(["info", "--vllm", str(tmp_path)]) == 1
+    assert "config.json: needs " in capsys.readouterr().err
+    assert main(["info", "--vllm", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "answer", "code"),
+    [
+        ("0.26.0", "0.26.0: tested", 0),
+        ("0.34.0", "0.34.0: not tested; served if it has the interfaces, after a warning", 0),
+        ("0.24.0", "0.24.0: refused", 1),
+    ],
+)
+def test_an_installed_vllm_is_judged_as_the_plugin_does(
+    version: str, answer: str, code: int, info: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else real(name))
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    got, text = info(LLAMA)
+    assert got == code
+    assert rows(text)["vLLM"] == answer
+    assert ('install one ("vllm>=0.25' in text) == (code == 1)
+    found = metadata.entry_points(group="vllm.general_plugins", name="cumla")
+    assert rows(text)["plugin"].startswith("not loaded: VLLM_PLUGINS" if found else "not found")
+
+
+def test_vllm_gets_the_same_answers() -> None:
+    """The backends have these classes, and answer nothing else by themselves."""
+    pytest.importorskip("torch")
+    from tests.vllm.stub import stubbed
+
+    with stubbed():
+        from cumla.vllm import mha, mla
+        from cumla.vllm._kernels import MHAKernels, MLAKernels
+
+        for backend, kernels in ((mla.Backend, MLAKernels), (mha.Backend, MHAKernels)):
+            asked = {name for kind in kernels.__mro__[:-1] for name in vars(kind)}
+            assert backend.__mro__[1] is kernels
+            assert not asked & {name for name in vars(backend) if name.startswith("support")}
+
+
+def test_it_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = (
+        "import sys; sys.modules.update(torch=None, vllm=None); from cumla.cli import main; "
+        f"sys.exit(main(['info', '--vllm', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
