@@ -13,6 +13,7 @@ from cumla.compat._torch import import_torch, is_traced
 __all__ = [
     "CallersNames",
     "check_axes",
+    "check_integers",
     "check_new_rows",
     "check_tensors",
     "refuse",
@@ -83,6 +84,14 @@ def check_axes(name: str, tensor: Any, *forms: str) -> None:
     if len(tensor.shape) not in [form.count(",") + 1 for form in forms]:
         wanted, shape = " or ".join(f"({form})" for form in forms), tuple(tensor.shape)
         raise ValueError(f"{name}: needs axes {wanted}, got shape {shape}; reshape it")
+
+
+def check_integers(kinds: tuple[str, ...] = ("int32", "int64"), /, **tensors: Any) -> None:
+    """Check the dtypes of lengths, offsets and indices, which a conversion would hide."""
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in kinds:
+            raise TypeError(f"{name}: needs {' or '.join(kinds)}, got {dtype}; convert it first")
 
 
 def check_new_rows(**pairs: tuple[Any, Any]) -> None:

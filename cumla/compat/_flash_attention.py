@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
+from cumla.compat._arguments import (
+    CallersNames,
+    check_axes,
+    check_integers,
+    check_tensors,
+    refuse_gradients,
+)
 from cumla.compat._torch import import_torch, positions_of
 from cumla.core.arguments import checked_flag
 from cumla.mha.attention import attention
@@ -17,14 +23,17 @@ __all__ = [
     "Q_AXES",
     "Rows",
     "attend",
+    "attend_used",
     "check_given",
     "check_lists",
     "check_rows",
+    "contiguous",
     "factors_of",
     "no_metadata",
     "options_of",
     "places_of",
     "refuse_missing",
+    "refuse_order",
     "rows_of",
 ]
 
@@ -65,14 +74,18 @@ class Rows(NamedTuple):
 def refuse_missing(reasons: Mapping[str, str], **arguments: object) -> None:
     """Refuse what is given of arguments of what cumla does not have; `reasons` say the way out."""
     for name, value in arguments.items():
-        if name in ("qv", "seqused_q") and isinstance(value, (bool, float)):
-            raise TypeError(
-                f"{name}: needs a tensor, got {value}; the order is FlashAttention-3's, without "
-                f"FlashAttention-2's dropout_p before softmax_scale: pass softmax_scale and causal "
-                f"by name"
-            )
+        if name == "qv" and isinstance(value, (bool, float)):
+            refuse_order(name, value)
         if value is not None:
             raise NotImplementedError(f"{name}: {reasons[name]}")
+
+
+def refuse_order(name: str, value: object) -> None:
+    """Refuse what FlashAttention-2 has in the place of a tensor."""
+    raise TypeError(
+        f"{name}: needs a tensor, got {value}; the order is FlashAttention-3's, without "
+        f"FlashAttention-2's dropout_p before softmax_scale: pass softmax_scale and causal by name"
+    )
 
 
 def check_given(**tensors: Any) -> None:
@@ -108,6 +121,14 @@ def check_rows(**tensors: Any) -> None:
     refuse_gradients(**tensors)
 
 
+def contiguous(*tensors: Any) -> list[Any]:
+    """Copy what has gaps along its last axis, as FlashAttention does; None stays."""
+    return [
+        t if t is None or t.is_contiguous() or t.stride(-1) == 1 else t.contiguous()
+        for t in tensors
+    ]
+
+
 def factors_of(k_descale: Any, v_descale: Any) -> dict[str, Any]:
     """Name the factors of e4m3 keys and values; one number for all may come expanded."""
     given = {"k_scale": k_descale, "v_scale": v_descale}
@@ -139,11 +160,9 @@ def places_of(
     check_axes(
         name, k_cache, _K_AXES if page_table is None else "num_blocks, page_block_size, heads, _"
     )
-    if page_table is not None and cache_batch_idx is not None:
-        raise ValueError(
-            "cache_batch_idx: needs caches without pages, got page_table, too; leave one out"
-        )
-    table = page_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    table = page_table
+    if cache_batch_idx is not None:
+        table = cache_batch_idx[:, None] if table is None else _rows_at(table, cache_batch_idx)
     if table is None:
         if k_cache.shape[0] != batch:
             raise ValueError(
@@ -165,6 +184,17 @@ def places_of(
     return table, cache_seqlens
 
 
+def _rows_at(page_table: Any, index: Any) -> Any:
+    """Gather rows of a table; an index of no row gives pages of no cache."""
+    check_axes("page_table", page_table, "batch_size, max_num_blocks_per_seq")
+    check_integers(("int32",), cache_batch_idx=index)
+    rows = page_table.shape[0]
+    if not rows:
+        raise ValueError("page_table: needs a row for cache_batch_idx, got none; pass one")
+    is_outside = (index < 0) | (index >= rows)
+    return page_table[index.clamp(0, rows - 1).long()].masked_fill(is_outside[:, None], -1)
+
+
 def no_metadata(cache_seqlens: Any) -> Any:
     """Stand for the metadata of a schedule that each call computes itself."""
     check_tensors(cache_seqlens=cache_seqlens)
@@ -173,32 +203,76 @@ def no_metadata(cache_seqlens: Any) -> Any:
 
 def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
     """Name what is no tensor as `cumla.attention` does."""
-    if not isinstance(window_size, (tuple, list)):
+    window = window_size
+    if not isinstance(window, (tuple, list)):
+        if getattr(window, "is_cuda", False):
+            raise TypeError(
+                "window_size: needs numbers on the host, got a tensor on a GPU, which would have "
+                "to be waited for; pass window_size.tolist()"
+            )
+        window = window.tolist() if hasattr(window, "tolist") else window
+    if not isinstance(window, (tuple, list)):
         raise TypeError(
             f"window_size: needs a pair of numbers, got {window_size!r}; pass (left, right), where "
             f"-1 is unbounded"
         )
-    flag, window, cap = checked_flag("causal", causal), tuple(window_size), softcap or None
-    return {"softmax_scale": scale, "causal": flag, "window": window, "softcap": cap}
+    flag, cap = checked_flag("causal", causal), softcap or None
+    return {"softmax_scale": scale, "causal": flag, "window": tuple(window), "softcap": cap}
 
 
-def _of_no_key(q: Any, v: Any) -> tuple[Any, Any]:
-    """Give what queries that see nothing get, lse with the heads before the tokens."""
+def _of_no_key(q: Any, v: Any, out: Any = None) -> tuple[Any, Any]:
+    """Give what queries get where keys have no rows, lse with the heads before the tokens."""
     *tokens, num_heads, _ = q.shape
-    lse_shape = (*tokens[:-1], num_heads, tokens[-1])
-    lse = q.new_full(lse_shape, float("-inf"), dtype=import_torch().float32)
-    return q.new_zeros((*tokens, num_heads, v.shape[-1])), lse
+    shape, lse_shape = (*tokens, num_heads, v.shape[-1]), (*tokens[:-1], num_heads, tokens[-1])
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out: needs shape {shape}, got {tuple(out.shape)}; pass another")
+    lse = q.new_full(lse_shape, float("inf"), dtype=import_torch().float32)
+    return q.new_zeros(shape) if out is None else out.zero_(), lse
+
+
+def attend_used(queries: Rows, used: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
+    """Attend from the first `used` queries of each request; the others get 0, and lse -inf.
+
+    The rows of all requests are brought together, and their results back.
+    """
+    torch, q, cuts, batch = import_torch(), queries.rows, queries.offsets, queries.batch
+    if cuts is None:
+        cuts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+    check_integers(("int32",), seqused_q=used)
+    if used.shape[0] != batch:
+        raise ValueError(
+            f"seqused_q: needs the {batch} requests of q, got {used.shape[0]}; describe the same "
+            f"requests"
+        )
+    rows = q if queries.offsets is not None else q.flatten(0, 1)
+    tokens = rows.shape[0]
+    used = torch.minimum(used, cuts[1:] - cuts[:-1]).clamp(min=0)
+    ends = torch.cat([used.new_zeros(1), used.cumsum(0, dtype=used.dtype)])
+    last = max(tokens - 1, 0)
+    there = positions_of(cuts, ends[:-1], tokens).clamp(0, last)
+    here = positions_of(ends, cuts[:-1], tokens).clamp(0, last)
+    is_used = positions_of(cuts, used, tokens, -1) > 0
+    options["qo_indptr"] = ends
+    out, lse = attend(rows[here], k, v, True, **options)
+    out = out[there].masked_fill(~is_used[:, None, None], 0)
+    lse = lse[:, there].masked_fill(~is_used, float("-inf"))
+    if queries.offsets is None:
+        out = out.unflatten(0, q.shape[:2])
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return (out, lse) if returns_lse else out
 
 
 def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
     """Attend, with options of `cumla.attention`; lse has the heads before the tokens."""
     given = None
-    if k.ndim == 4 and not k.shape[1]:  # no key
-        out, lse = _of_no_key(q, v)
+    if k.ndim == 4 and not k.shape[1]:  # pages of no key
+        out, lse = _of_no_key(q, v, options.get("out"))
         return (out, lse) if returns_lse else out
     if returns_lse and q.ndim == 3:
         given = q.new_empty((q.shape[1], q.shape[0]), dtype=import_torch().float32).T
     out, lse = attention(q, k, v, lse=given, **options)
     if not returns_lse:
         return out
+    if not k.shape[0]:  # as FlashAttention, where there are no rows of keys
+        lse.fill_(float("inf"))
     return out, lse if given is None else lse.T

@@ -15,7 +15,9 @@ What carries over from FlashAttention-3:
 * Names, order and defaults of the arguments: `causal` is False and `rotary_interleaved` is True
   unless told otherwise. FlashAttention-2 has another order, with ``dropout_p`` before
   ``softmax_scale``: pass arguments by name. `flash_attn_with_kvcache` takes its ``block_table``.
-* lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf.
+* lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf, but +inf in a call
+  whose keys have no rows at all.
+* Queries, new rows and lists with gaps along the last axis are copied.
 * No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
 
 What differs:
@@ -42,14 +44,17 @@ from cumla.compat._flash_attention import (
     Q_AXES,
     Rows,
     attend,
+    attend_used,
     check_given,
     check_lists,
     check_rows,
+    contiguous,
     factors_of,
     no_metadata,
     options_of,
     places_of,
     refuse_missing,
+    refuse_order,
     rows_of,
 )
 from cumla.merge import merge_attention_states
@@ -82,7 +87,6 @@ _REFUSED = {
         "cumla has no mask by chunks of positions; make a request of each chunk by cu_seqlens_q, "
         "and leave it at 0"
     ),
-    "seqused_q": "cumla computes all query tokens; pass cu_seqlens_q without padding between them",
     "q_descale": (
         "scales e4m3 queries, which cumla does not take; convert them to bfloat16, and leave it out"
     ),
@@ -163,60 +167,19 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to a cache of keys and values, after writing new ones into it if there are any.
 
-    Query i of the n of a request with seqlen keys, new ones included, has position
-    ``p = seqlen - n + i``.
+    Arguments are those of FlashAttention-3. Query i of the n of a request with seqlen keys, new
+    ones included, has position ``p = seqlen - n + i``; a window shows it the keys from p - left to
+    p + right. Differences:
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(batch_size, seqlen_q, num_heads, head_dim)``, or ``(total_q, num_heads, head_dim)`` with
-        cu_seqlens_q, bfloat16, float16 or float32.
-    k_cache, v_cache : torch.Tensor
-        ``(batch_size_cache, seqlen_cache, num_heads_k, head_dim)``, or with page_table
-        ``(num_blocks, page_block_size, num_heads_k, head_dim)``, pages of any size. v_cache may
-        have another head_dim. In q's dtype, or both float8_e4m3fn.
-    k, v : torch.Tensor, optional
-        ``(batch_size, seqlen_new, num_heads_k, head_dim)``, or ``(total_new, num_heads_k,
-        head_dim)`` with cu_seqlens_k_new: written into the caches from cache_seqlens on.
-    rotary_cos, rotary_sin : torch.Tensor, optional
-        ``(seqlen_ro, rotary_dim / 2)``, only with k and v, rotary_dim a multiple of 16: the new
-        keys are rotated by the rows from cache_seqlens on. So are the queries if `causal` or a
-        window is given; else all queries of a request are rotated by the row cache_seqlens. Keys
-        beyond the last row are not written.
-    cache_seqlens : int or torch.Tensor, optional
-        ``(batch_size,)`` int32: tokens of each request in the cache, without k and v, or one number
-        for all, from 0 to the tokens that there is room for. By default the caches are full; with
-        k and v it is needed.
-    cache_batch_idx : torch.Tensor, optional
-        ``(batch_size,)`` int32: which row of the caches each request has, without page_table. The
-        i-th by default.
-    page_table : torch.Tensor, optional
-        ``(batch_size, max_num_blocks_per_seq)`` int32.
-    block_table : torch.Tensor, optional
-        FlashAttention-2's name of page_table.
-    cu_seqlens_q, cu_seqlens_k_new : torch.Tensor, optional
-        ``(batch_size + 1,)`` int32: where the rows of each request begin in q, and in k and v.
-    rotary_seqlens : torch.Tensor, optional
-        ``(batch_size,)`` int32: for the rotation, in place of cache_seqlens.
-    k_descale, v_descale : torch.Tensor, optional
-        ``(batch_size, num_heads_k)`` float32: factors of float8_e4m3fn caches, into which k and v
-        are written as their quotients with them. 1 by default.
-    softmax_scale : float, optional
-        Factor of the scores, ``head_dim ** -0.5`` by default.
-    causal : bool
-        No query sees a key after its own position.
-    window_size : pair of int
-        ``(left, right)``: a query sees the keys from p - left to p + right. -1 is unbounded.
-    softcap : float
-        Scores s become ``softcap * tanh(s / softcap)``, unless it is 0.
-    rotary_interleaved : bool
-        Whether columns 2 j and 2 j + 1 are a pair of the rotation, or j and j + rotary_dim / 2.
-    return_softmax_lse : bool
-        Whether to return softmax_lse, too.
-    max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin
-        Accepted and ignored.
-    qv, cache_leftpad, q_descale, attention_chunk
-        Of what cumla does not have: leave them at their defaults.
+    * Pages have any size. v_cache may have another head_dim. rotary_dim is a multiple of 16; keys
+      beyond the last row of rotary_cos are not written.
+    * Without `causal` and a window, queries are rotated by the row cache_seqlens, as there.
+    * cache_seqlens may be one number, from 0 to the tokens that there is room for.
+    * window_size is a pair of numbers, or a tensor of two on the CPU.
+    * k_descale and v_descale are ``(batch_size, num_heads_k)`` float32: factors of float8_e4m3fn
+      caches, into which k and v are written as their quotients with them. 1 by default.
+    * block_table is FlashAttention-2's name of page_table.
+    * qv, cache_leftpad, q_descale and attention_chunk are refused.
 
     Returns
     -------
@@ -249,10 +212,12 @@ def flash_attn_with_kvcache(
         if page_table is not None:
             raise TypeError("block_table: is another name of page_table, got both; pass one")
         page_table = block_table
-    appending, attending = _BY_PAGES if cache_batch_idx is None else _BY_ROWS
+    has_pages = page_table is not None or cache_batch_idx is None
+    appending, attending = _BY_PAGES if has_pages else _BY_ROWS
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
     options = options_of(softmax_scale, causal, window_size, softcap) | factors
+    q, k, v = contiguous(q, k, v)
     check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
     check_lists(
         appending,
@@ -262,6 +227,12 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
     )
+    cu_seqlens_q, cu_seqlens_k_new, cache_batch_idx, page_table, rotary_seqlens = contiguous(
+        cu_seqlens_q, cu_seqlens_k_new, cache_batch_idx, page_table, rotary_seqlens
+    )
+    rotary_cos, rotary_sin = contiguous(rotary_cos, rotary_sin)
+    if type(cache_seqlens) is not int:
+        (cache_seqlens,) = contiguous(cache_seqlens)
     with appending():
         rotation = _rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
         queries = rows_of("q", q, cu_seqlens_q)
@@ -270,7 +241,7 @@ def flash_attn_with_kvcache(
         if new is not None:
             if type(cache_seqlens) is int and cu_seqlens_k_new is None:
                 _check_room(cache_seqlens, new.rows.shape[1], k_cache, page_table)
-            is_local = any(side not in (-1, None) for side in window_size)
+            is_local = any(side not in (-1, None) for side in options["window"])
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
             is_ordered = options["causal"] or is_local or is_one
             caches = k_cache, v_cache
@@ -307,57 +278,34 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values that come in rows, one request after the other.
 
-    Parameters
-    ----------
-    q, k, v : torch.Tensor
-        ``(total_q, num_heads, head_dim)`` and ``(total_k, num_heads_k, head_dim)``, bfloat16,
-        float16 or float32, k and v float8_e4m3fn, too; v may have another head_dim. Or as in
-        `flash_attn_func`, those of q if cu_seqlens_q is None, those of k and v if cu_seqlens_k is
-        None.
-    cu_seqlens_q, cu_seqlens_k : torch.Tensor or None
-        ``(batch_size + 1,)`` int32: where the rows of each request begin.
-    seqused_k : torch.Tensor, optional
-        ``(batch_size,)`` int32: how many of its keys each request has; all by default.
-    k_descale, v_descale, softmax_scale, causal, window_size, softcap
-        As in `flash_attn_with_kvcache`; for rows with cu_seqlens_q and cu_seqlens_k one number for
-        all requests, expanded, or for all heads ``(num_heads_k,)``.
-    return_attn_probs : bool
-        Whether to return softmax_lse, too.
-    max_seqlen_q, max_seqlen_k, num_splits, pack_gqa, deterministic, sm_margin
-        Accepted and ignored.
-    seqused_q, qv, q_descale, attention_chunk
-        Of what cumla does not have: leave them at their defaults.
-
-    Returns
-    -------
-    out : torch.Tensor
-        q's shape with the columns of v, and q's dtype.
-    softmax_lse : torch.Tensor
-        If return_attn_probs: ``(num_heads, total_q)``, or ``(batch_size, num_heads, seqlen_q)``
-        without cu_seqlens_q; float32.
-
-    Raises
-    ------
-    NotImplementedError, TypeError, RuntimeError, CumlaError
-        As `flash_attn_with_kvcache`.
+    Rows of q, or of k and v, are as in `flash_attn_func` where their offsets are None. Queries
+    after the first seqused_q of a request get 0, and lse -inf; rows are copied for that. Scales of
+    rows with offsets on both sides are one number, expanded, or ``(num_heads_k,)``. Other
+    arguments, results and errors are those of `flash_attn_with_kvcache`.
     """
     refuse_missing(
         _REFUSED,
         qv=qv,
         attention_chunk=attention_chunk or None,
-        seqused_q=seqused_q,
         q_descale=q_descale,
     )
+    if isinstance(seqused_q, (bool, float)):
+        refuse_order("seqused_q", seqused_q)
     check_rows(q=q, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
-    check_lists(_ROWS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    lists = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    check_lists(_ROWS, **lists, seqused_q=seqused_q, seqused_k=seqused_k)
     options = options_of(softmax_scale, causal, window_size, softcap) | factors
+    q, k, v, seqused_k = contiguous(q, k, v, seqused_k)
+    cu_seqlens_q, cu_seqlens_k = contiguous(cu_seqlens_q, cu_seqlens_k)
     with _ROWS():
         queries, keys = rows_of("q", q, cu_seqlens_q), rows_of("k", k, cu_seqlens_k)
         lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
         if cu_seqlens_k is None:
             table, lens = places_of(queries, keys.rows, seqused_k, None, None, "k")
             lengths |= {"kv_lens": lens, "block_table": table}
+        if seqused_q is not None:
+            return attend_used(queries, seqused_q, k, v, return_attn_probs, **lengths, **options)
         return attend(q, k, v, return_attn_probs, **lengths, **options)
 
 
@@ -382,32 +330,7 @@ def flash_attn_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values of requests that all have the same lengths.
 
-    Parameters
-    ----------
-    q, k, v : torch.Tensor
-        ``(batch_size, seqlen_q, num_heads, head_dim)`` and ``(batch_size, seqlen_k, num_heads_k,
-        head_dim)``, bfloat16, float16 or float32, k and v float8_e4m3fn, too; v may have another
-        head_dim.
-    k_descale, v_descale, softmax_scale, causal, window_size, softcap
-        As in `flash_attn_with_kvcache`.
-    return_attn_probs : bool
-        Whether to return softmax_lse, too.
-    num_splits, pack_gqa, deterministic, sm_margin
-        Accepted and ignored.
-    qv, q_descale, attention_chunk
-        Of what cumla does not have: leave them at their defaults.
-
-    Returns
-    -------
-    out : torch.Tensor
-        q's shape with the columns of v, and q's dtype.
-    softmax_lse : torch.Tensor
-        If return_attn_probs: ``(batch_size, num_heads, seqlen_q)``, float32.
-
-    Raises
-    ------
-    NotImplementedError, TypeError, RuntimeError, CumlaError
-        As `flash_attn_with_kvcache`.
+    Arguments, results and errors are those of `flash_attn_with_kvcache`.
     """
     return flash_attn_varlen_func(
         q,
@@ -438,30 +361,8 @@ def flash_attn_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the results of attention over parts of the keys into that of attention over all.
 
-    Parameters
-    ----------
-    out_partial : torch.Tensor
-        ``(num_splits, batch_size, seqlen, num_heads, head_dim)``, float32, bfloat16 or float16, any
-        number of parts, head_dim a multiple of 8.
-    lse_partial : torch.Tensor
-        ``(num_splits, batch_size, seqlen, num_heads)``, float32, any strides.
-    out : torch.Tensor, optional
-        ``(batch_size, seqlen, num_heads, head_dim)``, of out_dtype if both are given.
-    out_dtype : torch.dtype, optional
-        Of out: float32, bfloat16 or float16; that of out_partial by default.
-
-    Returns
-    -------
-    out : torch.Tensor
-        ``(batch_size, seqlen, num_heads, head_dim)``. 0 where all parts are empty.
-    softmax_lse : torch.Tensor
-        ``(batch_size, seqlen, num_heads)``, float32, a transposed view as in FlashAttention-3. -inf
-        where all parts are empty.
-
-    Raises
-    ------
-    TypeError, RuntimeError, CumlaError
-        An argument is no tensor, shapes or dtypes do not fit, or as `cumla.merge_attention_states`.
+    Parts are float32, bfloat16 or float16, any number of them, and head_dim is a multiple of 8.
+    Where all parts are empty out is 0 and lse -inf. softmax_lse is a transposed view, as there.
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     check_given(out=out)
@@ -504,21 +405,7 @@ def get_scheduler_metadata(
     """Return what `flash_attn_with_kvcache` takes as scheduler_metadata: a tensor without elements.
 
     A CUDA graph needs no new metadata where lengths change. To compute one schedule for all layers
-    of a step, use `cumla.AttentionPlan`.
-
-    Parameters
-    ----------
-    cache_seqlens : torch.Tensor
-        Its device is that of the result.
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype, \
-headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal, \
-window_size, attention_chunk, has_softcap, num_splits, pack_gqa, sm_margin
-        Accepted and ignored.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(0,)`` int32.
+    of a step, use `cumla.AttentionPlan`. Only the device of cache_seqlens counts.
     """
     return no_metadata(cache_seqlens)
 

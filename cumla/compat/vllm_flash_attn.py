@@ -21,7 +21,7 @@ What carries over from the fork:
   `cumla.compat.flash_attn`: ``max_seqlen_q`` comes before ``cu_seqlens_q``, and pages are
   ``block_table`` and ``seqused_k``.
 * ``out`` is written to and returned. lse is a natural logarithm, with the sinks in it. Where
-  nothing is visible out is 0 and lse -inf, or the sink.
+  nothing is visible out is 0 and lse -inf, or the sink; without any row of keys lse is +inf.
 * Slots below 0 are skipped, and ``slot_mapping`` may be shorter than key and value.
 
 What `cumla.compat.flash_attn` says of CUDA graphs, gradients, speed hints, head dimensions, errors
@@ -42,6 +42,7 @@ from cumla.compat._flash_attention import (
     check_given,
     check_lists,
     check_rows,
+    contiguous,
     factors_of,
     no_metadata,
     options_of,
@@ -76,6 +77,11 @@ _REFUSED = {
             *("aux_tensor_leading_dims", "dynamic_causal"),
         ),
         _ELSEWHERE,
+    ),
+    **dict.fromkeys(
+        ("gather_kv_indices", "gather_kv_valid_length"),
+        "cumla attends to lists of rows in latent caches only; call cumla.mla_sparse_attention, "
+        "or leave it out",
     ),
 }
 _16_BITS = ("auto", "bfloat16", "float16")
@@ -125,66 +131,37 @@ def flash_attn_varlen_func(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     num_splits: int = 0,
+    output_scale: Any = None,
     fa_version: int = 2,
     s_aux: torch.Tensor | None = None,
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_tot_seqused_k: torch.Tensor | None = None,
-    output_scale: Any = None,
     mask_mod: Any = None,
     block_sparse_tensors: Any = None,
     aux_tensors: Any = None,
     aux_tensor_leading_dims: Any = None,
     dynamic_causal: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    gather_kv_valid_length: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values in the blocks of a cache, or in rows of all requests.
 
-    Query i of the n of a request with seqlen keys, those of its queries included, has position
-    ``p = seqlen - n + i``.
+    Arguments are those of vLLM. Query i of the n of a request with seqlen keys, those of its
+    queries included, has position ``p = seqlen - n + i``; a window shows it the keys from p - left
+    to p + right. Differences:
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(total_q, num_heads, head_dim)``, bfloat16, float16 or float32.
-    k, v : torch.Tensor
-        ``(num_blocks, block_size, num_heads_k, head_dim)`` with block_table, else ``(total_k,
-        num_heads_k, head_dim)`` with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
-        head_dim)`` with seqused_k alone; of q's dtype, or float8_e4m3fn, or uint8 with its bits; v
-        may have another head_dim.
-    cu_seqlens_q : torch.Tensor
-        ``(batch_size + 1,)`` int32: where the queries of each request begin, and the last ones end.
-    cu_seqlens_k : torch.Tensor, optional
-        ``(batch_size + 1,)`` int32: the same of keys in rows.
-    seqused_k : torch.Tensor, optional
-        ``(batch_size,)`` int32: how many keys each request has. With block_table it is needed; of
-        it and cu_seqlens_k one is given.
-    softmax_scale : float, optional
-        Factor of the scores, ``head_dim ** -0.5`` by default.
-    causal : bool
-        No query sees a key after its own position.
-    window_size : pair of int, optional
-        ``(left, right)``: a query sees the keys from p - left to p + right. -1 is unbounded.
-    softcap : float
-        Scores s become ``softcap * tanh(s / softcap)``, unless it is 0.
-    block_table : torch.Tensor, optional
-        ``(batch_size, max_num_blocks_per_seq)`` int32.
-    return_softmax_lse : bool
-        Whether to return softmax_lse, too.
-    out : torch.Tensor, optional
-        Where to write: q's shape with the columns of v, in q's dtype or float32.
-    s_aux : torch.Tensor, optional
-        ``(num_heads,)``, float32, bfloat16 or float16: attention sinks, a score per head that takes
-        part in every sum of weights and has no value.
-    k_descale, v_descale : torch.Tensor, optional
-        Factors of e4m3 k and v, 1 by default: float32, ``(1,)``, ``(num_heads_k,)`` or, without
-        cu_seqlens_k, ``(batch_size, num_heads_k)``, which for one factor may be expanded. Ignored
-        for those of 16 bits, as there.
-    max_seqlen_q, max_seqlen_k, deterministic, return_attn_probs, scheduler_metadata, num_splits, \
-q_descale, fa_version, cp_rank
-        Accepted and ignored.
-    q_v, dropout_p, alibi_slopes, cp_world_size, cp_tot_seqused_k, output_scale, mask_mod, \
-block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
-        Of what cumla does not have: leave them at their defaults.
+    * k and v without block_table are rows with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
+      head_dim)`` with seqused_k alone. They are of q's dtype, or float8_e4m3fn, or uint8 with its
+      bits.
+    * out is in q's dtype or float32.
+    * s_aux is float32, bfloat16 or float16: a score per head that takes part in every sum of
+      weights and has no value.
+    * k_descale and v_descale are float32, ``(1,)``, ``(num_heads_k,)`` or, without cu_seqlens_k,
+      ``(batch_size, num_heads_k)``, which for one factor may be expanded. They are ignored for keys
+      of 16 bits, as there.
+    * What belongs to FlashAttention-4, and q_v, dropout_p, alibi_slopes, cp_world_size and
+      cp_tot_seqused_k, is refused.
 
     Returns
     -------
@@ -218,6 +195,8 @@ block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
         aux_tensors=aux_tensors,
         aux_tensor_leading_dims=aux_tensor_leading_dims,
         dynamic_causal=dynamic_causal,
+        gather_kv_indices=gather_kv_indices,
+        gather_kv_valid_length=gather_kv_valid_length,
     )
     check_tensors(cu_seqlens_q=cu_seqlens_q)
     check_rows(q=q, k=k, v=v)
@@ -226,6 +205,8 @@ block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
     check_lists(_ATTEND, **lists)
     window = (-1, -1) if window_size is None else window_size
     options = options_of(softmax_scale, causal, window, softcap)
+    q, k, v, seqused_k, block_table = contiguous(q, k, v, seqused_k, block_table)
+    cu_seqlens_q, cu_seqlens_k = contiguous(cu_seqlens_q, cu_seqlens_k)
     if k.dtype.itemsize == 1:
         options |= factors_of(k_descale, v_descale)
     with _ATTEND():
@@ -265,21 +246,8 @@ def get_scheduler_metadata(
 ) -> torch.Tensor:
     """Return what `flash_attn_varlen_func` takes as scheduler_metadata: a tensor without elements.
 
-    cumla computes the schedule of each call in the call, on the device.
-
-    Parameters
-    ----------
-    cache_seqlens : torch.Tensor
-        Its device is that of the result.
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype, \
-headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal, \
-window_size, has_softcap, num_splits, pack_gqa, sm_margin
-        Accepted and ignored.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(0,)`` int32.
+    cumla computes the schedule of each call in the call, on the device. Only the device of
+    cache_seqlens counts.
     """
     return no_metadata(cache_seqlens)
 
@@ -296,21 +264,11 @@ def reshape_and_cache_flash(
 ) -> None:
     """Write new keys and values into the blocks of a cache.
 
-    Parameters
-    ----------
-    key, value : torch.Tensor
-        ``(tokens, num_heads_k, head_dim)``, bfloat16, float16 or float32, at least as many rows as
-        slots; the rest is padding.
-    key_cache, value_cache : torch.Tensor
-        ``(num_blocks, block_size, num_heads_k, head_dim)``, any strides in multiples of 16 bytes.
-        Written to. In key's dtype; for FP8 float8_e4m3fn, or uint8 with its bits.
-    slot_mapping : torch.Tensor
-        ``(slots,)`` int32 or int64: block * block_size + offset of each row. Below 0: skip it.
-    kv_cache_dtype : str
-        ``"auto"``, ``"bfloat16"`` or ``"float16"`` for key's dtype; ``"fp8"`` or ``"fp8_e4m3"``.
-    k_scale, v_scale : torch.Tensor or float
-        Of FP8 caches, which hold ``row / scale``: a number, or ``(1,)``, ``()`` or
-        ``(num_heads_k,)`` float32. Ignored for others.
+    Arguments are those of vLLM. key may have more rows than slot_mapping; rows with a slot below 0
+    are skipped. Caches are in key's dtype, or float8_e4m3fn, or uint8 with its bits, with any
+    strides in multiples of 16 bytes; kv_cache_dtype is "auto", "bfloat16" or "float16", or "fp8" or
+    "fp8_e4m3", whose caches hold ``row / scale``. Scales are numbers, or ``(1,)``, ``()`` or
+    ``(num_heads_k,)`` float32.
 
     Raises
     ------

@@ -458,8 +458,6 @@ def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
     rows, offsets = TWO[:, 0], int32(0, 1, 2)
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, **changes)
-    with pytest.raises(NotImplementedError, match=r"^seqused_q: .*cu_seqlens_q"):
-        flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, seqused_q=SEQLENS)
 
 
 def test_the_order_of_flash_attention_2() -> None:
@@ -513,17 +511,146 @@ def test_rows_of_e4m3() -> None:
 
 
 def test_no_key() -> None:
-    """Nothing is visible: out is 0, and nothing fails."""
+    """Out is 0, and lse +inf: no row of keys is another case than none that is visible."""
     q, none = torch.randn(2, 3, 4, 16).half(), torch.zeros(2, 0, 2, 16).half()
     out, lse = flash_attn_func(q, none, none.new_zeros(2, 0, 2, 32), return_attn_probs=True)
     assert out.shape == (2, 3, 4, 32)
     assert out.dtype == q.dtype
     assert not out.any()
     assert lse.shape == (2, 4, 3)
-    assert torch.isneginf(lse).all()
+    assert torch.isposinf(lse).all()
     rows, offsets = q.flatten(0, 1), int32(0, 3, 6)
-    found = flash_attn_varlen_func(rows, none[0], none[0], offsets, int32(0, 0, 0), 3, 0)
-    assert not found.any()
+    arguments = rows, none[0], none[0], offsets, int32(0, 0, 0), 3, 0
+    out, lse = flash_attn_varlen_func(*arguments, return_attn_probs=True)
+    assert not out.any()
+    assert lse.shape == (4, 6)
+    assert torch.isposinf(lse).all()
+    some = torch.zeros(5, 2, 16).half()
+    found = flash_attn_varlen_func(rows, some, some, *arguments[3:], return_attn_probs=True)
+    assert torch.isneginf(found[1]).all()
+
+
+@pytest.mark.parametrize("page", [None, 4])
+@pytest.mark.parametrize("new", [0, 2])
+def test_rows_of_the_table_or_the_cache_by_their_numbers(page: int | None, new: int) -> None:
+    """cache_batch_idx with a table of all requests, as with one of those of the call."""
+    step = Step(Case(q_len=2, new=new, page=page, causal=True, rotary=bool(new)))
+    arguments = step.arguments
+    order = [2, 0, 3, 1]
+    name = "page_table" if page else "cache_batch_idx"
+    rows = arguments.get(name, torch.arange(4, dtype=torch.int32))
+    there = torch.empty_like(rows)
+    there[order] = rows
+    both = {"page_table": there, "cache_batch_idx": int32(*order)}
+    cut = {"page_table": there[order], "cache_batch_idx": None}
+    if not page:
+        both = cut = {"cache_batch_idx": rows}
+    results = []
+    for given in (both, cut):
+        caches = {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
+        found = flash_attn_with_kvcache(**arguments | caches | given, return_softmax_lse=True)
+        results.append([*found, *(cache.nan_to_num(7.0) for cache in caches.values())])
+    assert all(map(torch.equal, *results))
+
+
+def test_numbers_of_no_row_of_the_table(small: Small) -> None:
+    """They lead to no page: nothing is read or written through them."""
+    numbers = int32(7, -3)
+    table = int32(0, 1)[:, None]
+    given = {"page_table": table, "cache_batch_idx": numbers, "cache_seqlens": SEQLENS}
+    want = {"page_table": int32(-1, -1)[:, None], "cache_seqlens": SEQLENS}
+    before = small.k_cache.clone()
+    found = flash_attn_with_kvcache(*small, TWO, TWO, **given)
+    assert torch.equal(small.k_cache, before)
+    assert torch.equal(found, flash_attn_with_kvcache(*small, TWO, TWO, **want))
+
+
+@pytest.mark.parametrize("ragged_k", [False, True])
+@pytest.mark.parametrize("ragged_q", [False, True])
+def test_some_queries_of_each_request(ragged_q: bool, ragged_k: bool) -> None:
+    """Those of seqused_q stand at the end of the keys; the others get 0, and lse -inf."""
+    room, used, kv_lens = [3, 4, 0, 5], [2, 0, 0, 9], [6, 3, 2, 5]
+    if not ragged_q:
+        room = [4] * 4
+    q = torch.randn(sum(room), 4, 16).half()
+    k, v = (torch.randn(sum(kv_lens), 2, 16).half() for _ in "kv")
+    keys: Any = (k, v)
+    if not ragged_k:
+        rows = [[*part.split(kv_lens)] for part in (k, v)]
+        pad = torch.nn.utils.rnn.pad_sequence
+        keys = tuple(pad(part, batch_first=True) for part in rows)
+    found = flash_attn_varlen_func(
+        q if ragged_q else q.unflatten(0, (4, 4)),
+        *keys,
+        offsets_of(room) if ragged_q else None,
+        offsets_of(kv_lens) if ragged_k else None,
+        5,
+        6,
+        seqused_q=int32(*used),
+        seqused_k=None if ragged_k else int32(*kv_lens),
+        causal=True,
+        window_size=(4, -1),
+        return_attn_probs=True,
+    )
+    out, lse = found if ragged_q else (found[0].flatten(0, 1), found[1].transpose(0, 1).flatten(1))
+    expected = torch.zeros(len(q), 4, 16), torch.full((4, len(q)), -math.inf)
+    for request, own in enumerate(torch.arange(len(q)).split(room)):
+        own = own[: used[request]]
+        state = naive(
+            q[own], *(split(x, kv_lens)[request] for x in (k, v)), causal=True, window=(4, 0)
+        )
+        expected[0][own], expected[1][:, own] = state
+    assert_state((out, lse), expected)
+
+
+@pytest.mark.parametrize("used", [SEQLENS.float(), SEQLENS.long(), int32(1), SEQLENS[:, None]])
+def test_numbers_of_queries_that_do_not_fit(used: Any) -> None:
+    rows, offsets = TWO[:, 0], int32(0, 1, 2)
+    with pytest.raises(RuntimeError, match=r"^seqused_q: needs (int32|the 2 requests|axes)"):
+        flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, seqused_q=used)
+
+
+def test_windows_of_other_kinds() -> None:
+    q = torch.randn(1, 9, 4, 16).half()
+    want = flash_attn_func(q, q, q, window_size=(2, 1))
+    window = torch.tensor([2, 1])
+    for pair in ([2, 1], window, window.numpy()):
+        assert torch.equal(flash_attn_func(q, q, q, window_size=pair), want)
+
+
+class OnGpu:
+    is_cuda = True
+
+
+def test_a_window_on_the_gpu_would_be_waited_for() -> None:
+    with pytest.raises(TypeError, match=r"^window_size: needs numbers on the host, .*tolist"):
+        flash_attn_func(TWO, TWO, TWO, window_size=OnGpu())  # type: ignore[arg-type]
+
+
+def gapped(tensor: Any) -> Any:
+    """The same numbers, with others between them."""
+    return torch.stack([tensor, tensor * 3 + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("case", [CASES[-6], CASES[-3]], ids=str)
+def test_gaps_are_closed_by_copies(case: Case) -> None:
+    """In queries, new rows, rotations and lists, as FlashAttention does; caches are no copies."""
+    step = Step(case)
+    arguments = step.arguments
+    caches = {n: arguments[n].clone() for n in ("k_cache", "v_cache")}
+    want = flash_attn_with_kvcache(**arguments | caches)
+    apart = {
+        name: gapped(value)
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and name not in caches
+    }
+    assert {"q", "k", "v", "rotary_cos", "cu_seqlens_q", "cache_seqlens"} <= apart.keys()
+    assert torch.equal(flash_attn_with_kvcache(**arguments | apart), want)
+    rows, offsets = gapped(TWO[:, 0]), gapped(int32(0, 1, 2))
+    found = flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1)
+    assert torch.equal(found, rows)
+    with pytest.raises(RuntimeError, match=r"^k_cache: needs a contiguous last axis"):
+        flash_attn_with_kvcache(**arguments | {"k_cache": gapped(caches["k_cache"])})
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -594,9 +721,15 @@ NEW = {"k": TWO, "v": TWO}
         ({**NEW, "cache_batch_idx": SEQLENS.long()}, "cache_batch_idx: needs int32"),
         ({"page_table": SEQLENS[:, None].long()}, "page_table: needs int32"),
         (
-            {"page_table": SEQLENS[:, None], "cache_batch_idx": SEQLENS},
-            "cache_batch_idx: needs caches without pages",
+            {"page_table": SEQLENS[:, None], "cache_batch_idx": SEQLENS.long()},
+            "cache_batch_idx: needs int32",
         ),
+        ({"page_table": SEQLENS, "cache_batch_idx": SEQLENS}, "page_table: needs axes"),
+        (
+            {"page_table": SEQLENS[:0, None], "cache_batch_idx": SEQLENS},
+            "page_table: needs a row for cache_batch_idx",
+        ),
+        ({"window_size": torch.tensor([1, 2, 3])}, "window_size: needs one number or a pair"),
         ({"window_size": (1, 2, 3)}, "window_size: needs one number or a pair"),
         ({"softcap": -1.0}, "softcap: needs a number"),
     ],
@@ -636,6 +769,7 @@ def test_arguments_that_are_no_tensors(small: Small, name: str) -> None:
         ({"causal": 1}, "causal: needs True or False, got int"),
         ({"causal": 0.125}, "causal: needs True or False, got float"),
         ({"window_size": 5}, "window_size: needs a pair of numbers, got 5"),
+        ({"window_size": torch.tensor(5)}, r"window_size: needs a pair of numbers, got tensor\(5"),
         ({"window_size": None}, "window_size: needs a pair of numbers, got None"),
     ],
 )

@@ -255,6 +255,60 @@ def test_states_that_do_not_fit() -> None:
 # --- pages ---------------------------------------------------------------------------------------
 
 
+def test_lists_that_are_no_integers_and_lists_with_gaps() -> None:
+    """A conversion would cut fractions off without a word; gaps are closed by copies."""
+    lists: dict[str, Any] = {"batch_indices": int32(0, 0, 1), "positions": int32(0, 1, 0)}
+    lists |= {"kv_indices": int32(1, 0), "kv_indptr": int32(0, 1, 2)}
+    rows, latent, rope = (
+        torch.randn(3, 2, 16),
+        torch.randn(3, 512).half(),
+        torch.randn(3, 64).half(),
+    )
+
+    def keys(**given: Any) -> Any:
+        cache, last = torch.zeros(2, 2, 4, 2, 16), int32(2, 1)
+        flashinfer.append_paged_kv_cache(
+            rows, rows, paged_kv_cache=cache, kv_last_page_len=last, **given
+        )
+        return cache
+
+    def latents(**given: Any) -> Any:
+        caches = torch.zeros(2, 4, 512).half(), torch.zeros(2, 4, 64).half()
+        flashinfer.append_paged_mla_kv_cache(
+            latent,
+            rope,
+            ckv_cache=caches[0],
+            kpe_cache=caches[1],
+            kv_last_page_len=int32(2, 1),
+            **given,
+        )
+        return torch.cat(caches, -1)
+
+    def lengths(**given: Any) -> Any:
+        return flashinfer.get_seq_lens(**given, page_size=4)
+
+    def whose(**given: Any) -> Any:
+        return torch.stack(flashinfer.get_batch_indices_positions(**given, nnz=3))
+
+    def turned(**given: Any) -> Any:
+        return torch.cat(flashinfer.apply_rope_pos_ids(rows, rows, **given))
+
+    for function, arguments in (
+        (keys, lists),
+        (latents, lists),
+        (lengths, {"kv_indptr": int32(0, 1, 2), "kv_last_page_len": int32(2, 1)}),
+        (whose, {"append_indptr": int32(0, 1, 3), "seq_lens": int32(2, 1)}),
+        (turned, {"pos_ids": int32(4, 0, 2)}),
+    ):
+        want = function(**arguments)
+        assert want.any()
+        apart = {n: torch.stack([x, x + 7], -1)[..., 0] for n, x in arguments.items()}
+        assert torch.equal(function(**apart), want)
+        for name in arguments:
+            with pytest.raises(RuntimeError, match=f"^{name}: needs int32 or int64, got float32"):
+                function(**arguments | {name: arguments[name].float()})
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize(("dtype", "joined"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_rows_go_to_their_pages(dtype: Any, joined: bool, page_size: int) -> None:

@@ -550,6 +550,38 @@ def test_wide_and_longer_lists() -> None:
     check(wrapper.run(batch.q, batch.cache, return_lse=True), batch.expected())
 
 
+def apart(tensor: Any) -> Any:
+    """The same numbers, with others between them."""
+    return torch.stack([tensor, tensor * 3 + 1], -1)[..., 0]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_lists_with_gaps(graph: bool) -> None:
+    batch = make_batch(*MIXED)
+    buffers = graph_buffers(len(batch.kv_lens)) if graph else {}
+    wrapper = PREFILL(workspace(), "NHD", graph, **buffers)
+    wrapper.plan(*map(apart, (batch.qo_indptr, *batch.pages)), *batch.sizes)
+    check(wrapper.run(batch.q, batch.cache, return_lse=True), batch.expected())
+    for name, buffer in buffers.items():
+        with pytest.raises(ValueError, match=f"^{name}: needs contiguous"):
+            PREFILL(workspace(), "NHD", graph, **buffers | {name: apart(buffer)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
+def test_lists_that_are_no_integers(dtype: Any) -> None:
+    """A conversion would cut fractions off without a word."""
+    batch = make_batch(*MIXED)
+    lists = {"qo_indptr": batch.qo_indptr, "paged_kv_indptr": batch.indptr}
+    lists |= {"paged_kv_indices": batch.indices, "paged_kv_last_page_len": batch.last_page_len}
+    names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size")
+    sizes = dict(zip(names, batch.sizes, strict=True))
+    for name in lists:
+        with pytest.raises(
+            ValueError, match=f"^{name}: needs int32 or int64, got {str(dtype)[6:]}"
+        ):
+            PREFILL(workspace()).plan(**lists | {name: lists[name].to(dtype)}, **sizes)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("q_lens", [(2, 1), (0, 0), ()])
 def test_nothing_to_attend_to(q_lens: tuple[int, ...], graph: bool) -> None:

@@ -255,6 +255,24 @@ def test_wide_lengths_and_longer_lists() -> None:
     check(wrapper.run(*batch.parts, return_lse=True), batch)
 
 
+@pytest.mark.parametrize("form", ["csr", "dense"])
+def test_lists_with_gaps_and_lists_that_are_no_integers(form: str) -> None:
+    batch = make_batch()
+    lists = dict(zip(CSR, batch.csr, strict=True))
+    if form == "dense":
+        lists = {"cum_seq_lens_q": batch.qo_indptr, "block_tables": batch.block_tables}
+        lists["seq_lens"] = batch.kv_len_arr
+    make = getattr(MLAPlanMetadata, form)
+    wrapper = make_wrapper()
+    apart = {n: torch.stack([x, x * 3 + 1], -1)[..., 0] for n, x in lists.items()}
+    wrapper.plan(metadata=make(**apart), **settings(batch))
+    check(wrapper.run(query=batch.q, kv_cache=batch.cache, return_lse=True), batch)
+    for name in lists:
+        wrong = lists | {name: lists[name].double()}
+        with pytest.raises(ValueError, match=f"^{name}: needs int32 or int64, got float64"):
+            wrapper.plan(metadata=make(**wrong), **settings(batch))
+
+
 @pytest.mark.parametrize("q_lens", [(2, 1), (0, 0), ()])
 @pytest.mark.parametrize("graph", [False, True])
 def test_nothing_to_attend_to(graph: bool, q_lens: tuple[int, ...]) -> None:

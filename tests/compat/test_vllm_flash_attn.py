@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,9 +25,9 @@ VARLEN = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=None softcap=0.0 alibi_slopes=None "
     "deterministic=False return_attn_probs=False block_table=None return_softmax_lse=False "
     "out=None scheduler_metadata=None q_descale=None k_descale=None v_descale=None num_splits=0 "
-    "fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None output_scale=None "
+    "output_scale=None fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None "
     "mask_mod=None block_sparse_tensors=None aux_tensors=None aux_tensor_leading_dims=None "
-    "dynamic_causal=None"
+    "dynamic_causal=None gather_kv_indices=None gather_kv_valid_length=None"
 )
 METADATA = (
     "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
@@ -196,6 +197,38 @@ def test_what_vllm_passes_beside() -> None:
         dynamic_causal=None,
     )
     assert torch.equal(found, flash_attn_varlen_func(**batch.arguments, causal=True))
+
+
+def test_gaps_are_closed_by_copies() -> None:
+    """In rows and lists, as vLLM does."""
+
+    def gapped(tensor: Any) -> Any:
+        return torch.stack([tensor, tensor * 3 + 1], -1)[..., 0]
+
+    q, k = torch.randn(5, 4, 16).half(), torch.randn(7, 2, 16).half()
+    lists = int32(0, 2, 5), int32(0, 3, 7)
+    want = flash_attn_varlen_func(q, k, k, 3, lists[0], 4, lists[1], causal=True)
+    apart = [gapped(x) for x in (q, k, *lists)]
+    found = flash_attn_varlen_func(
+        *(apart[0], apart[1], apart[1], 3, apart[2], 4, apart[3]), causal=True
+    )
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_key(rows: int) -> None:
+    """Without a row of keys out is 0, also where it is given, and lse +inf; else -inf."""
+    q, none = torch.randn(4, 4, 16).half(), torch.zeros(2, rows, 2, 16).half()
+    out = torch.ones_like(q)
+    arguments = {"seqused_k": int32(0, 0), "out": out, "return_softmax_lse": True}
+    state = flash_attn_varlen_func(q, none, none, 3, int32(0, 1, 4), 0, **arguments)
+    assert state[0] is out
+    assert not out.any()
+    assert torch.equal(state[1], torch.full((4, 4), -math.inf if rows else math.inf))
+    if not rows:
+        arguments["out"] = out[1:]
+        with pytest.raises(RuntimeError, match=r"^out: needs shape"):
+            flash_attn_varlen_func(q, none, none, 3, int32(0, 1, 4), 0, **arguments)
 
 
 def test_positions_of_the_arguments() -> None:
@@ -462,6 +495,8 @@ ONES = torch.ones(2, 2)
         ({"mask_mod": max}, "mask_mod: .*leave it out"),
         ({"aux_tensors": [ONES]}, "aux_tensors: .*leave it out"),
         ({"dynamic_causal": ONES}, "dynamic_causal: .*leave it out"),
+        ({"gather_kv_indices": int32(0, 1)[:, None]}, "gather_kv_indices: .*mla_sparse_attention"),
+        ({"gather_kv_valid_length": int32(1, 1)}, "gather_kv_valid_length: .*leave it out"),
         ({"q": ROWS.to(torch.float8_e4m3fn)}, "q: .*float8.*convert"),
         ({"q": torch.zeros(2, 2, 16, requires_grad=True)}, "q: .*gradient.*no_grad"),
     ],

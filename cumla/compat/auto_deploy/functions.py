@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_new_rows, check_tensors
+from cumla.compat._arguments import (
+    CallersNames,
+    check_axes,
+    check_integers,
+    check_new_rows,
+    check_tensors,
+)
 from cumla.compat._torch import import_torch, positions_of
 from cumla.mha.attention import attention
 from cumla.mha.cache import append_kv_cache
@@ -310,7 +316,7 @@ def prepare_fused_mha_metadata(
     list of torch.Tensor
         seq_len, input_pos, cache_loc and seq_start, new tensors.
     """
-    _check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
+    check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
     count = min(_requests(input_ids, seq_len), cache_loc.shape[0])  # slots, which few may be
     start = seq_len[:count].cumsum(0).to(seq_len.dtype) - seq_len[:count]
     lists = _of_requests(count, seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
@@ -338,8 +344,8 @@ def prepare_paged_mha_metadata(
     list of torch.Tensor
         kv_lens, qo_indptr, kv_indptr and kv_indices, int32, new tensors.
     """
-    _check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
-    _check_integers(pages_per_seq=pages_per_seq)
+    check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
+    check_integers(pages_per_seq=pages_per_seq)
     places = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
     lens = places["kv_lens"]
     if "qo_indptr" not in places:
@@ -436,7 +442,7 @@ def apply_rope_on_flattened_inputs(
     lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
     check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)
     check_axes("x", x, "total_tokens, heads, head_dim")
-    _check_integers(input_pos=input_pos, **lists)
+    check_integers(input_pos=input_pos, **lists)
     offsets = _with_zero(seq_start_indices + seq_lens)
     with _ROPE:
         return _rotated(x, positions_of(offsets, _int32(input_pos), x.shape[0]), freqs_cis)
@@ -451,7 +457,7 @@ def _checked(
     check_tensors(k_cache=k_cache, v_cache=v_cache, **lists)
     for name, tensor in lists.items():
         check_axes(name, tensor, "batch")
-    _check_integers(**lists)
+    check_integers(**lists)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_axes(name, cache, "slots, max_seq_len, kv_heads, head_dim")
         if cache.dtype.itemsize == 1:
@@ -508,13 +514,6 @@ def _requests(rows: Any, seq_len: Any) -> int:
     """Count the requests, as far as shapes tell."""
     count: int = rows.shape[0] if _is_generate_only(rows) else seq_len.shape[0]
     return count
-
-
-def _check_integers(**lists: Any) -> None:
-    torch = import_torch()
-    for name, numbers in lists.items():
-        if numbers.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: needs int32 or int64, got {numbers.dtype}; convert it first")
 
 
 def _check_requests(**lists: Any) -> None:

@@ -14,7 +14,7 @@ from math import e, inf, log2
 from statistics import mode
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_integers, check_tensors
 from cumla.core.arrays import open_call
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ class Planned(ABC, Generic[P, S]):
                 f"{name}: needs int32, in which CUDA graphs read it, got {buffer.dtype}; allocate "
                 f"it so"
             )
+        if not buffer.is_contiguous():
+            raise ValueError(
+                f"{name}: needs contiguous numbers, got strides {buffer.stride()}; allocate it so"
+            )
         if buffer.device != self.device:
             raise ValueError(
                 f"{name}: needs a tensor on {self.device}, where float_workspace_buffer is, got "
@@ -115,8 +119,8 @@ class Planned(ABC, Generic[P, S]):
         return bool(self.device.type == "cuda")
 
     def _staged(self, array: Any) -> Any:
-        """Return it as int32, and where a copy to the GPU waits for nothing."""
-        array = array.int()
+        """Return it as int32 without gaps, and where a copy to the GPU waits for nothing."""
+        array = array.int().contiguous()
         return array.pin_memory() if self._on_gpu and array.device.type == "cpu" else array
 
     def _there(self, array: Any) -> Any:
@@ -205,6 +209,8 @@ def checked_batch(theirs: Mapping[str, str], arrays: dict[str, Any]) -> int:
     """
     for name, array in arrays.items():
         _check_lengths(theirs[name], array, _AXES[name])
+        with _AS_VALUE_ERRORS:
+            check_integers(**{theirs[name]: array})
     extra = {n: _MORE.get(_AXES[n].partition(",")[0]) for n in arrays}
     counts = {n: arrays[n].shape[0] - m for n, m in extra.items() if m is not None}
     batch: int = mode(counts.values())  # what most of them say: the one that differs is wrong

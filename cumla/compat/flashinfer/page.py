@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_new_rows, check_tensors
+from cumla.compat._arguments import CallersNames, check_integers, check_new_rows, check_tensors
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
 from cumla.mha.cache import append_kv_cache
 from cumla.mla.cache import append_mla_cache
@@ -99,8 +99,7 @@ def append_paged_kv_cache(
             *caches,
             batch_indices=batch_indices,
             positions=positions,
-            kv_indices=kv_indices.int(),
-            kv_indptr=kv_indptr.int(),
+            **_lists(kv_indices, kv_indptr),
             kv_layout=kv_layout,
         )
 
@@ -152,9 +151,15 @@ def append_paged_mla_kv_cache(
             (ckv_cache, kpe_cache),
             batch_indices=batch_indices,
             positions=positions,
-            kv_indices=kv_indices.int(),
-            kv_indptr=kv_indptr.int(),
+            **_lists(kv_indices, kv_indptr),
         )
+
+
+def _lists(kv_indices: torch.Tensor, kv_indptr: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return page lists as int32 without gaps."""
+    given = {"kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    check_integers(**given)
+    return {name: array.int().contiguous() for name, array in given.items()}
 
 
 def _check_offsets(kv_indptr: torch.Tensor, last: torch.Tensor) -> None:
@@ -204,6 +209,9 @@ def get_batch_indices_positions(
     outputs = {"batch_indices": batch_indices, "positions": positions}
     given = {name: output for name, output in outputs.items() if output is not None}
     check_tensors(append_indptr=append_indptr, seq_lens=seq_lens, **given)
+    with _NAMES:
+        check_integers(append_indptr=append_indptr, seq_lens=seq_lens)
+    append_indptr = append_indptr.contiguous()
     batch = append_indptr.shape[0] - 1
     if not 0 <= batch <= seq_lens.shape[0]:
         raise RuntimeError(
@@ -250,5 +258,8 @@ def get_seq_lens(
     torch.Tensor
         ``(batch,)``.
     """
+    with _NAMES:
+        check_tensors(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
+        check_integers(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     full = (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0)
     return full * page_size + kv_last_page_len

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_integers, check_tensors
 from cumla.mha.rope import apply_rope
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def apply_rope_pos_ids(
     q, k : torch.Tensor
         ``(tokens, heads, head_dim)``, bfloat16, float16 or float32.
     pos_ids : torch.Tensor
-        ``(tokens,)``, any integers.
+        ``(tokens,)``, int32 or int64.
     rotary_dim : int, optional
         Columns that are rotated, a multiple of 16; head_dim by default.
     interleave : bool
@@ -182,6 +182,7 @@ def _rotate_by_positions(
     torch: Any = sys.modules["torch"]
     with _FROM_POSITIONS():
         check_axes("pos_ids", pos_ids, "tokens")
+        check_integers(pos_ids=pos_ids)
         check_axes("q", q, "tokens, num_qo_heads, head_dim")
         columns = q.shape[-1] if rotary_dim is None else rotary_dim
         if not 0 < columns <= q.shape[-1] or columns % 2:
