@@ -2,8 +2,9 @@
 """cumla inside ``torch.compile`` and ``torch.export``: its functions as operations of PyTorch.
 
 ``import cumla.torch`` registers ``torch.ops.cumla.<function>``. What is compiled or exported and
-calls ``cumla.<function>`` has the operation in its graph from then on; eager calls stay as they
-are. Schemas come from the signatures of the functions, and an operation calls its function.
+calls ``cumla.<function>`` has the operation in its graph from then on, and so has what ``make_fx``
+traces; eager calls stay as they are. Schemas come from the signatures of the functions, and an
+operation calls its function.
 
 Operations have the arguments of the functions, but for these:
 
@@ -63,6 +64,7 @@ from cumla.core.arguments import (
 from cumla.core.arrays import WORKSPACE, open_call
 from cumla.core.frameworks import (
     NO_DSA_PLAN,
+    NO_PLANS,
     Framework,
     Traced,
     framework_of_type,
@@ -284,6 +286,7 @@ def _evaluate(
     return tuple(results)
 
 
+_WITHOUT_MEMORY = (_StandIn, FakeTensor, FunctionalTensor)
 _ready = Ready()  # launches of halves, by what they were called with
 
 
@@ -405,13 +408,12 @@ class _WithoutMemory(Framework):
         raise _traced(*named[0])
 
 
-def _traced(name: str, tensor: Any) -> Traced:
-    return Traced(
-        f"{name}: needs a tensor with memory, got a {type(tensor).__name__}; cumla's functions can "
-        f"be traced, but not its plans: call torch.ops.cumla.<function>_schedule and _attend; "
-        f"{NO_DSA_PLAN}",
-        __name__,
-    )
+def _traced(name: str, tensor: Any) -> TypeError:
+    if type(tensor) not in _WITHOUT_MEMORY:
+        return torch_framework().traced(name)
+    kind = type(tensor).__name__
+    text = f"{name}: needs a tensor with memory, got a {kind}; {NO_PLANS}{NO_DSA_PLAN}"
+    return Traced(text, __name__)
 
 
 def run(
@@ -500,4 +502,4 @@ for _kind in (
     cumla.TopKResult,
 ):  # so that exported programs can be saved
     _register_namedtuple(_kind, serialized_type_name=f"cumla.{_kind.__name__}")
-framework_of_type |= dict.fromkeys((_StandIn, FakeTensor, FunctionalTensor), _WithoutMemory())
+framework_of_type |= dict.fromkeys(_WITHOUT_MEMORY, _WithoutMemory())

@@ -34,8 +34,15 @@ _DISABLE = (
     "torch.ops.cumla.<function>_schedule and _attend; or put the call into a function of its own "
     "under @torch.compiler.disable"
 )
+NO_PLANS = (
+    "cumla's functions can be traced, but not its plans: call torch.ops.cumla.<function>_schedule "
+    "and _attend; "
+)
 NO_DSA_PLAN = "in place of DSAPlan call paged_mqa_logits, top_k and mla_sparse_decode of cumla"
 _OUTSIDE = "call cumla outside the traced function"
+_IMPORT = (
+    f"import cumla.torch, which takes cumla's functions, but no plans, into graphs, or {_OUTSIDE}"
+)
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -43,10 +50,10 @@ class Traced(TypeError):
     """An argument stands for an array inside a transformation that `binding` serves.
 
     `cumla.core.operation.run` hands its call to the function ``run`` of that module. Whoever else
-    needs arrays with memory shows the message.
+    needs arrays with memory shows the message, perhaps by an error of this class without a binding.
     """
 
-    def __init__(self, message: str, binding: str) -> None:
+    def __init__(self, message: str, binding: str = "") -> None:
         super().__init__(message)
         self.binding = binding
 
@@ -174,12 +181,15 @@ class _Torch(Allocator):
             self._dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:  # a PyTorch without TorchDynamo
             self._dynamo = bool
+        self._modes = torch._C._len_torch_dispatch_stack
         self._records = torch.is_grad_enabled
         self._forward = torch.autograd.forward_ad  # its level is -1 where there are no dual numbers
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         if self._compiles():
             raise TypeError(f"{named[0][0]}: cumla runs eagerly, got torch.compile; {_DISABLE}")
+        if (self._modes() or self._has_mode()) and self._is_traced():
+            raise self.traced(named[0][0])
         with self._plainly():
             views: list[ArrayView | None] = [self._view(name, array) for name, array in named]
             self.refuse_gradients(named)  # of dense tensors: others have derivatives of their own
@@ -203,6 +213,24 @@ class _Torch(Allocator):
                         f"flow through cumla: call under torch.inference_mode(), or pass "
                         f"torch.autograd.forward_ad.unpack_dual({name}).primal"
                     )
+
+    def _is_traced(self) -> bool:
+        """Whether calls enter a graph, which an eager one would leave a constant in, or are fake.
+
+        Such modes are `make_fx`'s, also the one before dispatch, and `FakeTensorMode`.
+        """
+        of_kind, kinds = self._torch._C._get_dispatch_mode, self._torch._C._TorchDispatchModeKey
+        if any(of_kind(kind) for kind in (kinds.PROXY, kinds.FAKE, kinds.FUNCTIONAL)):
+            return True
+        return bool(self._torch._ops._len_torch_dispatch_stack_pre_dispatch())
+
+    @staticmethod
+    def traced(name: str) -> TypeError:
+        """Make the error of a tensor with memory in such a mode, or what enters the graph."""
+        got = f"{name}: cumla runs eagerly, got a call under make_fx or a FakeTensorMode; "
+        if "cumla.torch" in sys.modules:
+            return Traced(f"{got}{NO_PLANS}{NO_DSA_PLAN}", "cumla.torch")
+        return TypeError(f"{got}{_IMPORT}")
 
     def _view(self, name: str, array: Any) -> ArrayView:
         try:
@@ -241,9 +269,12 @@ class _Torch(Allocator):
         return bool(self._dynamo())  # False or None where it does not
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
-        if self._has_mode():
-            with self._plainly():
-                return self.glance(arrays)
+        if self._modes() or self._has_mode():
+            if self._is_traced():
+                return None
+            if self._has_mode():
+                with self._plainly():
+                    return self.glance(arrays)
         if self._forward._current_level >= 0 or (
             self._records() and any(map(_requires_grad, arrays))
         ):
@@ -553,8 +584,7 @@ def recognise(name: str, array: object) -> Framework:
         if parents & {"FakeTensor", "FunctionalTensor"}:
             raise TypeError(
                 f"{name}: needs a tensor with memory, got a {kind.__name__}, which torch.compile "
-                f"and torch.export trace with; import cumla.torch, which takes cumla's functions, "
-                f"but no plans, into graphs, or {_OUTSIDE}"
+                f"and torch.export trace with; {_IMPORT}"
             )
         if "DTensor" in parents:
             raise _sharded(name, "a DTensor, which is sharded", f"pass {name}.to_local()")

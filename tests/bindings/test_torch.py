@@ -33,8 +33,11 @@ from tests.calls import (
 torch = pytest.importorskip("torch")
 
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._pytree import tree_leaves as flatten  # noqa: E402
 
 import cumla.torch as binding  # noqa: E402
+from cumla.compat import deep_gemm  # noqa: E402
 from tests.bindings.in_torch import (  # noqa: E402
     Arguments,
     assert_equal,
@@ -427,6 +430,64 @@ def test_arguments_of_operations() -> None:
         torch.ops.cumla.mla_decode([q], [kv_cache], **given, **factors)
     with torch.enable_grad(), pytest.raises(RuntimeError, match=r"^q: .* requires no gradient"):
         torch.ops.cumla.mla_decode([q.requires_grad_()], [kv_cache], **given)
+
+
+# --- traces of tensors with memory ---------------------------------------------------------------
+
+
+def changed(given: Arguments) -> Arguments:
+    """Other numbers where any numbers do, in the arguments that `given` starts with."""
+    for _, tensor in arrays_of(given):
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            tensor.mul_(0.5)
+    return given
+
+
+@every_operation
+@pytest.mark.parametrize("options", [{}, {"pre_dispatch": True}], ids=["plain", "pre_dispatch"])
+def test_make_fx(operation: Operation, options: Arguments) -> None:
+    """No result becomes a constant of the graph, also after an eager call with the same arrays."""
+    given = tensors(operation.make())
+    operation.function(**given)
+    names = [name for name, value in given.items() if any(map(torch.is_tensor, flatten(value)))]
+    rest = {name: value for name, value in given.items() if name not in names}
+    some = {name: given[name] for name in names}
+    graph = make_fx(lambda some: operation.function(**some, **rest), **options)(some)
+    assert any(str(node.target).startswith("cumla.") for node in graph.graph.nodes)
+    traced, eager = (changed(tensors(operation.make())) for _ in range(2))
+    found = graph({name: traced[name] for name in names})
+    assert_equal(found, operation.function(**eager))
+    assert_equal(traced, eager)
+
+
+@every_plan
+def test_make_fx_of_plans(planned: Planned) -> None:
+    given = tensors(OPERATIONS[planned.operation].make())
+    plan = planned.ready(given)
+    inputs, lengths = planned.inputs(given), planned.lengths(given)
+    for call in (lambda: plan.run(**inputs), lambda: plan.update(**lengths)):
+        call()
+        with refused(
+            TypeError, " ... cumla runs eagerly, got a call under make_fx ... not its plans"
+        ):
+            make_fx(call)()
+
+
+def test_other_functions_of_an_operation_stay_outside() -> None:
+    """A call that is of no public function, and of which PyTorch has no operation."""
+    lens = torch.tensor([3, 4], dtype=torch.int32)
+    with refused(TypeError, "context_lens: cumla runs eagerly, got a call under make_fx"):
+        make_fx(lambda: deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 4))()
+
+
+def test_fake_mode_beside_tensors_with_memory() -> None:
+    given = tensors(decode())
+    expected = cumla.mla_decode(**given)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        found = cumla.mla_decode(**given)
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, torch._subclasses.FakeTensor)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def test_eager_calls_pass_no_dispatcher() -> None:

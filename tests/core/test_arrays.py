@@ -385,6 +385,7 @@ def fake_torch(cuda, monkeypatch):
     module._C = types.SimpleNamespace(
         _cuda_getCurrentRawStream=lambda device: module.current,
         _is_torch_function_mode_enabled=lambda: False,
+        _len_torch_dispatch_stack=lambda: 0,
         DisableTorchFunction=contextlib.nullcontext,
     )
     module.is_grad_enabled = lambda: False

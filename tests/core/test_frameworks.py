@@ -7,6 +7,7 @@ What cumla does with the arrays that it takes is in `tests.core.test_arrays`.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -192,6 +193,24 @@ def test_torch_jit_trace(torch: Any) -> None:
     message = r"^x: cumla runs eagerly, got torch\.jit\.trace; call cumla outside the traced"
     with pytest.raises(TypeError, match=message):
         torch.jit.trace(quantize, (torch.ones(3, 128),), check_trace=False)
+
+
+def test_torch_make_fx(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused after an eager call with the same arrays as well."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    monkeypatch.delitem(sys.modules, "cumla.torch", raising=False)
+    x = torch.ones(3, 128)
+    quantize(x)
+    message = (
+        "^x: cumla runs eagerly, got a call under make_fx .*; import cumla.torch, which takes "
+    )
+    for options in ({}, {"pre_dispatch": True}):
+        with pytest.raises(TypeError, match=message):
+            make_fx(quantize, **options)(x)
+    with pytest.raises(TypeError, match=message), FakeTensorMode():
+        cumla.quantize_fp8(x)
 
 
 def test_torch_function_transforms(torch: Any) -> None:
