@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from opcode import opmap
+from typing import Any, NoReturn
 
 from cumla.compat._torch import import_torch, is_traced
 
@@ -16,6 +18,7 @@ __all__ = [
     "check_integers",
     "check_new_rows",
     "check_tensors",
+    "missing_from",
     "refuse",
     "refuse_gradients",
 ]
@@ -102,6 +105,23 @@ def check_new_rows(**pairs: tuple[Any, Any]) -> None:
         if cache.dtype.itemsize > 1 and rows.dtype != cache.dtype:
             need, got = (str(tensor.dtype).removeprefix("torch.") for tensor in (cache, rows))
             raise TypeError(f"{name}: needs the cache's dtype {need}, got {got}; convert it")
+
+
+def missing_from(face: str, library: str) -> Callable[[str], NoReturn]:
+    """Make the ``__getattr__`` of a face, which says where names that it lacks are to be had.
+
+    ``from face import name`` would replace an `AttributeError` by a text of its own, so it gets an
+    `ImportError`; everything else, `hasattr` among it, an `AttributeError`.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        caller = sys._getframe(1)
+        imports = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
+        raise (ImportError if imports else AttributeError)(
+            f"{name}: {face} does not have it; import it from {library}", name=name
+        )
+
+    return __getattr__
 
 
 def refuse(

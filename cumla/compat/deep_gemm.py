@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, missing_from, refuse
 from cumla.compat._torch import is_traced
 from cumla.core.arguments import INT32, Array, bind, checked_int
 from cumla.core.frameworks import eager_only
@@ -82,6 +82,7 @@ __all__ = [
     "get_paged_mqa_logits_metadata",
     "set_num_sms",
 ]
+__getattr__ = missing_from(__name__, "deep_gemm")
 
 _ROW_BYTES = 1024  # rows of logits begin at multiples of it
 _NAMES = CallersNames(

@@ -39,7 +39,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_new_rows, check_tensors
+from cumla.compat._arguments import (
+    CallersNames,
+    check_axes,
+    check_new_rows,
+    check_tensors,
+    missing_from,
+)
 from cumla.compat._flash_attention import (
     Q_AXES,
     Rows,
@@ -73,6 +79,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
+__getattr__ = missing_from(__name__, "flash_attn_interface, FlashAttention-3")
 
 _REFUSED = {
     "qv": (

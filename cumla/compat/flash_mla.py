@@ -50,6 +50,7 @@ from cumla.compat._arguments import (
     CallersNames,
     check_axes,
     check_tensors,
+    missing_from,
     refuse,
     refuse_gradients,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "flash_mla_with_kvcache",
     "get_mla_metadata",
 ]
+__getattr__ = missing_from(__name__, "flash_mla")
 
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512

@@ -36,7 +36,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_new_rows, check_tensors
+from cumla.compat._arguments import (
+    CallersNames,
+    check_axes,
+    check_new_rows,
+    check_tensors,
+    missing_from,
+)
 from cumla.compat._flash_attention import (
     attend,
     check_given,
@@ -58,6 +64,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash"]
+__getattr__ = missing_from(__name__, "vllm.vllm_flash_attn")
 
 _ELSEWHERE = "belongs to kernels that cumla does not have; leave it out"
 _OF_MANY_GPUS = (

@@ -30,6 +30,7 @@ What differs:
 
 from __future__ import annotations
 
+from cumla.compat._arguments import missing_from
 from cumla.compat.auto_deploy.descriptors import (
     AttentionDescriptor,
     AttentionRegistry,
@@ -77,3 +78,4 @@ __all__ = [
     "register",
     "scaled_dot_product_attention",
 ]
+__getattr__ = missing_from(__name__, "tensorrt_llm._torch.auto_deploy")

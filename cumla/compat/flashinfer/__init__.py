@@ -28,6 +28,7 @@ empty, too. Tensors on the CPU are computed by `cumla.reference`.
 
 from __future__ import annotations
 
+from cumla.compat._arguments import missing_from
 from cumla.compat.flashinfer import cascade, concat_ops, decode, mla, page, prefill, rope, topk
 from cumla.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
 from cumla.compat.flashinfer.decode import (
@@ -95,3 +96,4 @@ __all__ = [
     "top_k_ragged_transform",
     "topk",
 ]
+__getattr__ = missing_from(__name__, "flashinfer")

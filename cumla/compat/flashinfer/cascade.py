@@ -6,13 +6,14 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, missing_from
 from cumla.merge import merge_attention_states
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
+__getattr__ = missing_from(__name__, "flashinfer.cascade")
 
 _V, _S = "seq_len, num_heads, head_dim", "seq_len, num_heads"
 _TWO = CallersNames(

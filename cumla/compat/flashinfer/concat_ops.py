@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import check_axes, check_tensors
+from cumla.compat._arguments import check_axes, check_tensors, missing_from
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["concat_mla_k"]
+__getattr__ = missing_from(__name__, "flashinfer.concat_ops")
 
 
 def concat_mla_k(

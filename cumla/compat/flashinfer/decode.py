@@ -41,7 +41,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, missing_from, refuse
 from cumla.compat.flashinfer._attention import (
     Numbers,
     Options,
@@ -59,6 +59,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
 ]
+__getattr__ = missing_from(__name__, "flashinfer.decode")
 
 _THEIRS = {
     "kv_indptr": "indptr",

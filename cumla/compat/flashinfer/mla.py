@@ -44,7 +44,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from cumla.compat._arguments import CallersNames, check_tensors, refuse
+from cumla.compat._arguments import CallersNames, check_tensors, missing_from, refuse
 from cumla.compat.flashinfer._wrapper import (
     BACKENDS,
     LOG2_E,
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
+__getattr__ = missing_from(__name__, "flashinfer.mla")
 
 _CKV, _KPE = 512, 64  # columns of a row
 _FP8 = "float8_e4m3fn"

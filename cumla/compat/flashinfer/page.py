@@ -6,7 +6,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_integers, check_new_rows, check_tensors
+from cumla.compat._arguments import (
+    CallersNames,
+    check_integers,
+    check_new_rows,
+    check_tensors,
+    missing_from,
+)
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
 from cumla.mha.cache import append_kv_cache
 from cumla.mla.cache import append_mla_cache
@@ -20,6 +26,7 @@ __all__ = [
     "get_batch_indices_positions",
     "get_seq_lens",
 ]
+__getattr__ = missing_from(__name__, "flashinfer.page")
 
 _PARTS = {
     pair: CallersNames(

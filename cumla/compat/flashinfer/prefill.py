@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import check_axes, check_tensors, refuse
+from cumla.compat._arguments import check_axes, check_tensors, missing_from, refuse
 from cumla.compat.flashinfer._attention import (
     NAMES,
     AttentionWrapper,
@@ -37,6 +37,7 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]
+__getattr__ = missing_from(__name__, "flashinfer.prefill")
 
 _PAGED = {
     "qo_indptr": "qo_indptr",

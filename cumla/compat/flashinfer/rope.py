@@ -6,7 +6,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_integers, check_tensors
+from cumla.compat._arguments import (
+    CallersNames,
+    check_axes,
+    check_integers,
+    check_tensors,
+    missing_from,
+)
 from cumla.mha.rope import apply_rope
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ __all__ = [
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
 ]
+__getattr__ = missing_from(__name__, "flashinfer.rope")
 
 _FROM_CACHE = CallersNames(
     {"q": "query", "k": "key", "cos_sin": "cos_sin_cache", "q_out": "query", "k_out": "key"},

@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_tensors
+from cumla.compat._arguments import CallersNames, check_tensors, missing_from
 from cumla.launch.sparse.top_k import MOST_SORTED
 from cumla.sparse.top_k import top_k as select
 
@@ -20,6 +20,7 @@ __all__ = [
     "top_k_ragged_transform",
     "topk",
 ]
+__getattr__ = missing_from(__name__, "flashinfer.topk")
 
 _NAMES = {
     "scores": "input",
