@@ -11,7 +11,7 @@ Nothing in this module waits for the GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -252,6 +252,7 @@ def _views_of_outputs(
                     f"{name}: needs an array that can be written to, got a read-only one; pass a "
                     f"copy, or call without {name}="
                 )
+            framework.note_written(output)
         found.append(view)
     return found
 
@@ -280,14 +281,19 @@ def _glance_at_parts(arrays: tuple[object, ...]) -> Hashable | None:
 
 
 @eager_only
-def reopen_call(array: object, device: int | None, stream: object = None) -> Call:
+def reopen_call(
+    array: object, device: int | None, stream: object = None, written: Iterable[object] = ()
+) -> Call:
     """Open a call whose arrays a `glance` has known again; it has no views.
 
-    All arrays are of the framework of `array`; `device` and `stream` are as in `open_call`.
+    All arrays are of the framework of `array`, also those to write to, `written`; `device` and
+    `stream` are as in `open_call`.
     """
     if waiting:
         release_finished()
     framework = framework_of_type[type(array)]
+    for one in written:
+        framework.note_written(one)
     if device is None:
         if stream is not None:
             _handle_of(stream)  # what is no stream is none on the CPU either
@@ -350,8 +356,13 @@ def parts(name: str, value: object, names: tuple[str, ...]) -> dict[str, object]
 
 
 def check_mutable(name: str, array: object) -> None:
-    """Refuse an array of JAX where it is to be written to in place, and nothing is returned."""
-    if framework_of(name, array).immutable:
+    """Refuse an array of JAX where it is to be written to in place, and nothing is returned.
+
+    The framework of others is told of the write.
+    """
+    framework = framework_of(name, array)
+    framework.note_written(array)
+    if framework.immutable:
         raise TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
             f"an array of CuPy, PyTorch or NumPy, the other arguments may be JAX's, or call the "

@@ -117,6 +117,9 @@ class Framework:
         """Turn what the allocator gave, written to on `stream`, into the caller's result."""
         return array
 
+    def note_written(self, array: Any) -> None:
+        """Tell the framework, if it wants to know, that its array is written to by address."""
+
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         """NumPy view of an array in CPU memory."""
         imported = import_array(name, array, None)
@@ -183,6 +186,7 @@ class _Torch(Allocator):
             self._dynamo = bool
         self._modes = torch._C._len_torch_dispatch_stack
         self._records = torch.is_grad_enabled
+        self._bump = torch.autograd.graph.increment_version
         self._forward = torch.autograd.forward_ad  # its level is -1 where there are no dual numbers
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
@@ -331,6 +335,10 @@ class _Torch(Allocator):
         if not dtype.startswith(_FLOAT8):  # older versions export none of them
             return import_array(name, array, stream)
         return _import_bits(name, array.view(self._torch.uint8), dtype, stream)
+
+    def note_written(self, array: Any) -> None:
+        """Count the write, so that autograd finds what it has saved of the array changed."""
+        self._bump(array)
 
     def current_stream(self, device: int) -> int:
         return int(self._torch._C._cuda_getCurrentRawStream(device))

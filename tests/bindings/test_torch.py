@@ -528,6 +528,18 @@ def test_eager_calls_refuse_gradients(operation: Operation) -> None:
         operation.function(**given)
 
 
+@every_operation
+def test_eager_calls_count_their_writes(operation: Operation) -> None:
+    """Autograd refuses a backward pass through what they have written to since, each time."""
+    given = tensors(operation.make())
+    named = dict(arrays_of(given))
+    written = [n for n in named if n.partition("[")[0] in operation.in_place]
+    for _ in range(2):
+        before = {name: tensor._version for name, tensor in named.items()}
+        operation.function(**given)
+        assert [n for n, tensor in named.items() if tensor._version > before[n]] == written
+
+
 @every_plan
 def test_plans_refuse_gradients(planned: Planned) -> None:
     given = tensors(OPERATIONS[planned.operation].make())

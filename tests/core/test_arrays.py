@@ -24,6 +24,7 @@ from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays, framew
 from cumla.core._lifetime import keep_until_passed, order_streams
 from cumla.core.arrays import (
     ArrayView,
+    check_mutable,
     current_stream,
     from_numpy,
     glance,
@@ -389,7 +390,10 @@ def fake_torch(cuda, monkeypatch):
         DisableTorchFunction=contextlib.nullcontext,
     )
     module.is_grad_enabled = lambda: False
-    module.autograd = types.SimpleNamespace(forward_ad=types.SimpleNamespace(_current_level=-1))
+    module.autograd = types.SimpleNamespace(
+        forward_ad=types.SimpleNamespace(_current_level=-1),
+        graph=types.SimpleNamespace(increment_version=lambda tensor: None),
+    )
     module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
     module.empty = empty
     monkeypatch.setitem(sys.modules, "torch", module)
@@ -455,6 +459,22 @@ def test_torch_tensor_that_requires_a_gradient(is_output):
         assert glance(tuple(tensors.values())) is None, seen
         with pytest.raises(RuntimeError, match=f"^{message}$"):
             open_call(tuple(named), tuple(outputs))
+
+
+def test_torch_counts_what_is_written():
+    torch = pytest.importorskip("torch")
+    x, out = torch.zeros(3), torch.zeros(3)
+    versions = [(x._version, out._version)]
+    for write in (
+        lambda: open_call((("x", x),), (("out", out), ("lse", None))),
+        lambda: reopen_call(x, None, None, (out,)),
+        lambda: check_mutable("out", out),
+    ):
+        write()
+        versions.append((x._version, out._version))
+    assert versions == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    with torch.inference_mode():
+        check_mutable("out", torch.zeros(3))  # which has no count
 
 
 def test_torch_tensor_with_a_tangent():
