@@ -187,7 +187,7 @@ class Plans:
         self._sizes = sizes
         self._options = options
         self._plans: dict[Hashable, Any] = {}
-        self._largest: torch.Tensor | None = None
+        self._buffers: dict[int, torch.Tensor] = {}  # the one of now, by its bytes
         self.captured: list[Step] = []
         self.scheduled: Step | None = None  # whose schedule was computed last,
         self.capture = 0  # in which capture
@@ -202,17 +202,18 @@ class Plans:
         self,
         num_heads: int,
         tokens: int,
-        q_len: Callable[[], int],
+        q_len: int | Callable[[], int],
         kv_lens: torch.Tensor,
         offsets: torch.Tensor,
     ) -> Step:
         """Begin a step of MLA.
 
-        `q_len` tells the query tokens of each request, or 0 where they differ, as `offsets` tell.
+        `q_len` are the query tokens of each request, or 0 where they differ, as `offsets` tell; or
+        what tells them, where a graph may make that needless.
         """
 
         def choose() -> tuple[Any, tuple[int, ...]]:
-            each = q_len()
+            each = q_len() if callable(q_len) else q_len
             if each:
                 return cumla.MLADecodePlan, (len(kv_lens), each, num_heads)
             return cumla.MLAAttentionPlan, (len(kv_lens), tokens, num_heads)
@@ -226,19 +227,22 @@ class Plans:
         if plan is None:
             place = {"like": like}
             if self._device.type != "cpu":  # where plans have no buffer
-                place["workspace"] = self._buffer(kind.workspace_bytes(*shape, **self._sizes))
+                place["workspace"] = self._buffer(kind, shape)
             plan = kind(*shape, **self._sizes, **self._options, **place)
             if len(self._plans) >= _MOST_PLANS:  # mixed steps have any shapes
                 self._plans.clear()
             self._plans[key] = plan
         return plan
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
+    def _buffer(self, kind: Any, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the buffer, or a larger one, to which the plans that no graph holds move."""
-        before = 0 if self._largest is None else self._largest.numel()
-        if self._largest is None or before < nbytes:
-            self._plans.clear()
-            self._largest = self.scheduled = None  # its memory may be that of the next one
+        nbytes = kind.workspace_bytes(*shape, **self._sizes)
+        before = max(self._buffers, default=-1)
+        if before < nbytes:
+            for kept in (self._plans, self._buffers):
+                kept.clear()  # its memory may be that of the next one
+            self.scheduled = None
             nbytes = max(nbytes, before + min(before // 2, _MOST_ROOM))
-            self._largest = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._largest
+            self._buffers[nbytes] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        (buffer,) = self._buffers.values()
+        return buffer

@@ -19,7 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores
 import numpy as np
 import pytest
 
-from cumla.core import _lifetime, arrays, frameworks, plan
+from cumla.core import _lifetime, arrays, frameworks, operation, plan
+from cumla.core.operation import Ready
 from cumla.launch import device as launch_device
 from cumla.launch import kernel, tensor_map
 from cumla.launch import module as launch_module
@@ -158,6 +159,7 @@ def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch_device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
     monkeypatch.setattr(launch_module, "_loaded", {})
+    monkeypatch.setattr(operation, "forms", Ready())
     monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
     return fake
 

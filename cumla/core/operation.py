@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
+_ALIGNMENT = 256  # bytes: more than any kernel or allocator asks for
 _MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for
 
 A = TypeVar("A")
@@ -57,6 +58,8 @@ class Address(int):
 
     def __add__(self, other: int) -> Address:
         return Address.of(self.argument, int(self) + other, self.addend + other)
+
+    __radd__ = __add__
 
 
 class Template(Protocol):
@@ -94,6 +97,10 @@ class Ready(dict["Hashable", Any]):
         if len(self) >= _MOST_READY:
             self.clear()
         self[key] = value
+
+
+forms = Ready()
+"""What calls launch, wherever their arrays lie: by operation, form and options."""
 
 
 class Operation(ABC, Generic[A, K]):
@@ -162,6 +169,12 @@ class Packed(NamedTuple):
     templates: tuple[Template, ...]  # in the order of the launches
     # Launches by stream and places, of the last few.
     launches: dict[Hashable, list[Callable[[], None]]]
+    places: Mapping[str, int] = MappingProxyType({})  # of what the caller gave, as far as open
+
+    def moved(self, views: Views) -> Packed:
+        """Take other arrays of the same form."""
+        places = {name: view.ptr for name, view in views.items() if view is not None}
+        return self._replace(launches={}, places=places)
 
     def placed(self, call: Call) -> tuple[list[Callable[[], None]], list[Any]]:
         """Allocate what is missing: the launches, and what must live until the last of them."""
@@ -169,7 +182,7 @@ class Packed(NamedTuple):
         at = (call.stream, *addresses)
         launches = self.launches.get(at)
         if launches is None:
-            places: dict[str, int] = {}
+            places = dict(self.places)
             for (name, _, _), address in zip(self.missing, addresses, strict=True):
                 places[name] = address
             launches = []
@@ -269,16 +282,49 @@ def _check(
     options: Hashable,
 ) -> _Known:
     """Check a call that has not been seen before."""
-    views = dict(zip((*inputs, *outputs), call.views, strict=True))
+    views: dict[str, ArrayView | None] = dict(zip((*inputs, *outputs), call.views, strict=True))
+    written = tuple(outputs)
+    if call.device is not None:
+        form = (operation, call.device, form_of(call, views), written, options)
+        packed = None if check_mode() else forms.get(form)
+        if packed is not None:
+            operation.check_overlap(views, written)
+            return _Known(None, call.device, {}, packed.moved(views))
+        views = movable(views)
     arguments = operation.arguments(views, options)
     returned = operation.outputs(arguments)
-    given = checked_outputs(operation, returned, views, tuple(outputs))
+    given = checked_outputs(operation, returned, views, written)
     trusted = trusted_of(operation, views)
     if call.device is None:
         return _Known(arguments, None, trusted, None)
     key = operation.key(arguments, call.device)
-    packed = pack(call, operation, key, arguments, returned, given, None)
+    packed = pack(call, operation, key, arguments, returned, given, None).moved(views)
+    forms.keep(form, packed)
     return _Known(arguments, call.device, trusted, packed)
+
+
+def form_of(call: Call, views: Views) -> Hashable:
+    """Tell all that checks and launches follow from, but where arrays lie.
+
+    That is their shapes, strides and dtypes, the alignment of their addresses, and how parts of one
+    argument lie to each other.
+    """
+    found: list[Any] = [call.framework, *views]
+    before = 0
+    for name, view in views.items():
+        if view is None:
+            found.append(None)
+            continue
+        ptr, shape, strides, dtype, _, read_only = view
+        part = ptr - before if name[-1] == "]" and name[-2] != "0" else 0
+        found.append((shape, strides, dtype, read_only, ptr % _ALIGNMENT, not ptr, part))
+        before = ptr
+    return tuple(found)
+
+
+def movable(views: Views) -> dict[str, ArrayView | None]:
+    """Let what is packed of the views be patched for others of the same form."""
+    return {n: v and v._replace(ptr=Address.of(n, v.ptr)) for n, v in views.items()}
 
 
 def trusted_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:

@@ -33,6 +33,8 @@ from cumla.core.operation import (
     Packed,
     Ready,
     checked_outputs,
+    form_of,
+    movable,
     pack,
     run_on_cpu,
     trusted_of,
@@ -163,6 +165,7 @@ class PlanMemory:
             self._workspace = Workspace.at(workspace, self.buffer, call)
         # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
+        self.forms = Ready()  # what runs launch, wherever their arrays lie
         # Of the last update that was executed, or the last run after it: later runs follow it.
         # None before the first, and since another plan has taken the workspace.
         self.stream: int | None = None
@@ -418,7 +421,16 @@ class Plan(ABC, Generic[K]):
                 memory.take_to(call, self._lengths)
             elif self._values is None:
                 raise _never_updated(self._lengths)
+            views: dict[str, ArrayView | None]
             views = dict(zip((*inputs, *outputs), call.views, strict=True))
+            if memory is not None and not check_mode():
+                form = (form_of(call, views), options)
+                packed = memory.forms.get(form)
+                if packed is not None:
+                    known = {**views, WORKSPACE: memory.buffer}
+                    self._attend.check_overlap(known, tuple(outputs))
+                    return self._launch(memory, call, packed.moved(views), outputs, seen)
+                views = movable(views)
             arguments = self._attend.arguments(views, options)
             self._check_shape(arguments)
             returned = self._attend.outputs(arguments)
@@ -439,11 +451,21 @@ class Plan(ABC, Generic[K]):
                 self._attend.check_values(host, arguments)
             buffer = memory.buffer.ptr
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
-            results = memory.run(call, packed.run, call, outputs)
-            if seen is not None and packed.templates and call.stream == memory.stream:
-                whole = None not in given
-                memory.ready.keep(seen, _in_turn(packed.placed(call)[0]) if whole else packed)
-            return results
+            packed = packed.moved(views)
+            if not check_mode():
+                memory.forms.keep(form, packed)
+            return self._launch(memory, call, packed, outputs, seen)
+
+    @staticmethod
+    def _launch(
+        memory: PlanMemory, call: Call, packed: Packed, outputs: Mapping[str, Any], seen: Hashable
+    ) -> tuple[Any, ...]:
+        """Launch, and remember that for arrays that are seen so again."""
+        results: tuple[Any, ...] = memory.run(call, packed.run, call, outputs)
+        if seen is not None and packed.templates and call.stream == memory.stream:
+            again = packed if packed.missing else _in_turn(packed.placed(call)[0])
+            memory.ready.keep(seen, again)
+        return results
 
     def _check_shape(self, arguments: Any) -> None:
         """Refuse arrays of another shape than the plan's."""

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 import cumla
+from cumla._choices import Layers, log_layers
 from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
 
 __all__ = ["Backend"]
@@ -132,7 +133,7 @@ class Backend(AttentionBackend):
         plans = self._plans.get(form)
         if self._is_mla:
             plans = plans or self._made(form, {"cache_dtype": self._cache_dtype})
-            step = plans.begin_mla(form.num_heads, tokens, lambda: q_len, kv_lens, offsets)
+            step = plans.begin_mla(form.num_heads, tokens, q_len, kv_lens, offsets)
         else:
             heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
             options = {"window": form.window, "cache_dtype": self._cache_dtype}
@@ -145,6 +146,19 @@ class Backend(AttentionBackend):
     def _made(self, form: Form, sizes: dict[str, Any], **options: Any) -> Plans:
         options |= {"page_size": self._page_size, "dtype": self._dtype}
         self._plans[form] = Plans(self._slots.device, sizes, **options)
+        layers = Layers(
+            form.num_heads,
+            self._page_size,
+            str(self._dtype).removeprefix("torch."),
+            self._cache_dtype,
+            0 if self._is_mla else form.num_kv_heads,
+            form.head_dim,
+            form.head_dim_v,
+            form.window,
+        )
+        what = "with MLA" if self._is_mla else "without a window"
+        what = what if form.window is None else f"with a window of {form.window + 1}"
+        log_layers("cumla.sglang", {f"layers {what}": layers})
         return self._plans[form]
 
     # --- layers ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ overlap, and recipes that can be moved to other addresses. Nothing is launched o
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import sys
@@ -24,10 +25,11 @@ from cumla.core import arrays, frameworks
 from cumla.core import operation as core
 from cumla.core._driver import Driver
 from cumla.core.arrays import open_call
-from cumla.core.operation import WORKSPACE, Address, unplaced
-from cumla.launch import all_specs
+from cumla.core.operation import WORKSPACE, Address, Ready, unplaced
+from cumla.launch import all_specs, kernel
 from cumla.launch import module as launch_module
 from cumla.launch.module import load
+from tests import fake_cuda
 from tests.calls import (
     BF16,
     E4M3,
@@ -488,9 +490,15 @@ def test_check_mode_looks_at_the_device(
 
 
 @every_operation
-def test_outputs_that_overlap(operation: Operation, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_outputs_that_overlap(
+    operation: Operation, known: bool, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
     """An input, or each other: every pair is found; of what is in a cache only the caller knows."""
     given = on_gpu(cupy, operation)
+    if known:  # arrays of this form
+        operation.function(**given)
+        bindings.launched.clear()
     written = [*operation.outputs(), *(set(operation.in_place) - {"kv_cache"})]
     pairs = [
         (name, other)
@@ -726,6 +734,47 @@ class Recipe:
         arguments = self._arguments(views)
         key = self.operation.key(arguments, 0)
         return self.operation.recipe(key, arguments, outs, place(WORKSPACE) if self.nbytes else 0)
+
+
+@pytest.fixture
+def launches(
+    bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[tuple[str, Any, bytes]]]:
+    """Tell what a call launches; what it allocates lies where it did in the call before."""
+    seen: list[tuple[str, Any, bytes]] = []
+
+    def note(launch: Any) -> None:
+        seen.append((launch._kernel.spec.entry, launch._config, bytes(launch._owned[0])))
+
+    def ask(function: Callable[..., Any], **arguments: Any) -> list[tuple[str, Any, bytes]]:
+        seen.clear()
+        monkeypatch.setattr(fake_cuda, "_addresses", itertools.count(1 << 20))
+        function(**arguments)
+        return [*seen]
+
+    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", note)
+    return ask
+
+
+@every_operation
+@pytest.mark.parametrize("outputs", [False, True])
+def test_a_form_is_checked_once(
+    operation: Operation,
+    outputs: bool,
+    cupy: FakeCuPy,
+    launches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arrays that lie elsewhere need no checks; they are launched with as if they had them."""
+    first, second = (on_gpu(cupy, operation, outputs=outputs) for _ in range(2))
+    load_all(operation.kernels)
+    launches(operation.function, **first)
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "pack", None)
+        found = launches(operation.function, **second)
+    monkeypatch.setattr(Ready, "get", lambda *_: None)
+    assert found == launches(operation.function, **second)
+    assert found
 
 
 @every_call

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.core import plan as core_plan
 from cumla.core.frameworks import framework_of_type
-from cumla.launch import all_specs
+from cumla.launch import all_specs, kernel
 from cumla.launch.module import load
 from tests.calls import (
     OPERATIONS,
@@ -656,6 +657,44 @@ def test_a_ready_run_sees_other_arrays(
             plan.run(**with_array(inputs, name, np.zeros(shape, dtype)))
         assert bindings.entries == []
     assert launched() == first
+
+
+@every_plan
+def test_layers_of_a_form_are_checked_once(
+    planned: Planned,
+    cupy: FakeCuPy,
+    bindings: FakeBindings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later layers launch what they would if they were checked, also on another stream."""
+    layers = [planned.inputs(on_gpu(cupy, planned)) for _ in range(2)]
+    plan = planned.ready(on_gpu(cupy, planned))
+    seen: list[tuple[str, Any, bytes]] = []
+
+    def note(launch: Any) -> None:
+        seen.append((launch._kernel.spec.entry, launch._config, bytes(launch._owned[0])))
+
+    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", note)
+    plan.run(**layers[0])
+    found = []
+    for stream in (0, 7):
+        with monkeypatch.context() as patch:
+            patch.setattr(core_plan, "pack", None)
+            seen.clear()
+            plan.run(**layers[1], stream=stream)
+        found.append([*seen])
+        plan._memory.forms.clear()
+        plan._memory.ready.clear()
+        seen.clear()
+        plan.run(**layers[1], stream=stream)
+        assert found[-1] == seen
+    assert [*found[0]] != [*found[1]]  # their streams
+    given = on_gpu(cupy, planned)
+    for name in OPERATIONS[planned.operation].outputs():
+        inputs, (_, other) = planned.inputs(given), next(arrays_of(given))
+        inputs[name].data = other.data
+        with refused(ValueError, f"{name}: needs memory of its own, got memory that"):
+            plan.run(**inputs)
 
 
 @every_plan
