@@ -22,10 +22,16 @@ from numpy.typing import NDArray
 
 import cumla
 from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
-from cumla.cli.demo.cache import BF16, PAGE_SIZE, PagedCache
-from cumla.cli.demo.check import verdict, worst_error
 from cumla.cli.demo.layer import LATENT_DIM, LAYERS, LayerShape, MLALayer, rotate
-from cumla.cli.demo.text import Request, cut_requests
+from cumla.cli.demo.problem import (
+    BF16,
+    PAGE_SIZE,
+    PagedCache,
+    Request,
+    cut_requests,
+    verdict,
+    worst_error,
+)
 from cumla.cli.progress import ProgressBar
 
 NUM_LAYERS = 3

@@ -6,15 +6,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cumla.vllm._models import Model
-
-_PREFILL = 8192  # tokens of a step
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -106,67 +102,22 @@ def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, st
 
 def _kernels(model: Model, window: int | None, page: int, cache: str) -> Iterator[tuple[str, str]]:
     """Name the kernels that attend in the layers of a window, by steps."""
-    count = model.windows[window]
-    layers = f"{count} layer{'s' * (count > 1)}"
-    yield layers, "full attention" if window is None else f"a window of {window} tokens"
-    names = _of_mla if model.use_mla else _of_mha
-    for step, shape in {
-        "decoding, 1 request": (1, 1),
-        "decoding, 128 requests": (128, 128),
-        "3 drafts, 128 requests": (128, 512),
-        "mixed, 128 requests": (128, _PREFILL),
-        "prefill, 1 request": (1, _PREFILL),
-    }.items():
-        yield f"  {step}", names(model, *shape, window, page, cache)
-
-
-def _of_mla(model: Model, batch: int, tokens: int, _: int | None, page: int, cache: str) -> str:
-    import numpy as np
-
-    from cumla import MLAAttentionPlan, MLADecodePlan
+    from cumla._choices import E4M3, Layers
     from cumla.core.check_mode import environment_flag
-    from cumla.launch.mla.choice import decode_spec
-    from cumla.launch.mla.mla_attention import attention_spec
-    from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-    from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
     from cumla.vllm._kernels import FP8
 
-    if batch == 1 and tokens > 1:
-        return "vLLM's own backend of MLA prefills"
-    make = partial(
-        MLAAttentionPlan if tokens == _PREFILL else MLADecodePlan,
-        page_size=page,
-        dtype=model.dtype,
-        cache_dtype="float8_e4m3fn" if cache in FP8 else None,
-        like=np.zeros(0),
-    )
-    key: Any = make(batch, tokens if tokens == _PREFILL else tokens // batch, model.num_heads).key
-    if cache not in FP8:
-        return (attention_spec if tokens == _PREFILL else decode_spec)(key).entry
-    if key.has_whole_tiles and environment_flag("CUMLA_VLLM_FP8_PRODUCTS"):
-        return fp8_products_spec(key, True).entry
-    return fp8_specs(key)[0].entry
-
-
-def _of_mha(
-    model: Model, batch: int, tokens: int, window: int | None, page: int, cache: str
-) -> str:
-    import numpy as np
-
-    from cumla import AttentionPlan
-    from cumla.bench.explain import find_sm_count
-    from cumla.launch.mha.attention import attention_spec
-    from cumla.vllm._kernels import FP8
-
-    plan = AttentionPlan(
-        *(batch, tokens, model.num_heads, model.head_size),
-        num_kv_heads=model.num_kv_heads,
-        page_size=page,
-        dtype=model.dtype,
-        cache_dtype="float8_e4m3fn" if cache in FP8 else None,
-        window=None if window is None else window - 1,
-        like=np.zeros(0),
-    )
-    key = replace(plan.key, sm_count=find_sm_count()[0])
-    beside = f", {attention_spec(key.beside).entry}" if key.beside else ""
-    return attention_spec(key).entry + beside
+    count = model.windows[window]
+    layers = Layers(model.num_heads, page, model.dtype, E4M3 if cache in FP8 else None)
+    if model.use_mla:
+        layers = layers._replace(fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"))
+    else:
+        layers = layers._replace(
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_size,
+            window=None if window is None else window - 1,
+        )
+    title = f"{count} layer{'s' * (count > 1)}"
+    yield title, "full attention" if window is None else f"a window of {window} tokens"
+    for step, names in layers.steps().items():
+        is_prefill = model.use_mla and step.startswith("prefill")
+        yield f"  {step}", "vLLM's own backend" if is_prefill else ", ".join(names)

@@ -16,10 +16,8 @@ from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
 from cumla.cli.demo.backends import Backend
-from cumla.cli.demo.cache import PAGE_SIZE, shuffled_pages
-from cumla.cli.demo.check import worst_error
 from cumla.cli.demo.layer import cosines_and_sines
-from cumla.cli.demo.text import Request
+from cumla.cli.demo.problem import PAGE_SIZE, Request, shuffled_pages, worst_error
 
 Array = NDArray[Any]
 

@@ -15,10 +15,8 @@ from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
 from cumla.cli.demo.backends import Backend
-from cumla.cli.demo.cache import BF16, PagedCache
-from cumla.cli.demo.check import UNABSORBED, worst_error
 from cumla.cli.demo.layer import LATENT_DIM, ROPE_DIM, MLALayer
-from cumla.cli.demo.text import Request
+from cumla.cli.demo.problem import BF16, UNABSORBED, PagedCache, Request, worst_error
 
 Array = NDArray[Any]
 

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
-from cumla.cli.demo.check import verdict
-from cumla.cli.demo.text import Request, cut_requests
+from cumla.cli.demo.problem import Request, cut_requests, verdict
 
 Array = NDArray[Any]
 

@@ -22,8 +22,7 @@ import pytest
 
 import cumla
 from cumla.cli import demo, main
-from cumla.cli.demo import backends, cache
-from cumla.cli.demo import text as demo_text
+from cumla.cli.demo import backends, problem
 from cumla.cli.progress import ProgressBar
 from tests.emulator import emulated_gpu
 
@@ -172,21 +171,21 @@ def test_the_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(cumla, "__file__", str(package / "__init__.py"))
     installed = SimpleNamespace(json={"description": "# what pip keeps"})
     monkeypatch.setattr(metadata, "metadata", lambda name: installed)
-    assert demo_text.load_text(None)[1] == b"# what pip keeps"
+    assert problem.load_text(None)[1] == b"# what pip keeps"
 
     def not_installed(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "metadata", not_installed)
     with pytest.raises(ValueError, match="name a text with --file"):
-        demo_text.load_text(None)
+        problem.load_text(None)
     (tmp_path / "README.md").write_bytes(b"# of the checkout")
-    assert demo_text.load_text(None)[1] == b"# of the checkout"
+    assert problem.load_text(None)[1] == b"# of the checkout"
 
 
 @pytest.mark.parametrize("steps", [1, 100, len(TEXT) - 1])
 def test_requests_are_stretches_of_the_text(steps: int) -> None:
-    requests = demo_text.cut_requests(TEXT, steps)
+    requests = problem.cut_requests(TEXT, steps)
     for request in requests:
         assert request.tokens.tobytes() in TEXT
         assert len(request.tokens) == request.prompt + steps
@@ -195,10 +194,10 @@ def test_requests_are_stretches_of_the_text(steps: int) -> None:
 
 
 def test_cache_keeps_rows_and_leaves_the_rest_poisoned() -> None:
-    requests = demo_text.cut_requests(TEXT, 10)
-    paged = cache.PagedCache.shuffled(requests, backends.CPUBackend(), seed=1)
+    requests = problem.cut_requests(TEXT, 10)
+    paged = problem.PagedCache.shuffled(requests, backends.CPUBackend(), seed=1)
     rng = np.random.default_rng(0)
-    written = [rng.standard_normal((r.prompt, 576)).astype(cache.BF16) for r in requests]
+    written = [rng.standard_normal((r.prompt, 576)).astype(problem.BF16) for r in requests]
     for i, rows in enumerate(written):
         paged.write(i, 0, rows[:5].astype(np.float32))
         paged.write(i, 5, rows[5:].astype(np.float32))
@@ -242,7 +241,7 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
     assert [step["step"] for step in steps] == [str(i + 1) for i in range(len(steps))]
     decoding = [int(step["decoding"]) for step in steps]
     chunks = [[int(n) for n in step["prompt chunks"].split("+") if n != "-"] for step in steps]
-    prompts = sorted(request.prompt for request in demo_text.cut_requests(TEXT, 3))
+    prompts = sorted(request.prompt for request in problem.cut_requests(TEXT, 3))
     assert sum(map(sum, chunks)) == sum(prompts)
     assert sum(decoding) == 3 * len(prompts)
     assert max(n + sum(c) for n, c in zip(decoding, chunks, strict=True)) == server.STEP_TOKENS
@@ -624,7 +623,7 @@ def test_decodes_sparsely(
     assert len(selections) == 2 * 3  # of three layers, one of which shares a selection
     assert len(set(map(id, selections))) == 1
     lengths = [
-        request.prompt + n for request in demo_text.cut_requests(TEXT, 3, 256) for n in (1, 2, 3)
+        request.prompt + n for request in problem.cut_requests(TEXT, 3, 256) for n in (1, 2, 3)
     ]
     read, seen = (3 * sum(numbers) for numbers in ((min(n, 64) for n in lengths), lengths))
     assert f"{read / seen:.1%} of the cached tokens, {read} of {seen}" in output
@@ -700,7 +699,7 @@ def test_the_kernels_decode_sparsely(capsys: pytest.CaptureFixture[str]) -> None
         backend = backends.CPUBackend()
         backend.put = cupy.asarray  # type: ignore[method-assign]
         backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
-        requests = demo_text.cut_requests(TEXT, 2, 128)
+        requests = problem.cut_requests(TEXT, 2, 128)
         shape = SPARSE["SPARSE_LAYERS"]["tiny"]
         assert SPARSE["decode_sparse"](shape, requests, 2, backend, seed=0) == 0
 

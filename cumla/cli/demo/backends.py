@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,35 +16,6 @@ from cumla.launch.device import import_cupy, require_hopper
 Array = NDArray[Any]
 
 
-class Backend(Protocol):
-    """Where the cache lives and attention runs."""
-
-    name: str
-    clock: str
-    repeats: str
-
-    def prepare(self, *plans_or_functions: Any) -> None:
-        """Have kernels ready for plans and functions, so that no step waits for a compiler."""
-
-    def put(self, array: Array) -> Any:
-        """Bring a host array to where attention runs."""
-
-    def fetch(self, array: Any) -> Array:
-        """Bring it back."""
-
-    def write(self, target: Any, source: Array) -> None:
-        """Overwrite a contiguous part of an array there."""
-
-    def copy(self, target: Any, source: Any) -> None:
-        """Copy a contiguous array there over another one."""
-
-    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """Run a call to its end; its result and its seconds."""
-
-    def repeatable(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Make a call ready that is going to be repeated, on the same arrays with new contents."""
-
-
 class CPUBackend:
     """NumPy arrays, which cumla's operations hand to `cumla.reference`."""
 
@@ -53,32 +24,39 @@ class CPUBackend:
     repeats = "a call of the reference"
 
     def prepare(self, *plans_or_functions: Any) -> None:
-        """Do nothing."""
+        """Have kernels ready for plans and functions, so that no step waits for a compiler."""
 
-    def put(self, array: Array) -> Array:
-        """Return the array itself."""
+    def put(self, array: Array) -> Any:
+        """Bring a host array to where attention runs."""
         return array
 
-    fetch = put
+    def fetch(self, array: Any) -> Array:
+        """Bring it back."""
+        return np.asarray(array)
 
-    def write(self, target: Array, source: Array) -> None:
-        """Copy."""
+    def write(self, target: Any, source: Array) -> None:
+        """Overwrite a contiguous part of an array there."""
         target[...] = source
 
-    copy = write
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy a contiguous array there over another one."""
+        target[...] = source
 
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """Time by the clock on the wall."""
+        """Run a call to its end; its result and its seconds."""
         start = time.perf_counter()
         result = call()
         return result, time.perf_counter() - start
 
     def repeatable(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Return the call itself."""
+        """Make a call ready that is going to be repeated, on the same arrays with new contents."""
         return call
 
 
-class GPUBackend:
+Backend = CPUBackend
+
+
+class GPUBackend(CPUBackend):
     """CuPy arrays, on which cumla's operations run their kernels. Only copies are left to CuPy."""
 
     clock = "CUDA events around the call, launches included"
