@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
+LOGGER = "vllm.cumla"  # vLLM shows what its own loggers, and those below, say
 NO_ALIBI = "alibi_slopes: cumla's backend has no ALiBi"
 
 
@@ -50,7 +51,7 @@ class Kernels:
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype | str) -> bool:
         """Tell whether the kernels take a model of this dtype."""
-        return _name(dtype) in DTYPES
+        return dtype_name(dtype) in DTYPES
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -91,7 +92,7 @@ class MLAKernels(Kernels):
         **__: Any,
     ) -> str | None:
         """Refuse float16 queries over an FP8 cache."""
-        if _name(dtype) == "float16" and kv_cache_dtype in FP8:
+        if dtype_name(dtype) == "float16" and kv_cache_dtype in FP8:
             return "an FP8 cache needs a model in bfloat16"
         return None
 
@@ -132,7 +133,8 @@ class MHAKernels(Kernels):
         return None
 
 
-def _name(dtype: torch.dtype | str) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Return the name of a dtype of torch, or of a name."""
     return str(dtype).removeprefix("torch.")
 
 

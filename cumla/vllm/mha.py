@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,8 +16,9 @@ from vllm.v1.attention.backend import (
 )
 
 import cumla
+from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
-from cumla.vllm._kernels import NO_ALIBI, MHAKernels, factor
+from cumla.vllm._kernels import LOGGER, NO_ALIBI, MHAKernels, dtype_name, factor
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
@@ -26,6 +28,11 @@ class Form(NamedTuple):
 
     num_heads: int
     window: int | None
+
+    @property
+    def name(self) -> str:
+        """Tell the layers of a model from each other."""
+        return "without a window" if self.window is None else f"with a window of {self.window + 1}"
 
 
 @dataclass
@@ -59,6 +66,26 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             )
             for form in {layers[name].impl.form for name in layer_names}
         }
+        impls = Counter(
+            (layer.impl.form, layer.impl.num_kv_heads, layer.impl.head_size)
+            for layer in layers.values()
+            if isinstance(getattr(layer, "impl", None), Impl)
+        )
+        log_layers(
+            LOGGER,
+            {
+                f"layers {form.name} ({count})": Layers(
+                    form.num_heads,
+                    kv_cache_spec.block_size,
+                    dtype_name(vllm_config.model_config.dtype),
+                    cache_dtype(kv_cache_spec.dtype),
+                    num_kv_heads,
+                    head_size,
+                    window=form.window,
+                )
+                for (form, num_kv_heads, head_size), count in impls.items()
+            },
+        )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

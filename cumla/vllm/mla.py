@@ -24,9 +24,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 import cumla
+from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
 from cumla.core.check_mode import environment_flag
-from cumla.vllm._kernels import MLAKernels, factor
+from cumla.vllm._kernels import LOGGER, MLAKernels, dtype_name, factor
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
 
@@ -65,6 +66,14 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             page_size=self.page_size,
             dtype=self.model_config.dtype,
         )
+        layers = Layers(
+            self.num_heads * self.dcp_world_size,
+            self.page_size,
+            dtype_name(self.model_config.dtype),
+            cache_dtype(self.kv_cache_spec.dtype),
+            fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"),
+        )
+        log_layers(LOGGER, {f"layers with MLA ({len(self.layer_names)})": layers})
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:

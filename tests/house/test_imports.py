@@ -31,7 +31,7 @@ LAYERS = (
     tuple(f"cumla.{family}" for family in FAMILIES),
     ("cumla.preparation",),
     ("cumla.__init__",),
-    ("cumla._serving",),
+    ("cumla._choices", "cumla._serving"),
     (
         *("cumla.compat", "cumla.torch", "cumla.jax", "cumla.distributed"),
         *("cumla.vllm", "cumla.sglang"),

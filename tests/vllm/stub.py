@@ -45,7 +45,8 @@ class SpecBuilder(Base[M]):
     """vLLM's own builder takes its arguments by position."""
 
     def __init__(self, spec: Any, names: list[str], config: Any, device: Any) -> None:
-        self.kv_cache_spec, self.vllm_config, self.device = spec, config, device
+        self.kv_cache_spec, self.layer_names = spec, names
+        self.vllm_config, self.device = config, device
 
 
 class MLABuilder(SpecBuilder[M]):

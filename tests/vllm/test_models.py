@@ -71,7 +71,7 @@ def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatc
     assert found["12 layers"] == "full attention"
     assert found["decoding, 1 request"] == "mla_decode_bfloat16_shared_blocks"
     assert found["mixed, 128 requests"] == "mla_attention_bfloat16"
-    assert found["prefill, 1 request"] == "vLLM's own backend of MLA prefills"
+    assert found["prefill, 1 request"] == "vLLM's own backend"
     found = rows(info(KIMI, "--tensor-parallel-size", "8", "--block-size", "16")[1])
     assert found["each GPU"] == "16 heads of 576; cache auto, pages of 16 tokens"
     assert found["decoding, 1 request"] == "mla_decode_bfloat16_swapped_boxes"
@@ -215,3 +215,36 @@ def test_it_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """What the plugins have logged of kernels, in a process that said nothing before."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("cumla._choices._said", set())
+    caplog.set_level("INFO")
+    return lambda: [record for record in caplog.records if "attends in" in record.getMessage()]
+
+
+def test_vllm_logs_once_which_kernels_serve_which_layers(told: Any) -> None:
+    import torch
+
+    from tests.vllm.layers import MHA as Full
+    from tests.vllm.layers import MLA as Latent
+    from tests.vllm.stub import stubbed
+
+    with stubbed():
+        for _ in range(2):  # micro-batches have a builder each
+            Full()
+            Latent()
+            Latent(torch.uint8)
+    assert {record.name for record in told()} == {"vllm.cumla"}  # below the logger that is shown
+    full, latent, fp8 = (record.getMessage() for record in told())
+    assert full == (
+        "cumla attends in layers without a window (1): attention_decode_bfloat16_64_64_8, "
+        "attention_bfloat16_64_64, attention_prefill_bfloat16_64_64; layers with a window of 8 "
+        "(1): attention_bfloat16_64_64, attention_prefill_bfloat16_64_64"
+    )
+    mla = "cumla attends in layers with MLA (1): "
+    assert latent == f"{mla}mla_decode_bfloat16_swapped_boxes, mla_attention_bfloat16_boxes"
+    assert fp8 == f"{mla}mla_decode_fp8_16_rows, mla_attention_fp8_rows"

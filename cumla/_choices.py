@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels attend in the layers of a server: its log says so, and ``python -m cumla info``."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import cumla
+from cumla.errors import CumlaError
+from cumla.launch.device import current_device, properties
+from cumla.launch.mha.attention import attention_spec
+from cumla.launch.mha.attention_simt import SPEC
+from cumla.launch.mla.choice import decode_spec
+from cumla.launch.mla.mla_attention import attention_spec as mla_attention_spec
+from cumla.launch.mla.mla_decode_fp8 import fp8_specs
+from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+E4M3 = "float8_e4m3fn"
+_PREFILL = 8192  # tokens of a step
+_SM_COUNT = 132  # of an H100 SXM, an H200 and a GH200
+_said: set[str] = set()
+
+
+class Layers(NamedTuple):
+    """What layers that share a plan have in common, on each GPU."""
+
+    num_heads: int
+    page_size: int
+    dtype: str
+    cache_dtype: str | None = None
+    num_kv_heads: int = 0  # 0: MLA; then there are no other sizes
+    head_dim: int = 0
+    head_dim_v: int | None = None
+    window: int | None = None  # to the left
+    fp8_products: bool = False
+
+    def kernels(self, batch: int, tokens: int, q_len: int = 0) -> list[str]:
+        """Name those of a step: `q_len` tokens of each request, 0 where they differ."""
+        options: dict[str, Any] = {"page_size": self.page_size, "dtype": self.dtype}
+        options |= {"cache_dtype": self.cache_dtype, "like": np.zeros(0)}
+        if not self.num_kv_heads:
+            return [self._of_mla(batch, tokens, q_len, options)]
+        options |= {"num_kv_heads": self.num_kv_heads, "head_dim_v": self.head_dim_v}
+        shape = batch, tokens, self.num_heads, self.head_dim
+        plan = cumla.AttentionPlan(*shape, window=self.window, **options)
+        key = replace(plan.key, sm_count=_sm_count())
+        if key.takes_single_rows:
+            return [SPEC.entry]
+        return [attention_spec(k).entry for k in (key, key.beside) if k is not None]
+
+    def _of_mla(self, batch: int, tokens: int, q_len: int, options: dict[str, Any]) -> str:
+        kind: Any = cumla.MLADecodePlan if q_len else cumla.MLAAttentionPlan
+        key = kind(batch, q_len or tokens, self.num_heads, **options).key
+        if self.cache_dtype is None:
+            spec = decode_spec(key) if q_len else mla_attention_spec(key)
+        elif self.fp8_products and key.has_whole_tiles:
+            spec = fp8_products_spec(key, True)
+        else:
+            spec = fp8_specs(key)[0]
+        return spec.entry
+
+    def steps(self) -> dict[str, list[str]]:
+        """Name the kernels of a server's steps."""
+        return {
+            "decoding, 1 request": self.kernels(1, 1, 1),
+            "decoding, 128 requests": self.kernels(128, 128, 1),
+            "3 drafts, 128 requests": self.kernels(128, 512, 4),
+            "mixed, 128 requests": self.kernels(128, _PREFILL),
+            "prefill, 1 request": self.kernels(1, _PREFILL),
+        }
+
+
+def log_layers(logger: str, layers: Mapping[str, Layers]) -> None:
+    """Log, once in a process, which kernels serve which layers of a model."""
+    line = "; ".join(
+        f"{what}: {', '.join(dict.fromkeys(chain(*each.steps().values())))}"
+        for what, each in layers.items()
+    )
+    if line not in _said:
+        _said.add(line)
+        logging.getLogger(logger).info("cumla attends in %s", line)
+
+
+def _sm_count() -> int:
+    try:
+        return properties(current_device()).sm_count
+    except CumlaError:  # no GPU: as of an H200
+        return _SM_COUNT
