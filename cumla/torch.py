@@ -39,6 +39,8 @@ from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from cumla.errors import MissingDependencyError
 
 try:
@@ -61,7 +63,8 @@ from cumla.core.arguments import (
     checked_flag,
     number_of,
 )
-from cumla.core.arrays import WORKSPACE, open_call
+from cumla.core.arrays import WORKSPACE, open_call, to_numpy
+from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
 from cumla.core.frameworks import (
     NO_DSA_PLAN,
     NO_PLANS,
@@ -70,12 +73,21 @@ from cumla.core.frameworks import (
     framework_of_type,
     torch_framework,
 )
-from cumla.core.operation import Ready, Scheduled, checked_outputs, pack, run_on_cpu
+from cumla.core.operation import (
+    Ready,
+    Scheduled,
+    checked_outputs,
+    pack,
+    run_on_cpu,
+    trusted_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from inspect import Parameter
 
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import Call
     from cumla.core.operation import Operation
 
     Arguments = Mapping[str, Any]
@@ -305,13 +317,16 @@ def _run_half(
     written = (*outs.items(), (WORKSPACE, workspace))
     call = open_call(tuple(arrays.items()), written)
     with call:
+        looks = check_mode() and may_look(call)
         identity = (operation, attends, call.views, *arrays, options)
-        packed = _ready.get(identity)
+        packed = None if looks else _ready.get(identity)
         if packed is None:
             views = dict(zip((*arrays, *outs, WORKSPACE), call.views, strict=True))
             arguments = operation.arguments(views, options)
             returned = operation.outputs(arguments) if attends else ()
             given = checked_outputs(operation, returned, views, (*outs, WORKSPACE))
+            if looks:
+                _look(attends, operation, call, arrays, views, arguments)
             buffer = views[WORKSPACE]
             assert buffer is not None
             if call.device is None:
@@ -324,6 +339,32 @@ def _run_half(
             packed = pack(call, half, key, arguments[attends], returned, given, buffer.ptr)
             _ready.keep(identity, packed)
         return packed.run(call, outs) or (None,) * len(outs)
+
+
+def _look(
+    attends: bool,
+    operation: Scheduled[Any, Any],
+    call: Call,
+    arrays: Arguments,
+    views: Views,
+    arguments: Any,
+) -> None:
+    """Check mode: raise for the first value out of range that a half reads."""
+    half = operation if attends else operation.schedule
+    read = trusted_of(operation, views) if attends else {n: views.get(n) for n in half.trusted}
+    host = {
+        name: to_numpy(name, arrays[name])
+        if call.device is None
+        else copy_to_host(view, call.stream)
+        for name, view in read.items()
+        if view is not None
+    }
+    check_factors(host)
+    for name in operation.trusted:  # a schedule reads no page numbers: any will do
+        view = views.get(name)
+        if name not in host and view is not None:
+            host[name] = np.zeros(view.shape, view.dtype)
+    operation.check_values(host, arguments)
 
 
 # --- calls that are traced -----------------------------------------------------------------------

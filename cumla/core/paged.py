@@ -282,9 +282,16 @@ def check_block_table(
     num_pages: int,
     page_size: int,
     otherwise: str = _ZEROS,
+    first: np.ndarray[Any, Any] | None = None,
 ) -> None:
-    """Raise for the first page number out of range that a request of these lengths uses."""
-    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    """Raise for the first page number out of range that a request of these lengths uses.
+
+    `first` are the tokens before which a request sees none: pages that end there may be gone.
+    """
+    begin = np.arange(table.shape[1]) * page_size
+    used = begin < lengths[:, None]
+    if first is not None:
+        used &= begin + page_size > first[:, None]
     bad = used & ((table < 0) | (table >= num_pages))
     refuse_value("block_table", table, bad, f"a page number from 0 to {num_pages - 1}", otherwise)
 
@@ -299,13 +306,18 @@ def check_ragged_lengths(host: Host, total_tokens: int, page_size: int, most_tok
     _check_held(host["kv_lens"], most)
 
 
-def check_ragged_pages(host: Host, num_pages: int, page_size: int) -> None:
-    """Raise for the first length that the pages do not hold, or used page number out of range."""
+def check_ragged_pages(
+    host: Host, num_pages: int, page_size: int, first: np.ndarray[Any, Any] | None = None
+) -> None:
+    """Raise for the first length that the pages do not hold, or used page number out of range.
+
+    `first` is as in `check_block_table`.
+    """
     lengths = host["kv_lens"]
     if "block_table" in host:
         table = host["block_table"]
         _check_held(lengths, np.full(len(lengths), table.shape[1] * page_size))
-        check_block_table(table, lengths, num_pages, page_size)
+        check_block_table(table, lengths, num_pages, page_size, first=first)
         return
     pages, indptr = host["kv_indices"], host["kv_indptr"]
     if indptr[-1] > len(pages):
@@ -315,8 +327,9 @@ def check_ragged_pages(host: Host, num_pages: int, page_size: int) -> None:
         )
     used = np.zeros(len(pages), bool)
     counts = -(-lengths.astype(np.int64) // page_size)
-    for begin, count in zip(indptr[:-1], counts, strict=True):
-        used[begin : begin + count] = True
+    skipped = np.zeros(len(counts), np.int64) if first is None else first // page_size
+    for begin, count, skip in zip(indptr[:-1], counts, skipped, strict=True):
+        used[begin + skip : begin + count] = True
     bad = used & ((pages < 0) | (pages >= num_pages))
     refuse_value("kv_indices", pages, bad, f"a page number from 0 to {num_pages - 1}", _ZEROS)
 

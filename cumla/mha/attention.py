@@ -314,7 +314,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         if has_list:
             _check_lengths(host, tokens, page_size)
         if "kv_lens" in host:
-            check_ragged_pages(host, num_pages, page_size)
+            check_ragged_pages(host, num_pages, page_size, _first_seen(host, a))
         if not has_list:
             _check_lengths(host, tokens, page_size)
 
@@ -560,6 +560,16 @@ def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
             "kv_indptr: needs kv_indices beside it for keys in pages, got one of them; pass both, "
             "or block_table"
         )
+
+
+def _first_seen(host: Host, a: MHAArguments) -> np.ndarray[Any, Any] | None:
+    """Check mode: tell the first token of each request that a window lets its queries see."""
+    left = a.window[0]
+    if left < 0:
+        return None
+    bounds, lengths = host.get("qo_indptr"), host["kv_lens"].astype(np.int64)
+    new = a.q.shape[1] if bounds is None else np.diff(bounds.astype(np.int64))
+    return np.maximum(lengths - new - left, 0)
 
 
 def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:

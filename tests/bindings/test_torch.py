@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
 import logging
 from collections.abc import Iterable, Iterator
@@ -616,6 +618,49 @@ def test_halves_on_a_gpu() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 ops.attention_attend(*positional, **named, workspace=wrong)
+
+
+@every_plan
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_halves_in_check_mode(
+    planned: Planned, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule looks at lengths, attention at everything, also where arrays were seen before."""
+
+    def copied(view: Any, stream: int) -> Any:
+        size = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)) + 8
+        memory = (ctypes.c_char * size).from_address(view.ptr)
+        return np.ndarray(view.shape, view.dtype, memory, strides=view.strides).copy()
+
+    monkeypatch.setattr(binding, "copy_to_host", copied)
+    operation = OPERATIONS[planned.operation]
+    given = tensors(operation.make())
+    positional, named = in_graph(operation, given)
+    first, second = (
+        getattr(torch.ops.cumla, f"{operation.function.__name__}_{half}")
+        for half in ("schedule", "attend")
+    )
+    with torch_gpu() if on_gpu else contextlib.nullcontext():
+        named["workspace"] = gpu_workspace(1 << 20)
+        for half in (first, second):
+            half(*positional, **named)
+        monkeypatch.setenv("CUMLA_CHECK", "1")
+        for half in (first, second):
+            half(*positional, **named)
+        for name in set(operation.integers) - set(operation.any_values):
+            array = dict(arrays_of(given))[name]
+            place = tuple(np.argwhere(array.numpy() > 0)[-1])
+            kept = array[place].clone()
+            array[place] = 10**6 if not array.is_floating_point() else float("inf")
+            message = r"^\w+(\[.*\])?: needs .*(1000000|inf)"
+            with pytest.raises(ValueError, match=message):
+                second(*positional, **named)
+            if name in planned.updated_with:
+                with pytest.raises(ValueError, match=message):
+                    first(*positional, **named)
+            else:
+                first(*positional, **named)
+            array[place] = kept
 
 
 # --- what PyTorch asks of operations -------------------------------------------------------------
