@@ -229,7 +229,18 @@ class PlanMemory:
         raise _never_updated(lengths)
 
 
-class Plan(ABC, Generic[K]):
+class Single:
+    """Base of what is never copied: a copy would write to the same memory."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""
+        raise TypeError(
+            f"{type(self).__name__}: a plan cannot be copied or pickled, because both would have "
+            f"the memory of one schedule; make another plan from the same arguments"
+        )
+
+
+class Plan(Single, ABC, Generic[K]):
     """A schedule and its buffer, for every layer of a step: base of all families' plans."""
 
     _schedule: ClassVar[Operation[Any, Any]]
@@ -259,13 +270,6 @@ class Plan(ABC, Generic[K]):
             with call:
                 nbytes = self._attend.workspace_bytes(self.key)
                 self._memory = PlanMemory(call, nbytes, workspace)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""
-        raise TypeError(
-            f"{type(self).__name__}: a plan cannot be copied or pickled, because both would have "
-            f"the memory of one schedule; make another plan from the same arguments"
-        )
 
     def prepare(self) -> None:
         """Compile and load the plan's kernels: later calls do not wait, nor fail under capture.

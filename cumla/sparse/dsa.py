@@ -13,7 +13,7 @@ from cumla.core.arguments import INT32, checked_flag, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
 from cumla.core.operation import Output, run
 from cumla.core.paged import refuse_value
-from cumla.core.plan import Workspace
+from cumla.core.plan import Single, Workspace
 from cumla.core.state import AttentionState
 from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_paged
 from cumla.indexer.paged_logits import named as named_index
@@ -113,7 +113,7 @@ _INDEX_NAMES = {
 _ANY_INDEX_NAME = re.compile(rf"(?<![\w.])({'|'.join(_INDEX_NAMES)})(?!\w)")
 
 
-class DSAPlan:
+class DSAPlan(Single):
     """Scores, selection and attention of a decoding step, for every layer of a model.
 
     The step of DeepSeek-V3.2: in each layer the indexer scores all tokens that a query token sees,

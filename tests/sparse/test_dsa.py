@@ -4,6 +4,8 @@ what it launches, allocates and keeps on a GPU that is not there."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,14 @@ def step(plan: cumla.DSAPlan, given: dict[str, Any], kv_lens: Any, **lengths: An
 def assert_same(got: Any, want: Any) -> None:
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copies(again: Any) -> None:
+    """Both would share the plans that it is made of."""
+    plan = plan_of(STEP.arguments())
+    with pytest.raises(TypeError, match=r"^DSAPlan: a plan cannot be copied or pickled, .* make"):
+        again(plan)
 
 
 # --- results --------------------------------------------------------------------------------------
