@@ -307,8 +307,12 @@ class Plan(Single, ABC, Generic[K]):
         if memory is not None and self._update_again(memory, named, stream):
             return
         call = open_call(named, stream=stream)
-        views = dict(zip(inputs, call.views, strict=False))
-        arguments = self._schedule.arguments(views, options)
+        views: dict[str, ArrayView | None] = dict(zip(inputs, call.views, strict=False))
+        packed, form = None, (form_of(call, views), options)
+        if memory is not None and not check_mode():
+            views = movable(views)
+            packed = memory.forms.get(form)
+        arguments = None if packed else self._schedule.arguments(views, options)
         self._check_device(call)
         if memory is not None:
             refuse_overlap({WORKSPACE: memory.buffer}, views)
@@ -326,8 +330,11 @@ class Plan(Single, ABC, Generic[K]):
                 return
             assert call.device is not None
             self._load(call.device, lambda: call.capturing)
-            packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
-            launch = _in_turn(packed.placed(call)[0])
+            if packed is None:
+                packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
+                if not check_mode():
+                    memory.forms.keep(form, packed)
+            launch = _in_turn(packed.moved(views).placed(call)[0])
             seen = glance(tuple([array for _, array in named]))
             if seen is not None:
                 names = [name for name, _ in named]

@@ -689,6 +689,17 @@ def test_layers_of_a_form_are_checked_once(
         plan.run(**layers[1], stream=stream)
         assert found[-1] == seen
     assert [*found[0]] != [*found[1]]  # their streams
+    lengths = planned.lengths(on_gpu(cupy, planned))
+    updates = []
+    for pack in (None, core_plan.pack):
+        with monkeypatch.context() as patch:
+            patch.setattr(core_plan, "pack", pack)
+            seen.clear()
+            plan.update(**lengths)
+        updates.append([*seen])
+        plan._memory.forms.clear()
+        plan._updates.clear()
+    assert updates[0] == updates[1]
     given = on_gpu(cupy, planned)
     for name in OPERATIONS[planned.operation].outputs():
         inputs, (_, other) = planned.inputs(given), next(arrays_of(given))
