@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,6 +15,8 @@ from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 NEEDED = (
     "the kernels need an NVIDIA Hopper GPU of compute capability 9.0 (H100, H200, H800, H20, GH200)"
 )
+_CACHE = "CUPY_CACHE_DIR"
+_log = logging.getLogger(__name__)
 # Wheels that bring a module named cupy: two of them overwrite each other's files.
 _CUPY_DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
@@ -39,12 +44,40 @@ def import_cupy() -> Any:
             f"each other: uninstall all of them"
         )
     try:
-        return import_module("cupy")
+        return _imported()
     except ImportError as error:
         problem = "cannot be imported" if found else "is not installed"
         raise MissingDependencyError(
             f"CuPy, which runs the kernels on a GPU, {problem} ({error})"
         ) from error
+
+
+def _imported() -> Any:
+    """Import CuPy, which fails where it cannot make the folder of its kernel cache."""
+    given = os.environ.get(_CACHE)
+    if "cupy" not in sys.modules:
+        folder = os.path.expanduser("~/.cupy/kernel_cache") if given is None else given
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            compile_in_memory(error)
+            os.environ[_CACHE] = os.sep  # it is there, which is all that CuPy asks
+    try:
+        return import_module("cupy")
+    finally:
+        os.environ.pop(_CACHE, None)
+        if given is not None:
+            os.environ[_CACHE] = given
+
+
+def compile_in_memory(error: OSError) -> None:
+    """Let CuPy neither read nor write its cache of kernels, because it cannot: a warning."""
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    _log.warning(
+        "kernels cannot be kept in CuPy's cache folder (%s), so every process compiles them again; "
+        "let CUPY_CACHE_DIR name a folder that can be written to",
+        error,
+    )
 
 
 def current_device() -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cumla.core._cupy import compile_in_memory
 from cumla.core._driver import driver, in_primary_context
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError, NotPreparedError
 from cumla.launch.device import import_cupy, require_hopper
@@ -162,8 +163,18 @@ def _function_of_cubin(cupy: Any, spec: KernelSpec, path: Path) -> Any:
 def _compile_with_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
     text = translation_unit(spec, debug=debug)
     options = tuple(option for option in OPTIONS if option not in ADDED_BY_CUPY)
+
+    def compiled() -> Any:
+        function = cupy.RawModule(code=text, options=options).get_function(spec.entry)
+        _ = function.kernel
+        return function
+
     try:
-        return cupy.RawModule(code=text, options=options).get_function(spec.entry)
+        try:
+            return compiled()
+        except OSError as error:
+            compile_in_memory(error)
+            return compiled()
     except cupy.cuda.compiler.CompileException as error:
         raise _failure(spec, text, str(error)) from error
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib.util
+import os
 import subprocess
 import sys
 import threading
@@ -1806,6 +1808,27 @@ def test_importing_arrays_imports_no_framework():
     program = f"import cumla.core.arrays, sys; print({frameworks} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
+@pytest.mark.parametrize("variable", ["CUPY_CACHE_DIR", "HOME"])
+def test_cupy_without_a_folder_for_its_cache(variable, tmp_path):
+    """It is imported, its kernels are compiled in memory, and the variable is as it was."""
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "folder")
+    program = f"""
+import os
+from cumla.core._cupy import import_cupy
+for _ in range(2):
+    import_cupy()
+print(os.environ[{variable!r}], os.environ["CUPY_CACHE_IN_MEMORY"], "CUPY_CACHE_DIR" in os.environ)
+"""
+    env = {n: value for n, value in os.environ.items() if not n.startswith("CUPY_")}
+    env[variable] = folder
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.stdout.split() == [folder, "1", str(variable != "HOME")], done.stderr
+    assert done.stderr.count("let CUPY_CACHE_DIR name a folder that can be written to") == 1
 
 
 def test_what_lives_until_the_interpreter_exits():

@@ -46,6 +46,7 @@ class FakeCuPy:
         self.devices: list[int] = []
         self.refused = b"refused"
         self.failure: str | None = None
+        self.can_write = True  # to its cache
         self.local_bytes = 0
         self.images: list[bytes] = []  # of cubins that were loaded
         self.cuda = SimpleNamespace(
@@ -73,6 +74,8 @@ class FakeCuPy:
             self.images.append(image)
         if "code" in how and self.failure is not None:
             raise CompileException(self.failure)
+        if "code" in how and not (self.can_write or os.environ.get("CUPY_CACHE_IN_MEMORY")):
+            raise PermissionError("[Errno 13] Permission denied: 'kernel_cache'")
         self.made.append({**how, "entry": entry})
         handle = SimpleNamespace(ptr=1000 + len(self.made))
         return SimpleNamespace(kernel=handle, local_size_bytes=self.local_bytes)
@@ -116,6 +119,18 @@ def test_each_device_and_each_spec_is_loaded(cupy, small):
 def test_no_shared_memory_limit_is_set_without_dynamic_shared_memory(cupy, small):
     kernel = load(replace(small, smem_bytes=0), 0, capturing=never)
     assert not hasattr(kernel.owner, "max_dynamic_shared_size_bytes")
+
+
+def test_cache_that_cannot_be_written_to(cupy, small, monkeypatch, caplog):
+    """Kernels are compiled in memory, and it is said once."""
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be what it was afterwards
+    cupy.can_write = False
+    for entry in ("first", "second"):
+        load(replace(small, entry=entry), 0, capturing=never)
+    assert [made["entry"] for made in cupy.made] == ["first", "second"]
+    (record,) = caplog.records
+    assert "kept in CuPy's cache folder ([Errno 13] Permission denied" in record.getMessage()
+    assert "let CUPY_CACHE_DIR name a folder" in record.getMessage()
 
 
 def test_cold_kernel_under_capture_is_named(cupy, small):
