@@ -689,7 +689,8 @@ def test_layers_of_a_form_are_checked_once(
         plan.run(**layers[1], stream=stream)
         assert found[-1] == seen
     assert [*found[0]] != [*found[1]]  # their streams
-    lengths = planned.lengths(on_gpu(cupy, planned))
+    first, lengths = (planned.lengths(on_gpu(cupy, planned)) for _ in range(2))
+    plan.update(**first)
     updates = []
     for pack in (None, core_plan.pack):
         with monkeypatch.context() as patch:
