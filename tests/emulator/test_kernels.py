@@ -24,7 +24,7 @@ from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.fp8_problem import make_fp8
 from tests.gpu.tools.problem import make_problem
-from tests.mha import attention_cases
+from tests.mha import attention_cases, extreme_cases
 
 MULTIPROCESSORS = 4
 
@@ -257,3 +257,44 @@ def test_whole_tiles_of_fewer_queries_than_rows(cupy: CuPy, queries: int) -> Non
     cumla.attention(*arrays, **on_gpu, out=out)
     assert np.array_equal(out.get()[queries:], np.full_like(q, 7)[queries:])
     np.testing.assert_allclose(out.get()[:queries], expected, atol=4e-3)
+
+
+def attend_on(cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str, given: Any) -> list[Array]:
+    """By the kernel that the form is of."""
+    ran: list[str] = []
+
+    def noted(launch: Launch) -> None:
+        ran.append(launch.spec.stem)
+        emulate(launch)
+
+    monkeypatch.setattr(tests.emulator, "emulate", noted)
+    there = {n: cupy.like(a) if isinstance(a, np.ndarray) else a for n, a in given.items()}
+    got = [array.get() for array in cumla.attention(**there)]
+    assert form.split(",")[0].split()[0] in ran
+    return got
+
+
+@pytest.mark.parametrize("sinks", extreme_cases.SINKS.values(), ids=[*extreme_cases.SINKS])
+@pytest.mark.parametrize("form", extreme_cases.FORMS)
+def test_high_sinks(
+    cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str, sinks: tuple[float, ...]
+) -> None:
+    """They take all of the weight, or nearly all: what is left is as exact as without them."""
+    given = extreme_cases.make(form) | {"sinks": np.array(sinks, np.float32)}
+    extreme_cases.check(given, attend_on(cupy, monkeypatch, form, given))
+
+
+@pytest.mark.parametrize("form", extreme_cases.FORMS)
+def test_high_caps(cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    given = extreme_cases.make(form) | {"softcap": 1e6}
+    extreme_cases.check(given, attend_on(cupy, monkeypatch, form, given))
+
+
+@pytest.mark.parametrize("form", extreme_cases.E4M3_FORMS)
+def test_factors_at_the_ends_of_float32(
+    cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    for options in ({}, {"softcap": 1e-3}):
+        for factor, scale in ((2.0**126, 0.1), (2.0**126, 1e3), (2.0**-126, 0.1)):
+            given = extreme_cases.make_factors(form, factor, scale) | options
+            extreme_cases.check(given, attend_on(cupy, monkeypatch, form, given))

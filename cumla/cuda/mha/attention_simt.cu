@@ -71,8 +71,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
   query.load(p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + from.head * p.q_stride_head,
              p.key_columns);
   output.load(nullptr, 0);
-  const float sink = p.sinks == nullptr ? -kInfinity : p.sinks[from.head] * kLog2E;
-  float maximum = sink, sum = sink == -kInfinity ? 0.0f : 1.0f;
+  const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[from.head]);
+  float maximum = -kInfinity, sum = 0.0f;
   const Seen seen = seen_by(p, tile, segment.tokens, row);
 #pragma unroll 1
   for (int first = seen.first; first < seen.end; first += kAtOnce) {
@@ -116,7 +116,9 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
       }
     }
   }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  float lse = sum == 0.0f ? -kInfinity : maximum + log2_approx(sum);
+  take_sink(p, sink, inverse, lse);
   char* const out = row_of_out(p, tile, 0, row);
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
@@ -125,7 +127,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
     if (!has_column(p, column)) continue;
     store_global_float4(out + column * 4, v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
   }
-  if (threadIdx.x % 32 == 0) store_lse(p, 0, from, sum == 0.0f ? -kInfinity : maximum + log2_approx(sum));
+  if (threadIdx.x % 32 == 0) store_lse(p, tile, 0, from, lse);
 }
 
 __device__ __forceinline__ void attention_simt(const AttentionParams& p) {

@@ -68,13 +68,15 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   const int batch = quotient(row, p.by_q_len);
   int* const selected = p.selected + static_cast<i64>(row) * p.entries;
   const List list(p.lists, batch, row - batch * p.q_len);
-  int begin = 0, turn = 0, length = p.entries;  // until it has come, beside the first entries
+  const u32 entries = p.entries;
+  int begin = 0, turn = 0;
+  u32 length = entries;  // until it has come, beside the first entries
 #pragma unroll 1
-  for (int first = 0; first < length; first += kListEntries, turn ^= 1) {
+  for (u32 first = 0; first < length; first += kListEntries, turn ^= 1) {  // the last turn may end beyond 2^31
     int rows[kLaneEntries];
-    const int own = first + warp * (32 * kLaneEntries) + lane;
+    const u32 own = first + warp * (32 * kLaneEntries) + lane;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < p.entries ? list.entries[own + 32 * k] : -1;
+    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < entries ? list.entries[own + 32 * k] : -1;
     if (first == 0) length = list.exists ? min(max(p.bounds[row], 0), p.entries) : 0;
     int count = 0;
 #pragma unroll

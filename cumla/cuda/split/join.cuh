@@ -336,7 +336,7 @@ struct Joiner : Meeting<Params> {
                                         (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
-        store_lse(p, segment.request, Row(p, tile, row),
+        store_lse(p, tile, segment.request, Row(p, tile, row),
                   AnyTile::kHasSinks ? with_sink : weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
       if constexpr (AnyTile::kHasMaxLogits)
         if (row < tile.rows && unit == 0 && lane % 4 == 0) join_max_logit(row);

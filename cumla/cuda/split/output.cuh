@@ -81,12 +81,25 @@ __device__ __forceinline__ TokenPlace place_of(const Params&, int request, int t
 template <typename Params>
 __device__ __forceinline__ bool has_column(const Params&, int) { return true; }
 
-// A row's log-sum-exp, base 2, as the caller gets it.
-template <typename Params>
-__device__ __forceinline__ void store_lse(const Params& p, int request, const Row& to, float lse) {
+constexpr float kMostSink = 3e38f;  // base 2, and without the sign
+
+// A row's log-sum-exp, base 2, as the caller gets it. One that only a sink can have is that sink: base 2 has no numbers
+// for the highest ones.
+template <typename Params, typename AnyTile>
+__device__ __forceinline__ void store_lse(const Params& p, const AnyTile&, int request, const Row& to, float lse) {
   const TokenPlace at = place_of(p, request, to.token);
-  p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] =
-      lse == -kInfinity ? p.empty_lse : lse * kLn2;
+  float natural = lse == -kInfinity ? p.empty_lse : lse * kLn2;
+  if constexpr (AnyTile::kHasSinks)
+    if (p.sinks != nullptr && p.sink_in_lse && fabsf(lse) >= kMostSink && lse != -kInfinity)
+      natural = p.sinks[to.head * p.sinks_stride];
+  p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] = natural;
+}
+
+// A sink in base 2, or the finite number next to it: differences of infinities would be NaN. -inf is no sink.
+__device__ __forceinline__ float bounded_sink(float sink) {
+  const float log2 = sink * kLog2E;
+  if (sink == -kInfinity) return sink;
+  return log2 > kMostSink ? kMostSink : log2 < -kMostSink ? -kMostSink : log2;  // NaN stays NaN
 }
 
 // The sink of a row, base 2; -inf if there is none. Rows of a tile that has sinks are heads of one token. Callers keep
@@ -94,11 +107,11 @@ __device__ __forceinline__ void store_lse(const Params& p, int request, const Ro
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ float sink_of(const Params& p, const AnyTile& tile, int row) {
   if (p.sinks == nullptr || row >= tile.rows) return -kInfinity;
-  return p.sinks[(tile.first_row + row) * p.sinks_stride] * kLog2E;
+  return bounded_sink(p.sinks[(tile.first_row + row) * p.sinks_stride]);
 }
 
-// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. A sink that is
-// infinite in base 2 leaves no weight to values.
+// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. The highest sinks
+// leave no weight to values.
 template <typename Params>
 __device__ __forceinline__ void take_sink(const Params& p, float sink, float& scale, float& lse) {
   if (sink == -kInfinity) return;

@@ -14,6 +14,8 @@ import cumla
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import to_torch
 from tests.gpu.tools.memory import Memory
+from tests.gpu.tools.sanitize import multiprocessors
+from tests.mha import extreme_cases
 from tests.mha.attention_cases import NO_KEYS, Sample, check, make, samples, without_keys
 
 KERNELS = (
@@ -157,6 +159,39 @@ def test_factors_may_change_between_replays() -> None:
         expected = cumla.attention(**there, kv_lens=kv_lens)
         for name, other in zip(("out", "lse"), expected, strict=True):
             assert bool((bits(outputs[name]) == bits(other)).all())
+
+
+# --- numbers at the ends of 16 and 32 bits --------------------------------------------------------
+
+
+def check_extremes(given: dict[str, Any]) -> None:
+    """On few multiprocessors, where requests are cut or row tiles whole, and on all."""
+    with multiprocessors(4):
+        extreme_cases.check(given, run_on_gpu(given))
+    extreme_cases.check(given, run_on_gpu(given))
+
+
+@pytest.mark.parametrize("sinks", extreme_cases.SINKS.values(), ids=[*extreme_cases.SINKS])
+@pytest.mark.parametrize("form", extreme_cases.FORMS)
+def test_high_sinks(form: str, sinks: tuple[float, ...]) -> None:
+    """They take all of the weight, or nearly all: what is left is as exact as without them."""
+    check_extremes(extreme_cases.make(form) | {"sinks": np.array(sinks, np.float32)})
+
+
+@pytest.mark.parametrize("softcap", extreme_cases.CAPS)
+@pytest.mark.parametrize("form", extreme_cases.FORMS)
+def test_high_caps(form: str, softcap: float) -> None:
+    """Of scores near 0, and of some as high as the lowest cap."""
+    for scale in (1.0, 8.0):
+        check_extremes(extreme_cases.make(form, scale=scale) | {"softcap": softcap})
+
+
+@pytest.mark.parametrize("factor", extreme_cases.FACTORS)
+@pytest.mark.parametrize("form", extreme_cases.E4M3_FORMS)
+def test_factors_at_the_ends_of_float32(form: str, factor: float) -> None:
+    for options in ({}, {"softcap": 1e-3}):
+        for scale in (0.1, 1e3):
+            check_extremes(extreme_cases.make_factors(form, factor, scale) | options)
 
 
 # --- batch invariance -----------------------------------------------------------------------------

@@ -358,6 +358,7 @@ class Block:
             scales = slot.reshape(TOKENS, PACKED)[:, 512:528].copy().view(np.float32)
         rope_is_fp8 = rope.dtype == np.uint8
         query, divisors = load_query(q, rows, rope_is_fp8)
+        factors = divisors * np.float32(576**-0.5 * np.log2(np.e))  # as stored
         self.layout = layout
         lanes = np.arange(128)
         tokens = np.array([token_at(t // 32 * 16 + t % 32 // 4) for t in range(128)])
@@ -371,16 +372,16 @@ class Block:
         scores = np.zeros((128, rows // 2))
         if rope_is_fp8:
             raw = self.keys(slot[layout.rope :], 0, query[8])
-            scores += accumulators(raw) * kv_scale * divisors[held_rows]
+            scores += accumulators(raw) * kv_scale * factors[held_rows]
         else:
             keys = np.hstack(rope_steps(slot[layout.rope :], layout)[0])
-            scores += accumulators(keys @ rows_of_tile(query[8], ml_dtypes.bfloat16).T)
+            raw = accumulators(keys @ rows_of_tile(query[8], ml_dtypes.bfloat16).T)
+            scores += raw * 576**-0.5 * np.log2(np.e)
         for group in range(4):
             pair = (2 * group, 2 * group + 1)
             d = accumulators(sum(self.keys(slot, k, query[k]) for k in pair))
-            factor = kv_scale if scales is None else of_tokens(scales[:, group])
-            scores += d * divisors[held_rows] * factor
-        scores *= np.log2(np.e) * 576**-0.5
+            scale = kv_scale if scales is None else of_tokens(scales[:, group])
+            scores += d * factors[held_rows] * scale
         self.scores = scores
 
         maximum = np.full(rows, -np.inf)
@@ -763,14 +764,14 @@ def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int)
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8/load.cuh": "5d700c58",
+    "mla/mla_decode_fp8/load.cuh": "a27eb2e9",
     "mla/mla_decode_fp8/compute.cuh": "19081f49",
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "a0ca49fb",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
-    "mla/mla_decode_fp8/layout.cuh": "23566e32",
+    "mla/mla_decode_fp8/layout.cuh": "1954d4b4",
     "mla/mla_decode/pages.cuh": "a35f06ae",
-    "split/join.cuh": "2db8cea0",
+    "split/join.cuh": "b2cf94f0",
     "split/output.cuh": "87862f93",
 }
 

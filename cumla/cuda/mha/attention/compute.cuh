@@ -41,7 +41,7 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2], seen_by_all;
-  float key_factor, value_factor;  // kScaled
+  float key_factor, value_factor;  // kScaled: of scores, to the base 2, or of what is capped; of values
 
   __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                       int consumer)
@@ -60,31 +60,25 @@ struct Consumer {
 
   // Factors of a product of query and key, to the base 2: p.scale_log2 is that of what is capped where there is a cap.
   __device__ __forceinline__ float score_factor() const {
-    return kScaled && p.to_softcap == 0.0f ? p.scale_log2 * key_factor : p.scale_log2;
+    return kScaled && p.to_softcap == 0.0f ? key_factor : p.scale_log2;
   }
-  __device__ __forceinline__ float cap_factor() const { return kScaled ? p.to_softcap * key_factor : p.to_softcap; }
+  __device__ __forceinline__ float cap_factor() const { return kScaled ? key_factor : p.to_softcap; }
 
-  // The sink counts once: in the first piece of a row tile, for consumer 0, or both where they divide the columns.
   __device__ __forceinline__ void begin(const Segment& segment) {
 #pragma unroll
     for (int i = 0; i < kGroups * 4; ++i) output[i] = 0.0f;
     if constexpr (kScaled) {
-      key_factor = p.key_scale.of(request_of(p, tile), tile.index);
+      const float key_scale = p.key_scale.of(request_of(p, tile), tile.index);
+      key_factor = fminf((p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * key_scale, kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
     // The first row's end is the least, the last row's beginning the greatest.
     seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
-    const bool has_sink = p.sinks != nullptr && (consumer == 0 || kDivided) && segment.first_part == blockIdx.y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
       seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
-      if (!has_sink || row + 8 * r >= tile.rows) continue;
-      const float sink = p.sinks[Row(p, tile, row + 8 * r).head] * kLog2E;
-      if (sink == -kInfinity) continue;
-      maximum[r] = sink;
-      if (lane % 4 == 0) sum[r] = weight[r] = 1.0f;
     }
   }
 
@@ -131,12 +125,11 @@ struct Consumer {
       named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
   }
 
-  // tanh(x) = 1 - 2 / (1 + exp(2 x)); what remains to be multiplied is scale_log2, which is softcap * log2(e) then.
+  // What remains to be multiplied is scale_log2, which is softcap * log2(e) then.
   __device__ __forceinline__ void cap_scores() {
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * cap_factor()));
+    for (int i = 0; i < 32; ++i) scores[i] = tanh_of(scores[i] * cap_factor());
   }
 
   __device__ __forceinline__ void mask_scores(int block) {
@@ -246,9 +239,12 @@ struct Consumer {
     return shared.exchange() + ((to * kHalf + j) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
 
+  // Sinks count last: weights relative to them would lose the bits that 16 bits do not have.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
+    float sink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      sink[r] = sink_of(p, tile, segment, row + 8 * r);
       sum[r] = sum_of_quad(sum[r]);
       weight[r] = sum_of_quad(weight[r]);
       if (!kDivided && lane % 4 == 0) {
@@ -259,9 +255,9 @@ struct Consumer {
     }
     float lse[2], half[kHalf * 4];
     if constexpr (kDivided)
-      normalise(half, lse);
+      normalise(half, lse, sink);
     else
-      exchange(half, lse);
+      exchange(half, lse, sink);
     if (segment.split()) {
       write_piece(segment, half, lse);
       // Tiles that threads have written (kScaled) are known to be read by the consumer whose stages they are in: each
@@ -279,12 +275,14 @@ struct Consumer {
   }
 
   // Where consumers divide the columns, each has the sums of all blocks.
-  __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2]) const {
+  __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2],
+                                            const float (&sink)[2]) const {
     static_assert(!kScaled, "values have no factors here");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
+      float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
       lse[r] = sum[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(sum[r]);
+      take_sink(p, sink[r], inverse, lse[r]);
 #pragma unroll
       for (int j = 0; j < kHalf; ++j)
 #pragma unroll
@@ -293,7 +291,8 @@ struct Consumer {
   }
 
   // Elsewhere they exchange halves of their outputs, and add up.
-  __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2]) const {
+  __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2],
+                                           const float (&sink)[2]) const {
 #pragma unroll
     for (int j = 0; j < kHalf; ++j) {
       float4 v;
@@ -317,6 +316,7 @@ struct Consumer {
       inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
       if constexpr (kScaled) inverse[r] *= value_factor;
       lse[r] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+      take_sink(p, sink[r], inverse[r], lse[r]);
     }
 #pragma unroll
     for (int j = 0; j < kHalf; ++j) {
@@ -352,7 +352,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       if (!has_rows(r)) return;
       if (row + 8 * r < tile.rows && consumer == 0 && lane % 4 == 0)
-        store_lse(p, segment.request, Row(p, tile, row + 8 * r), lse[r]);
+        store_lse(p, tile, segment.request, Row(p, tile, row + 8 * r), lse[r]);
 #pragma unroll
       for (int j = 0; j < kHalf; j += 2)
         store_columns<T, 1>(p, tile, segment.request, row + 8 * r, lane % 4,

@@ -4,6 +4,7 @@
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
@@ -13,6 +14,7 @@ using namespace split;
 
 constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
+constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
 
 template <bool kFirst, typename A, typename B>
 struct TypeIf {
@@ -42,6 +44,7 @@ struct Scales {
 };
 
 struct AttentionParams {
+  static constexpr int sink_in_lse = 1;
   TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64 or 128, box_rows, 1, 1)
   Columns keys, values;          // of pages whose rows are copied one by one
   const char* q;
@@ -90,6 +93,29 @@ __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, in
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
 
+// As split::store_lse does it for tiles with sinks.
+__device__ __forceinline__ float natural_lse(const AttentionParams& p, float sink, float lse) {
+  return lse == -kInfinity ? p.empty_lse : fabsf(lse) >= kMostSink ? sink : lse * kLn2;
+}
+template <typename AnyTile>
+__device__ __forceinline__ void store_lse(const AttentionParams& p, const AnyTile&, int request, const Row& to,
+                                          float lse) {
+  const TokenPlace at = place_of(p, request, to.token);
+  const bool is_sink = p.sinks != nullptr && fabsf(lse) >= kMostSink;
+  p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] =
+      natural_lse(p, is_sink ? p.sinks[to.head] : lse, lse);
+}
+
+// tanh(x), with y = 2 x log2(e): 1 - 2 / (1 + 2^y), whose error of some 1e-7 a large softcap would multiply. So numbers
+// near 0 have a polynomial, which keeps their bits.
+__device__ __forceinline__ float tanh_of(float y) {
+  const float square = y * y;
+  const float factor = __fmaf_rn(__fmaf_rn(__fmaf_rn(-2.945801e-5f, square, 6.6487053e-4f), square, -1.3875669e-2f),
+                                 square, 0.34657358f);
+  const float quotient = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(y));
+  return fabsf(y) < 1.0f ? y * factor : quotient;
+}
+
 // A row tile where grid = (kv heads, parts, 1), so that CTAs which read the same pages are neighbours, or (1, parts, kv
 // heads), so that those are which join pieces (attention_launch).
 struct HeadTile : RaggedTile {
@@ -110,6 +136,13 @@ struct Query {
     at = place_of(p, 0, tile.q_begin + own);
   }
 };
+
+// The sink of a row, base 2; -inf if there is none. It counts once: in the first piece of a row tile.
+__device__ __forceinline__ float sink_of(const AttentionParams& p, const HeadTile& tile, const Segment& segment,
+                                         int row) {
+  const bool counts = row < tile.rows && (!segment.split() || segment.first_part == blockIdx.y);
+  return p.sinks != nullptr && counts ? bounded_sink(p.sinks[Row(p, tile, row).head]) : -kInfinity;
+}
 
 // Tokens of the request that a row of a tile sees: [first, end).
 struct Seen {

@@ -15,8 +15,6 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
-
 __device__ __forceinline__ const char* query_row(const AttentionParams& p, const HeadTile& tile, int row) {
   const Query of(p, tile, row);
   return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
@@ -138,10 +136,8 @@ struct ChunkAttender {
     }
   };
 
-  // The sink counts once: in the first piece of a row tile, for warp 0.
   // tiles: how many the CTA has done.
   __device__ __forceinline__ void begin(const Segment& segment, u32 tiles) {
-    const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     query_slot = tiles % Layout::kQuerySlots;
     mbarrier_wait(shared.query_full(query_slot), tiles / Layout::kQuerySlots & 1, "the query rows");
@@ -164,17 +160,11 @@ struct ChunkAttender {
         for (int e = 0; e < 4; ++e) output[n][i][e] = 0.0f;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = n * 8 + lane % 4 * 2 + r;
         maximum[n][r] = kLowest;
         sum[n][r] = weight[n][r] = 0.0f;
-        float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
-        if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(query_slot, row));
-        factor[n][r] = fminf(of_scores, kMaxFactor);
-        if (!has_sink || row >= tile.rows) continue;
-        const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
-        if (sink == -kInfinity) continue;
-        maximum[n][r] = sink;
-        if (lane < 4) sum[n][r] = weight[n][r] = 1.0f;
+        float of_scores = p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap;
+        if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(query_slot, n * 8 + lane % 4 * 2 + r));
+        factor[n][r] = fminf(of_scores * of_keys, kMaxFactor);
       }
     }
   }
@@ -235,14 +225,13 @@ struct ChunkAttender {
       }
   }
 
-  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e).
+  // scale_log2 is softcap * log2(e).
   __device__ __forceinline__ void cap_scores() {
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        scores[n][e] = p.scale_log2 * (1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[n][e])));
+      for (int e = 0; e < 4; ++e) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
   }
 
   __device__ __forceinline__ void mask_scores(const Segment& segment, int first) {

@@ -86,6 +86,7 @@ struct Adder {
   // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
   __device__ __forceinline__ float weigh_warps(int n, float (&own)[kEach], bool is_first) const {
     const int row = n * 8 + lane / 4;
+    const float sink = sink_of(p, tile, segment, row);  // counts last, as in attention
     float highest = kLowest, total = 0.0f, rounded = 0.0f;
     float4 of_warp[kEach];
 #pragma unroll
@@ -102,14 +103,15 @@ struct Adder {
     }
     total = sum_of_quad(total);
     rounded = sum_of_quad(rounded);
+    float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+    float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+    take_sink(p, sink, inverse, lse);
     if (is_first && adder == 0 && lane % 4 == 0 && row < tile.rows) {
-      const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
       if (segment.split())
         *piece_row(row).lse = lse;
       else
-        store_lse(p, segment.request, Row(p, tile, row), lse);
+        store_lse(p, tile, segment.request, Row(p, tile, row), lse);
     }
-    const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
     return kE4m3 ? inverse * loaded_scale(p.value_scale, shared.scale(number, true)) : inverse;
   }
 

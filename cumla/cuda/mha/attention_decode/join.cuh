@@ -194,7 +194,7 @@ struct RowJoiner : Meeting<AttentionParams> {
       }
     }
     if (lane == 0)
-      store_lse(p, segment.request, Row(p, tile, row),
+      store_lse(p, tile, segment.request, Row(p, tile, row),
                 sum.weight == 0.0f ? -kInfinity : sum.maximum + log2_approx(sum.weight));
   }
 };

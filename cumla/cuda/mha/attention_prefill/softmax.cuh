@@ -55,13 +55,13 @@ struct PrefillSoftmax {
     }
   }
 
-  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler
-  // does not join with its neighbours': it takes registers for all that it sees together.
+  // scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler does not join with its
+  // neighbours': it takes registers for all that it sees together.
   __device__ __forceinline__ void cap(float* few) const {
     const float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
     if (__builtin_expect(to_softcap == 0.0f, 1)) return;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));
+    for (int i = 0; i < 32; ++i) few[i] = tanh_of(few[i] * to_softcap);
   }
 
   // Which of a thread's scores of a row, two in every eight tokens, are of tokens before this one: a bit each.
@@ -148,14 +148,15 @@ struct PrefillSoftmax {
     ending.rows = exists ? tile.rows : 0;
     const bool is_row = of_tile < ending.rows;
     // The sink counts last, so that the weight of a row's only key is 1, without a rounding.
-    const float sink = kLog2E * load_global_float_if(is_row && p.sinks != nullptr, p.sinks + to.head, -kInfinity);
-    const float highest = fmaxf(highest_score, sink), rescaled = exp2_approx(highest_score - highest);
+    const float given = load_global_float_if(is_row && p.sinks != nullptr, p.sinks + to.head, -kInfinity);
+    const float sink = bounded_sink(given), highest = fmaxf(highest_score, sink);
+    const float rescaled = exp2_approx(highest_score - highest);
     const float total = rescaled * added_up + exp2_approx(sink - highest);
     const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
     float* const lse =
         p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
     store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
-                          total == 0.0f ? p.empty_lse : (highest + log2_approx(total)) * kLn2);
+                          natural_lse(p, given, total == 0.0f ? -kInfinity : highest + log2_approx(total)));
     ending.out = reinterpret_cast<u64>(p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token +
                                        to.head * p.out_stride_head);
 #pragma unroll

@@ -442,7 +442,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
                   to.head * p.out_stride_head;
       if (exists && consumer == 0 && lane % 4 == 0) {
-        store_lse(p, segment.request, to, lse[r]);
+        store_lse(p, tile, segment.request, to, lse[r]);
         if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, this->max_logit[r]);
       }
       if (p.out_is_float)

@@ -21,6 +21,7 @@ constexpr int kHalfTiles = 4;  // tiles of one half of V
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;  // named barriers, one for each consumer
 constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
+constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
 
 // How a block comes from its pages (mla/mla_decode/pages.cuh), which follows from the page size.
 enum PageForm { kPages, kBoxes, kRows };

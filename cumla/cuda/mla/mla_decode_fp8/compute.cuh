@@ -46,20 +46,26 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_commit();
   }
 
-  // scores (+)= sums of e4m3 columns, `low` and `high` being the factors of this thread's two tokens.
+  // scores (+)= sums of e4m3 columns, `low` and `high` being the scales of this thread's two tokens.
   template <bool kFirst>
   __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      const float2 divisors = load_shared_float2(shared.divisor(n, row_of(i)));
+      const float2 factors = load_shared_float2(shared.factor_of(n, row_of(i)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int at = 4 * (i / 2) + j;
-        const float divisor = j == 0 ? divisors.x : divisors.y;
-        scores[at] = __fmaf_rn(sums[at], divisor * low, kFirst ? 0.0f : scores[at]);
-        scores[at + 2] = __fmaf_rn(sums[at + 2], divisor * high, kFirst ? 0.0f : scores[at + 2]);
+        const float factor = j == 0 ? factors.x : factors.y;
+        scores[at] = __fmaf_rn(sums[at], bounded<kFirst>(factor * low), kFirst ? 0.0f : scores[at]);
+        scores[at + 2] = __fmaf_rn(sums[at + 2], bounded<kFirst>(factor * high), kFirst ? 0.0f : scores[at + 2]);
       }
     }
+  }
+
+  // Of kv_scale; scales of tokens and groups of columns are as they are.
+  template <bool kFirst>
+  __device__ __forceinline__ static float bounded(float factor) {
+    return kGrouped && !kFirst ? factor : fminf(factor, kMaxFactor);
   }
 
   // Scores, in base 2, begin as those of the RoPE columns.
@@ -73,8 +79,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
       for (int half = 0; half < 2; ++half) multiply_step(sums, keys, half, a[half], kRopeTile, half > 0);
       warpgroup_wait<0>();
       keep_behind_wait(sums);
-      const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
-      add_to_scores<true>(sums, factor, factor);
+      const float scale = kGrouped ? read_kv_scale() : kv_scale;
+      add_to_scores<true>(sums, scale, scale);
     } else {
       multiply_rope_16(rope);
       warpgroup_commit();
@@ -152,13 +158,13 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     if constexpr (!kGrouped) {
       warpgroup_wait<0>();
       keep_behind_wait(sums[0]);
-      add_to_scores<false>(sums[0], p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
+      add_to_scores<false>(sums[0], kv_scale, kv_scale);
     }
   }
 
   __device__ __forceinline__ void add_group(float (&sums)[kSums], u32 slot, int group) {
     keep_behind_wait(sums);
-    add_to_scores<false>(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
+    add_to_scores<false>(sums, scale_of(slot, group, 0), scale_of(slot, group, 1));
   }
 
   // 32 tokens of 64 columns of V, of 16 columns a row a lane.

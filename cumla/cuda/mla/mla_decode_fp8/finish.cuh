@@ -138,7 +138,7 @@ struct Fp8Finisher {
     if (segment.split())
       p.partial_rows[piece_index(p, tile, blockIdx.y, segment.slot) * kQueryRows + row] = {lse, 1.0f};
     else if (row < tile.rows)
-      store_lse(p, segment.request, Row(p, tile, row), lse);
+      store_lse(p, tile, segment.request, Row(p, tile, row), lse);
   }
 
   // A thread has, of each 64 columns, two neighbouring ones: 2 (lane / 4) of a warp's 16.

@@ -177,8 +177,8 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
     return last_reference(consumer, (1 + group) * kQueryRows + row);
   }
-  // The number by which a row of a query was divided.
-  __device__ __forceinline__ u32 divisor(u32 n, int row) const {
+  // Of a row of a query: the number by which it was divided, times the factor of scores, to the base 2.
+  __device__ __forceinline__ u32 factor_of(u32 n, int row) const {
     return last_reference(2, buffer_of(n) * kQueryRows + row);
   }
   // Of kPackedRows: which of half of a slot's rows are there.

@@ -186,7 +186,8 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
           store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);
         }
       }
-      if (chunk == 0) store_shared_float(shared.divisor(n, row), __uint_as_float((exponent - 14) << 23));
+      if (chunk == 0)
+        store_shared_float(shared.factor_of(n, row), __uint_as_float((exponent - 14) << 23) * p.scale_log2);
     }
     fence_proxy_async_shared();
     __syncwarp();

@@ -89,7 +89,7 @@ struct Heads64Finisher {
       if (row < p.row_groups * kRowGroup)
         p.partial_rows[piece_index(p, tile, blockIdx.y, segment.slot) * p.row_groups * kRowGroup + row] = {lse, factor};
     } else if (row < tile.rows) {
-      store_lse(p, segment.request, Row(p, tile, row), lse);
+      store_lse(p, tile, segment.request, Row(p, tile, row), lse);
     }
   }
 

@@ -99,9 +99,10 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
         store_shared_16(to + ((chunk ^ (row & 7)) << 4), {scaled[0], scaled[1], scaled[2], scaled[3]});
       }
     }
-    if (chunk == 0)
-      store_shared_float(shared.score_factor(row),
-                         __uint_as_float((exponent - kExponent) << 23) * (p.scale_log2 * factor_of_all));
+    if (chunk == 0) {
+      const float of_scores = __uint_as_float((exponent - kExponent) << 23) * p.scale_log2 * factor_of_all;
+      store_shared_float(shared.score_factor(row), fminf(of_scores, kMaxFactor));
+    }
   }
   fence_proxy_async_shared();
 }

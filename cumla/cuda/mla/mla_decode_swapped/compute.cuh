@@ -313,7 +313,7 @@ struct SwappedConsumer {
       if (split)
         of_piece[row_of(i)] = {lse[i], 1.0f};  // plant: partial
       else if (row_of(i) < tile.rows)
-        store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
+        store_lse(p, tile, segment.request, Row(p, tile, row_of(i)), lse[i]);
     }
   }
 
