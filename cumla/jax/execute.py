@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cumla.core._cupy import import_cupy
 from cumla.core._dlpack import numpy_dtype
 from cumla.core._driver import driver
 from cumla.core.arguments import FACTORS, WIDE
@@ -57,11 +58,13 @@ class _Program(NamedTuple):
     def shapes(self) -> list[tuple[int, ...]]:
         return [buffer.shape for buffer in self.buffers]
 
-    def check_aliases(self, addresses: tuple[int, ...]) -> None:
-        """Refuse memory that XLA did not share although it was told to."""
-        for one, other in self.aliases:
-            if addresses[one] != addresses[other]:
-                raise CumlaError(f"{self.names[one]}: XLA gave it two places; report this")
+    def apart(self, addresses: tuple[int, ...]) -> list[tuple[int, int]]:
+        """List the buffers that XLA has in two places although they are one: the old, the new.
+
+        Its fusion of slices with the call between them does so, as for `jax.vmap`: it forgets that
+        a result begins with what an argument holds.
+        """
+        return [pair for pair in self.aliases if addresses[pair[0]] != addresses[pair[1]]]
 
 
 @lru_cache(maxsize=4096)
@@ -86,8 +89,10 @@ def on_cpu(text: bytes, addresses: tuple[int, ...], frame: Execution) -> None:
     """Compute with the reference."""
     program = _program(text, None)
     frame.check(program.shapes)
-    program.check_aliases(addresses)
     arrays = [_array(b, at) for b, at in zip(program.buffers, addresses, strict=True)]
+    for old, new in program.apart(addresses):
+        arrays[new][...] = arrays[old]
+        arrays[old] = arrays[new]
     count = len(program.spec.inputs)
     inputs = zip(program.spec.inputs, arrays, strict=False)
     host = {buffer.name: array for buffer, array in inputs if buffer.name != WORKSPACE}
@@ -164,9 +169,16 @@ def _placed(text: bytes, addresses: tuple[int, ...], frame: Execution, stream: i
         frame.check(program.shapes)
         templates = _packed(program, device, stream)
         _templates.keep((text, device), templates)
-    program.check_aliases(addresses)
-    places = dict(zip(program.names, addresses, strict=True))
-    return _Launches(device, [template.at(places, stream) for template in templates])
+    runtime = import_cupy().cuda.runtime
+    launches: list[Callable[[], None]] = []
+    for old, new in program.apart(addresses):
+        buffer = program.buffers[new]
+        nbytes = prod(buffer.shape) * numpy_dtype(buffer.dtype).itemsize
+        what = addresses[new], addresses[old], nbytes, runtime.memcpyDeviceToDevice, stream
+        launches.append(partial(runtime.memcpyAsync, *what))
+    places = dict(zip(program.names, addresses, strict=True))  # of two places the new one
+    launches += [template.at(places, stream) for template in templates]
+    return _Launches(device, launches)
 
 
 def _packed(program: _Program, device: int, stream: int) -> tuple[Template, ...]:

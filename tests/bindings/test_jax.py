@@ -1066,14 +1066,52 @@ def test_a_program_that_was_traced_without_a_gpu(
     assert gpu() == []
 
 
-def test_buffers_that_xla_did_not_share(cupy: FakeCuPy, gpu: Any) -> None:
-    function, arrays = of_jax(OPERATIONS["append_indexer_cache"])
-    ((text, inputs, results),) = custom_calls(function, **arrays)
+@every_append
+def test_buffers_that_xla_did_not_share(
+    operation: Operation, cupy: FakeCuPy, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under vmap on a GPU: the results begin with what the arguments hold, which stay."""
+    runtime, copies = cupy.cuda.runtime, []
+    monkeypatch.setattr(runtime, "memcpyDeviceToDevice", 3, raising=False)
+    monkeypatch.setattr(runtime, "memcpyAsync", lambda *what: copies.append(what))
+    function, arrays = of_jax(operation)
+    (traced,) = custom_calls(function, **arrays)
+    text, inputs, results = traced
+    program = execute._program(text, 0)
+    at = [(1 + i) << 32 for i in range(len(program.buffers))]
     xla = Xla(execute.on_gpu)
-    at = iter(range(1 << 32, 1 << 40, 1 << 32))
-    frame = xla.frame(text, [(next(at), s) for s in inputs], [(next(at), s) for s in results])
-    assert "kv_cache: XLA gave it two places" in xla.call(frame)
-    assert gpu() == []
+    buffers = [*zip(at, [*inputs, *results], strict=True)]
+    frame = xla.frame(text, buffers[: len(inputs)], buffers[len(inputs) :])
+    for _ in range(2):
+        assert xla.call(frame) == ""
+        launched = gpu()
+        expected = []
+        for old, new in program.aliases:
+            shape, dtype = program.buffers[new].shape, program.buffers[new].dtype
+            nbytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+            expected.append((at[new], at[old], nbytes, 3, xla.stream))
+        assert expected and copies == expected
+        copies.clear()
+    shared = dict(zip(program.names, at, strict=True))
+    assert xla.call(placed(xla, traced, shared)) == ""
+    assert copies == [] and gpu() == launched
+
+
+def test_buffers_that_xla_did_not_share_on_the_cpu() -> None:
+    operation = OPERATIONS["append_indexer_cache"]
+    function, arrays = of_jax(operation)
+    ((text, inputs, _),) = custom_calls(function, **arrays)
+    program = execute._program(text, None)
+    given = {name: np.array(as_jax(a)) for name, a in arrays_of(arrays)}
+    before = {name: a.copy() for name, a in given.items()}
+    memory = [given[name] for name in program.names[: len(inputs)]]
+    memory += [np.full(b.shape, 7, b.dtype) for b in program.buffers[len(inputs) :]]
+    frame = SimpleNamespace(check=lambda shapes: None)
+    execute.on_cpu(text, tuple([a.ctypes.data for a in memory]), frame)
+    for name, array in given.items():
+        np.testing.assert_array_equal(array, before[name])
+    ((_, new),) = program.aliases
+    np.testing.assert_array_equal(memory[new], np.asarray(jax.jit(function)(**arrays)))
 
 
 def test_launches_without_a_handler(
