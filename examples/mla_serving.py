@@ -12,7 +12,7 @@ attention in float32 to the keys and values of the same cache.
 from served.mla_server import MLAServer
 from served.server import serve_text
 
-from cumla.cli.demo.layer import LAYERS, MLALayer
+from cumla.cli.demo.problem import LAYERS, MLALayer
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,17 +22,22 @@ from numpy.typing import NDArray
 
 import cumla
 from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
-from cumla.cli.demo.layer import LATENT_DIM, LAYERS, LayerShape, MLALayer, rotate
 from cumla.cli.demo.problem import (
     BF16,
+    LATENT_DIM,
+    LAYERS,
     PAGE_SIZE,
+    LayerShape,
+    MLALayer,
     PagedCache,
     Request,
     cut_requests,
+    rotate,
     verdict,
     worst_error,
 )
 from cumla.cli.progress import ProgressBar
+from cumla.reference.threads import one_blas_thread
 
 NUM_LAYERS = 3
 SHARING = 1  # the layer without an indexer
@@ -130,6 +135,7 @@ class SparseLayer:
         return worst_error(outs, np.stack(expected)), short
 
 
+@one_blas_thread()
 def decode_sparse(
     shape: SparseShape, requests: list[Request], steps: int, backend: Backend, seed: int
 ) -> int:

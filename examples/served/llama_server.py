@@ -16,8 +16,13 @@ from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
 from cumla.cli.demo.backends import Backend
-from cumla.cli.demo.layer import cosines_and_sines
-from cumla.cli.demo.problem import PAGE_SIZE, Request, shuffled_pages, worst_error
+from cumla.cli.demo.problem import (
+    PAGE_SIZE,
+    Request,
+    cosines_and_sines,
+    shuffled_pages,
+    worst_error,
+)
 
 Array = NDArray[Any]
 

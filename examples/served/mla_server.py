@@ -15,8 +15,17 @@ from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
 from cumla.cli.demo.backends import Backend
-from cumla.cli.demo.layer import LATENT_DIM, ROPE_DIM, MLALayer
-from cumla.cli.demo.problem import BF16, UNABSORBED, PagedCache, Request, worst_error
+from cumla.cli.demo.problem import (
+    BF16,
+    LATENT_DIM,
+    ROPE_DIM,
+    UNABSORBED,
+    MLALayer,
+    PagedCache,
+    Request,
+    Unabsorbed,
+    worst_error,
+)
 
 Array = NDArray[Any]
 
@@ -68,6 +77,7 @@ class MLAServer(Server):
     ) -> None:
         super().__init__(requests)
         self._layer, self._backend = layer, backend
+        self._oracles = [Unabsorbed(layer) for _ in requests]
         self._cache = PagedCache.shuffled(self.requests, backend, seed)
         columns = LATENT_DIM + ROPE_DIM
         none = np.empty(0, np.int32)
@@ -102,8 +112,10 @@ class MLAServer(Server):
         out, q_nope, q_rope = results
         cached = self._cache.read(batch.kv_lens)
         expected = [
-            self._layer.attend_unabsorbed(q_nope[a:b], q_rope[a:b], rows)
-            for rows, (a, b) in zip(cached, pairwise(batch.qo_indptr), strict=True)
+            oracle.attend(q_nope[a:b], q_rope[a:b], rows)
+            for oracle, rows, (a, b) in zip(
+                self._oracles, cached, pairwise(batch.qo_indptr), strict=True
+            )
             if a < b
         ]
         return worst_error(out, np.concatenate(expected))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
 from cumla.cli.demo.problem import Request, cut_requests, verdict
+from cumla.reference.threads import one_blas_thread
 
 Array = NDArray[Any]
 
@@ -102,6 +103,7 @@ class Server(ABC):
         )
 
 
+@one_blas_thread()
 def serve_text(
     argv: list[str] | None,
     script: str,

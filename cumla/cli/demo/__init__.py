@@ -24,18 +24,21 @@ from numpy.typing import NDArray
 
 import cumla
 from cumla.cli.demo.backends import Backend, choose_backend
-from cumla.cli.demo.layer import LAYERS, MLALayer
 from cumla.cli.demo.problem import (
     BF16,
+    LAYERS,
     PAGE_SIZE,
+    MLALayer,
     PagedCache,
     Request,
+    Unabsorbed,
     cut_requests,
     load_text,
     verdict,
     worst_error,
 )
 from cumla.cli.progress import ProgressBar
+from cumla.reference.threads import one_blas_thread
 
 SEED = 0
 Array = NDArray[Any]
@@ -68,6 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(func=run)
 
 
+@one_blas_thread()
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every step is within tolerance, 1 if not, 2 for an unusable text."""
     backend, reason = choose_backend()
@@ -108,16 +112,22 @@ def decode(
         cache.write(i, 0, rows)
     queries = backend.put(np.zeros((len(requests), 1, layer.heads, rows.shape[1]), BF16))
     backend.prepare(cumla.MLADecodePlan.from_arrays(queries, cache.pages))
-    done = []
+    done, oracles = [], [Unabsorbed(layer) for _ in requests]
     with ProgressBar("decoding", steps) as bar:
         for number in range(steps):
-            done.append(decode_step(layer, cache, requests, number))
+            done.append(decode_step(layer, oracles, cache, requests, number))
             bar.advance(note=f"error {done[-1].error:.1e}")
     print_table(done, backend)
     return verdict([step.error for step in done])
 
 
-def decode_step(layer: MLALayer, cache: PagedCache, requests: list[Request], number: int) -> Step:
+def decode_step(
+    layer: MLALayer,
+    oracles: list[Unabsorbed],
+    cache: PagedCache,
+    requests: list[Request],
+    number: int,
+) -> Step:
     """Append one token to each request and attend; compare with un-absorbed attention."""
     start = time.perf_counter()
     positions = np.array([request.prompt + number for request in requests], np.int32)
@@ -132,8 +142,8 @@ def decode_step(layer: MLALayer, cache: PagedCache, requests: list[Request], num
     seconds = time.perf_counter() - start
 
     expected = [
-        layer.attend_unabsorbed(q_nope[i : i + 1], q_rope[i : i + 1], rows)
-        for i, rows in enumerate(cache.read(lengths))
+        oracle.attend(q_nope[i : i + 1], q_rope[i : i + 1], rows)
+        for i, (oracle, rows) in enumerate(zip(oracles, cache.read(lengths), strict=True))
     ]
     error = worst_error(out, np.concatenate(expected))
     return Step(len(requests), seconds, kernel_seconds, error)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from cumla.reference.rows import Array, as_e4m3
+from cumla.reference.threads import one_blas_thread
 
 
+@one_blas_thread()
 def mqa_logits(
     q: Array,
     kv: Sequence[Array],

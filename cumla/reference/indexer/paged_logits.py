@@ -10,8 +10,10 @@ import numpy as np
 from cumla.reference.indexer.cache import split_cache
 from cumla.reference.indexer.logits import logits_of, output
 from cumla.reference.rows import Array, as_e4m3, cached_rows
+from cumla.reference.threads import one_blas_thread
 
 
+@one_blas_thread()
 def paged_mqa_logits(
     q: Array,
     kv_cache: Array | Sequence[Array],

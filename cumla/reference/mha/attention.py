@@ -10,8 +10,10 @@ import numpy as np
 
 from cumla.core.state import AttentionState
 from cumla.reference.rows import E4M3, Array, as_e4m3, cached_rows, clamped, page_tables
+from cumla.reference.threads import one_blas_thread
 
 
+@one_blas_thread()
 def attention(
     q: Array,
     k: Array,

@@ -13,8 +13,10 @@ from cumla.core.state import AttentionState
 from cumla.mla.shape import VALUE_DIM
 from cumla.reference.mla.decode import mla_decode
 from cumla.reference.rows import Array, clamped, page_tables
+from cumla.reference.threads import one_blas_thread
 
 
+@one_blas_thread()
 def mla_attention(
     q: Array | Sequence[Array],
     kv_cache: Array | Sequence[Array],

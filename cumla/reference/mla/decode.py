@@ -12,8 +12,10 @@ from cumla.core.state import AttentionState
 from cumla.mla.shape import HEAD_DIM, SCALED_COLUMNS, VALUE_DIM
 from cumla.reference.mla.cache import columns_of
 from cumla.reference.rows import E4M3, Array, cached_rows
+from cumla.reference.threads import one_blas_thread
 
 
+@one_blas_thread()
 def mla_decode(
     q: Array | Sequence[Array],
     kv_cache: Array | Sequence[Array],

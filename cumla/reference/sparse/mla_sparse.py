@@ -14,8 +14,10 @@ from cumla.mla.shape import V4_BYTES, V4_SCALED_COLUMNS, V4_SCALES, VALUE_DIM
 from cumla.reference.mla.cache import columns_of
 from cumla.reference.mla.decode import Cache, attend
 from cumla.reference.rows import Array
+from cumla.reference.threads import one_blas_thread
 
 
+@one_blas_thread()
 def mla_sparse_decode(
     q: Array | Sequence[Array],
     kv_cache: Array | Sequence[Array],
@@ -101,6 +103,7 @@ batch_invariant, accumulate
     return AttentionState(out, lse)
 
 
+@one_blas_thread()
 def mla_sparse_attention(
     q: Array | Sequence[Array],
     kv_cache: Array | Sequence[Array],
