@@ -166,29 +166,8 @@ def fp8_fp4_mqa_logits(
 ) -> torch.Tensor:
     """Score the tokens of a sequence for each query, with DeepGEMM's arguments and result.
 
-    Parameters
-    ----------
-    q : pair
-        ``(seq_len, num_heads, head_dim)``, float8_e4m3fn, and None: scales belong to other GPUs.
-    kv : pair of torch.Tensor
-        Keys ``(seq_len_kv, head_dim)``, float8_e4m3fn, and scales ``(seq_len_kv,)``, float32.
-    weights : torch.Tensor
-        ``(seq_len, num_heads)``, float32.
-    cu_seq_len_k_start, cu_seq_len_k_end : torch.Tensor
-        ``(seq_len,)``, int32: the first token of each query and the one after its last.
-    clean_logits : bool
-        Write -inf where nothing is visible.
-    max_seqlen_k : int
-        If not 0, columns of a compressed result, which begins with each query's first token.
-    logits_dtype : torch.dtype, optional
-        float32 (the default) or bfloat16.
-    schedule_meta : None
-        Belongs to other GPUs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_seqlen_k)``, rows padded.
+    Scales of queries, which are None, and schedule_meta belong to other GPUs. logits_dtype is
+    float32 or bfloat16. Rows of the result are padded.
 
     Raises
     ------
@@ -230,21 +209,7 @@ def get_paged_mqa_logits_metadata(
 ) -> torch.Tensor:
     """Compute the schedule of paged logits, on the device, for all layers of a decoding step.
 
-    Parameters
-    ----------
-    context_lens : torch.Tensor
-        ``(batch,)`` or ``(batch, next_n)``, int32.
-    block_kv : int
-        Tokens of a page; not looked at, because the cache tells.
-    num_sms : int
-        What `get_num_sms` returned.
-    indices : None
-        Belongs to other GPUs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(num_sms + 1, 2)``, int32, on the device of context_lens. On the CPU it holds nothing.
+    block_kv is not looked at, because the cache tells; on the CPU the result holds nothing.
 
     Raises
     ------
@@ -302,32 +267,8 @@ def fp8_fp4_paged_mqa_logits(
 ) -> torch.Tensor:
     """Score the cached tokens of each request, with DeepGEMM's arguments and result.
 
-    Parameters
-    ----------
-    q : pair
-        ``(batch, next_n, num_heads, head_dim)``, float8_e4m3fn, and None: scales belong to other
-        GPUs.
-    kv_cache : torch.Tensor
-        ``(num_blocks, block_kv, 1, head_dim + 4)``, uint8: keys, then scales, of each block.
-    weights : torch.Tensor
-        ``(batch * next_n, num_heads)``, float32.
-    context_lens : torch.Tensor
-        ``(batch,)`` or ``(batch, next_n)``, int32.
-    block_table : torch.Tensor
-        ``(batch, max_blocks)``, int32.
-    schedule_meta : torch.Tensor
-        What `get_paged_mqa_logits_metadata` returned, or a copy.
-    max_context_len : int
-        Columns of the logits.
-    clean_logits, logits_dtype
-        As in `fp8_fp4_mqa_logits`.
-    indices : None
-        Belongs to other GPUs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(batch * next_n, max_context_len)``, rows padded.
+    Scales of queries, which are None, and indices belong to other GPUs. logits_dtype is float32 or
+    bfloat16. Rows of the result are padded. schedule_meta may be a copy.
 
     Raises
     ------

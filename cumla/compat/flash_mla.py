@@ -203,48 +203,15 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode over a paged latent cache, with FlashMLA's arguments and results.
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(batch, seq_q, heads_q, 576)``, bfloat16 or float16. With indices also 512 columns, those
-        of DeepSeek-V4.
-    k_cache : torch.Tensor
-        ``(num_blocks, 64, heads_k, 576)``, q's dtype. With indices any page size and one kv head,
-        and as many columns as q. With is_fp8_kvcache ``(num_blocks, page_size, 1, 656)`` or, beside
-        q of 512 columns, ``(num_blocks, page_size, 1, 584)``, whose blocks are contiguous and begin
-        at multiples of 16 bytes; float8_e4m3fn, uint8 or int8, and q in bfloat16.
-    block_table : torch.Tensor
-        ``(batch, max_blocks)``, int32: the pages of each request, in order. Not looked at with
-        indices.
-    cache_seqlens : torch.Tensor
-        ``(batch,)``, int32: tokens of each request in the cache. Only the first call with a
-        metadata object reads them. Not looked at with indices.
-    head_dim_v : int
-        512: the values are the first 512 elements of a cache row.
-    tile_scheduler_metadata : FlashMLASchedMeta
-        The first element of what `get_mla_metadata` returned.
-    num_splits : None
-        The second element.
-    softmax_scale : float, optional
-        Factor on q.k before the softmax; ``q.shape[-1] ** -0.5`` if omitted. By position it comes
-        before causal, as in FlashMLA, whose README leaves it out.
-    causal : bool
-        Bottom-right causal mask: the last query sees the whole request. False with indices.
-    is_fp8_kvcache : bool
-        Whether k_cache has a packed format, that of DeepSeek-V3.2 or of V4: with indices alone.
-    indices : torch.Tensor, optional
-        ``(batch, seq_q, topk)``, int32: slots ``block * page_size + offset`` to attend to. Those
-        that are no slots of the cache, such as -1, count as absent.
-    attn_sink : torch.Tensor, optional
-        ``(heads_q,)``, float32, with indices: out is scaled by ``exp(lse) / (exp(lse) +
-        exp(attn_sink))``.
-    topk_length : torch.Tensor, optional
-        ``(batch,)``, or ``(batch, seq_q)`` unlike in FlashMLA, int32, with indices: entries of each
-        list. Only the first call with a metadata object reads them.
-    extra_k_cache, extra_indices_in_kvcache, extra_topk_length : torch.Tensor, optional
-        With a k_cache of 584 bytes per row, a second one, ``(num_blocks, page_size, 1, 584)`` with
-        pages of its own size; lists of its slots, ``(batch, seq_q, extra_topk)`` int32; and their
-        lengths, as topk_length. One softmax goes over both lists.
+    Differences:
+
+    * Without indices k_cache has q's dtype; with them any page size, 16-bit caches too, and as many
+      columns as q. Packed caches go with q in bfloat16; their blocks are contiguous and begin at
+      multiples of 16 bytes.
+    * cache_seqlens and topk_length are read by the first call with a metadata object only.
+      topk_length may be ``(batch, seq_q)``.
+    * By position softmax_scale comes before causal, as in FlashMLA, whose README leaves it out.
+    * Indices that are no slots of the cache count as absent.
 
     Returns
     -------

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -23,50 +22,6 @@ from tests.compat.oracle import NO_WINDOW, assert_state, int32, naive, offsets_o
 torch = pytest.importorskip("torch")
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (4, 1)}
-KVCACHE = (
-    "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None "
-    "cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None "
-    "cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None q_descale=None k_descale=None "
-    "v_descale=None softmax_scale=None causal=False window_size=(-1, -1) attention_chunk=0 "
-    "softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None "
-    "sm_margin=0 return_softmax_lse=False block_table=None"
-)
-OF_FUNC = (
-    "softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None "
-    "window_size=(-1, -1) attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None "
-    "deterministic=False sm_margin=0 return_attn_probs=False"
-)
-METADATA = (
-    "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
-    "qkv_dtype=None headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None "
-    "page_size=None max_seqlen_k_new=0 causal=False window_size=(-1, -1) attention_chunk=0 "
-    "has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("flash_attn_with_kvcache", KVCACHE),
-        ("flash_attn_func", f"q k v {OF_FUNC}"),
-        (
-            "flash_attn_varlen_func",
-            (
-                "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q=None "
-                f"seqused_k=None {OF_FUNC}"
-            ),
-        ),
-        ("flash_attn_combine", "out_partial lse_partial out=None out_dtype=None"),
-        ("get_scheduler_metadata", METADATA),
-    ],
-)
-def test_names_and_signatures_are_those_of_flash_attention(name: str, parameters: str) -> None:
-    found = inspect.signature(getattr(flash_attn, name)).parameters.values()
-    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
-    assert " ".join(given) == parameters
-    kinds = {p.kind for p in found if p.name != "block_table"}  # which is FlashAttention-2's
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert name in flash_attn.__all__
 
 
 class Case(NamedTuple):

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from cumla.compat import flashinfer
-from cumla.compat.flashinfer import cascade, concat_ops, mla, page, rope
+from cumla.compat.flashinfer import cascade, concat_ops, mla
 from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
@@ -25,72 +23,6 @@ dtypes = pytest.mark.parametrize("dtype", HALF_ULP)
 
 def int32(*numbers: int) -> Any:
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "parameters"),
-    [
-        (cascade, "merge_state", "v_a s_a v_b s_b"),
-        (cascade, "merge_state_in_place", "v s v_other s_other mask=None"),
-        (cascade, "merge_states", "v s"),
-        (
-            page,
-            "append_paged_mla_kv_cache",
-            (
-                "append_ckv append_kpe batch_indices positions ckv_cache kpe_cache kv_indices "
-                "kv_indptr kv_last_page_len"
-            ),
-        ),
-        (
-            page,
-            "append_paged_kv_cache",
-            (
-                "append_key append_value batch_indices positions paged_kv_cache kv_indices "
-                "kv_indptr kv_last_page_len kv_layout='NHD'"
-            ),
-        ),
-        *(
-            (
-                rope,
-                f"apply_rope_with_cos_sin_cache{where}",
-                "positions query key head_size cos_sin_cache is_neox=True backend='cuda'",
-            )
-            for where in ("", "_inplace")
-        ),
-        *(
-            (
-                rope,
-                f"apply_rope_pos_ids{where}",
-                "q k pos_ids rotary_dim=None interleave=False rope_scale=1 rope_theta=10000.0",
-            )
-            for where in ("", "_inplace")
-        ),
-        (
-            page,
-            "get_batch_indices_positions",
-            "append_indptr seq_lens nnz batch_indices=None positions=None",
-        ),
-        (page, "get_seq_lens", "kv_indptr kv_last_page_len page_size"),
-        (concat_ops, "concat_mla_k", "k k_nope k_rope backend='default'"),
-        (
-            mla,
-            "BatchMLAPagedAttentionWrapper",
-            (
-                "float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None "
-                "kv_indices=None kv_len_arr=None backend='auto'"
-            ),
-        ),
-    ],
-)
-def test_names_and_signatures_are_where_flashinfer_has_them(
-    module: ModuleType, name: str, parameters: str
-) -> None:
-    function = getattr(module, name)
-    found = inspect.signature(function).parameters.values()
-    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
-    assert " ".join(given) == parameters
-    assert name in module.__all__
-    assert (getattr(flashinfer, name, None) is function) == (module is not concat_ops)
 
 
 def test_plans_are_described_by_what_the_package_exports() -> None:
@@ -474,7 +406,7 @@ def test_keys_and_values_that_do_not_fit() -> None:
         (
             {"paged_kv_cache": case.cache[:, 0]},
             RuntimeError,
-            "paged_kv_cache: needs axes .*; pass a pair of caches",
+            "paged_kv_cache: needs keys and values along its second axis.*pair",
         ),
         (
             {"paged_kv_cache": (case.cache,)},
@@ -588,6 +520,70 @@ def test_rotation_by_positions(rotary_dim: int | None, interleave: bool) -> None
     for new, rows, wanted in zip(found, (q, k), expected, strict=True):
         check_turned(new, wanted)
         assert torch.equal(new, rows)
+
+
+LLAMA31 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("by", ["pos_ids", "offsets"])
+@pytest.mark.parametrize("llama31", [False, True])
+def test_rotation_of_requests_and_of_llama_3_1(llama31: bool, by: str, in_place: bool) -> None:
+    """Positions count on from an offset; slow turns are slowed down, quick ones kept."""
+    q, k = torch.randn(7, 4, 64).half(), torch.randn(7, 2, 64).half()
+    indptr, offsets = int32(1, 3, 3, 6), int32(5000, 9, 0)
+    positions = torch.tensor([0, 5000, 5001, 0, 1, 2, 0])
+    is_outside = torch.tensor([1, 0, 0, 0, 0, 0, 1]).bool()
+    turns = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    if llama31:  # of a wave by how often the former context holds it
+        kept = ((8192 * turns / (2 * math.pi) - 1) / 3).clamp(0, 1)
+        turns = kept * turns + (1 - kept) * turns / 8
+        assert {0.0, 1.0} < {*kept.tolist()}
+    else:
+        turns = turns / 8
+    name = f"apply_{'llama31_' if llama31 else ''}rope{'_pos_ids' if by == 'pos_ids' else ''}"
+    function = getattr(flashinfer, name + ("_inplace" if in_place else ""))
+    places = (positions,) if by == "pos_ids" else (indptr, offsets)
+    options = {"rope_scale": 8.0, "rope_theta": 500000.0}
+    before = q.clone(), k.clone()
+    result = function(q, k, *places, **options)
+    assert result is None if in_place else torch.equal(q, before[0])
+    found = (q, k) if in_place else result
+    for new, rows in zip(found, before, strict=True):
+        wanted = turned(rows, torch.outer(positions.double(), turns), False)
+        if by == "offsets":
+            wanted[is_outside] = rows[is_outside].double()  # rows of no request stay
+        check_turned(new, wanted)
+    if llama31:
+        usual = getattr(flashinfer, name)(*before, *places)
+        told = getattr(flashinfer, name)(*before, *places, **options, **LLAMA31)
+        assert all(map(torch.equal, usual, told))
+
+
+def test_requests_to_rotate_that_do_not_fit() -> None:
+    rows = torch.zeros(3, 2, 64)
+    for indptr, offsets, says in (
+        (int32(0, 3), int32(0, 1), "offsets: needs an entry for each of the 1 requests"),
+        (int32(0, 3).float(), int32(0), "indptr: needs int32 or int64, got float32"),
+        (int32(0, 3), int32(0).double(), "offsets: needs int32 or int64, got float64"),
+        (int32(0, 3)[None], int32(0), "indptr: needs axes"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{says}"):
+            flashinfer.apply_rope(rows, rows, indptr, offsets)
+    with pytest.raises(TypeError, match=r"^offsets: needs a PyTorch tensor"):
+        flashinfer.apply_rope(rows, rows, int32(0, 3), [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_pages_of_one_row_without_their_axis(layout: str, pair: bool) -> None:
+    case = Appending(1, layout, pair, torch.float16, 16)
+    axis = -2 if layout == "HND" else -3
+    given = case.cache
+    case.cache = tuple(c.squeeze(axis) for c in given) if pair else given.squeeze(axis)
+    case.append()
+    case.cache = given
+    case.check()
 
 
 def test_rotations_that_do_not_fit() -> None:

@@ -6,18 +6,17 @@ Shapes and tolerances of numbers are those of FlashInfer's own tests, in smaller
 
 from __future__ import annotations
 
-import inspect
 import math
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from cumla import AttentionState
 from cumla.compat import flashinfer
-from cumla.compat.flashinfer import _attention, _wrapper, decode, prefill
+from cumla.compat.flashinfer import _attention, _wrapper
 from tests.compat.elsewhere import open_elsewhere
-from tests.compat.oracle import int32, naive, offsets_of
+from tests.compat.oracle import int32, naive, offsets_of, split
 from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
@@ -37,152 +36,6 @@ ITEMS = (
 )
 BACKEND = "backend='auto' jit_args=None jit_kwargs=None"
 OF_FORWARD = f"{SCORES} sm_scale=None {ROPE} return_lse=False"
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "parameters"),
-    [
-        (
-            decode,
-            "BatchDecodeWithPagedKVCacheWrapper",
-            (
-                "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False "
-                "use_tensor_cores=False paged_kv_indptr_buffer=None paged_kv_indices_buffer=None "
-                "paged_kv_last_page_len_buffer=None backend='auto' jit_args=None"
-            ),
-        ),
-        (
-            decode,
-            "BatchDecodeWithPagedKVCacheWrapper.plan",
-            (
-                "self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size "
-                f"pos_encoding_mode='NONE' {SCORES} q_data_type='float16' {DTYPES} data_type=None "
-                f"sm_scale=None {ROPE} non_blocking=True block_tables=None seq_lens=None "
-                "fixed_split_size=None disable_split_kv=False q_len_per_req=1 window_right=0"
-            ),
-        ),
-        (
-            decode,
-            "BatchDecodeWithPagedKVCacheWrapper.run",
-            (
-                "self q paged_kv_cache args q_scale=None k_scale=None v_scale=None out=None "
-                "lse=None return_lse=False enable_pdl=None window_left=None sinks=None "
-                "q_len_per_req=None skip_softmax_threshold_scale_factor=None kv_cache_sf=None"
-            ),
-        ),
-        (
-            decode,
-            "BatchDecodeWithPagedKVCacheWrapper.forward",
-            (
-                "self q paged_kv_cache pos_encoding_mode='NONE' q_scale=None k_scale=None "
-                f"v_scale=None {OF_FORWARD}"
-            ),
-        ),
-        (
-            decode,
-            "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-            (
-                "workspace_buffer indptr_buffer indices_buffer last_page_len_buffer "
-                "kv_layout='NHD' use_tensor_cores=False"
-            ),
-        ),
-        (
-            decode,
-            "single_decode_with_kv_cache",
-            (
-                "q k v kv_layout='NHD' pos_encoding_mode='NONE' use_tensor_cores=False "
-                f"q_scale=None k_scale=None v_scale=None {SCORES} sm_scale=None {ROPE} "
-                "return_lse=False"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithPagedKVCacheWrapper",
-            (
-                "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf=None "
-                "paged_kv_indptr_buf=None paged_kv_indices_buf=None "
-                "paged_kv_last_page_len_buf=None custom_mask_buf=None mask_indptr_buf=None "
-                f"{BACKEND}"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithPagedKVCacheWrapper.plan",
-            (
-                "self qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len "
-                f"num_qo_heads num_kv_heads head_dim_qk page_size head_dim_vo=None {MASKS} "
-                f"use_fp16_qk_reduction=False sm_scale=None {SCORES} {ROPE} "
-                f"q_data_type='float16' {DTYPES} non_blocking=True {ITEMS} seq_lens=None "
-                "seq_lens_q=None block_tables=None max_token_per_sequence=None "
-                "max_sequence_kv=None fixed_split_size=None disable_split_kv=False"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithPagedKVCacheWrapper.run",
-            (
-                "self q paged_kv_cache args q_scale=None k_scale=None v_scale=None out=None "
-                "lse=None return_lse=False enable_pdl=None window_left=None sinks=None "
-                "kv_cache_sf=None skip_softmax_threshold_scale_factor=None"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithPagedKVCacheWrapper.forward",
-            (
-                "self q paged_kv_cache causal=False pos_encoding_mode='NONE' "
-                f"use_fp16_qk_reduction=False k_scale=None v_scale=None {OF_FORWARD}"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithRaggedKVCacheWrapper",
-            (
-                "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf=None "
-                f"kv_indptr_buf=None custom_mask_buf=None mask_indptr_buf=None {BACKEND}"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithRaggedKVCacheWrapper.plan",
-            (
-                "self qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk head_dim_vo=None "
-                f"{MASKS} use_fp16_qk_reduction=False {SCORES} sm_scale=None {ROPE} "
-                f"q_data_type='float16' {DTYPES} non_blocking=True {ITEMS} fixed_split_size=None "
-                "disable_split_kv=False seq_lens=None seq_lens_q=None max_token_per_sequence=None "
-                "max_sequence_kv=None v_indptr=None o_indptr=None"
-            ),
-        ),
-        (
-            prefill,
-            "BatchPrefillWithRaggedKVCacheWrapper.run",
-            (
-                "self q k v args q_scale=None k_scale=None v_scale=None o_scale=None out=None "
-                "lse=None return_lse=False enable_pdl=None kv_cache_sf=None"
-            ),
-        ),
-        (
-            prefill,
-            "single_prefill_with_kv_cache",
-            (
-                "q k v scale_q=None scale_k=None scale_v=None o_dtype=None custom_mask=None "
-                "packed_custom_mask=None causal=False kv_layout='NHD' pos_encoding_mode='NONE' "
-                f"use_fp16_qk_reduction=False sm_scale=None {SCORES} {ROPE} backend='auto' "
-                "return_lse=False kv_cache_sf=None k_scale=None v_scale=None"
-            ),
-        ),
-    ],
-)
-def test_names_and_signatures_are_where_flashinfer_has_them(
-    module: ModuleType, name: str, parameters: str
-) -> None:
-    name, _, method = name.partition(".")
-    function = getattr(module, name)
-    assert getattr(flashinfer, name) is function
-    assert name in module.__all__
-    found = inspect.signature(getattr(function, method) if method else function).parameters.values()
-    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
-    assert " ".join(given) == parameters
 
 
 # --- problems ------------------------------------------------------------------------------------
@@ -515,6 +368,180 @@ def test_rows_without_pages(
     assert torch.equal(wrapper.forward(batch.q, k, v, **options), found[0])
     scaled = wrapper.run(batch.q, k, v, v_scale=0.5, k_scale=1.0)
     torch.testing.assert_close(scaled, found[0] * 0.5)
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_bases_and_layouts_of_the_lse(kind: str) -> None:
+    q_lens, kv_lens = (3, 0, 17), (54, 7, 40)
+    batch = make_batch(q_lens, kv_lens, pair=True)
+    arguments: tuple[Any, ...] = (batch.q, batch.cache)
+    if kind == "paged":
+        wrapper = planned_prefill(batch, causal=True)
+    else:
+        arguments = (
+            batch.q,
+            *(torch.cat(x) for x in zip(*map(batch.rows, range(3)), strict=True)),
+        )
+        wrapper = RAGGED(workspace())
+        wrapper.plan(batch.qo_indptr, offsets_of(list(kv_lens)), 8, 2, 64, causal=True)
+    out, lse = wrapper.run(*arguments, return_lse=True)
+    assert torch.equal(lse, wrapper.run(*arguments, return_lse=True, lse_base="log2")[1])
+    for base, factor in (("log2", 1.0), ("ln", math.log(2))):
+        for layout, wanted in (("NH", lse * factor), ("HN", lse.T * factor)):
+            options = {"lse_base": base, "lse_layout": layout}
+            given = torch.full(wanted.shape, NAN)
+            state = wrapper.run(*arguments, return_lse=True, **options)
+            kept = wrapper.run(*arguments, lse=given, return_lse=True, **options)
+            assert kept[1] is given
+            for found in (state, kept):
+                assert torch.equal(found[0], out)
+                assert found[1].is_contiguous()
+                torch.testing.assert_close(found[1], wanted)
+    for wrong in ({"lse_base": "log10"}, {"lse_layout": "BHN"}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"^{name}: needs 'log2' or|^{name}: needs 'NH' or"):
+            wrapper.run(*arguments, **wrong)
+    with pytest.raises(ValueError, match=r"^lse: needs shape"):
+        wrapper.run(*arguments, lse=torch.empty(20, 8), lse_layout="HN")
+
+
+def rotated(batch: Batch, scale: float, theta: float) -> tuple[list[Any], list[Any]]:
+    """Queries and keys of each request, rotated by their positions, in float64."""
+    turns = theta ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64) / scale
+
+    def turn(rows: Any, first: int) -> Any:
+        angles = (first + torch.arange(len(rows), dtype=torch.float64))[:, None, None] * turns
+        x, y = rows.double().chunk(2, dim=-1)
+        pairs = x * angles.cos() - y * angles.sin(), x * angles.sin() + y * angles.cos()
+        return torch.cat(pairs, -1).to(rows.dtype)
+
+    queries = split(batch.q, (batch.qo_indptr[1:] - batch.qo_indptr[:-1]).tolist())
+    keys = [batch.rows(r)[0] for r in range(len(batch.kv_lens))]
+    starts = [len(k) - len(q) for q, k in zip(queries, keys, strict=True)]
+    return [turn(*x) for x in zip(queries, starts, strict=True)], [turn(k, 0) for k in keys]
+
+
+@pytest.mark.parametrize("form", ["paged", "HND pair", "decode", "ragged", "ragged HND"])
+@pytest.mark.parametrize("rope", [{}, {"rope_scale": 2.0, "rope_theta": 500.0}])
+def test_rotation_before_attention(form: str, rope: dict[str, float]) -> None:
+    """Keys lie in the cache as they were; a page may stand at two places of two requests."""
+    q_lens, kv_lens = ((1, 1, 1), (70, 5, 33)) if form == "decode" else ((3, 5, 17), (70, 5, 40))
+    layout = "HND" if "HND" in form else "NHD"
+    is_pair = "pair" in form or "ragged" in form
+    batch = make_batch(q_lens, kv_lens, layout="NHD" if "ragged" in form else layout, pair=is_pair)
+    if "ragged" not in form:
+        batch.indices[5] = batch.indices[1]  # the only page of the second request
+    options: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA", **rope}
+    queries, keys = rotated(batch, rope.get("rope_scale", 1.0), rope.get("rope_theta", 1e4))
+    values = [batch.rows(r)[1] for r in range(3)]
+    states = [naive(*x, causal=True) for x in zip(queries, keys, values, strict=True)]
+    expected = torch.cat([s[0] for s in states]), torch.cat([s[1] for s in states], 1).T
+    expected = expected[0], expected[1] / math.log(2)
+    if "ragged" in form:
+        k, v = (torch.cat(x) for x in zip(*map(batch.rows, range(3)), strict=True))
+        if layout == "HND":
+            k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+        ragged = RAGGED(workspace(), layout)
+        ragged.plan(batch.qo_indptr, offsets_of(list(kv_lens)), 8, 2, 64, causal=True, **options)
+        found = ragged.run(batch.q, k, v, return_lse=True)
+        one = flashinfer.single_prefill_with_kv_cache(
+            batch.q[8:],
+            *(x[:, 75:] if layout == "HND" else x[75:] for x in (k, v)),
+            causal=True,
+            kv_layout=layout,
+            return_lse=True,
+            **options,
+        )
+        check(one, [x[8:] for x in expected])
+    elif form == "decode":
+        found = planned_decode(batch, **options).run(batch.q, batch.cache, return_lse=True)
+    else:
+        before = [x.clone() for x in batch.parts]
+        wrapper = planned_prefill(batch, causal=True, **options)
+        found = wrapper.run(batch.q, batch.cache, return_lse=True)
+        again = wrapper.forward(batch.q, batch.cache, causal=True, **options)
+        assert torch.equal(again, found[0])
+        for part, old in zip(batch.parts, before, strict=True):
+            torch.testing.assert_close(part, old, rtol=0, atol=0, equal_nan=True)
+    check(found, expected)
+
+
+def test_rotations_that_cannot_be() -> None:
+    options: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA", "q_data_type": torch.float16}
+    lists = int32(0, 1), int32(0, 1), int32(0), int32(1)
+    with pytest.raises(ValueError, match=r"^pos_encoding_mode: needs .*multiple of 16 .*got .*24"):
+        PREFILL(workspace()).plan(*lists, 2, 2, 24, 16, **options)
+    with pytest.raises(ValueError, match=r"^pos_encoding_mode: needs .*16 bits.*got float8_e4m3fn"):
+        PREFILL(workspace()).plan(*lists, 2, 2, 64, 16, **options, kv_data_type=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"^rope_theta: needs a number above 0"):
+        PREFILL(workspace()).plan(*lists, 2, 2, 64, 16, **options, rope_theta=-1.0)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_pages_of_one_token_without_their_axis(layout: str, pair: bool) -> None:
+    batch = make_batch((1, 1), (5, 3), page_size=1, layout=layout, pair=pair)
+    axis = -2 if layout == "HND" else -3
+    cache = batch.cache
+    cache = tuple(c.squeeze(axis) for c in cache) if pair else cache.squeeze(axis)
+    check(planned_decode(batch).run(batch.q, cache, return_lse=True), batch.expected())
+    check(planned_prefill(batch).run(batch.q, cache, return_lse=True), batch.expected())
+    other = make_batch((1, 1), (5, 3), page_size=4, layout=layout, pair=pair)
+    with pytest.raises(ValueError, match=r"page_size|pages"):
+        planned_decode(other).run(batch.q, cache)
+
+
+@pytest.mark.parametrize("option", [{"fixed_split_size": 4}, {"disable_split_kv": True}])
+@pytest.mark.parametrize("form", ["decode", "paged", "ragged"])
+def test_the_same_bits_in_any_batch(form: str, option: dict[str, Any]) -> None:
+    """A request of more keys than one part has, alone and beside others."""
+    lens = 1500, 40, 7
+    batch = make_batch((1,) * 3, lens, heads=(2, 1), page_size=64, pair=True)
+    results = []
+    for count in (3, 1):
+        own = batch._replace(
+            q=batch.q[:count],
+            qo_indptr=batch.qo_indptr[: count + 1],
+            indptr=batch.indptr[: count + 1],
+            last_page_len=batch.last_page_len[:count],
+        )
+        with torch_gpu():
+            if form == "ragged":
+                wrapper = RAGGED(workspace())
+                offsets = offsets_of(list(lens[:count]))
+                wrapper.plan(own.qo_indptr, offsets, 2, 1, 64, kv_indptr_cpu=offsets, **option)
+                k, v = (torch.cat(x) for x in zip(*map(own.rows, range(count)), strict=True))
+                found = wrapper.run(own.q, k, v, return_lse=True)
+            else:
+                planned = planned_decode if form == "decode" else planned_prefill
+                wrapper = planned(own, **option)
+                found = wrapper.run(own.q, own.cache, return_lse=True)
+        assert wrapper._plan is not None
+        assert wrapper._plan.key.batch_invariant
+        results.append([x[0] for x in found])
+    assert all(map(torch.equal, *results))
+    check(tuple(x[None] for x in results[0]), [x[:1] for x in batch.expected()])
+
+
+def test_what_a_plan_for_any_batch_needs() -> None:
+    """The longest request, without waiting: from lists on the CPU, what is said, or all pages."""
+    batch = make_batch((1,) * 3, (70, 5, 33))
+    wrapper = planned_prefill(batch, fixed_split_size=4)
+    assert wrapper._shape is not None
+    assert (wrapper._shape.batch_invariant, wrapper._shape.max_kv_len) == (True, 128)
+    assert planned_prefill(batch, fixed_split_size=4, max_sequence_kv=90)._shape.max_kv_len == 90
+    graph = PREFILL(workspace(), "NHD", True, **graph_buffers(3))
+    graph.plan(batch.qo_indptr, *batch.pages, *batch.sizes, disable_split_kv=True)
+    assert graph._shape is not None
+    assert graph._shape.max_kv_len == 40 * 16
+    for none in ({}, {"fixed_split_size": -1}):
+        assert planned_prefill(batch, **none)._shape.max_kv_len is None
+    with pytest.raises(ValueError, match=r"^fixed_split_size: needs at most .* pieces"):
+        planned_prefill(batch, fixed_split_size=4, max_sequence_kv=1 << 30)
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"^fixed_split_size: needs the longest.*kv_indptr_cpu"):
+        _attention.longest_of(on_gpu, None)
+    assert _attention.longest_of(on_gpu, 77) == 77
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -1059,13 +1086,15 @@ ONES = torch.ones(2)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode: needs 'NONE', .*apply_rope_pos"),
-        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: needs 'NONE', got 'ALIBI'; .*flashin"),
+        (
+            {"pos_encoding_mode": "ALIBI"},
+            "pos_encoding_mode: needs 'NONE' or .*'ALIBI'; .*flashin",
+        ),
         ({"custom_mask": ONES}, "custom_mask: cumla masks by causal and window_left; .*leave it"),
         ({"packed_custom_mask": ONES}, "packed_custom_mask: cumla masks by causal"),
         ({"prefix_len_ptr": ONES}, "prefix_len_ptr: belongs to the scoring of several items"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len: belongs to the scoring"),
-        ({"fixed_split_size": 4}, "fixed_split_size: .*cumla.attention with batch_invariant=True"),
+        ({"use_token_head_sf": True}, "use_token_head_sf: belongs to kernels"),
         ({"q_data_type": "float32"}, "q_data_type: needs bfloat16 or float16, got torch.float32"),
         ({"kv_data_type": torch.float8_e5m2}, "kv_data_type: needs q_data_type, torch.float16, or"),
         (
@@ -1121,9 +1150,10 @@ def test_arguments_of_a_plan(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode: needs 'NONE'"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: needs 'NONE'"),
         ({"window_right": 3}, "window_right: belongs to kernels"),
-        ({"fixed_split_size": 2}, "fixed_split_size: .*cumla.attention with batch_invariant=True"),
+        ({"use_token_head_sf": True}, "use_token_head_sf: belongs to kernels"),
+        ({"is_causal": True}, "is_causal: needs what q_len_per_req 1 says, got True"),
         ({"q_len_per_req": 0}, "q_len_per_req: needs a number from 1, got 0"),
         ({"data_type": torch.bfloat16}, "data_type: needs q_.*; pass q_data_type=torch.bfloat16"),
         ({"kv_data_type": "bfloat16"}, "kv_data_type: needs q_.*; pass q_data_type=torch.bfloat16"),
@@ -1160,7 +1190,7 @@ def test_arguments_of_a_run() -> None:
         ({"q": batch.q[:, :4]}, "plan: made for num_qo_heads 8, got num_qo_heads 4; make a"),
         ({"paged_kv_cache": batch.cache.bfloat16()}, r"k: needs kv_data_type|paged_kv_cache"),
         ({"paged_kv_cache": batch.cache[:, :1]}, "paged_kv_cache: needs keys and values along its"),
-        ({"paged_kv_cache": batch.cache[:, 0]}, r"paged_kv_cache: needs axes \(num_pages, 2, "),
+        ({"paged_kv_cache": batch.cache[:, 0]}, r"paged_kv_cache: needs keys and values along"),
         ({"paged_kv_cache": (*pair, pair[0])}, "paged_kv_cache: needs one tensor or a pair, got 3"),
         ({"paged_kv_cache": (pair[0][..., :32], pair[1])}, r"paged_kv_cache\[0\]: needs the 64 co"),
         ({"paged_kv_cache": (pair[0], pair[1][:1])}, r"paged_kv_cache\[1\]: needs the pages, "),

@@ -4,13 +4,11 @@ and by the kernel, which the CPU runs."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 
 from cumla.compat import flashinfer
-from cumla.compat.flashinfer import topk
 from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
@@ -26,40 +24,6 @@ def numbers(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
 
 def int32(*values: int) -> Any:
     return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        (
-            "top_k",
-            f"input k sorted=False deterministic=False tie_break={NONE} dsa_graph_safe=False",
-        ),
-        (
-            "top_k_page_table_transform",
-            (
-                f"input src_page_table lengths k row_to_batch=None deterministic=False "
-                f"tie_break={NONE} dsa_graph_safe=False row_starts=None page_table_row_starts=None "
-                f"page_size=1 out=None out_raw_indices=None"
-            ),
-        ),
-        (
-            "top_k_ragged_transform",
-            (
-                f"input offsets lengths k deterministic=False tie_break={NONE} "
-                "dsa_graph_safe=False row_starts=None"
-            ),
-        ),
-    ],
-)
-def test_names_and_signatures_are_where_flashinfer_has_them(name: str, parameters: str) -> None:
-    function = getattr(topk, name)
-    found = inspect.signature(function).parameters.values()
-    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
-    assert " ".join(given) == parameters
-    assert getattr(flashinfer, name) is function
-    assert flashinfer.topk.topk is flashinfer.top_k
-    assert [*flashinfer.TopKTieBreak] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

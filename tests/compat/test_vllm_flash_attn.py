@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -20,40 +19,8 @@ from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
 
-VARLEN = (
-    "q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k=None seqused_k=None q_v=None "
-    "dropout_p=0.0 softmax_scale=None causal=False window_size=None softcap=0.0 alibi_slopes=None "
-    "deterministic=False return_attn_probs=False block_table=None return_softmax_lse=False "
-    "out=None scheduler_metadata=None q_descale=None k_descale=None v_descale=None num_splits=0 "
-    "output_scale=None fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None "
-    "mask_mod=None block_sparse_tensors=None aux_tensors=None aux_tensor_leading_dims=None "
-    "dynamic_causal=None gather_kv_indices=None gather_kv_valid_length=None"
-)
-METADATA = (
-    "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
-    "qkv_dtype=None headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None "
-    "page_size=None max_seqlen_k_new=0 causal=False window_size=(-1, -1) has_softcap=False "
-    "num_splits=0 pack_gqa=None sm_margin=0"
-)
-WRITE = "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale"
 LENGTHS = ((1, 1328), (5, 18), (129, 463))  # of vLLM's own tests: queries and keys
 FEW = ((1, 95), (5, 18), (19, 40), (0, 7), (2, 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("flash_attn_varlen_func", VARLEN),
-        ("get_scheduler_metadata", METADATA),
-        ("reshape_and_cache_flash", WRITE),
-    ],
-)
-def test_names_and_signatures_are_those_of_vllm(name: str, parameters: str) -> None:
-    found = inspect.signature(getattr(vllm_flash_attn, name)).parameters.values()
-    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
-    assert " ".join(given) == parameters
-    assert {p.kind for p in found} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert name in vllm_flash_attn.__all__
 
 
 class Batch(NamedTuple):

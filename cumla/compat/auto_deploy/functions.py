@@ -42,11 +42,6 @@ def scaled_dot_product_attention(
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale
         As for `torch.nn.functional.scaled_dot_product_attention`.
-
-    Returns
-    -------
-    torch.Tensor
-        As from there.
     """
     attend: Callable[..., torch.Tensor] = import_torch().nn.functional.scaled_dot_product_attention
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
@@ -86,11 +81,6 @@ def fused_mha_with_cache(
     -------
     torch.Tensor
         ``(batch, seqlen, heads * head_dim)`` of v_cache's head_dim, in q's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `cumla.attention` and `cumla.append_kv_cache`, with the names from here.
     """
     q, k, v = _checked(q, k, v, k_cache, v_cache, input_pos=input_pos)
     batch, seqlen = q.shape[:2]
@@ -141,11 +131,6 @@ def fused_flattened_mha_with_cache(
     -------
     torch.Tensor
         q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `fused_mha_with_cache`.
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
     lists["cache_loc"] = cache_loc
@@ -172,21 +157,6 @@ def fused_flattened_mha_with_cache_rope_fusion(
     """Call `fused_flattened_mha_with_cache`, which has another order of the arguments.
 
     That rotates keys on their way into the cache, and the queries in the same kernel.
-
-    Parameters
-    ----------
-    q, k, v, input_pos, cache_loc, seq_len, seq_start, k_cache, v_cache, freqs_cis
-        As there.
-
-    Returns
-    -------
-    torch.Tensor
-        As from there.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As there.
     """
     return fused_flattened_mha_with_cache(
         q, k, v, seq_len, input_pos, cache_loc, seq_start, k_cache, v_cache, freqs_cis
@@ -226,11 +196,6 @@ def fused_mha_with_paged_cache(
     -------
     torch.Tensor
         q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `fused_mha_with_cache`.
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
     lists["cache_loc"] = cache_loc
@@ -263,24 +228,10 @@ def fused_flattened_mha_with_paged_cache(
     AutoDeploy has no such operation: `CumlaPagedAttention` gives it, with
     `prepare_paged_mha_metadata`.
 
-    Parameters
-    ----------
-    q, k, v, freqs_cis
-        As in `fused_flattened_mha_with_cache`.
-    kv_lens, qo_indptr, kv_indptr, kv_indices : torch.Tensor
-        As in `cumla.attention`, int32.
-    k_cache, v_cache : torch.Tensor
-        As in `fused_mha_with_paged_cache`.
-
     Returns
     -------
     torch.Tensor
         q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `fused_mha_with_cache`.
     """
     places = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
     places |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
@@ -377,11 +328,6 @@ def apply_rope_with_input_pos(
     -------
     torch.Tensor
         In the shape and dtype of x, contiguous.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `cumla.apply_rope`, with the names from here.
     """
     check_tensors(x=x, freqs_cis=freqs_cis)
     if sorted(layout) != sorted("bsnd") or layout[-1] != "d":
@@ -433,11 +379,6 @@ def apply_rope_on_flattened_inputs(
     -------
     torch.Tensor
         In the shape and dtype of x, contiguous. Rows of no request hold anything.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `cumla.apply_rope`, with the names from here.
     """
     lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
     check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)

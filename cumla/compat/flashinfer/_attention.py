@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._torch import positions_of
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
 from cumla.compat.flashinfer._wrapper import (
     BACKENDS,
@@ -24,6 +25,7 @@ from cumla.compat.flashinfer._wrapper import (
     name_of,
 )
 from cumla.compat.flashinfer.page import get_seq_lens
+from cumla.compat.flashinfer.rope import Frequencies
 from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.check_mode import check_mode
 from cumla.core.frameworks import eager_only
@@ -41,8 +43,9 @@ __all__ = [
     "Options",
     "PagedWrapper",
     "attend_once",
+    "longest_of",
     "refuse_masks",
-    "refuse_splits",
+    "splits_alike",
 ]
 
 _NAMES = {
@@ -60,6 +63,7 @@ _PARTS = {
 }
 _Q = "tokens, num_qo_heads, head_dim"
 _E4M3 = "float8_e4m3fn"
+_ROTATED = 16  # of what number rotated rows have a multiple of columns
 _E4M3_COLUMNS = 16  # of what number e4m3 rows have a multiple of columns
 
 
@@ -87,6 +91,8 @@ class _Shape(NamedTuple):
     causal: bool
     window: int
     q_len: int | None  # query tokens of each request; None: offsets tell
+    batch_invariant: bool
+    max_kv_len: int | None  # with batch_invariant: keys of the longest request
 
 
 class Options(NamedTuple):
@@ -95,20 +101,40 @@ class Options(NamedTuple):
     window_left: int
     logits_soft_cap: float | None
     sm_scale: float | None
+    rope: Frequencies | None = None  # of the rotation before attention
 
-    def checked(self, pos_encoding_mode: str) -> Options:
+    def checked(
+        self,
+        pos_encoding_mode: str,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Options:
         """Check them, and name in one way what is absent."""
-        if pos_encoding_mode != "NONE":
+        if pos_encoding_mode not in ("NONE", "ROPE_LLAMA"):
             raise ValueError(
-                f"pos_encoding_mode: needs 'NONE', got {pos_encoding_mode!r}; cumla.attention "
-                f"neither rotates nor adds a bias: for ROPE_LLAMA rotate queries and keys by "
-                f"apply_rope_pos_ids before, for ALIBI import the wrapper from flashinfer"
+                f"pos_encoding_mode: needs 'NONE' or 'ROPE_LLAMA', got {pos_encoding_mode!r}; "
+                f"cumla.attention adds no bias: for ALIBI import the wrapper from flashinfer"
+            )
+        rope = None
+        if pos_encoding_mode == "ROPE_LLAMA":
+            rope = Frequencies(
+                factor_of("rope_scale", 1.0 if rope_scale is None else rope_scale, ""),
+                factor_of("rope_theta", 1e4 if rope_theta is None else rope_theta, ""),
             )
         with NAMES():
             left = checked_int("window_left", self.window_left, "pass -1 for none", -(1 << 31))
             scale = None if self.sm_scale is None else checked_scale(self.sm_scale, 1.0)
         cap = self.logits_soft_cap
-        return Options(max(left, -1), cap if cap is not None and cap > 0 else None, scale)
+        return Options(max(left, -1), cap if cap is not None and cap > 0 else None, scale, rope)
+
+    def check_rotation(self, head_dim: int, cache_dtype: str) -> None:
+        """Check that what is rotated can be."""
+        if self.rope is not None and (cache_dtype == _E4M3 or head_dim % _ROTATED):
+            raise ValueError(
+                f"pos_encoding_mode: needs keys of 16 bits and a multiple of {_ROTATED} columns "
+                f"for 'ROPE_LLAMA', got {cache_dtype} and {head_dim}; rotate by apply_rope_pos_ids "
+                f"before"
+            )
 
 
 class AttentionWrapper(Planned[AttentionPlan, _Shape]):
@@ -137,7 +163,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             )
         refuse(NO_KERNELS, ValueError, **others)
         check_tensors(float_workspace_buffer=workspace)
-        self._kv_layout = checked_layout(kv_layout)
+        self._kv_layout, self._backend = checked_layout(kv_layout), backend
         for name, buffer in buffers.values():
             if use_cuda_graph and buffer is None:
                 raise ValueError(
@@ -175,22 +201,36 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         *,
         causal: bool,
         q_len: int | None = None,
+        max_kv_len: int | None = None,
     ) -> None:
-        """Take what a plan says: arrays by cumla's names, dtypes of queries, keys and output."""
+        """Take what a plan says: arrays by cumla's names, dtypes of queries, keys and output.
+
+        With max_kv_len a request has the same bits in any batch.
+        """
         query, cache, output = map(dtype_of, dtypes)
         cache = query if cache is None else cache
         names = checked_dtypes(query, cache, output, "o_data_type", ("bfloat16", "float16"))
         batch = checked_batch(self._theirs, arrays)
-        self._check_numbers(batch, numbers, names[1])
-        shape = _Shape(batch, *numbers, *names, bool(causal), options.window_left, q_len)
+        options.check_rotation(numbers.head_dim, names[1])
+        cuts = (max_kv_len is not None, max_kv_len)
+        self._check_numbers(batch, numbers, names[1], *cuts)
+        shape = _Shape(batch, *numbers, *names, bool(causal), options.window_left, q_len, *cuts)
         said: dict[str, Any] = dict(zip(self._numbers, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
+        said["fixed_split_size"] = max_kv_len
         self._take(shape, arrays, said | _said(shape.causal, options))
         self._types, self._options = (query, cache), options
         if self._use_cuda_graph and self._plan is None:
             self._prepare(shape)
 
-    def _check_numbers(self, batch: int, numbers: Numbers, cache_dtype: str) -> None:
+    def _check_numbers(
+        self,
+        batch: int,
+        numbers: Numbers,
+        cache_dtype: str,
+        batch_invariant: bool,
+        max_kv_len: int | None,
+    ) -> None:
         """Check sizes, before the first run makes a plan of them."""
         theirs = dict(zip(Numbers._fields, self._numbers, strict=True))
         for name in ("head_dim", "head_dim_v"):
@@ -199,8 +239,12 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                     f"{theirs[name]}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type "
                     f"{_E4M3}, got {getattr(numbers, name)}; pad the columns with zeros"
                 )
-        with CallersNames(theirs, ValueError):
-            sizes = numbers._asdict()
+        with CallersNames(
+            theirs | {"batch_invariant": "fixed_split_size", "max_kv_len": "max_sequence_kv"},
+            ValueError,
+        ):
+            sizes: dict[str, Any] = numbers._asdict()
+            sizes |= {"batch_invariant": batch_invariant, "max_kv_len": max_kv_len}
             page_size, heads, head_dim = map(sizes.pop, ("page_size", "num_heads", "head_dim"))
             checked_int("page_size", page_size, "pass the tokens of a page", 0)
             AttentionPlan.workspace_bytes(batch, batch, heads, head_dim, **sizes, sm_count=1)
@@ -244,8 +288,11 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         lse: Any = None,
         return_lse: bool = False,
         window_left: int | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
     ) -> Any:
         """Attend with the lengths and pages of the last plan."""
+        is_turned = _checked_lse(lse_base, lse_layout)
         shape, options = self._planned_shape(), self._options
         if window_left not in (None, options.window_left):
             raise ValueError(
@@ -264,18 +311,26 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             _check_type("q", q, "q_data_type", self._types[0])
             _check_type("k", k, "kv_data_type", self._types[1])
             wants_lse = bool(return_lse or lse is not None)
+            heads_first = is_turned and wants_lse
             if lse is not None:
-                check_axes("lse", lse, "tokens, num_qo_heads")
+                axes = "num_qo_heads, tokens" if heads_first else "tokens, num_qo_heads"
+                check_axes("lse", lse, axes)
             elif wants_lse:
-                lse = q.new_empty(q.shape[:2], dtype=sys.modules["torch"].float32)
-            q_rows, lse_rows = self._by_request("q", q), self._by_request("lse", lse)
+                size = q.shape[1::-1] if heads_first else q.shape[:2]
+                lse = q.new_empty(size, dtype=sys.modules["torch"].float32)
+            kv_indices = self._arrays.get("kv_indices")
+            given_q = q
+            if options.rope is not None:
+                q, k, v, kv_indices = self._turned(options.rope, q, k, v)
+            q_rows = self._by_request("q", q)
+            lse_rows = self._by_request("lse", lse.T if heads_first else lse)
             if wants_lse and shape.q_len is not None:
                 lse_rows = lse_rows.swapaxes(1, 2)
-            state = self._ready_plan(q).run(
+            state = self._ready_plan(given_q).run(
                 q_rows,
                 k,
                 v,
-                kv_indices=self._arrays.get("kv_indices"),
+                kv_indices=kv_indices,
                 softcap=options.logits_soft_cap,
                 sinks=None if sinks is None else sinks.float(),
                 softmax_scale=scale,
@@ -288,9 +343,36 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             out = state.out if shape.q_len is None else state.out.flatten(0, 1)
         if v_factor != 1.0:
             out.mul_(v_factor)
-        if wants_lse:
+        if wants_lse and lse_base == "log2":
             lse.mul_(LOG2_E)
         return (out, lse) if return_lse else out
+
+    def _turned(self, rope: Frequencies, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
+        """Rotate queries and keys by their positions; listed pages are copied, one for each entry.
+
+        A page may stand at several places, and a server's pool has many others.
+        """
+        torch, arrays, shape = sys.modules["torch"], self._arrays, self._planned_shape()
+        starts = arrays["kv_indptr"]
+        kv_lens = arrays.get("kv_lens")
+        if kv_lens is None:
+            kv_lens = starts[1:] - starts[:-1]
+        cuts = arrays.get("qo_indptr")
+        if cuts is None:
+            cuts = torch.arange(shape.batch + 1, device=q.device, dtype=torch.int32) * shape.q_len
+        q = rope.turn(q, positions_of(cuts, kv_lens - (cuts[1:] - cuts[:-1]), q.shape[0]))
+        none = torch.zeros_like(kv_lens)
+        pages = arrays.get("kv_indices")
+        if pages is None:
+            return q, rope.turn(k, positions_of(starts, none, k.shape[0])), v, None
+        there = pages.clamp(0, max(k.shape[0] - 1, 0)).long()[: pages.shape[0] if len(k) else 0]
+        k, v = k[there], v[there]
+        rows = k.transpose(1, 2) if self._kv_layout == "HND" else k
+        first = positions_of(starts, none, rows.shape[0]) * shape.page_size
+        positions = (first[:, None] + torch.arange(shape.page_size, device=q.device)).flatten()
+        rows = rope.turn(rows.flatten(0, 1), positions).unflatten(0, rows.shape[:2])
+        k = rows.transpose(1, 2) if self._kv_layout == "HND" else rows
+        return q, k, v, torch.arange(pages.shape[0], device=q.device, dtype=torch.int32)
 
     def _check_heads(self, name: str, rows: Any) -> None:
         need, axis = self._planned_shape().num_kv_heads, -3 if self._kv_layout == "HND" else -2
@@ -325,6 +407,9 @@ class PagedWrapper(AttentionWrapper):
         numbers: Numbers,
         dtypes: tuple[Any, Any, Any],
         options: Options,
+        fixed_split_size: int | None,
+        disable_split_kv: bool,
+        longest: int | None = None,
         **others: Any,
     ) -> None:
         """Take what a plan says; arrays tell the tokens of last pages."""
@@ -340,6 +425,13 @@ class PagedWrapper(AttentionWrapper):
             seq_lens = get_seq_lens(indptr, last, numbers.page_size)
         if not self._use_cuda_graph:
             del arrays["last_page_len"]
+        if splits_alike(fixed_split_size, disable_split_kv):
+            pages = self._kept.get("kv_indices", arrays["kv_indices"]).shape[0]
+            if self._use_cuda_graph or seq_lens.device.type != "cpu" or not len(seq_lens):
+                most = max(1, pages * numbers.page_size)
+            else:
+                most = _rounded(int(seq_lens.max()))
+            others["max_kv_len"] = most if longest is None else max(1, longest)
         self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
 
     def _check_last_pages(self, last: Any, page_size: int) -> None:
@@ -359,7 +451,7 @@ class PagedWrapper(AttentionWrapper):
         refuse(NO_KERNELS, ValueError, **elsewhere)
         names = _PARTS[is_pair(paged_kv_cache)]
         with names:
-            k, v = split_cache(paged_kv_cache)
+            k, v = split_cache(paged_kv_cache, self._kv_layout)
         return self._attend(names, q, k, v, **options)
 
 
@@ -385,6 +477,13 @@ def attend_once(
             check_axes(name, rows, form)
         kv_len = k.shape[1 if is_hnd else 0]
         scale, factors, v_factor = _scales(options.sm_scale, q.shape[-1], name_of(k.dtype), scales)
+        options.check_rotation(q.shape[-1], name_of(k.dtype))
+        if options.rope is not None:
+            numbers, qo_len = torch.arange(kv_len, device=q.device), q.shape[0]
+            q = options.rope.turn(q, torch.arange(kv_len - qo_len, kv_len, device=q.device))
+            k = k.transpose(0, 1) if is_hnd else k
+            k = options.rope.turn(k, numbers)
+            k = k.transpose(0, 1) if is_hnd else k
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out, _ = attention(
             q[None],
@@ -417,18 +516,41 @@ def refuse_masks(custom_mask: Any, packed_custom_mask: Any) -> None:
     )
 
 
-def refuse_splits(fixed_split_size: int | None) -> None:
-    """Refuse to promise results that do not depend on the batch; -1 is none, as in FlashInfer.
+def splits_alike(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+    """Tell whether results are not to depend on the batch; -1 is no size, as in FlashInfer.
 
-    The buffer of such a plan needs to know the longest request, which `plan` cannot tell without
-    waiting for the GPU.
+    The size does not matter: cumla cuts requests at positions of its own. What a plan of it needs
+    to know is the longest request, without waiting for the GPU.
     """
-    refuse(
-        "a wrapper gives the same bits for the same call, but not for another batch; for that call "
-        "cumla.attention with batch_invariant=True",
-        ValueError,
-        fixed_split_size=None if fixed_split_size == -1 else fixed_split_size,
-    )
+    return bool(disable_split_kv) or fixed_split_size not in (None, -1)
+
+
+def longest_of(indptr: Any, longest: int | None) -> int:
+    """Tell the keys of the longest request from offsets on the CPU, or from what is said of it."""
+    if longest is not None:
+        return max(1, longest)
+    if indptr.device.type != "cpu":
+        raise ValueError(
+            "fixed_split_size: needs the longest request beside it, without waiting for the GPU, "
+            "got kv_indptr on a GPU; pass kv_indptr_cpu or max_sequence_kv"
+        )
+    return _rounded(int((indptr[1:] - indptr[:-1]).max()) if len(indptr) > 1 else 1)
+
+
+def _rounded(length: int) -> int:
+    """Round up to a power of 2, so that the plans of many steps are one."""
+    return 1 << max(length - 1, 0).bit_length()
+
+
+def _checked_lse(lse_base: str, lse_layout: str) -> bool:
+    """Check both, and tell whether heads come before tokens."""
+    for name, value, known in (
+        ("lse_base", lse_base, ("log2", "ln")),
+        ("lse_layout", lse_layout, ("NH", "HN")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: needs {' or '.join(map(repr, known))}, got {value!r}")
+    return lse_layout == "HN"
 
 
 def _said(causal: bool, options: Options) -> dict[str, Any]:

@@ -46,20 +46,8 @@ def merge_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention states of two sets of keys into that of their union.
 
-    Parameters
-    ----------
-    v_a, v_b : torch.Tensor
-        ``(seq_len, num_heads, head_dim)``, both bfloat16, float16 or float32; head_dim a multiple
-        of 8.
-    s_a, s_b : torch.Tensor
-        ``(seq_len, num_heads)``, logarithms to base 2, converted to float32.
-
-    Returns
-    -------
-    v : torch.Tensor
-        ``(seq_len, num_heads, head_dim)``, the dtype of v_a. 0 where both states are empty.
-    s : torch.Tensor
-        ``(seq_len, num_heads)``, float32. -inf where both states are empty.
+    v_a and v_b are both bfloat16, float16 or float32, head_dim a multiple of 8; s_a and s_b are
+    converted to float32. Where both states are empty v is 0 and s -inf.
 
     Raises
     ------
@@ -85,20 +73,9 @@ def merge_state_in_place(
 ) -> None:
     """Merge another attention state into ``(v, s)``, which is overwritten.
 
-    Parameters
-    ----------
-    v, v_other, s, s_other : torch.Tensor
-        As those of `merge_state`; s is float32, s_other is converted to it.
-    mask : torch.Tensor, optional
-        ``(seq_len,)``, bool or uint8: whether to merge each sequence's state. Where it is 0, the
-        other state counts as empty, so that v and s keep their values; only a state that is empty
-        itself is written as v = 0 and s = -inf, and one with s = NaN gets v = NaN. It costs a copy
-        of s_other.
-
-    Raises
-    ------
-    TypeError, RuntimeError, CumlaError
-        As `merge_state`.
+    s is float32. Where mask is 0 the other state counts as empty, so that v and s keep their
+    values; only a state that is empty itself is written as v = 0 and s = -inf, and one with s = NaN
+    gets v = NaN. It costs a copy of s_other. Errors are those of `merge_state`.
     """
     check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
     with _IN_PLACE():
@@ -120,23 +97,8 @@ def merge_state_in_place(
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention states of any number of sets of keys into that of their union.
 
-    Parameters
-    ----------
-    v : torch.Tensor
-        ``(seq_len, num_states, num_heads, head_dim)``, bfloat16, float16 or float32; at least one
-        state, head_dim a multiple of 8. Nothing is copied.
-    s : torch.Tensor
-        ``(seq_len, num_states, num_heads)``, logarithms to base 2, converted to float32.
-
-    Returns
-    -------
-    v, s : torch.Tensor
-        As of `merge_state`.
-
-    Raises
-    ------
-    TypeError, RuntimeError, CumlaError
-        As `merge_state`; shapes in messages have num_states in front.
+    There is at least one state. Nothing is copied. Errors are those of `merge_state`; shapes in
+    messages have num_states in front.
     """
     check_tensors(v=v, s=s)
     with _MANY():

@@ -19,18 +19,7 @@ def concat_mla_k(
 ) -> None:
     """Put the keys of a prefill together: each head's own columns, then those that all share.
 
-    Two copies by PyTorch, of any shape and dtype.
-
-    Parameters
-    ----------
-    k : torch.Tensor
-        ``(num_tokens, num_heads, nope_dim + rope_dim)``. Written to.
-    k_nope : torch.Tensor
-        ``(num_tokens, num_heads, nope_dim)``, 128 columns in DeepSeek's models.
-    k_rope : torch.Tensor
-        ``(num_tokens, 1, rope_dim)``, 64 columns there.
-    backend : str
-        ``"default"``.
+    Two copies by PyTorch, of any shape and dtype. backend is "default".
 
     Raises
     ------

@@ -47,7 +47,6 @@ from cumla.compat.flashinfer._attention import (
     Options,
     PagedWrapper,
     attend_once,
-    refuse_splits,
 )
 from cumla.compat.flashinfer._wrapper import NO_KERNELS
 
@@ -73,23 +72,9 @@ _NAMES_OF_TYPES = CallersNames({}), CallersNames({"kv_data_type": "data_type"})
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decoding over a paged cache, planned once a step.
 
-    Parameters
-    ----------
-    float_workspace_buffer : torch.Tensor
-        Any tensor on the device of the calls; nothing is written to it.
-    kv_layout : str
-        ``"NHD"`` or ``"HND"``.
-    use_cuda_graph : bool
-        Whether runs are captured into CUDA graphs: lengths and pages then keep their places.
-    use_tensor_cores : bool
-        Accepted and ignored.
-    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : torch.Tensor
-        Needed with use_cuda_graph: int32 tensors ``(batch + 1,)``, with room for the most pages,
-        and ``(batch,)``, that hold those of each `plan`.
-    backend : str
-        ``"auto"``, ``"fa2"`` or ``"fa3"``, which all mean cumla's kernels.
-    jit_args : None
-        Of kernels that FlashInfer compiles on request.
+    Arguments are those of FlashInfer. Nothing is written to float_workspace_buffer, whose device is
+    that of the calls. With use_cuda_graph the three buffers are needed. backend is "auto", "fa2" or
+    "fa3", which all mean cumla's kernels; jit_args and jit_kwargs are refused.
 
     Raises
     ------
@@ -111,15 +96,21 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
+        jit_kwargs: Any = None,
     ) -> None:
         buffers = {
             "kv_indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
             "kv_indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
             "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
         }
-        jit = {"jit_args": jit_args}
+        jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
         self._use_tensor_cores = use_tensor_cores
+
+    @property
+    def resolved_backend(self) -> str:
+        """What was asked for; "fa3", which is Hopper's, for "auto". cumla's kernels serve all."""
+        return "fa3" if self._backend == "auto" else self._backend
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -153,44 +144,23 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q_len_per_req: int = 1,
         *,
         window_right: int = 0,
+        is_causal: bool | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Say what the runs that follow are about, without waiting for the GPU.
 
-        Parameters
-        ----------
-        indptr : torch.Tensor
-            ``(batch + 1,)``: where the pages of each request begin in indices, and the last ones
-            end. This and the next two are int32, or are converted, and lie on the GPU or the CPU.
-        indices : torch.Tensor
-            ``(pages,)``: page numbers of all requests; it may be longer.
-        last_page_len : torch.Tensor
-            ``(batch,)``: tokens in the last page of each request, those of its queries included.
-        num_qo_heads, num_kv_heads, head_dim, page_size : int
-            Of queries, and of keys and values.
-        pos_encoding_mode : str
-            ``"NONE"``.
-        window_left : int
-            A query sees as many keys before its own position; -1 is unbounded.
-        logits_soft_cap : float, optional
-            Scores s become ``cap * tanh(s / cap)``, unless it is 0.
-        q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            bfloat16 or float16, all the same, but for kv_data_type, which may be float8_e4m3fn.
-        data_type : torch.dtype or str, optional
-            For those of them that are None.
-        sm_scale : float, optional
-            Factor of the scores, ``head_dim ** -0.5`` by default.
-        seq_lens : torch.Tensor, optional
-            ``(batch,)``: tokens of each request, in place of last_page_len.
-        q_len_per_req : int
-            Query tokens of each request, its last ones; each sees no later key.
-        rope_scale, rope_theta, non_blocking, block_tables, disable_split_kv
-            Accepted and ignored.
-        fixed_split_size
-            Leave it at its default. Where it is to give a request the same bits in any batch, call
-            :func:`cumla.attention` with batch_invariant=True: such a plan needs to know the longest
-            request, which this one does not wait for.
-        window_right
-            Of what cumla does not have: leave it at its default.
+        Arguments are those of FlashInfer. Differences:
+
+        * Lists are int32 or int64, on the GPU or the CPU, with gaps or without; indices may be
+          longer.
+        * Queries and outputs are bfloat16 or float16, keys and values the same or float8_e4m3fn.
+        * pos_encoding_mode is "NONE", or "ROPE_LLAMA" for keys of 16 bits: each run rotates a copy
+          of all listed pages, so it is slow.
+        * fixed_split_size and disable_split_kv give a request the same bits in any batch, whatever
+          the size is. The memory of such a plan grows with the longest request; with lists on the
+          GPU, or use_cuda_graph, that is all pages of indices.
+        * Of rope_scale and rope_theta without rotation, non_blocking and block_tables nothing is
+          used; window_right and use_token_head_sf are refused.
 
         Raises
         ------
@@ -198,12 +168,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             An argument does not fit, or asks for what cumla does not have; a change that a CUDA
             graph would not see.
         """
-        refuse(NO_KERNELS, ValueError, window_right=window_right or None)
-        refuse_splits(fixed_split_size)
+        elsewhere = {"window_right": window_right or None}
+        refuse(NO_KERNELS, ValueError, **elsewhere, use_token_head_sf=use_token_head_sf or None)
         if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
             raise ValueError(
                 f"q_len_per_req: needs a number from 1, got {q_len_per_req}; pass the query tokens "
                 f"of each request"
+            )
+        if is_causal not in (None, q_len_per_req > 1):
+            raise ValueError(
+                f"is_causal: needs what q_len_per_req {q_len_per_req} says, got {is_causal}; leave "
+                f"it out"
             )
         with _NAMES_OF_TYPES[kv_data_type is None and data_type is not None]:
             self._say_pages(
@@ -211,7 +186,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 seq_lens,
                 Numbers(num_qo_heads, num_kv_heads, head_dim, head_dim, page_size),
                 (q_data_type or data_type, kv_data_type or data_type, o_data_type),
-                Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+                Options(window_left, logits_soft_cap, sm_scale).checked(
+                    pos_encoding_mode, rope_scale, rope_theta
+                ),
+                fixed_split_size,
+                disable_split_kv,
                 causal=True,  # with one query it hides nothing
                 q_len=q_len_per_req,
             )
@@ -238,33 +217,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> Any:
         """Attend, with the lengths and pages of the last plan.
 
-        Parameters
-        ----------
-        q : torch.Tensor
-            ``(batch * q_len_per_req, num_qo_heads, head_dim)``.
-        paged_kv_cache : torch.Tensor or pair of torch.Tensor
-            ``(num_pages, 2, page_size, num_kv_heads, head_dim)``, or ``(k_cache, v_cache)`` without
-            the axis of 2; with ``"HND"`` ``num_kv_heads`` comes before ``page_size``.
-        q_scale, k_scale, v_scale : float or torch.Tensor, optional
-            Factors of the queries, keys and values: numbers, or tensors of one on the CPU. For e4m3
-            keys and values also float32 tensors on the device, ``(1,)``, ``(num_kv_heads,)`` or
-            ``(batch, num_kv_heads)``, which the kernel reads, so that they may change between the
-            replays of a graph.
-        out : torch.Tensor, optional
-            q's shape, written and returned.
-        lse : torch.Tensor, optional
-            ``(batch * q_len_per_req, num_qo_heads)`` float32, written, and returned with
-            return_lse.
-        return_lse : bool
-            Whether to return the lse, too.
-        window_left, q_len_per_req : int, optional
-            What was planned.
-        sinks : torch.Tensor, optional
-            ``(num_qo_heads,)``: a score per head that takes part in every sum of weights.
-        enable_pdl
-            Accepted and ignored.
-        args, skip_softmax_threshold_scale_factor, kv_cache_sf
-            Of kernels that cumla does not have.
+        Arguments are those of FlashInfer. Caches of pages of one token may lack the axis of tokens.
+        Scales are numbers, or tensors of one on the CPU; of e4m3 keys and values also float32
+        tensors on the device, ``(1,)``, ``(num_kv_heads,)`` or ``(batch, num_kv_heads)``, which the
+        kernel reads, so that they may change between the replays of a graph. window_left and
+        q_len_per_req are those of the plan. enable_pdl is ignored; args,
+        skip_softmax_threshold_scale_factor and kv_cache_sf are refused.
 
         Returns
         -------
@@ -327,7 +285,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         FlashInfer deprecates it, and `forward_return_lse`.
         """
-        options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+        options = Options(window_left, logits_soft_cap, sm_scale).checked(
+            pos_encoding_mode, rope_scale, rope_theta
+        )
         self._override(True, options)
         scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
@@ -336,17 +296,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` with ``use_cuda_graph=True``.
-
-    Parameters
-    ----------
-    workspace_buffer : torch.Tensor
-        Any tensor on the device of the calls.
-    indptr_buffer, indices_buffer, last_page_len_buffer : torch.Tensor
-        int32 tensors ``(batch + 1,)``, with room for the most pages, and ``(batch,)``.
-    kv_layout, use_tensor_cores
-        As there.
-    """
+    """`BatchDecodeWithPagedKVCacheWrapper` with ``use_cuda_graph=True``."""
 
     def __init__(
         self,
@@ -385,35 +335,13 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from one query token to the keys of one request.
+    """Attend from one query token to the keys of one request, of one or more.
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(num_qo_heads, head_dim)``, bfloat16 or float16.
-    k, v : torch.Tensor
-        ``(kv_len, num_kv_heads, head_dim)``, or with ``"HND"`` ``(num_kv_heads, kv_len,
-        head_dim)``, of q's dtype or float8_e4m3fn, kv_len at least 1.
-    kv_layout, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale
-        As in `BatchDecodeWithPagedKVCacheWrapper`.
-    return_lse : bool
-        Whether to return the lse, too.
-    use_tensor_cores, rope_scale, rope_theta
-        Accepted and ignored.
-
-    Returns
-    -------
-    out : torch.Tensor
-        ``(num_qo_heads, head_dim)``.
-    lse : torch.Tensor
-        With return_lse: ``(num_qo_heads,)``, float32, to base 2.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As the wrapper's `run`.
+    Arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper`.
     """
-    options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+    options = Options(window_left, logits_soft_cap, sm_scale).checked(
+        pos_encoding_mode, rope_scale, rope_theta
+    )
     check_tensors(q=q)
     check_axes("q", q, "num_qo_heads, head_dim")
     scales = q_scale, k_scale, v_scale

@@ -188,17 +188,8 @@ class _Form(NamedTuple):
 class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
     """Attention over a paged MLA cache, planned once a step.
 
-    Parameters
-    ----------
-    float_workspace_buffer : torch.Tensor
-        Any tensor on the device of the calls; nothing is written to it.
-    use_cuda_graph : bool
-        Whether runs are captured into CUDA graphs: lengths and pages then keep their places.
-    qo_indptr, kv_indptr, kv_indices, kv_len_arr : torch.Tensor, optional
-        With use_cuda_graph: int32 tensors that hold those of each `plan`; kv_indices with room for
-        the most pages. What is not given is kept as a copy from the first plan.
-    backend : str
-        ``"auto"``, ``"fa2"`` or ``"fa3"``, which all mean cumla's kernels.
+    Arguments are those of FlashInfer. With use_cuda_graph, tensors that are not given are kept as
+    copies from the first plan. backend is "auto", "fa2" or "fa3", which all mean cumla's kernels.
 
     Raises
     ------
@@ -271,42 +262,16 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
     ) -> None:
         """Say what the runs that follow are about, without waiting for the GPU.
 
-        Parameters
-        ----------
-        qo_indptr : torch.Tensor
-            ``(batch + 1,)``: where the query tokens of each request begin, and the last ones end.
-            This and the next three are int32, or are converted, and lie on the GPU or the CPU.
-        kv_indptr : torch.Tensor
-            ``(batch + 1,)``: where the pages of each request begin in kv_indices; it may be longer.
-        kv_indices : torch.Tensor
-            ``(pages,)``: page numbers of all requests; it may be longer.
-        kv_len_arr : torch.Tensor
-            ``(batch,)``: cached tokens of each request, those of its queries included.
-        num_heads : int
-            Query heads.
-        head_dim_ckv, head_dim_kpe : int
-            512, and 64 or 0.
-        page_size : int
-            Tokens of a page, any number from 1.
-        causal : bool
-            Bottom-right causal mask: the last query of a request sees all of it.
-        sm_scale : float
-            Factor of the scores.
-        q_data_type, kv_data_type : torch.dtype or str
-            bfloat16 or float16, both the same; with bfloat16 the cache may be float8_e4m3fn.
-        metadata : MLAPlanMetadata
-            In place of the first four arguments, which are deprecated.
-        cum_seq_lens_q, block_tables, seq_lens, max_q_len
-            In place of a metadata object made by `MLAPlanMetadata.dense`; deprecated, too.
-        query_layout, kv_cache_layout, lse_mode
-            Not looked at.
-        output_dtype : torch.dtype or str, optional
-            q_data_type.
-        scale_mode : str
-            ``"default"``, or with an FP8 cache ``"kv-per-tensor"``: they mean the same.
-        use_profiler, output_scale, skip_softmax, qk_nope_head_dim, enable_pdl, is_var_seq, \
-cute_dsl_impl, use_sinks
-            Of FP8 outputs and of other GPUs: leave them at their defaults.
+        Arguments are those of FlashInfer. Differences:
+
+        * Lists are int32 or int64, on the GPU or the CPU, with gaps or without; kv_indptr and
+          kv_indices may be longer.
+        * head_dim_ckv is 512, head_dim_kpe 64 or 0, page_size any number.
+        * Queries and outputs are bfloat16 or float16, caches the same, or float8_e4m3fn beside
+          bfloat16; scale_mode is "default", or with such a cache "kv-per-tensor", which means the
+          same.
+        * query_layout, kv_cache_layout and max_q_len are not looked at; what belongs to other
+          backends is refused.
 
         Raises
         ------
@@ -410,35 +375,9 @@ cute_dsl_impl, use_sinks
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend, with the lengths and pages of the last plan.
 
-        Parameters
-        ----------
-        q_nope, q_pe, ckv_cache, kpe_cache : torch.Tensor
-            The parts of query and kv_cache; deprecated in this form.
-        out : torch.Tensor, optional
-            ``(tokens, num_heads, 512)``, written and returned.
-        lse : torch.Tensor, optional
-            ``(tokens, num_heads)`` float32, written, and returned with return_lse.
-        return_lse : bool
-            Whether to return the lse, too.
-        profiler_buffer : torch.Tensor, optional
-            Not looked at.
-        return_lse_base_on_e : bool
-            Whether the lse is a natural logarithm, and not one to base 2.
-        query : torch.Tensor or pair of torch.Tensor
-            ``(tokens, num_heads, 576)``, or ``q_nope, q_pe`` of 512 and 64 columns. With a
-            head_dim_kpe of 0 there are 512 in all, here and in kv_cache.
-        kv_cache : torch.Tensor or pair of torch.Tensor
-            ``(num_pages, page_size, 576)``, or ``ckv_cache, kpe_cache`` of 512 and 64 columns,
-            which may lie beside each other in one tensor.
-        ckv_scale : float, optional
-            Factor of the latent columns of an FP8 cache.
-        ckv_scale_arr : torch.Tensor, optional
-            In place of it ``(num_pages, page_size, 4)`` float32, of 128 columns of a token each.
-        kpe_scale : float, optional
-            Factor of the RoPE columns of an FP8 cache; not needed with a head_dim_kpe of 0.
-        kv_len, page_table, o_scale, sinks, skip_softmax_threshold_scale_factor, bmm1_scale, \
-bmm2_scale : None
-            Of FlashInfer's other backends.
+        Arguments are those of FlashInfer. ckv_scale_arr, in place of ckv_scale, is
+        ``(num_pages, page_size, 4)`` float32, of 128 columns of a token each. profiler_buffer is
+        not looked at; what belongs to other backends is refused.
 
         Returns
         -------
@@ -490,7 +429,12 @@ bmm2_scale : None
         if shape.cache_dtype == _FP8:
             cache, kv_scale = _with_scales(cache, has_rope=form.head_dim_kpe > 0, **scales)
         else:
-            refuse(f"needs a plan with kv_data_type {_FP8}, got another", ValueError, **scales)
+            given = [name for name, scale in scales.items() if scale is not None]
+            if given:
+                raise ValueError(
+                    f"{given[0]}: ckv_scale, ckv_scale_arr and kpe_scale need a plan with "
+                    f"kv_data_type {_FP8}, got {shape.cache_dtype}; leave them out"
+                )
         with _NAMES:
             plan = self._ready_plan(q[0] if isinstance(q, tuple) else q)
             state = plan.run(
@@ -533,8 +477,8 @@ def _check_parts(
         check_tensors(**{name: part})
         if part.dtype != dtype:
             raise ValueError(
-                f"{name}: needs {planned} of the plan, {dtype}, got {part.dtype}; convert it, or "
-                f"plan for it"
+                f"{name}.dtype: needs {planned} of the plan, {dtype}, got {part.dtype}; convert "
+                f"{name}, or plan for it"
             )
         if len(part.shape) != 3 or part.shape[2] != columns:
             raise ValueError(

@@ -61,28 +61,11 @@ def append_paged_kv_cache(
 ) -> None:
     """Write new keys and values into a paged cache, whose page lists have room for them already.
 
-    A row whose request or position is negative, or whose position lies after its request's pages,
-    is skipped.
-
-    Parameters
-    ----------
-    append_key, append_value : torch.Tensor
-        ``(tokens, num_kv_heads, head_dim)``, bfloat16, float16 or float32. Values may have another
-        head_dim in a pair of caches.
-    batch_indices, positions : torch.Tensor
-        ``(tokens,)``, int32 or int64: the request of each row, and its place there.
-    paged_kv_cache : torch.Tensor or pair of torch.Tensor
-        ``(num_pages, 2, page_size, num_kv_heads, head_dim)``, or ``(k_cache, v_cache)`` without the
-        axis of 2; with ``"HND"`` ``num_kv_heads`` comes before ``page_size``. Written to. In the
-        dtype of append_key, or float8_e4m3fn, to which rows are rounded.
-    kv_indices : torch.Tensor
-        ``(entries,)``: page numbers of all requests. What is not int32 is copied to it.
-    kv_indptr : torch.Tensor
-        ``(batch + 1,)``, as kv_indices: where each request begins in it, and the last one ends.
-    kv_last_page_len : torch.Tensor
-        ``(batch,)``. Its numbers are not looked at: the positions say where a row goes.
-    kv_layout : str
-        ``"NHD"`` or ``"HND"``.
+    Arguments are those of FlashInfer. A row whose request or position is negative, or whose
+    position lies after its request's pages, is skipped. Caches are in the dtype of append_key, or
+    float8_e4m3fn, to which rows are rounded; those of pages of one token may lack the axis of
+    tokens. Values may have another head_dim in a pair. Lists are int32, or int64, which is copied.
+    The numbers of kv_last_page_len are not looked at.
 
     Raises
     ------
@@ -97,8 +80,7 @@ def append_paged_kv_cache(
     check_tensors(append_key=append_key, append_value=append_value)
     with _PARTS[is_pair(paged_kv_cache)]():
         _check_offsets(kv_indptr, kv_last_page_len)
-        caches = split_cache(paged_kv_cache)
-        check_tensors(**dict(zip(names_of_parts(is_pair(paged_kv_cache)), caches, strict=True)))
+        caches = split_cache(paged_kv_cache, kv_layout)
         check_new_rows(append_key=(append_key, caches[0]), append_value=(append_value, caches[1]))
         append_kv_cache(
             append_key,
@@ -124,22 +106,9 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """Write new rows into a paged MLA cache, whose page lists have room for them already.
 
-    A row whose request or position is negative, or whose position lies after its request's pages,
-    is skipped.
-
-    Parameters
-    ----------
-    append_ckv : torch.Tensor
-        ``(tokens, 512)``, in the cache's dtype, or float32, which is rounded.
-    append_kpe : torch.Tensor
-        ``(tokens, 64)``, the dtype of append_ckv.
-    ckv_cache : torch.Tensor
-        ``(num_pages, page_size, 512)``, bfloat16 or float16, of any page size. Written to.
-    kpe_cache : torch.Tensor
-        ``(num_pages, page_size, 64)``, the dtype of ckv_cache. Written to. It may lie beside
-        ckv_cache in one tensor of 576 columns.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
-        As in `append_paged_kv_cache`.
+    Rows have 512 and 64 columns, in the cache's dtype, or float32, which is rounded. Caches are
+    bfloat16 or float16, and may lie beside each other in one tensor of 576 columns. Lists, and what
+    is skipped, are as in `append_paged_kv_cache`.
 
     Raises
     ------
@@ -189,22 +158,8 @@ def get_batch_indices_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tell of each new token whose it is, and its position there, without waiting for the GPU.
 
-    Parameters
-    ----------
-    append_indptr : torch.Tensor
-        ``(batch + 1,)``, int32: where the new tokens of each request begin, and the last ones end.
-    seq_lens : torch.Tensor
-        ``(batch,)``: tokens of each request, the new ones included; it may be longer.
-    nnz : int
-        Tokens in all.
-    batch_indices, positions : torch.Tensor, optional
-        Where to write: ``(nnz,)``.
-
-    Returns
-    -------
-    batch_indices, positions : torch.Tensor
-        ``(nnz,)``, int32, or what was given. Tokens of no request get the request -1, which an
-        append skips, and the position 0.
+    Tokens of no request get the request -1, which an append skips, and the position 0. seq_lens may
+    be longer.
 
     Raises
     ------
@@ -249,22 +204,7 @@ def get_batch_indices_positions(
 def get_seq_lens(
     kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """Count the tokens of each request from its pages.
-
-    Parameters
-    ----------
-    kv_indptr : torch.Tensor
-        ``(batch + 1,)``: where the pages of each request begin, and the last ones end.
-    kv_last_page_len : torch.Tensor
-        ``(batch,)``: tokens in the last page of each request.
-    page_size : int
-        Tokens of a page.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(batch,)``.
-    """
+    """Count the tokens of each request from its pages, and those in its last page."""
     with _NAMES:
         check_tensors(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
         check_integers(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)

@@ -23,8 +23,9 @@ from cumla.compat.flashinfer._attention import (
     Options,
     PagedWrapper,
     attend_once,
+    longest_of,
     refuse_masks,
-    refuse_splits,
+    splits_alike,
 )
 from cumla.compat.flashinfer._wrapper import NO_KERNELS
 
@@ -63,29 +64,8 @@ def _refuse_items(prefix: Any, positions: Any, length: int, most: Any) -> None:
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of any numbers of query tokens over a paged cache, planned once a step.
 
-    Parameters
-    ----------
-    float_workspace_buffer : torch.Tensor
-        Any tensor on the device of the calls; nothing is written to it.
-    kv_layout : str
-        ``"NHD"`` or ``"HND"``.
-    use_cuda_graph : bool
-        Whether runs are captured into CUDA graphs: lengths and pages then keep their places.
-    qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : \
-torch.Tensor
-        Needed with use_cuda_graph: int32 tensors that hold those of each `plan`, with room for the
-        most pages.
-    backend : str
-        ``"auto"``, ``"fa2"`` or ``"fa3"``, which all mean cumla's kernels.
-    custom_mask_buf, mask_indptr_buf
-        Accepted and ignored: `plan` takes no masks.
-    jit_args, jit_kwargs : None
-        Of kernels that FlashInfer compiles on request.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The buffers do not fit, or it is another backend.
+    As `BatchDecodeWithPagedKVCacheWrapper`. custom_mask_buf, mask_indptr_buf and max_total_num_rows
+    are ignored; variant_owns_mask is refused.
     """
 
     _names = _PAGED
@@ -104,6 +84,8 @@ torch.Tensor
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
     ) -> None:
         buffers = {
             "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
@@ -112,6 +94,7 @@ torch.Tensor
             "last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
         }
         jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        jit["variant_owns_mask"] = variant_owns_mask or None
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
 
     def plan(
@@ -150,47 +133,21 @@ torch.Tensor
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Say what the runs that follow are about, without waiting for the GPU.
 
-        Parameters
-        ----------
-        qo_indptr : torch.Tensor
-            ``(batch + 1,)``: where the query tokens of each request begin, and the last ones end.
-            This and the next three are int32, or are converted, and lie on the GPU or the CPU.
-        paged_kv_indptr : torch.Tensor
-            ``(batch + 1,)``: where the pages of each request begin in paged_kv_indices.
-        paged_kv_indices : torch.Tensor
-            ``(pages,)``: page numbers of all requests; it may be longer.
-        paged_kv_last_page_len : torch.Tensor
-            ``(batch,)``: tokens in the last page of each request, those of its queries included.
-        num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo : int
-            Of queries, and of keys and values; head_dim_vo is head_dim_qk by default.
-        causal : bool
-            No query sees a key after its own position; the last one stands at the last key.
-        pos_encoding_mode, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type, \
-o_data_type, seq_lens
-            As in `BatchDecodeWithPagedKVCacheWrapper`.
-        use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking, seq_lens_q, block_tables, \
-max_token_per_sequence, max_sequence_kv, disable_split_kv
-            Accepted and ignored.
-        custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, \
-token_pos_in_items_len, max_item_len_ptr
-            Of what cumla does not have: leave them at their defaults.
-        fixed_split_size
-            As in `BatchDecodeWithPagedKVCacheWrapper`: leave it at its default.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument does not fit, or asks for what cumla does not have; a change that a CUDA
-            graph would not see.
+        As `BatchDecodeWithPagedKVCacheWrapper.plan`. With fixed_split_size or disable_split_kv,
+        max_sequence_kv says the longest request, if it is given. use_fp16_qk_reduction, seq_lens_q,
+        max_token_per_sequence and uniform_q_len are ignored; masks by element and the scoring of
+        several items are refused.
         """
         refuse_masks(custom_mask, packed_custom_mask)
+        refuse(NO_KERNELS, ValueError, use_token_head_sf=use_token_head_sf or None)
         _refuse_items(
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         )
-        refuse_splits(fixed_split_size)
         columns = head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo
         self._say_pages(
             {
@@ -202,7 +159,12 @@ token_pos_in_items_len, max_item_len_ptr
             seq_lens,
             Numbers(num_qo_heads, num_kv_heads, *columns, page_size),
             (q_data_type, kv_data_type, o_data_type),
-            Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+            Options(window_left, logits_soft_cap, sm_scale).checked(
+                pos_encoding_mode, rope_scale, rope_theta
+            ),
+            fixed_split_size,
+            disable_split_kv,
+            max_sequence_kv,
             causal=causal,
         )
 
@@ -219,44 +181,28 @@ token_pos_in_items_len, max_item_len_ptr
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Any:
         """Attend, with the lengths and pages of the last plan.
 
-        Parameters
-        ----------
-        q : torch.Tensor
-            ``(tokens, num_qo_heads, head_dim_qk)``.
-        paged_kv_cache, q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, \
-args, kv_cache_sf, skip_softmax_threshold_scale_factor
-            As in `BatchDecodeWithPagedKVCacheWrapper`, but for scales per request; values may have
-            another head_dim in a pair.
-        out : torch.Tensor, optional
-            ``(tokens, num_qo_heads, head_dim_vo)``, written and returned.
-        lse : torch.Tensor, optional
-            ``(tokens, num_qo_heads)`` float32, written, and returned with return_lse.
-
-        Returns
-        -------
-        out : torch.Tensor
-            ``(tokens, num_qo_heads, head_dim_vo)``, the dtype of q. 0 where a query sees nothing.
-        lse : torch.Tensor
-            With return_lse: ``(tokens, num_qo_heads)``, float32, to base 2. Rows of no request hold
-            anything.
-
-        Raises
-        ------
-        RuntimeError, TypeError, ValueError, CumlaError
-            As in `BatchDecodeWithPagedKVCacheWrapper`.
+        As `BatchDecodeWithPagedKVCacheWrapper.run`, but for scales per request. Values may have
+        another head_dim in a pair. lse_base is "log2" or "ln"; with lse_layout "HN" lse is
+        ``(num_qo_heads, tokens)``. Rows of no request hold anything.
         """
         elsewhere = {
             "args": args or None,
             "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
             "kv_cache_sf": kv_cache_sf,
+            "use_fp16_softmax": use_fp16_softmax or None,
+            "uses_spcompress": uses_spcompress or None,
         }
         return self._attend_to_pages(
             q,
@@ -268,6 +214,8 @@ args, kv_cache_sf, skip_softmax_threshold_scale_factor
             lse=lse,
             return_lse=return_lse,
             window_left=window_left,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -293,7 +241,9 @@ args, kv_cache_sf, skip_softmax_threshold_scale_factor
 
         FlashInfer deprecates it, and `forward_return_lse`.
         """
-        options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+        options = Options(window_left, logits_soft_cap, sm_scale).checked(
+            pos_encoding_mode, rope_scale, rope_theta
+        )
         self._override(causal, options)
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
@@ -304,23 +254,8 @@ args, kv_cache_sf, skip_softmax_threshold_scale_factor
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     """Attention over keys and values in rows, one request after the other, planned once a step.
 
-    Parameters
-    ----------
-    float_workspace_buffer : torch.Tensor
-        Any tensor on the device of the calls; nothing is written to it.
-    kv_layout : str
-        ``"NHD"``, or ``"HND"`` for keys and values ``(num_kv_heads, rows, head_dim)``.
-    use_cuda_graph : bool
-        Whether runs are captured into CUDA graphs: offsets then keep their places.
-    qo_indptr_buf, kv_indptr_buf : torch.Tensor, optional
-        Needed with use_cuda_graph: ``(batch + 1,)`` int32 tensors that hold those of each `plan`.
-    backend, custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs
-        As in `BatchPrefillWithPagedKVCacheWrapper`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As there.
+    As `BatchPrefillWithPagedKVCacheWrapper`. With kv_layout "HND" keys and values are
+    ``(num_kv_heads, rows, head_dim)``.
     """
 
     _names = _RAGGED
@@ -337,12 +272,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         buffers = {
             "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
             "kv_indptr": ("kv_indptr_buf", kv_indptr_buf),
         }
         jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        jit["variant_owns_mask"] = variant_owns_mask or None
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
 
     def plan(
@@ -379,36 +316,22 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         max_sequence_kv: int | None = None,
         v_indptr: torch.Tensor | None = None,
         o_indptr: torch.Tensor | None = None,
+        qo_indptr_cpu: torch.Tensor | None = None,
+        kv_indptr_cpu: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Say what the runs that follow are about, without waiting for the GPU.
 
-        Parameters
-        ----------
-        qo_indptr, kv_indptr : torch.Tensor
-            ``(batch + 1,)``: where the query tokens, and the keys and values, of each request begin
-            and the last ones end. int32, or they are converted; on the GPU or the CPU.
-        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, causal, pos_encoding_mode, \
-window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type, o_data_type
-            As in `BatchPrefillWithPagedKVCacheWrapper`.
-        use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking, disable_split_kv, seq_lens, \
-seq_lens_q, max_token_per_sequence, max_sequence_kv
-            Accepted and ignored.
-        custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, \
-token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
-            Of what cumla does not have: leave them at their defaults.
-        fixed_split_size
-            As in `BatchDecodeWithPagedKVCacheWrapper`: leave it at its default.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As there.
+        As `BatchPrefillWithPagedKVCacheWrapper.plan`. With fixed_split_size or disable_split_kv,
+        and kv_indptr on the GPU, kv_indptr_cpu or max_sequence_kv is needed. seq_lens and
+        qo_indptr_cpu are ignored; v_indptr and o_indptr are refused.
         """
         refuse_masks(custom_mask, packed_custom_mask)
+        refuse(NO_KERNELS, ValueError, use_token_head_sf=use_token_head_sf or None)
         _refuse_items(
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         )
-        refuse_splits(fixed_split_size)
         refuse(
             "cumla has the rows of values where those of keys are, and those of the output where "
             "the queries are",
@@ -416,13 +339,21 @@ token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
+        longest = None
+        if splits_alike(fixed_split_size, disable_split_kv):
+            check_tensors(kv_indptr=kv_indptr)
+            known = kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu
+            longest = longest_of(known, max_sequence_kv)
         columns = head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo
         self._say(
             {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr},
             Numbers(num_qo_heads, num_kv_heads, *columns, 0),
             (q_data_type, kv_data_type, o_data_type),
-            Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+            Options(window_left, logits_soft_cap, sm_scale).checked(
+                pos_encoding_mode, rope_scale, rope_theta
+            ),
             causal=causal,
+            max_kv_len=longest,
         )
 
     begin_forward = plan
@@ -440,32 +371,14 @@ token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
     ) -> Any:
         """Attend, with the offsets of the last plan.
 
-        Parameters
-        ----------
-        q : torch.Tensor
-            ``(tokens, num_qo_heads, head_dim_qk)``.
-        k, v : torch.Tensor
-            ``(rows, num_kv_heads, head_dim_qk)`` and ``(rows, num_kv_heads, head_dim_vo)``, of the
-            planned dtype.
-        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
-            As in `BatchPrefillWithPagedKVCacheWrapper`.
-        args, o_scale, kv_cache_sf
-            Of kernels that cumla does not have.
-
-        Returns
-        -------
-        out, lse : torch.Tensor
-            As there.
-
-        Raises
-        ------
-        RuntimeError, TypeError, ValueError, CumlaError
-            As there.
+        As `BatchPrefillWithPagedKVCacheWrapper.run`; o_scale is refused.
         """
         refuse(NO_KERNELS, ValueError, args=args or None, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
         with NAMES:
@@ -484,6 +397,8 @@ token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
             out=out,
             lse=lse,
             return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -508,7 +423,9 @@ token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
 
         FlashInfer deprecates it, and `forward_return_lse`.
         """
-        options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+        options = Options(window_left, logits_soft_cap, sm_scale).checked(
+            pos_encoding_mode, rope_scale, rope_theta
+        )
         self._override(causal, options)
         return self.run(q, k, v, return_lse=return_lse)
 
@@ -540,35 +457,10 @@ def single_prefill_with_kv_cache(
     k_scale: float | None = None,
     v_scale: float | None = None,
 ) -> Any:
-    """Attend from the query tokens of one request to its keys.
+    """Attend from the query tokens of one request to its keys, of one or more.
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(qo_len, num_qo_heads, head_dim_qk)``, bfloat16 or float16.
-    k, v : torch.Tensor
-        ``(kv_len, num_kv_heads, head_dim)``, or with ``"HND"`` ``(num_kv_heads, kv_len,
-        head_dim)``, of q's dtype or float8_e4m3fn, kv_len at least 1; v may have another head_dim.
-    causal, kv_layout, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, k_scale, v_scale
-        As in `BatchPrefillWithPagedKVCacheWrapper`.
-    return_lse : bool
-        Whether to return the lse, too.
-    use_fp16_qk_reduction, rope_scale, rope_theta, backend
-        Accepted and ignored.
-    scale_q, scale_k, scale_v, o_dtype, custom_mask, packed_custom_mask, kv_cache_sf
-        Of what cumla does not have: leave them at their defaults.
-
-    Returns
-    -------
-    out : torch.Tensor
-        ``(qo_len, num_qo_heads, head_dim_vo)``.
-    lse : torch.Tensor
-        With return_lse: ``(qo_len, num_qo_heads)``, float32, to base 2.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As the wrapper's `run`.
+    Arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper`. backend is
+    ignored; scale_q, scale_k, scale_v and o_dtype are refused.
     """
     refuse_masks(custom_mask, packed_custom_mask)
     refuse(
@@ -580,7 +472,9 @@ def single_prefill_with_kv_cache(
         o_dtype=o_dtype,
         kv_cache_sf=kv_cache_sf,
     )
-    options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+    options = Options(window_left, logits_soft_cap, sm_scale).checked(
+        pos_encoding_mode, rope_scale, rope_theta
+    )
     return attend_once(
         q,
         k,

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from math import pi
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import (
     CallersNames,
@@ -13,12 +14,19 @@ from cumla.compat._arguments import (
     check_tensors,
     missing_from,
 )
-from cumla.mha.rope import apply_rope
+from cumla.compat._torch import positions_of
+from cumla.mha.rope import apply_rope as rotate
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
     "apply_rope_pos_ids",
     "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache",
@@ -46,27 +54,10 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by a table of cosines and sines.
 
-    Parameters
-    ----------
-    positions : torch.Tensor
-        ``(tokens,)``, int32 or int64. Rows whose position is not in the table are copied.
-    query, key : torch.Tensor
-        ``(tokens, heads * head_size)``, bfloat16, float16 or float32, rows of any stride that is a
-        multiple of 16 bytes.
-    head_size : int
-        Columns of a head, a multiple of 8.
-    cos_sin_cache : torch.Tensor
-        ``(max_position, rotary_dim)``: cosines, then sines, of which float32, bfloat16 and float16
-        are taken. rotary_dim is a multiple of 16; the columns after it are copied.
-    is_neox : bool
-        Whether columns j and ``j + rotary_dim / 2`` are a pair, or 2 j and 2 j + 1.
-    backend : str
-        Accepted and ignored.
-
-    Returns
-    -------
-    query, key : torch.Tensor
-        Rotated, as new tensors of the same shapes.
+    Arguments are those of FlashInfer; backend, of earlier versions, is ignored. Rows whose position
+    is not in the table are copied. Rows are bfloat16, float16 or float32 with strides in multiples
+    of 16 bytes; head_size is a multiple of 8, rotary_dim of 16. The table may be of any of these
+    dtypes.
 
     Raises
     ------
@@ -100,40 +91,16 @@ def apply_rope_pos_ids(
     rotary_dim: int | None = None,
     interleave: bool = False,
     rope_scale: float = 1,
-    rope_theta: float = 1e4,
+    rope_theta: float = 10000.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by ``pos_ids / (rope_scale * rope_theta ** (2 j / rotary_dim))``.
 
     The angles of pair j are computed for each call, in float64, by PyTorch. With a table for all
-    layers, `apply_rope_with_cos_sin_cache` takes less.
-
-    Parameters
-    ----------
-    q, k : torch.Tensor
-        ``(tokens, heads, head_dim)``, bfloat16, float16 or float32.
-    pos_ids : torch.Tensor
-        ``(tokens,)``, int32 or int64.
-    rotary_dim : int, optional
-        Columns that are rotated, a multiple of 16; head_dim by default.
-    interleave : bool
-        Whether columns 2 j and 2 j + 1 are a pair, or j and ``j + rotary_dim / 2``.
-    rope_scale, rope_theta : float
-        As in the formula.
-
-    Returns
-    -------
-    q, k : torch.Tensor
-        Rotated, as new tensors.
-
-    Raises
-    ------
-    TypeError, RuntimeError, CumlaError
-        As `apply_rope_with_cos_sin_cache`.
+    layers, `apply_rope_with_cos_sin_cache` takes less. Rows are bfloat16, float16 or float32,
+    pos_ids int32 or int64, rotary_dim a multiple of 16.
     """
-    check_tensors(q=q, k=k)
-    outputs = q.new_empty(q.shape), k.new_empty(k.shape)
-    _rotate_by_positions(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, outputs)
-    return outputs
+    frequencies = Frequencies(rope_scale, rope_theta)
+    return _rotated(q, k, pos_ids, rotary_dim, interleave, frequencies)
 
 
 def apply_rope_pos_ids_inplace(
@@ -143,11 +110,121 @@ def apply_rope_pos_ids_inplace(
     rotary_dim: int | None = None,
     interleave: bool = False,
     rope_scale: float = 1,
-    rope_theta: float = 1e4,
+    rope_theta: float = 10000.0,
 ) -> None:
     """Rotate queries and keys in place, as `apply_rope_pos_ids` does."""
-    check_tensors(q=q, k=k)
-    _rotate_by_positions(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, (q, k))
+    _rotated(q, k, pos_ids, rotary_dim, interleave, Frequencies(rope_scale, rope_theta), (q, k))
+
+
+def apply_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indptr: torch.Tensor,
+    offsets: torch.Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 10000.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate as `apply_rope_pos_ids`, by positions that count on from the offset of each request.
+
+    Rows of no request are copied.
+    """
+    frequencies = Frequencies(rope_scale, rope_theta)
+    return _rotated(q, k, (indptr, offsets), rotary_dim, interleave, frequencies)
+
+
+def apply_rope_inplace(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indptr: torch.Tensor,
+    offsets: torch.Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 10000.0,
+) -> None:
+    """Rotate queries and keys in place, as `apply_rope` does."""
+    frequencies = Frequencies(rope_scale, rope_theta)
+    _rotated(q, k, (indptr, offsets), rotary_dim, interleave, frequencies, (q, k))
+
+
+def apply_llama31_rope_pos_ids(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pos_ids: torch.Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 500000.0,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate as `apply_rope_pos_ids`, with the frequencies of Llama 3.1.
+
+    They are divided by rope_scale where old_context_len holds up to low_freq_factor waves, kept
+    where it holds high_freq_factor and more, and interpolated between.
+    """
+    bounds = low_freq_factor, high_freq_factor, old_context_len
+    frequencies = Frequencies(rope_scale, rope_theta, bounds)
+    return _rotated(q, k, pos_ids, rotary_dim, interleave, frequencies)
+
+
+def apply_llama31_rope_pos_ids_inplace(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pos_ids: torch.Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 500000.0,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> None:
+    """Rotate queries and keys in place, as `apply_llama31_rope_pos_ids` does."""
+    bounds = low_freq_factor, high_freq_factor, old_context_len
+    frequencies = Frequencies(rope_scale, rope_theta, bounds)
+    _rotated(q, k, pos_ids, rotary_dim, interleave, frequencies, (q, k))
+
+
+def apply_llama31_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indptr: torch.Tensor,
+    offsets: torch.Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 500000.0,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate as `apply_rope`, with the frequencies of `apply_llama31_rope_pos_ids`."""
+    bounds = low_freq_factor, high_freq_factor, old_context_len
+    frequencies = Frequencies(rope_scale, rope_theta, bounds)
+    return _rotated(q, k, (indptr, offsets), rotary_dim, interleave, frequencies)
+
+
+def apply_llama31_rope_inplace(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indptr: torch.Tensor,
+    offsets: torch.Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 500000.0,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> None:
+    """Rotate queries and keys in place, as `apply_llama31_rope` does."""
+    bounds = low_freq_factor, high_freq_factor, old_context_len
+    frequencies = Frequencies(rope_scale, rope_theta, bounds)
+    _rotated(q, k, (indptr, offsets), rotary_dim, interleave, frequencies, (q, k))
 
 
 def _rotate_from_cache(
@@ -171,35 +248,79 @@ def _rotate_from_cache(
                 )
         q, k, q_out, k_out = (x.unflatten(1, (-1, head_size)) for x in (query, key, *outputs))
         options = {"interleaved": not is_neox, "q_out": q_out, "k_out": k_out}
-        apply_rope(q, k, positions, cos_sin_cache, **options)
+        rotate(q, k, positions, cos_sin_cache, **options)
 
 
-def _rotate_by_positions(
+class Frequencies(NamedTuple):
+    """How fast pair j of the rotated columns turns."""
+
+    rope_scale: float
+    rope_theta: float
+    llama31: tuple[float, float, float] | None = None  # low and high factor, former context
+
+    def table(self, positions: Any, columns: int) -> tuple[Any, Any]:
+        """Compute cosines and sines of each position, in float64, for pairs of so many columns."""
+        torch: Any = sys.modules["torch"]
+        exponents = torch.arange(0, columns, 2, dtype=torch.float64, device=positions.device)
+        turns = float(self.rope_theta) ** (-exponents / columns)
+        slow = turns / self.rope_scale
+        if self.llama31 is not None:
+            low, high, context = self.llama31
+            kept = ((context / (2 * pi) * turns - low) / (high - low)).clamp(0, 1)
+            slow = slow + (turns - slow) * kept
+        angles = positions[:, None] * slow
+        return angles.cos().float(), angles.sin().float()
+
+    def turn(self, rows: Any, positions: Any) -> Any:
+        """Rotate all columns of rows ``(tokens, heads, head_dim)``, whose halves are pairs."""
+        numbers = sys.modules["torch"].arange(rows.shape[0], device=rows.device)
+        table = self.table(positions, rows.shape[-1])
+        turned: Any = rotate(rows, None, numbers, table, interleaved=False)[0]
+        return turned
+
+
+def _rotated(
     q: Any,
     k: Any,
-    pos_ids: Any,
+    places: Any,
     rotary_dim: int | None,
     interleave: bool,
-    rope_scale: float,
-    rope_theta: float,
-    outputs: tuple[Any, Any],
-) -> None:
-    """Rotate by a table with a row for each token."""
-    check_tensors(pos_ids=pos_ids)
+    frequencies: Frequencies,
+    outputs: tuple[Any, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Rotate by a table with a row for each token; `places` are pos_ids, or indptr and offsets."""
+    names = ("indptr", "offsets") if isinstance(places, tuple) else ("pos_ids",)
+    lists = dict(zip(names, places if len(names) > 1 else (places,), strict=True))
+    check_tensors(q=q, k=k, **lists)
     torch: Any = sys.modules["torch"]
     with _FROM_POSITIONS():
-        check_axes("pos_ids", pos_ids, "tokens")
-        check_integers(pos_ids=pos_ids)
         check_axes("q", q, "tokens, num_qo_heads, head_dim")
+        check_integers(**lists)
+        rows = torch.arange(q.shape[0], device=q.device)
+        if isinstance(places, tuple):
+            indptr, offsets = places
+            check_axes("indptr", indptr, "batch + 1")
+            if tuple(offsets.shape) != (indptr.shape[0] - 1,):
+                raise ValueError(
+                    f"offsets: needs an entry for each of the {indptr.shape[0] - 1} requests of "
+                    f"indptr, got shape {tuple(offsets.shape)}; describe the same requests"
+                )
+            indptr = indptr.contiguous()
+            places = positions_of(indptr, offsets, q.shape[0])
+            is_outside = (rows < indptr[0]) | (rows >= indptr[-1])
+            rows = rows.masked_fill(is_outside, -1)  # of no row of the table: copied
+        else:
+            check_axes("pos_ids", places, "tokens")
+            rows = rows[: places.shape[0]]
         columns = q.shape[-1] if rotary_dim is None else rotary_dim
         if not 0 < columns <= q.shape[-1] or columns % 2:
             raise ValueError(
                 f"rotary_dim: needs an even number up to the {q.shape[-1]} columns of q, got "
                 f"{columns}; leave it out for all of them"
             )
-        exponents = torch.arange(0, columns, 2, dtype=torch.float64, device=q.device) / columns
-        angles = pos_ids[:, None] / (rope_scale * float(rope_theta) ** exponents)
-        rows = torch.arange(pos_ids.shape[0], device=q.device)
-        table = angles.cos().float(), angles.sin().float()
+        if outputs is None:
+            outputs = q.new_empty(q.shape), k.new_empty(k.shape)
+        table = frequencies.table(places, columns)
         options = {"interleaved": bool(interleave), "q_out": outputs[0], "k_out": outputs[1]}
-        apply_rope(q, k, rows, table, **options)
+        rotate(q, k, rows, table, **options)
+        return outputs

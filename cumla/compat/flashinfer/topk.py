@@ -49,25 +49,8 @@ def top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the k largest scores of each row.
 
-    Parameters
-    ----------
-    input : torch.Tensor
-        ``(batch_size, d)`` float32, float16 or bfloat16.
-    k : int
-        How many, up to d.
-    sorted : bool
-        Order each row by its scores, the largest first.
-    deterministic, dsa_graph_safe : bool
-        Accepted and ignored: the result is always deterministic, and calls can be captured.
-    tie_break : int
-        Of equal scores those at the smallest indices are selected, for ``NONE``, too.
-
-    Returns
-    -------
-    values : torch.Tensor
-        ``(batch_size, k)``, the dtype of input.
-    indices : torch.Tensor
-        ``(batch_size, k)``, int64; ascending unless the values are sorted.
+    The result is always deterministic: of equal scores those at the smallest indices are selected.
+    Indices ascend unless the values are sorted. k is at most the columns of input.
 
     Raises
     ------
@@ -76,7 +59,7 @@ def top_k(
     NotImplementedError
         tie_break is ``LARGE``.
     RuntimeError
-        Shapes or dtypes do not fit, or k is more than d.
+        Shapes or dtypes do not fit, or k is more than the columns.
     CumlaError
         As `cumla.top_k`.
     """
@@ -118,34 +101,9 @@ def top_k_page_table_transform(
 ) -> torch.Tensor:
     """Select the k largest scores of each row and translate their indices by a page table.
 
-    Parameters
-    ----------
-    input : torch.Tensor
-        ``(num_rows, max_len)`` float32, float16 or bfloat16; rows of any stride.
-    src_page_table : torch.Tensor
-        ``(batch_size, max_pages)`` int32. Page numbers below 0 give -1.
-    lengths : torch.Tensor
-        ``(num_rows,)`` int32: scores of each row, from its start.
-    k : int
-        How many.
-    row_to_batch : torch.Tensor, optional
-        ``(num_rows,)`` int32: the row of the table; row i by default.
-    deterministic, tie_break, dsa_graph_safe
-        As in `top_k`.
-    row_starts : torch.Tensor, optional
-        ``(num_rows,)`` int32: the first score of each row, from which its indices count.
-    page_table_row_starts : torch.Tensor, optional
-        ``(num_rows,)`` int32: the entry of the table where a row's indices begin; row_starts by
-        default, which needs pages of one score.
-    page_size : int
-        Scores of a page.
-    out, out_raw_indices : torch.Tensor, optional
-        ``(num_rows, k)`` int32: where to write the result, and the indices before translation.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(num_rows, k)`` int32, -1 after the last one, in the order of the indices.
+    Rows may have any stride. Page numbers below 0 give -1, which also stands after the last index;
+    the order is that of the indices. page_table_row_starts is row_starts by default, which needs
+    pages of one score.
 
     Raises
     ------
@@ -194,22 +152,7 @@ def top_k_ragged_transform(
 ) -> torch.Tensor:
     """Select the k largest scores of each row and add the row's offset to their indices.
 
-    Parameters
-    ----------
-    input, lengths, k, deterministic, tie_break, dsa_graph_safe, row_starts
-        As in `top_k_page_table_transform`.
-    offsets : torch.Tensor
-        ``(num_rows,)`` int32.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(num_rows, k)`` int32, -1 after the last one.
-
-    Raises
-    ------
-    TypeError, NotImplementedError, RuntimeError, CumlaError
-        As `top_k`.
+    As `top_k_page_table_transform`, without a table.
     """
     check_tensors(input=input, offsets=offsets, lengths=lengths)
     _check_tie_break(tie_break)
