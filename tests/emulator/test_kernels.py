@@ -24,7 +24,10 @@ from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.fp8_problem import make_fp8
 from tests.gpu.tools.problem import make_problem
+from tests.gpu.tools.sparse_problem import SparseCase
+from tests.gpu.tools.v4_problem import V4Case
 from tests.mha import attention_cases, extreme_cases
+from tests.mla import extreme_cases as mla_cases
 
 MULTIPROCESSORS = 4
 
@@ -284,6 +287,18 @@ def test_high_sinks(
     extreme_cases.check(given, attend_on(cupy, monkeypatch, form, given))
 
 
+@pytest.mark.parametrize(
+    ("form", "heads"), [("bfloat16", 16), ("one", 16), ("packed", 16), ("packed", 40), ("v4", 16)]
+)
+def test_high_sinks_of_lists(cupy: CuPy, form: str, heads: int) -> None:
+    """Whole ones, cut ones and empty ones, as sanitize.attend_sparse calls them."""
+    options: dict[str, Any] = {"topk": 300, "lengths": "tokens", "q_len": 2, "sinks": "mixed"}
+    if form == "v4":
+        sanitize.attend_v4(cupy, V4Case(heads=heads, **options))
+    else:
+        sanitize.attend_sparse(cupy, SparseCase(heads=heads, form=form, **options))
+
+
 @pytest.mark.parametrize("form", extreme_cases.FORMS)
 def test_high_caps(cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     given = extreme_cases.make(form) | {"softcap": 1e6}
@@ -298,3 +313,8 @@ def test_factors_at_the_ends_of_float32(
         for factor, scale in ((2.0**126, 0.1), (2.0**126, 1e3), (2.0**-126, 0.1)):
             given = extreme_cases.make_factors(form, factor, scale) | options
             extreme_cases.check(given, attend_on(cupy, monkeypatch, form, given))
+
+
+@pytest.mark.parametrize(("form", "heads", "operation"), mla_cases.KERNELS)
+def test_factors_of_latent_rows(cupy: CuPy, form: str, heads: int, operation: str) -> None:
+    mla_cases.attend_to_zeros(cupy, form, heads, operation)

@@ -28,6 +28,7 @@ from tests.gpu.tools.fp8_problem import (
     run,
 )
 from tests.gpu.tools.problem import Guarded, typed
+from tests.mla import extreme_cases
 from tests.mla.fp8_arrays import FORMS, FP8, SCALED
 
 KERNELS = ("schedule", "ragged_schedule", "mla_decode_fp8", "mla_decode_fp8_64")
@@ -414,6 +415,11 @@ def test_any_factor(
     figures = check_out(cp, got / relative, expected.out / relative)
     oracle.check_lse(cp, lse.array.astype(cp.float64).reshape(3, heads, 1), expected.lse)
     record_figures(figures)
+
+
+@pytest.mark.parametrize(("form", "heads", "operation"), extreme_cases.KERNELS)
+def test_factors_at_the_ends_of_float32(form: str, heads: int, operation: str) -> None:
+    extreme_cases.attend_to_zeros(cp, form, heads, operation)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

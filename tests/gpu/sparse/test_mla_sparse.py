@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.tools import kernels, variants
+from tests.gpu.tools import kernels, oracle, variants
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.sparse_problem import (
@@ -164,12 +164,32 @@ def test_every_e4m3_number(heads: int, record_figures: Report) -> None:
 
 
 @every_kernel
-def test_sinks_of_infinity(form: str, heads: int, record_figures: Report) -> None:
-    """They take all of the weight."""
+def test_the_highest_sinks(form: str, heads: int, record_figures: Report) -> None:
+    """They take all of the weight, and the lowest ones none: in lists that are cut, and others."""
     for outputs in ("given", "float32"):
         case = SparseCase(heads=heads, form=form, sinks="mixed", outputs=outputs)
-        case = dataclasses.replace(case, lengths="tokens", q_len=2)
-        record_figures(attend_and_check(make_sparse(cp, case)))
+        for batch, topk in ((1, 2000), (200, 65)):
+            case = dataclasses.replace(case, lengths="tokens", q_len=2, batch=batch, topk=topk)
+            record_figures(attend_and_check(make_sparse(cp, case)))
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "packed"])
+@pytest.mark.parametrize("topk", [2**31 - 2048, 2**31 - 64])
+def test_lists_of_as_many_entries_as_32_bits_count(topk: int, form: str) -> None:
+    """Of which two exist, near both ends."""
+    problem = make_sparse(cp, SparseCase(batch=1, form=form, topk=2))
+    few = cp.asarray(problem.arguments["indices"]).reshape(-1)
+    expected = cumla.mla_sparse_decode(**problem.arguments)
+    cp.get_default_memory_pool().free_all_blocks()
+    indices = cp.full((1, 1, topk), -1, cp.int32)
+    indices[0, 0, 5], indices[0, 0, topk - 1] = few[0], few[1]
+    got = cumla.mla_sparse_decode(**problem.arguments | {"indices": indices})
+    cp.testing.assert_allclose(got.lse, expected.lse, atol=1e-3)
+    one, other = (cp.asarray(state.out).view(cp.uint16) for state in (got, expected))
+    wide = [oracle.widen(cp, bits, "bfloat16") for bits in (one, other)]
+    cp.testing.assert_allclose(*wide, atol=2e-2)
+    del indices, got
+    cp.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.mark.parametrize(("batch", "topk"), [(0, 64), (3, 0)])

@@ -120,6 +120,15 @@ def test_every_tail(form: str, heads: int, extra: int, record_figures: Report) -
     record_figures(attend_and_check(with_lists(make_v4(cp, case), **lists)))
 
 
+@every_form
+def test_the_highest_sinks(form: str, heads: int, extra: int, record_figures: Report) -> None:
+    """As in test_mla_sparse.py."""
+    for batch, topk in ((1, 2000), (100, 65)):
+        case = V4Case(*(batch, 2, heads, topk), form=form, extra=extra, sinks="mixed")
+        case = dataclasses.replace(case, lengths="tokens")
+        record_figures(attend_and_check(make_v4(cp, case)))
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 def test_batches_around_the_number_of_multiprocessors(heads: int, record_figures: Report) -> None:
     count = cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]

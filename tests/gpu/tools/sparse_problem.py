@@ -461,7 +461,8 @@ def lists_of(
     lead = (case.batch, case.q_len) if case.operation == "decode" else (tokens,)
     lists["indices"] = indices.astype(np.int32).reshape(*lead, topk)
     if case.sinks != "none":
-        some = [0.5, -1, -np.inf, 3, 0, *([np.inf] if case.sinks == "mixed" else [])]
+        highest = [np.inf, 3e38, -3e38]  # more than float32 has in base 2
+        some = [0.5, -1, -np.inf, 3, 0, *(highest if case.sinks == "mixed" else [])]
         numbers = some if case.sinks in ("mixed", "finite") else [float(case.sinks)]
         sinks = np.resize(np.array(numbers), case.heads)
         lists["sinks"] = sinks.astype(np.float32)
