@@ -54,7 +54,8 @@ class NotPreparedError(CumlaError):
 
 _INSTALL = (
     "install the extra of your CUDA major version, one of the two: "
-    'pip install "cumla[cu12]", or pip install "cumla[cu13]" (in a clone: pip install ".[cu12]")'
+    'pip install "cumla[cu12]", or pip install "cumla[cu13]"; in a clone, or where cumla is not '
+    'installed, in its folder: pip install ".[cu12]", or pip install ".[cu13]"'
 )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer: which cached tokens each query should attend to.
+"""The indexer: which cached tokens each query should attend to, with PyTorch.
 
-The logits come from cumla, the choice of the best tokens from PyTorch.
+Logits of all cached tokens by cumla.PagedMQALogitsPlan, the best of them by cumla.top_k.
 """
 
 import torch
@@ -29,8 +29,8 @@ def main() -> None:
     plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, block_table, kv_lens)
     plan.update(kv_lens)  # once per step, then a run per layer
     logits = plan.run(q, kv_cache, weights, block_table, max_kv_len=256)
-    chosen = logits.topk(16, dim=1).indices
-    print("best tokens of request 1:", sorted(chosen[1].tolist()))
+    chosen = cumla.top_k(logits, 16, lengths=kv_lens).indices
+    print("best tokens of request 1:", chosen[1].tolist())
 
     own = keys.view(batch, 256, head_dim).float()
     products = torch.einsum("bhd,btd->bht", raw[:, 0].float(), own).clamp(min=0)
@@ -38,7 +38,12 @@ def main() -> None:
     visible = torch.arange(256, device=device)[None, :] < kv_lens[:, None]
     error = (logits - expected)[visible].norm() / expected[visible].norm()
     print(f"relative difference to float32: {float(error):.1e}")
-    if error > 0.05 or not torch.isneginf(logits[~visible]).all():
+    best = logits.topk(16, dim=1).indices.sort().values
+    if (
+        error > 0.05
+        or not torch.equal(chosen, best.int())
+        or not torch.isneginf(logits[~visible]).all()
+    ):
         raise SystemExit("the logits differ")
 
 

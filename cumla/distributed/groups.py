@@ -123,6 +123,11 @@ class _Torch(_InMemory):
     def __init__(self, group: Any) -> None:
         torch = sys.modules["torch"]
         functions = torch.distributed
+        if not functions.is_initialized():
+            raise ValueError(
+                "group: needs PyTorch's default process group beside it, which is not initialised; "
+                "call torch.distributed.init_process_group first, and make the group again"
+            )
         self._all_to_all = functions.all_to_all_single
         # Its name from PyTorch 2.13 on, where the old one warns.
         old = functions.all_gather_into_tensor
@@ -408,6 +413,11 @@ def group_of(group: Any, symmetric_memory: bool = False) -> Group:
     ):
         if isinstance(group, getattr(sys.modules.get(module), kind, ())):
             return seen(group)
+    if group is None:
+        raise TypeError(
+            "group: needs a process group, got None, as torch.distributed.group.WORLD is before "
+            "PyTorch's group is initialised; call torch.distributed.init_process_group first"
+        )
     raise TypeError(
         f"group: needs a process group of torch.distributed, a cupy.cuda.nccl.NcclCommunicator, or "
         f"the name of an axis of jax.shard_map, got {type(group).__module__}."

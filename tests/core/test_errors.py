@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +37,11 @@ def test_an_error_comes_back(error, again) -> None:
     other = again(again(error))
     assert type(other) is type(error)
     assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
+
+
+def test_the_install_commands_name_extras_that_there_are() -> None:
+    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    extras = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = re.findall(r'pip install "(cumla|\.)\[(\w+)\]"', str(errors.MissingDependencyError("")))
+    assert named == [(what, extra) for what in ("cumla", ".") for extra in ("cu12", "cu13")]
+    assert {extra for _, extra in named} <= set(extras)

@@ -44,3 +44,23 @@ def test_ranks_compute_what_one_rank_does(found: list[dict]) -> None:
 @pytest.mark.parametrize("case", ["a rank that lags", "a rank that dies"])
 def test_the_backend_tells_of(found: list[dict], case: str) -> None:
     assert found[2][case] == ""
+
+
+def test_a_group_that_is_not_initialised_yet_says_so() -> None:
+    import torch
+
+    from cumla.distributed import ContextParallel
+
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(
+        TypeError, match=r"^group: .* got None, .*; call .*init_process_group first$"
+    ):
+        ContextParallel(torch.distributed.group.WORLD)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+    with pytest.raises(
+        ValueError, match=r"^group: .* not initialised; call .* make the group again$"
+    ):
+        ContextParallel(group)
