@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
@@ -23,6 +23,7 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "packed_rows",
     "with_sink",
+    "written",
 ]
 
 _BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of an FP8 cache
@@ -140,7 +141,11 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    *,
+    out: torch.Tensor | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Attend to listed rows from the tokens of a prefill, with FlashMLA's arguments and results.
 
     Parameters
@@ -199,7 +204,26 @@ def flash_mla_sparse_fwd(
             state = mla_sparse_attention(
                 q, kv, indices, topk_length=topk_length, softmax_scale=scale
             )
-            out, lse = with_sink(*state, attn_sink)
-            return out, None, lse
-        out, lse, max_logits = attend_as_flash_mla(q, kv, indices, topk_length, attn_sink, scale)
-    return out, max_logits, lse
+            found, lse = with_sink(*state, attn_sink)
+            max_logits = None
+        else:
+            attended = attend_as_flash_mla(q, kv, indices, topk_length, attn_sink, scale)
+            found, lse, max_logits = attended
+    if return_log2_lse is False:
+        max_logits = lse = None
+    elif return_log2_lse:
+        max_logits, lse = (x if x is None else x * log2(e) for x in (max_logits, lse))
+    return written(out, found), max_logits, lse
+
+
+def written(out: Any, found: Any) -> Any:
+    """Copy a result to where it was asked for."""
+    if out is None:
+        return found
+    check_tensors(out=out)
+    if (out.shape, out.dtype) != (found.shape, found.dtype):
+        raise ValueError(
+            f"out: needs shape {tuple(found.shape)} and {found.dtype}, got {tuple(out.shape)} and "
+            f"{out.dtype}; pass another"
+        )
+    return out.copy_(found)

@@ -61,6 +61,7 @@ from cumla.compat._flash_mla_sparse import (
     flash_mla_sparse_fwd,
     packed_rows,
     with_sink,
+    written,
 )
 from cumla.compat._torch import is_traced, plainly
 from cumla.core.arguments import INT32, Array, bind, checked_scale
@@ -125,6 +126,7 @@ class _Shape(NamedTuple):
     dtype: Any
     causal: bool
     device: Any
+    longest: int | None  # with enable_batch_invariant: tokens that a request has room for
 
 
 class _SparseShape(NamedTuple):
@@ -193,13 +195,20 @@ def flash_mla_with_kvcache(
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = False,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode over a paged latent cache, with FlashMLA's arguments and results.
 
@@ -212,6 +221,9 @@ def flash_mla_with_kvcache(
       topk_length may be ``(batch, seq_q)``.
     * By position softmax_scale comes before causal, as in FlashMLA, whose README leaves it out.
     * Indices that are no slots of the cache count as absent.
+    * out, of vLLM, is written to and returned. With enable_batch_invariant, and without indices, a
+      request has the same bits in any batch. An is_fp8_kvcache of None, which is SGLang's default,
+      looks at the cache; use_legacy is ignored, kv_format, descale_q and descale_k are refused.
 
     Returns
     -------
@@ -235,6 +247,10 @@ def flash_mla_with_kvcache(
     """
     if isinstance(softmax_scale, bool):
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
+    why = "belongs to kernels that cumla does not have"
+    refuse(why, kv_format=kv_format, descale_q=descale_q, descale_k=descale_k)
+    if is_fp8_kvcache is None:
+        is_fp8_kvcache = indices is not None and k_cache.dtype.itemsize == 1
     extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     if indices is None or not is_fp8_kvcache:
         refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
@@ -242,6 +258,8 @@ def flash_mla_with_kvcache(
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
         is_fp8 = bool(is_fp8_kvcache)
+        cuts = "needs calls without indices; call cumla.mla_sparse_decode with batch_invariant=True"
+        refuse(cuts, enable_batch_invariant=enable_batch_invariant or None)
         return _attend_sparsely(
             metadata,
             q,
@@ -253,31 +271,39 @@ def flash_mla_with_kvcache(
             attn_sink,
             topk_length,
             extra,
+            out,
         )
     why = "belongs to sparse attention, whose calls have indices"
     dense = "pass indices, or call cumla.mla_decode, which takes FP8 caches and their scales"
     refuse(why, NotImplementedError, dense, is_fp8_kvcache=is_fp8_kvcache or None)
     refuse(why, attn_sink=attn_sink, topk_length=topk_length)
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
-    shape = _shape_of(q, k_cache, bool(causal))  # FlashMLA takes what is merely true or false
+    longest = None
+    if enable_batch_invariant and block_table is not None:  # all that a row of it can name
+        check_axes("block_table", block_table, "batch, max_blocks")
+        longest = max(1, block_table.shape[1] * _PAGE_SIZE)
+    shape = _shape_of(q, k_cache, bool(causal), longest)
     if is_traced():  # graphs take no plans
         arrays = q, k_cache, block_table, cache_seqlens
-        out, lse = mla_decode(*arrays, softmax_scale=scale, causal=shape.causal)
-        return out, lse.masked_fill(lse == -inf, inf)
+        options = {"causal": shape.causal, "batch_invariant": bool(enable_batch_invariant)}
+        found, lse = mla_decode(*arrays, softmax_scale=scale, **options)
+        return written(out, found), lse.masked_fill(lse == -inf, inf)
     _check_first_use(metadata, shape)
 
     def updated() -> MLADecodePlan:
         _check_integers(q, block_table=block_table, kv_lens=cache_seqlens)
-        plan = FlashMLAPlan.from_arrays(q, k_cache, causal=shape.causal)
+        options: dict[str, Any] = {"causal": shape.causal, "max_kv_len": longest}
+        options["batch_invariant"] = longest is not None
+        plan = FlashMLAPlan.from_arrays(q, k_cache, **options)
         plan.update(cache_seqlens)
         return plan
 
     with _NAMES:
         checked_scale(scale, 1.0)  # run() does so, too, but after the schedule's launch
         plan = _updated_plan(metadata, shape, q, updated)
-        out, lse = plan.run(q, k_cache, block_table, softmax_scale=scale)
+        found, lse = plan.run(q, k_cache, block_table, softmax_scale=scale, out=out)
     metadata._shape = shape
-    return out, lse
+    return found if out is None else out, lse
 
 
 def _attend_sparsely(
@@ -291,6 +317,7 @@ def _attend_sparsely(
     attn_sink: Any,
     topk_length: Any,
     extra: SecondCache,
+    out: Any,
 ) -> tuple[Any, Any]:
     if causal:
         raise ValueError(
@@ -311,9 +338,9 @@ def _attend_sparsely(
     second, extra_topk = extra.checked(d_qk)
     if is_traced():
         second |= {"topk_length": topk_length, "extra_topk_length": extra.extra_topk_length}
-        out, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
-        out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
-        return out, per_head.transpose(1, 2)
+        found, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
+        found, per_head = with_sink(found, lse.transpose(1, 2), attn_sink)
+        return written(out, found), per_head.transpose(1, 2)
     modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
@@ -327,11 +354,11 @@ def _attend_sparsely(
     with _NAMES:
         checked_scale(softmax_scale, 1.0)
         plan = _updated_plan(metadata, shape, q, updated)
-        out, lse = plan.run(
-            q, cache, indices, **second, sinks=attn_sink, softmax_scale=softmax_scale
+        found, lse = plan.run(
+            q, cache, indices, **second, sinks=attn_sink, softmax_scale=softmax_scale, out=out
         )
     metadata._shape = shape
-    return out, lse
+    return found if out is None else out, lse
 
 
 def _check_first_use(metadata: FlashMLASchedMeta, shape: _Shape | _SparseShape) -> None:
@@ -359,7 +386,7 @@ class FlashMLASparsePlan(MLASparsePlan):
     _as_flash_mla = True
 
 
-def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
+def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape:
     """Check what the calls with a metadata object are told apart by."""
     check_axes("q", q, "batch, seq_q, heads_q, 576")
     check_axes("k_cache", k_cache, "num_blocks, 64, heads_k, 576", "num_blocks, 64, 576")
@@ -380,7 +407,7 @@ def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
             )
     kv_heads = heads_k[0] if heads_k else 1
     mask = causal and seq_q > 1
-    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, q.dtype, mask, q.device)
+    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, q.dtype, mask, q.device, longest)
 
 
 def _updated_plan(

@@ -19,18 +19,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).with_suffix(".json")
-# A face's file under cumla/compat -> the library, and where its archive has the same names.
-FACES = {
-    "flash_attn.py": ("flash_attn", "hopper/flash_attn_interface.py"),
-    "vllm_flash_attn.py": ("vllm", "vllm/vllm_flash_attn/flash_attn_interface.py"),
-    "flash_mla.py": ("sgl_flash_mla", "flash_mla/flash_mla_interface.py"),
-    "_flash_mla_sparse.py": ("sgl_flash_mla", "flash_mla/flash_mla_interface.py"),
-    **{
-        f"flashinfer/{name}.py": ("flashinfer_python", f"flashinfer/{name}.py")
+_MLA = "flash_mla_interface.py"
+# A face's file under cumla/compat, the library, and where its archive has the same names.
+FACES = [
+    ("flash_attn.py", "flash_attn", "hopper/flash_attn_interface.py"),
+    ("vllm_flash_attn.py", "vllm", "vllm/vllm_flash_attn/flash_attn_interface.py"),
+    *(
+        (face, library, f"{folder}/{_MLA}")
+        for face in ("flash_mla.py", "_flash_mla_sparse.py")
+        for library, folder in (
+            ("sgl_flash_mla", "flash_mla"),
+            ("vllm", "vllm/third_party/flashmla"),
+        )
+    ),
+    *(
+        (f"flashinfer/{name}.py", "flashinfer_python", f"flashinfer/{name}.py")
         for name in ("cascade", "concat_ops", "decode", "page", "prefill", "rope", "topk")
-    },
-    "flashinfer/mla.py": ("flashinfer_python", "flashinfer/mla/_batch_mla/_wrapper.py"),
-}
+    ),
+    ("flashinfer/mla.py", "flashinfer_python", "flashinfer/mla/_batch_mla/_wrapper.py"),
+]
 # Functions of a face that its library has elsewhere.
 ELSEWHERE = {
     "vllm_flash_attn.py": ("vllm/_custom_ops.py", ("reshape_and_cache_flash",)),
@@ -85,7 +92,7 @@ def _one(name: str, default: ast.expr | None) -> str:
 
 def files_of(archive: Path) -> Iterator[tuple[str, str]]:
     """The Python files of an archive that a face is held against: path -> text."""
-    wanted = {path for _, path in FACES.values()} | {path for path, _ in ELSEWHERE.values()}
+    wanted = {path for *_, path in FACES} | {path for path, _ in ELSEWHERE.values()}
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for name in wanted & set(wheel.namelist()):
@@ -106,7 +113,7 @@ def read(archives: list[Path]) -> dict[str, dict[str, dict[str, list[str]]]]:
     for archive in archives:
         library, version = re.match(r"(.+?)-([^-]+?)(-|\.tar)", archive.name).groups()[:2]  # type: ignore[union-attr]
         texts = {path: declared(text) for path, text in files_of(archive)}
-        for face, (whose, path) in FACES.items():
+        for face, whose, path in FACES:
             if whose != library:
                 continue
             theirs = dict(texts[path])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from typing import Any
@@ -71,34 +70,6 @@ def inputs() -> StepInputs:
 @pytest.fixture
 def metadata() -> flash_mla.FlashMLASchedMeta:
     return flash_mla.get_mla_metadata()[0]
-
-
-def test_the_signature_is_flash_mlas() -> None:
-    parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
-    required = [
-        "q",
-        "k_cache",
-        "block_table",
-        "cache_seqlens",
-        "head_dim_v",
-        "tile_scheduler_metadata",
-    ]
-    optional = {
-        "num_splits": None,
-        "softmax_scale": None,
-        "causal": False,
-        "is_fp8_kvcache": False,
-        "indices": None,
-        "attn_sink": None,
-        "extra_k_cache": None,
-        "extra_indices_in_kvcache": None,
-        "topk_length": None,
-        "extra_topk_length": None,
-    }
-    assert list(parameters) == [*required, *optional]
-    assert {n: p.default for n, p in parameters.items() if n in optional} == optional
-    kinds = {p.kind for p in parameters.values()}
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 def test_every_name_of_flash_mla_is_there() -> None:
@@ -412,6 +383,35 @@ def test_what_dense_decoding_does_not_take(
 def test_functions_that_are_not_there_yet_say_so(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         getattr(flash_mla, name)(torch.zeros(1), causal=True)
+
+
+def test_a_given_output(inputs: StepInputs, metadata: Any) -> None:
+    want, want_lse = call(inputs, flash_mla.get_mla_metadata()[0], causal=True)
+    out = torch.full_like(want, math.nan)
+    found, lse = call(inputs, metadata, causal=True, out=out, is_fp8_kvcache=None, use_legacy=True)
+    assert found is out
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    with pytest.raises(ValueError, match=r"^out: needs shape"):
+        call(inputs, metadata, causal=True, out=out[:1])
+
+
+def test_the_same_bits_in_any_batch(inputs: StepInputs, metadata: Any) -> None:
+    """A plan that cuts requests alike, for all tokens that the table has room for."""
+    found = call(inputs, metadata, enable_batch_invariant=True)
+    (plan,) = metadata._plans.values()
+    assert plan.key.batch_invariant
+    assert plan.key.max_blocks * 64 == inputs.block_table.shape[1] * 64
+    want = call(inputs, flash_mla.get_mla_metadata()[0])
+    assert all(map(torch.equal, found, want))
+    with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: needs what it was first used"):
+        call(inputs, metadata)
+
+
+@pytest.mark.parametrize("name", ["kv_format", "descale_q", "descale_k"])
+def test_what_sglang_adds_for_other_kernels(inputs: StepInputs, metadata: Any, name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{name}: belongs to kernels.*leave it out"):
+        call(inputs, metadata, **{name: torch.ones(1)})
 
 
 def test_tensors_as_metadata_are_refused(inputs: StepInputs) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -280,6 +279,20 @@ def test_what_decoding_refuses(
         Decode().call(**change)
 
 
+def test_a_given_output_and_a_cache_that_tells_its_format() -> None:
+    problem = Decode()
+    want, want_lse = problem.call()
+    out = torch.full_like(want, math.nan)
+    found, lse = problem.call(out=out, is_fp8_kvcache=None)
+    assert found is out
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    with pytest.raises(ValueError, match=r"^out: needs shape"):
+        problem.call(out=out[:1])
+    with pytest.raises(NotImplementedError, match=r"^enable_batch_invariant: .*mla_sparse_decode"):
+        problem.call(enable_batch_invariant=True)
+
+
 # --- prefill --------------------------------------------------------------------------------------
 
 
@@ -296,14 +309,6 @@ def prefill(
         lists[some] = wrong.repeat(lists.numel())[: int(some.sum())]
         lists[-1] = -1
     return q, kv, lists
-
-
-def test_the_signature_is_flash_mlas() -> None:
-    parameters = inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters
-    names = ["q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length"]
-    assert list(parameters) == names
-    defaults = [p.default for p in parameters.values()]
-    assert defaults == [inspect.Parameter.empty] * 4 + [512, None, None]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +341,22 @@ def test_prefill(d_qk: int, s_q: int, s_kv: int, heads: int, topk: int, more: bo
     torch.testing.assert_close(lse.double(), wanted[2], rtol=1e-6, atol=1e-6)
     assert torch.isposinf(lse[-1]).all()
     assert torch.isneginf(max_logits[-1]).all()
+
+
+def test_a_given_output_and_statistics_of_a_prefill() -> None:
+    arguments = *prefill(3, 95, 4, 16), SCALE
+    want, peak, lse = flash_mla.flash_mla_sparse_fwd(*arguments)
+    out = torch.full_like(want, math.nan)
+    found = flash_mla.flash_mla_sparse_fwd(*arguments, out=out, return_log2_lse=True)
+    assert found[0] is out
+    assert torch.equal(out, want)
+    torch.testing.assert_close(found[1], peak / math.log(2))
+    torch.testing.assert_close(found[2], lse / math.log(2))
+    none = flash_mla.flash_mla_sparse_fwd(*arguments, return_log2_lse=False, use_legacy=True)
+    assert torch.equal(none[0], want)
+    assert none[1:] == (None, None)
+    with pytest.raises(ValueError, match=r"^out: needs shape \(3, 4, 512\) and torch.bfloat16"):
+        flash_mla.flash_mla_sparse_fwd(*arguments, out=out.float())
 
 
 def test_rows_of_nan_beyond_a_length() -> None:

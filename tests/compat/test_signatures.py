@@ -23,6 +23,7 @@ FORWARD = {"+return_lse"}  # what forward_return_lse passes
 VLLM = {"fa_version: DEFAULT_FA_VERSION -> 2"}  # one set of kernels serves all
 OF_0_33 = {"+gather_kv_indices", "+gather_kv_valid_length"}
 OF_0_27 = {"+block_sparse_tensors", "+aux_tensor_leading_dims", "order: aux_tensors"}
+OF_SGLANG = {"+use_legacy", "+kv_format", "+descale_q", "+descale_k", "order: out"}
 KNOWN: dict[str, set[str]] = {
     "flashinfer/decode.py:BatchDecodeWithPagedKVCacheWrapper.forward": FORWARD,
     "flashinfer/prefill.py:BatchPrefillWithPagedKVCacheWrapper.forward": FORWARD,
@@ -43,12 +44,16 @@ KNOWN: dict[str, set[str]] = {
     "flash_attn.py:flash_attn_func": {"+return_attn_probs"},
     "flash_attn.py:flash_attn_varlen_func": {"+return_attn_probs"},
     "flash_attn.py:flash_attn_with_kvcache": {"+block_table"},
-    # SGLang's additions to FlashMLA.
-    "flash_mla.py:flash_mla_with_kvcache": {
-        *("-enable_batch_invariant", "-use_legacy", "-kv_format", "-descale_q", "-descale_k"),
-        "is_fp8_kvcache: None -> False",
+    # vLLM and SGLang add to FlashMLA in different places: here their additions are by keyword.
+    "flash_mla.py:flash_mla_with_kvcache 1.0.0": {
+        *("+out", "order: enable_batch_invariant", "is_fp8_kvcache: None -> False")
     },
-    "_flash_mla_sparse.py:flash_mla_sparse_fwd": {"-use_legacy", "-return_log2_lse"},
+    "flash_mla.py:flash_mla_with_kvcache 0.32.0": OF_SGLANG | {"+enable_batch_invariant"},
+    "flash_mla.py:flash_mla_with_kvcache 0.33.0": OF_SGLANG,
+    "_flash_mla_sparse.py:flash_mla_sparse_fwd 1.0.0": {"+out", "order: use_legacy"},
+    "_flash_mla_sparse.py:flash_mla_sparse_fwd 0.33.0": {
+        *("+use_legacy", "+return_log2_lse", "order: out")
+    },
 }
 
 
@@ -104,7 +109,7 @@ def test_all_versions_are_there() -> None:
     }
     assert {f"0.{minor}.0" for minor in range(25, 34)} <= versions["vllm"]
     assert versions["flashinfer_python"] == {"0.7.4"}
-    assert versions.keys() == {library for library, _ in FACES.values()}
+    assert versions.keys() == {library for _, library, _ in FACES}
 
 
 def test_differences_are_found() -> None:
