@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,15 @@ class Call:
     """One public call: where its arrays live, whose stream it runs on, who allocates.
 
     Made by `open_call` or `open_device`. Everything that allocates or launches happens inside its
-    `with` block, which makes the device current where it is not; leaving the block keeps what was
-    imported through DLPack alive until the stream has passed this point.
+    `with` block, which makes the device current where it is not, of the CPU's devices of JAX as
+    well; leaving the block keeps what was imported through DLPack alive until the stream has passed
+    this point.
     """
 
     __slots__ = (
         "_allocator",
         "_framework",
+        "_home",
         "_imports",
         "_may_allocate",
         "_must_leave",
@@ -70,6 +73,7 @@ class Call:
         stream_object: object,
         views: tuple[ArrayView | None, ...] = (),
         imports: list[Imported] | None = None,
+        home: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.device = device  # of every array; None if all are on the CPU
         self.stream = stream  # CUstream handle, 0 for the legacy default stream
@@ -83,14 +87,19 @@ class Call:
         self._may_allocate = allocator is not None and allocator.serves_capture
         self._imports = imports
         self._must_leave = False
+        self._home = home  # of new arrays on the CPU
         self._stream_object = stream_object
 
     def __enter__(self) -> Call:
         if self.device is not None:
             self._must_leave = driver().enter_device(self.device)
+        elif self._home is not None:
+            self._home.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        if self._home is not None:
+            self._home.__exit__(*error)
         try:
             if self._imports and self.device is not None:
                 keep_until_passed(self._imports, self.stream)
@@ -212,7 +221,8 @@ def open_call(
     imports = None
     if not same or None in views:
         imports = _import_foreign(arguments, first, views, device, handle)
-    return Call(first, allocator, device, handle, stream, (*views, *written), imports)
+    home = first.at_home(arguments[0][1]) if device is None else None
+    return Call(first, allocator, device, handle, stream, (*views, *written), imports, home)
 
 
 def _device_of(

@@ -117,6 +117,10 @@ class Framework:
         """Turn what the allocator gave, written to on `stream`, into the caller's result."""
         return array
 
+    def at_home(self, array: Any) -> contextlib.AbstractContextManager[Any] | None:
+        """Make the place of an array on the CPU the one of new arrays, where there are several."""
+        return None
+
     def note_written(self, array: Any) -> None:
         """Tell the framework, if it wants to know, that its array is written to by address."""
 
@@ -531,6 +535,11 @@ class _Jax(Framework):
                 raise
         bits = lend(self._jax, array, view._replace(dtype="uint8"), stream)
         return self._jax.lax.bitcast_convert_type(bits, numpy_dtype(view.dtype))
+
+    def at_home(self, array: Any) -> contextlib.AbstractContextManager[Any] | None:
+        context: contextlib.AbstractContextManager[Any]
+        context = self._jax.default_device(next(iter(array.sharding.device_set)))
+        return context
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)

@@ -48,7 +48,7 @@ __all__ = [
 
 _KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without programs
 _MOST_SHARDINGS = 1024
-_WIDE = ("int64", "uint64", "float64")  # NumPy's, which JAX narrows unless told otherwise
+_INT32 = np.iinfo(np.int32)
 _FRAMEWORK = jax_framework()
 # Shardings, kept alive for the sake of their ids, and the GPU that each stands for.
 _places: dict[int, tuple[Any, Any]] = {}
@@ -196,8 +196,17 @@ def emit(
     `nbytes` tells the size of the workspace from checked arguments; the rest is as in `Spec`.
     """
     values = {name: as_array(name, array) for name, array in arrays.items()}
-    buffers = tuple([buffer_of(name, value) for name, value in values.items()])
-    spec = Spec.of(operation, options, key, buffers, absent, written, 0, keeps_workspace)
+
+    def described() -> Spec:
+        buffers = tuple([buffer_of(name, value) for name, value in values.items()])
+        return Spec.of(operation, options, key, buffers, absent, written, 0, keeps_workspace)
+
+    spec = described()
+    wide = [name for name, value in values.items() if isinstance(value, np.ndarray)]
+    if wide:
+        operation.arguments(spec.views(None), options)  # takes int64 alone, of slots and positions
+        values |= {name: _narrowed(values[name]) for name in wide}
+        spec = described()
     arguments = operation.arguments(spec.views(None), options)
     spec = spec._replace(workspace=nbytes(arguments))
     results = spec.results(operation.outputs(arguments))
@@ -278,18 +287,22 @@ def refuse_outputs(outputs: Mapping[str, Any]) -> None:
             raise immutable_output(name)
 
 
+def _narrowed(array: Any) -> Any:
+    """Give numbers 32 bits; what is outside of a cache or table stays there."""
+    return jax.numpy.asarray(array.clip(_INT32.min, _INT32.max).astype(np.int32))
+
+
 def as_array(name: str, array: Any) -> Any:
-    """Take an array of JAX, traced or not, or of NumPy; `TypeError` for what is neither."""
+    """Take an array of JAX, traced or not, or of NumPy; `TypeError` for what is neither.
+
+    NumPy's stays what it is if its numbers have 64 bits and JAX's have not.
+    """
     if isinstance(array, (jax.Array, np.ndarray)):
         if isinstance(array, jax.Array):
             if not isinstance(array, jax.core.Tracer):
                 _FRAMEWORK.check_memory(name, array)
-        elif array.dtype.name in _WIDE and not jax.config.jax_enable_x64:
-            raise TypeError(
-                f"{name}: needs numbers of at most 32 bits beside traced arrays, to which JAX "
-                f"narrows others, got a NumPy array of {array.dtype.name}; convert it where its "
-                f"values fit, or set jax_enable_x64"
-            )
+        elif array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+            return array  # whose numbers JAX would cut off
         return jax.numpy.asarray(array)
     if type(array) not in (list, tuple):
         framework_of(name, array)  # the error of what is no array

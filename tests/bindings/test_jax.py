@@ -438,16 +438,31 @@ def test_some_arrays_are_traced_and_others_are_not() -> None:
         assert_same(DECODE, traced(as_jax(array)), eager(DECODE))
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64"])
-def test_wide_numbers_of_numpy_are_not_narrowed(dtype: str) -> None:
-    cache, rows = jnp.zeros((8, 16, 2, 64)), jnp.ones((1, 2, 64))
-    slots = np.array([2**32 + 3]).astype(dtype)
+@every_operation
+def test_wide_numbers_of_numpy(operation: Operation) -> None:
+    """Beside traced arrays: refused where an eager call refuses them, otherwise as they are."""
+    function, arrays = of_jax(operation)
+    for name, array in arrays_of(operation.make()):
+        others = [n for n in arrays if n != name.partition("[")[0]]
+        for dtype in ("int64", "uint64", "float64") if others else ():
+            wide = array.astype(dtype)
+            given = with_array(arrays, name, wide)
+            jitted = jax.jit(lambda one, given=given, n=others[0]: function(**given | {n: one}))
+            try:
+                operation.function(**with_array(operation.make(), name, wide))
+            except TypeError as error:
+                with refused(TypeError, str(error)):
+                    jitted(given[others[0]])
+            else:
+                assert dtype == "int64"
+                assert_same(operation, jitted(given[others[0]]), eager(operation))
 
-    def append(k: Any) -> Any:
-        return cumla.jax.append_kv_cache(rows, rows, k, k, slots)
 
-    with pytest.raises(TypeError, match=f"^slot_mapping: needs numbers of at .*, got .* {dtype};"):
-        jax.jit(append)(cache)
+@pytest.mark.parametrize("slot", [2**32 + 3, 2**31, -(2**32) + 3, -1])
+def test_wide_slots_of_numpy_stay_outside(slot: int) -> None:
+    cache, rows, slots = jnp.zeros((8, 16, 2, 64)), jnp.ones((1, 2, 64)), np.array([slot])
+    append = jax.jit(lambda cache: cumla.jax.append_kv_cache(rows, rows, cache, cache, slots))
+    assert not any(np.asarray(written).any() for written in append(cache))
 
 
 def test_partial_results_in_one_array() -> None:
@@ -733,6 +748,22 @@ if len(sys.argv) > 1:
     program = export.deserialize(open(sys.argv[1], "rb").read())
     assert_same(DECODE, program.call(**arrays), eager(DECODE))
     print("exported")
+
+last = jax.devices()[1]
+results = []
+for operation in OPERATIONS.values():
+    if not operation.in_place:
+        function, arrays = of_jax(operation)
+        results.append(function(**jax.device_put(arrays, last)))
+from tests.calls import PLANS
+for planned in PLANS.values():
+    operation = OPERATIONS[planned.operation]
+    given = operation.make() | jax.device_put(of_jax(operation)[1], last)
+    results.append(planned.ready(given).run(**planned.inputs(given)))
+assert all(leaf.devices() == {last} for leaf in jax.tree.leaves(results))
+assert jax.numpy.asarray(np.ones(1)).devices() == {jax.devices()[0]}
+print(f"home of {len(results)}")
+
 if not hasattr(jax, "shard_map"):
     raise SystemExit
 
@@ -774,6 +805,11 @@ def another_process(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_arrays_on_another_device_and_on_several(another_process: list[str]) -> None:
     """Under jit the results are where the arrays are, and what is sharded is gathered."""
     assert "same" in another_process
+
+
+def test_results_of_eager_calls_are_where_the_arrays_are(another_process: list[str]) -> None:
+    count = len(OPERATIONS) - len(IN_PLACE) + len(PLANS)
+    assert f"home of {count}" in another_process
 
 
 def test_eager_calls_of_arrays_on_several_devices(another_process: list[str]) -> None:
