@@ -415,12 +415,23 @@ def _check_lengths(host: Host, a: AppendKVArguments) -> None:
     lens, q_len = host["kv_lens"], a.rows.shape[1]
     bounds = host.get("qo_indptr")
     new = np.full(len(lens), q_len) if bounds is None else np.diff(bounds)
+    requests, positions = last_tokens(np.arange(a.tokens), q_len, bounds, lens)
     if "slot_mapping" not in host:
         _, _, begin, end = page_lists(host)
         wrong = (new > 0) & (lens > (end - begin) * page_size)
         refuse_value("kv_lens", lens, wrong, "no more tokens than the pages of the request hold")
-        requests, positions = last_tokens(np.arange(a.tokens), q_len, bounds, lens)
         refuse_pages(host, requests, positions, num_pages, page_size)
+    for name, period in (("slot_mapping", page_size), ("positions", 1 << 62)):
+        if name in host:  # without the new tokens lengths have them all so much too early
+            told = np.flatnonzero((requests >= 0) & (host[name] >= 0))
+            of, ahead = requests[told], (host[name].astype(np.int64) - positions)[told]
+            tokens, fit, late = (
+                np.bincount(of, weights, len(lens))
+                for weights in (None, ahead % period == 0, (ahead - new[of]) % period == 0)
+            )
+            wrong = (tokens > 0) & (late == tokens) & (fit == 0)
+            need = f"the new tokens included, as {name} has them"
+            refuse_value("kv_lens", lens, wrong, need, "their positions would be too small")
     if a.cos is not None and "positions" not in host:
         rows = a.cos.shape[0]
         need = f"at most {rows} tokens, the rows of cos_sin"

@@ -434,6 +434,36 @@ def test_check_mode_knows_the_rows_of_cos_sin(monkeypatch: pytest.MonkeyPatch) -
         cumla.append_kv_cache(**last_tokens() | {"cos_sin": aligned((9, 32))})
 
 
+@pytest.mark.parametrize("name", ["slot_mapping", "positions"])
+@pytest.mark.parametrize("is_uniform", [True, False])
+@pytest.mark.parametrize("old", [0, 1])
+def test_check_mode_finds_lengths_without_the_new_tokens(
+    name: str, is_uniform: bool, old: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where slots or positions have all new tokens of a request later by so many."""
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    lens = int32(20, 18)
+    arguments = uniform(cos_sin=aligned((40, 64)), block_table=int32([4, 1], [2, 0]), kv_lens=lens)
+    at = np.array([17, 18, 19, 15, 16, 17])
+    pages = np.repeat(arguments["block_table"], 3, axis=0)[np.arange(6), at // 16]
+    slot_mapping = pages * 16 + at % 16
+    if name == "slot_mapping":
+        del arguments["block_table"]
+    arguments[name] = at if name == "positions" else slot_mapping
+    if not is_uniform:
+        arguments |= {n: arguments[n].reshape(6, *arguments[n].shape[2:]) for n in ("k", "v")}
+        arguments |= {"qo_indptr": int32(0, 3, 6)}
+    cumla.append_kv_cache(**arguments)
+    before = {n: arguments[n].tobytes() for n in ("k_cache", "v_cache")}
+    lens[old] -= 3
+    need = f"kv_lens[{old}]: needs the new tokens included, as {name} has them, got {lens[old]}"
+    with refused(ValueError, f"{need}; their positions would be too small"):
+        cumla.append_kv_cache(**arguments)
+    assert {n: arguments[n].tobytes() for n in before} == before
+    lens[old] += 1  # nothing that leaving them out explains, such as positions of images
+    cumla.append_kv_cache(**arguments)
+
+
 def test_check_mode_looks_at_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those of requests without tokens."""
     monkeypatch.setenv("CUMLA_CHECK", "1")
