@@ -69,7 +69,8 @@ struct Consumer {
     for (int i = 0; i < kGroups * 4; ++i) output[i] = 0.0f;
     if constexpr (kScaled) {
       const float key_scale = p.key_scale.of(request_of(p, tile), tile.index);
-      key_factor = fminf((p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * key_scale, kMaxFactor);
+      const float factor = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * key_scale;
+      key_factor = fminf(fmaxf(factor, kMinFactor), kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
     // The first row's end is the least, the last row's beginning the greatest.

@@ -14,7 +14,8 @@ using namespace split;
 
 constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
-constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
+// Of scores: an infinite factor makes NaN of a score of 0, and 0 makes NaN of one that is masked.
+constexpr float kMinFactor = 1.2e-38f, kMaxFactor = 3e38f;
 
 template <bool kFirst, typename A, typename B>
 struct TypeIf {
