@@ -27,15 +27,9 @@ __all__ = [
 class CallersNames:
     """A ``with`` block in whose errors arguments have the names that the caller gave them.
 
-    Where ``torch.compile`` may trace, write ``with names():``, which it can enter.
-
-    Parameters
-    ----------
-    names : mapping
-        cumla's name of an argument, such as ``"kv_cache[0]"`` -> the caller's.
-    kind : type of Exception, optional
-        What a `TypeError` or `ValueError` becomes, where the other library raises one kind for
-        both. By default it keeps its kind. Errors of the machine are not touched.
+    `names` lead from cumla's names, such as ``"kv_cache[0]"``, to the caller's. A `TypeError` or
+    `ValueError` becomes one of `kind`, where the other library raises one for both; other
+    exceptions pass through unchanged. Where ``torch.compile`` may trace, write ``with names():``.
     """
 
     __slots__ = ("_kind", "_names", "_pattern")

@@ -148,35 +148,20 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Attend to listed rows from the tokens of a prefill, with FlashMLA's arguments and results.
 
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(s_q, h_q, 576)`` or ``(s_q, h_q, 512)``, bfloat16 or float16; any number of heads.
-    kv : torch.Tensor
-        ``(s_kv, 1, 576)`` or ``(s_kv, 1, 512)``, as q, and q's dtype.
-    indices : torch.Tensor
-        ``(s_q, 1, topk)``, int32, any topk: rows of kv. Those below 0 and from s_kv on count as
-        absent.
-    sm_scale : float
-        Factor on q.k before the softmax.
-    d_v : int
-        512: the values are the first 512 elements of a row.
-    attn_sink : torch.Tensor, optional
-        ``(h_q,)``, float32: out is scaled by ``exp(lse) / (exp(lse) + exp(attn_sink))``. lse and
-        max_logits are without it.
-    topk_length : torch.Tensor, optional
-        ``(s_q,)``, int32: entries of each list. What lies beyond is not looked at: it may name rows
-        of NaN, unlike in FlashMLA.
+    Differences: q and kv are bfloat16 or float16, with any number of heads and any topk. Indices
+    below 0 and from s_kv on count as absent; what lies beyond topk_length may name rows of NaN.
+    out, of vLLM, is written to and returned; use_legacy, of SGLang, is ignored.
 
     Returns
     -------
     out : torch.Tensor
         ``(s_q, h_q, 512)``, q's dtype. 0 where nothing is named.
     max_logits : torch.Tensor or None
-        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On
-        the GPU a score that is NaN does not count. None in graphs of torch.compile.
-    lse : torch.Tensor
-        ``(s_q, h_q)``, float32, natural logarithm. +inf where nothing is named.
+        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On the
+        GPU a score that is NaN does not count. None in graphs of torch.compile.
+    lse : torch.Tensor or None
+        ``(s_q, h_q)``, float32, natural logarithm, without the sinks. +inf where nothing is named.
+        With return_log2_lse both are to base 2; if it is False, both are None.
 
     Raises
     ------

@@ -1,17 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepGEMM's FP8 logits of the sparse attention's indexer, over cumla's operations.
 
-Code written for DeepGEMM runs by changing its import line::
-
-    import cumla.compat.deep_gemm as deep_gemm
-
-    schedule_meta = deep_gemm.get_paged_mqa_logits_metadata(
-        context_lens, 64, deep_gemm.get_num_sms())
-    for layer in layers:
-        logits = deep_gemm.fp8_paged_mqa_logits(
-            layer.q, layer.kv_cache, layer.weights, context_lens, block_table, schedule_meta,
-            max_context_len)
-
 What carries over from DeepGEMM:
 
 * Logits are cleaned, to -inf where nothing is visible, by default in `fp8_mqa_logits` and not in
@@ -97,10 +86,6 @@ _num_sms: int | None = None  # what set_num_sms was told
 def get_num_sms() -> int:
     """Return the number that `set_num_sms` was told, or the current GPU's multiprocessors.
 
-    Returns
-    -------
-    int
-
     Raises
     ------
     UnsupportedDeviceError
@@ -119,11 +104,7 @@ def get_num_sms() -> int:
 def set_num_sms(new_num_sms: int) -> None:
     """Choose for how many multiprocessors paged logits are scheduled, through `get_num_sms`.
 
-    Parameters
-    ----------
-    new_num_sms : int
-        From 1, or 0 for those of the current GPU again. What is not paged uses all multiprocessors,
-        whatever it is.
+    0 stands for those of the current GPU again. What is not paged uses all multiprocessors.
 
     Raises
     ------

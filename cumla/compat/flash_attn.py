@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention-3's Python interface over `cumla.attention` and `cumla.append_kv_cache`.
 
-Code written for FlashAttention-3 runs by changing its import line::
-
-    from cumla.compat.flash_attn import flash_attn_with_kvcache
-
-    out = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin,
-        cache_seqlens=cache_seqlens, page_table=page_table, causal=True, rotary_interleaved=False,
-    )
-
 What carries over from FlashAttention-3:
 
 * Names, order and defaults of the arguments: `causal` is False and `rotary_interleaved` is True

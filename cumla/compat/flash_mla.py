@@ -1,17 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashMLA's Python interface over `cumla.mla_decode` and sparse MLA.
 
-Code written for FlashMLA runs by changing its import line::
-
-    from cumla.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-    tile_scheduler_metadata, num_splits = get_mla_metadata()
-    for layer in layers:
-        out, lse = flash_mla_with_kvcache(
-            layer.q, layer.k_cache, block_table, cache_seqlens, 512,
-            tile_scheduler_metadata, num_splits, causal=True,
-        )
-
 What carries over from FlashMLA:
 
 * The schedule is computed on the device by the first call with a metadata object, from the lengths
@@ -35,9 +24,9 @@ What carries over from FlashMLA:
 What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
 that only a graph computes. In graphs of torch.compile, after ``import cumla.torch``, each call
 computes its own, from the lengths that it is given. Sparse calls take any number of heads, any
-topk, 16-bit caches, and ``topk_length`` beside the format of DeepSeek-V3.2; an index that names no
-slot counts as absent whatever its value is. A second cache (``extra_k_cache``) goes with V4's
-format alone. Tensors on the CPU are computed by `cumla.reference`.
+topk, and ``topk_length`` beside the format of DeepSeek-V3.2; an index that names no slot counts as
+absent. A second cache goes with V4's format alone. Tensors on the CPU are computed by
+`cumla.reference`.
 """
 
 from __future__ import annotations
@@ -162,24 +151,10 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """Make the metadata object of one decoding step.
+    """Make the metadata object of one decoding step, and None, in the place of num_splits.
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Accepted and ignored, so that calls written for any version of FlashMLA work: lengths and
-        shapes are taken from the first `flash_mla_with_kvcache` call.
-
-    Returns
-    -------
-    tile_scheduler_metadata : FlashMLASchedMeta
-        Pass it to every `flash_mla_with_kvcache` call of the step.
-    num_splits : None
-        A placeholder for the second result of older versions.
-
-    Notes
-    -----
-    Lengths are taken once, when the object is first used. Call this again for each decoding step.
+    Arguments, which differ between versions of FlashMLA, are ignored: lengths and shapes are taken
+    once, from the first `flash_mla_with_kvcache` call. Call this again for each decoding step.
     """
     return FlashMLASchedMeta(), None
 
@@ -217,10 +192,8 @@ def flash_mla_with_kvcache(
     * Without indices k_cache has q's dtype; with them any page size, 16-bit caches too, and as many
       columns as q. Packed caches go with q in bfloat16; their blocks are contiguous and begin at
       multiples of 16 bytes.
-    * cache_seqlens and topk_length are read by the first call with a metadata object only.
-      topk_length may be ``(batch, seq_q)``.
+    * topk_length may be ``(batch, seq_q)``.
     * By position softmax_scale comes before causal, as in FlashMLA, whose README leaves it out.
-    * Indices that are no slots of the cache count as absent.
     * out, of vLLM, is written to and returned. With enable_batch_invariant, and without indices, a
       request has the same bits in any batch. An is_fp8_kvcache of None, which is SGLang's default,
       looks at the cache; use_legacy is ignored, kv_format, descale_q and descale_k are refused.

@@ -1,20 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of vLLM's fork of FlashAttention over `cumla.attention` and its cache writing.
 
-Code written for ``vllm.vllm_flash_attn`` runs by changing its import line::
-
-    from cumla.compat.vllm_flash_attn import flash_attn_varlen_func, reshape_and_cache_flash
-
-    reshape_and_cache_flash(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-    )
-    flash_attn_varlen_func(
-        q=query, k=key_cache, v=value_cache, out=output,
-        cu_seqlens_q=query_start_loc, max_seqlen_q=max_query_len,
-        seqused_k=seq_lens, max_seqlen_k=max_seq_len, block_table=block_table,
-        softmax_scale=scale, causal=True, window_size=[-1, -1], s_aux=sinks, fa_version=3,
-    )
-
 What carries over from the fork:
 
 * Names, order and defaults of the arguments, which differ from those of

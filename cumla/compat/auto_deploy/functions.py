@@ -36,13 +36,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Call PyTorch's function of this name: it marks attention in a graph, before the caches come.
-
-    Parameters
-    ----------
-    query, key, value, attn_mask, dropout_p, is_causal, scale
-        As for `torch.nn.functional.scaled_dot_product_attention`.
-    """
+    """Call PyTorch's function of this name, which marks attention in a graph."""
     attend: Callable[..., torch.Tensor] = import_torch().nn.functional.scaled_dot_product_attention
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
@@ -58,29 +52,11 @@ def fused_mha_with_cache(
 ) -> torch.Tensor:
     """Write the keys and values of equally long requests into their caches, and attend.
 
-    Request i has row i of the caches.
-
-    Parameters
-    ----------
-    q, k, v : torch.Tensor
-        ``(batch, seqlen, heads * head_dim)`` or ``(batch, seqlen, heads, head_dim)``, bfloat16,
-        float16 or float32; head_dim a multiple of 8 up to 512. The heads of q are a multiple of
-        those of k and v.
-    input_pos : torch.Tensor
-        ``(batch,)`` int32 or int64: tokens of each request that the caches have already.
-    k_cache, v_cache : torch.Tensor
-        ``(slots, max_seq_len, kv_heads, head_dim)`` of q's dtype, at least a slot for each request,
-        written to. v_cache may have another head_dim.
-    freqs_cis : torch.Tensor or None
-        ``(max_position, rotary_dim / 2, 2)``: cosines and sines, float32, bfloat16 or float16,
-        rotary_dim a multiple of 16. q and k are rotated by the rows from input_pos on, columns j
-        and ``j + rotary_dim / 2`` of the last rotary_dim ones as a pair. None, or a tensor without
-        elements, rotates nothing.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(batch, seqlen, heads * head_dim)`` of v_cache's head_dim, in q's dtype.
+    q, k and v are ``(batch, seqlen, heads * head_dim)`` or ``(batch, seqlen, heads, head_dim)``.
+    Request i has row i of the caches ``(slots, max_seq_len, kv_heads, head_dim)``, after input_pos
+    tokens. By freqs_cis ``(max_position, rotary_dim / 2, 2)`` columns j and ``j + rotary_dim / 2``
+    of the last rotary_dim ones, a multiple of 16, are rotated as a pair; None rotates nothing. The
+    result is ``(batch, seqlen, heads * head_dim)``.
     """
     q, k, v = _checked(q, k, v, k_cache, v_cache, input_pos=input_pos)
     batch, seqlen = q.shape[:2]
@@ -109,28 +85,11 @@ def fused_flattened_mha_with_cache(
 ) -> torch.Tensor:
     """Write the keys and values of any requests into their slots, and attend.
 
-    Parameters
-    ----------
-    q, k, v : torch.Tensor
-        ``(1, total_tokens, heads * head_dim)``, the tokens of one request after those of the other,
-        or ``(batch, 1, heads * head_dim)``, where each request has one token. The rest is as in
-        `fused_mha_with_cache`.
-    seq_len : torch.Tensor
-        ``(batch,)`` int32 or int64, as the following: new tokens of each request. A request
-        without any is skipped; where each has one token, its result is 0.
-    input_pos : torch.Tensor
-        ``(batch,)``: tokens of each request that the caches have already.
-    cache_loc : torch.Tensor
-        ``(batch,)``: the row of the caches that each request has.
-    seq_start : torch.Tensor
-        ``(batch,)``: sums of the seq_len before, where the tokens of each request begin.
-    k_cache, v_cache, freqs_cis
-        As in `fused_mha_with_cache`.
-
-    Returns
-    -------
-    torch.Tensor
-        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
+    q, k and v are ``(1, total_tokens, heads * head_dim)``, or ``(batch, 1, heads * head_dim)``
+    where each request has one token. Of each request lists tell seq_len new tokens from seq_start
+    on, input_pos tokens that the caches have already, and cache_loc, its row there. A request
+    without tokens is skipped; where each has one token, its result is 0. Rows of no request hold
+    anything.
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
     lists["cache_loc"] = cache_loc
@@ -179,23 +138,8 @@ def fused_mha_with_paged_cache(
 ) -> torch.Tensor:
     """Write the keys and values of any requests into their pages, and attend.
 
-    Parameters
-    ----------
-    q, k, v, seq_len, input_pos, seq_start, freqs_cis
-        As in `fused_flattened_mha_with_cache`.
-    cache_loc : torch.Tensor
-        ``(batch,)`` int32 or int64: the row of page_table that each request has.
-    page_table : torch.Tensor
-        ``(rows, max_pages)`` int32: page numbers.
-    max_seq_len : int
-        Accepted and ignored: the lengths are read on the device.
-    k_cache, v_cache : torch.Tensor
-        ``(num_pages, page_size, kv_heads, head_dim)`` of q's dtype, pages of any size, written to.
-
-    Returns
-    -------
-    torch.Tensor
-        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
+    As `fused_flattened_mha_with_cache`; cache_loc is the row of page_table that each request has,
+    and caches are ``(num_pages, page_size, kv_heads, head_dim)``. max_seq_len is ignored.
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
     lists["cache_loc"] = cache_loc
@@ -226,12 +170,7 @@ def fused_flattened_mha_with_paged_cache(
     """Write keys and values into pages, and attend, with metadata that is computed once per step.
 
     AutoDeploy has no such operation: `CumlaPagedAttention` gives it, with
-    `prepare_paged_mha_metadata`.
-
-    Returns
-    -------
-    torch.Tensor
-        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
+    `prepare_paged_mha_metadata`, which makes kv_lens, qo_indptr, kv_indptr and kv_indices.
     """
     places = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
     places |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
@@ -250,22 +189,9 @@ def prepare_fused_mha_metadata(
 ) -> list[torch.Tensor]:
     """Make the metadata of `fused_flattened_mha_with_cache` from those of a `SequenceInfo`.
 
-    A batch of one token per request is cut to the requests of input_ids. In other batches the
-    requests without tokens stay: only the device knows their number.
-
-    Parameters
-    ----------
-    input_ids : torch.Tensor
-        ``(batch, 1)`` or ``(1, total_tokens)``, possibly with further axes.
-    seq_len, input_pos, cache_loc, pages_per_seq : torch.Tensor
-        As in `SequenceInfo`; with contiguous caches each request has one page, its slot.
-    page_size : int
-        As in `SequenceInfo`; not used.
-
-    Returns
-    -------
-    list of torch.Tensor
-        seq_len, input_pos, cache_loc and seq_start, new tensors.
+    They are seq_len, input_pos, cache_loc and seq_start. A batch of one token per request is cut to
+    the requests of input_ids. In other batches the requests without tokens stay: only the device
+    knows their number.
     """
     check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
     count = min(_requests(input_ids, seq_len), cache_loc.shape[0])  # slots, which few may be
@@ -284,16 +210,7 @@ def prepare_paged_mha_metadata(
 ) -> list[torch.Tensor]:
     """Make the metadata of `fused_flattened_mha_with_paged_cache` from a `SequenceInfo`.
 
-    Parameters
-    ----------
-    input_ids, seq_len, input_pos, cache_loc, pages_per_seq, page_size
-        As in `prepare_fused_mha_metadata`; cache_loc holds the pages of one request after those of
-        the other.
-
-    Returns
-    -------
-    list of torch.Tensor
-        kv_lens, qo_indptr, kv_indptr and kv_indices, int32, new tensors.
+    cache_loc holds the pages of one request after those of the other.
     """
     check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
     check_integers(pages_per_seq=pages_per_seq)
@@ -313,21 +230,8 @@ def apply_rope_with_input_pos(
 ) -> torch.Tensor:
     """Rotate queries or keys of equally long requests by the positions from input_pos on.
 
-    Parameters
-    ----------
-    x : torch.Tensor
-        bfloat16, float16 or float32, with axes in the order of layout.
-    freqs_cis : torch.Tensor
-        As in `fused_mha_with_cache`.
-    input_pos : torch.Tensor or None
-        ``(b,)`` int32 or int64, 0 by default. Tokens without a row of freqs_cis stay as they are.
-    layout : str
-        The axes: b requests, s tokens, n heads in any order, then d.
-
-    Returns
-    -------
-    torch.Tensor
-        In the shape and dtype of x, contiguous.
+    layout tells the axes of x: b requests, s tokens, n heads in any order, then d. Positions are 0
+    by default. Tokens without a row of freqs_cis stay as they are. The result is contiguous.
     """
     check_tensors(x=x, freqs_cis=freqs_cis)
     if sorted(layout) != sorted("bsnd") or layout[-1] != "d":
@@ -364,21 +268,7 @@ def apply_rope_on_flattened_inputs(
 ) -> torch.Tensor:
     """Rotate queries or keys of any requests by the positions from input_pos on.
 
-    Parameters
-    ----------
-    x : torch.Tensor
-        ``(total_tokens, heads, head_dim)``, bfloat16, float16 or float32, the tokens of one request
-        after those of the other.
-    freqs_cis : torch.Tensor
-        As in `fused_mha_with_cache`.
-    input_pos, seq_lens, seq_start_indices : torch.Tensor
-        ``(batch,)`` int32 or int64: position of the first token of each request, its number of
-        tokens, and the sums of these numbers before.
-
-    Returns
-    -------
-    torch.Tensor
-        In the shape and dtype of x, contiguous. Rows of no request hold anything.
+    x is ``(total_tokens, heads, head_dim)``. Rows of no request hold anything.
     """
     lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
     check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)

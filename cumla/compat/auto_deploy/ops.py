@@ -96,16 +96,9 @@ _libraries: dict[tuple[str, str], Any] = {}  # namespace, operation; they live a
 def register(namespace: str = "cumla", rope_namespace: str | None = None) -> None:
     """Register the functions as operations of PyTorch, ``torch.ops.<namespace>.<function>``.
 
-    They have the names of the functions. torch.compile and torch.export take them into their
-    graphs; no gradients flow. A second call with the same names does nothing.
-
-    Parameters
-    ----------
-    namespace : str
-        Of the operations. AutoDeploy's are in ``"attention"``.
-    rope_namespace : str, optional
-        Of the two operations of rotary embedding, `namespace` by default. AutoDeploy's are in
-        ``"rope"``.
+    The two of rotary embedding go to rope_namespace, `namespace` by default; AutoDeploy has
+    ``"attention"`` and ``"rope"``. torch.compile and torch.export take them into their graphs; no
+    gradients flow. A second call with the same names does nothing.
 
     Raises
     ------

@@ -19,22 +19,7 @@ __all__ = ["AttentionInfo", "CacheConfig", "PositionalEmbeddingConfig", "Sequenc
 
 @dataclass
 class PositionalEmbeddingConfig:
-    """How positions enter attention.
-
-    Parameters
-    ----------
-    mode : {None, "rope"}
-        Not at all, or by a rotation of queries and keys.
-    rope_theta : float
-        Base of the angles, above 0.
-    rope_scale : float
-        1.0; nothing else exists.
-
-    Raises
-    ------
-    ValueError
-        For anything else.
-    """
+    """How positions enter attention: not at all, or by a rotation; rope_scale is 1."""
 
     mode: Literal["rope"] | None = None
     rope_theta: float = 10000.0
@@ -56,32 +41,14 @@ class PositionalEmbeddingConfig:
 
 @dataclass
 class CacheConfig:
-    """How caches are made.
-
-    Parameters
-    ----------
-    dtype : torch.dtype, optional
-        That of the attention by default.
-    """
+    """How caches are made: in the dtype of the attention by default."""
 
     dtype: torch.dtype | None = None
 
 
 @dataclass
 class AttentionInfo:
-    """Sizes of an attention layer.
-
-    Parameters
-    ----------
-    num_heads, num_kv_heads, head_dim : int
-        Heads of queries, heads of keys and values, and columns of a head.
-    dtype : torch.dtype
-        Of queries, keys and values.
-    cache_config : CacheConfig
-    pos_embd_config : PositionalEmbeddingConfig
-    rope_dim : int, optional
-        Columns that are rotated, the last ones of a head; all by default.
-    """
+    """Sizes of an attention layer; the last rope_dim columns of a head are rotated, or all."""
 
     num_heads: int
     num_kv_heads: int
@@ -101,36 +68,12 @@ def _no_tensor() -> Any:
 class SequenceInfo:
     """A batch of sequences, and where their tokens lie in the caches.
 
-    Tokens of all sequences lie in ``input_ids``, one sequence after the other. Sequence i has
-    ``seq_len[i]`` of them, after ``input_pos[i]`` that the caches have already. Its pages are the
-    next ``pages_per_seq[i]`` numbers of ``cache_loc``. ``input_pos[i] + seq_len[i]`` is at most
-    ``pages_per_seq[i] * page_size``, and no two sequences have the same page. All tensors are
-    int32, on the CPU until `to` moves them.
-
-    Parameters
-    ----------
-    max_seq_len : int
-        Most tokens of a sequence, those in the caches included.
-    max_batch_size : int
-        Most sequences.
-    page_size : int
-        Tokens of a page. 0 stands for max_seq_len: each sequence has one page, its slot.
-    max_num_tokens : int
-        Most tokens of all sequences; 0 stands for max_batch_size * max_seq_len.
-
-    Attributes
-    ----------
-    input_ids : torch.Tensor
-        ``(batch, 1)`` if each sequence has one token, else ``(1, total_tokens)``.
-    seq_len, input_pos, pages_per_seq : torch.Tensor
-        ``(max_batch_size,)``; seq_len is 0 after the last sequence.
-    cache_loc : torch.Tensor
-        ``(num_pages,)``.
-
-    Raises
-    ------
-    ImportError
-        PyTorch is not installed.
+    Tokens of all sequences lie in ``input_ids``, one sequence after the other: ``(batch, 1)`` if
+    each has one, else ``(1, total_tokens)``. Sequence i has ``seq_len[i]`` of them, after
+    ``input_pos[i]`` that the caches have already. Its pages are the next ``pages_per_seq[i]``
+    numbers of ``cache_loc``; no two sequences have the same page. All tensors are int32, on the CPU
+    until `to` moves them. A page_size of 0 stands for max_seq_len: each sequence has one page, its
+    slot. A max_num_tokens of 0 stands for max_batch_size * max_seq_len.
     """
 
     max_seq_len: int = 1

@@ -7,11 +7,7 @@ Code written for FlashInfer 0.6 or 0.7 runs by changing its import line::
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
-Modules and names are where FlashInfer has them: :mod:`~cumla.compat.flashinfer.decode`,
-:mod:`~cumla.compat.flashinfer.prefill`, :mod:`~cumla.compat.flashinfer.mla`,
-:mod:`~cumla.compat.flashinfer.cascade`, :mod:`~cumla.compat.flashinfer.page`,
-:mod:`~cumla.compat.flashinfer.rope`, :mod:`~cumla.compat.flashinfer.topk` and
-:mod:`~cumla.compat.flashinfer.concat_ops`.
+Modules and names are where FlashInfer has them.
 
 What carries over from FlashInfer:
 

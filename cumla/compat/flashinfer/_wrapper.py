@@ -54,18 +54,8 @@ S = TypeVar("S", bound=tuple[Any, ...])
 class Planned(ABC, Generic[P, S]):
     """A wrapper: `P` is the plan of its runs, `S` what a plan is made for but for query tokens.
 
-    Parameters
-    ----------
-    workspace : torch.Tensor
-        Any tensor on the device of the calls.
-    use_cuda_graph : bool
-        Whether lengths and pages keep their places.
-    buffers : mapping
-        cumla's name -> the caller's, and the tensor that graphs read, or None.
-    theirs : mapping
-        cumla's names of arrays -> those of the arguments of `plan`.
-    q_name : str
-        The name of queries in messages.
+    `buffers` are, by cumla's names, the caller's name and the tensor that graphs read, or None;
+    `theirs` are the names of the arguments of `plan`, `q_name` that of queries in messages.
     """
 
     def __init__(

@@ -1,16 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's decoding over `cumla.AttentionPlan`: one query token of each request, or a few.
 
-A server's loop runs as it is::
-
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_cuda_graph=True, ...)
-    wrapper.plan(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-                 q_data_type=torch.bfloat16)
-    out = wrapper.run(q, paged_kv_cache)  # also in a capture
-    ...
-    wrapper.plan(...)     # other lengths and pages
-    graph.replay()
-
 What carries over from FlashInfer:
 
 * One `plan` serves the `run` of every layer of a step, with the same window.

@@ -1,18 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's wrapper of MLA attention over `cumla.MLAAttentionPlan`.
 
-A server's loop runs as it is, in the form of version 0.6 or of 0.7::
-
-    wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, qo_indptr=..., ...)
-    wrapper.plan(metadata=MLAPlanMetadata.csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
-                 num_heads=heads, head_dim_ckv=512, head_dim_kpe=64, page_size=page_size,
-                 causal=causal, sm_scale=sm_scale,
-                 q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-    out = wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache))  # also in a capture
-    ...
-    wrapper.plan(...)     # other lengths and pages
-    graph.replay()
-
 What carries over from FlashInfer:
 
 * One `plan` serves the `run` of every layer of a step. With ``use_cuda_graph=True`` it works as in
@@ -27,8 +15,7 @@ What differs:
   and the first `run` makes a plan of cumla, here a `cumla.MLAAttentionPlan`, with its own memory.
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
   query after the last offset belong to nobody; what they give in ``out`` is not written.
-* Any page size, any number of heads, and causal masks of them all. Every run takes packed tensors
-  or pairs, and returns an lse or not, whatever the plan announced.
+* Every run takes packed tensors or pairs, and returns an lse or not, whatever the plan announced.
 
 FP8 caches are as in FlashInfer: a `plan` with ``kv_data_type=torch.float8_e4m3fn`` beside queries
 in bfloat16, and with each `run` ``kpe_scale``, and either ``ckv_scale`` or ``ckv_scale_arr``, by
