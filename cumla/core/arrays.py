@@ -262,7 +262,8 @@ def _views_of_outputs(
                     f"{name}: needs an array that can be written to, got a read-only one; pass a "
                     f"copy, or call without {name}="
                 )
-            framework.note_written(output)
+            if framework.note_written is not None:
+                framework.note_written(output)
         found.append(view)
     return found
 
@@ -302,8 +303,9 @@ def reopen_call(
     if waiting:
         release_finished()
     framework = framework_of_type[type(array)]
-    for one in written:
-        framework.note_written(one)
+    if framework.note_written is not None:
+        for one in written:
+            framework.note_written(one)
     if device is None:
         if stream is not None:
             _handle_of(stream)  # what is no stream is none on the CPU either
@@ -371,7 +373,8 @@ def check_mutable(name: str, array: object) -> None:
     The framework of others is told of the write.
     """
     framework = framework_of(name, array)
-    framework.note_written(array)
+    if framework.note_written is not None:
+        framework.note_written(array)
     if framework.immutable:
         raise TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "

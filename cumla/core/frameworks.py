@@ -88,6 +88,8 @@ class Framework:
     # Module whose `run_eagerly` runs eager calls with less work for the host, or says that it
     # cannot.
     binding: str | None = None
+    # Tells a framework that wants to know that its array is written to by address.
+    note_written: Callable[[Any], object] | None = None
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         """Look at arrays of this framework; None for each that only a DLPack import can tell."""
@@ -120,9 +122,6 @@ class Framework:
     def at_home(self, array: Any) -> contextlib.AbstractContextManager[Any] | None:
         """Make the place of an array on the CPU the one of new arrays, where there are several."""
         return None
-
-    def note_written(self, array: Any) -> None:
-        """Tell the framework, if it wants to know, that its array is written to by address."""
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         """NumPy view of an array in CPU memory."""
@@ -190,7 +189,8 @@ class _Torch(Allocator):
             self._dynamo = bool
         self._modes = torch._C._len_torch_dispatch_stack
         self._records = torch.is_grad_enabled
-        self._bump = torch.autograd.graph.increment_version
+        # Autograd then finds what it has saved of an array changed.
+        self.note_written = torch.autograd.graph.increment_version
         self._forward = torch.autograd.forward_ad  # its level is -1 where there are no dual numbers
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
@@ -339,10 +339,6 @@ class _Torch(Allocator):
         if not dtype.startswith(_FLOAT8):  # older versions export none of them
             return import_array(name, array, stream)
         return _import_bits(name, array.view(self._torch.uint8), dtype, stream)
-
-    def note_written(self, array: Any) -> None:
-        """Count the write, so that autograd finds what it has saved of the array changed."""
-        self._bump(array)
 
     def current_stream(self, device: int) -> int:
         return int(self._torch._C._cuda_getCurrentRawStream(device))
