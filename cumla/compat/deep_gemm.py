@@ -16,9 +16,8 @@ What carries over from DeepGEMM:
   their schedule in the call, so that the metadata may be any.
 * It is for inference: no gradients flow.
 
-What differs: more shapes are taken (8, 16, 32 or 64 heads, pages of 16, 32, 64 or 128 tokens, up to
-8 queries of a request, lengths of requests or of queries), and compressed and paged logits can be
-cleaned, too, by the kernel itself. Paged logits are computed by as many multiprocessors as the
+What differs: more shapes are taken, and compressed and paged logits can be cleaned, too. Paged
+logits are computed by as many multiprocessors as the
 metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
 
 Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`

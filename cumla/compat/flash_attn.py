@@ -14,15 +14,13 @@ What carries over from FlashAttention-3:
 What differs:
 
 * It is for inference. Tensors that require a gradient are refused while gradients are recorded.
-* Speed hints are accepted and ignored: ``num_splits``, ``pack_gqa``, ``sm_margin``,
-  ``deterministic``, ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata``. cumla computes
-  its schedule in the call, and all its results are deterministic.
+* Speed hints are ignored. cumla computes its schedule in the call, and all its results are
+  deterministic.
 * Heads may have any multiple of 8 columns up to 512, of 16 up to 256 for float8_e4m3fn, and those
   of values any other than those of keys. All may be float32, too, which is far slower.
 * Functions with a choice of results return the pair ``(out, softmax_lse)``, without the partial
   results that FlashAttention-3 appends.
-* Queries are bfloat16 or float16 beside keys and values of float8_e4m3fn, where FlashAttention-3
-  wants all alike.
+* Beside keys and values of float8_e4m3fn queries have 16 bits.
 * Tensors on the CPU are computed by `cumla.reference`.
 """
 

@@ -14,10 +14,8 @@ What carries over from FlashMLA:
   long as the graphs. It keeps every schedule that was computed with it.
 * A metadata object belongs to the shapes, dtype, device and mask of its first call.
 * Where nothing is attended out is 0 and lse +inf.
-* Calls with ``indices`` attend to the slots that these name, of caches in the packed formats of
-  DeepSeek-V3.2 (V32, 656 bytes) and V4 (MODEL1, 584 bytes), of the latter also beside a second
-  cache. Their schedule is computed from ``topk_length`` and ``extra_topk_length``, and nothing else
-  of the lists.
+* Calls with ``indices`` take caches in the packed formats of DeepSeek-V3.2 (656 bytes) and V4 (584
+  bytes). Their schedule is computed from ``topk_length`` and ``extra_topk_length`` alone.
 * Sinks scale out, and lse is without them.
 * It is for inference: no gradients flow.
 

@@ -21,11 +21,8 @@ What differs:
   where values have another head_dim than keys.
 * No operation waits for the GPU. Calls can be captured into a CUDA graph, after `cumla.prepare`,
   also those of mixed batches: `prepare_fused_mha_metadata` leaves requests without tokens in these.
-* A padded request of a generate-only batch, whose seq_len is 0, writes nothing, and its result
-  is 0.
 * `fused_mha_with_cache` sees the history in the cache, and new tokens may begin inside a page.
 * Requests whose tokens have no place in the cache, or in freqs_cis, do not write outside of it.
-* A freqs_cis narrower than the heads rotates their last columns.
 """
 
 from __future__ import annotations

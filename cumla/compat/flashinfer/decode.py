@@ -9,8 +9,6 @@ What carries over from FlashInfer:
   `plan` loads the kernels, so the first `run` may be captured.
 * The lse is a logarithm to base 2, ``(tokens, num_qo_heads)``, and -inf where nothing was
   attended, where the output is 0. With sinks it includes them.
-* Scales are factors: those of queries and keys of the scores, that of values of the output.
-* Keys and values may be e4m3 beside queries of 16 bits.
 
 What differs:
 
@@ -23,7 +21,7 @@ What differs:
 * What a CUDA graph would not see raises `ValueError`: another batch, window, scale or dtype than in
   the first plan.
 * Any page size, any number of query heads for each kv head, and any head_dim that is a multiple of
-  8 up to 512, of 16 up to 256 for e4m3. Scales of e4m3 keys and values may be tensors on the GPU.
+  8 up to 512, of 16 up to 256 for e4m3.
 """
 
 from __future__ import annotations

@@ -16,10 +16,6 @@ What differs:
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
   query after the last offset belong to nobody; what they give in ``out`` is not written.
 * Every run takes packed tensors or pairs, and returns an lse or not, whatever the plan announced.
-
-FP8 caches are as in FlashInfer: a `plan` with ``kv_data_type=torch.float8_e4m3fn`` beside queries
-in bfloat16, and with each `run` ``kpe_scale``, and either ``ckv_scale`` or ``ckv_scale_arr``, by
-which the numbers of the cache are multiplied, in float32.
 """
 
 from __future__ import annotations
