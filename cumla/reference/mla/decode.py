@@ -14,6 +14,8 @@ from cumla.reference.mla.cache import columns_of
 from cumla.reference.rows import E4M3, Array, cached_rows
 from cumla.reference.threads import one_blas_thread
 
+TOGETHER = 128  # query rows of a product
+
 
 @one_blas_thread()
 def mla_decode(
@@ -86,27 +88,50 @@ batch_invariant, out, lse
     lse = np.empty((batch, num_heads, q_len), np.float32) if lse is None else lse
     for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
         rows = cache.rows(table, int(kv_len), np.dtype(accumulate))
-        for i, query in enumerate(queries):
-            visible = max(len(rows) - (q_len - 1 - i), 0) if causal else len(rows)
-            out[b, i], lse[b, :, i] = attend(query, rows[:visible], scale)
+        visible = np.full(q_len, len(rows))
+        if causal:
+            visible = np.maximum(visible - np.arange(q_len)[::-1], 0)
+        # Queries together, but where numbers that one does not see would make it NaN.
+        together = max(1, TOGETHER // num_heads) if np.isfinite(rows).all() else 1
+        for i in range(0, q_len, together):
+            some = slice(i, i + together)
+            out[b, some], attended = attend(queries[some], rows, scale, visible[some])
+            lse[b, :, some] = attended.T
     return AttentionState(out, lse)
 
 
-def attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
-    """Attend from q (num_heads, columns) to all of rows (tokens, num_kv_heads, columns)."""
-    (num_heads, columns), (tokens, num_kv_heads, _), dtype = q.shape, rows.shape, rows.dtype
+def attend(q: Array, rows: Array, scale: float, visible: Array) -> tuple[Array, Array]:
+    """Attend from q (n, num_heads, columns) to the first rows (tokens, num_kv_heads, columns).
+
+    `visible` (n,) is how many each of the n sees.
+    """
+    n, num_heads, columns = q.shape
+    rows = rows[: visible.max()]
+    (tokens, num_kv_heads, _), dtype = rows.shape, rows.dtype
     if tokens == 0:
-        return np.zeros((num_heads, VALUE_DIM), dtype), np.full(num_heads, -np.inf, dtype)
+        return np.zeros((n, num_heads, VALUE_DIM), dtype), np.full((n, num_heads), -np.inf, dtype)
     keys = rows.transpose(1, 2, 0)  # (num_kv_heads, 576, tokens)
     values = rows.transpose(1, 0, 2)[..., :VALUE_DIM]  # (num_kv_heads, tokens, 512)
-    grouped_q = q.astype(dtype).reshape(num_kv_heads, num_heads // num_kv_heads, columns)
+    by_heads = q.astype(dtype).reshape(n, num_kv_heads, -1, columns).swapaxes(0, 1)
+    shape = by_heads.shape[:-1]  # (num_kv_heads, n, group)
 
-    scores = dtype.type(scale) * (grouped_q @ keys)
-    top = scores.max(axis=-1, keepdims=True)  # keeps exp() in range and cancels in both results
+    scores = dtype.type(scale) * (by_heads.reshape(num_kv_heads, -1, columns) @ keys)
+    scores = scores.reshape(*shape, tokens)
+    hidden = np.arange(tokens) >= visible[:, None]
+    if hidden.any():
+        scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
+    # It keeps exp() in range and cancels in both results.
+    top = np.maximum(scores.max(axis=-1, keepdims=True), np.finfo(dtype).min)
     weights = np.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
-    out = (weights @ values) / total
-    return out.reshape(num_heads, VALUE_DIM), (top + np.log(total)).reshape(num_heads)
+    out = (weights.reshape(num_kv_heads, -1, tokens) @ values).reshape(*shape, VALUE_DIM)
+    out = out / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    return (
+        out.swapaxes(0, 1).reshape(n, num_heads, VALUE_DIM),
+        lse.swapaxes(0, 1).reshape(n, num_heads),
+    )
 
 
 class Cache(NamedTuple):
