@@ -14,7 +14,8 @@ What carries over from FlashInfer:
 * A state is an output ``v`` and its log-sum-exp ``s``, a logarithm to base 2. Where nothing was
   attended ``s`` is -inf, and a result that is empty has ``v`` 0.
 * The kinds of errors: `ValueError` from wrappers and from attention in one request,
-  `RuntimeError` from the other functions.
+  `RuntimeError` from the other functions; `TypeError` where a tensor is none, `RuntimeError` from a
+  `run` without a plan, and from all functions the errors of cumla's own ones.
 * Calls can be captured into a CUDA graph, after `cumla.prepare`.
 * It is for inference: no gradients flow.
 

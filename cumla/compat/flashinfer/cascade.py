@@ -48,15 +48,6 @@ def merge_state(
 
     v_a and v_b are both bfloat16, float16 or float32, head_dim a multiple of 8; s_a and s_b are
     converted to float32. Where both states are empty v is 0 and s -inf.
-
-    Raises
-    ------
-    TypeError
-        An argument is no tensor.
-    RuntimeError
-        Shapes or dtypes do not fit.
-    CumlaError
-        As `cumla.merge_attention_states`.
     """
     check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     with _TWO():
@@ -75,7 +66,7 @@ def merge_state_in_place(
 
     s is float32. Where mask is 0 the other state counts as empty, so that v and s keep their
     values; only a state that is empty itself is written as v = 0 and s = -inf, and one with s = NaN
-    gets v = NaN. It costs a copy of s_other. Errors are those of `merge_state`.
+    gets v = NaN. It costs a copy of s_other.
     """
     check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
     with _IN_PLACE():
@@ -97,8 +88,8 @@ def merge_state_in_place(
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention states of any number of sets of keys into that of their union.
 
-    There is at least one state. Nothing is copied. Errors are those of `merge_state`; shapes in
-    messages have num_states in front.
+    There is at least one state. Nothing is copied. Shapes in messages have num_states in
+    front.
     """
     check_tensors(v=v, s=s)
     with _MANY():

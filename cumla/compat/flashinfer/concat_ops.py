@@ -20,15 +20,6 @@ def concat_mla_k(
     """Put the keys of a prefill together: each head's own columns, then those that all share.
 
     Two copies by PyTorch, of any shape and dtype. backend is "default".
-
-    Raises
-    ------
-    TypeError
-        An argument is no tensor.
-    ValueError
-        Another backend.
-    RuntimeError
-        A shape or a dtype does not fit.
     """
     if backend != "default":
         raise ValueError(f"backend: needs 'default', got {backend!r}; leave it out")

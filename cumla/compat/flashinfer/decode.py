@@ -63,11 +63,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     Arguments are those of FlashInfer. Nothing is written to float_workspace_buffer, whose device is
     that of the calls. With use_cuda_graph the three buffers are needed. backend is "auto", "fa2" or
     "fa3", which all mean cumla's kernels; jit_args and jit_kwargs are refused.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The buffers do not fit, or it is another backend.
     """
 
     _numbers = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim", "page_size")
@@ -149,12 +144,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
           GPU, or use_cuda_graph, that is all pages of indices.
         * Of rope_scale and rope_theta without rotation, non_blocking and block_tables nothing is
           used; window_right and use_token_head_sf are refused.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument does not fit, or asks for what cumla does not have; a change that a CUDA
-            graph would not see.
         """
         elsewhere = {"window_right": window_right or None}
         refuse(NO_KERNELS, ValueError, **elsewhere, use_token_head_sf=use_token_head_sf or None)
@@ -218,15 +207,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q's shape and dtype.
         lse : torch.Tensor
             With return_lse: ``(batch * q_len_per_req, num_qo_heads)``, float32, to base 2.
-
-        Raises
-        ------
-        RuntimeError
-            There was no plan.
-        TypeError, ValueError
-            An argument does not fit the plan or the others.
-        CumlaError
-            As `cumla.attention`.
         """
         elsewhere = {
             "args": args or None,

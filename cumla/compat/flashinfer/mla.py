@@ -173,11 +173,6 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
 
     Arguments are those of FlashInfer. With use_cuda_graph, tensors that are not given are kept as
     copies from the first plan. backend is "auto", "fa2" or "fa3", which all mean cumla's kernels.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The buffers do not fit, or it is another backend.
     """
 
     def __init__(
@@ -255,14 +250,6 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
           same.
         * query_layout, kv_cache_layout and max_q_len are not looked at; what belongs to other
           backends is refused.
-
-        Raises
-        ------
-        TypeError
-            A required argument is missing.
-        ValueError
-            An argument does not fit, or asks for what cumla does not have; a change that a CUDA
-            graph would not see.
         """
         q_data_type, kv_data_type = dtype_of(q_data_type), dtype_of(kv_data_type)
         modes = ("default", "kv-per-tensor") if name_of(kv_data_type) == _FP8 else ("default",)
@@ -369,17 +356,6 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         lse : torch.Tensor
             With return_lse: ``(tokens, num_heads)``, float32. -inf where a query sees nothing. Rows
             of no request hold anything.
-
-        Raises
-        ------
-        RuntimeError
-            There was no plan.
-        TypeError
-            Query or cache are missing, come in two forms, or are no tensors.
-        ValueError
-            An argument does not fit the plan or the others, or belongs to another backend.
-        CumlaError
-            As `cumla.mla_attention`.
         """
         refuse(
             NO_KERNELS,

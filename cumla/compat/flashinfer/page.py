@@ -66,15 +66,6 @@ def append_paged_kv_cache(
     float8_e4m3fn, to which rows are rounded; those of pages of one token may lack the axis of
     tokens. Values may have another head_dim in a pair. Lists are int32, or int64, which is copied.
     The numbers of kv_last_page_len are not looked at.
-
-    Raises
-    ------
-    TypeError
-        A list of pages, the rows or the cache are no tensors.
-    RuntimeError
-        Shapes or dtypes do not fit.
-    CumlaError
-        As `cumla.append_kv_cache`.
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
     check_tensors(append_key=append_key, append_value=append_value)
@@ -109,15 +100,6 @@ def append_paged_mla_kv_cache(
     Rows have 512 and 64 columns, in the cache's dtype, or float32, which is rounded. Caches are
     bfloat16 or float16, and may lie beside each other in one tensor of 576 columns. Lists, and what
     is skipped, are as in `append_paged_kv_cache`.
-
-    Raises
-    ------
-    TypeError
-        A list of pages is no tensor.
-    RuntimeError
-        Shapes or dtypes do not fit.
-    CumlaError
-        As `cumla.append_mla_cache`.
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
     with _NAMES():
@@ -160,13 +142,6 @@ def get_batch_indices_positions(
 
     Tokens of no request get the request -1, which an append skips, and the position 0. seq_lens may
     be longer.
-
-    Raises
-    ------
-    TypeError
-        An argument is no tensor.
-    RuntimeError
-        append_indptr is of more requests than seq_lens, or an output has another shape.
     """
     outputs = {"batch_indices": batch_indices, "positions": positions}
     given = {name: output for name, output in outputs.items() if output is not None}

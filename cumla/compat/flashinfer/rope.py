@@ -58,11 +58,6 @@ def apply_rope_with_cos_sin_cache(
     is not in the table are copied. Rows are bfloat16, float16 or float32 with strides in multiples
     of 16 bytes; head_size is a multiple of 8, rotary_dim of 16. The table may be of any of these
     dtypes.
-
-    Raises
-    ------
-    TypeError, RuntimeError, CumlaError
-        An argument is no tensor, shapes or dtypes do not fit, or as `cumla.apply_rope`.
     """
     check_tensors(query=query, key=key)
     outputs = query.new_empty(query.shape), key.new_empty(key.shape)

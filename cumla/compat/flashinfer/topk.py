@@ -50,18 +50,8 @@ def top_k(
     """Select the k largest scores of each row.
 
     The result is always deterministic: of equal scores those at the smallest indices are selected.
-    Indices ascend unless the values are sorted. k is at most the columns of input.
-
-    Raises
-    ------
-    TypeError
-        An argument is no tensor.
-    NotImplementedError
-        tie_break is ``LARGE``.
-    RuntimeError
-        Shapes or dtypes do not fit, or k is more than the columns.
-    CumlaError
-        As `cumla.top_k`.
+    A tie_break of LARGE is refused. Indices ascend unless the values are sorted. k is at most the
+    columns of input.
     """
     check_tensors(input=input)
     _check_tie_break(tie_break)
@@ -104,13 +94,6 @@ def top_k_page_table_transform(
     Rows may have any stride. Page numbers below 0 give -1, which also stands after the last index;
     the order is that of the indices. page_table_row_starts is row_starts by default, which needs
     pages of one score.
-
-    Raises
-    ------
-    TypeError, NotImplementedError, RuntimeError, CumlaError
-        As `top_k`.
-    ValueError
-        row_starts without page_table_row_starts, and pages of several scores.
     """
     check_tensors(input=input, src_page_table=src_page_table, lengths=lengths)
     _check_tie_break(tie_break)
