@@ -206,12 +206,15 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
 }
 
 // Prefetches into L2 what the first loads depend on, one after the other: a CTA its part, all CTAs together the places
-// and the block table, as far as one line a thread goes. That reads nothing: an earlier kernel may still write there.
+// and the block table, as far as one line a thread goes; and sinks, for which the end of a tile would wait. That reads
+// nothing: an earlier kernel may still write there.
 // thread: below 32.
 __device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread) {
   constexpr int kPlaces = 128 / sizeof(TilePlace), kEntries = 128 / sizeof(int);  // of a line
   const i64 line = (i64{blockIdx.y} * gridDim.x * gridDim.z + HeadTile::kv_head()) * 32 + thread;
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
+  if (thread == 1 && p.sinks != nullptr && HeadTile::kv_head() < p.num_kv_heads)
+    prefetch_l2(p.sinks + HeadTile::kv_head() * p.heads_per_group);
   if (line * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + line * kPlaces);
   if (p.block_table != nullptr && line * kEntries < p.page_entries) prefetch_l2(p.block_table + line * kEntries);
 }
