@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over keys and values (MHA, GQA and MQA), as a definition: one query token at a time."""
+"""Attention over keys and values (MHA, GQA and MQA), as a definition."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from cumla.core.state import AttentionState
 from cumla.reference.rows import E4M3, Array, as_e4m3, cached_rows, clamped, page_tables
 from cumla.reference.threads import one_blas_thread
+
+_TOGETHER = 128  # query rows of a product
 
 
 @one_blas_thread()
@@ -119,40 +121,74 @@ def attention(
             continue
         keys = cached_rows(k, table, kv_len).astype(np.float64) * k_factors[r]
         values = cached_rows(v, table, kv_len).astype(np.float64) * v_factors[r]
-        for i, (query, out_row, lse_row) in enumerate(zip(*request, strict=True)):
-            seen = _visible(kv_len - q_len + i, kv_len, left, right)
-            attended = _attend(query, keys[seen], values[seen], scale, softcap, sink)
-            out_row[...], lse_row[...] = attended
+        # Queries together, but where numbers that one does not see would make it NaN.
+        is_finite = np.isfinite(keys).all() and np.isfinite(values).all()
+        together = max(1, _TOGETHER // num_heads) if is_finite else 1
+        first, stop = _visible(kv_len - q_len + np.arange(q_len), kv_len, left, right)
+        for i in range(0, q_len, together):
+            some = slice(i, i + together)
+            seen = first[some], stop[some]
+            for result, rows in zip(
+                request[1:],
+                _attend(request[0][some], keys, values, *seen, scale, softcap, sink),
+                strict=True,
+            ):
+                result[some] = rows
     return AttentionState(out, lse)
 
 
 def _attend(
-    q: Array, keys: Array, values: Array, scale: float, softcap: float | None, sink: Array
+    q: Array,
+    keys: Array,
+    values: Array,
+    first: Array,
+    stop: Array,
+    scale: float,
+    softcap: float | None,
+    sink: Array,
 ) -> tuple[Array, Array]:
-    """Attend from q (num_heads, head_dim) to all keys, (tokens, num_kv_heads, head_dim)."""
-    num_heads, (tokens, num_kv_heads, _) = len(q), keys.shape
-    if tokens == 0:
-        return np.zeros((num_heads, values.shape[-1])), sink
-    grouped_q = q.astype(np.float64).reshape(num_kv_heads, num_heads // num_kv_heads, -1)
-    grouped_sink = sink.reshape(num_kv_heads, -1, 1)
+    """Attend from q (n, num_heads, head_dim) to keys (tokens, num_kv_heads, head_dim).
 
-    scores = scale * (grouped_q @ keys.transpose(1, 2, 0))  # (num_kv_heads, group, tokens)
+    Each of the n sees those from `first` (n,) to `stop` (n,).
+    """
+    n, num_heads, _ = q.shape
+    among = np.arange(first.min(), stop.max())
+    if not len(among):
+        return np.zeros((n, num_heads, values.shape[-1])), np.broadcast_to(sink, (n, num_heads))
+    keys, values = (rows[among[0] : among[-1] + 1] for rows in (keys, values))
+    num_kv_heads = keys.shape[1]
+    by_heads = q.astype(np.float64).reshape(n, num_kv_heads, -1, q.shape[-1]).swapaxes(0, 1)
+    shape = by_heads.shape[:-1]  # (num_kv_heads, n, group)
+    sinks = sink.reshape(num_kv_heads, 1, -1, 1)
+
+    rows = by_heads.reshape(num_kv_heads, -1, q.shape[-1])
+    scores = scale * (rows @ keys.transpose(1, 2, 0)).reshape(*shape, -1)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
+    hidden = (among < first[:, None]) | (among >= stop[:, None])
+    scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
     # It keeps exp() in range and cancels in both results; finite, or a sink of inf would give NaN.
-    top = np.maximum(scores.max(axis=-1, keepdims=True), grouped_sink)
-    top = np.minimum(top, np.finfo(np.float64).max)
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    top = np.clip(top, np.finfo(np.float64).min, np.finfo(np.float64).max)
     weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True) + np.exp(grouped_sink - top)
-    out = (weights @ values.swapaxes(0, 1)) / total
-    return out.reshape(num_heads, -1), (top + np.log(total)).reshape(num_heads)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
+    out = (weights.reshape(num_kv_heads, -1, len(among)) @ values.swapaxes(0, 1)).reshape(
+        *shape, -1
+    )
+    out = out / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    return out.swapaxes(0, 1).reshape(n, num_heads, -1), lse.swapaxes(0, 1).reshape(n, num_heads)
 
 
-def _visible(position: int, kv_len: int, left: int | None, right: int | None) -> slice:
-    """Give the keys from position - left to position + right, of those that there are."""
-    first = 0 if left is None else max(position - left, 0)
-    stop = kv_len if right is None else min(max(position + right + 1, 0), kv_len)
-    return slice(first, stop)
+def _visible(
+    positions: Array, kv_len: int, left: int | None, right: int | None
+) -> tuple[Array, Array]:
+    """Give the first key from position - left on, and the end of those to position + right."""
+    none = np.zeros_like(positions)
+    first = none if left is None else np.maximum(positions - left, 0)
+    stop = none + kv_len if right is None else np.clip(positions + right + 1, 0, kv_len)
+    return first, stop
 
 
 def _sides(
