@@ -18,6 +18,7 @@ from cumla.compat.flash_attn import (
 )
 from cumla.core.frameworks import torch_framework
 from tests.compat.oracle import NO_WINDOW, assert_state, int32, naive, offsets_of, split, turned
+from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
 
@@ -556,6 +557,12 @@ def test_some_queries_of_each_request(ragged_q: bool, ragged_k: bool) -> None:
         )
         expected[0][own], expected[1][:, own] = state
     assert_state((out, lse), expected)
+
+
+def test_some_queries_on_the_emulated_gpu() -> None:
+    with torch_gpu():
+        test_some_queries_of_each_request(True, True)
+        test_some_queries_of_each_request(False, False)
 
 
 @pytest.mark.parametrize("used", [SEQLENS.float(), SEQLENS.long(), int32(1), SEQLENS[:, None]])

@@ -1020,6 +1020,12 @@ def test_rows_and_one_request_on_the_emulated_gpu() -> None:
         check(one, [x[3:] for x in expected])
 
 
+@pytest.mark.parametrize("form", ["paged", "decode", "ragged"])
+def test_rotation_on_the_emulated_gpu(form: str) -> None:
+    with torch_gpu():
+        test_rotation_before_attention(form, {"rope_theta": 500.0})
+
+
 def test_a_graph_sees_the_lengths_of_the_last_plan() -> None:
     """A capture right after the first plan; later plans are seen by its replays."""
     steps = [
