@@ -65,6 +65,9 @@ class Address(int):
 class Template(Protocol):
     """A launch whose kernel is loaded, as `cumla.launch.kernel.Template`."""
 
+    def bound(self, addresses: Mapping[str, int]) -> Template:
+        """Put these addresses into the parameters, and leave others open."""
+
     def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
         """Put addresses into the parameters; what comes back launches when it is called."""
 
@@ -169,12 +172,12 @@ class Packed(NamedTuple):
     templates: tuple[Template, ...]  # in the order of the launches
     # Launches by stream and places, of the last few.
     launches: dict[Hashable, list[Callable[[], None]]]
-    places: Mapping[str, int] = MappingProxyType({})  # of what the caller gave, as far as open
 
     def moved(self, views: Views) -> Packed:
         """Take other arrays of the same form."""
         places = {name: view.ptr for name, view in views.items() if view is not None}
-        return self._replace(launches={}, places=places)
+        templates = tuple([template.bound(places) for template in self.templates])
+        return self._replace(templates=templates, launches={})
 
     def placed(self, call: Call) -> tuple[list[Callable[[], None]], list[Any]]:
         """Allocate what is missing: the launches, and what must live until the last of them."""
@@ -182,7 +185,7 @@ class Packed(NamedTuple):
         at = (call.stream, *addresses)
         launches = self.launches.get(at)
         if launches is None:
-            places = dict(self.places)
+            places: dict[str, int] = {}
             for (name, _, _), address in zip(self.missing, addresses, strict=True):
                 places[name] = address
             launches = []
@@ -259,7 +262,7 @@ def run(
             identity = (call.views, call.framework, *inputs, *given, options)
             known = None if looks else operation.ready.get(identity)
     else:
-        call = reopen_call(next(iter(inputs.values())), known.device, stream)
+        call = reopen_call(next(iter(inputs.values())), known.device, stream, given.values())
     with call:
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
@@ -298,9 +301,9 @@ def _check(
     if call.device is None:
         return _Known(arguments, None, trusted, None)
     key = operation.key(arguments, call.device)
-    packed = pack(call, operation, key, arguments, returned, given, None).moved(views)
+    packed = pack(call, operation, key, arguments, returned, given, None)
     forms.keep(form, packed)
-    return _Known(arguments, call.device, trusted, packed)
+    return _Known(arguments, call.device, trusted, packed.moved(views))
 
 
 def form_of(call: Call, views: Views) -> Hashable:

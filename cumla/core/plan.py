@@ -407,7 +407,7 @@ class Plan(Single, ABC, Generic[K]):
         ready = memory.ready.get(identity)
         if ready is None or check_mode():
             return identity, None
-        again = reopen_call(arrays[-1], self._device, stream)
+        again = reopen_call(arrays[-1], self._device, stream, given)
         if again.stream != memory.stream:
             return identity, None
         with again:
@@ -462,10 +462,9 @@ class Plan(Single, ABC, Generic[K]):
                 self._attend.check_values(host, arguments)
             buffer = memory.buffer.ptr
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
-            packed = packed.moved(views)
             if not check_mode():
                 memory.forms.keep(form, packed)
-            return self._launch(memory, call, packed, outputs, seen)
+            return self._launch(memory, call, packed.moved(views), outputs, seen)
 
     @staticmethod
     def _launch(

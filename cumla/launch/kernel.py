@@ -124,10 +124,29 @@ class Template:
             for found in launch.relocations()
         ]
 
+    def bound(self, addresses: Mapping[str, int]) -> Template:
+        """Fill in what these arguments' addresses are; the others stay open."""
+        bound: Template = object.__new__(Template)
+        bound._kernel, bound._grid, bound._cluster = self._kernel, self._grid, self._cluster
+        packed = bytearray(self._packed)
+        bound._fields = self._put(packed, addresses)
+        bound._packed = bytes(packed)
+        return bound
+
     def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
         """Complete the parameters with the addresses of the arguments that the relocations name."""
         parameters = _buffer_type(len(self._packed)).from_buffer_copy(self._packed)
-        for offset, argument, addend, tensor_map, within in self._fields:
+        self._put(parameters, addresses)
+        return PreparedLaunch(self._kernel, self._grid, self._cluster, parameters, stream)
+
+    def _put(self, parameters: Any, addresses: Mapping[str, int]) -> list[Any]:
+        """Put addresses into packed parameters; the fields that they leave open come back."""
+        left = []
+        for field in self._fields:
+            offset, argument, addend, tensor_map, within = field
+            if argument not in addresses:
+                left.append(field)
+                continue
             address = addresses[argument] + addend
             if tensor_map is None:
                 _pack_address(parameters, offset, address)
@@ -136,7 +155,7 @@ class Template:
             else:
                 encoded = tensor_map._replace(ptr=address).encode()
                 parameters[offset : offset + len(encoded)] = encoded
-        return PreparedLaunch(self._kernel, self._grid, self._cluster, parameters, stream)
+        return left
 
 
 _pack_address = struct.Struct("<Q").pack_into

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import io
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -530,16 +530,32 @@ def test_eager_calls_refuse_gradients(operation: Operation) -> None:
         operation.function(**given)
 
 
+def check_counts(call: Callable[[], Any], given: Arguments, written: list[str]) -> None:
+    """Autograd refuses a backward pass through what calls have written to since, each of them."""
+    named = dict(arrays_of(given))
+    for _ in range(3):
+        before = {name: tensor._version for name, tensor in named.items()}
+        call()
+        assert [n for n, tensor in named.items() if tensor._version > before[n]] == written
+
+
 @every_operation
 def test_eager_calls_count_their_writes(operation: Operation) -> None:
-    """Autograd refuses a backward pass through what they have written to since, each time."""
     given = tensors(operation.make())
-    named = dict(arrays_of(given))
-    written = [n for n in named if n.partition("[")[0] in operation.in_place]
-    for _ in range(2):
-        before = {name: tensor._version for name, tensor in named.items()}
-        operation.function(**given)
-        assert [n for n, tensor in named.items() if tensor._version > before[n]] == written
+    written = [n for n, _ in arrays_of(given) if n.partition("[")[0] in operation.in_place]
+    check_counts(lambda: operation.function(**given), given, written)
+    if outputs := tensors(operation.outputs()):
+        given |= outputs
+        check_counts(lambda: operation.function(**given), given, list(outputs))
+
+
+@every_plan
+def test_plans_count_their_writes(planned: Planned) -> None:
+    operation = OPERATIONS[planned.operation]
+    given, outputs = tensors(operation.make()), tensors(operation.outputs())
+    plan = planned.ready(given)
+    given = planned.inputs(given) | outputs
+    check_counts(lambda: plan.run(**given), given, list(outputs))
 
 
 @every_plan

@@ -36,10 +36,12 @@ from tests.calls import (
     OPERATIONS,
     Arguments,
     Operation,
+    Planned,
     aligned,
     arrays_of,
     broadcast,
     every_operation,
+    every_plan,
     frozen,
     int32,
     refused,
@@ -863,6 +865,22 @@ def count(call: Callable[[], Any]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
     return len(modules), sum(a != b for a, b in pairwise(modules))
+
+
+@every_plan
+def test_frameworks_are_told_of_what_ready_runs_write(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(frameworks._CuPy, "note_written", told.append)
+    operation = OPERATIONS[planned.operation]
+    given = {name: cupy.like(value) for name, value in operation.make().items()}
+    outputs = {name: cupy.like(value) for name, value in operation.outputs().items()}
+    plan = planned.ready(given)
+    for _ in range(3):
+        plan.run(**planned.inputs(given), **outputs)
+        assert list(map(id, told)) == list(map(id, outputs.values()))
+        told.clear()
 
 
 def test_calls_of_a_ready_run(cupy: FakeCuPy, bindings: FakeBindings) -> None:

@@ -144,15 +144,18 @@ class _Template(NamedTuple):
 
     launch: Launch
 
-    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+    def bound(self, addresses: Mapping[str, int]) -> _Template:
         def moved(value: Any) -> Any:
             if isinstance(value, TensorMap):
                 return value._replace(ptr=moved(value.ptr))
-            if isinstance(value, Address):
+            if isinstance(value, Address) and value.argument in addresses:
                 return addresses[value.argument] + value.addend
             return value
 
-        launch = self.launch._replace(values=tuple(map(moved, self.launch.values)))
+        return _Template(self.launch._replace(values=tuple(map(moved, self.launch.values))))
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+        launch = self.bound(addresses).launch
         return lambda: emulate(launch)
 
 

@@ -37,6 +37,8 @@ def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
     members = members_of(text, body[1], prefix) if body[1] else {}
     values = re.sub("//.*", "", body[2]).partition("__device__")[0]  # functions come after them
     for declaration in values.split(";")[:-1]:
+        if declaration.lstrip().startswith("static "):  # is no part of the struct's memory
+            continue
         kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
         if "*" in declaration or kind in ("i64", "u64"):
             letter = "q"
