@@ -515,6 +515,8 @@ def multiprocessors(count: int) -> Iterator[None]:
         for name, imported in [*sys.modules.items()]:  # wherever it was imported to
             if name.startswith("cumla.") and getattr(imported, "properties", None) is real:
                 stack.enter_context(mock.patch.object(imported, "properties", return_value=few))
+        variants.forget_launches()
+        stack.callback(variants.forget_launches)
         yield
 
 

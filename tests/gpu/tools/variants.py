@@ -382,7 +382,7 @@ def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[No
     try:
         for spec, kernel in edited.items():
             module._loaded[spec, device] = kernel
-        _forget_launches()
+        forget_launches()
         yield
     finally:
         import cupy
@@ -390,11 +390,14 @@ def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[No
         cupy.cuda.Device(device).synchronize()
         for spec, kernel in originals.items():
             module._loaded[spec, device] = kernel
-        _forget_launches()
+        forget_launches()
 
 
-def _forget_launches() -> None:
-    """Make operations and plans pack their launches anew: those that are ready hold a kernel."""
+def forget_launches() -> None:
+    """Make operations and plans pack their launches anew.
+
+    Those that are ready hold a kernel, and follow from the GPU's multiprocessors.
+    """
     for found in gc.get_objects():
         if type(found) is Ready:
             found.clear()

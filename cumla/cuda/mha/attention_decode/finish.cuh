@@ -86,7 +86,6 @@ struct Adder {
   // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
   __device__ __forceinline__ float weigh_warps(int n, float (&own)[kEach], bool is_first) const {
     const int row = n * 8 + lane / 4;
-    const float sink = sink_of(p, tile, segment, row);  // counts last, as in attention
     float highest = kLowest, total = 0.0f, rounded = 0.0f;
     float4 of_warp[kEach];
 #pragma unroll
@@ -105,7 +104,7 @@ struct Adder {
     rounded = sum_of_quad(rounded);
     float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
     float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
-    take_sink(p, sink, inverse, lse);
+    take_sink(p, sink_of(p, tile, segment, row), inverse, lse);  // counts last, as in attention
     if (is_first && adder == 0 && lane % 4 == 0 && row < tile.rows) {
       if (segment.split())
         *piece_row(row).lse = lse;
