@@ -98,11 +98,10 @@ def cache_dtype(stored: torch.dtype) -> str | None:
 
 
 class Step:
-    """The lengths of a step, whose schedule the first layer that runs computes for all of them.
+    """The lengths of a step; the first layer that runs computes the schedule for all of them.
 
-    In a CUDA graph the schedule is the first kernel: each replay computes it anew, from the lengths
-    that the arrays hold by then, and the host has nothing to do. `choose` tells class and shape of
-    the plan; `plan` is there from the first layer on, or from :meth:`prepare`.
+    In a CUDA graph each replay does, from the lengths that the arrays hold by then. `choose` tells
+    class and shape of the plan, which is there from the first layer on, or from :meth:`prepare`.
     """
 
     __slots__ = ("_choose", "_kv_lens", "_offsets", "_plans", "plan")
@@ -132,13 +131,12 @@ class Step:
         known = plans.scheduled is self and plans.capture == capture
         if known and (not capture or self.plan.serves(stream)):
             return
-        kv_lens = self._kv_lens
         if self.plan is None:
-            self.plan = plans.find(*self._choose(), kv_lens)
+            self.plan = plans.find(*self._choose(), self._kv_lens)
         if isinstance(self.plan, cumla.MLADecodePlan):
-            self.plan.update(kv_lens)
+            self.plan.update(self._kv_lens)
         else:
-            self.plan.update(kv_lens, qo_indptr=self._offsets)
+            self.plan.update(self._kv_lens, qo_indptr=self._offsets)
         plans.scheduled, plans.capture = self, capture
         if capture:
             plans.captured.append(self)
@@ -158,8 +156,7 @@ class Step:
         self._schedule(arrays[0].device)
         q = q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
         if not isinstance(self.plan, cumla.MLADecodePlan):
-            state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
-            return state
+            return self.run(q, *arrays, **options)
         q = tuple(part.unflatten(0, (-1, self.plan.key.q_len)) for part in q)
         out, lse = self.plan.run(q, *arrays, **options)
         return cumla.AttentionState(out.flatten(0, 1), lse.transpose(1, 2))
@@ -208,8 +205,8 @@ class Plans:
     ) -> Step:
         """Begin a step of MLA.
 
-        `q_len` are the query tokens of each request, or 0 where they differ, as `offsets` tell; or
-        what tells them, where a graph may make that needless.
+        `q_len` are the query tokens of each request, 0 where they differ, as `offsets` tell; or it
+        tells them when a layer asks.
         """
 
         def choose() -> tuple[Any, tuple[int, ...]]:

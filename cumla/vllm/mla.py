@@ -77,12 +77,13 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
-        """Tell that graphs of mixed steps are served, where they are asked for."""
-        mixed = _has_mixed_graphs(vllm_config)
-        return AttentionCGSupport.ALWAYS if mixed else AttentionCGSupport.UNIFORM_BATCH
+        """Serve graphs of mixed steps where they are asked for."""
+        if _has_mixed_graphs(vllm_config):
+            return AttentionCGSupport.ALWAYS
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
-        """Load the kernels of a step that will be captured, for whatever its graph will serve."""
+        """Load the kernels of a step that will be captured."""
         self._captures_mixture = _has_mixed_graphs(self.vllm_config)
         try:
             metadata = super().build_for_cudagraph_capture(common_attn_metadata)
@@ -131,7 +132,7 @@ def _has_mixed_graphs(config: Any) -> bool:
 
 
 def _differ() -> int:
-    """Tell, in place of `uniform_length`, that query lengths differ."""
+    """Tell that query lengths differ."""
     return 0
 
 

@@ -73,8 +73,8 @@ class TorchGpu(_Torch):
 
 
 @contextlib.contextmanager
-def torch_gpu() -> Iterator[TorchGpu]:
-    """Let cumla take tensors for those of a GPU, on which it launches kernels."""
+def torch_gpu(*, always: bool = False) -> Iterator[TorchGpu]:
+    """Let cumla take tensors for those of a GPU, on which it launches kernels; see emulated_gpu."""
     gpu = TorchGpu()
     emulate: Callable[[Any], None] = tests.emulator.emulate
 
@@ -91,7 +91,7 @@ def torch_gpu() -> Iterator[TorchGpu]:
         return (gpu.stream, gpu.captures) if gpu.capturing else (0, 0)
 
     with (
-        emulated_gpu(),
+        emulated_gpu(always=always),
         mock.patch.object(cumla._serving, "current_capture", current_capture),
         mock.patch.dict(frameworks.framework_of_type, {torch.Tensor: gpu}),
         mock.patch.object(tests.emulator, "emulate", run),

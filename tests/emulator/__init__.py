@@ -180,10 +180,13 @@ def is_left_out(test: str) -> bool:
 
 
 @contextlib.contextmanager
-def emulated_gpu(multiprocessors: int = 4) -> Iterator[CuPy]:
-    """Let cumla take arrays of this module's CuPy for a GPU's, on which it launches kernels."""
+def emulated_gpu(multiprocessors: int = 4, *, always: bool = False) -> Iterator[CuPy]:
+    """Let cumla take arrays of this module's CuPy for a GPU's, on which it launches kernels.
+
+    `always`: also in a test that could be left out, because it runs few of them.
+    """
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    if test and is_left_out(test):
+    if test and not always and is_left_out(test):
         pytest.skip("its kernels ran on a GPU as they are: --exhaustive emulates them here")
     gpu = DeviceProperties("emulated", (9, 0), multiprocessors, 232448, 50 << 20)
     real = {"properties": device.properties, "load": module.load, "driver": _driver.driver}

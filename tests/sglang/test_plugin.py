@@ -231,7 +231,7 @@ def test_a_graph_serves_later_lengths_and_pages() -> None:
 @pytest.mark.parametrize("is_mla", [True, False])
 def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
     """On whatever stream SGLang captures."""
-    with torch_gpu() as gpu:
+    with torch_gpu(always=True) as gpu:
         server = Server(is_mla)
         backend, layer = server.backend, server.layer()
         backend.init_cuda_graph_state(4, 4)

@@ -276,7 +276,7 @@ def entries(launches: list[Any]) -> list[str]:
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_graph_holds_one_schedule_for_each_form_of_layers(stream: int, captured: bool) -> None:
     """On whatever stream vLLM captures, and whether or not layers ran with the step before."""
-    with torch_gpu() as gpu:
+    with torch_gpu(always=True) as gpu:
         mla, mha = MLA(), MHA()
         lens, offsets = int32(90, 90), int32(0, 1, 2)
         step = mla.step(lens, offsets, 2, captured=captured)
@@ -298,7 +298,7 @@ def test_a_graph_holds_one_schedule_for_each_form_of_layers(stream: int, capture
 
 def test_eager_steps_and_micro_batches_have_one_schedule_each() -> None:
     """Layers of two micro-batches take turns: each has a builder of its own."""
-    with torch_gpu():
+    with torch_gpu(always=True):
         launched: list[Any] = []
         builders = MLA(), MLA()
         steps = [mla.step(int32(90, 90), int32(0, 1, 2), 2) for mla in builders]
