@@ -56,23 +56,22 @@ def backend_of(
         if known:
             raise
         raise _wrong_version(server, version, tested, option, str(error)) from error
-    missing = [f"{c}.{m}" for c in classes for m in abstract_methods(getattr(backend, c))]
+    missing = [
+        f"{name}.{method}"
+        for name in classes
+        for method in getattr(getattr(backend, name), "__abstractmethods__", ())
+    ]
     if missing:
         reason = f"{', '.join(sorted(missing))} would be missing"
         raise _wrong_version(server, version, tested, option, reason)
     if not known:
         first, last = (".".join(map(str, v)) for v in tested)
         _log.warning(
-            "cumla's backend was tested with %s %s to %s, not with %s: it has the interfaces that "
-            "the backend uses, and is served; compare a few answers with those of %s's own one",
+            "cumla's backend was tested with %s %s to %s, not with %s, which has the interfaces that "
+            "it uses: compare a few answers with those of %s's own backend",
             *(server, first, last, version, server),
         )
     return backend
-
-
-def abstract_methods(kind: type) -> frozenset[str]:
-    """Return the methods that a class should have and has not."""
-    return frozenset(getattr(kind, "__abstractmethods__", ()))
 
 
 def _wrong_version(
