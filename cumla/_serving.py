@@ -67,8 +67,8 @@ def backend_of(
     if not known:
         first, last = (".".join(map(str, v)) for v in tested)
         _log.warning(
-            "cumla's backend was tested with %s %s to %s, not with %s, which has the interfaces that "
-            "it uses: compare a few answers with those of %s's own backend",
+            "cumla's backend was tested with %s %s to %s, not with %s: that has the interfaces "
+            "which it uses; compare a few answers with those of %s's own one",
             *(server, first, last, version, server),
         )
     return backend
