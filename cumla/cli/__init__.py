@@ -54,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def positive(text: str) -> int:
+    """Read an argument that is a whole number from 1."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1, got {text!r}")
+    return int(text)
+
+
 def _flush() -> None:
     if sys.stdout is not None:  # it is, where the process was started with it closed
         sys.stdout.flush()

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from cumla.cli import positive
 from cumla.cli.progress import ProgressBar
 from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
@@ -53,8 +54,8 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
     for name, default in _GRID.items():
         option = "--" + name.replace("_", "-")
         text = f"instead of the table a grid; {default} where other axes are given"
-        group.add_argument(option, nargs="+", type=_positive, metavar="N", help=text)
-    group.add_argument("--kv-heads", nargs="+", type=_positive, metavar="N", help="1 by default")
+        group.add_argument(option, nargs="+", type=positive, metavar="N", help=text)
+    group.add_argument("--kv-heads", nargs="+", type=positive, metavar="N", help="1 by default")
     group.add_argument(
         "--dtype", nargs="+", choices=("bfloat16", "float16"), help="bfloat16 by default"
     )
@@ -78,7 +79,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sm-count",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="multiprocessors for --explain; by default those of the GPU, or of an H200",
     )
@@ -95,12 +96,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what comes out")
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     group.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"needs a whole number from 1, got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

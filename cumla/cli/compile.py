@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from cumla.cli import positive
 from cumla.errors import CompilationError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--jobs",
-        type=_positive,
+        type=positive,
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes that compile (default: one for each core, here %(default)s)",
@@ -77,13 +78,6 @@ def run(args: argparse.Namespace) -> int:
     if clean and args.output is not None:
         print(f"cubins are in {args.output}: set CUMLA_CUBIN_DIR={args.output.resolve()}")
     return 0 if clean == len(specs) else 1
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"needs at least 1, got {number}")
-    return number
 
 
 def _make_folder(folder: Path) -> None:

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cumla.cli import positive
+
 if TYPE_CHECKING:
     from cumla.vllm._models import Model
 
@@ -112,7 +114,8 @@ def _variable(name: str) -> str:
 
 
 def _cumla() -> str:
-    return f"{_version('cumla')} in {Path(__file__).resolve().parent.parent}"
+    version, folder = _version("cumla"), Path(__file__).resolve().parent.parent
+    return f"{version}{'; runs from' if version == 'not installed' else ' in'} {folder}"
 
 
 def _cupy() -> str:
@@ -215,8 +218,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dtype", default="auto", help="as the model's by default")
     group.add_argument("--kv-cache-dtype", default="auto", help="auto by default")
-    group.add_argument("--block-size", type=int, help="tokens of a page; 64 by default")
-    group.add_argument("--tensor-parallel-size", type=int, default=1, help="1 by default")
+    group.add_argument("--block-size", type=positive, help="tokens of a page; 64 by default")
+    group.add_argument("--tensor-parallel-size", type=positive, default=1, help="1 by default")
 
 
 def _vllm_rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -257,12 +260,26 @@ def _entry_point() -> str:
     return "found"
 
 
-def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, str]]:
+def _read(args: argparse.Namespace) -> Model:
+    """Read the model; what is wrong with its file is an OSError."""
     from cumla.vllm._models import read_model
 
-    if min(args.tensor_parallel_size, args.block_size or 1) < 1:
-        raise OSError("--tensor-parallel-size, --block-size: need numbers of 1 or more")
-    model = read_model(args.vllm, args.dtype, args.tensor_parallel_size)
+    what = f"{args.vllm}: needs the config.json of a model, got "
+    try:
+        model = read_model(args.vllm, args.dtype, args.tensor_parallel_size)
+        for width in model.windows:
+            if not isinstance(width, int | None):
+                raise TypeError(f"a window of {width!r} tokens")
+    except FileNotFoundError as error:
+        way = "`hf download MODEL config.json --local-dir FOLDER` fetches one"
+        raise OSError(f"{what}no such file; {way}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise OSError(f"{what}{error}") from error
+    return model
+
+
+def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, str]]:
+    model = _read(args)
     cache = args.kv_cache_dtype
     page = args.block_size or model.kernels.get_preferred_block_size(16)
     heads = f"{model.num_heads} heads of {model.head_size}"
@@ -272,6 +289,8 @@ def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, st
     yield "model", f"{model.kind}, {'MLA' if model.use_mla else 'no MLA'}, {model.dtype}"
     yield "each GPU", f"{heads}{sinks}; cache {cache}, pages of {page} tokens"
     reasons = [*([reason] if reason else []), *model.refusals(cache)]
+    if not model.windows:
+        reasons.append("layers: needs attention, got none")
     kernels: list[tuple[str, str]] = []
     if not reasons:
         try:

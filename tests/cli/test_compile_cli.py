@@ -137,7 +137,7 @@ def test_output_that_others_may_write_to(capsys, monkeypatch, tmp_path, mode):
 def test_jobs_are_at_least_one(capsys):
     with pytest.raises(SystemExit):
         run("--jobs", "0")
-    assert "needs at least 1, got 0" in capsys.readouterr().err
+    assert "needs a whole number from 1, got '0'" in capsys.readouterr().err
 
 
 def test_processes_compile_what_one_does(capsys, monkeypatch, tmp_path):

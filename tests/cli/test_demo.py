@@ -163,7 +163,7 @@ def test_unusable_texts(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("--steps", "0")
-    assert "needs at least 1, got 0" in capsys.readouterr().err
+    assert "needs a whole number from 1, got '0'" in capsys.readouterr().err
 
 
 def test_the_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

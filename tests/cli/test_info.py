@@ -35,6 +35,11 @@ def test_the_kernels_are_named(capsys):
     assert sorted(names.split(", ")) == sorted({spec.stem for spec in all_specs()})
 
 
+def test_a_folder_that_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(info, "_version", lambda name: "not installed")
+    assert report(capsys)["cumla"].startswith("not installed; runs from /")
+
+
 def test_each_nvrtc_has_its_row(capsys, monkeypatch):
     monkeypatch.setattr(module, "cupy_nvrtc_version", lambda: (12, 8))
     monkeypatch.setattr(module, "bindings_nvrtc_version", lambda: (13, 1))

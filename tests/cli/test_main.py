@@ -26,6 +26,25 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("compile", "--jobs"),
+        ("demo", "--steps"),
+        ("bench", "--batch"),
+        ("info", "--block-size"),
+        ("info", "--tensor-parallel-size"),
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", ""])
+def test_numbers_of_the_arguments(
+    words: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([words[0], f"{words[1]}={value}"])
+    assert f"{words[1]}: needs a whole number from 1, got {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "code", "message"),
     [
         (cumla.UnsupportedDeviceError("found a GPU"), 1, "cumla info: found a GPU\n"),

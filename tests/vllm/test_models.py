@@ -139,6 +139,7 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
         (LLAMA | {"model_type": "bloom"}, (), "alibi_slopes: cumla's backend has no ALiBi"),
         (LLAMA | {"model_type": "modernbert"}, (), "layers: needs causal self-attention"),
         ({"model_type": "gemma3", "text_config": GEMMA3}, (), "got image tokens that see each"),
+        (LLAMA | {"layer_types": ["mamba"] * 12}, (), "layers: needs attention, got none"),
     ],
 )
 def test_what_is_refused_has_its_reason(
@@ -158,15 +159,29 @@ def test_what_was_not_tried_is_said(info: Any) -> None:
     assert "not tried: layers that are no attention" in text
 
 
-@pytest.mark.parametrize("content", ["[]", "no json", "{}", '{"num_attention_heads": 8}'])
+WRONG = (
+    {},
+    {"num_attention_heads": 8},
+    LLAMA | {"layer_types": ["full_attention", None]},
+    LLAMA | {"sliding_window": "4096"},
+    LLAMA | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"},
+)
+
+
+@pytest.mark.parametrize("content", ["[]", "no json", *map(json.dumps, WRONG)])
 def test_a_file_that_is_no_model_is_an_error(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(content)
     assert main(["info", "--vllm", str(tmp_path)]) == 1
-    assert "config.json: needs " in capsys.readouterr().err
-    assert main(["info", "--vllm", str(tmp_path / "none.json")]) == 1
-    assert "none.json" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith(f"cumla info: {tmp_path}")
+    assert ": needs " in message
+    for model in ("org/model", "none.json"):  # a name on Hugging Face is no folder
+        assert main(["info", "--vllm", str(tmp_path / model)]) == 1
+        message = capsys.readouterr().err
+        assert f"{model}: needs the config.json of a model" in message
+        assert "`hf download MODEL config.json " in message
 
 
 @pytest.mark.parametrize(

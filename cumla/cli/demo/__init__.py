@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cumla
+from cumla.cli import positive
 from cumla.cli.demo.backends import Backend, choose_backend
 from cumla.cli.demo.problem import (
     BF16,
@@ -64,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         default=32,
         help="decoding steps of each request (default: %(default)s)",
     )
@@ -176,10 +177,3 @@ def print_table(steps: list[Step], backend: Backend) -> None:
         print("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |")
     print("tokens/s: median step of the one layer, its projections in NumPy, without the check")
     print(f"kernel time: median step, {backend.clock}")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"needs at least 1, got {number}")
-    return number
