@@ -41,8 +41,8 @@ class Common:
 
 
 def config() -> SimpleNamespace:
-    parts = ("cache_config", "scheduler_config")
-    compilation = SimpleNamespace(static_forward_context={})
+    parts = ("cache_config", "scheduler_config", "parallel_config")
+    compilation = SimpleNamespace(static_forward_context={}, max_cudagraph_capture_size=None)
     empty = {name: SimpleNamespace() for name in parts}
     return SimpleNamespace(compilation_config=compilation, **empty)
 
@@ -51,7 +51,7 @@ class MLABuilder:
     """The steps of the base class of vLLM's builders for MLA."""
 
     def __init__(self, spec: Any, names: list[str], config: Any, device: Any) -> None:
-        self.kv_cache_spec, self.device = spec, device
+        self.kv_cache_spec, self.vllm_config, self.device = spec, config, device
         self.page_size, self.dcp_world_size = spec.block_size, 1
         self.model_config = config.model_config
         self.num_heads = self.model_config.get_num_attention_heads(None)
@@ -77,7 +77,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with stubbed():
         modules, spec = sys.modules, SimpleNamespace
         named: Any = modules["vllm.config"]
-        named.VllmConfig, named.CUDAGraphMode = config, SimpleNamespace(FULL_AND_PIECEWISE=1)
+        named.VllmConfig = config
         named.set_current_vllm_config = lambda config: torch.no_grad()
         backend: Any = modules["vllm.v1.attention.backend"]
         backend.CommonAttentionMetadata = Common
