@@ -73,7 +73,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             cache_dtype(self.kv_cache_spec.dtype),
             fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"),
         )
-        log_layers(LOGGER, {f"layers with MLA ({len(self.layer_names)})": layers})
+        log_layers(LOGGER, {f"layers with MLA ({len(layer_names)})": layers})
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
