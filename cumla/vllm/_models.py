@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 # Of these vLLM passes latent rows, where they have a kv_lora_rank.
 _WITH_MLA = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_mtp", "kimi_k2"),
-    *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "pangu_ultra_moe"),
-    *("bailing_hybrid", "axk1"),
+    *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
+    *("pangu_ultra_moe", "bailing_hybrid", "axk1"),
 )
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI = ("bloom", "mpt", "step1")
