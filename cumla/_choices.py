@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 E4M3 = "float8_e4m3fn"
 _PREFILL = 8192  # tokens of a step
-_SM_COUNT = 132  # of an H100 SXM, an H200 and a GH200
+_SM_COUNT = 132  # of an H200
 _said: set[str] = set()
 
 
@@ -92,5 +92,5 @@ def log_layers(logger: str, layers: Mapping[str, Layers]) -> None:
 def _sm_count() -> int:
     try:
         return properties(current_device()).sm_count
-    except CumlaError:  # no GPU: as of an H200
+    except CumlaError:  # no GPU
         return _SM_COUNT

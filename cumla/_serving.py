@@ -101,6 +101,7 @@ class Step:
 
     In a CUDA graph each replay does, from the lengths that the arrays hold by then. `choose` tells
     class and shape of the plan, which is there from the first layer on, or from :meth:`prepare`.
+    Later lengths need a step of their own.
     """
 
     __slots__ = ("_choose", "_kv_lens", "_offsets", "_plans", "plan")

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["TESTED", "register"]
 
 TESTED = ((0, 5, 22), (0, 5, 23))
-"""The first and the last version of SGLang that the plugin serves; it refuses the others."""
+"""The first and the last version of SGLang that the plugin was tested with."""
 
 _NAME = "cumla"
 _log = logging.getLogger(__name__)

@@ -116,7 +116,10 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     )
 
 
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "num_attention_groups",
+)
 
 
 def _number(file: Path, config: dict[str, Any], *names: str) -> int:
@@ -132,8 +135,9 @@ def _head_size(file: Path, config: dict[str, Any], heads: int, use_mla: bool) ->
     if config.get("kv_lora_rank"):
         first = "kv_lora_rank" if use_mla else "qk_nope_head_dim"
         return _number(file, config, first) + _number(file, config, "qk_rope_head_dim")
-    if config.get("head_dim"):
-        return _number(file, config, "head_dim")
+    sizes = [_number(file, config, n) for n in ("head_dim", "global_head_dim") if config.get(n)]
+    if sizes:
+        return max(sizes)
     return _number(file, config, "hidden_size", "n_embd", "d_model") // heads
 
 
@@ -175,7 +179,8 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
         or config.get("is_causal") is False
     ):
         yield "layers: needs causal self-attention, got an encoder"
-    if whole.get("is_mm_prefix_lm", whole.get("model_type") in _IMAGES_SEE_EACH_OTHER):
+    sees = whole.get("is_mm_prefix_lm", whole.get("model_type") in _IMAGES_SEE_EACH_OTHER)
+    if sees or config.get("use_bidirectional_attention") == "vision":
         yield "layers: needs causal attention, got image tokens that see each other"
 
 

@@ -113,7 +113,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             step=self._plans.begin_mla(
                 self.num_heads * self.dcp_world_size,
                 num_decode_tokens,
-                _differ if self._captures_mixture else q_len,
+                0 if self._captures_mixture else q_len,
                 seq_lens_device,
                 query_start_loc_device,
             ),
@@ -129,11 +129,6 @@ def _has_mixed_graphs(config: Any) -> bool:
         and most <= _MOST_TOKENS_OF_GRAPHS
         and config.parallel_config.decode_context_parallel_size == 1
     )
-
-
-def _differ() -> int:
-    """Tell that query lengths differ."""
-    return 0
 
 
 def uniform_length(offsets: torch.Tensor, tokens: int) -> int:

@@ -217,7 +217,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         shape = _Shape(batch, *numbers, *names, bool(causal), options.window_left, q_len, *cuts)
         said: dict[str, Any] = dict(zip(self._numbers, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
-        said["fixed_split_size"] = max_kv_len
+        said["max_sequence_kv"] = max_kv_len
         self._take(shape, arrays, said | _said(shape.causal, options))
         self._types, self._options = (query, cache), options
         if self._use_cuda_graph and self._plan is None:
@@ -427,11 +427,13 @@ class PagedWrapper(AttentionWrapper):
             del arrays["last_page_len"]
         if splits_alike(fixed_split_size, disable_split_kv):
             pages = self._kept.get("kv_indices", arrays["kv_indices"]).shape[0]
-            if self._use_cuda_graph or seq_lens.device.type != "cpu" or not len(seq_lens):
-                most = max(1, pages * numbers.page_size)
-            else:
-                most = _rounded(int(seq_lens.max()))
-            others["max_kv_len"] = most if longest is None else max(1, longest)
+            most = max(1, pages * numbers.page_size)
+            if not self._use_cuda_graph:
+                if longest is not None:
+                    most = max(1, longest)
+                elif seq_lens.device.type == "cpu" and len(seq_lens):
+                    most = _rounded(int(seq_lens.max()))
+            others["max_kv_len"] = most
         self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
 
     def _check_last_pages(self, last: Any, page_size: int) -> None:
