@@ -534,6 +534,10 @@ def test_what_a_plan_for_any_batch_needs() -> None:
     graph.plan(batch.qo_indptr, *batch.pages, *batch.sizes, disable_split_kv=True)
     assert graph._shape is not None
     assert graph._shape.max_kv_len == 40 * 16
+    for longest in (70, 90):  # a graph serves all that its pages hold
+        said = {"fixed_split_size": 4, "max_sequence_kv": longest}
+        graph.plan(batch.qo_indptr, *batch.pages, *batch.sizes, **said)
+        assert graph._shape.max_kv_len == 40 * 16
     for none in ({}, {"fixed_split_size": -1}):
         assert planned_prefill(batch, **none)._shape.max_kv_len is None
     with pytest.raises(ValueError, match=r"^fixed_split_size: needs at most .* pieces"):

@@ -114,6 +114,16 @@ def test_windows_by_layer(config: Any, windows: dict[int | None, int], tmp_path:
     assert read_model(str(tmp_path)).has_sink == (config["model_type"] == "gpt_oss")
 
 
+def test_sizes_by_other_names(info: Any) -> None:
+    """Of Step 3.5, and of Gemma 4, whose layers without a window have more columns."""
+    _, text = info(COMMON | {"num_attention_heads": 64, "num_attention_groups": 8})
+    assert rows(text)["each GPU"].startswith("64 heads over 8 of 64;")
+    gemma = GEMMA3 | {"head_dim": 256, "global_head_dim": 512}
+    code, text = info(gemma, "--kv-cache-dtype", "fp8")
+    assert code == 1
+    assert " of 512;" in rows(text)["each GPU"]
+
+
 def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
     code, text = info(GEMMA3)
     assert code == 0
@@ -139,6 +149,7 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
         (LLAMA | {"model_type": "bloom"}, (), "alibi_slopes: cumla's backend has no ALiBi"),
         (LLAMA | {"model_type": "modernbert"}, (), "layers: needs causal self-attention"),
         ({"model_type": "gemma3", "text_config": GEMMA3}, (), "got image tokens that see each"),
+        (LLAMA | {"use_bidirectional_attention": "vision"}, (), "got image tokens that see each"),
         (LLAMA | {"layer_types": ["mamba"] * 12}, (), "layers: needs attention, got none"),
     ],
 )
