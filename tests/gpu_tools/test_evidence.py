@@ -6,24 +6,29 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cumla.launch import all_specs
+from cumla.launch.source import translation_unit
 from tests.gpu import conftest
-from tests.gpu.tools import digests, record, sanitize
+from tests.gpu.tools import cubins, digests, record, sanitize
 from tests.selection import some
 from tests.sources import sources
 
 CHANGELOG = record.ROOT / "CHANGELOG.md"
 SOURCES = sources()
-STEMS = tuple(SOURCES.kernels)
+STEMS = (*SOURCES.kernels, record.RUNTIME)
+ROOTS = [Path(root) for root in import_module("nvidia").__path__]  # of the NVRTC that is installed
+NVRTC = cubins.Nvrtc(next(path.parent for root in ROOTS for path in root.rglob("libnvrtc.so.*")))
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -40,7 +45,7 @@ def test_every_name_is_that_of_a_kernel() -> None:
     files = {path.stem for path in record.FOLDER.glob("*.json")} - {record.RUNS}
     tested = {stem for module in SOURCES.modules.values() for stem in module.kernels}
     assert named | files <= set(STEMS)
-    assert tested == set(STEMS) == {spec.stem for spec in all_specs()}
+    assert tested == set(SOURCES.kernels) == {spec.stem for spec in all_specs()}
 
 
 @pytest.mark.parametrize(
@@ -57,131 +62,110 @@ def test_the_unproven_section(text: str, names: set[str]) -> None:
 
 # --- digests -------------------------------------------------------------------------------------
 
-TEXTS = digests.texts()
-HOST = digests._Modules(TEXTS).of_host()
+TEXTS = digests.runtime_texts()
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (r"programmaticStreamSerializationAllowed = 1", "other = 0"),
         (r"function\.max_dynamic_shared_size_bytes = ", "other = "),
-        (r'"-std=c\+\+17"', '"-std=c++20"'),
         (r"\border_streams\(last, ", "print(last, "),
         (r"\.note_use\(", ".ignore("),
         (r"\.wait_event\(", ".ignore("),
-        (r'\bbind\(\{"block_table": ', 'print({"block_table": '),
-        (r"if flag is None:", "if not flag:"),
+        (r"raise CumlaError\(", "raise ValueError("),
     ],
 )
-def test_the_host_digest_sees_what_guards_every_launch(old: str, new: str) -> None:
-    """Wherever it stands: the attribute of the launch, the limit, the order, the check."""
-    edited = {name: re.sub(old, new, TEXTS[name]) for name in HOST}
-    assert any(edited[name] != TEXTS[name] for name in HOST)
-    assert digests.host_digest(TEXTS | edited) != SOURCES.host
-
-
-def test_the_host_digest_leaves_out_what_looks_at_values() -> None:
-    for name, old, new in (
-        ("cumla.core.check_mode", "np.ndenumerate", "enumerate"),
-        ("cumla.indexer.paged_logits", "lengths.max", "lengths.min"),
-    ):
-        edited = TEXTS[name].replace(old, new)
-        assert edited != TEXTS[name]
-        assert digests.host_digest(TEXTS | {name: edited}) == SOURCES.host
-
-
-LAUNCHER = "cumla.launch.a.kernel"
-SMALL = {
-    LAUNCHER: """
-        from typing import TYPE_CHECKING
-        import cumla.launch.tools as t
-        from cumla.launch.shape import Key, size
-        from cumla.launch.kernel import launch
-        if TYPE_CHECKING:
-            from cumla.launch.shape import Plan
-
-        SPECS = (Spec(stem="a", package="cumla.cuda"),)
-
-        def prepare(plan: Plan, key: Key) -> int:
-            if key is None:
-                raise ValueError(f"key: {key} is none")
-            return launch(size(plan), t.most)
-        """,
-    "cumla.launch.shape": """
-        from cumla.launch.tools import least
-
-        class Plan:
-            def parts(self): return 3
-
-        class Key: ...
-
-        def size(plan): return least + 1
-
-        def other(): return 1
-        """,
-    "cumla.launch.tools": "least = 1\nmost = 2\nunused = 3\n",
-    "cumla.launch.kernel": "def launch(*_): ...\n",
-    "cumla.a.checks": "def check(): return 7\n",
-    "cumla.b.checks": "def check(): return 7\n",
-}
-SMALL = {name: textwrap.dedent(text) for name, text in SMALL.items()}
-
-
-def small_digest(
-    monkeypatch: pytest.MonkeyPatch, texts: dict[str, str], name: str = LAUNCHER
-) -> str:
-    monkeypatch.setattr(digests, "HOST", ("cumla.launch.kernel",))
-    return digests.launcher_digest(name, texts)
+def test_the_digest_of_the_runtime_sees_what_guards_every_launch(old: str, new: str) -> None:
+    edited = {name: re.sub(old, new, text) for name, text in TEXTS.items()}
+    assert edited != TEXTS
+    assert digests.runtime_digest(edited) != SOURCES.runtime
 
 
 @pytest.mark.parametrize(
-    ("module", "old", "new", "changes"),
+    ("old", "new"),
     [
-        (LAUNCHER, "size(plan)", "size(key)", True),
-        (LAUNCHER, "ValueError", "TypeError", True),
-        (LAUNCHER, "is none", "is missing", False),
-        (LAUNCHER, "SPECS = ", "# why\nSPECS = ", False),
-        (LAUNCHER, "    if key", '    """Why."""\n    if key', False),
-        (LAUNCHER, '"cumla.cuda"', '"cumla.cuda.a"', False),
-        (LAUNCHER, "-> int", "-> float", False),
-        (LAUNCHER, "TYPE_CHECKING\n", "TYPE_CHECKING, Any\n__all__ = ['prepare']\n", False),
-        ("cumla.launch.shape", "return 3", "return 4", True),  # used by its type alone
-        ("cumla.launch.shape", "least + 1", "least + 2", True),
-        ("cumla.launch.shape", "other(): return 1", "other(): return 2", False),
-        ("cumla.launch.tools", "least = 1", "least = 2", True),
-        ("cumla.launch.tools", "most = 2", "most = 3", True),
-        ("cumla.launch.tools", "unused = 3", "unused = 4", False),
-        ("cumla.launch.kernel", "...", "return 1", False),  # that is the host's digest
-        ("cumla.a.checks", "7", "8", True),  # of the kernel's family
-        ("cumla.b.checks", "7", "8", False),
+        (r"must be a live ", "has to be a live "),
+        (r"    # .*\n", "    # other words\n"),
+        (r'    """(\w+) ', r'    """Really, \1 '),
+        (r"-> bytes:", "-> object:"),
     ],
 )
-def test_a_launchers_digest(
-    module: str, old: str, new: str, changes: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_digest_of_the_runtime_leaves_words_out(old: str, new: str) -> None:
+    edited = {name: re.sub(old, new, text) for name, text in TEXTS.items()}
+    assert edited != TEXTS
+    assert digests.runtime_digest(edited) == SOURCES.runtime
+
+
+def launches_after(folder: Path, *edits: tuple[str, str, str]) -> dict[str, dict[str, str]]:
+    """Launches of a part of the table, by a copy of the package with texts replaced."""
+    copy = folder / "cumla"
+    shutil.copytree(digests.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in edits:
+        text = (copy / name).read_text("utf-8")
+        assert old in text
+        (copy / name).write_text(text.replace(old, new), "utf-8")
+    command = [sys.executable, "-m", "tests.gpu.tools.launches", "caches", "small"]
+    where = os.pathsep.join((str(folder), str(record.ROOT)))
+    environment = os.environ | {"PYTHONPATH": where}
+    told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    found: dict[str, dict[str, str]] = json.loads(told.stdout)
+    return found
+
+
+def test_names_and_messages_change_no_launch(tmp_path: Path) -> None:
+    whole, helper = digests.launches(), "launch/mla/append_cache.py"
+    edits = [
+        ("core/arguments.py", "needs", "wants"),
+        (helper, "append_values", "values_of_rows"),
+        ("launch/mla/append_fp8_cache.py", "append_values", "values_of_rows"),
+        ("launch/kernel.py", "@cache\ndef _offsets", "kept = cache\n\n\n@kept\ndef _offsets"),
+    ]
+    found = launches_after(tmp_path, *edits)
+    assert {"append_cache_bfloat16", "merge_states_float16"} <= found.keys()
+    for entry, groups in found.items():
+        assert groups.items() <= whole[entry].items()
+
+
+@pytest.mark.parametrize(
+    ("edits", "changed"),
+    [
+        ([("launch/kernel.py", "SerializationAllowed = 1", "SerializationAllowed = 0")], ("",)),
+        (
+            [
+                ("launch/merge_states.py", "threads=64", "threads=128"),
+                ("launch/mha/append_kv_cache.py", "grid = (sum(chunks)", "grid = (1 + sum(chunks)"),
+                ("launch/mla/append_fp8_cache.py", "arguments.scale_number", "2.0"),
+            ],
+            ("merge_states", "append_kv_cache", "append_fp8_cache"),
+        ),
+    ],
+    ids=["an attribute", "threads, a grid, a parameter"],
+)
+def test_what_the_driver_is_asked_for_changes_launches(
+    edits: list[tuple[str, str, str]], changed: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert SMALL[module].count(old) == 1
-    texts = SMALL | {module: SMALL[module].replace(old, new)}
-    same = small_digest(monkeypatch, texts) == small_digest(monkeypatch, SMALL)
-    assert same is not changes
+    whole, found = digests.launches(), launches_after(tmp_path, *edits)
+    differs = {e for e, groups in found.items() if not groups.items() <= whole[e].items()}
+    assert differs == {entry for entry in found if entry.startswith(changed)}
 
 
-def test_moves_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = {
-        "cumla.launch.b.other": SMALL[LAUNCHER]
-        .replace("import cumla.launch.tools as t", "from cumla.launch.b import numbers")
-        .replace("t.most", "numbers.most")
-        .replace("shape import Key, size", "b.shape import Key, size as size_of")
-        .replace("launch(size(", "launch(size_of(")
-        .replace("launch.shape import Plan", "launch.b.plan import Plan"),
-        "cumla.launch.b.shape": SMALL["cumla.launch.shape"].replace("tools", "b.numbers"),
-        "cumla.launch.b.plan": "from cumla.launch.b.shape import Plan\n",
-        "cumla.launch.b.numbers": SMALL["cumla.launch.tools"],
-        "cumla.launch.kernel": SMALL["cumla.launch.kernel"],
-        "cumla.b.limits": SMALL["cumla.a.checks"],
-    }
-    here = small_digest(monkeypatch, SMALL)
-    assert small_digest(monkeypatch, moved, "cumla.launch.b.other") == here
+def test_every_entry_point_is_launched_by_the_table() -> None:
+    assert digests.launches().keys() == {spec.entry for spec in all_specs()}
+
+
+SMALL = digests.specs("merge_states")[0]
+
+
+def test_words_leave_machine_code_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments and names of a kernel's text do; an operation does not."""
+    text = translation_unit(SMALL)
+    made = []
+    for old, new in (("//", "// Words:"), (r"\bmerge_row\b", "merged"), (r"\+=", "-="), ("^", "")):
+        edited = re.sub(old, new, text)
+        monkeypatch.setattr(cubins, "translation_unit", lambda spec, edited=edited: edited)
+        assert (edited == text) is (old == "^")
+        made.append(NVRTC.cubin(SMALL))
+    assert made[0] == made[1] == made[3] != made[2]
 
 
 # --- the rules -----------------------------------------------------------------------------------
@@ -235,6 +219,75 @@ def test_evidence_in_order(tmp_path: Path) -> None:
 
 
 ENTRY = next(iter(SOURCES.kernels[STEM]["entries"]))
+
+
+def with_entry(source: str) -> record.Sources:
+    """Sources in which the text of an entry point is another one."""
+    kernel = SOURCES.kernels[STEM]
+    changed = kernel | {"entries": kernel["entries"] | {ENTRY: source}}
+    return SOURCES._replace(kernels={**SOURCES.kernels, STEM: changed})
+
+
+def test_equal_machine_code_is_proven(tmp_path: Path) -> None:
+    assert evidence(tmp_path) == []
+    changed, same = with_entry("0" * 64), dict.fromkeys(record.PINNED, "cubin")
+    cubins.restamp(STEM, {ENTRY: same}, tmp_path, SOURCES)  # of the sources that ran
+    for made in ({}, {ENTRY: same | {record.PINNED[0]: "another"}}):
+        cubins.restamp(STEM, made, tmp_path, changed)
+        assert any(
+            f"{ENTRY} has changed" in one for one in record.problems(STEM, tmp_path, changed)
+        )
+    with pytest.raises(ValueError, match=record.PINNED[1]):
+        cubins.restamp(STEM, {ENTRY: {record.PINNED[0]: "cubin"}}, tmp_path, changed)
+    cubins.restamp(STEM, {ENTRY: same}, tmp_path, changed)
+    assert record.problems(STEM, tmp_path, changed) == []
+    assert record.problems(STEM, tmp_path, SOURCES)  # nor without the other text
+
+
+def test_other_launches_are_not_proven(tmp_path: Path) -> None:
+    assert evidence(tmp_path) == []
+    kernel = SOURCES.kernels[STEM]
+    groups = kernel["launches"][ENTRY]
+    first = next(iter(groups))
+    for there, problem in (
+        (groups | {first: "0"}, f"otherwise than it was: {first}"),
+        (groups | {"another call": "0"}, "otherwise than it was: another call"),
+        ({}, f"no call of tests/gpu/tools/launches.py launches {ENTRY}"),
+    ):
+        changed = kernel | {"launches": kernel["launches"] | {ENTRY: there}}
+        sources = SOURCES._replace(kernels={**SOURCES.kernels, STEM: changed})
+        assert any(problem in one for one in record.problems(STEM, tmp_path, sources))
+
+
+def test_more_calls_in_the_table(tmp_path: Path) -> None:
+    """Their launches are taken from the sources that ran, if these launch the others as before."""
+    assert evidence(tmp_path) == []
+    kernel = SOURCES.kernels[STEM]
+    groups = kernel["launches"][ENTRY]
+    more = {"launches": kernel["launches"] | {ENTRY: groups | {"another call": "0"}}}
+    other = {"launches": kernel["launches"] | {ENTRY: dict.fromkeys(groups, "0") | {"more": "0"}}}
+    sources = SOURCES._replace(kernels={**SOURCES.kernels, STEM: kernel | more})
+    for then in (kernel | other, with_entry("0" * 64).kernels[STEM] | more):
+        cubins.adopt(STEM, then, tmp_path)
+        assert record.problems(STEM, tmp_path, SOURCES) == []
+    cubins.adopt(STEM, kernel | more, tmp_path)
+    assert record.problems(STEM, tmp_path, sources) == []
+
+
+def test_the_code_around_a_launch(tmp_path: Path) -> None:
+    run = record.Run(tmp_path, "cupy-cuda13x", {}, SOURCES)
+    *most, last = SOURCES.of_runtime
+    for name in most:
+        run.add(name, PASSED)
+    assert record.problems(record.RUNTIME, tmp_path, SOURCES) == [f"without {last}"]
+    run.add(last, PASSED | {"failed": ["a"]})
+    assert len(record.problems(record.RUNTIME, tmp_path, SOURCES)) == 2
+    run.add(last, PASSED)
+    assert record.problems(record.RUNTIME, tmp_path, SOURCES) == []
+    changed = SOURCES._replace(runtime="0" * 64)
+    assert record.problems(record.RUNTIME, tmp_path, changed) == ["it has changed since"]
+
+
 OTHERS = [entry for entry in ENTRIES if entry not in SOURCES.kernels[STEM]["entries"]]
 WRONG = CLEAN | {"errors": 2, "kinds": {"a report": 2}}
 EDITED = {"shipped": OTHERS, "edited": {"every lane": [ENTRY]}}
@@ -270,13 +323,8 @@ def test_evidence_out_of_order(
     assert any(problem in one for one in found) if problem else not found
 
 
-@pytest.mark.parametrize("what", ["host", "kernel"])
-def test_what_other_sources_proved_is_dropped(what: str, tmp_path: Path) -> None:
-    kernel = SOURCES.kernels[STEM] | {"launcher": "0" * 64, "entries": {ENTRY: "0" * 64}}
-    other = SOURCES._replace(host="0" * 64)
-    if what == "kernel":
-        other = SOURCES._replace(kernels={**SOURCES.kernels, STEM: kernel})
-    found = evidence(tmp_path, sources=other)
+def test_what_other_sources_proved_is_dropped(tmp_path: Path) -> None:
+    found = evidence(tmp_path, sources=with_entry("0" * 64))
     assert any("changed since" in one for one in found)
     assert evidence(tmp_path) == []
     assert len(record.read(tmp_path, STEM)["runs"]) == 2
@@ -338,8 +386,9 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, dict[str, Any
                 lambda: types.SimpleNamespace(total_bytes=lambda: 0))
             from tests.gpu.tools import digests, record
             digests.launchers = lambda: ("schedule", "mla_decode")
-            digests.subject = lambda stem: {{"entries": {{stem: "0"}}, "launcher": "0"}}
-            digests.host_digest = lambda: "0"
+            one = {{"": "0"}}
+            digests.subject = lambda s: {{"entries": {{s: "0"}}, "launches": {{s: one}}}}
+            digests.runtime_digest = lambda: "0"
             record.GPU = Path({str(gpu)!r})
             record.machine = lambda: {{"gpu": "fake", "cupy": "cupy-cuda13x 14.2.0"}}
             from tests.gpu import conftest

@@ -2,8 +2,10 @@
 """Evidence: what GPU runs proved, of which sources.
 
 evidence/runs.json holds each run once, with its parts: a module of tests, or a tool of
-compute-sanitizer. evidence/<stem>.json names the parts that prove a kernel, with the digests of its
-sources. `pytest tests/gpu --write-evidence` and sanitize.py write both; `problems` judges them.
+compute-sanitizer. evidence/<stem>.json names the parts that prove a kernel, with digests of its
+entry points, of their machine code and of their launches; evidence/runtime.json those that prove
+the code around a launch. `pytest tests/gpu --write-evidence` and sanitize.py write them, and
+`problems` judges. Where sources differ, and their machine code does not, cubins.py says so.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ ROOT = next(path for path in Path(__file__).resolve().parents if (path / "pyproj
 GPU = ROOT / "tests" / "gpu"
 FOLDER = GPU / "evidence"
 RUNS = "runs"  # the file that holds them
+RUNTIME = "runtime"  # and that of the code around a launch; none of a kernel
+PINNED = ("12.9", "13.0")  # NVRTCs whose machine code is compared
 SANITIZER = "compute-sanitizer"  # a kind of run, as "cupy-cuda13x" is
 TOOLS = {  # the tools, and why one may run an edited kernel
     "memcheck": "",
@@ -68,14 +72,23 @@ def _said(text: str) -> Iterator[tuple[str, Any]]:
 class Sources(NamedTuple):
     """What a run is about: digests of the sources, and whose tests are where."""
 
-    host: str
+    runtime: str
     kernels: Mapping[str, Mapping[str, Any]]
     modules: Mapping[str, Module]
+    of_runtime: tuple[str, ...]  # of the modules
 
     @classmethod
     def now(cls) -> Sources:
         kernels = {stem: digests.subject(stem) for stem in digests.launchers()}
-        return cls(digests.host_digest(), kernels, modules_in(GPU))
+        core = tuple(sorted(path.name for path in (GPU / "core").glob("test_*.py")))
+        return cls(digests.runtime_digest(), kernels, modules_in(GPU), core)
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> Sources:
+        """What `_asdict` of one became in a file."""
+        modules = {name: Module(*said) for name, said in written["modules"].items()}
+        core = tuple(written["of_runtime"])
+        return cls(written["runtime"], written["kernels"], modules, core)
 
     def modules_of(self, stem: str) -> set[str]:
         """The modules that must have passed."""
@@ -86,24 +99,21 @@ class Sources(NamedTuple):
 
 
 def problems(stem: str, folder: Path, sources: Sources) -> list[str]:
-    """Why a kernel is not proven; empty if it is."""
+    """Why a kernel, or RUNTIME, is not proven; empty if it is."""
+    if stem == RUNTIME:
+        return runtime_problems(folder, sources)
     kernel, runs = read(folder, stem), read(folder, RUNS)
     if not kernel:
         return ["it has no evidence"]
     now, needed = sources.kernels[stem], sources.modules_of(stem)
-    recorded = kernel["entries"]
-    found = [f"{e} has changed since" for e, v in now["entries"].items() if recorded.get(e) != v]
-    if kernel["launcher"] != now["launcher"]:
-        found.append("its launcher has changed since")
+    found = [*_changes(kernel, now)]
     if not needed:
         found.append("no module of tests/gpu has it among its KERNELS")
     proven = defaultdict(set)
     for name, parts in kernel["runs"].items():
         run = runs.get(name)
-        if run is None or run["kernels"].get(stem) != digests.of(kernel):
+        if run is None or run["kernels"].get(stem) != kernel["proven"]:
             found.append(f"{RUNS}.json holds no run '{name}' of these sources")
-        elif run["host"] != sources.host:
-            found.append(f"the code that all launches share has changed since {name}")
         else:
             for part in parts:
                 wrong = _part_problems(stem, run, part, sources)
@@ -116,6 +126,45 @@ def problems(stem: str, folder: Path, sources: Sources) -> list[str]:
         absent = needed - proven.get(most, set())
         found.append(f"without {', '.join(sorted(absent))}, in {most}")
     return found
+
+
+def _changes(kernel: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What of a kernel is no longer as it was proven."""
+    for entry, source in now["entries"].items():
+        if kernel["entries"].get(entry, {}).get("source") != source:
+            yield f"{entry} has changed since (if its machine code has not: tests/gpu/README.md)"
+        recorded, launched = kernel["launches"].get(entry, {}), now["launches"][entry]
+        for group in sorted(recorded.keys() | launched.keys()):
+            if recorded.get(group) != launched.get(group):
+                yield f"{entry} is launched otherwise than it was: {group}"
+        if not launched:
+            yield f"no call of tests/gpu/tools/launches.py launches {entry}"
+
+
+def runtime_problems(folder: Path, sources: Sources) -> list[str]:
+    """Why the code around a launch is not proven; empty if it is."""
+    recorded, runs = read(folder, RUNTIME), read(folder, RUNS)
+    if recorded.get("runtime") != sources.runtime:
+        return ["it has changed since"]
+    found, proven = [], set()
+    for name, parts in recorded["runs"].items():
+        run = runs.get(name, {"parts": {}})
+        if run.get("runtime") != sources.runtime:
+            found.append(f"{RUNS}.json holds no run '{name}' of it")
+            continue
+        for part in parts:
+            wrong = _part_problems(RUNTIME, run, part, sources)
+            found += [f"{part}, {name}: {problem}" for problem in wrong]
+            proven |= set() if wrong else {part}
+    if absent := set(sources.of_runtime) - proven:
+        found.append(f"without {', '.join(sorted(absent))}")
+    return found
+
+
+def identity(stem: str, sources: Sources) -> str:
+    """What runs call a kernel: by the digests that were first proven, of the same machine code."""
+    kernel, now = read(FOLDER, stem), sources.kernels[stem]
+    return str(kernel["proven"]) if kernel and not list(_changes(kernel, now)) else digests.of(now)
 
 
 def _part_problems(stem: str, run: Mapping[str, Any], name: str, sources: Sources) -> list[str]:
@@ -185,8 +234,8 @@ class Run:
             "kind": kind,
             "date": date,
             "complete": False,
-            "host": sources.host,
-            "kernels": {stem: digests.of(kernel) for stem, kernel in sources.kernels.items()},
+            "runtime": sources.runtime,
+            "kernels": {stem: identity(stem, sources) for stem in sources.kernels},
             "parts": {},
         }
 
@@ -202,19 +251,23 @@ class Run:
 
     def _write(self) -> None:
         runs = read(self.folder, RUNS) | {self.name: self.record}
-        kernels = {stem: self._kernel(stem, runs) for stem in self.sources.kernels}
-        write(self.folder, RUNS, self._in_use(runs, kernels))
-        for stem, kernel in kernels.items():
-            if kernel:
-                write(self.folder, stem, kernel)
+        self.write_all(runs)
+
+    def write_all(self, runs: Mapping[str, Any]) -> None:
+        """Write all files, of these runs."""
+        files = {stem: self._kernel(stem, runs) for stem in self.sources.kernels}
+        files[RUNTIME] = self._runtime(runs)
+        write(self.folder, RUNS, self._in_use(runs, files))
+        for stem, file in files.items():
+            if file:
+                write(self.folder, stem, file)
 
     def _kernel(self, stem: str, runs: Mapping[str, Any]) -> dict[str, Any]:
         """A kernel's file; empty if too little of these sources is known for one."""
         needed = self.sources.modules_of(stem)
         newest: dict[str, dict[str, str]] = defaultdict(dict)  # kind, part: run
         for name, run in runs.items():
-            same = run["kernels"].get(stem) == self.record["kernels"][stem]
-            if same and run["host"] == self.sources.host:
+            if run["kernels"].get(stem) == self.record["kernels"][stem]:
                 parts = run["parts"].keys() & (needed | TOOLS.keys())
                 newest[run["kind"]] |= dict.fromkeys(sorted(parts), name)
         whole = needed and any(needed <= parts.keys() for parts in newest.values())
@@ -231,7 +284,29 @@ class Run:
                         worst[figure] = max(worst.get(figure, (-1.0, "")), there)
         if not whole and not failed:
             return {}
-        return {"kernel": stem, **self.sources.kernels[stem], "runs": used, "worst": worst}
+        now, known = self.sources.kernels[stem], read(self.folder, stem).get("entries", {})
+        entries = {
+            entry: {**known.get(entry, {}), "source": source}
+            if known.get(entry, {}).get("source") == source
+            else {"source": source}
+            for entry, source in now["entries"].items()
+        }
+        proven = self.record["kernels"][stem]
+        about = {"kernel": stem, "entries": entries, "launches": now["launches"], "proven": proven}
+        return {**about, "runs": used, "worst": worst}
+
+    def _runtime(self, runs: Mapping[str, Any]) -> dict[str, Any]:
+        """The file of the code around a launch; empty if nothing is known of it."""
+        newest = {
+            part: name
+            for name, run in runs.items()
+            if run["runtime"] == self.sources.runtime and run["kind"] != SANITIZER
+            for part in run["parts"].keys() & set(self.sources.of_runtime)
+        }
+        used: dict[str, list[str]] = defaultdict(list)
+        for part, name in sorted(newest.items()):
+            used[name].append(part)
+        return {"runtime": self.sources.runtime, "runs": used} if used else {}
 
     def _in_use(
         self, runs: Mapping[str, Any], kernels: Mapping[str, Mapping[str, Any]]
@@ -245,7 +320,7 @@ class Run:
             (run["kind"], part): (name, part)
             for name, run in runs.items()
             for part in run["parts"]
-            if run["host"] == self.sources.host
+            if run["runtime"] == self.sources.runtime
         }
         used |= set(latest.values())
         kept = {
@@ -260,15 +335,10 @@ def merge(folder: Path, others: Iterable[Path], sources: Sources) -> None:
     runs = read(folder, RUNS)
     for other in others:
         for name, run in read(other, RUNS).items():
-            if run["host"] == sources.host:
+            if run["runtime"] == sources.runtime:
                 parts = runs.get(name, run)["parts"]  # processes may have begun in one second
                 runs[name] = run | {"parts": parts | run["parts"]}
-    writer = Run(folder, "", {}, sources)
-    kernels = {stem: writer._kernel(stem, runs) for stem in sources.kernels}
-    write(folder, RUNS, writer._in_use(runs, kernels))
-    for stem, kernel in kernels.items():
-        if kernel:
-            write(folder, stem, kernel)
+    Run(folder, "", {}, sources).write_all(runs)
 
 
 class Results:

@@ -908,8 +908,7 @@ def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
 def summarise(folder: Path, evidence: Path) -> bool:
     """Print the verdicts, add them to the evidence, and tell whether all kernels are clean."""
     known = record.read(folder, Path(ABOUT).stem)
-    modules = {name: record.Module(*said) for name, said in known["sources"].pop("modules").items()}
-    sources = record.Sources(**known["sources"], modules=modules)
+    sources = record.Sources.read(known["sources"])
     run = record.Run(evidence, record.SANITIZER, known["about"], sources)
     wrong: set[str] = set()
     for tool, found in verdicts(folder).items():

@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the library asks the driver for, in a fixed table of calls: digests for the evidence.
+
+Calls of the public operations and plans run over arrays that are nothing but shapes and addresses,
+and every launch is written down as the driver gets it: entry point, grid, threads, shared memory,
+attributes, bytes of the parameters, tensor maps. Names, modules and messages of the host code do
+not show; a kernel's choice, its grid, a stride, an attribute do.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from cumla.core import _lifetime, arrays, frameworks, operation, plan
+from cumla.launch import device, kernel, module, tensor_map
+from tests import fake_cuda
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
+
+BF16, FP16, FP32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+E4M3, BYTES, INT32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.uint8), np.dtype(np.int32)
+INT64 = np.dtype(np.int64)
+HALVES, FLOATS = (BF16, FP16), (BF16, FP16, FP32)
+
+Case = tuple[str, Callable[[], None]]  # group; a call or more
+
+
+# --- without a GPU -------------------------------------------------------------------------------
+
+
+class Recorder(FakeBindings):
+    """Writes down whole launches, as lines of text by entry point."""
+
+    def __init__(self, cupy: FakeCuPy) -> None:
+        super().__init__(cupy)
+        self.sizes: dict[str, int] = {}  # bytes of the parameters, by entry point
+        self.asked: list[tuple[str, str]] = []
+
+    def CUlaunchAttribute(self) -> Any:
+        attribute = super().CUlaunchAttribute()
+        attribute.value.clusterDim = types.SimpleNamespace()
+        return attribute
+
+    def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, extra: int) -> tuple[int]:
+        super().cuLaunchKernelEx(config, handle, parameters, extra)
+        launched = self.launched.pop()
+        given = {n: v for n, v in vars(config).items() if n != "attrs"}
+        given["attrs"] = [(a.id, _values(a.value)) for a in config.attrs]
+        values = launched.read(self.sizes[launched.entry]).hex()
+        self.asked.append((launched.entry, json.dumps([given, values], sort_keys=True)))
+        return (0,)
+
+
+def _values(value: Any) -> Any:
+    named = getattr(value, "__dict__", None)
+    return value if named is None else {name: _values(v) for name, v in named.items()}
+
+
+@contextmanager
+def without_gpu() -> Iterator[tuple[FakeCuPy, Recorder]]:
+    """Put fakes in the place of CuPy and the driver; arrays always have the same addresses."""
+    template = kernel.Launch.template
+    known = {np.ndarray: frameworks.NUMPY}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(frameworks.framework_of_type, known, clear=True),
+    ):
+        cupy = FakeCuPy()
+        recorder = Recorder(cupy)
+
+        def sized(launch: kernel.Launch, *arguments: Any) -> kernel.Template:
+            recorder.sizes[launch.spec.entry] = launch.layout.size
+            return template(launch, *arguments)
+
+        driver = FakeDriver()
+        for owner in (_lifetime, arrays, module, plan):
+            patch.setattr(owner, "driver", lambda: driver)
+        patch.setitem(sys.modules, "cupy", cupy)
+        patch.setitem(sys.modules, "cuda.bindings.driver", recorder)
+        patch.setattr(device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
+        patch.setattr(module, "_loaded", {})
+        patch.setattr(operation, "forms", operation.Ready())
+        patch.setattr(kernel.Launch, "template", sized)
+        patch.setattr(fake_cuda, "_addresses", itertools.count(1))
+        for name in ("CUMLA_CUBIN_DIR", "CUMLA_CHECK", "CUMLA_DEBUG"):
+            patch.delenv(name, raising=False)
+        _forget()
+        yield cupy, recorder
+        gc.collect()
+        _lifetime.release_finished()
+    _forget()
+
+
+def _forget() -> None:
+    """Forget what was found out of the CuPy and the driver that were there."""
+    for cached in (
+        *(frameworks.cupy_framework, device.import_cupy, device.properties, device.import_driver),
+        *(kernel._config, tensor_map._encoded, tensor_map._around_address),
+    ):
+        cached.cache_clear()
+    for found in gc.get_objects():
+        if type(found) is operation.Ready:
+            found.clear()
+
+
+# --- the digests ---------------------------------------------------------------------------------
+
+
+def launches(*names: str) -> dict[str, dict[str, str]]:
+    """Digests of all launches of the table, or of some of its functions, by entry point and group.
+
+    A launch counts with its place in the call, and with what the call allocates.
+    """
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    with without_gpu() as (cupy, recorder):
+        make = _Maker(cupy)
+        for group, call in itertools.chain(*(TABLE[name](make) for name in names or TABLE)):
+            fake_cuda._addresses = itertools.count(1 << 8)
+            operation.forms.clear()
+            before = len(cupy.allocated)
+            call()
+            made = json.dumps(cupy.allocated[before:])
+            for i, (entry, asked) in enumerate(recorder.asked):
+                digest = found[entry].setdefault(group, hashlib.sha256())
+                digest.update(f"{i} {made} {asked}\n".encode())
+            recorder.asked.clear()
+    return {e: {g: d.hexdigest()[:16] for g, d in groups.items()} for e, groups in found.items()}
+
+
+class _Maker:
+    """Makes arrays of shapes and dtypes, and nothing else."""
+
+    def __init__(self, cupy: FakeCuPy) -> None:
+        self.cupy = cupy
+
+    def __call__(self, *shape: int, dtype: np.dtype[Any] = BF16) -> Any:
+        return self.cupy.ndarray(shape, dtype)
+
+    def int32(self, *shape: int) -> Any:
+        return self(*shape, dtype=INT32)
+
+    def float32(self, *shape: int) -> Any:
+        return self(*shape, dtype=FP32)
+
+    def inside(self, array: Any, at: int, *shape: int, dtype: np.dtype[Any]) -> Any:
+        """Columns of an array, beginning at a byte of each row."""
+        part = self.cupy.ndarray(shape, dtype, strides=(*array.strides[:-1], dtype.itemsize))
+        part.data = type(array.data)(ptr=array.data.ptr + at, device_id=array.data.device_id)
+        part.base = array
+        return part
+
+    def latent(self, form: str, *shape: int, dtype: np.dtype[Any] = BF16) -> Any:
+        """A cache of MLA's rows in one of FORMS."""
+        if form == "same":
+            return self(*shape, 576, dtype=dtype)
+        if form == "apart":
+            return self(*shape, 512, dtype=dtype), self(*shape, 64, dtype=dtype)
+        if form == "e4m3":
+            return self(*shape, 576, dtype=E4M3)
+        if form == "e4m3 beside":
+            return self(*shape, 512, dtype=E4M3), self(*shape, 64)
+        if form == "scales":
+            return self(*shape, 512, dtype=E4M3), self(*shape, 64), self.float32(*shape, 4)
+        if form == "scales, e4m3":
+            rope = self(*shape, 64, dtype=E4M3)
+            return self(*shape, 512, dtype=E4M3), rope, self.float32(*shape, 4)
+        assert form == "packed"
+        return self(*shape, 656, dtype=BYTES)
+
+
+FORMS = ("same", "apart", "e4m3", "e4m3 beside", "scales", "scales, e4m3", "packed")
+
+
+# --- MLA -----------------------------------------------------------------------------------------
+
+
+def mla(make: _Maker) -> Iterator[Case]:
+    """Dense decoding and batches of queries of different lengths, by calls and by plans."""
+    grid = itertools.product(FORMS, HALVES, (64, 16, 1), (1, 5), (16, 20, 64, 128), (1, 24, 200))
+    for form, dtype, page, q_len, heads, batch in grid:
+        if dtype == FP16 and form not in FORMS[:2]:
+            continue
+
+        def call(
+            form: str = form,
+            dtype: np.dtype[Any] = dtype,
+            page: int = page,
+            q_len: int = q_len,
+            heads: int = heads,
+            batch: int = batch,
+        ) -> None:
+            cache = make.latent(form, 9, page, 1, dtype=dtype)
+            table, lens = make.int32(batch, 40), make.int32(batch)
+            q = make(batch, q_len, heads, 576, dtype=dtype)
+            tokens, indptr = make(batch * q_len, heads, 576, dtype=dtype), make.int32(batch + 1)
+            options: dict[str, Any] = {} if form in FORMS[:2] else {"fp8_products": heads == 64}
+            cumla.mla_decode(q, cache, table, lens, **options)
+            cumla.mla_attention(tokens, cache, table, lens, qo_indptr=indptr, **options)
+            if page == 64:
+                cumla.mla_decode(q, cache, table, lens, causal=False, softmax_scale=0.1)
+                entries, begins = make.int32(50), make.int32(batch + 1)
+                of_list = {"kv_indptr": begins, "kv_indices": entries}
+                cumla.mla_attention(tokens, cache, None, lens, qo_indptr=indptr, **of_list)
+            if page == 16:
+                for planned in (
+                    cumla.MLADecodePlan.from_arrays(q, cache),
+                    cumla.MLAAttentionPlan.from_arrays(tokens, cache, qo_indptr=indptr),
+                ):
+                    ragged = isinstance(planned, cumla.MLAAttentionPlan)
+                    planned.update(lens, **({"qo_indptr": indptr} if ragged else {}))
+                    planned.run(q if not ragged else tokens, cache, table, **options)
+
+        yield f"MLA, {form}, {dtype.name}, {q_len} tokens", call
+    for heads, kv_heads in ((32, 2), (128, 4)):
+
+        def grouped(heads: int = heads, kv_heads: int = kv_heads) -> None:
+            for q_len, batch in itertools.product((1, 4), (1, 40)):
+                cache, lens = make(9, 64, kv_heads, 576), make.int32(batch)
+                q = make(batch, q_len, heads, 576)
+                cumla.mla_decode(q, cache, make.int32(batch, 40), lens)
+
+        yield "MLA, several KV heads", grouped
+
+
+def mla_invariant(make: _Maker) -> Iterator[Case]:
+    """Dense decoding whose bits do not depend on the batch."""
+    for form, heads, batch, columns in itertools.product(
+        ("same", "e4m3", "packed"), (8, 16, 64, 128), (1, 16, 200), (2, 64, 2048)
+    ):
+
+        def call(
+            form: str = form, heads: int = heads, batch: int = batch, columns: int = columns
+        ) -> None:
+            cache, table, lens = make.latent(form, 9, 64, 1), make.int32(batch, columns), batch
+            q = make(batch, 1, heads, 576)
+            cumla.mla_decode(q, cache, table, make.int32(lens), batch_invariant=True)
+
+        yield f"MLA, batch-invariant, {form}", call
+
+
+# --- lists of rows -------------------------------------------------------------------------------
+
+
+def mla_lists(make: _Maker) -> Iterator[Case]:
+    """Sparse attention, in all formats of caches, with the largest scores of FlashMLA's face."""
+    from cumla.sparse.mla_sparse import attend_as_flash_mla
+
+    grid = itertools.product(
+        (*FORMS, "v4"), HALVES, (1, 2), (16, 20, 64, 128), (1, 20, 300), (5, 512, 2048)
+    )
+    for form, dtype, q_len, heads, batch, topk in grid:
+        if (dtype == FP16 and form not in FORMS[:2]) or (q_len > 1 and batch != 20):
+            continue
+
+        def call(
+            form: str = form,
+            dtype: np.dtype[Any] = dtype,
+            q_len: int = q_len,
+            heads: int = heads,
+            batch: int = batch,
+            topk: int = topk,
+        ) -> None:
+            v4 = form == "v4"
+            cache = make(9, 64, 1, 584, dtype=BYTES) if v4 else None
+            cache = cache or make.latent(form, 9, 64, 1, dtype=dtype)
+            q = make(batch, q_len, heads, 512 if v4 else 576, dtype=dtype)
+            indices, sinks = make.int32(batch, q_len, topk), make.float32(heads)
+            cumla.mla_sparse_decode(q, cache, indices)
+            more: dict[str, Any] = {"topk_length": make.int32(batch), "sinks": sinks}
+            if v4 and topk == 512:
+                more["extra_kv_cache"] = make(5, 2, 1, 584, dtype=BYTES)
+                more["extra_indices"] = make.int32(batch, q_len, 128)
+            more["block_table"] = make.int32(batch, 40)
+            cumla.mla_sparse_decode(q, cache, indices, **more)
+            if topk == 512:
+                tokens = make(batch, heads, 512 if v4 else 576, dtype=dtype)
+                cumla.mla_sparse_attention(tokens, cache, make.int32(batch, topk))
+                options = {"batch_invariant": True}
+                cumla.mla_sparse_decode(q, cache, indices, **options)
+
+        yield f"lists, {form}, {dtype.name}", call
+    for dtype, columns, heads, batch in itertools.product(
+        HALVES, (512, 576), (16, 64, 128), (1, 20, 300)
+    ):
+
+        def prefill(
+            dtype: np.dtype[Any] = dtype, columns: int = columns, heads: int = heads, n: int = batch
+        ) -> None:
+            q, kv = make(n, heads, columns, dtype=dtype), make(4096, 1, columns, dtype=dtype)
+            attend_as_flash_mla(q, kv, make.int32(n, 512), None, None, 0.1)
+            cumla.mla_sparse_attention(q, kv, make.int32(n, 512))
+
+        yield f"lists, {columns} columns, with the largest scores, {dtype.name}", prefill
+
+
+# --- MHA, GQA, MQA -------------------------------------------------------------------------------
+
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (72, 40), (96, 96))
+
+
+def attention(make: _Maker) -> Iterator[Case]:
+    """Attention of all widths, dtypes and batches, with windows, sinks and soft caps."""
+    grid = itertools.product(
+        WIDTHS, FLOATS, (False, True), ((8, 8), (32, 8), (64, 8)), (0, 64, 16, 1), (1, 16, 200)
+    )
+    for (keys, values), dtype, fp8, (heads, kv_heads), page, batch in grid:
+        if fp8 and (dtype == FP32 or keys > 256 or keys % 16 or values % 16):
+            continue
+        is_rare = dtype != BF16 or (keys, values) not in WIDTHS[:5] or page in (16, 1)
+        if is_rare and ((heads, kv_heads) != (32, 8) or batch == 1):
+            continue
+
+        def call(
+            keys: int = keys,
+            values: int = values,
+            dtype: np.dtype[Any] = dtype,
+            fp8: bool = fp8,
+            heads: int = heads,
+            kv_heads: int = kv_heads,
+            page: int = page,
+            batch: int = batch,
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
+            shape = (9, page, kv_heads) if page else (5000, kv_heads)
+            k, v = make(*shape, keys, dtype=of_cache), make(*shape, values, dtype=of_cache)
+            pages: dict[str, Any] = {}
+            if page:
+                pages = {"block_table": make.int32(batch, 40), "kv_lens": make.int32(batch)}
+            else:
+                pages = {"kv_indptr": make.int32(batch + 1)}
+            if fp8:
+                pages |= {"k_scale": make.float32(1), "v_scale": 0.5}
+            more = {"window": 100, "sinks": make.float32(heads), "softcap": 30.0}
+            for tokens in (batch, 2 * batch + 7, 40 * batch):
+                q, indptr = make(tokens, heads, keys, dtype=dtype), make.int32(batch + 1)
+                cumla.attention(q, k, v, qo_indptr=indptr, **pages)
+            cumla.attention(q, k, v, qo_indptr=indptr, **pages, **more)
+            if page:
+                for q_len in (1, 4, 300):
+                    q = make(batch, q_len, heads, keys, dtype=dtype)
+                    cumla.attention(q, k, v, **pages)
+                cumla.attention(q, k, v, **pages, causal=False)
+
+        yield (
+            f"attention, {keys} and {values} columns, {dtype.name}, {'e4m3' if fp8 else 'same'}",
+            call,
+        )
+
+
+def attention_plans(make: _Maker) -> Iterator[Case]:
+    """Plans of attention, lists of pages, other layouts, batch invariance."""
+    for dtype, fp8, width, batch, page in itertools.product(
+        HALVES, (False, True), (64, 128), (1, 16, 200), (64, 16)
+    ):
+
+        def call(
+            dtype: np.dtype[Any] = dtype,
+            fp8: bool = fp8,
+            width: int = width,
+            batch: int = batch,
+            page: int = page,
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
+            k, v = (make(9, 8, page, width, dtype=of_cache) for _ in range(2))
+            lens, table = make.int32(batch), make.int32(batch, 40)
+            entries, begins = make.int32(50), make.int32(batch + 1)
+            for tokens in (batch, 3 * batch, 40 * batch):
+                q, indptr = make(tokens, 32, width, dtype=dtype), make.int32(batch + 1)
+                given = {"qo_indptr": indptr, "kv_layout": "HND"}
+                planned = cumla.AttentionPlan.from_arrays(q, k, v, **given, window=(64, 0))
+                planned.update(lens, qo_indptr=indptr)
+                planned.run(q, k, v, table, kv_layout="HND", softmax_scale=0.2)
+                planned = cumla.AttentionPlan.from_arrays(q, k, v, **given)
+                planned.update(lens, qo_indptr=indptr, kv_indptr=begins)
+                planned.run(q, k, v, kv_indices=entries, kv_layout="HND")
+            given = {"kv_lens": lens, "block_table": table, "kv_layout": "HND"}
+            cumla.attention(q, k, v, qo_indptr=indptr, **given, batch_invariant=True)
+            rows = make(batch, 2, 32, width, dtype=dtype)
+            cumla.attention(rows, k, v, **given, batch_invariant=True)
+
+        yield (
+            f"plans of attention, {width} columns, {dtype.name}, {'e4m3' if fp8 else 'same'}",
+            call,
+        )
+
+
+# --- the indexer ---------------------------------------------------------------------------------
+
+
+def indexer(make: _Maker) -> Iterator[Case]:
+    """Scores of all keys and of pages, their quantization and cache, and the largest of them."""
+    for heads, dim, tokens in itertools.product((8, 16, 32, 64), (32, 64, 128), (1, 7, 700)):
+
+        def logits(heads: int = heads, dim: int = dim, tokens: int = tokens) -> None:
+            q, weights = make(tokens, heads, dim, dtype=E4M3), make.float32(tokens, heads)
+            kv = make(900, dim, dtype=E4M3), make.float32(900)
+            begins, ends = make.int32(tokens), make.int32(tokens)
+            cumla.mqa_logits(q, kv, weights, begins, ends)
+            options = {"clean": False, "max_kv_len": 500, "logits_dtype": BF16}
+            cumla.mqa_logits(q, kv, weights, begins, ends, **options)
+
+        yield "mqa_logits", logits
+    for heads, dim, next_n, batch in itertools.product(
+        (8, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8), (1, 20, 300)
+    ):
+
+        def paged(heads: int = heads, dim: int = dim, n: int = next_n, batch: int = batch) -> None:
+            q, weights = make(batch, n, heads, dim, dtype=E4M3), make.float32(batch * n, heads)
+            cache, table = make(9, 64, 1, dim + 4, dtype=BYTES), make.int32(batch, 40)
+            lens, each = make.int32(batch), make.int32(batch, n)
+            cumla.paged_mqa_logits(q, cache, weights, table, lens, max_kv_len=2000)
+            cumla.paged_mqa_logits(q, cache, weights, table, each, max_kv_len=900, clean=False)
+            planned = cumla.PagedMQALogitsPlan.from_arrays(q, cache, table, lens)
+            planned.update(lens)
+            planned.run(q, cache, weights, table, max_kv_len=2000)
+
+        yield "paged_mqa_logits", paged
+    for dtype, rows, width, k in itertools.product(
+        FLOATS,
+        (1, 20, 300, 4000),
+        (100, 4096, 9000, 30_000, 70_000, 200_000, 1_000_000),
+        (8, 512, 2048),
+    ):
+
+        def select(
+            dtype: np.dtype[Any] = dtype, rows: int = rows, width: int = width, k: int = k
+        ) -> None:
+            scores, lens = make(rows, width, dtype=dtype), make.int32(rows)
+            cumla.top_k(scores, k, lengths=lens)
+            table, of_row = make.int32(4, 2000), make.int32(rows)
+            more = {"block_table": table, "page_size": 64, "row_to_request": of_row}
+            cumla.top_k(scores, k, lengths=lens, row_starts=make.int32(rows), **more)
+            if width <= 4096:
+                cumla.top_k(scores, k, sorted=True, values=True, offsets=make.int32(rows))
+
+        yield f"top_k, {dtype.name}", select
+    for dtype, rows, dim in itertools.product(FLOATS, (1, 700), (32, 64, 128)):
+
+        def keys(dtype: np.dtype[Any] = dtype, rows: int = rows, dim: int = dim) -> None:
+            cumla.quantize_fp8(make(rows, 3, dim, dtype=dtype), power_of_two_scales=rows == 1)
+            cache, slots = make(9, 64, dim + 4, dtype=BYTES), make(rows, dtype=INT64)
+            cumla.append_indexer_cache(make(rows, dim, dtype=dtype), cache, slots)
+
+        yield f"indexer's rows, {dtype.name}", keys
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+def caches(make: _Maker) -> Iterator[Case]:
+    """New rows into caches, with and without a rotation."""
+    for form, of_cache, of_rows, rows, page in itertools.product(
+        ("same", "apart", "e4m3", "e4m3 beside", "scales", "packed", "v4"),
+        *(HALVES, FLOATS, (1, 700), (64, 16)),
+    ):
+        only_bf16 = form not in (*FORMS[:2], "e4m3")
+        if of_rows not in (of_cache, FP32) or (only_bf16 and of_cache == FP16):
+            continue
+
+        def append(
+            form: str = form,
+            of_cache: np.dtype[Any] = of_cache,
+            of_rows: np.dtype[Any] = of_rows,
+            rows: int = rows,
+            page: int = page,
+        ) -> None:
+            v4 = form == "v4"
+            cache = make(9, page, 1, 584, dtype=BYTES) if v4 else None
+            cache = cache or make.latent(form, 9, page, 1, dtype=of_cache)
+            given = make(rows, 512 if v4 else 576, dtype=of_rows)
+            place = {"batch_indices": make.int32(rows), "positions": make.int32(rows)}
+            table = {"block_table": make.int32(5, 40)}
+            cumla.append_mla_cache(given, cache, **place, **table)
+            if not v4:
+                turn = {"cos_sin": make.float32(99, 64), "q_pe": make(rows, 3, 64, dtype=of_cache)}
+                cumla.append_mla_cache(
+                    given, cache, make(rows, dtype=INT64), positions=make.int32(rows), **turn
+                )
+
+        yield f"append_mla_cache, {form}, {of_cache.name}, rows of {of_rows.name}", append
+    for dtype, fp8, rows, width in itertools.product(
+        FLOATS, (False, True), (1, 700), (64, 128, 256)
+    ):
+
+        def keys(
+            dtype: np.dtype[Any] = dtype, fp8: bool = fp8, rows: int = rows, width: int = width
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
+            k, v = (make(rows, 4, width, dtype=dtype) for _ in range(2))
+            k_cache, v_cache = (make(9, 16, 4, width, dtype=of_cache) for _ in range(2))
+            scales = {"k_scale": make.float32(1), "v_scale": 0.5} if fp8 else {}
+            cumla.append_kv_cache(k, v, k_cache, v_cache, make(rows, dtype=INT64), **scales)
+            place = {"kv_lens": make.int32(5), "qo_indptr": make.int32(6)}
+            turn = {"cos_sin": make.float32(99, width), "q": make(rows, 8, width, dtype=dtype)}
+            table = {"block_table": make.int32(5, 40)}
+            cumla.append_kv_cache(k, v, k_cache, v_cache, **place, **table, **turn, **scales)
+            if not fp8:
+                cumla.apply_rope(turn["q"], k, make.int32(rows), turn["cos_sin"])
+
+        yield f"append_kv_cache, {dtype.name}, {'e4m3' if fp8 else 'same'}", keys
+
+
+def dsa(make: _Maker) -> Iterator[Case]:
+    """A step of DeepSeek-V3.2: scores, the largest of them, attention to their rows."""
+    for batch, next_n, heads in itertools.product((1, 20, 300), (1, 2), (16, 128)):
+
+        def step(batch: int = batch, next_n: int = next_n, heads: int = heads) -> None:
+            q, index_q = make(batch, next_n, heads, 576), make(batch, next_n, 64, 128, dtype=E4M3)
+            cache, keys = make.latent("packed", 9, 64, 1), make(9, 64, 1, 132, dtype=BYTES)
+            table, weights = make.int32(batch, 40), make.float32(batch * next_n, 64)
+            planned = cumla.DSAPlan(q, cache, index_q, keys, table, topk=2048)
+            planned.update(make.int32(batch))
+            planned.select(index_q, keys, weights, table)
+            planned.run(q, cache, table)
+
+        yield "DSAPlan", step
+
+
+def small(make: _Maker) -> Iterator[Case]:
+    """Merging states."""
+    for dtype, count, rows in itertools.product(FLOATS, (2, 5), (1, 700)):
+
+        def merge(dtype: np.dtype[Any] = dtype, count: int = count, rows: int = rows) -> None:
+            outs = [make(rows, 16, 128, dtype=dtype) for _ in range(count)]
+            cumla.merge_attention_states(outs, [make.float32(rows, 16) for _ in range(count)])
+
+        yield f"merge_attention_states, {dtype.name}", merge
+
+
+TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
+    function.__name__: function
+    for function in (
+        *(mla, mla_invariant, mla_lists, attention, attention_plans),
+        *(indexer, dsa, caches, small),
+    )
+}
+
+if __name__ == "__main__":
+    json.dump(launches(*sys.argv[1:]), sys.stdout, sort_keys=True)
