@@ -26,7 +26,6 @@ def test_figures_of_the_whole_table(recorded: dict[str, Any], tmp_path: Path):
     assert {file.name for file in files} >= {"kv-length-b128-s1.svg", "roofline.svg"}
     for file in files:
         assert file.read_text().count("</svg>") == 1
-        assert file.stat().st_size < 30_000
     text = (tmp_path / "new" / "kv-length-b128-s1.svg").read_text()
     for word in ("16 heads", "64 heads", "128 heads", "bytes at the read ceiling", "16384"):
         assert word in text

@@ -141,7 +141,7 @@ def test_the_readme_has_eight_rows_of_the_recorded_run() -> None:
     assert len(table.splitlines()) == 2 + 8
 
 
-def test_the_figure_shows_the_recorded_run(tmp_path: Path) -> None:
+def test_the_figure_shows_the_recorded_run() -> None:
     pytest.importorskip("matplotlib")
     peers = load("peers")
     figure = peers.draw(recorded(PEERS))
@@ -151,12 +151,6 @@ def test_the_figure_shows_the_recorded_run(tmp_path: Path) -> None:
     for bars, name in zip(axes.containers, peers.PEERS, strict=True):
         tops = [bar.get_y() + bar.get_height() for bar in bars]
         assert tops == pytest.approx([found[name] for _, found in rows])
-    peers.save(figure, tmp_path / "peers.svg")
-    texts = [
-        re.findall(r"<text[^>]*>(.*?)</text>", path.read_text("utf-8"), re.DOTALL)
-        for path in (tmp_path / "peers.svg", DOCS / "figures/peers.svg")
-    ]
-    assert texts[0] == texts[1], "draw it again: python docs/scripts/peers.py"
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
