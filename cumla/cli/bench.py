@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
                 raise _UsageError(f"{', '.join(given)}: --explain has no use for it; leave it out")
             _explain(_cases(args), args.sm_count)
             return 0
+        if args.sm_count:
+            raise _UsageError("--sm-count: needs --explain, got none; add it")
         source: Path | None = args.source
         given = _given(args, (*_CASES, "warm", "json"))
         if source and given:

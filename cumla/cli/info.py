@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cumla.cli import positive
+from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
     from cumla.vllm._models import Model
@@ -30,23 +31,37 @@ _PACKAGES = (
     "torch",
     "jax",
 )
+_OF_A_MODEL = ("dtype", "kv_cache_dtype", "block_size", "tensor_parallel_size")
 _VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG", "CUMLA_VLLM_FP8_PRODUCTS")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``python -m cumla``."""
-    parser = subparsers.add_parser(
-        "info",
-        help="show versions, GPUs, NVRTC and cache folders; with --vllm CONFIG what serves a model",
-        description="Show versions, GPUs, NVRTC and cache folders. It fails only where --vllm "
-        "asks about a model.",
+    what = "show versions, GPUs, NVRTC and cache folders; with --vllm CONFIG what serves a model"
+    parser = subparsers.add_parser("info", help=what, description=what)
+    group = parser.add_argument_group(
+        "vLLM", "whether its plugin would serve a model; the exit status is 1 if it would not"
     )
-    _add_options(parser)
+    group.add_argument(
+        "--vllm",
+        nargs="?",
+        const="",
+        metavar="CONFIG",
+        help="a config.json of Hugging Face, or a folder with one; without it the versions alone",
+    )
+    group.add_argument("--dtype", help="as the model's by default")
+    group.add_argument("--kv-cache-dtype", help="auto by default")
+    group.add_argument("--block-size", type=positive, help="tokens of a page; 64 by default")
+    group.add_argument("--tensor-parallel-size", type=positive, help="1 by default")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if vLLM's plugin would not serve the model that is asked about."""
+    given = [name for name in _OF_A_MODEL if getattr(args, name) is not None]
+    if given and not args.vllm:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CumlaError(f"{names}: needs a model to ask about, got none; add --vllm CONFIG")
     if args.vllm is not None:
         return _served(args)
     rows: list[tuple[str, Callable[[], str]]] = [
@@ -72,13 +87,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _served(args: argparse.Namespace) -> int:
     """Print whether vLLM's plugin would serve a model."""
-    rows = {"cumla": _cumla(), "GPUs": _answer("GPUs", _gpus, {})}
-    code = 0
-    for title, answer in (*rows.items(), *_vllm_rows(args)):
-        _print(title, answer)
-        if title == "served" and not answer.startswith("yes"):
-            code = 1
-    return code
+    rows = [("cumla", _cumla()), ("GPUs", _answer("GPUs", _gpus, {})), *_vllm_rows(args)]
+    for row in rows:
+        _print(*row)
+    return int(any(title == "served" and answer.startswith("no") for title, answer in rows))
 
 
 def _print(title: str, answer: str) -> None:
@@ -204,24 +216,6 @@ def _cubins() -> str:
     return f"{folder}: {found} of {len(specs)} kernels of this version"
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of vLLM that decide, under vLLM's names."""
-    group = parser.add_argument_group(
-        "vLLM", "whether its plugin would serve a model; the exit status is 1 if it would not"
-    )
-    group.add_argument(
-        "--vllm",
-        nargs="?",
-        const="",
-        metavar="CONFIG",
-        help="a config.json of Hugging Face, or a folder with one; without it the versions alone",
-    )
-    group.add_argument("--dtype", default="auto", help="as the model's by default")
-    group.add_argument("--kv-cache-dtype", default="auto", help="auto by default")
-    group.add_argument("--block-size", type=positive, help="tokens of a page; 64 by default")
-    group.add_argument("--tensor-parallel-size", type=positive, default=1, help="1 by default")
-
-
 def _vllm_rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Tell of vLLM, and of the model; the row `served` begins with yes or no."""
     reason = ""
@@ -266,21 +260,17 @@ def _read(args: argparse.Namespace) -> Model:
 
     what = f"{args.vllm}: needs the config.json of a model, got "
     try:
-        model = read_model(args.vllm, args.dtype, args.tensor_parallel_size)
-        for width in model.windows:
-            if not isinstance(width, int | None):
-                raise TypeError(f"a window of {width!r} tokens")
+        return read_model(args.vllm, args.dtype or "auto", args.tensor_parallel_size or 1)
     except FileNotFoundError as error:
         way = "`hf download MODEL config.json --local-dir FOLDER` fetches one"
         raise OSError(f"{what}no such file; {way}") from error
     except (AttributeError, TypeError, ValueError) as error:
         raise OSError(f"{what}{error}") from error
-    return model
 
 
 def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, str]]:
     model = _read(args)
-    cache = args.kv_cache_dtype
+    cache = args.kv_cache_dtype or "auto"
     page = args.block_size or model.kernels.get_preferred_block_size(16)
     heads = f"{model.num_heads} heads of {model.head_size}"
     if not model.use_mla:
@@ -313,7 +303,7 @@ def _layer_rows(
     """Name the kernels that attend in the layers of a window, by steps."""
     from cumla._choices import E4M3, Layers
     from cumla.core.check_mode import environment_flag
-    from cumla.vllm._kernels import FP8
+    from cumla.vllm._models import FP8
 
     count = model.windows[window]
     layers = Layers(model.num_heads, page, model.dtype, E4M3 if cache in FP8 else None)
@@ -325,8 +315,8 @@ def _layer_rows(
             head_dim=model.head_size,
             window=None if window is None else window - 1,
         )
-    title = f"{count} layer{'s' * (count > 1)}"
-    yield title, "full attention" if window is None else f"a window of {window} tokens"
+    what = f"full attention{model.chunks}" if window is None else f"a window of {window} tokens"
+    yield f"{count} layer{'s' * (count > 1)}", what
     for step, names in layers.steps().items():
         is_prefill = model.use_mla and step.startswith("prefill")
         yield f"  {step}", "vLLM's own backend" if is_prefill else ", ".join(names)

@@ -1,17 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models the plugin serves, told from a config.json: without vLLM, torch or a GPU."""
+"""What the plugin serves: as vLLM asks for it, and told from a model's config.json.
+
+Without torch, vLLM or a GPU; a dtype is torch's, or its name.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cumla.vllm._kernels import DTYPES, NO_ALIBI, MHAKernels, MLAKernels
+from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
+from cumla.mha.arguments import MAX_HEAD_DIM
+from cumla.mla.shape import HEAD_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
+
+DTYPES = ("float16", "bfloat16")
+FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
+LOGGER = "vllm.cumla"  # vLLM shows what its own loggers, and those below, say
+NO_ALIBI = "alibi_slopes: cumla's backend has no ALiBi"
+
+
+class Kernels:
+    """The part of a backend that both kinds of attention share: comes before its own base class."""
+
+    impl: ClassVar[type]
+    builder: ClassVar[type]
+    has_windows_and_sinks: ClassVar = True
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's registry, where vLLM looks it up."""
+        return "CUSTOM"
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """Return the class of the layers."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """Return the class that prepares a step."""
+        return cls.builder
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Prefer pages of whole 64-token blocks; any others work as well."""
+        return default_block_size if default_block_size % 64 == 0 else 64
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype | str) -> bool:
+        """Tell whether the kernels take a model of this dtype."""
+        return dtype_name(dtype) in DTYPES
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Tell whether layers may have windows."""
+        return cls.has_windows_and_sinks
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Tell whether layers may have a sink per head."""
+        return cls.has_windows_and_sinks
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Tell whether the kernels run there."""
+        return (capability.major, capability.minor) == (9, 0)
+
+
+class MLAKernels(Kernels):
+    """Those of models with MLA."""
+
+    has_windows_and_sinks = False
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Tell which widths of a cached row the kernels take."""
+        return head_size == HEAD_DIM
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype | str,
+        kv_cache_dtype: str | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        """Refuse float16 queries over an FP8 cache."""
+        if dtype_name(dtype) == "float16" and kv_cache_dtype in FP8:
+            return "an FP8 cache needs a model in bfloat16"
+        return None
+
+
+class MHAKernels(Kernels):
+    """Those of models with MHA, GQA or MQA."""
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Tell which numbers of columns the kernels take."""
+        return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype | str,
+        kv_cache_dtype: str | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        """Refuse FP8 caches of columns that the kernels do not take."""
+        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > MOST_E4M3_COLUMNS):
+            return f"an FP8 cache needs a head size of 16, 32, ... or {MOST_E4M3_COLUMNS}"
+        return None
+
+
+def divides_steps(config: Any) -> bool:
+    """Tell whether vLLM may make micro-batches of a step.
+
+    A graph would read the copies of lengths and offsets of its capture, which hold for other steps
+    only where each request has one token.
+    """
+    return bool(getattr(config.parallel_config, "use_ubatching", False))
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Return the name of a dtype of torch, or of a name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def factor(scale: torch.Tensor, cache: torch.Tensor) -> torch.Tensor | None:
+    """Return a scale as the kernels of an FP8 cache take it, None for other caches."""
+    return scale.view(1) if cache.dtype.itemsize == 1 else None
+
 
 # Of these vLLM passes latent rows, where they have a kv_lora_rank.
 _WITH_MLA = (
@@ -21,7 +150,18 @@ _WITH_MLA = (
 )
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI = ("bloom", "mpt", "step1")
-_OTHER_LAYERS = ("linear_attn", "linear_num", "mamba", "ssm_", "lru_", "rwkv")
+# Parts of names in a config.json.
+_UNTRIED = {
+    "layers of other sizes than these": ("block_configs", "other_setting", "num_global", "swa_num"),
+    "layers that are no attention beside those": (
+        *("linear_attn", "linear_num", "mamba", "ssm_", "lru_", "rwkv"),
+    ),
+}
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    *("num_attention_groups", "kv_n_heads"),
+)
 # What published files leave out, since transformers has it as a default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
@@ -34,6 +174,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "cohere2": {"sliding_window_pattern": 4},
+    "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 }
 
 
@@ -47,6 +188,7 @@ class Model(NamedTuple):
     num_heads: int
     num_kv_heads: int
     windows: dict[int | None, int]  # numbers of layers: those of a window, and those without one
+    chunks: str  # which of those without one see chunks only
     has_sink: bool
     is_sparse: bool
     refused: tuple[str, ...]  # what else the plugin or vLLM refuses
@@ -63,8 +205,7 @@ class Model(NamedTuple):
         if self.is_sparse:
             found.append("layers: needs dense attention, got sparse MLA")
         if not kernels.supports_head_size(self.head_size):
-            need = f"rows of {MLAKernels.get_supported_head_sizes()[0]} columns"
-            need = need if self.use_mla else "a multiple of 8, up to 512"
+            need = f"rows of {HEAD_DIM} columns" if self.use_mla else "a multiple of 8, up to 512"
             found.append(f"head size: needs {need}, got {self.head_size}")
         if not kernels.supports_dtype(self.dtype):
             found.append(f"--dtype: needs {' or '.join(DTYPES)}, got {self.dtype}")
@@ -84,75 +225,79 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     file = Path(path)
     if file.is_dir():
         file /= "config.json"
-    try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-        text = next((whole[key] for key in ("text_config", "llm_config") if key in whole), whole)
-        config = _DEFAULTS.get(text.get("model_type", ""), {}) | text
-    except (ValueError, AttributeError, TypeError) as error:
-        raise OSError(f"{file}: needs the config.json of a model, got {error}") from error
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    text = next((whole[key] for key in ("text_config", "llm_config") if whole.get(key)), whole)
+    config = _DEFAULTS.get(text.get("model_type", ""), {}) | (text.get("attn_config") or {}) | text
     kind = str(config.get("model_type", whole.get("model_type", "")))
-    heads = _number(file, config, "num_attention_heads", "n_head", "n_heads")
+    heads = _number(config, *_HEADS)
+    has_one = config.get("multi_query") and not config.get("new_decoder_architecture")
+    kv_heads = 1 if has_one else _number(config, *_KV_HEADS, *_HEADS)
     use_mla = kind in _WITH_MLA and bool(config.get("kv_lora_rank"))
-    kv_heads = heads
-    if any(config.get(name) for name in _KV_HEADS):
-        kv_heads = _number(file, config, *_KV_HEADS)
+    kinds = _kinds(config)
+    width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if not isinstance(width, int | None):
+        raise TypeError(f"a window of {width!r} tokens")
+    chunked = kinds.count("chunked_attention")
     refused = list(_refused(whole, config, kind))
-    if heads % tensor_parallel_size:
-        refused.append(
-            f"--tensor-parallel-size: needs a divisor of {heads} heads, got {tensor_parallel_size}"
-        )
+    ranks = tensor_parallel_size
+    if heads % ranks or (not use_mla and kv_heads % ranks and ranks % kv_heads):
+        divided = f"{heads} heads" if use_mla else f"{heads} heads, {kv_heads} KV heads"
+        refused.append(f"--tensor-parallel-size: needs a divisor of {divided}, got {ranks}")
     return Model(
         kind,
         _dtype(whole, config, dtype),
         use_mla,
-        _head_size(file, config, heads, use_mla),
-        max(1, heads // tensor_parallel_size),
-        1 if use_mla else max(1, kv_heads // tensor_parallel_size),
-        dict(Counter(_windows(file, config))),
+        _head_size(config, heads, use_mla),
+        max(1, heads // ranks),
+        1 if use_mla else max(1, kv_heads // ranks),
+        dict(Counter((width or None) if "sliding" in each else None for each in kinds)),
+        f"; {chunked} in chunks of {config.get('attention_chunk_size')} tokens" if chunked else "",
         kind == "gpt_oss" or any("sink" in name and value for name, value in config.items()),
         "index_topk" in config or "compress_ratios" in config,
         tuple(refused),
-        tuple(_untried(config)),
+        tuple(_untried(config, chunked)),
     )
 
 
-_KV_HEADS = (
-    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
-    "num_attention_groups",
-)
-
-
-def _number(file: Path, config: dict[str, Any], *names: str) -> int:
-    found = next((config[name] for name in names if config.get(name)), None)
+def _number(config: dict[str, Any], *names: str) -> int:
+    name = next((name for name in names if config.get(name)), names[0])
+    found = config.get(name)
     if not isinstance(found, int) or found < 1:
-        raise OSError(
-            f"{file}: needs {names[0]}, got {found}; add what transformers takes as its default"
-        )
+        raise ValueError(f"{name} {found!r:.60}; write one number, that of transformers by default")
     return found
 
 
-def _head_size(file: Path, config: dict[str, Any], heads: int, use_mla: bool) -> int:
+def _head_size(config: dict[str, Any], heads: int, use_mla: bool) -> int:
     if config.get("kv_lora_rank"):
         first = "kv_lora_rank" if use_mla else "qk_nope_head_dim"
-        return _number(file, config, first) + _number(file, config, "qk_rope_head_dim")
-    sizes = [_number(file, config, n) for n in ("head_dim", "global_head_dim") if config.get(n)]
+        return _number(config, first) + _number(config, "qk_rope_head_dim")
+    sizes = [_number(config, n) for n in ("head_dim", "global_head_dim") if config.get(n)]
     if sizes:
         return max(sizes)
-    return _number(file, config, "hidden_size", "n_embd", "d_model") // heads
+    return _number(config, "hidden_size", "n_embd", "d_model") // heads
 
 
-def _windows(file: Path, config: dict[str, Any]) -> list[int | None]:
-    """Tell the window of each layer with attention; None is a layer that sees everything."""
-    count = _number(file, config, "num_hidden_layers", "n_layer", "n_layers")
-    width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-    if kinds:
-        kinds = [kind for kind in kinds if kind.endswith("attention") and "linear" not in kind]
-    elif pattern:
-        kinds = ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(count)]
-    else:
-        kinds = ["sliding"] * count
-    return [(width or None) if "sliding" in kind else None for kind in kinds]
+def _kinds(config: dict[str, Any]) -> list[str]:
+    """Name the kind of each layer with attention."""
+    count = _number(config, "num_hidden_layers", "n_layer", "n_layers")
+    interval, pattern = config.get("no_rope_layer_interval"), config.get("sliding_window_pattern")
+    if interval and config.get("attention_chunk_size"):  # Llama 4
+        by_interval = [(i + 1) % interval for i in range(count)]
+        rotated = _each(config, "no_rope_layers", count) or by_interval
+        return ["chunked_attention" if each else "full_attention" for each in rotated]
+    if kinds := _each(config, "layer_types", count):
+        return [kind for kind in kinds if kind.endswith("attention") and "linear" not in kind]
+    if pattern:
+        return ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(count)]
+    return ["sliding"] * count
+
+
+def _each(config: dict[str, Any], name: str, count: int) -> list[Any]:
+    """Return what a list has of each layer."""
+    found = config.get(name) or []
+    if found and not (isinstance(found, list) and len(found) >= count and None not in found):
+        raise ValueError(f"{name} {found!r:.60}; write a list, with an entry for each of {count}")
+    return found[:count]
 
 
 def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
@@ -165,12 +310,7 @@ def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
 
 
 def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
-    attn = config.get("attn_config")
-    if (
-        (kind in _WITH_ALIBI if not isinstance(attn, dict) else attn.get("alibi"))
-        or config.get("alibi")
-        or config.get("position_embedding_type") == "alibi"
-    ):
+    if config.get("alibi", kind in _WITH_ALIBI) or config.get("position_embedding_type") == "alibi":
         yield NO_ALIBI
     if (
         whole.get("is_encoder_decoder")
@@ -184,10 +324,9 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
         yield "layers: needs causal attention, got image tokens that see each other"
 
 
-def _untried(config: dict[str, Any]) -> Iterator[str]:
-    if config.get("attention_chunk_size") or "chunked_attention" in (
-        config.get("layer_types") or ()
-    ):
+def _untried(config: dict[str, Any], chunked: int) -> Iterator[str]:
+    if chunked:
         yield "chunked local attention"
-    if any(part in name for name, value in config.items() if value for part in _OTHER_LAYERS):
-        yield "layers that are no attention beside those"
+    for what, parts in _UNTRIED.items():
+        if any(part in name for name, value in config.items() if value for part in parts):
+            yield what

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import (
@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
-from cumla.vllm._kernels import LOGGER, NO_ALIBI, MHAKernels, dtype_name, factor
+from cumla.vllm._models import LOGGER, NO_ALIBI, MHAKernels, divides_steps, dtype_name, factor
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
@@ -46,8 +46,6 @@ class Metadata:
 
 class Builder(AttentionMetadataBuilder[Metadata]):
     """Tells the layers of a step what its schedules follow from."""
-
-    _cudagraph_support: ClassVar = AttentionCGSupport.ALWAYS
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -86,6 +84,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 for (form, num_kv_heads, head_size), count in impls.items()
             },
         )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
+        """Serve graphs of all steps, unless vLLM divides them."""
+        if divides_steps(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.ALWAYS
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

@@ -27,7 +27,7 @@ import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
 from cumla.core.check_mode import environment_flag
-from cumla.vllm._kernels import LOGGER, MLAKernels, dtype_name, factor
+from cumla.vllm._models import LOGGER, MLAKernels, divides_steps, dtype_name, factor
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
 
@@ -78,9 +78,10 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
         """Serve graphs of mixed steps where they are asked for."""
-        if _has_mixed_graphs(vllm_config):
-            return AttentionCGSupport.ALWAYS
-        return AttentionCGSupport.UNIFORM_BATCH
+        if divides_steps(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        mixed = _has_mixed_graphs(vllm_config)
+        return AttentionCGSupport.ALWAYS if mixed else AttentionCGSupport.UNIFORM_BATCH
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
         """Load the kernels of a step that will be captured."""

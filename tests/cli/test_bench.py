@@ -89,6 +89,8 @@ def test_the_dense_table_by_default(asked: dict[str, Any]) -> None:
             "--explain --json a.json --csv a.csv",
             "--json, --csv: --explain has no use for it; leave it out",
         ),
+        ("--sm-count 78 --batch 1", "--sm-count: needs --explain, got none; add it"),
+        ("--from a.json --sm-count 78", "--sm-count: needs --explain, got none; add it"),
     ],
 )
 def test_what_does_not_fit_is_said(

@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 
-from cumla.cli import info
+from cumla.cli import info, main
 from cumla.errors import MissingDependencyError
 from cumla.launch import all_specs, device, module
 from cumla.launch.source import cubin_name
@@ -70,7 +70,7 @@ def test_a_reason_is_given_once(capsys, monkeypatch):
 
     monkeypatch.setattr(device, "import_cupy", missing)
     monkeypatch.setattr(module, "import_cupy", missing)
-    info.run(argparse.Namespace(vllm=None))
+    assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert text.count("CuPy, which runs the kernels") == 1
     assert text.count("not available: see CuPy\n") == 3

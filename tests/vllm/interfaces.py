@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from inspect import Parameter, signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import vllm
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -64,6 +66,20 @@ def reasons(backend: Any, **asked: Any) -> list[str]:
     return found
 
 
+def graphs_of_drafts(builder: Any) -> CUDAGraphMode:
+    """Which graphs vLLM makes of steps with two drafts that it divides into micro-batches."""
+    settings = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.FULL
+    )
+    settings.set_splitting_ops_for_v1("", 1)
+    settings.max_cudagraph_capture_size = 512
+    parallel = SimpleNamespace(use_ubatching=True, decode_context_parallel_size=1)
+    config = SimpleNamespace(compilation_config=settings, parallel_config=parallel)
+    support = builder.get_cudagraph_support(config, None)
+    found: CUDAGraphMode = settings.resolve_cudagraph_mode_and_sizes(support, "Backend", 3)
+    return found
+
+
 def main() -> None:
     load_general_plugins()
     assert AttentionBackendEnum.CUSTOM.get_path() == "cumla.vllm.Backend"
@@ -96,6 +112,7 @@ def main() -> None:
             assert not reasons(backend, **asked), (asked, reasons(backend, **asked))
         for asked in refused:
             assert reasons(backend, **asked), asked
+        assert graphs_of_drafts(module.Builder) is CUDAGraphMode.PIECEWISE
     print(vllm.__version__)
 
 

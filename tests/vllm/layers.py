@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,6 +39,34 @@ def tables(kv_lens: Any) -> Any:
     """All pages, an equal share for each request."""
     pages = torch.arange(PAGES, dtype=torch.int32, device=kv_lens.device)
     return pages.view(len(kv_lens), -1)
+
+
+class MicroBatch(NamedTuple):
+    """A part of a step."""
+
+    tokens: slice
+    kv_lens: Any
+    offsets: Any
+    table: Any
+
+
+def micro_batches(kv_lens: Any, offsets: Any, table: Any) -> list[MicroBatch]:
+    """Divide a step in two by its tokens, as vLLM does.
+
+    Offsets are copies, and lengths where a request is divided; other lengths are views.
+    """
+    starts, tokens = offsets.tolist(), int(offsets[-1])
+    found = []
+    for begin, end in ((0, tokens // 2), (tokens // 2, tokens)):
+        first = max(i for i, start in enumerate(starts) if start <= begin)
+        last = min(i for i, start in enumerate(starts) if start >= end)
+        lens, missing = kv_lens[first:last], starts[last] - end
+        if missing:
+            lens = lens.clone()
+            lens[-1] -= missing
+        own = (offsets[first : last + 1] - begin).clamp(0, end - begin)
+        found.append(MicroBatch(slice(begin, end), lens, own, table[first:last]))
+    return found
 
 
 class MLA:
@@ -79,11 +107,17 @@ class MLA:
         self.impl.do_kv_cache_update(*arrays, "as the cache", self.k_scale)
 
     def step(
-        self, kv_lens: Any, offsets: Any, tokens: int, host: Any = None, captured: bool = False
+        self,
+        kv_lens: Any,
+        offsets: Any,
+        tokens: int,
+        host: Any = None,
+        captured: bool = False,
+        table: Any = None,
     ) -> Any:
         """Metadata for requests with kv_lens, whose queries `offsets`, and `host`, tell."""
         common = SimpleNamespace(
-            block_table_tensor=tables(kv_lens),
+            block_table_tensor=tables(kv_lens) if table is None else table,
             seq_lens_device=kv_lens,
             max_seq_len=2048,
             query_start_loc_cpu=offsets.cpu() if host is None else host,
@@ -131,14 +165,20 @@ class MHA:
         self.impls["full"].do_kv_cache_update(self.layer, keys, values, self.cache, slots)
 
     def step(
-        self, kv_lens: Any, offsets: Any, tokens: int, causal: Any = True, captured: bool = False
+        self,
+        kv_lens: Any,
+        offsets: Any,
+        tokens: int,
+        causal: Any = True,
+        captured: bool = False,
+        table: Any = None,
     ) -> Any:
         common = SimpleNamespace(
             causal=causal,
             num_actual_tokens=tokens,
             seq_lens=kv_lens,
             query_start_loc=offsets,
-            block_table_tensor=tables(kv_lens),
+            block_table_tensor=tables(kv_lens) if table is None else table,
         )
         if captured:
             return self.builder.build_for_cudagraph_capture(common)

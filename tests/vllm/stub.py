@@ -95,7 +95,9 @@ def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
         },
         "vllm.v1.attention.backend": {
             "AttentionBackend": Base,
-            "AttentionCGSupport": SimpleNamespace(UNIFORM_BATCH=2, ALWAYS=3),
+            "AttentionCGSupport": SimpleNamespace(
+                UNIFORM_SINGLE_TOKEN_DECODE=1, UNIFORM_BATCH=2, ALWAYS=3
+            ),
             "AttentionImpl": Base,
             "AttentionMetadataBuilder": SpecBuilder,
         },

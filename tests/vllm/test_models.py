@@ -28,6 +28,7 @@ KIMI = {"model_type": "kimi_vl", "text_config": MLA | {"model_type": "kimi_k2"}}
 LLAMA = COMMON | {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}
 GEMMA3 = COMMON | {"model_type": "gemma3_text", "sliding_window": 1024}
+LLAMA4 = LLAMA | {"model_type": "llama4_text", "attention_chunk_size": 8192}
 GPT_OSS = COMMON | {
     "model_type": "gpt_oss",
     "num_attention_heads": 64,
@@ -106,6 +107,7 @@ def test_gqa_names_the_kernels_of_each_step(info: Any) -> None:
         (GPT_OSS, {128: 6, None: 6}),
         (GPT_OSS | {"layer_types": None}, {128: 6, None: 6}),
         (LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 6}, {None: 6}),
+        (GPT_OSS | {"layer_types": ["sliding_attention"] * 13}, {128: 12}),  # one of a draft
     ],
 )
 def test_windows_by_layer(config: Any, windows: dict[int | None, int], tmp_path: Path) -> None:
@@ -146,6 +148,11 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
         (LLAMA, ("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype: needs one of auto, "),
         (LLAMA | {"head_dim": 512}, ("--kv-cache-dtype", "fp8"), "--kv-cache-dtype: an FP8 cache"),
         (LLAMA, ("--tensor-parallel-size", "5"), "--tensor-parallel-size: needs a divisor of 32"),
+        (
+            LLAMA | {"num_key_value_heads": 3},
+            ("--tensor-parallel-size", "2"),
+            "--tensor-parallel-size: needs a divisor of 32 heads, 3 KV heads, got 2",
+        ),
         (LLAMA | {"model_type": "bloom"}, (), "alibi_slopes: cumla's backend has no ALiBi"),
         (LLAMA | {"model_type": "modernbert"}, (), "layers: needs causal self-attention"),
         ({"model_type": "gemma3", "text_config": GEMMA3}, (), "got image tokens that see each"),
@@ -164,22 +171,82 @@ def test_what_is_refused_has_its_reason(
 
 
 def test_what_was_not_tried_is_said(info: Any) -> None:
-    code, text = info(LLAMA | {"attention_chunk_size": 8192, "linear_num_key_heads": 16})
+    code, text = info(LLAMA4 | {"linear_num_key_heads": 16, "swa_num_attention_heads": 64})
     assert code == 0
     assert "not tried: chunked local attention" in text
     assert "not tried: layers that are no attention" in text
+    assert "not tried: layers of other sizes" in text
+    assert "not tried" not in info(LLAMA | {"attention_chunk_size": 128})[1]  # as MiMo's, unused
 
 
-WRONG = (
-    {},
-    {"num_attention_heads": 8},
-    LLAMA | {"layer_types": ["full_attention", None]},
-    LLAMA | {"sliding_window": "4096"},
-    LLAMA | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"},
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, "full attention; 9 in chunks of 8192 tokens"),
+        ({"no_rope_layers": []}, "full attention; 9 in chunks of 8192 tokens"),
+        ({"no_rope_layers": [1, 0] * 6}, "full attention; 6 in chunks of 8192 tokens"),
+        ({"attention_chunk_size": None}, "full attention"),
+    ],
+)
+def test_layers_of_llama_4_with_rope_see_chunks(
+    changes: dict[str, Any], what: str, info: Any
+) -> None:
+    whole = {"model_type": "llama4", "torch_dtype": "bfloat16", "text_config": LLAMA4 | changes}
+    code, text = info(whole)
+    found = rows(text)
+    assert code == 0
+    assert found["model"] == "llama4_text, no MLA, bfloat16"
+    assert found["12 layers"] == what
+    assert found["served"].startswith("yes")
+    assert ("not tried: chunked local attention" in text) == ("chunks" in what)
+    assert found["decoding, 1 request"] == "attention_bfloat16_128_128"
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads"),
+    [
+        ({"model_type": "falcon", "num_key_value_heads": None, "multi_query": True}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True}, 8),
+        ({"num_key_value_heads": None, "attn_config": {"kv_n_heads": 4}}, 4),
+        ({"num_key_value_heads": None, "attn_config": None}, 32),
+    ],
+)
+def test_kv_heads_by_other_names(changes: dict[str, Any], heads: int, info: Any) -> None:
+    _, text = info(LLAMA | changes)
+    assert rows(text)["each GPU"].startswith(f"32 heads over {heads} of 128;")
+
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "num_attention_heads None; write one number"),
+    ({"num_attention_heads": 8}, "num_hidden_layers None; write one number"),
+    (LLAMA | {"num_attention_heads": "32"}, "num_attention_heads '32'; write one number"),
+    (LLAMA | {"num_attention_heads": [32] * 12}, "num_attention_heads [32, 32, "),
+    (LLAMA | {"num_key_value_heads": [8, 4] * 6}, "num_key_value_heads [8, 4, 8, 4, "),
+    (LLAMA | {"layer_types": "full_attention"}, "layer_types 'full_attention'; write a list"),
+    (LLAMA | {"layer_types": ["full_attention"] * 11}, "with an entry for each of 12"),
+    (LLAMA | {"layer_types": ["full_attention", None] * 6}, "layer_types ['full_attention', None"),
+    (LLAMA4 | {"no_rope_layers": 4}, "no_rope_layers 4; write a list"),
+    ({"text_config": LLAMA4 | {"no_rope_layers": [1, 0]}}, "no_rope_layers [1, 0]; write a list"),
+    (LLAMA | {"sliding_window": "4096"}, "a window of '4096' tokens"),
+    (LLAMA | {"sliding_window": [4096] * 12}, "a window of [4096, "),
+    (LLAMA | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}, ""),
+    ({"text_config": [LLAMA]}, ""),
 )
 
 
-@pytest.mark.parametrize("content", ["[]", "no json", *map(json.dumps, WRONG)])
+@pytest.mark.parametrize(("config", "got"), WRONG)
+def test_a_config_that_does_not_fit_is_an_error_with_its_reason(
+    config: dict[str, Any], got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["info", "--vllm", str(tmp_path)]) == 1
+    written = capsys.readouterr()
+    assert written.err.startswith(f"cumla info: {tmp_path}: needs the config.json of a model, got ")
+    assert got in written.err
+    assert "served" not in written.out
+
+
+@pytest.mark.parametrize("content", ["[]", "no json"])
 def test_a_file_that_is_no_model_is_an_error(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +260,20 @@ def test_a_file_that_is_no_model_is_an_error(
         message = capsys.readouterr().err
         assert f"{model}: needs the config.json of a model" in message
         assert "`hf download MODEL config.json " in message
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--dtype=half", "--kv-cache-dtype=auto", "--block-size=64", "--tensor-parallel-size=1"],
+)
+@pytest.mark.parametrize("rest", [(), ("--vllm",)])
+def test_options_of_a_model_need_one(
+    option: str, rest: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", *rest, option]) == 1
+    name = option.partition("=")[0]
+    message = f"cumla info: {name}: needs a model to ask about, got none; add --vllm CONFIG\n"
+    assert capsys.readouterr() == ("", message)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +306,7 @@ def test_vllm_gets_the_same_answers() -> None:
 
     with stubbed():
         from cumla.vllm import mha, mla
-        from cumla.vllm._kernels import MHAKernels, MLAKernels
+        from cumla.vllm._models import MHAKernels, MLAKernels
 
         for backend, kernels in ((mla.Backend, MLAKernels), (mha.Backend, MHAKernels)):
             asked = {name for kind in kernels.__mro__[:-1] for name in vars(kind)}

@@ -20,7 +20,18 @@ import cumla
 import cumla.vllm
 import tests.emulator
 from tests.compat.torch_gpu import torch_gpu
-from tests.vllm.layers import HEADS, MHA, MLA, PAGE, SCALE, STEPS, int32, queries
+from tests.vllm.layers import (
+    HEADS,
+    MHA,
+    MLA,
+    PAGE,
+    SCALE,
+    STEPS,
+    int32,
+    micro_batches,
+    queries,
+    tables,
+)
 from tests.vllm.stub import Backends, overrides, stubbed
 
 torch = pytest.importorskip("torch")
@@ -150,7 +161,7 @@ def capability(major: int, minor: int) -> Any:
 def test_an_mla_backend_serves_what_the_kernels_do() -> None:
     from cumla.vllm.mla import Backend
 
-    assert Backend.get_supported_head_sizes() == [576]
+    assert [n for n in (320, 576, 640) if Backend.supports_head_size(n)] == [576]
     assert Backend.supports_compute_capability(capability(9, 0))
     assert not Backend.supports_compute_capability(capability(10, 0))
     assert Backend.supports_combination(576, torch.bfloat16, "fp8", 64) is None
@@ -383,6 +394,78 @@ def test_a_graph_of_any_mixture_serves_prefills_and_decoding() -> None:
     assert support(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE) == 2
     assert support(max_cudagraph_capture_size=513) == 2
     assert support(dcp=2) == 2
+
+
+# --- micro-batches -------------------------------------------------------------------------------
+
+
+def attend(one: Any, step: Any, q: Any) -> Any:
+    """Attend in a layer of either kind."""
+    return one.attend(step, q)[0] if isinstance(one, MLA) else one.attend("full", step, q)
+
+
+KINDS = pytest.mark.parametrize(("kind", "columns"), [(MLA, 576), (MHA, 64)])
+
+
+@KINDS
+@pytest.mark.parametrize("starts", [(0, 1, 2, 3, 4), (0, 3, 6, 9), (0, 4, 5, 12)])
+def test_micro_batches_attend_as_the_whole_step(
+    kind: Any, columns: int, starts: tuple[int, ...]
+) -> None:
+    """A request that vLLM divides has its earlier tokens in one of them, all keys in the other."""
+    kv_lens, offsets = int32(*(90, 12, 33, 40)[: len(starts) - 1]), int32(*starts)
+    table, q = tables(kv_lens), torch.randn(starts[-1], HEADS, columns).bfloat16()
+    whole = kind()
+    wanted = attend(whole, whole.step(kv_lens, offsets, starts[-1]), q)
+    for part in micro_batches(kv_lens, offsets, table):
+        one = kind()
+        tokens = part.tokens.stop - part.tokens.start
+        step = one.step(part.kv_lens, part.offsets, tokens, table=part.table)
+        torch.testing.assert_close(attend(one, step, q[part.tokens]), wanted[part.tokens])
+
+
+@KINDS
+def test_a_graph_of_micro_batches_has_one_schedule_each(kind: Any, columns: int) -> None:
+    """Their layers take turns on one stream; each has a builder, and offsets that are copies."""
+    with torch_gpu(always=True) as gpu:
+        kv_lens, offsets = int32(90, 12, 33, 40), int32(0, 1, 2, 3, 4)  # later others, in place
+        table, q = tables(kv_lens), torch.randn(4, HEADS, columns).bfloat16()
+        parts = micro_batches(kv_lens, offsets, table)
+        builders = [kind() for _ in parts]
+        steps = [
+            one.step(part.kv_lens, part.offsets, 2, table=part.table, captured=True)
+            for one, part in zip(builders, parts, strict=True)
+        ]
+        with gpu.capture():
+            outs = [
+                attend(one, step, q[part.tokens])
+                for _ in range(3)
+                for one, step, part in zip(builders, steps, parts, strict=True)
+            ]
+        assert entries(gpu.captured).count("schedule") == 2
+        assert len(gpu.captured) == 8
+        kv_lens.copy_(int32(7, 60, 0, 96))
+        gpu.replay()
+        eager = kind()
+        for out, part in zip(outs, parts * 3, strict=True):
+            step = eager.step(part.kv_lens, part.offsets, 2, table=part.table)
+            assert torch.equal(attend(eager, step, q[part.tokens]), out)
+
+
+@pytest.mark.parametrize("family", ["mla", "mha"])
+@pytest.mark.parametrize("graphs", ["FULL", "FULL_AND_PIECEWISE"])
+def test_full_graphs_of_micro_batches_are_those_of_single_tokens(family: str, graphs: str) -> None:
+    """Graphs of drafts or prefills would go on reading copies of lengths and offsets."""
+    from importlib import import_module
+
+    from vllm.config import CUDAGraphMode
+
+    builder = import_module(f"cumla.vllm.{family}").Builder
+    settings = SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs], max_cudagraph_capture_size=512)
+    for divided in (False, True):
+        parallel = SimpleNamespace(decode_context_parallel_size=1, use_ubatching=divided)
+        config = SimpleNamespace(compilation_config=settings, parallel_config=parallel)
+        assert (builder.get_cudagraph_support(config, None) == 1) == divided
 
 
 # --- MHA -----------------------------------------------------------------------------------------
