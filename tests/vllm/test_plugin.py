@@ -283,41 +283,103 @@ def entries(launches: list[Any]) -> list[str]:
     return ["schedule" if "schedule" in name else name.split("_")[0] for name in names]
 
 
-@pytest.mark.parametrize("stream", [0, 7])
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_graph_holds_one_schedule_for_each_form_of_layers(stream: int, captured: bool) -> None:
-    """On whatever stream vLLM captures, and whether or not layers ran with the step before."""
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any]]]:
+    """A GPU, and what is launched there instead of being run."""
+    noted: list[Any] = []
     with torch_gpu(always=True) as gpu:
-        mla, mha = MLA(), MHA()
-        lens, offsets = int32(90, 90), int32(0, 1, 2)
-        step = mla.step(lens, offsets, 2, captured=captured)
-        whole = mha.step(lens, offsets, 2, captured=captured)
-        q = torch.randn(2, HEADS, 64).bfloat16()
-        if captured:
-            mla.attend(step, queries(2))
-        for _ in range(2):
-            with gpu.capture(stream):
-                for _ in range(3):
-                    mla.attend(step, queries(2))
-            assert entries(gpu.captured) == ["schedule", *["mla"] * 3]
-            with gpu.capture(stream):
-                for _ in range(3):
-                    mha.attend("full", whole, q)
-                    mha.attend("window", whole, q)
-            assert sorted(entries(gpu.captured)) == [*["attention"] * 6, *["schedule"] * 2]
+        monkeypatch.setattr(tests.emulator, "emulate", noted.append)
+        yield gpu, noted
 
 
-def test_eager_steps_and_micro_batches_have_one_schedule_each() -> None:
-    """Layers of two micro-batches take turns: each has a builder of its own."""
-    with torch_gpu(always=True):
-        launched: list[Any] = []
-        builders = MLA(), MLA()
-        steps = [mla.step(int32(90, 90), int32(0, 1, 2), 2) for mla in builders]
-        with mock.patch.object(tests.emulator, "emulate", launched.append):
+GRAPHS = {
+    "decoding": ((0, 1, 2), "FULL_AND_PIECEWISE"),
+    "one draft": ((0, 2, 4), "FULL_AND_PIECEWISE"),
+    "two drafts": ((0, 3, 6), "FULL_AND_PIECEWISE"),
+    "three drafts": ((0, 4, 8), "FULL_AND_PIECEWISE"),
+    "padded": ((0, 2, 2), "FULL_AND_PIECEWISE"),
+    "any mixture": ((0, 1, 8), "FULL"),
+}
+
+
+@pytest.mark.parametrize(("starts", "graphs"), GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("streams", [(0, 0), (0, 7), (5, 7), (7, 7)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_graph_holds_one_schedule_for_each_form_of_layers(
+    starts: tuple[int, ...],
+    graphs: str,
+    streams: tuple[int, int],
+    captured: bool,
+    launched: tuple[Any, list[Any]],
+) -> None:
+    """On whatever streams vLLM builds and captures, and whether or not layers ran before."""
+    (gpu, noted), (gpu.stream, stream), tokens = launched, streams, max(starts[-1], 4)
+    mla, mha = MLA(graphs=graphs), MHA()
+    lens, offsets = int32(90, 90), int32(*starts)
+    step = mla.step(lens, offsets, tokens, captured=captured)
+    whole = mha.step(lens, offsets, tokens, captured=captured)
+    q = torch.randn(tokens, HEADS, 64).bfloat16()
+    if captured:
+        mla.attend(step, queries(tokens))
+        mha.attend("full", whole, q)
+    for _ in range(2):
+        noted.clear()
+        with gpu.capture(stream):
             for _ in range(3):
-                for mla, step in zip(builders, steps, strict=True):
-                    mla.attend(step, queries(2))
-        assert sorted(entries(launched)) == [*["mla"] * 6, *["schedule"] * 2]
+                mla.attend(step, queries(tokens))
+        assert entries(noted) == ["schedule", *["mla"] * 3]
+        noted.clear()
+        with gpu.capture(stream):
+            for _ in range(3):
+                mha.attend("full", whole, q)
+                mha.attend("window", whole, q)
+        names = entries(noted)
+        assert names.count("schedule") == 2
+        assert names.count("attention") >= 6  # a mixture may take two kernels a layer
+        assert set(names) == {"schedule", "attention"}
+
+
+def test_piecewise_graphs_leave_a_step_one_schedule(launched: tuple[Any, list[Any]]) -> None:
+    """Layers attend between the graphs, which hold what writes the cache, if anything."""
+    gpu, noted = launched
+    mla, mha = MLA(), MHA()
+    for starts in ((0, 1, 6), (0, 5, 6), (0, 1, 6), (0, 3, 6), (0, 1, 2)):
+        tokens = starts[-1]
+        step, whole = (one.step(int32(90, 33), int32(*starts), tokens) for one in (mla, mha))
+        noted.clear()
+        for _ in range(3):
+            with gpu.capture():
+                mla.write(torch.zeros(tokens, 576).bfloat16(), torch.arange(tokens))
+            mla.attend(step, queries(tokens))
+            q = torch.randn(tokens, HEADS, 64).bfloat16()
+            mha.attend("full", whole, q)
+            mha.attend("window", whole, q)
+        names = entries(noted)
+        assert names[:3] == ["append", "schedule", "mla"]
+        assert names.count("append") == names.count("mla") == 3
+        assert names.count("schedule") == 3  # of MLA, and of each form of MHA
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 2), (0, 2, 4), (0, 1, 4)])
+def test_eager_micro_batches_have_one_schedule_each(
+    starts: tuple[int, ...], launched: tuple[Any, list[Any]]
+) -> None:
+    """Their layers take turns: each has a builder of its own."""
+    _, noted = launched
+    tokens = starts[-1]
+    builders = MLA(), MLA(), MHA(), MHA()
+    steps = [one.step(int32(90, 90), int32(*starts), tokens) for one in builders]
+    noted.clear()
+    for _ in range(3):
+        for one, step in zip(builders, steps, strict=True):
+            attend(
+                one,
+                step,
+                torch.randn(tokens, HEADS, 576 if isinstance(one, MLA) else 64).bfloat16(),
+            )
+    names = entries(noted)
+    assert names.count("schedule") == 4
+    assert names.count("mla") == 6
 
 
 def test_steps_of_one_builder_that_take_turns_have_their_own_lengths() -> None:
