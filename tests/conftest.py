@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores
 
 import numpy as np
 import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
 
 from cumla.core import _lifetime, arrays, frameworks, operation, plan
 from cumla.core.operation import Ready
@@ -67,8 +69,16 @@ class GpuTests(pytest.Module):
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         if crc32(self.name.encode()) % PROCESSES == worker:
             with contextlib.suppress(pytest.skip.Exception):
+                self._import_as_it_is()
                 super().collect()
         return [GpuTest.from_parent(self, name="gpu")]
+
+    def _import_as_it_is(self) -> None:
+        """Its assertions are not rewritten, which takes longer than to import it."""
+        hook = [finder for finder in sys.meta_path if isinstance(finder, AssertionRewritingHook)]
+        with mock.patch("sys.meta_path", [f for f in sys.meta_path if f not in hook]):
+            name = ".".join(self.path.relative_to(GPU_TESTS.parents[1]).with_suffix("").parts)
+            importlib.import_module(name)
 
 
 class GpuTest(pytest.Item):

@@ -18,8 +18,6 @@ from cumla.launch.source import ADDED_BY_CUPY, OPTIONS, KernelSpec, cubin_name, 
 
 FIRST_OF_FILES = {spec.stem: spec for spec in reversed(all_specs())}
 
-each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
-
 SOME = list(FIRST_OF_FILES.values())[3::4]  # mla_decode among them
 _ENTRIES = {spec.entry for spec in all_specs()}
 

@@ -10,10 +10,11 @@ from functools import cache
 import pytest
 
 from cumla.errors import CompilationError
+from cumla.launch import all_specs
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
 from tests.gpu.tools import record
-from tests.launch.compiling import FIRST_OF_FILES, SOME, asked_by_cupy, each_code, each_kernel
+from tests.launch.compiling import FIRST_OF_FILES, SOME, asked_by_cupy, each_code
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 from tests.sources import sources
@@ -82,15 +83,16 @@ def test_cupy_and_nvrtc_make_the_same_code(
     assert sections(compiled(spec).cubin)[name] == theirs[name]
 
 
-@each_kernel
+@pytest.mark.parametrize("stem", FIRST_OF_FILES)
 @pytest.mark.usefixtures("cupy_compiles")
-def test_cupy_asks_nvrtc_for_every_kernel_alike(spec: KernelSpec):
+def test_cupy_asks_nvrtc_for_every_kernel_alike(stem: str):
     """For its source, and else for what makes the same code of the first kernel of its file."""
-    asked = asked_by_cupy(spec)
-    assert asked.source == translation_unit(spec)
-    assert asked.headers == ()
-    first = asked_by_cupy(FIRST_OF_FILES[spec.stem])
-    assert (asked.options, asked.method) == (first.options, first.method)
+    asked = {spec: asked_by_cupy(spec) for spec in all_specs() if spec.stem == stem}
+    first = asked[FIRST_OF_FILES[stem]]
+    for spec, of_spec in asked.items():
+        assert of_spec.source == translation_unit(spec)
+        assert of_spec.headers == ()
+        assert (of_spec.options, of_spec.method) == (first.options, first.method)
 
 
 def test_resources_are_those_of_the_kernel(sources, small, edit):

@@ -98,9 +98,10 @@ def test_params_are_packed_as_the_kernel_reads_them(spec: KernelSpec, nvrtc: Non
     for name, (_, offset) in zip(members, packed, strict=True):
         checks[f"__INTADDR__(&(({spec.params}*)0)->{name})"] = offset
     compile_checks(spec, checks)
-    for what in (next(iter(checks)), next(reversed(checks))):
-        with pytest.raises(CompilationError, match="differs"):
-            compile_checks(spec, {what: checks[what] + 8})
+    if spec.stem == "mla_decode":  # each kind of check finds another number
+        for what in (next(iter(checks)), next(reversed(checks))):
+            with pytest.raises(CompilationError, match="differs"):
+                compile_checks(spec, {what: checks[what] + 8})
 
 
 def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:

@@ -156,7 +156,7 @@ def test_lanes_and_blocks_cover_every_row(
     launches: Callable[..., list[StandIn]], dtype: str, head_dim: int, count: int, at_once: int
 ) -> None:
     kind = np.dtype(merge_numpy(dtype))
-    for rows in (1, 2, 31, 32, 33, 1000):
+    for rows in (1, 31, 32, 33, 300):
         outs, lses = states(count, (rows, 1, head_dim), kind)
         out, lse = np.empty((rows, 1, head_dim), kind), np.empty((rows, 1), np.float32)
         (launch,) = launches(list(outs), list(lses), out, lse)
