@@ -258,9 +258,9 @@ def check_end(setting: Setting, begin: State, end: State) -> None:
             raise ProtocolError(f"the counter is {end.counters[meeting]:#x}, not {turned:#x}")
 
 
-def explore_runs(setting: Setting, notes: frozenset[Flag] = frozenset()) -> None:
-    """Run again and again, from whatever a run can leave behind."""
-    todo = [((0,) * len(setting.meetings), notes)]
+def explore_runs(setting: Setting, *notes: frozenset[Flag]) -> None:
+    """Run again and again, from each of some notes and from whatever a run can leave behind."""
+    todo = [((0,) * len(setting.meetings), some) for some in notes or (frozenset(),)]
     begun = set(todo)
     while todo:
         ends = explore(setting, begin_run(setting, *todo.pop()))
@@ -278,6 +278,12 @@ def one_meeting(waits: tuple[bool, ...], **options: int) -> Setting:
     )
 
 
+def any_notes(setting: Setting) -> list[frozenset[Flag]]:
+    (members,) = setting.meetings
+    counts = range(len(members) + 1)
+    return [frozenset(some) for n in counts for some in itertools.combinations(members, n)]
+
+
 def modes(n: int) -> list[tuple[bool, ...]]:
     return list(itertools.product((True, False), repeat=n))
 
@@ -286,10 +292,7 @@ def modes(n: int) -> list[tuple[bool, ...]]:
 def test_every_interleaving_of_two_and_three(waits: tuple[bool, ...]) -> None:
     """Those that wait and those that go on, run after run, with any notes to begin with."""
     setting = one_meeting(waits)
-    (members,) = setting.meetings
-    for count in range(len(members) + 1):
-        for notes in itertools.combinations(members, count):
-            explore_runs(setting, frozenset(notes))
+    explore_runs(setting, *any_notes(setting))
 
 
 @pytest.mark.parametrize("waits", [w for n in (2, 3) for w in modes(n)], ids=str)
@@ -297,10 +300,7 @@ def test_every_interleaving_of_two_and_three(waits: tuple[bool, ...]) -> None:
 def test_some_without_a_share(shares: int, waits: tuple[bool, ...]) -> None:
     """As in attention_decode, where a share is rows, of which there may be fewer than pieces."""
     setting = one_meeting(waits, shares=shares)
-    (members,) = setting.meetings
-    for count in range(len(members) + 1):
-        for notes in itertools.combinations(members, count):
-            explore_runs(setting, frozenset(notes))
+    explore_runs(setting, *any_notes(setting))
 
 
 @pytest.mark.parametrize(
