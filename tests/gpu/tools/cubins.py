@@ -5,9 +5,10 @@
 
 Each FOLDER holds an NVRTC library with its builtins, one of every version of record.PINNED (wheels
 nvidia-cuda-nvrtc-cu12 12.9.86 and nvidia-cuda-nvrtc 13.0.88, unpacked). Entry points whose sources
-differ from the evidence are compiled with all of them; those whose cubins are equal are proven by
-the same runs. With --add the cubins of entry points without any are written down. The evidence of
-calls that launches.py has in addition is that of a commit at which the kernels were proven.
+differ from the evidence are compiled with all of them; those whose machine code is equal are proven
+by the same runs. With --add the machine code of entry points without any is written down. The
+evidence of calls that launches.py has in addition is that of a commit at which the kernels were
+proven.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -64,6 +66,103 @@ class Nvrtc:
             raise RuntimeError(f"nvrtc{name} of NVRTC {self.version} failed with {status}")
 
 
+# --- cubins --------------------------------------------------------------------------------------
+
+_SYMBOL_FIRST = (0x0A, 0x11, 0x12, 0x2F)  # attributes that begin with a symbol's number
+_LOAD, _UNIFORM_LOAD = 0xB82, 0xAB9  # LDC, which may add a register, and ULDC
+_FORMS = (3, 5)  # of instructions with an operand in a constant bank
+_ADDRESSES = 4  # the constant bank of addresses of variables
+_ENTRY = 8  # bytes of one
+
+
+class Cubin:
+    """A cubin, without the names in it.
+
+    NVRTC lists every constant of a text, used or not, by name and in the order of the text: a
+    renamed or moved one changes the file, and not the machine code.
+    """
+
+    def __init__(self, file: bytes) -> None:
+        (at,), (size, count, names) = (
+            struct.unpack_from("<Q", file, 40),
+            struct.unpack_from("<HHH", file, 58),
+        )
+        headers = [struct.unpack_from("<IIQQQQIIQQ", file, at + i * size) for i in range(count)]
+        self.file, self.headers = file, headers
+        self.names = [_string(file, headers[names][4] + header[0]) for header in headers]
+
+    def contents(self, i: int) -> bytes:
+        _, kind, _, _, at, size, *_ = self.headers[i]
+        return b"" if kind == 8 else self.file[at : at + size]  # 8: has no bytes in the file
+
+    def code(self) -> bytes:
+        """What runs: instructions, registers, attributes, constants, sizes of shared memory."""
+        found = []
+        for i, name in enumerate(self.names):
+            flags, size, info = (self.headers[i][k] for k in (2, 5, 7))
+            if name.startswith(".text."):
+                text, used = self._text(self.contents(i))
+                found += [name, flags, info >> 24, text, *used]
+            elif name.startswith(".nv.info"):
+                found += [name, *_attributes(self.contents(i))]
+            elif name.startswith(".nv.constant") and name != f".nv.constant{_ADDRESSES}":
+                found += [name, self.contents(i)]
+            elif name.startswith(".nv.shared"):
+                found += [name, size]
+        return repr(found).encode()
+
+    def _text(self, text: bytes) -> tuple[bytes, list[tuple[int, bytes]]]:
+        """Instructions, without the places of addresses in their table; what lies at the addresses.
+
+        An instruction of another kind that only looks as if it read the table counts as one.
+        """
+        table, words, used = self._table(), list(struct.unpack(f"<{len(text) // 8}Q", text)), []
+        for i in range(0, len(words), 2):
+            word = words[i]
+            place, bank, kind = (word >> 40 & 0x3FFF) * 4, word >> 54 & 0x1F, word & 0xFFF
+            if bank != _ADDRESSES or kind >> 9 not in _FORMS or place // _ENTRY >= len(table):
+                continue
+            if kind == _LOAD and word >> 24 & 0xFF != 0xFF:
+                raise ValueError("an address is looked up by a number that is not known")
+            used.append((i, table[place // _ENTRY]))
+            if kind in (_LOAD, _UNIFORM_LOAD):
+                words[i] = word & ~(0x3FFE << 40)  # its lowest bit: which half of an address
+        return struct.pack(f"<{len(words)}Q", *words), used
+
+    def _table(self) -> list[bytes]:
+        """What the variables hold whose addresses are in the table."""
+        if f".nv.constant{_ADDRESSES}" not in self.names:
+            return []
+        symbols = self.contents(self.names.index(".symtab"))
+        found = [b""] * (
+            len(self.contents(self.names.index(f".nv.constant{_ADDRESSES}"))) // _ENTRY
+        )
+        relocations = self.contents(self.names.index(f".rela.nv.constant{_ADDRESSES}"))
+        for offset, info, addend in struct.iter_unpack("<QQq", relocations):
+            _, _, _, section, value, size = struct.unpack_from(
+                "<IBBHQQ", symbols, (info >> 32) * 24
+            )
+            held = self.contents(section)[value : value + size] or bytes(size)
+            found[offset // _ENTRY] = held + addend.to_bytes(8, "little", signed=True)
+        return found
+
+
+def _string(file: bytes, at: int) -> str:
+    return file[at : file.index(b"\0", at)].decode()
+
+
+def _attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
+    """Attributes of a kernel, without the numbers of its symbols."""
+    at = 0
+    while at < len(section):
+        form, kind, value = struct.unpack_from("<BBH", section, at)
+        size = value if form == 4 else 0
+        content = section[at + 2 : at + 4 + size]
+        first = 2 + 4 * (kind in _SYMBOL_FIRST)
+        yield kind, content[:2] + content[first:]
+        at += 4 + size
+
+
 _here: Nvrtc
 
 
@@ -73,11 +172,16 @@ def _begin(folder: Path) -> None:
 
 
 def _digest(spec: KernelSpec) -> tuple[str, str, str]:
-    return spec.entry, _here.version, hashlib.sha256(_here.cubin(spec)).hexdigest()
+    return spec.entry, _here.version, digest_of(_here.cubin(spec))
+
+
+def digest_of(cubin: bytes) -> str:
+    """The digest of a cubin's machine code."""
+    return hashlib.sha256(Cubin(cubin).code()).hexdigest()
 
 
 def cubins(specs: Iterable[KernelSpec], folders: Iterable[Path]) -> dict[str, dict[str, str]]:
-    """Digests of cubins, by entry point and NVRTC."""
+    """Digests of machine code, by entry point and NVRTC."""
     specs, found = tuple(specs), {}
     fresh = multiprocessing.get_context("spawn")  # one NVRTC a process
     for folder in folders if specs else ():
