@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -23,16 +24,16 @@ pytestmark = pytest.mark.usefixtures("nvrtc")
 
 
 @cache
-def recorded(stem: str) -> dict[str, str]:
-    """Digests of the text of a file's kernels, as they were when they ran on a GPU."""
-    return record.read(record.FOLDER, stem).get("entries", {})
+def recorded(stem: str) -> dict[str, dict[str, Any]]:
+    """What the evidence says of a file's kernels: digests of their texts and machine code."""
+    found: dict[str, dict[str, Any]] = record.read(record.FOLDER, stem).get("entries", {})
+    return found
 
 
 def run_on_a_gpu(spec: KernelSpec) -> bool:
     """Whether a run of this text was recorded."""
-    return (
-        recorded(spec.stem).get(spec.entry) == sources().kernels[spec.stem]["entries"][spec.entry]
-    )
+    known = recorded(spec.stem).get(spec.entry, {})
+    return known.get("source") == sources().kernels[spec.stem]["entries"][spec.entry]
 
 
 def some_files(step: int) -> pytest.MarkDecorator:
