@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users install: the wheel's contents, and extras that fit beside PyTorch."""
+"""What users install: both wheels, the sdist, extras beside PyTorch. Files that a host shows."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -16,28 +18,36 @@ from email.message import Message
 from email.parser import Parser
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import cumla
+from cumla.launch import all_specs
+from cumla.launch.source import cubin_name
+from tools import cubins_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def build(target: str, project: Path, folder: Path) -> Path:
+    """Build a wheel or an sdist into a new folder."""
     pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT,
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)],
+        cwd=project,
         check=True,
         capture_output=True,
     )
-    (path,) = folder.glob("*.whl")
-    return zipfile.ZipFile(path)
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return zipfile.ZipFile(build("wheel", ROOT, tmp_path_factory.mktemp("wheel")))
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +88,89 @@ def test_base_dependencies_are_two(metadata: Message) -> None:
     assert set(metadata.get_all("Provides-Extra") or []) == set(EXTRAS)
 
 
-def test_changelog_has_the_version() -> None:
-    assert f"## [{cumla.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+def test_sdist_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Byte for byte; the sdist has what its tests and documents need."""
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    source = tmp_path / f"cumla-{cumla.__version__}"
+    again = build("wheel", source, tmp_path / "again")
+    assert wheel.filename is not None
+    assert again.name == f"cumla-{cumla.__version__}-py3-none-any.whl"
+    assert again.read_bytes() == Path(wheel.filename).read_bytes()
+    tracked = {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".cff", ".yml")}
+    assert tracked | {"LICENSE", "tests", "docs", "tools"} <= {p.name for p in source.iterdir()}
+
+
+def test_versions_agree() -> None:
+    version = cumla.__version__
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\n" in citation
+    assert f"\nlicense: {PROJECT['project']['license']}\n" in citation
+
+
+def test_wheel_of_cubins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any machine and this version alone; each cubin is as it was read."""
+    pytest.importorskip("hatchling")
+    specs = all_specs()[:3]
+    monkeypatch.setattr(cubins_wheel, "all_specs", lambda: specs)
+    names = [cubin_name(spec) for spec in specs]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    path = cubins_wheel.build(cubins_wheel.read(tmp_path), "12.9", tmp_path / "dist")
+    assert path.name == f"cumla_cubins-{cumla.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(path) as wheel:
+        held = {name for name in wheel.namelist() if name.endswith(".cubin")}
+        assert held == {f"cumla_cubins/{name}" for name in names}
+        assert all(wheel.read(name).decode() == Path(name).name for name in held)
+        said = wheel.read(f"cumla_cubins-{cumla.__version__}.dist-info/METADATA").decode()
+        assert f"Requires-Dist: cumla=={cumla.__version__}\n" in said
+        assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(FileNotFoundError, match=f"got none of 1, such as {names[0]}"):
+        cubins_wheel.read(tmp_path)
+
+
+def test_wheel_of_cubins_knows_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = cubin_name(all_specs()[0])
+    compiled = SimpleNamespace(cubin=b"image")
+    monkeypatch.setattr(cubins_wheel, "compile_to_cubin", lambda spec: compiled)
+    monkeypatch.setattr(cubins_wheel, "bindings_nvrtc_version", lambda: (12, 9))
+    assert cubins_wheel.nvrtc_of({name: b"image"}) == "12.9"
+    with pytest.raises(ValueError, match=r"needs the machine code of NVRTC 12\.9"):
+        cubins_wheel.nvrtc_of({name: b"image of another"})
+
+
+GITHUB = sorted((ROOT / ".github").rglob("*.yml"))
+
+
+@pytest.mark.parametrize("file", GITHUB, ids=lambda file: file.stem)
+def test_files_of_github_are_read(file: Path) -> None:
+    """Commands of CI run what exists; each field of a form has a label."""
+    yaml = pytest.importorskip("yaml")
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for job in content.get("jobs", {}).values():
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        assert commands
+        for command in commands:
+            match command.split():
+                case "bash", path, *_:
+                    assert (ROOT / path).is_file(), command
+                case "python", "-m", module, *_:
+                    assert importlib.util.find_spec(module), command
+    for item in content.get("body", ()):
+        assert item["attributes"]["label"]
+
+
+def test_a_bug_report_asks_for_the_versions() -> None:
+    text = (ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text(encoding="utf-8")
+    assert "python -m cumla info" in text
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING", "SECURITY"])
+def test_links_of_a_page_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / f"{name}.md").read_text(encoding="utf-8"))
+    assert not [link for link in links if not (ROOT / link).exists()]
 
 
 def resolve(*requirements: str) -> dict[str, str]:
