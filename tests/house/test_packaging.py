@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from email.message import Message
 from email.parser import Parser
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +26,14 @@ import pytest
 import cumla
 from cumla.launch import all_specs
 from cumla.launch.source import cubin_name
-from tools import cubins_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+_SPEC = spec_from_file_location("cubins_wheel", ROOT / ".ci" / "cubins_wheel.py")
+assert _SPEC is not None and _SPEC.loader is not None
+cubins_wheel = module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cubins_wheel)
 
 
 def build(target: str, project: Path, folder: Path) -> Path:
@@ -98,7 +102,7 @@ def test_sdist_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> 
     assert again.name == f"cumla-{cumla.__version__}-py3-none-any.whl"
     assert again.read_bytes() == Path(wheel.filename).read_bytes()
     tracked = {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".cff", ".yml")}
-    assert tracked | {"LICENSE", "tests", "docs", "tools"} <= {p.name for p in source.iterdir()}
+    assert tracked | {"LICENSE", "tests", "docs", ".ci"} <= {p.name for p in source.iterdir()}
 
 
 def test_versions_agree() -> None:

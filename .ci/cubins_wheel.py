@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the wheel cumla-cubins: every kernel of cumla as machine code for sm_90a.
 
-    python -m tools.cubins_wheel [--output DIR] [--cubins DIR] [--jobs N]
+    python .ci/cubins_wheel.py [--output DIR] [--cubins DIR] [--jobs N]
 
 The wheel holds the cubins of one NVRTC and no code for the CPU. It requires the version of cumla
 that it was built from. Each file is named by the digest of the text and options that it was
