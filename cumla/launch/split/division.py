@@ -24,3 +24,10 @@ def divisor_of(number: int) -> tuple[int, int]:
     """
     shift = (number - 1).bit_length()
     return -(-(1 << 31 + shift) // number), shift
+
+
+@lru_cache(maxsize=4096)
+def named_divisor(number: int) -> dict[str, int]:
+    """Name the values of ``struct Divisor``; not to be changed."""
+    magic, shift = divisor_of(number)
+    return {"magic": magic, "shift": shift}
