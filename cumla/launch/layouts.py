@@ -26,7 +26,13 @@ def constant(kernel: str, expression: str) -> int:
 
     Its names are looked up in the namespace of the kernel's family.
     """
-    return CONSTANTS[kernel][expression]
+    try:
+        return CONSTANTS[kernel][expression]
+    except KeyError:
+        raise KeyError(
+            f"{expression} of {kernel} is not in cumla/launch/_layouts.py; write that file anew with "
+            f"python -m tests.launch.layouts"
+        ) from None
 
 
 class Struct:

@@ -173,8 +173,8 @@ def test_a_struct_has_a_value_for_each_member_and_no_other() -> None:
     given: dict[str, Any] = dict.fromkeys(names, 0) | {"to": None, "scales": None}
     scales = {"data": 1, "stride_page": 2, "stride_row": 3, "stride_head": 4}
     packed = params.layout.pack(*params.values(given | {"scales": scales, "scale": 5}))
-    assert not any(packed[:-64]) and not any(packed[-24:])
-    assert struct.unpack("<5q", packed[-64:-24]) == (1, 2, 3, 4, 5)
+    assert not any(packed[:-56]) and not any(packed[-16:])
+    assert struct.unpack("<5q", packed[-56:-16]) == (1, 2, 3, 4, 5)
     for wrong in (
         {name: value for name, value in given.items() if name != "scale"},
         given | {"scale_": 0},
