@@ -85,8 +85,7 @@ def test_the_decode_kernels_parameters_by_name(page_size: int, box_rows: int) ->
         "heads_per_group": 22,
         "by_heads_per_group.magic": 3123612579,  # ceil(2^36 / 22)
         "by_heads_per_group.shift": 5,
-        "by_page_size.magic": divisor_of(page_size)[0],
-        "by_page_size.shift": divisor_of(page_size)[1],
+        **{f"by_page_size.{name}": value for name, value in divisor_of(page_size).items()},
         "by_num_heads.magic": 3123612579,
         "by_num_heads.shift": 6,
         "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)

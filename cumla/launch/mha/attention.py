@@ -14,7 +14,7 @@ from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec, tile_bytes
 from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec, tile_rows
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
-from cumla.launch.split.division import named_divisor
+from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
@@ -391,9 +391,9 @@ def attention_values(
         "out_is_float": out.dtype == "float32",
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
-        "by_heads_per_group": named_divisor(key.heads_per_group),
-        "by_page_size": named_divisor(key.page_size or 1),
-        "by_tokens_apart": named_divisor(key.q_len or 1 << 31),
+        "by_heads_per_group": divisor_of(key.heads_per_group),
+        "by_page_size": divisor_of(key.page_size or 1),
+        "by_tokens_apart": divisor_of(key.q_len or 1 << 31),
         "batch_invariant": key.batch_invariant,
         "empty_lse": -inf,
         "key_scale": _scales(a.k_scale),

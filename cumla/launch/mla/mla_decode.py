@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
 from cumla.launch.source import HALVES, KernelSpec
-from cumla.launch.split.division import named_divisor
+from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
@@ -173,10 +173,10 @@ def decode_values(
         "causal": key.causal,
         "out_is_float": out.dtype == "float32",
         "scale_log2": arguments.softmax_scale * _LOG2_E,
-        "by_heads_per_group": named_divisor(key.heads_per_group),
-        "by_page_size": named_divisor(key.page_size),
-        "by_num_heads": named_divisor(key.num_heads),
-        "by_q_len": named_divisor(key.q_len),
+        "by_heads_per_group": divisor_of(key.heads_per_group),
+        "by_page_size": divisor_of(key.page_size),
+        "by_num_heads": divisor_of(key.num_heads),
+        "by_q_len": divisor_of(key.q_len),
         "batch_invariant": key.batch_invariant,
         "empty_lse": arguments.empty_lse,
         "sink_in_lse": arguments.sink_in_lse,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mla.shape import VALUE_DIM
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.division import named_divisor
+from cumla.launch.split.division import divisor_of
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -111,7 +111,7 @@ def bound_rows_launch(
         "entries": key.topks[which],
         "num_zeros": VALUE_DIM // 4,
         "q_len": key.q_len,
-        "by_q_len": named_divisor(key.q_len),
+        "by_q_len": divisor_of(key.q_len),
         "causal": False,
     }
     blocks = -(-max(key.num_places, VALUE_DIM // 4) // _THREADS)
@@ -135,7 +135,7 @@ def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Laun
         "entries": most,
         "num_zeros": 0,
         "q_len": q_len,
-        "by_q_len": named_divisor(q_len),
+        "by_q_len": divisor_of(q_len),
         "causal": True,
     }
     return launch_of(_BOUND, (-(-rows // _THREADS), 1, 1), values)
@@ -168,7 +168,7 @@ def lists_values(
         "page_step": steps.page,
         "row_step": steps.row,
         "page_size": page_size,
-        "by_page_size": named_divisor(page_size),
+        "by_page_size": divisor_of(page_size),
     }
 
 
@@ -184,7 +184,7 @@ def select_rows_launch(key: MLASparseKey, buffer: int, lists: dict[str, Any]) ->
         "counts": buffer + key.counts,
         "entries": key.topk,
         "q_len": key.q_len,
-        "by_q_len": named_divisor(key.q_len),
+        "by_q_len": divisor_of(key.q_len),
     }
     return launch_of(_SELECT, (key.num_places, 1, 1), values)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.division import named_divisor
+from cumla.launch.split.division import divisor_of
 from cumla.launch.split.schedule import FIXED_COST
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def ragged_schedule_launch(
         "min_blocks": key.min_blocks,
         "min_share": key.min_share,
         "q_len": key.total_tokens // key.batch if qo_indptr is None else 0,
-        "by_heads_per_group": named_divisor(key.heads_per_group),
+        "by_heads_per_group": divisor_of(key.heads_per_group),
         "shares": key.shares,
         "whole": _schedule_of(beside, key.beside_at(buffer)) if beside else None,
         "blocks": 0,
@@ -67,8 +67,8 @@ def _schedule_of(key: RaggedKey, buffer: int) -> dict[str, Any]:
         "parts": key.parts,
         "num_tickets": key.num_tickets,
         "row_tile": key.row_tile,
-        "by_parts": named_divisor(key.parts),
-        "by_row_tile": named_divisor(key.row_tile),
+        "by_parts": divisor_of(key.parts),
+        "by_row_tile": divisor_of(key.row_tile),
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.division import named_divisor
+from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, MOST_TOKENS, piece_blocks, piece_cost
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         "min_saving": key.min_saving,
         "max_tokens": most,
         "piece_blocks": piece_blocks(key.row_groups),
-        "by_parts": named_divisor(key.parts),
+        "by_parts": divisor_of(key.parts),
     }
     blocks = -(-key.parts // _THREADS) if key.batch_invariant else 1
     return launch_of(schedule_spec(key), (blocks, 1, 1), values)
