@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
+    from cumla.launch.merge_states import Meeting
 
 __all__ = ["AttentionState", "merge_attention_states"]
 
@@ -109,6 +110,8 @@ class Arguments(NamedTuple):
 class Merge(Operation[Arguments, int]):
     """Merges partial results; its key is the bytes that one launch hands on to the next."""
 
+    meeting: Meeting | None = None  # of ranks that wait for one another
+
     def arguments(self, views: Views, options: float) -> Arguments:
         outs, lses = _apart("outs", views), _apart("lses", views)
         _check_outs(outs)
@@ -152,7 +155,8 @@ class Merge(Operation[Arguments, int]):
             after = first + MOST_PARTIALS
             result = handed_on if after < len(partials) else _state(*outs)
             some = partials[first:after]
-            launches.append(merge_launch(some, carried, result, arguments.log2_of_base))
+            base = arguments.log2_of_base
+            launches.append(merge_launch(some, carried, result, base, self.meeting))
             carried = result
         return launches
 

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from math import e, log2
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cumla.core.operation import run
-from cumla.launch.merge_states import merge_after_meeting
-from cumla.merge import Arguments, AttentionState, Merge, named
+from cumla.merge import AttentionState, Merge, named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
-    from cumla.launch.kernel import Launch
     from cumla.launch.merge_states import Meeting
 
 __all__ = ["MergeOfRanks"]
@@ -29,16 +25,9 @@ class MergeOfRanks(Merge):
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__()
-        self._meeting = meeting
+        self.meeting = meeting
 
     def __call__(self, outs: Sequence[Any], lses: Sequence[Any]) -> AttentionState:
         """Merge what all ranks have written before in the order of their streams."""
         inputs = {**named("outs", outs), **named("lses", lses)}
         return AttentionState(*run(self, inputs, {"out": None, "lse": None}, log2(e)))
-
-    def recipe(
-        self, key: int, arguments: Arguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
-        """Describe the launch."""
-        launches = super().recipe(key, arguments, outs, buffer)
-        return [merge_after_meeting(cast("Launch", it), self._meeting) for it in launches]

@@ -3,30 +3,36 @@
 
 from __future__ import annotations
 
-import struct
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
-MOST_PARTIALS = 60  # kMostPartials of the kernel
-MOST_RANKS = 8  # kMostRanks, that wait for one another
+_FILE = "merge_states"
+MOST_PARTIALS = constant(_FILE, "kMostPartials")
+MOST_RANKS = constant(_FILE, "kMostRanks")  # that wait for one another
 MOST_BLOCKS = 512  # of such a launch: resident at once, ten on each multiprocessor
-# kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
-_COLUMNS_OF_FEW, _COLUMNS_OF_MANY, _FEW = 4, 2, 2
+# Columns, of 16 bytes, that a lane takes at once; and how many partial results are few.
+_COLUMNS_OF_FEW, _COLUMNS_OF_MANY, _FEW = (
+    constant(_FILE, name) for name in ("kColumnsOfFew", "kColumnsOfMany", "kFew")
+)
 _WARP = 32
 
-_OUT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_OUT_TYPES = {dtype: constant(_FILE, f"kOut{dtype.capitalize()}") for dtype in FLOATS}
 
 _SPECS = {
     dtype: KernelSpec.of(
-        *("", "merge_states", "MergeStatesParams", dtype), tags=[dtype], threads=64, min_blocks=10
+        *("", "merge_states", "MergeStatesParams", dtype),
+        tags=[dtype],
+        threads=constant(_FILE, "kMergeThreads"),
+        min_blocks=10,
     )
     for dtype in FLOATS
 }
@@ -40,9 +46,15 @@ class StateViews(NamedTuple):
     lse: ArrayView  # (batch, tokens, heads) float32
 
     @property
-    def fields(self) -> tuple[int, ...]:
+    def named(self) -> dict[str, Any]:
         """The struct AttentionState of the kernel's file."""
-        return (self.out.ptr, *self.out.strides[:3], self.lse.ptr, *self.lse.strides)
+        out, lse = self.out, self.lse
+        return {
+            "out": out.ptr,
+            "out_strides": out.strides[:3],
+            "lse": lse.ptr,
+            "lse_strides": lse.strides,
+        }
 
 
 class Meeting(NamedTuple):
@@ -54,58 +66,44 @@ class Meeting(NamedTuple):
     timeout: int  # in nanoseconds, after which the kernel traps
 
 
-_NOTHING = (0,) * 8  # the fields of no state
-_RANKS = 25  # where the number of ranks is among the values
-_PARAMS = struct.Struct(f"<17q6i2f2i{len(_NOTHING) * MOST_PARTIALS + MOST_RANKS + 1}q")
-
-
 def merge_launch(
     partials: Sequence[StateViews],
     carried: StateViews | None,
     result: StateViews,
     log2_of_base: float,
+    meeting: Meeting | None = None,
 ) -> Launch:
     """Describe how to merge partial results, after what an earlier launch has merged.
 
     There are 1 to `MOST_PARTIALS` partials of one shape and dtype. `carried` is the float32 result
     of the launch before this one; `result` is where to write, out float32, bfloat16 or float16. The
     log-sum-exps are of the base whose binary logarithm is given; infinities
-    stand for an empty result.
+    stand for an empty result. With `meeting` it waits for all ranks before its first load.
     """
     first = partials[0].out
     rows = prod(first.shape[:3])
     columns = first.shape[3] * first.strides[3] // 16
     lanes_log2 = _lanes_log2(columns, len(partials))
-    values = (
-        *result.fields,
-        *(_NOTHING if carried is None else carried.fields),
-        rows,
-        first.shape[1],
-        first.shape[2],
-        columns,
-        lanes_log2,
-        len(partials),
-        _OUT_TYPES[result.out.dtype],
-        log2_of_base,
-        1.0 / log2_of_base,
-        0,
-        0,
-        *(field for partial in partials for field in partial.fields),
-        *_NOTHING * (MOST_PARTIALS - len(partials)),
-        *(0,) * (MOST_RANKS + 1),
-    )
+    values = {
+        "result": result.named,
+        "carried": None if carried is None else carried.named,
+        "rows": rows,
+        "tokens": first.shape[1],
+        "heads": first.shape[2],
+        "columns": columns,
+        "lanes_log2": lanes_log2,
+        "count": len(partials),
+        "out_type": _OUT_TYPES[result.out.dtype],
+        "to_log2": log2_of_base,
+        "from_log2": 1.0 / log2_of_base,
+        "ranks": len(meeting.arrivals) if meeting else 0,
+        "rank": meeting.rank if meeting else 0,
+        "partials": [partial.named for partial in partials],
+        "arrivals": meeting.arrivals if meeting else (),
+        "timeout": meeting.timeout if meeting else 0,
+    }
     blocks = merge_blocks(rows, columns, len(partials))
-    return Launch(_SPECS[first.dtype], (blocks, 1, 1), _PARAMS, values)
-
-
-def merge_after_meeting(launch: Launch, meeting: Meeting) -> Launch:
-    """Let a merge wait for all ranks before its first load."""
-    ranks = len(meeting.arrivals)
-    none = (0,) * (MOST_RANKS - ranks)
-    values = launch.values
-    first, last = values[:_RANKS], values[_RANKS + 2 : -MOST_RANKS - 1]
-    given = (*first, ranks, meeting.rank, *last, *meeting.arrivals, *none, meeting.timeout)
-    return launch._replace(values=given)
+    return launch_of(_SPECS[first.dtype], (blocks, 1, 1), values)
 
 
 def merge_blocks(rows: int, columns: int, count: int) -> int:

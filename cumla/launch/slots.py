@@ -3,22 +3,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from cumla.launch.layouts import strided
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 
-def indices(view: ArrayView | None) -> tuple[int, int, bool]:
-    """Pack struct Indices."""
-    return (0, 0, False) if view is None else (view.ptr, view.strides[0], view.dtype == "int64")
+def indices(view: ArrayView | None) -> dict[str, Any] | None:
+    """Name the values of struct Indices."""
+    if view is None:
+        return None
+    return {"data": view.ptr, "stride": view.strides[0], "is_wide": view.dtype == "int64"}
 
 
-def page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> tuple[int, int, int]:
-    """Pack address, stride of a request and stride of an entry."""
+def pages(view: ArrayView | None) -> dict[str, int] | None:
+    """Name the values of struct Pages."""
+    names = "data", "stride_page", "stride_row", "stride_head"
+    return None if view is None else strided(view, *names)
+
+
+def page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> dict[str, int]:
+    """Name where page numbers lie, as the parameters of all kernels that append do."""
+    pointer = of_request = of_entry = 0
     if table is not None:
-        return (table.ptr, table.strides[0], table.strides[1])
-    return (0, 0, 0) if page_list is None else (page_list.ptr, 0, page_list.strides[0])
+        pointer, (of_request, of_entry) = table.ptr, table.strides
+    elif page_list is not None:
+        pointer, (of_entry,) = page_list.ptr, page_list.strides
+    return {
+        "page_numbers": pointer,
+        "page_numbers_stride_request": of_request,
+        "page_numbers_stride": of_entry,
+    }
 
 
 def num_requests(table: ArrayView | None, bounds: ArrayView | None) -> int:

@@ -73,7 +73,7 @@ class KernelSpec:
         bools, numbers and names. `name` and `tags` make the entry point's name, `name` being that
         of the file by default; `limits` are threads, min_blocks and smem_bytes.
         """
-        listed = ", ".join(map(_in_cuda, arguments))
+        listed = ", ".join(map(in_cuda, arguments))
         entry, function = "_".join((name or stem, *tags)), f"{stem}<{listed}>" if listed else stem
         package = f"{_CUDA}.{family}" if family else _CUDA
         return cls(stem, entry, function, params, package=package, **limits)
@@ -90,7 +90,7 @@ class KernelSpec:
         return f"cumla{family}" if self.package.startswith(_CUDA) else "cumla"
 
 
-def _in_cuda(argument: object) -> str:
+def in_cuda(argument: object) -> str:
     """Write an argument of a template: of a dtype the type of its numbers."""
     text = str(argument)
     return text.lower() if isinstance(argument, bool) else _TYPES.get(text, text)

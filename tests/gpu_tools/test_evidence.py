@@ -132,7 +132,7 @@ def test_names_and_messages_change_no_launch(tmp_path: Path) -> None:
         ([("launch/kernel.py", "SerializationAllowed = 1", "SerializationAllowed = 0")], ("",)),
         (
             [
-                ("launch/merge_states.py", "threads=64", "threads=128"),
+                ("launch/_layouts.py", 'kMergeThreads": 64', 'kMergeThreads": 128'),
                 ("launch/mha/append_kv_cache.py", "grid = (sum(chunks)", "grid = (1 + sum(chunks)"),
                 ("launch/mla/append_fp8_cache.py", "arguments.scale_number", "2.0"),
             ],

@@ -16,14 +16,12 @@ FAMILIES = ("merge", "mla", "indexer", "sparse", "mha")
 MAY_IMPORT = {"sparse": ("indexer", "merge", "mla")}
 FOR_REFERENCE = ("cumla.core.arguments", "cumla.core.state", "cumla.errors")
 
+LAUNCH = ("_layouts", "device", "kernel", "layouts", "module", "slots", "source", "tensor_map")
 # Modules and folders, each line below those that may import it; the longest name that fits counts.
 LAYERS = (
     ("cumla.errors",),
     ("cumla.core", *(f"cumla.{family}.shape" for family in FAMILIES)),
-    tuple(
-        f"cumla.launch.{name}"
-        for name in ("device", "kernel", "module", "slots", "source", "tensor_map")
-    ),
+    tuple(f"cumla.launch.{name}" for name in LAUNCH),
     ("cumla.launch.split",),
     ("cumla.launch.merge_states", *(f"cumla.launch.{family}" for family in FAMILIES)),
     ("cumla.launch",),  # the list of all kernels

@@ -5,103 +5,35 @@ from __future__ import annotations
 
 import ctypes
 import math
-import pkgutil
-import re
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import cumla.launch
 from cumla.core.arrays import ArrayView
 from cumla.core.operation import Address
-from cumla.errors import CompilationError, CumlaError, MissingDependencyError
-from cumla.launch import KernelSpec, all_specs, kernel, module
+from cumla.errors import CumlaError, MissingDependencyError
+from cumla.launch import KernelSpec, all_specs, kernel
 from cumla.launch import device as launch_device
+from cumla.launch._layouts import STRUCTS
 from cumla.launch.kernel import Launch, Template
+from cumla.launch.layouts import struct_of
 from cumla.launch.mla import mla_decode
-from cumla.launch.mla.choice import attend_launch, decode_specs
+from cumla.launch.mla.choice import attend_launch
 from cumla.launch.mla.mla_decode import DecodeArguments
-from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
+from cumla.launch.mla.mla_decode_swapped import swapped_spec
+from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
-from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, select_rows
-from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 from tests.gpu.tools.parts import PART
-from tests.launch.structs import compile_checks, members_of
-
-each_struct = pytest.mark.parametrize(
-    "spec",
-    {(spec.stem, spec.params): spec for spec in all_specs()}.values(),
-    ids=lambda spec: f"{spec.stem}-{spec.params}",
-)
-
-
-BY_NAME = {  # of launchers of several structs, or of another family's
-    "BoundRowsParams": select_rows._BOUND_PARAMS,
-    "SelectRowsParams": select_rows._SELECT_PARAMS,
-    "MlaSparseFp8Params": mla_sparse_fp8._PACKED_PARAMS,
-    "MlaDecodeParams": mla_decode._PARAMS,
-    "MlaSparseMaxLogitsParams": mla_sparse._MAX_LOGITS_PARAMS,
-}
-
-
-def layout_of(spec: KernelSpec) -> struct.Struct:
-    """The struct that launchers pack for it; kernels of a family may share one."""
-    if spec.params in BY_NAME:
-        return BY_NAME[spec.params]
-    wanted = spec.package, spec.params
-    for found in pkgutil.walk_packages(cumla.launch.__path__, "cumla.launch."):
-        launcher = import_module(found.name)
-        packs = {(each.package, each.params) for each in getattr(launcher, "SPECS", ())}
-        layout = vars(launcher).get("_PARAMS") or vars(launcher).get("PARAMS")
-        if wanted in packs and layout:
-            assert isinstance(layout, struct.Struct)
-            return layout
-    raise AssertionError(f"no launcher of {spec.entry}")
-
-
-def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
-    """What a layout without gaps of its own packs: a letter, and where it lies."""
-    values, offset = [], 0
-    for count, letter in re.findall(r"(\d*)([a-zA-Z])", layout.format):
-        if letter in "sx":
-            size, repeats = int(count or 1), 1
-        else:
-            size, repeats = struct.calcsize(f"<{letter}"), int(count or 1)
-        for _ in range(repeats):
-            if letter != "x":
-                values.append((letter.lower(), offset))
-            offset += size
-    assert layout.format.startswith("<")
-    assert offset == layout.size
-    return values
-
-
-@each_struct
-def test_params_are_packed_as_the_kernel_reads_them(spec: KernelSpec, nvrtc: None) -> None:
-    """To the byte, as the compiler places the members (NVRTC has offsetof under this name only).
-
-    Their size alone does not tell: padding at the end hides a member of another size.
-    """
-    text, _, _ = translation_unit(spec).partition('extern "C"')
-    layout = layout_of(spec)
-    members, packed = members_of(text, spec.params), packed_in(layout)
-    assert [letter for letter, _ in packed] == [*members.values()]
-    checks = {f"sizeof({spec.params})": layout.size}
-    for name, (_, offset) in zip(members, packed, strict=True):
-        checks[f"__INTADDR__(&(({spec.params}*)0)->{name})"] = offset
-    compile_checks(spec, checks)
-    if spec.stem == "mla_decode":  # each kind of check finds another number
-        for what in (next(iter(checks)), next(reversed(checks))):
-            with pytest.raises(CompilationError, match="differs"):
-                compile_checks(spec, {what: checks[what] + 8})
+from tests.launch import layouts
+from tests.launch.structs import compile_checks, leaves
 
 
 def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
@@ -126,8 +58,7 @@ def test_the_decode_kernels_parameters_by_name(page_size: int, box_rows: int) ->
     out = strided(7 << 40, (5, 3, 44, 512), (5008, 5024, 5040, 4), "float32")
     lse = strided(8 << 40, (5, 44, 3), (6004, 6008, 6012), "float32")
     launch = attend_launch(key, 9 << 40, arguments, out, lse)
-    text, _, _ = translation_unit(launch.spec).partition('extern "C"')
-    got = dict(zip(members_of(text, launch.spec.params), launch.values, strict=True))
+    got = dict(zip(leaves(launch.spec.params), launch.values, strict=True))
 
     expected: dict[str, Any] = {
         "out": 7 << 40,
@@ -154,8 +85,7 @@ def test_the_decode_kernels_parameters_by_name(page_size: int, box_rows: int) ->
         "heads_per_group": 22,
         "by_heads_per_group.magic": 3123612579,  # ceil(2^36 / 22)
         "by_heads_per_group.shift": 5,
-        "by_page_size.magic": divisor_of(page_size)[0],
-        "by_page_size.shift": divisor_of(page_size)[1],
+        **{f"by_page_size.{name}": value for name, value in divisor_of(page_size).items()},
         "by_num_heads.magic": 3123612579,
         "by_num_heads.shift": 6,
         "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)
@@ -229,16 +159,36 @@ def test_maps_of_each_form(page_size: int, form: str, columns: list[int], heads:
     assert columns_of_maps(4 << 40) == (apart, both + [128] * is_wide)
 
 
-def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
-    """Sizes and places of both sides: the launcher's layout, and the tests' reading of it."""
-    checks = {
-        "sizeof(Place)": mla_plan.PLACE_BYTES,
-        "sizeof(Part)": mla_plan.PART_BYTES,
-        "sizeof(Ticket)": mla_plan.TICKET_BYTES,
-        "kBlockTokens": mla_plan.BLOCK_TOKENS,
-        "kRowTile": mla_plan.ROW_TILE,
-        "kRowGroup": mla_plan.ROW_GROUP,
-    }
+def test_launchers_know_the_kernels_as_they_are(nvrtc: None) -> None:
+    """The file that says so is what the compiler says today (python -m tests.launch.layouts)."""
+    command = [sys.executable, "-m", "tests.launch.layouts", "--show"]
+    told = subprocess.run(command, cwd=layouts.ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout == layouts.FILE.read_text("utf-8")
+
+
+def test_a_struct_has_a_value_for_each_member_and_no_other() -> None:
+    params = struct_of("AppendFp8CacheParams")
+    names = ("to", "scales", "scale", "scale_value", "rope_is_e4m3", "power_of_two")
+    given: dict[str, Any] = dict.fromkeys(names, 0) | {"to": None, "scales": None}
+    scales = {"data": 1, "stride_page": 2, "stride_row": 3, "stride_head": 4}
+    packed = params.layout.pack(*params.values(given | {"scales": scales, "scale": 5}))
+    assert not any(packed[:-56]) and not any(packed[-16:])
+    assert struct.unpack("<5q", packed[-56:-16]) == (1, 2, 3, 4, 5)
+    for wrong in (
+        {name: value for name, value in given.items() if name != "scale"},
+        given | {"scale_": 0},
+        {("scale_" if name == "scale" else name): value for name, value in given.items()},
+        given | {"scales": {}},
+    ):
+        with pytest.raises(TypeError, match="needs a value for each of its members, got none for"):
+            params.values(wrong)
+    with pytest.raises(TypeError, match=r"Params\.arrivals: needs at most 8 values, got 9"):
+        members = dict.fromkeys(STRUCTS["MergeStatesParams"])
+        struct_of("MergeStatesParams").values(members | {"partials": (), "arrivals": [0] * 9})
+
+
+def test_the_tests_read_a_plans_buffer_as_the_kernels_do(nvrtc: None) -> None:
+    checks = {}
     words = "constexpr Part kWords = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, {10, 11}};"
     for name in PART.names or ():
         assert PART.fields is not None
@@ -251,51 +201,17 @@ def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None
     assert not seen
 
 
-@pytest.mark.parametrize(
-    ("dtype", "variant", "nbytes", "checks"),
-    [
-        ("bfloat16", "one_tile", 232160, {"layout.pacer(2 * kWarpgroup)": 232160}),
-        (
-            "float16",
-            "swapped",
-            24 * 8192 + 32768 + 8 * 16 * 4 + (16 + 2) * 16 * 4 + 16 + (2 * 24 + 4) * 8,
-            {
-                "kSwappedRows": SWAPPED_ROWS,
-                "layout.query_free() + 8": 231472,
-                "layout.probabilities - layout.query": 9 * 16 * 128,
-                # what the joining is given: 8,192 and 1,024 bytes, before the next segment
-                "layout.probabilities + 8192 <= layout.maxima": True,
-                "layout.sums + 1024 <= layout.words": True,
-                "layout.words + 2 * 4 <= layout.full(0)": True,
-            },
-        ),
-    ],
-    ids=["tiles", "swapped"],
-)
-def test_shared_memory_holds_its_layout(
-    dtype: str, variant: str, nbytes: int, checks: dict[str, int], nvrtc: None
-) -> None:
-    """To the byte: the layout's own functions, made constant expressions, give its end."""
-    spec = decode_specs(dtype, 64)[VARIANTS.index(variant)]
-    assert spec.smem_bytes == nbytes
-    name = "SwappedLayout" if variant == "swapped" else "SharedLayout"
-    whole, _, _ = translation_unit(spec).partition('extern "C"')
-    functions = "full|free|begun|probabilities_full|query_full|query_free|pacer"
-    constant, found = re.subn(
-        rf"__device__ __forceinline__ (explicit {name}\(|u32 (?:{functions})\()",
-        r"__device__ constexpr \1",
-        whole,
-    )
-    assert found >= 5
-
-    def compile_with(checks: dict[str, int]) -> None:
-        lines = [f'static_assert(({it}) == {int(n)}, "differs");' for it, n in checks.items()]
-        text = "\n".join([constant, f"constexpr {name} layout(0);", *lines, ""])
-        module._compile(spec, text, module.OPTIONS)
-
-    compile_with(checks)
-    with pytest.raises(CompilationError, match="differs"):
-        compile_with({"layout.query_free()": 0})
+def test_shared_memory_of_few_rows_has_room_for_joining(nvrtc: None) -> None:
+    """8,192 and 1,024 bytes, which the next segment does not use yet."""
+    spec = swapped_spec("float16", "pages")
+    text, _, _ = translation_unit(spec).partition('extern "C"')
+    ends = ["probabilities", "maxima", "sums", "words"]
+    wanted = [f"SwappedLayout(0).{name}" for name in (*ends, "full(0)")]
+    found = layouts.evaluate(text, spec.namespace, wanted)
+    probabilities, maxima, sums, words, barriers = found.values()
+    assert probabilities + 8192 <= maxima
+    assert sums + 1024 <= words
+    assert words + 2 * 4 <= barriers
 
 
 @pytest.fixture

@@ -19,10 +19,8 @@ import pytest
 from cumla import merge, reference
 from cumla.core.arrays import ArrayView
 from cumla.distributed.merge import MergeOfRanks
-from cumla.launch import merge_states
 from cumla.launch.kernel import Launch
 from cumla.launch.merge_states import MOST_PARTIALS, MOST_RANKS, SPECS, Meeting, StateViews
-from tests.launch.test_kernel import compile_checks
 from tests.selection import some
 
 OUT_DTYPES = {0: np.float32, 1: ml_dtypes.bfloat16, 2: np.float16}  # of enum OutType
@@ -183,29 +181,15 @@ def test_ranks_that_wait_for_one_another() -> None:
         assert stand_in.count == 2 and stand_in.fields[27 + 8] == outs[1].ctypes.data
 
 
-def test_the_struct_is_as_the_kernel_sees_it(nvrtc: None) -> None:
-    """The order of the fields, by initialising them in the order in which they are packed."""
-    words = [
-        "constexpr AttentionState kState = {nullptr, {1, 2, 3}, nullptr, {5, 6, 7}};",
-        "constexpr MergeStatesParams kWords = {kState, {}, 16, 17, 18, 19, 20, 21, kOutFloat16,",
-        "                                      23.0f, 24.0f, 25, 26, {kState}, {}, 515};",
-    ]
-    names = ("rows", "tokens", "heads", "columns", "lanes_log2", "count")
-    checks = {f"kWords.{name}": 16 + i for i, name in enumerate(names)}
-    checks |= {"kWords.to_log2": 23, "kWords.from_log2": 24}
-    checks |= {"kWords.result.out_strides[2]": 3, "kWords.partials[0].lse_strides[2]": 7}
-    checks |= {"kWords.ranks": 25, "kWords.rank": 26, "kWords.timeout": 515}
-    checks |= {"sizeof(MergeStatesParams)": merge_states._PARAMS.size, "kMostRanks": MOST_RANKS}
-    checks |= {"kMostPartials": MOST_PARTIALS, "kFew": merge_states._FEW}
-    checks |= {"kColumnsOfFew": merge_states._COLUMNS_OF_FEW}
-    checks |= {"kColumnsOfMany": merge_states._COLUMNS_OF_MANY}
-    checks |= {"kMergeThreads": SPECS[0].threads, "kOutBfloat16": 1, "kOutFloat16": 2}
-    compile_checks(SPECS[0], checks, *words)
-
-
 def test_views_have_as_many_fields_as_the_struct() -> None:
     out, lse = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 4, 3), np.float32)
     state = merge._state(view(out), view(lse))
     assert isinstance(state, StateViews)
-    ptrs = (out.ctypes.data, 384, 128, 32, lse.ctypes.data, 48, 4, 12)
-    assert state.fields == ptrs
+    names = "out", "out_strides", "lse", "lse_strides"
+    assert tuple(state.named) == names
+    assert (*state.named.values(),) == (
+        out.ctypes.data,
+        (384, 128, 32),
+        lse.ctypes.data,
+        (48, 4, 12),
+    )

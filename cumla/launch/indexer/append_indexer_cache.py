@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
-_THREADS = 128
-_COLUMNS = 16  # that a lane holds
+_FILE = "indexer/append_indexer_cache"
+_THREADS = constant(_FILE, "kAppendIndexerThreads")
+_COLUMNS = constant(_FILE, "kHeld * kOctet")  # that a lane holds
 
 
 def _spec(dtype: str) -> KernelSpec:
@@ -35,9 +36,6 @@ class AppendIndexerArguments(NamedTuple):
     slot_mapping: ArrayView  # (tokens,) int32 or int64
 
 
-_PARAMS = struct.Struct("<12q4i")
-
-
 def append_indexer_launch(arguments: AppendIndexerArguments, power_of_two_scales: bool) -> Launch:
     """Describe how to quantise and write the keys, at least one, of 32, 64 or 128 columns.
 
@@ -47,21 +45,18 @@ def append_indexer_launch(arguments: AppendIndexerArguments, power_of_two_scales
     tokens, head_dim = k.shape
     num_pages, page_size, _ = cache.shape
     team = head_dim // _COLUMNS
-    fields = (
-        k.ptr,
-        k.strides[0],
-        slots.ptr,
-        slots.strides[0],
-        cache.ptr,
-        *cache.strides[:2],
-        scales.ptr,
-        *scales.strides,
-        tokens,
-        num_pages * page_size,
-        slots.dtype == "int64",
-        page_size.bit_length() - 1,
-        team.bit_length() - 1,
-        power_of_two_scales,
-    )
+    of_page = "data", "stride_page", "stride_row"
+    params = {
+        **strided(k, "rows", "rows_stride"),
+        **strided(slots, "slots", "slots_stride"),
+        "values": strided(cache, *of_page),
+        "scales": strided(scales, *of_page),
+        "tokens": tokens,
+        "num_slots": num_pages * page_size,
+        "slots_are_wide": slots.dtype == "int64",
+        "page_size_log2": page_size.bit_length() - 1,
+        "team_log2": team.bit_length() - 1,
+        "power_of_two": power_of_two_scales,
+    }
     blocks = -(-tokens // (_THREADS // team))
-    return Launch(_SPECS[k.dtype], (blocks, 1, 1), _PARAMS, fields)
+    return launch_of(_SPECS[k.dtype], (blocks, 1, 1), params)

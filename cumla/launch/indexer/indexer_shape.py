@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.launch.layouts import constant, strided
 from cumla.launch.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-BLOCK_TOKENS = 64  # kBlockTokens: tokens of one product, and of one load
-MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request
+_FILE = "indexer/paged_mqa_logits"
+BLOCK_TOKENS = constant(_FILE, "kBlockTokens")  # of one product, and of one load
+MOST_TOKENS = constant(_FILE, "kMaxTokens")  # of a request
+LOGITS_THREADS = constant(_FILE, "kLogitsThreads")
 _SMEM_LIMIT = 227 * 1024
 _MOST_STAGES = 32
-_ANNOUNCEMENT_BYTES = 16 + 8
 # Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking for
 # more at first only makes the earliest blocks wait (docs/history/indexer.md).
 _RING_BYTES = 100 * 1024
@@ -38,52 +40,41 @@ class LogitsShape(NamedTuple):
     @property
     def stages(self) -> int:
         """Blocks of the ring: as many as it takes and shared memory holds, an even number."""
-        room = min(_SMEM_LIMIT - self._smem_beside_ring, _RING_BYTES)
-        fit = room // self._stage_bytes
-        return min(fit, _MOST_STAGES) // 2 * 2
+        beside = self._bytes(2) - self._pair
+        return 2 * min(min(_SMEM_LIMIT - beside, _RING_BYTES) // self._pair, _MOST_STAGES // 2)
 
     @property
     def smem_bytes(self) -> int:
-        """LogitsLayout::kBytes."""
-        return self._smem_beside_ring + self.stages * self._stage_bytes
+        """Shared memory of a thread block."""
+        return self._bytes(2) + (self.stages // 2 - 1) * self._pair
 
     @property
-    def _stage_bytes(self) -> int:
-        """Tokens of a block, their scales and two barriers; an announcement and its barrier."""
-        return BLOCK_TOKENS * (self.head_dim + 4) + 16 + _ANNOUNCEMENT_BYTES
+    def _pair(self) -> int:
+        """Shared memory of two blocks of the ring, and what goes with them."""
+        return self._bytes(4) - self._bytes(2)
 
-    @property
-    def _smem_beside_ring(self) -> int:
-        """Two segments of query rows, weights, targets, a segment and two barriers; scratch.
-
-        There is one announcement more than blocks of the ring.
-        """
-        rows = self.columns // self.heads
-        segment = self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16
-        return 2 * segment + 128 + _ANNOUNCEMENT_BYTES
+    def _bytes(self, stages: int) -> int:
+        numbers = ", ".join(map(str, (*self, stages)))
+        return constant(_FILE, f"LogitsLayout<LogitsShape<{numbers}>>::kBytes")
 
 
-LOGITS_FIELDS = "8q4i"  # struct LogitsParams
-
-
-def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool) -> tuple[int, ...]:
-    """Pack struct LogitsParams: the values for `LOGITS_FIELDS`.
+def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool) -> dict[str, Any]:
+    """Name the values of struct LogitsParams.
 
     The axes of `q` end with (num_heads, head_dim). Where `clean`, -inf is written where nothing is
     visible.
     """
-    return (
-        weights.ptr,
-        *weights.strides,
-        out.ptr,
-        out.strides[0],
-        *out.shape,
-        q.strides[-2],
-        q.shape[-2],
-        out.dtype == "bfloat16",
-        clean,
-        0,
-    )
+    rows, width = out.shape
+    return {
+        **strided(weights, "weights", "weights_stride_row", "weights_stride_head"),
+        **strided(out, "out", "out_stride"),
+        "rows": rows,
+        "width": width,
+        "q_stride_head": q.strides[-2],
+        "num_heads": q.shape[-2],
+        "out_is_bf16": out.dtype == "bfloat16",
+        "clean": clean,
+    }
 
 
 def keys_map(name: str, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:

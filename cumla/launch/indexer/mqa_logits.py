@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
-from cumla.launch.kernel import Launch
+from cumla.launch.indexer.indexer_shape import (
+    LOGITS_THREADS,
+    LogitsShape,
+    keys_map,
+    logits_values,
+)
+from cumla.launch.layouts import launch_of, strided
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
 MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
@@ -24,7 +29,9 @@ def _spec(heads: int, head_dim: int) -> KernelSpec:
     shape = _shape(heads, head_dim)
     tags, size = (f"h{heads}", f"d{head_dim}"), shape.smem_bytes
     names, numbers = ("mqa_logits", "MqaLogitsParams"), (heads, head_dim, shape.stages, size)
-    return KernelSpec.of("indexer", *names, *numbers, tags=tags, threads=384, smem_bytes=size)
+    return KernelSpec.of(
+        *("indexer", *names, *numbers), tags=tags, threads=LOGITS_THREADS, smem_bytes=size
+    )
 
 
 # The same kernel writes float32 and bfloat16.
@@ -46,9 +53,6 @@ class MQALogitsArguments(NamedTuple):
     out: ArrayView
 
 
-_PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}8q4i32x")
-
-
 def mqa_logits_launch(
     arguments: MQALogitsArguments, *, compressed: bool, clean: bool, sm_count: int
 ) -> Launch:
@@ -58,21 +62,16 @@ def mqa_logits_launch(
     token ks + c of its row; where `clean`, -inf is written where nothing is visible.
     """
     a = arguments
-    values = (
-        keys_map("k", a.k.ptr, a.k.shape, a.k.strides),
-        *logits_values(a.q, a.weights, a.out, clean),
-        a.q.ptr,
-        a.q.strides[0],
-        a.k_scale.ptr,
-        a.k_scale.strides[0],
-        a.ks.ptr,
-        a.ke.ptr,
-        a.ks.strides[0],
-        a.ke.strides[0],
-        a.q.shape[0],
-        a.k.shape[0],
-        compressed,
-        0,
-    )
+    values = {
+        "keys": keys_map("k", a.k.ptr, a.k.shape, a.k.strides),
+        "logits": logits_values(a.q, a.weights, a.out, clean),
+        **strided(a.q, "q", "q_stride_row"),
+        **strided(a.k_scale, "k_scale", "k_scale_stride"),
+        **strided(a.ks, "ks", "ks_stride"),
+        **strided(a.ke, "ke", "ke_stride"),
+        "seq_len": a.q.shape[0],
+        "seq_len_kv": a.k.shape[0],
+        "compressed": compressed,
+    }
     _, num_heads, head_dim = a.q.shape
-    return Launch(_SPECS[num_heads, head_dim], (sm_count, 1, 1), _PARAMS, values)
+    return launch_of(_SPECS[num_heads, head_dim], (sm_count, 1, 1), values)

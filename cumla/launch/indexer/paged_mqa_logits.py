@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import product, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
-from cumla.launch.indexer.paged_mqa_schedule import LENGTHS_FIELDS, PagedMQAKey, lengths_values
-from cumla.launch.kernel import Launch
+from cumla.launch.indexer.indexer_shape import (
+    LOGITS_THREADS,
+    LogitsShape,
+    keys_map,
+    logits_values,
+)
+from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, lengths_values
+from cumla.launch.layouts import launch_of, strided
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
 _FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
 
@@ -29,7 +34,9 @@ def _shape(num_heads: int, head_dim: int, next_n: int) -> LogitsShape:
 def _spec(shape: LogitsShape) -> KernelSpec:
     tags, size = (f"h{shape.heads}", f"d{shape.head_dim}", f"n{shape.columns}"), shape.smem_bytes
     names, numbers = ("paged_mqa_logits", "PagedMqaParams"), (*shape, shape.stages, size)
-    return KernelSpec.of("indexer", *names, *numbers, tags=tags, threads=384, smem_bytes=size)
+    return KernelSpec.of(
+        *("indexer", *names, *numbers), tags=tags, threads=LOGITS_THREADS, smem_bytes=size
+    )
 
 
 _SHAPES = starmap(_shape, product((32, 64), (32, 64, 128), range(1, 9)))
@@ -56,9 +63,6 @@ class PagedMQAArguments(NamedTuple):
     out: ArrayView  # (batch * next_n, max_kv_len) float32 or bfloat16, rows contiguous
 
 
-_PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}{LENGTHS_FIELDS}8q2i")
-
-
 def paged_mqa_logits_launch(
     key: PagedMQAKey, arguments: PagedMQAArguments, *, clean: bool
 ) -> Launch:
@@ -69,19 +73,16 @@ def paged_mqa_logits_launch(
     """
     a = arguments
     num_pages, page_size, _ = a.k_cache.shape
-    values = (
-        keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides),
-        *logits_values(a.q, a.weights, a.out, clean),
-        *lengths_values(key, a.kv_lens, min(key.most_tokens, a.out.shape[1])),
-        a.q.ptr,
-        *a.q.strides[:2],
-        a.scale_cache.ptr,
-        a.scale_cache.strides[0],
-        a.block_table.ptr,
-        a.block_table.strides[0],
-        a.buffer,
-        num_pages,
-        page_size.bit_length() - 1,
-    )
+    values = {
+        "keys": keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides),
+        "logits": logits_values(a.q, a.weights, a.out, clean),
+        "lengths": lengths_values(key, a.kv_lens, min(key.most_tokens, a.out.shape[1])),
+        **strided(a.q, "q", "q_stride_request", "q_stride_row"),
+        **strided(a.scale_cache, "scales", "scales_stride"),
+        **strided(a.block_table, "block_table", "block_table_stride"),
+        "bounds": a.buffer,
+        "num_pages": num_pages,
+        "log2_of_page": page_size.bit_length() - 1,
+    }
     spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.next_n)
-    return Launch(spec, (key.num_sms, 1, 1), _PARAMS, values)
+    return launch_of(spec, (key.num_sms, 1, 1), values)

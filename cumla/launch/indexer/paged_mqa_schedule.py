@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.indexer.indexer_shape import MOST_TOKENS
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
 _NAMES = "indexer", "paged_mqa_schedule", "PagedMqaScheduleParams"
 _FEW, _MANY = (KernelSpec.of(*_NAMES, n, tags=[str(n)], threads=n) for n in (256, 1024))
 SPECS = (_FEW, _MANY)
+_PLACE_BYTES = constant("indexer/paged_mqa_schedule", "sizeof(Place)")
 
 
 class PagedMQAKey(NamedTuple):
@@ -38,7 +39,7 @@ class PagedMQAKey(NamedTuple):
 
 def schedule_bytes(key: PagedMQAKey) -> int:
     """Tell the size of a schedule: where each part begins, and the end."""
-    return 8 * (key.num_sms + 1)
+    return _PLACE_BYTES * (key.num_sms + 1)
 
 
 def plan_bytes(key: PagedMQAKey) -> int:
@@ -56,24 +57,18 @@ def kept_lens(key: PagedMQAKey, like: ArrayView, buffer: int) -> ArrayView:
     return like._replace(ptr=at, shape=shape, strides=strides, dtype="int32")
 
 
-LENGTHS_FIELDS = "3q4i"  # struct ContextLengths
-
-
-def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> tuple[int, ...]:
-    """Pack struct ContextLengths."""
+def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> dict[str, int]:
+    """Name the values of struct ContextLengths."""
     strides = kv_lens.strides
-    return (
-        kv_lens.ptr,
-        strides[0],
-        strides[1] if key.per_row_lens else 0,
-        key.batch,
-        key.next_n,
-        key.per_row_lens,
-        most_tokens,
-    )
-
-
-_PARAMS = struct.Struct(f"<{LENGTHS_FIELDS}2q2i")
+    return {
+        "data": kv_lens.ptr,
+        "stride_request": strides[0],
+        "stride_row": strides[1] if key.per_row_lens else 0,
+        "batch": key.batch,
+        "next_n": key.next_n,
+        "per_row": key.per_row_lens,
+        "most_tokens": most_tokens,
+    }
 
 
 def paged_mqa_schedule_spec(key: PagedMQAKey) -> KernelSpec:
@@ -91,5 +86,6 @@ def paged_mqa_schedule_launch(
     after the schedule; else ``schedule_bytes`` are enough.
     """
     kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
-    values = (*lengths_values(key, kv_lens, key.most_tokens), buffer, kept, key.num_sms, 0)
-    return Launch(paged_mqa_schedule_spec(key), (1, 1, 1), _PARAMS, values)
+    lengths = lengths_values(key, kv_lens, key.most_tokens)
+    values = {"lengths": lengths, "bounds": buffer, "kept": kept, "parts": key.num_sms}
+    return launch_of(paged_mqa_schedule_spec(key), (1, 1, 1), values)

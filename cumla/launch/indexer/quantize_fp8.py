@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
-import struct
 from math import prod
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
-_OCTET = 8
-_THREADS = 256
-_HELD = 4  # octets of a row that a thread holds
+# MOST_AXES: of rows, once those that can be are merged; _HELD: octets of a row that a thread holds.
+_THREADS, _HELD, _OCTET, MOST_AXES = (
+    constant("indexer/quantize_fp8", name)
+    for name in ("kQuantizeThreads", "kMostHeld", "kOctet", "kMostAxes")
+)
 MOST_COLUMNS = _THREADS * _HELD * _OCTET
-MOST_AXES = 4  # of rows, once those that can be are merged
 
 _NAMES = "indexer", "quantize_fp8", "QuantizeFp8Params"
 _SPECS = {
@@ -62,20 +63,19 @@ def quantize_launch(
     axes = [(1, (0, 0, 0))] * (MOST_AXES - len(axes)) + axes
     rows, octets = prod(lead), columns // _OCTET
     team_log2 = (-(-octets // _HELD) - 1).bit_length()
-    values_of_params = (
-        x.ptr,
-        values.ptr,
-        scale.ptr,
-        *(size for size, _ in axes),
-        *(steps[array] for array in range(3) for _, steps in axes),
-        rows,
-        octets,
-        team_log2,
-        power_of_two_scales,
-        0,
-    )
+    x_strides, value_strides, scale_strides = zip(*(steps for _, steps in axes), strict=True)
+    params = {
+        "x": x.ptr,
+        "values": values.ptr,
+        "scales": scale.ptr,
+        "sizes": [size for size, _ in axes],
+        "x_strides": x_strides,
+        "value_strides": value_strides,
+        "scale_strides": scale_strides,
+        "rows": rows,
+        "octets": octets,
+        "team_log2": team_log2,
+        "power_of_two": power_of_two_scales,
+    }
     blocks = -(-rows // (_THREADS >> team_log2))
-    return Launch(_SPECS[x.dtype], (blocks, 1, 1), _PARAMS, values_of_params)
-
-
-_PARAMS = struct.Struct(f"<3q{4 * MOST_AXES}qq4i")
+    return launch_of(_SPECS[x.dtype], (blocks, 1, 1), params)

@@ -3,29 +3,33 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import Launch
-from cumla.launch.slots import indices, num_entries, num_requests, page_numbers
-from cumla.launch.source import FLOATS, KernelSpec
+from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.slots import indices, num_entries, num_requests, page_numbers, pages
+from cumla.launch.source import FLOATS, KernelSpec, in_cuda
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
-_THREADS = 128
-_MAX_HEADS = 4  # of one thread
-_OCTET = 8  # columns
+_FILE = "mha/append_kv_cache"
+_THREADS, _MAX_HEADS, _OCTET = (
+    constant(_FILE, name) for name in ("kThreads", "kMaxHeads", "kOctet")
+)
 _MAX_TILES = 1 << 15  # in y of the grid
 
-_TABLES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_TABLES = {
+    dtype: constant(_FILE, name)
+    for dtype, name in (("float32", "kFloat"), ("bfloat16", "kBfloat16"), ("float16", "kFloat16"))
+}
 _SPECS = {
     (dtype, to_fp8): KernelSpec.of(
         *("mha", "append_kv_cache", "AppendKvCacheParams", dtype, to_fp8),
         tags=["fp8", dtype] if to_fp8 else [dtype],
         threads=_THREADS,
         min_blocks=3 if dtype == "float32" else 7,
-        smem_bytes=_THREADS * 2 * _MAX_HEADS * (32 if dtype == "float32" else 16),
+        smem_bytes=_THREADS * 2 * _MAX_HEADS * constant(_FILE, f"Held<{in_cuda(dtype)}>::kBytes"),
     )
     for dtype in FLOATS
     for to_fp8 in (False, True)
@@ -91,9 +95,6 @@ class AppendKVArguments(NamedTuple):
         return self.rows.shape[0] * self.rows.shape[1]
 
 
-_PARAMS = struct.Struct("<51q3qfi3qfi7q17i4x")
-
-
 def append_kv_launch(arguments: AppendKVArguments) -> Launch:
     """Describe how to write and to rotate the rows of at least one token."""
     a = arguments
@@ -101,49 +102,50 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
     keys = _division(a.rows.shape[3], 0 if a.cos is None else 2 * a.cos.shape[1], a.rotary_offset)
     values = keys if a.v is None else _division(a.v.shape[3], 0, 0)
     in_cache = a.v_cache is not None
-    team = max(keys[0], values[0])
+    team = max(keys["units"], values["units"])
     heads = _heads_of_chunk(a.tokens)
     chunks = [-(-n // heads) for n in (q_heads, kv_heads, kv_heads if in_cache else 0)]
-    fields = (
-        *_rows(a.q),
-        *_rows(a.q_out),
-        *_rows(a.k),
-        *_rows(a.v),
-        *_rows(a.k_cache),
-        *_rows(a.v_cache),
-        *indices(a.slot_mapping),
-        *indices(a.batch_indices),
-        *indices(a.positions),
-        *indices(a.kv_lens),
-        *indices(a.qo_indptr),
-        *page_numbers(a.block_table, a.kv_indices),
-        *indices(a.kv_indptr),
-        *_angles(a.cos),
-        *_angles(a.sin),
-        *_scales(a.k_scale),
-        *_scales(a.v_scale),
-        a.tokens,
-        a.rows.shape[1],
-        _batch(a),
-        num_entries(a.block_table, a.kv_indices),
-        a.k_cache.shape[0] if a.k_cache is not None and in_cache else 0,
-        a.k_cache.shape[1] if a.k_cache is not None and in_cache else 0,
-        0 if a.cos is None else a.cos.shape[0],
-        *keys,
-        *values,
-        team,
-        -(-(1 << 16) // team),
-        heads,
-        *chunks[:2],
-        q_heads,
-        kv_heads,
-        a.interleaved,
-        0 if a.cos is None else _TABLES[a.cos.dtype],
-    )
+    params = {
+        "q": _rows(a.q),
+        "q_out": _rows(a.q_out),
+        "k": _rows(a.k),
+        "v": _rows(a.v),
+        "k_cache": pages(a.k_cache),
+        "v_cache": pages(a.v_cache),
+        "slots": indices(a.slot_mapping),
+        "batch_indices": indices(a.batch_indices),
+        "positions": indices(a.positions),
+        "kv_lens": indices(a.kv_lens),
+        "bounds": indices(a.qo_indptr),
+        **page_numbers(a.block_table, a.kv_indices),
+        "page_list_bounds": indices(a.kv_indptr),
+        "cos": _angles(a.cos),
+        "sin": _angles(a.sin),
+        "k_scale": _scales(a.k_scale),
+        "v_scale": _scales(a.v_scale),
+        "tokens": a.tokens,
+        "tokens_of_batch": a.rows.shape[1],
+        "batch": _batch(a),
+        "num_entries": num_entries(a.block_table, a.kv_indices),
+        "num_pages": a.k_cache.shape[0] if a.k_cache is not None and in_cache else 0,
+        "page_size": a.k_cache.shape[1] if a.k_cache is not None and in_cache else 0,
+        "max_position": 0 if a.cos is None else a.cos.shape[0],
+        "keys": keys,
+        "values": values,
+        "team": team,
+        "inverse_team": -(-(1 << 16) // team),
+        "heads": heads,
+        "q_chunks": chunks[0],
+        "kv_chunks": chunks[1],
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "interleaved": a.interleaved,
+        "table_type": 0 if a.cos is None else _TABLES[a.cos.dtype],
+    }
     cache_dtype = a.rows.dtype if a.k_cache is None else a.k_cache.dtype
     tiles = -(-a.tokens // (_THREADS // team))
     grid = (sum(chunks), min(tiles, _MAX_TILES), -(-tiles // _MAX_TILES))
-    return Launch(append_kv_spec(a.rows.dtype, cache_dtype), grid, _PARAMS, fields)
+    return launch_of(append_kv_spec(a.rows.dtype, cache_dtype), grid, params)
 
 
 def _heads_of_chunk(tokens: int) -> int:
@@ -151,31 +153,32 @@ def _heads_of_chunk(tokens: int) -> int:
     return 2 if tokens <= 512 else _MAX_HEADS
 
 
-def _division(columns: int, rotary_dim: int, rotary_offset: int) -> tuple[int, int, int, int]:
-    """Pack struct Division: it tells which thread of a team has which octets of a row."""
+def _division(columns: int, rotary_dim: int, rotary_offset: int) -> dict[str, int]:
+    """Tell which thread of a team has which octets of a row, as struct Division does."""
     rope_units = rotary_dim // (2 * _OCTET)
     rest = columns // _OCTET - 2 * rope_units
-    return (rope_units + -(-rest // 2), rope_units, rotary_offset // _OCTET, rest)
+    units = rope_units + -(-rest // 2)
+    first = rotary_offset // _OCTET
+    return {"units": units, "rope_units": rope_units, "rope_first": first, "rest": rest}
 
 
 def _heads(view: ArrayView | None) -> int:
     return 0 if view is None else view.shape[2]
 
 
-def _rows(view: ArrayView | None) -> tuple[int, ...]:
-    """Pack struct BatchedRows, or Pages."""
-    return (0, 0, 0, 0) if view is None else (view.ptr, *view.strides[:3])
+def _rows(view: ArrayView | None) -> dict[str, int] | None:
+    names = "data", "stride_batch", "stride_token", "stride_head"
+    return None if view is None else strided(view, *names)
 
 
-def _angles(view: ArrayView | None) -> tuple[int, ...]:
-    """Pack struct Angles."""
-    return (0, 0, 0) if view is None else (view.ptr, *view.strides)
+def _angles(view: ArrayView | None) -> dict[str, int] | None:
+    return None if view is None else strided(view, "data", "stride_position", "stride_column")
 
 
-def _scales(scale: Scale) -> tuple[float, ...]:
-    """Pack struct Scales."""
-    view = scale.view
-    return (0, 0, 0, scale.number, 0) if view is None else (view.ptr, *view.strides, 1.0, 0)
+def _scales(scale: Scale) -> dict[str, Any]:
+    if scale.view is None:
+        return {"data": 0, "stride_request": 0, "stride_head": 0, "value": scale.number}
+    return strided(scale.view, "data", "stride_request", "stride_head") | {"value": 1.0}
 
 
 def _batch(a: AppendKVArguments) -> int:

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from math import e, gcd, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec, tile_bytes
 from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec, tile_rows
-from cumla.launch.source import HALVES, KernelSpec
+from cumla.launch.source import HALVES, KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
@@ -29,7 +28,9 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
+_FILE = "mha/attention"
 _COLUMNS = 64  # of a tile
 MOST_E4M3_COLUMNS = 256
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8))  # of keys and of values
@@ -42,24 +43,14 @@ _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
 _LOG2_E = log2(e)
 
 
-def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
-    """Count the bytes of SharedLayout."""
-    tiles = key_tiles + value_tiles
-    tile, stages, raw_blocks = 64 * 128, 1 if tiles > 8 else 2 if tiles > 4 else 4, 0
-    if form == "e4m3":
-        stages, raw_blocks = {2: (4, 8), 4: (2, 6), 5: (2, 4), 8: (1, 2)}[tiles]
-    exchange = 8192 + 1024 if tiles > 8 else 2 * 64 * value_tiles * 32 * 4
-    raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
-    return key_tiles * tile + stages * tiles * tile + exchange + 1536 + 256 + raw
-
-
 def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
+    layout = f"SharedLayout<{tiles[0]}, {tiles[1]}, {in_cuda(form == 'e4m3')}>"
     return KernelSpec.of(
         *("mha", "attention", "AttentionParams", dtype, *tiles, _FORMS[form]),
         tags=[dtype, *names, *([form] if form != "boxes" else [])],
-        threads=512 if form == "e4m3" and max(tiles) < 4 else 384,  # SharedLayout::kLoaders
-        smem_bytes=_smem(*tiles, form),
+        threads=constant(_FILE, f"(2 + {layout}::kLoaders) * kWarpgroup"),
+        smem_bytes=constant(_FILE, f"{layout}::kBytes"),
     )
 
 
@@ -318,9 +309,6 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
 
-PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfiii32x")
-
-
 def attention_launch(
     key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
@@ -338,13 +326,13 @@ def attention_launch(
         grid = (key.num_kv_heads, key.parts, 1)
     else:
         grid = (1, key.parts, key.num_kv_heads)
-    return Launch(attention_spec(key), grid, PARAMS, values)
+    return launch_of(attention_spec(key), grid, values)
 
 
 def attention_values(
     key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
-) -> tuple[Any, ...]:
-    """List the fields of struct AttentionParams."""
+) -> dict[str, Any]:
+    """Name the values of struct AttentionParams."""
     a = arguments
     if 0 in a.k.shape:  # of which nothing is read, but copies of zeros need an address that exists
         a = a._replace(k=a.k._replace(ptr=a.q.ptr), v=a.v._replace(ptr=a.q.ptr))
@@ -352,69 +340,87 @@ def attention_values(
     if pages is not None and len(pages.shape) == 1:  # a table whose rows are a page apart
         pages = pages._replace(shape=(1, *pages.shape), strides=(4, 4))
     if len(lse.shape) == 3:
-        lse_strides = [stride // 4 for stride in lse.strides]
+        lse_batch, lse_head, lse_token = lse.strides
     else:
-        lse_strides = [0, lse.strides[1] // 4, lse.strides[0] // 4]
-    return (
-        *(_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
-        a.k.ptr,
-        *a.k.strides[:3],
-        a.v.ptr,
-        *a.v.strides[:3],
-        a.q.ptr,
-        *_strides(a.q),
-        out.ptr,
-        *_strides(out),
-        lse.ptr,
-        *lse_strides,
-        *((0, 0) if pages is None else (pages.ptr, pages.strides[0] // 4)),
-        0 if a.sinks is None else a.sinks.ptr,
-        *key.layout.schedule_at(buffer),
-        *key.layout.partials_at(buffer),
-        min(a.k.shape[1] if pages is None else pages.shape[1] * key.page_size, MOST_TOKENS),
-        a.k.shape[1]
-        if pages is None
-        else (pages.shape[0] - 1) * (pages.strides[0] // 4) + pages.shape[1],
-        key.num_places,
-        key.parts,
-        a.k.shape[0],
-        key.page_size,
-        key.box_rows,
-        key.head_dim,
-        key.head_dim_v,
-        key.total_tokens,
-        key.q_len,
-        key.heads_per_group,
-        key.row_groups,
-        key.may_wait,
-        key.causal,
-        *a.window,
-        out.dtype == "float32",
-        (a.softcap or a.softmax_scale) * _LOG2_E,
-        2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
-        *divisor_of(key.heads_per_group),
-        *divisor_of(key.page_size or 1),
-        *divisor_of(key.q_len or 1 << 31),
-        key.batch_invariant,
-        -inf,  # lse of what sees nothing
-        *_scales(a.k_scale),
-        *_scales(a.v_scale),
-        key.num_kv_heads,
-        key.is_of_chunks,
-    )
+        lse_batch, lse_head, lse_token = 0, lse.strides[1], lse.strides[0]
+    entries_apart = 0 if pages is None else pages.strides[0] // 4
+    if pages is None:
+        tokens = entries = a.k.shape[1]
+    else:
+        tokens = pages.shape[1] * key.page_size
+        entries = (pages.shape[0] - 1) * entries_apart + pages.shape[1]
+    columns = "base", "stride_page", "stride_row", "stride_head"
+    places, parts, tickets = key.layout.schedule_at(buffer)
+    partial_out, partial_rows = key.layout.partials_at(buffer)
+    return {
+        "key_map": _map(key, "k", a.k),
+        "value_map": _map(key, "v", a.v),
+        "keys": strided(a.k, *columns),
+        "values": strided(a.v, *columns),
+        **_queries("q", a.q),
+        **_queries("out", out),
+        "lse": lse.ptr,
+        "lse_stride_batch": lse_batch // 4,
+        "lse_stride_head": lse_head // 4,
+        "lse_stride_token": lse_token // 4,
+        "block_table": 0 if pages is None else pages.ptr,
+        "block_table_stride": entries_apart,
+        "sinks": 0 if a.sinks is None else a.sinks.ptr,
+        "places": places,
+        "parts_in": parts,
+        "tickets": tickets,
+        "partial_out": partial_out,
+        "partial_rows": partial_rows,
+        "max_tokens": min(tokens, MOST_TOKENS),
+        "page_entries": entries,
+        "batch": key.num_places,
+        "parts": key.parts,
+        "num_pages": a.k.shape[0],
+        "page_size": key.page_size,
+        "box_rows": key.box_rows,
+        "key_columns": key.head_dim,
+        "value_columns": key.head_dim_v,
+        "q_len": key.total_tokens,
+        "tokens_apart": key.q_len,
+        "heads_per_group": key.heads_per_group,
+        "row_groups": key.row_groups,
+        "may_wait": key.may_wait,
+        "causal": key.causal,
+        "window_left": a.window[0],
+        "window_right": a.window[1],
+        "out_is_float": out.dtype == "float32",
+        "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
+        "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
+        "by_heads_per_group": divisor_of(key.heads_per_group),
+        "by_page_size": divisor_of(key.page_size or 1),
+        "by_tokens_apart": divisor_of(key.q_len or 1 << 31),
+        "batch_invariant": key.batch_invariant,
+        "empty_lse": -inf,
+        "key_scale": _scales(a.k_scale),
+        "value_scale": _scales(a.v_scale),
+        "num_kv_heads": key.num_kv_heads,
+        "is_of_chunks": key.is_of_chunks,
+    }
 
 
-def _strides(view: ArrayView) -> tuple[int, ...]:
-    """Give those of request, token and head."""
-    return view.strides[:3] if len(view.shape) == 4 else (0, *view.strides[:2])
+def _queries(name: str, view: ArrayView) -> dict[str, int]:
+    """Name where rows of queries or of results begin; those without requests are of one."""
+    if len(view.shape) == 3:
+        view = view._replace(strides=(0, *view.strides))
+    return strided(view, name, *(f"{name}_stride_{axis}" for axis in ("batch", "token", "head")))
 
 
-def _scales(scale: Scale) -> tuple[float, ...]:
-    """Pack struct Scales."""
+def _scales(scale: Scale) -> dict[str, Any]:
+    """Name the values of struct Scales."""
     view = scale.view
-    if view is None:
-        return 0, 0, 0, scale.number, 1
-    return view.ptr, *(stride // 4 for stride in view.strides), 1.0, view.shape[0]
+    request, head = (0, 0) if view is None else view.strides
+    return {
+        "data": 0 if view is None else view.ptr,
+        "stride_request": request // 4,
+        "stride_head": head // 4,
+        "value": scale.number if view is None else 1.0,
+        "requests": 1 if view is None else view.shape[0],
+    }
 
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:

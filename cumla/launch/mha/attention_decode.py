@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from itertools import product
 
-from cumla.launch.source import HALVES, KernelSpec
+from cumla.launch.layouts import constant
+from cumla.launch.source import HALVES, KernelSpec, in_cuda
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
-_WARPS = 12
-_TOO_WIDE = (((4, 4), 16, True), ((2, 2), 16, False))  # for the registers there are
-CHUNK_TOKENS = 16  # of a warp at once
-_SHARED_MOST = 232448
+_FILE = "mha/attention_decode"
+_WARPS = constant(_FILE, "kDecodeWarps")
+CHUNK_TOKENS = constant(_FILE, "kChunk")  # of a warp at once
 
 
 def tile_bytes(row_bytes: int) -> int:
@@ -19,38 +19,32 @@ def tile_bytes(row_bytes: int) -> int:
     return 128 if row_bytes % 128 == 0 else 64
 
 
-def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
-    """Count the bytes of DecodeLayout; 0 if fewer than two chunks of each warp fit."""
-    chunk = CHUNK_TOKENS * 64 * sum(tiles) * (1 if e4m3 else 2)
-    keys = 64 * tiles[0]
-    holds_query = rows == 8 and keys <= 192
-    query = rows * (keys * 2 + 4) * (3 if holds_query else 1)
-    step, steps = _WARPS * (8 * 68 * 4 + 32), rows // 8 * tiles[1]
-    others = step + _WARPS * (rows * 16 + 4 * 8) + 96 + query
-    stages = min(3 if holds_query else 2, (_SHARED_MOST - others) // (_WARPS * chunk))
-    if stages < 2:
-        return 0
-    least, more = _WARPS * stages * chunk + others, (steps - 1) * step
-    fits = least + more <= _SHARED_MOST and (rows == 8 or tiles[0] == 1)
-    return least + more if fits else least
+def _fits(tiles: tuple[int, int], rows: int, e4m3: bool) -> bool:
+    """Tell whether two chunks of each warp fit into shared memory, and what it has into registers.
+
+    The kernel checks the former, and compiling an entry point both.
+    """
+    if e4m3:
+        return (tiles, rows) != ((4, 4), 16)
+    return tiles == (1, 1) or (tiles, rows) == ((2, 2), 8)
 
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSpec:
     columns = [str(64 * count) for count in tiles]
     form = ["e4m3"] if e4m3 else []
+    layout = f"DecodeLayout<{', '.join(columns)}, {rows}, {in_cuda(e4m3)}>"
+    end = f"{layout}{{}}.undone({layout}::kQuerySlots, 0)"
     return KernelSpec.of(
         *("mha", "attention_decode", "AttentionParams"),
         *(dtype, *columns, rows, e4m3),
         tags=[dtype, *columns, *form, str(rows)],
         threads=32 * _WARPS,
-        smem_bytes=_smem(tiles, rows, e4m3),
+        smem_bytes=constant(_FILE, end),
     )
 
 
 _SPECS = {
-    key: _spec(*key)
-    for key in product(HALVES, _TILES, (8, 16), (False, True))
-    if _smem(*key[1:]) and key[1:] not in _TOO_WIDE
+    key: _spec(*key) for key in product(HALVES, _TILES, (8, 16), (False, True)) if _fits(*key[1:])
 }
 SPECS = tuple(_SPECS.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from cumla.launch.layouts import constant
 from cumla.launch.source import HALVES, KernelSpec
 
 FULL_ROWS = 128  # query rows that are worth a thread block
@@ -27,21 +28,16 @@ def tile_rows(tiles: tuple[int, int], form: str) -> int:
     return 64 * _consumers(tiles, form == "rows")
 
 
-def _smem(tiles: tuple[int, int], block: int, consumers: int) -> int:
-    """Count the bytes of PrefillLayout."""
-    keys, values = tiles
-    return consumers * (keys + 1) * 64 * 128 + 2 * (keys + values) * block * 128 + 4 * 64 + 256
-
-
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     block, consumers = block_tokens(tiles), _consumers(tiles, rows)
+    layout = f"PrefillLayout<{tiles[0]}, {tiles[1]}, {block}, {consumers}>"
     return KernelSpec.of(
         *("mha", "attention_prefill", "AttentionParams"),
         *(dtype, *tiles, block, consumers, rows),
         tags=[dtype, *names, *(["rows"] if rows else [])],
         threads=128 * (1 + consumers),
-        smem_bytes=_smem(tiles, block, consumers),
+        smem_bytes=constant("mha/attention_prefill", f"{layout}::kBytes"),
     )
 
 

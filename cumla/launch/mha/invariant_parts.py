@@ -3,26 +3,31 @@
 
 from __future__ import annotations
 
-import struct
+from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mha.attention import PIECE_BLOCKS, MHAKey
 from cumla.launch.source import KernelSpec
 
-SPECS = (KernelSpec.of("mha", "invariant_parts", "InvariantPartsParams", threads=1024),)
+if TYPE_CHECKING:
+    from cumla.launch.kernel import Launch
 
-_PARAMS = struct.Struct("<QQQ6i")
+_THREADS = constant("mha/invariant_parts", "kScheduleThreads")
+SPECS = (KernelSpec.of("mha", "invariant_parts", "InvariantPartsParams", threads=_THREADS),)
 
 
 def invariant_parts_launch(key: MHAKey, buffer: int) -> Launch:
     """Describe how to cut the row tiles that a schedule of one part has put into the buffer."""
-    values = (
-        *key.layout.schedule_at(buffer),
-        key.num_places,
-        key.parts,
-        key.num_tickets,
-        key.heads_per_group,
-        PIECE_BLOCKS,
-        key.max_pieces,
-    )
-    return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
+    places, parts, tickets = key.layout.schedule_at(buffer)
+    values = {
+        "places": places,
+        "parts_out": parts,
+        "tickets": tickets,
+        "max_places": key.num_places,
+        "parts": key.parts,
+        "num_tickets": key.num_tickets,
+        "heads_per_group": key.heads_per_group,
+        "piece_blocks": PIECE_BLOCKS,
+        "max_pieces": key.max_pieces,
+    }
+    return launch_of(SPECS[0], (1, 1, 1), values)

@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import Launch
-from cumla.launch.slots import indices, num_entries, num_requests, page_numbers
+from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.slots import indices, num_entries, num_requests, page_numbers, pages
 from cumla.launch.source import HALVES, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
-_TILE_ROWS = 16  # rows of one thread block, and heads of a query that one warp rotates
-_WARPS = 9
+# Rows of one thread block, and heads of a query that one warp rotates.
+_TILE_ROWS = constant("mla/append_cache", "kTileRows")
+_WARPS = constant("mla/append_cache", "kAppendWarps")
+THREADS = 32 * _WARPS
 
 
 def _spec(dtype: str, float_rows: bool) -> KernelSpec:
     rows, tags = ("float32", [dtype, "from_float32"]) if float_rows else (dtype, [dtype])
     blocks = 3 if float_rows else 4  # as many as the registers of the rows in flight allow
     names = "mla", "append_cache", "AppendCacheParams"
-    return KernelSpec.of(*names, dtype, rows, tags=tags, threads=32 * _WARPS, min_blocks=blocks)
+    return KernelSpec.of(*names, dtype, rows, tags=tags, threads=THREADS, min_blocks=blocks)
 
 
 _SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in HALVES for floats in (False, True)}
@@ -54,19 +56,15 @@ class AppendArguments(NamedTuple):
     interleaved: bool  # which columns a rotation pairs
 
 
-PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2i"
-_PARAMS = struct.Struct(PARAMS_FORMAT)
-
-
 def append_launch(arguments: AppendArguments) -> Launch:
     """Describe how to write rows, at least one, and to rotate the queries if there are any."""
     grid, values = append_values(arguments)
     spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32"]
-    return Launch(spec, grid, _PARAMS, values)
+    return launch_of(spec, grid, values)
 
 
-def append_values(arguments: AppendArguments) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Give the grid, and what struct AppendCacheParams holds in `PARAMS_FORMAT`."""
+def append_values(arguments: AppendArguments) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Give the grid, and name the values of struct AppendCacheParams."""
     a = arguments
     tokens, num_kv_heads, _ = a.latent_rows.shape
     num_pages, page_size, _, _ = a.latent_cache.shape
@@ -74,32 +72,31 @@ def append_values(arguments: AppendArguments) -> tuple[tuple[int, int, int], tup
     row_tiles = _ceil(tokens, _TILE_ROWS)
     query_warps = tokens * _ceil(num_heads, _TILE_ROWS)
     query_tiles = _ceil(_ceil(query_warps, _WARPS), num_kv_heads)
-    values = (
-        *_rows(a.latent_rows),
-        *_rows(a.rope_rows),
-        a.latent_cache.ptr,
-        *a.latent_cache.strides[:3],
-        a.rope_cache.ptr,
-        *a.rope_cache.strides[:3],
-        *indices(a.slot_mapping),
-        *indices(a.batch_indices),
-        *indices(a.positions),
-        *page_numbers(a.block_table, a.kv_indices),
-        *indices(a.kv_indptr),
-        *((0, 0) if a.cos_sin is None else (a.cos_sin.ptr, a.cos_sin.strides[0])),
-        *_rows(a.q_pe),
-        *_rows(a.q_pe_out),
-        tokens,
-        num_pages,
-        page_size,
-        num_requests(a.block_table, a.kv_indptr),
-        num_entries(a.block_table, a.kv_indices),
-        0 if a.cos_sin is None else a.cos_sin.shape[0],
-        row_tiles,
-        num_heads,
-        a.cos_sin is not None and a.cos_sin.dtype == "float32",
-        a.interleaved,
-    )
+    values = {
+        "latent_rows": _rows(a.latent_rows),
+        "rope_rows": _rows(a.rope_rows),
+        "latent_cache": pages(a.latent_cache),
+        "rope_cache": pages(a.rope_cache),
+        "slots": indices(a.slot_mapping),
+        "batch_indices": indices(a.batch_indices),
+        "positions": indices(a.positions),
+        **page_numbers(a.block_table, a.kv_indices),
+        "page_list_bounds": indices(a.kv_indptr),
+        "cos_sin": 0 if a.cos_sin is None else a.cos_sin.ptr,
+        "cos_sin_stride": 0 if a.cos_sin is None else a.cos_sin.strides[0],
+        "queries": _rows(a.q_pe),
+        "queries_out": _rows(a.q_pe_out),
+        "tokens": tokens,
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "batch": num_requests(a.block_table, a.kv_indptr),
+        "num_entries": num_entries(a.block_table, a.kv_indices),
+        "max_position": 0 if a.cos_sin is None else a.cos_sin.shape[0],
+        "row_tiles": row_tiles,
+        "num_heads": num_heads,
+        "cos_sin_is_float": a.cos_sin is not None and a.cos_sin.dtype == "float32",
+        "interleaved": a.interleaved,
+    }
     return (row_tiles + query_tiles, num_kv_heads, 1), values
 
 
@@ -107,6 +104,5 @@ def _ceil(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def _rows(view: ArrayView | None) -> tuple[int, int, int]:
-    """Pack struct Rows."""
-    return (0, 0, 0) if view is None else (view.ptr, view.strides[0], view.strides[1])
+def _rows(view: ArrayView | None) -> dict[str, int] | None:
+    return None if view is None else strided(view, "data", "stride_token", "stride_head")

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import Launch
-from cumla.launch.mla.append_cache import PARAMS_FORMAT, append_values
+from cumla.launch.layouts import launch_of
+from cumla.launch.mla.append_cache import THREADS, append_values
+from cumla.launch.slots import pages
 from cumla.launch.source import HALVES, KernelSpec
 
 if TYPE_CHECKING:
+    from cumla.launch.kernel import Launch
     from cumla.launch.mla.append_cache import AppendArguments
 
 
@@ -18,16 +19,13 @@ def _spec(form: str, float_rows: bool) -> KernelSpec:
     dtype, flags = ("bfloat16", [True]) if form == "v4" else (form, [])
     rows, tags = ("float32", [form, "from_float32"]) if float_rows else (dtype, [form])
     names = "mla", "append_fp8_cache", "AppendFp8CacheParams"
-    return KernelSpec.of(*names, dtype, rows, *flags, tags=tags, threads=288, min_blocks=3)
+    return KernelSpec.of(*names, dtype, rows, *flags, tags=tags, threads=THREADS, min_blocks=3)
 
 
 _SPECS = {
     (form, floats): _spec(form, floats) for form in (*HALVES, "v4") for floats in (False, True)
 }
 SPECS = tuple(_SPECS.values())
-
-
-_PARAMS = struct.Struct(f"{PARAMS_FORMAT}5qf3i")
 
 
 def append_fp8_launch(arguments: AppendArguments) -> Launch:
@@ -37,15 +35,14 @@ def append_fp8_launch(arguments: AppendArguments) -> Launch:
     """
     grid, values = append_values(arguments)
     scales = arguments.scales
-    fields = (
-        *values,
-        *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
-        0 if arguments.kv_scale is None else arguments.kv_scale.ptr,
-        arguments.scale_number,
-        arguments.rope_cache.dtype not in HALVES,
-        arguments.power_of_two_scales,
-        0,
-    )
+    params = {
+        "to": values,
+        "scales": pages(scales),
+        "scale": 0 if arguments.kv_scale is None else arguments.kv_scale.ptr,
+        "scale_value": arguments.scale_number,
+        "rope_is_e4m3": arguments.rope_cache.dtype not in HALVES,
+        "power_of_two": arguments.power_of_two_scales,
+    }
     form = "v4" if scales is not None and scales.dtype == "uint8" else arguments.dtype
     spec = _SPECS[form, arguments.latent_rows.dtype == "float32"]
-    return Launch(spec, grid, _PARAMS, fields)
+    return launch_of(spec, grid, params)

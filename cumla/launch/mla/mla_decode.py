@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import product
 from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -17,6 +16,7 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
     from cumla.launch.mla.shape import LatentKey
 
 
@@ -41,6 +41,8 @@ class DecodeArguments(NamedTuple):
     fp8_products: bool = False  # whether products of e4m3 columns may be computed in e4m3
 
 
+SMEM_BYTES = constant("mla/mla_decode", "SharedLayout(0).pacer(2 * kWarpgroup)")
+"""Shared memory of a thread block."""
 FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
@@ -56,7 +58,7 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
         name=name,
         tags=[dtype, *suffixes],
         threads=384,
-        smem_bytes=232160,
+        smem_bytes=SMEM_BYTES,
     )
 
 
@@ -89,8 +91,6 @@ def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
 
 
-PARAMS_FORMAT = "<128s128s128s33q14if8Iifi2q"
-_PARAMS = struct.Struct(PARAMS_FORMAT)
 NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
 
@@ -102,68 +102,90 @@ def decode_launch(
     arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
+    **more: Any,
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
     `spec` is the kernel for the key and for the form of these arrays; the rest is as for
-    :func:`cumla.launch.mla.choice.attend_launch`.
+    :func:`cumla.launch.mla.choice.attend_launch`. A kernel may take `more` than others do.
     """
     maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
-    values = (*maps, *decode_values(key, buffer, arguments, out, lse))
+    values = decode_values(key, buffer, arguments, out, lse, maps)
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return Launch(spec, grid, _PARAMS, values)
+    return launch_of(spec, grid, values | more)
+
+
+_QUERY = "base", "stride_batch", "stride_token", "stride_head"  # struct QueryColumns
+CACHE = "base", "stride_page", "stride_row", "stride_head"  # struct CacheColumns
+Maps = tuple["TensorMap | bytes", "TensorMap | bytes", "TensorMap | bytes"]
 
 
 def decode_values(
-    key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
-) -> tuple[Any, ...]:
-    """List what the kernel is told behind the tensor maps; parameters as for decode_launch.
+    key: LatentKey,
+    buffer: int,
+    arguments: DecodeArguments,
+    out: ArrayView,
+    lse: ArrayView,
+    maps: Maps = (NO_MAP, NO_MAP, NO_MAP),
+) -> dict[str, Any]:
+    """Name the values of struct MlaDecodeParams; parameters as for decode_launch.
 
-    The order is that of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
+    `maps` are of latent columns, of RoPE columns, and of rows that L2 fetches ahead.
     """
-    block_table, sinks = arguments.block_table, arguments.sinks
-    columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
-    return (
-        *(value for view in columns for value in (view.ptr, *view.strides[:3])),
-        out.ptr,
-        *out.strides[:3],
-        lse.ptr,
-        *(stride // 4 for stride in lse.strides),
-        block_table.ptr,
-        block_table.strides[0] // 4,
-        *key.layout.schedule_at(buffer),
-        *key.layout.partials_at(buffer),
-        min(block_table.shape[1] * key.page_size, MOST_TOKENS),
-        (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
-        key.num_places,
-        key.parts,
-        block_table.shape[1],
-        arguments.kv_cache.shape[0],
-        key.page_size,
-        key.box_rows,
-        key.wide_rows,
-        _rope_is_apart(arguments.kv_cache, arguments.kv_rope),
-        key.q_len,
-        key.heads_per_group,
-        key.row_groups,
-        key.may_wait,
-        key.causal,
-        out.dtype == "float32",
-        arguments.softmax_scale * _LOG2_E,
-        *divisor_of(key.heads_per_group),
-        *divisor_of(key.page_size),
-        *divisor_of(key.num_heads),
-        *divisor_of(key.q_len),
-        key.batch_invariant,
-        arguments.empty_lse,
-        arguments.sink_in_lse,
-        *((0, 0) if sinks is None else (sinks.ptr, sinks.strides[0] // 4)),
-    )
+    table, sinks = arguments.block_table, arguments.sinks
+    entries_apart = table.strides[0] // 4
+    places, parts, tickets = key.layout.schedule_at(buffer)
+    partial_out, partial_rows = key.layout.partials_at(buffer)
+    return {
+        "latent_map": maps[0],
+        "rope_map": maps[1],
+        "wide_map": maps[2],
+        "latent": strided(arguments.kv_cache, *CACHE),
+        "rope": strided(arguments.kv_rope, *CACHE),
+        "q_latent": strided(arguments.q, *_QUERY),
+        "q_rope": strided(arguments.q_rope, *_QUERY),
+        **strided(out, "out", "out_stride_batch", "out_stride_token", "out_stride_head"),
+        "lse": lse.ptr,
+        "lse_stride_batch": lse.strides[0] // 4,
+        "lse_stride_head": lse.strides[1] // 4,
+        "lse_stride_token": lse.strides[2] // 4,
+        "block_table": table.ptr,
+        "block_table_stride": entries_apart,
+        "places": places,
+        "parts_in": parts,
+        "tickets": tickets,
+        "partial_out": partial_out,
+        "partial_rows": partial_rows,
+        "max_tokens": min(table.shape[1] * key.page_size, MOST_TOKENS),
+        "page_entries": (table.shape[0] - 1) * entries_apart + table.shape[1],
+        "batch": key.num_places,
+        "parts": key.parts,
+        "max_pages": table.shape[1],
+        "num_pages": arguments.kv_cache.shape[0],
+        "page_size": key.page_size,
+        "box_rows": key.box_rows,
+        "wide_rows": key.wide_rows,
+        "rope_is_apart": _rope_is_apart(arguments.kv_cache, arguments.kv_rope),
+        "q_len": key.q_len,
+        "heads_per_group": key.heads_per_group,
+        "row_groups": key.row_groups,
+        "may_wait": key.may_wait,
+        "causal": key.causal,
+        "out_is_float": out.dtype == "float32",
+        "scale_log2": arguments.softmax_scale * _LOG2_E,
+        "by_heads_per_group": divisor_of(key.heads_per_group),
+        "by_page_size": divisor_of(key.page_size),
+        "by_num_heads": divisor_of(key.num_heads),
+        "by_q_len": divisor_of(key.q_len),
+        "batch_invariant": key.batch_invariant,
+        "empty_lse": arguments.empty_lse,
+        "sink_in_lse": arguments.sink_in_lse,
+        "sinks": 0 if sinks is None else sinks.ptr,
+        "sinks_stride": 0 if sinks is None else sinks.strides[0] // 4,
+    }
 
 
-def _maps(
-    key: LatentKey, form: str, latent: ArrayView, rope: ArrayView
-) -> tuple[TensorMap | bytes, ...]:
+def _maps(key: LatentKey, form: str, latent: ArrayView, rope: ArrayView) -> Maps:
     """Describe the cache to the copy engine: whole pages by one map of all columns.
 
     The third map is of rows that L2 fetches ahead.

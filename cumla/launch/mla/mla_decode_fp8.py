@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cumla.launch.kernel import Launch
-from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values
 from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
 from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.mla.shape import LatentKey
 
@@ -26,11 +26,16 @@ _RAGGED = "ragged"
 _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
 # The second serves whatever is no whole block, the last packed rows.
 _FORM_TAGS = {"pages": "kPages", "rows": "kRows", "packed": "kPacked"}
-# Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
-SMEM_BYTES = {16: (216560, 224240), 32: (219872, 231136)}
-PACKED_SMEM_BYTES = 226288
-# Latent columns as words are rows of them; where in a row scales and RoPE columns begin, in bytes.
-_PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = 164, 512, 528
+_FILE = "mla/mla_decode_fp8"
+# Words of a packed row; where in a row scales and RoPE columns begin, in bytes.
+_PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = (
+    constant(_FILE, what) for what in ("kPackedBytes / 4", "kPackedScales", "kPackedRope")
+)
+
+
+def smem_bytes(rows: int, grouped: bool, form: str) -> int:
+    """Tell the shared memory of a thread block; `form` is that of struct Fp8Layout."""
+    return constant(_FILE, f"Fp8Layout<{rows}, {in_cuda(grouped)}, {form}>::kBytes")
 
 
 def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
@@ -46,7 +51,7 @@ def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
         name=name,
         tags=tags,
         threads=384,
-        smem_bytes=PACKED_SMEM_BYTES if form == "packed" else SMEM_BYTES[rows][grouped],
+        smem_bytes=smem_bytes(rows, grouped, _FORM_TAGS[form]),
     )
 
 
@@ -117,9 +122,6 @@ def how_it_lies(arguments: DecodeArguments) -> str:
     return "packed" if together and begins == (_PACKED_SCALES, _PACKED_ROPE) else "plain"
 
 
-PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
-
-
 def decode_fp8_launch(
     key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
@@ -148,32 +150,37 @@ def launch_with(
     a: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
+    **more: Any,
 ) -> Launch:
-    """Describe the same with a kernel of this file, or with another one that copies rows."""
+    """Describe the same with a kernel of this file, or with another one that copies rows.
+
+    It may take `more` than those of this file.
+    """
     scales, factor = a.kv_scales, a.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
-    maps = _maps(_FORMS.get(spec, "rows"), key, a)
-    values = (
-        *maps[:2],
-        NO_MAP,  # nothing is fetched ahead
-        *decode_values(key, buffer, a, out, lse),
-        *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
-        pointer,
-        value,
-        a.kv_rope.dtype != "bfloat16",
-        maps[2],
-    )
+    latent_map, rope_map, scales_map = _maps(_FORMS.get(spec, "rows"), key, a)
+    maps = latent_map, rope_map, NO_MAP  # nothing is fetched ahead
+    values = {
+        "decode": decode_values(key, buffer, a, out, lse, maps),
+        "scales": None if scales is None else strided(scales, *CACHE),
+        "kv_scale": pointer,
+        "kv_scale_value": value,
+        "rope_is_fp8": a.kv_rope.dtype != "bfloat16",
+        "scales_map": scales_map,
+    }
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return Launch(spec, grid, PARAMS, values)
+    return launch_of(spec, grid, values | more)
 
 
-def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> list[TensorMap | bytes]:
+def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:
     """Describe latent columns, RoPE columns and scales, or whole rows, as a kernel's form asks."""
     latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
     if form == "packed":
         rows = latent._replace(shape=(*latent.shape[:3], _PACKED_WORDS), dtype="uint32")
-        return [_map(key, rows), NO_MAP, NO_MAP]
-    return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
+        return _map(key, rows), NO_MAP, NO_MAP
+    if form == "pages":
+        return _map(key, latent), _map(key, rope), _map(key, scales)
+    return NO_MAP, NO_MAP, NO_MAP
 
 
 def _map(key: LatentKey, cache: ArrayView | None) -> TensorMap | bytes:

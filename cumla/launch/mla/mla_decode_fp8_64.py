@@ -6,14 +6,15 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
+from cumla.launch.layouts import constant
 from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
 
-SMEM_BYTES = 230968
-"""Shared memory of a thread block (kBytes of Heads64Layout<false>)."""
+SMEM_BYTES = constant("mla/mla_decode_fp8_64", "Heads64Layout<false>::kBytes")
+"""Shared memory of a thread block."""
 
 
 def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cumla.launch.layouts import constant
 from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.source import KernelSpec
 
@@ -23,7 +24,7 @@ def _spec(ragged: bool, fp8_rope: bool) -> KernelSpec:
         name=name,
         tags=["fp8_rope"] if fp8_rope else [],
         threads=384,
-        smem_bytes=229272,
+        smem_bytes=constant("mla/mla_decode_fp8_products", "Heads64Layout<true>::kBytes"),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode import FORM_TAGS
 from cumla.launch.source import HALVES, KernelSpec
 
@@ -19,7 +20,7 @@ def _spec(dtype: str, form: str) -> KernelSpec:
         name="mla_decode",
         tags=[dtype, "swapped", *([] if form == "pages" else [form])],
         threads=384,
-        smem_bytes=231472,
+        smem_bytes=constant("mla/mla_decode_swapped", "SwappedLayout(0).query_free() + 8"),
     )
 
 

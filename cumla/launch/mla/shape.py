@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from cumla.launch.layouts import constant
 from cumla.launch.split.plan import (
     ROW_GROUP,
     ROW_TILE,
@@ -30,7 +31,8 @@ __all__ = [
 
 VARIANTS = ("swapped", "one_tile", "shared_blocks")
 """Kernels of cuda/mla/mla_decode_swapped.cu and cuda/mla/mla_decode.cu that attend."""
-SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
+# Most query rows of a kv head that the first of them takes.
+SWAPPED_ROWS = constant("mla/mla_decode_swapped", "kSwappedRows")
 CACHES = ("same", "e4m3")
 """What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu

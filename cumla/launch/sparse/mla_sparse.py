@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.core.arrays import ArrayView
-from cumla.launch.mla.mla_decode import PARAMS_FORMAT, DecodeArguments, decode_launch
+from cumla.launch.layouts import constant
+from cumla.launch.mla.mla_decode import SMEM_BYTES, DecodeArguments, decode_launch
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import (
@@ -75,11 +75,10 @@ _TILES = {HEAD_DIM: "SelectedTile<kRowTile>", VALUE_DIM: "ValueTile"}  # by the 
 
 def _made(dtype: str, columns: int, shared: bool, has_max_logits: bool) -> KernelSpec:
     tile = _TILES[columns]
-    params, tile, smem_bytes = (
-        ("MlaSparseMaxLogitsParams", f"MaxLogitsTile<{tile}>", 232416)
-        if has_max_logits
-        else ("MlaDecodeParams", tile, 232160)
-    )
+    params, smem_bytes = "MlaDecodeParams", SMEM_BYTES
+    if has_max_logits:
+        params, tile = "MlaSparseMaxLogitsParams", f"MaxLogitsTile<{tile}>"
+        smem_bytes = constant("sparse/mla_sparse", "SharedLayout(0).max_logit(kRowTile)")
     flags = {"512": columns == VALUE_DIM, "shared_blocks": shared, "max_logits": has_max_logits}
     return KernelSpec.of(
         *("sparse", "mla_sparse", params, dtype, shared, tile),
@@ -92,8 +91,6 @@ def _made(dtype: str, columns: int, shared: bool, has_max_logits: bool) -> Kerne
 _FLAGS = False, True
 _SPECS = {names: _made(*names) for names in product(HALVES, _TILES, _FLAGS, _FLAGS)}
 SPECS = tuple(_SPECS.values())
-
-_MAX_LOGITS_PARAMS = struct.Struct(f"{PARAMS_FORMAT}2q48x")
 
 
 def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
@@ -140,16 +137,18 @@ def attend_launches(
     num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``. `max_logits`, of keys that have it,
     lies as lse does.
     """
-    attends = _v4_launches if key.cache == V4 else _row_launches
-    *selects, attend = attends(key, buffer, arguments, out, lse)
-    if max_logits is not None:
-        values = *attend.values, max_logits.ptr, buffer + key.partial_max_logits
-        attend = attend._replace(layout=_MAX_LOGITS_PARAMS, values=values)
-    return *selects, attend
+    if key.cache == V4:
+        return _v4_launches(key, buffer, arguments, out, lse)
+    return _row_launches(key, buffer, arguments, out, lse, max_logits)
 
 
 def _row_launches(
-    key: MLASparseKey, buffer: int, a: SparseArguments, out: ArrayView, lse: ArrayView
+    key: MLASparseKey,
+    buffer: int,
+    a: SparseArguments,
+    out: ArrayView,
+    lse: ArrayView,
+    max_logits: ArrayView | None,
 ) -> tuple[Launch, ...]:
     """Describe both for rows of 576 columns, or of 512 in 16 bits."""
     given = tuple(part for part in (a.kv_cache, a.kv_rope, a.kv_scales) if part is not None)
@@ -166,7 +165,11 @@ def _row_launches(
         of_key = sparse_packed_launch if key.has_whole_rows else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
-        attend = decode_launch(_spec(key, a.columns), key, buffer, decode, out, lse)
+        spec, more = _spec(key, a.columns), {}
+        if max_logits is not None:
+            at = buffer + key.partial_max_logits
+            more = {"max_logits": max_logits.ptr, "partial_max_logits": at}
+        attend = decode_launch(spec, key, buffer, decode, out, lse, **more)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)
     return select_rows_launch(key, buffer, lists), attend

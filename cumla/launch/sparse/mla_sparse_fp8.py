@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cumla.launch.mla.mla_decode_fp8 import PACKED_SMEM_BYTES, PARAMS, SMEM_BYTES, launch_with
+from cumla.launch.mla.mla_decode_fp8 import launch_with, smem_bytes
 from cumla.launch.mla.shape import NARROW_ROWS
 from cumla.launch.source import KernelSpec
-from cumla.launch.sparse.select_rows import LISTS_FORMAT
 from cumla.launch.sparse.shape import PACKED
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ _SPECS = {
         *("sparse", "mla_sparse_fp8", "MlaDecodeFp8Params", rows, grouped),
         tags=[str(rows), *(["grouped"] if grouped else [])],
         threads=384,
-        smem_bytes=SMEM_BYTES[rows][grouped],
+        smem_bytes=smem_bytes(rows, grouped, "kRows"),
     )
     for rows in NARROW_ROWS
     for grouped in (False, True)
@@ -43,12 +41,9 @@ _PACKED = KernelSpec(
     function="mla_sparse_fp8_packed<16>",
     params="MlaSparseFp8Params",
     threads=384,
-    smem_bytes=PACKED_SMEM_BYTES + 4 * 8,
+    smem_bytes=smem_bytes(16, True, "kPackedRows"),
 )
 SPECS = (*_SPECS.values(), _PACKED)
-
-
-_PACKED_PARAMS = struct.Struct(f"{PARAMS.format}{LISTS_FORMAT}32x")
 
 
 def sparse_fp8_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
@@ -73,14 +68,13 @@ def sparse_fp8_packed_launch(
     key: MLASparseKey,
     buffer: int,
     arguments: DecodeArguments,
-    lists: tuple[int, ...],
+    lists: dict[str, Any],
     out: ArrayView,
     lse: ArrayView,
 ) -> Launch:
-    """Describe the same for packed rows and lists whose fields are those of LISTS_FORMAT."""
+    """Describe the same for packed rows and lists, the values of struct Lists."""
     arguments = with_zeros(key, buffer, arguments)
-    launch = launch_with(_PACKED, key, buffer, arguments, out, lse)
-    return launch._replace(layout=_PACKED_PARAMS, values=(*launch.values, *lists))
+    return launch_with(_PACKED, key, buffer, arguments, out, lse, lists=lists)
 
 
 def with_zeros(key: MLASparseKey, buffer: int, arguments: DecodeArguments) -> DecodeArguments:

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import struct
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mla.shape import VALUE_DIM
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
     from cumla.launch.sparse.shape import MLASparseKey
 
 __all__ = [
-    "LISTS_FORMAT",
     "SPECS",
     "RowSteps",
     "bound_rows_launch",
@@ -27,7 +26,7 @@ __all__ = [
     "visible_tokens_launch",
 ]
 
-_THREADS = 256
+_THREADS = constant("sparse/select_rows", "kSelectThreads")
 
 
 def _spec(function: str, params: str) -> KernelSpec:
@@ -46,10 +45,6 @@ _BOUND, _SELECT = SPECS = (
     _spec("select_rows", "SelectRowsParams"),
 )
 
-_BOUND_PARAMS = struct.Struct("<QqqQQQQ4i2I2i")
-LISTS_FORMAT = "QqqQqQqq6i2I"
-"""The struct Lists of cuda/sparse/lists.cuh."""
-_SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}3Q2i2I")
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -106,23 +101,21 @@ def bound_rows_launch(
     `lengths` is ``(batch, q_len)`` int32; None for full lists. `which` is 1 for the lists of a
     second cache, after those of the first; then the sums are written as well.
     """
-    bounds = buffer + key.list_bounds[which]
-    sums = (buffer + key.list_bounds[0], buffer + key.bounds) if which else (0, 0)
-    values = (
-        *((0, 0, 0) if lengths is None else (lengths.ptr, *_elements(lengths))),
-        bounds,
-        *sums,
-        buffer + key.zeros,
-        key.num_places,
-        key.topks[which],
-        VALUE_DIM // 4,
-        key.q_len,
-        *divisor_of(key.q_len),
-        False,
-        0,
-    )
+    values = {
+        **_elements("lengths", lengths),
+        "bounds": buffer + key.list_bounds[which],
+        "others": buffer + key.list_bounds[0] if which else 0,
+        "sums": buffer + key.bounds if which else 0,
+        "zeros": buffer + key.zeros,
+        "rows": key.num_places,
+        "entries": key.topks[which],
+        "num_zeros": VALUE_DIM // 4,
+        "q_len": key.q_len,
+        "by_q_len": divisor_of(key.q_len),
+        "causal": False,
+    }
     blocks = -(-max(key.num_places, VALUE_DIM // 4) // _THREADS)
-    return Launch(_BOUND, (blocks, 1, 1), _BOUND_PARAMS, values)
+    return launch_of(_BOUND, (blocks, 1, 1), values)
 
 
 def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Launch:
@@ -132,9 +125,20 @@ def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Laun
     """
     batch, q_len = out.shape
     rows = batch * q_len
-    lengths = kv_lens.ptr, kv_lens.strides[0] // 4, 0
-    values = (*lengths, out.ptr, 0, 0, 0, rows, most, 0, q_len, *divisor_of(q_len), True, 0)
-    return Launch(_BOUND, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
+    values = {
+        **_elements("lengths", kv_lens._replace(strides=(kv_lens.strides[0], 0))),
+        "bounds": out.ptr,
+        "others": 0,
+        "sums": 0,
+        "zeros": 0,
+        "rows": rows,
+        "entries": most,
+        "num_zeros": 0,
+        "q_len": q_len,
+        "by_q_len": divisor_of(q_len),
+        "causal": True,
+    }
+    return launch_of(_BOUND, (-(-rows // _THREADS), 1, 1), values)
 
 
 def lists_values(
@@ -143,8 +147,8 @@ def lists_values(
     steps: RowSteps,
     block_table: ArrayView | None,
     row_to_request: ArrayView | None,
-) -> tuple[int, ...]:
-    """List the fields of LISTS_FORMAT.
+) -> dict[str, Any]:
+    """Name the values of struct Lists.
 
     `indices` is ``(batch, q_len, topk)``, `pages` tells how many the cache has, and of how many
     rows, `steps` is as :func:`row_steps` says. `block_table` is ``(requests, max_pages)``, and
@@ -152,43 +156,44 @@ def lists_values(
     index.
     """
     num_pages, page_size = pages
-    table = (0, 0) if block_table is None else (block_table.ptr, block_table.strides[0] // 4)
     requests, max_pages = (0, 0) if block_table is None else block_table.shape
-    of_row = (0, 0, 0)
-    if row_to_request is not None:
-        of_row = row_to_request.ptr, *_elements(row_to_request)
-    return (
-        indices.ptr,
-        *_elements(indices),
-        *table,
-        *of_row,
-        requests,
-        max_pages,
-        num_pages,
-        steps.page,
-        steps.row,
-        page_size,
-        *divisor_of(page_size),
-    )
+    return {
+        **_elements("indices", indices),
+        "block_table": 0 if block_table is None else block_table.ptr,
+        "block_table_stride": 0 if block_table is None else block_table.strides[0] // 4,
+        **_elements("requests", row_to_request),
+        "num_requests": requests,
+        "max_pages": max_pages,
+        "num_pages": num_pages,
+        "page_step": steps.page,
+        "row_step": steps.row,
+        "page_size": page_size,
+        "by_page_size": divisor_of(page_size),
+    }
 
 
-def select_rows_launch(key: MLASparseKey, buffer: int, lists: tuple[int, ...]) -> Launch:
+def select_rows_launch(key: MLASparseKey, buffer: int, lists: dict[str, Any]) -> Launch:
     """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
 
-    `lists` are the fields of LISTS_FORMAT.
+    `lists` are the values of struct Lists.
     """
-    values = (
-        *lists,
-        buffer + key.bounds,
-        buffer + key.selected,
-        buffer + key.counts,
-        key.topk,
-        key.q_len,
-        *divisor_of(key.q_len),
-    )
-    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
+    values = {
+        "lists": lists,
+        "bounds": buffer + key.bounds,
+        "selected": buffer + key.selected,
+        "counts": buffer + key.counts,
+        "entries": key.topk,
+        "q_len": key.q_len,
+        "by_q_len": divisor_of(key.q_len),
+    }
+    return launch_of(_SELECT, (key.num_places, 1, 1), values)
 
 
-def _elements(view: ArrayView) -> tuple[int, int]:
-    """List the strides of a view's first two axes in elements of 32 bits."""
-    return view.strides[0] // 4, view.strides[1] // 4
+def _elements(name: str, view: ArrayView | None) -> dict[str, int]:
+    """Name where numbers of 32 bits lie, with strides in elements."""
+    pointer, batch, token = (0, 0, 0) if view is None else (view.ptr, *view.strides[:2])
+    return {
+        name: pointer,
+        f"{name}_stride_batch": batch // 4,
+        f"{name}_stride_token": token // 4,
+    }

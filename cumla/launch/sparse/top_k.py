@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
 
 __all__ = ["MOST_COLUMNS", "MOST_SORTED", "SPECS", "TopKViews", "top_k_launch"]
 
 MOST_COLUMNS = 1 << 30  # of a row: positions, and what a cluster adds, are 32-bit numbers
 MOST_SORTED = 8192  # entries that the largest list holds
 
-_HEAD_BYTES = 25248  # struct Head of the kernel
-_ENTRY_BYTES = 8
+_HEAD_BYTES = constant("sparse/top_k", "sizeof(Head)")
+_ENTRY_BYTES = constant("sparse/top_k", "sizeof(u64)")
 _QUAD = 4  # scores that a thread loads at once
 _CLUSTERS = (1, 2, 4, 8)
 
@@ -105,23 +105,29 @@ def top_k_launch(
     scores, table = views.scores, views.block_table
     rows, width = scores.shape
     name, cluster = choose(rows, _keys(views), min(k, width), is_sorted, sm_count)
-    strides = (_strides(view) for view in views[1:])
-    (lengths, starts, of_table, requests, offsets, out, positions, _, counts) = strides
-    values = (
-        *(0 if view is None else view.ptr for view in views),
-        scores.strides[0],
-        *(of_table, out, positions, lengths, starts, requests, offsets, counts),
-        *(width, k, page_size, 0 if table is None else table.shape[1]),
-        0 if table is None else table.shape[0],
-        cluster.bit_length() - 1,
-        is_sorted,
-        0,
-    )
+    requests, max_pages = (0, 0) if table is None else table.shape
+    values = {
+        "scores": scores.ptr,
+        "scores_stride": scores.strides[0],
+        **_entries("lengths", "lengths_stride", views.lengths),
+        **_entries("row_starts", "row_starts_stride", views.row_starts),
+        **_entries("block_table", "table_stride", table),
+        **_entries("row_to_request", "requests_stride", views.row_to_request),
+        **_entries("offsets", "offsets_stride", views.offsets),
+        **_entries("out", "out_stride", views.out),
+        **_entries("positions", "positions_stride", views.positions),
+        "values": 0 if views.values is None else views.values.ptr,
+        **_entries("valid_counts", "counts_stride", views.valid_counts),
+        "width": width,
+        "k": k,
+        "page_size": page_size,
+        "max_pages": max_pages,
+        "requests": requests,
+        "cluster_log2": cluster.bit_length() - 1,
+        "is_sorted": is_sorted,
+    }
     grid = (rows * cluster, 1, 1)
-    return Launch(_SPECS[name, scores.dtype], grid, _PARAMS, values, cluster)
-
-
-_PARAMS = struct.Struct("<19q8i")
+    return launch_of(_SPECS[name, scores.dtype], grid, values, cluster)
 
 
 def choose(rows: int, keys: int, wanted: int, is_sorted: bool, sm_count: int) -> tuple[str, int]:
@@ -153,6 +159,8 @@ def _keys(views: TopKViews) -> int:
     return scores.shape[1] + (0 if is_aligned and views.row_starts is None else _QUAD - 1)
 
 
-def _strides(view: ArrayView | None) -> int:
-    """Return what lies between the entries of the first axis of int32 numbers."""
-    return 0 if view is None else view.strides[0] // 4
+def _entries(name: str, stride: str, view: ArrayView | None) -> dict[str, int]:
+    """Name where numbers of 32 bits lie, and how many entries apart those of a row do."""
+    if view is None:
+        return {name: 0, stride: 0}
+    return {name: view.ptr, stride: view.strides[0] // 4}

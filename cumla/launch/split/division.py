@@ -7,8 +7,8 @@ from functools import lru_cache
 
 
 @lru_cache(maxsize=4096)
-def divisor_of(number: int) -> tuple[int, int]:
-    """Find magic and shift, the fields of ``struct Divisor``, for a number from 1 to 2**31.
+def divisor_of(number: int) -> dict[str, int]:
+    """Find the values of ``struct Divisor`` for a number from 1 to 2**31; not to be changed.
 
     With ``shift`` the least for which ``number <= 2**shift``, and
     ``magic = ceil(2**(31 + shift) / number)``::
@@ -23,4 +23,4 @@ def divisor_of(number: int) -> tuple[int, int]:
     1994.)
     """
     shift = (number - 1).bit_length()
-    return -(-(1 << 31 + shift) // number), shift
+    return {"magic": -(-(1 << 31 + shift) // number), "shift": shift}

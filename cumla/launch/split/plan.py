@@ -12,19 +12,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
-BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
-ROW_TILE = 64  # query rows of one thread block, and of a place of a ragged schedule
-ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
+from cumla.launch.layouts import constant
+
+_FILE = "split/schedule"
+BLOCK_TOKENS = constant(_FILE, "kBlockTokens")  # that a schedule deals out at once
+# Query rows of one thread block, and of a place of a ragged schedule.
+ROW_TILE = constant(_FILE, "kRowTile")
+ROW_GROUP = constant(_FILE, "kRowGroup")  # of them in one warp: partial results hold whole groups
 
 PAGE_FORMS = ("pages", "boxes", "rows")
 """How a KV block comes from its pages: each attention kernel over a paged cache has these forms."""
 
-PLACE_BYTES = 8  # struct Place
-TILE_PLACE_BYTES = 32  # struct TilePlace
-PART_BYTES = 48  # struct Part
-TICKET_BYTES = 16  # struct Ticket
+PLACE_BYTES, TILE_PLACE_BYTES, PART_BYTES, TICKET_BYTES = (
+    constant(_FILE, f"sizeof({name})") for name in ("Place", "TilePlace", "Part", "Ticket")
+)
 
-MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request; the number of blocks still fits an int
+MOST_TOKENS = constant(_FILE, "kMaxTokens")  # of a request; the number of blocks still fits an int
 
 MOST_PARTS = 65535  # thread blocks along y of a grid
 

@@ -3,23 +3,21 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.schedule import FIXED_COST
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
     from cumla.launch.split.plan import RaggedKey
 
 _NAMES = "split", "ragged_schedule", "RaggedScheduleParams"
-SPECS = (KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=1024),)
-
-_SCHEDULE_OF = "QQQ4i4I"
-_PARAMS = struct.Struct(f"<{_SCHEDULE_OF}QqQqQq10i2Ii4x{_SCHEDULE_OF}q")
+_THREADS = constant("split/ragged_schedule", "kScheduleThreads")
+SPECS = (KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=_THREADS),)
 
 
 def ragged_schedule_launch(
@@ -36,37 +34,44 @@ def ragged_schedule_launch(
     list, and None where they come as a block table.
     """
     beside = key.beside
-    values = (
-        *_schedule_of(key, buffer),
-        *_int32s(qo_indptr),
-        *_int32s(kv_lens),
-        *_int32s(kv_indptr),
-        key.batch,
-        key.total_tokens,
-        key.heads_per_group,
-        key.schedule_page_size,
-        key.causal,
-        FIXED_COST,
-        key.piece_cost,
-        key.min_blocks,
-        key.min_share,
-        key.total_tokens // key.batch if qo_indptr is None else 0,
-        *divisor_of(key.heads_per_group),
-        key.shares,
-        *(_schedule_of(beside, key.beside_at(buffer)) if beside else (0,) * 11),
-        0,
-    )
-    return Launch(SPECS[0], (2 if beside else 1, 1, 1), _PARAMS, values)
+    values = {
+        **_schedule_of(key, buffer),
+        **_int32s("qo_indptr", qo_indptr),
+        **_int32s("kv_lens", kv_lens),
+        **_int32s("kv_indptr", kv_indptr),
+        "batch": key.batch,
+        "total_tokens": key.total_tokens,
+        "heads_per_group": key.heads_per_group,
+        "page_size": key.schedule_page_size,
+        "causal": key.causal,
+        "fixed_cost": FIXED_COST,
+        "piece_cost": key.piece_cost,
+        "min_blocks": key.min_blocks,
+        "min_share": key.min_share,
+        "q_len": key.total_tokens // key.batch if qo_indptr is None else 0,
+        "by_heads_per_group": divisor_of(key.heads_per_group),
+        "shares": key.shares,
+        "whole": _schedule_of(beside, key.beside_at(buffer)) if beside else None,
+        "blocks": 0,
+    }
+    return launch_of(SPECS[0], (2 if beside else 1, 1, 1), values)
 
 
-def _schedule_of(key: RaggedKey, buffer: int) -> tuple[int, ...]:
-    return (
-        *key.layout.schedule_at(buffer),
-        *(key.num_places, key.parts, key.num_tickets, key.row_tile),
-        *divisor_of(key.parts),
-        *divisor_of(key.row_tile),
-    )
+def _schedule_of(key: RaggedKey, buffer: int) -> dict[str, Any]:
+    places, parts, tickets = key.layout.schedule_at(buffer)
+    return {
+        "places": places,
+        "parts_out": parts,
+        "tickets": tickets,
+        "max_places": key.num_places,
+        "parts": key.parts,
+        "num_tickets": key.num_tickets,
+        "row_tile": key.row_tile,
+        "by_parts": divisor_of(key.parts),
+        "by_row_tile": divisor_of(key.row_tile),
+    }
 
 
-def _int32s(view: ArrayView | None) -> tuple[int, int]:
-    return (0, 0) if view is None else (view.ptr, view.strides[0] // 4)
+def _int32s(name: str, view: ArrayView | None) -> dict[str, int]:
+    pointer, stride = (0, 0) if view is None else (view.ptr, view.strides[0] // 4)
+    return {name: pointer, f"{name}_stride": stride}

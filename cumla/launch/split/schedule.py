@@ -3,22 +3,22 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, piece_blocks, piece_cost
+from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, MOST_TOKENS, piece_blocks, piece_cost
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
     from cumla.launch.split.plan import PlanKey
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
-_THREADS = 1024
+_THREADS = constant("split/schedule", "kScheduleThreads")
 
 
 _SPEC = KernelSpec.of("split", "schedule", "ScheduleParams", name="mla_schedule", threads=_THREADS)
@@ -30,30 +30,31 @@ def schedule_spec(key: PlanKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ11i2I4x")
-
-
 def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
     """Describe how to compute the schedule for ``(batch,)`` int32 lengths into a plan's buffer."""
-    values = (
-        kv_lens.ptr,
-        kv_lens.strides[0] // 4,
-        *key.layout.schedule_at(buffer),
-        key.num_places,
-        key.parts,
-        key.num_tickets,
-        FIXED_COST,
-        CUT_COST,
-        piece_cost(key.row_groups),
-        MIN_BLOCKS,
-        key.min_share,
-        key.min_saving,
-        key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.num_places),
-        piece_blocks(key.row_groups),
-        *divisor_of(key.parts),
-    )
+    places, parts, tickets = key.layout.schedule_at(buffer)
+    most = key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.num_places)
+    values = {
+        "cache_seqlens": kv_lens.ptr,
+        "cache_seqlens_stride": kv_lens.strides[0] // 4,
+        "places": places,
+        "parts_out": parts,
+        "tickets": tickets,
+        "batch": key.num_places,
+        "parts": key.parts,
+        "num_tickets": key.num_tickets,
+        "fixed_cost": FIXED_COST,
+        "cut_cost": CUT_COST,
+        "piece_cost": piece_cost(key.row_groups),
+        "min_blocks": MIN_BLOCKS,
+        "min_share": key.min_share,
+        "min_saving": key.min_saving,
+        "max_tokens": most,
+        "piece_blocks": piece_blocks(key.row_groups),
+        "by_parts": divisor_of(key.parts),
+    }
     blocks = -(-key.parts // _THREADS) if key.batch_invariant else 1
-    return Launch(schedule_spec(key), (blocks, 1, 1), _PARAMS, values)
+    return launch_of(schedule_spec(key), (blocks, 1, 1), values)
 
 
 def max_tokens(batch: int) -> int:
@@ -61,4 +62,4 @@ def max_tokens(batch: int) -> int:
 
     Longer requests count as this long: 2**31 - 64 tokens up to a batch of 31.
     """
-    return min(0x7FFFFFC0, ((1 << 30) // batch - FIXED_COST) * BLOCK_TOKENS)
+    return min(MOST_TOKENS, ((1 << 30) // batch - FIXED_COST) * BLOCK_TOKENS)

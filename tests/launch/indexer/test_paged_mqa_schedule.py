@@ -6,19 +6,14 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumla.launch.indexer import mqa_logits, paged_mqa_logits, paged_mqa_schedule
 from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.indexer.paged_mqa_schedule import (
     PagedMQAKey,
     schedule_bytes,
 )
-from cumla.launch.source import KernelSpec
-from tests.launch.conftest import Compiler
-from tests.launch.elf import sections
 from tests.launch.indexer.paged_mqa_schedule_mirror import schedule_reference, visible_tokens
 
 thorough = settings(deadline=None)  # as many examples as tests/conftest.py says
@@ -112,22 +107,3 @@ def test_what_rows_see():
     each = key._replace(per_row_lens=True)
     lengths = np.array([[5, -1, 200], [0, 0, 0], [1, 2, 3], [127, 128, 129]])
     assert visible_tokens(each, lengths).tolist() == np.clip(lengths, 0, 128).tolist()
-
-
-PARAMS = {
-    "mqa_logits": mqa_logits._PARAMS,
-    "paged_mqa_logits": paged_mqa_logits._PARAMS,
-    "paged_mqa_schedule": paged_mqa_schedule._PARAMS,
-}
-SPECS = (mqa_logits.SPECS[-1], paged_mqa_logits.SPECS[-1], *paged_mqa_schedule.SPECS)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.stem)
-def test_parameters_are_packed_as_large_as_the_kernel_takes_them(
-    spec: KernelSpec, compiled: Compiler
-):
-    bank = sections(compiled(spec).cubin)[f".nv.constant0.{spec.entry}"]
-    begin = 0x210  # where parameters begin in the constant bank, but for their alignment
-    if spec.stem != "paged_mqa_schedule":  # a tensor map lies on a 64-byte boundary
-        begin = -(-begin // 64) * 64
-    assert len(bank) == begin + PARAMS[spec.stem].size

@@ -9,20 +9,13 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch import KernelSpec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.mla_decode_fp8_products import SPECS, fp8_products_spec
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.fp8_problem import Fp8Case, growing_scores, make_fp8
 from tests.gpu.tools.sanitize import FP8_PRODUCTS, attend_fp8, there, typed
 from tests.launch.mla.test_mla_decode_fp8_64 import attention_key, decode_key, launch_of
-from tests.launch.structs import compile_checks
 from tests.selection import some
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
-    compile_checks(spec, {"Heads64Layout<true>::kBytes": spec.smem_bytes})
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,15 @@ from typing import Any
 
 import pytest
 
-from cumla.launch import KernelSpec
 from cumla.launch.sparse.mla_sparse import attend_launches
-from cumla.launch.sparse.mla_sparse_fp8 import SPECS
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import attend_sparse
 from tests.gpu.tools.sparse_problem import SparseCase
 from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
-from tests.launch.structs import compile_checks, parameters
+from tests.launch.structs import parameters
 from tests.selection import some
 
 BUFFER = 9 << 40
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
-    packed = "packed" in spec.function
-    rows, grouped = ("16", "true") if packed else spec.function[15:-1].split(", ")
-    form = "kPackedRows" if packed else "kRows"
-    compile_checks(spec, {f"(Fp8Layout<{rows}, {grouped}, {form}>::kBytes)": spec.smem_bytes})
 
 
 def told(key: Any, **changes: Any) -> dict[str, Any]:

@@ -8,21 +8,14 @@ import pytest
 
 import cumla
 from cumla.launch.sparse.mla_sparse import attend_launches
-from cumla.launch.sparse.mla_sparse_packed import SPECS
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import attend_sparse, there, typed
 from tests.gpu.tools.sparse_problem import SparseCase, make_sparse
 from tests.launch.sparse.keys import arguments_of, key_of, outputs_of
-from tests.launch.structs import compile_checks, parameters
+from tests.launch.structs import parameters
 from tests.selection import some
 
 BUFFER = 9 << 40
-
-
-def test_shared_memory_is_what_the_layout_takes(nvrtc: None) -> None:
-    compile_checks(
-        SPECS[0], {"Heads64Layout<false>::kBytes": SPECS[0].smem_bytes, "kPackedBytes": 656}
-    )
 
 
 def test_the_parameters_by_name() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from cumla.core.arrays import ArrayView
 from cumla.launch.sparse import top_k
-from cumla.launch.sparse.top_k import SPECS, TopKViews, choose, top_k_launch
-from tests.launch.structs import compile_checks
+from cumla.launch.sparse.top_k import TopKViews, choose, top_k_launch
+from tests.launch.structs import parameters
 
 SMS = 132
 SHAPES = top_k._SHAPES
@@ -28,8 +28,7 @@ def views(scores: ArrayView, k: int, **changes: ArrayView | None) -> TopKViews:
     return TopKViews(**nothing | given | changes)  # type: ignore[arg-type]
 
 
-def test_the_struct_and_shared_memory_are_those_of_the_kernel(nvrtc: None) -> None:
-    """Members by values that differ; the head of shared memory by its size."""
+def test_the_parameters_by_name() -> None:
     launch = top_k_launch(
         views(
             view((7, 5000), "float32", 1 << 20),
@@ -49,20 +48,24 @@ def test_the_struct_and_shared_memory_are_those_of_the_kernel(nvrtc: None) -> No
         True,
         SMS,
     )
-    assert launch.values[:10] == tuple(i << 20 for i in range(1, 11))
-    assert launch.values[10:19] == (20000, 11, 2048, 2048, 1, 1, 1, 1, 1)
-    assert launch.values[19:] == (5000, 2048, 64, 11, 9, 0, True, 0)
-    members = ("width", "k", "page_size", "max_pages", "requests", "cluster_log2", "is_sorted")
-    pointers = ", ".join(["nullptr"] * 10)
-    numbers = ", ".join(str(n) for n in range(10, 26))
-    words = [f"constexpr TopKParams kWords = {{{pointers}, {numbers}}};"]
-    checks = {f"kWords.{name}": 19 + i for i, name in enumerate(members)}
-    checks |= {"kWords.scores_stride": 10, "kWords.table_stride": 11, "kWords.out_stride": 12}
-    checks |= {"kWords.positions_stride": 13, "kWords.lengths_stride": 14}
-    checks |= {"kWords.row_starts_stride": 15, "kWords.requests_stride": 16}
-    checks |= {"kWords.offsets_stride": 17, "kWords.counts_stride": 18}
-    checks |= {"sizeof(Head)": top_k._HEAD_BYTES}
-    compile_checks(SPECS[0], checks, *words)
+    pointers = ("scores", "lengths", "row_starts", "block_table", "row_to_request", "offsets")
+    outputs = ("out", "positions", "values", "valid_counts")
+    of_entries = ("lengths", "row_starts", "requests", "offsets", "counts")
+    assert parameters(launch) == {
+        **{name: i << 20 for i, name in enumerate((*pointers, *outputs), start=1)},
+        **{f"{name}_stride": 1 for name in of_entries},
+        "scores_stride": 20000,
+        "table_stride": 11,
+        "out_stride": 2048,
+        "positions_stride": 2048,
+        "width": 5000,
+        "k": 2048,
+        "page_size": 64,
+        "max_pages": 11,
+        "requests": 9,
+        "cluster_log2": 0,
+        "is_sorted": True,
+    }
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
@@ -117,4 +120,4 @@ def test_clusters_are_whole() -> None:
     launch = top_k_launch(views(view((8, 131072), "bfloat16"), 2048), 2048, 1, False, SMS)
     assert launch.cluster > 1
     assert launch.grid == (8 * launch.cluster, 1, 1)
-    assert launch.values[24] == launch.cluster.bit_length() - 1
+    assert parameters(launch)["cluster_log2"] == launch.cluster.bit_length() - 1

@@ -16,7 +16,7 @@ LIMIT = 1 << 31  # of what is divided
 
 def quotients(x: np.ndarray, number: int) -> np.ndarray:
     """What a kernel computes, in its 32 bits."""
-    magic, shift = divisor_of(number)
+    magic, shift = divisor_of(number).values()
     assert magic < 1 << 32
     assert shift < 32
     twice = x.astype(np.uint32) * np.uint32(2)
