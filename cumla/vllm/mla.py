@@ -129,6 +129,7 @@ def _has_mixed_graphs(config: Any) -> bool:
         settings.cudagraph_mode is CUDAGraphMode.FULL
         and most <= _MOST_TOKENS_OF_GRAPHS
         and config.parallel_config.decode_context_parallel_size == 1
+        and not divides_steps(config)
     )
 
 

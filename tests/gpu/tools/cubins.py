@@ -99,6 +99,8 @@ class Cubin:
         """What runs: instructions, registers, attributes, constants, sizes of shared memory."""
         found = []
         for i, name in enumerate(self.names):
+            if name.startswith((".rela.text", ".rela.nv.global")) and self.contents(i):
+                raise ValueError(f"{name}: what it points to is not known")
             flags, size, info = (self.headers[i][k] for k in (2, 5, 7))
             if name.startswith(".text."):
                 text, used = self._text(self.contents(i))
@@ -246,9 +248,8 @@ def adopt(stem: str, then: dict[str, Any], folder: Path) -> None:
         return
     sources = {entry: known["source"] for entry, known in kernel["entries"].items()}
     same = all(
-        then["launches"].get(entry, {}).get(group) in (None, value)
+        groups.items() <= then["launches"].get(entry, {}).items()
         for entry, groups in kernel["launches"].items()
-        for group, value in groups.items()
     )
     if sources == then["entries"] and same:
         record.write(folder, stem, kernel | {"launches": then["launches"]})

@@ -23,6 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
+import numpy
+
 import cumla
 from cumla import launch
 from cumla.launch.source import KernelSpec, digest
@@ -32,10 +35,13 @@ TESTS = Path(__file__).resolve().parents[2]
 
 RUNTIME = (
     *(f"cumla.launch.{name}" for name in ("device", "kernel", "module", "tensor_map")),
-    *(f"cumla.core.{name}" for name in ("arrays", "frameworks", "operation", "overlap", "plan")),
-    *(f"cumla.core._{name}" for name in ("dlpack", "driver", "lend", "lifetime")),
+    *(f"cumla.core.{name}" for name in ("arrays", "check_mode", "frameworks", "operation")),
+    *(f"cumla.core.{name}" for name in ("overlap", "paged", "plan")),
+    *(f"cumla.core._{name}" for name in ("cupy", "dlpack", "driver", "lend", "lifetime")),
+    *(f"cumla.jax.{name}" for name in ("call", "execute", "fallback", "handler", "plans")),
+    *("cumla.sparse.dsa", "cumla.torch"),
 )
-"""Modules that load, order and launch: tests/gpu/core proves them, for all kernels at once."""
+"""Modules that load, order and launch: a few test modules prove them, for all kernels at once."""
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -85,8 +91,13 @@ def launches() -> dict[str, dict[str, str]]:
     """
     files = sorted(PACKAGE.rglob("*.py"))
     files += [TESTS / "fake_cuda.py", TESTS / "gpu" / "tools" / "launches.py"]
-    key = _digest_of(*(f"{path.name} {path.read_text('utf-8')}" for path in files))
-    path = Path(tempfile.gettempdir()) / f"cumla-launches-{os.getuid()}-{key[:24]}.json"
+    versions = f"{sys.version} {numpy.__version__} {ml_dtypes.__version__}"
+    key = _digest_of(versions, *(f"{path.name} {path.read_text('utf-8')}" for path in files))
+    folder = Path(tempfile.gettempdir()) / f"cumla-tests-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise PermissionError(f"{folder} is another user's, or others may write to it; remove it")
+    path = folder / f"launches-{key[:24]}.json"
     if not path.exists():
         command = [sys.executable, "-m", "tests.gpu.tools.launches"]
         where = os.pathsep.join((str(PACKAGE.parent), str(TESTS.parent)))
@@ -117,7 +128,8 @@ def runtime_texts(package: Path = PACKAGE) -> dict[str, str]:
 def runtime_digest(texts: Mapping[str, str] | None = None) -> str:
     """The digest of that code, without comments, docstrings, annotations and words of errors."""
     texts = runtime_texts() if texts is None else texts
-    return _digest_of(*(code(ast.parse(text)) for text in texts.values()))
+    trees = [_WithoutWords().visit(ast.parse(text)) for text in texts.values()]
+    return _digest_of(*map(code, trees))
 
 
 def code(node: Any) -> str:
@@ -132,9 +144,21 @@ def code(node: Any) -> str:
         if name not in ("annotation", "ctx", "kind", "returns", "type_comment")
         and value not in (None, [])
     ]
-    if isinstance(node, ast.Raise):  # which error, but not what it says
-        fields = [code(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)]
     return f"{type(node).__name__}({', '.join(fields)})"
+
+
+class _WithoutWords(ast.NodeTransformer):
+    """Takes out what an error says, but not what is raised with which other arguments."""
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        if isinstance(node.exc, ast.Call):
+            node.exc.args = [a for a in node.exc.args if not _is_words(a)]
+        return self.generic_visit(node)
+
+
+def _is_words(node: ast.expr) -> bool:
+    is_name = isinstance(node, ast.Constant) and str(node.value).startswith("cumla.")
+    return isinstance(node, ast.JoinedStr | ast.Constant) and not is_name
 
 
 def _is_text(node: object) -> bool:

@@ -71,7 +71,7 @@ def _values(value: Any) -> Any:
 
 
 @contextmanager
-def without_gpu() -> Iterator[tuple[FakeCuPy, Recorder]]:
+def without_gpu() -> Iterator[tuple[_GPU, Recorder]]:
     """Put fakes in the place of CuPy and the driver; arrays always have the same addresses."""
     template = kernel.Launch.template
     known = {np.ndarray: frameworks.NUMPY}
@@ -79,7 +79,7 @@ def without_gpu() -> Iterator[tuple[FakeCuPy, Recorder]]:
         pytest.MonkeyPatch.context() as patch,
         mock.patch.dict(frameworks.framework_of_type, known, clear=True),
     ):
-        cupy = FakeCuPy()
+        cupy = _GPU()
         recorder = Recorder(cupy)
 
         def sized(launch: kernel.Launch, *arguments: Any) -> kernel.Template:
@@ -127,8 +127,10 @@ def launches(*names: str) -> dict[str, dict[str, str]]:
     """
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     with without_gpu() as (cupy, recorder):
-        make = _Maker(cupy)
-        for group, call in itertools.chain(*(TABLE[name](make) for name in names or TABLE)):
+        for (group, call), sms in _calls(_Maker(cupy), names or tuple(TABLE)):
+            if sms != cupy.multiprocessors:
+                cupy.multiprocessors = sms
+                _forget()
             fake_cuda._addresses = itertools.count(1 << 8)
             operation.forms.clear()
             before = len(cupy.allocated)
@@ -139,6 +141,23 @@ def launches(*names: str) -> dict[str, dict[str, str]]:
                 digest.update(f"{i} {made} {asked}\n".encode())
             recorder.asked.clear()
     return {e: {g: d.hexdigest()[:16] for g, d in groups.items()} for e, groups in found.items()}
+
+
+def _calls(make: _Maker, names: tuple[str, ...]) -> Iterator[tuple[Case, int]]:
+    """The calls, with the number of multiprocessors of the GPU."""
+    for name in names:
+        yield from ((case, 132) for case in TABLE[name](make))
+    for name in (n for n in names if n in ("attention_plans", "dsa", "mla_invariant")):
+        yield from (((f"{group}, of 78", call), 78) for group, call in TABLE[name](make))
+
+
+class _GPU(FakeCuPy):
+    """A GPU with another number of multiprocessors."""
+
+    multiprocessors = 132
+
+    def _properties(self, device: int) -> dict[str, Any]:
+        return super()._properties(device) | {"multiProcessorCount": self.multiprocessors}
 
 
 class _Maker:
@@ -156,12 +175,17 @@ class _Maker:
     def float32(self, *shape: int) -> Any:
         return self(*shape, dtype=FP32)
 
-    def inside(self, array: Any, at: int, *shape: int, dtype: np.dtype[Any]) -> Any:
-        """Columns of an array, beginning at a byte of each row."""
-        part = self.cupy.ndarray(shape, dtype, strides=(*array.strides[:-1], dtype.itemsize))
-        part.data = type(array.data)(ptr=array.data.ptr + at, device_id=array.data.device_id)
-        part.base = array
-        return part
+    def wide(self, *shape: int, dtype: np.dtype[Any] = BF16) -> Any:
+        """Rows with a gap after each."""
+        array = self.cupy.ndarray((*shape[:-1], shape[-1] + 64), dtype)
+        array.shape = shape
+        return array
+
+    def repeated(self, *shape: int, dtype: np.dtype[Any] = FP32) -> Any:
+        """One row in the place of all."""
+        array = self(*shape, dtype=dtype)
+        array.strides = (*[0] * (len(shape) - 1), dtype.itemsize)
+        return array
 
     def latent(self, form: str, *shape: int, dtype: np.dtype[Any] = BF16) -> Any:
         """A cache of MLA's rows in one of FORMS."""
@@ -541,11 +565,92 @@ def small(make: _Maker) -> Iterator[Case]:
         yield f"merge_attention_states, {dtype.name}", merge
 
 
+def layouts(make: _Maker) -> Iterator[Case]:
+    """Arrays with gaps, given outputs, scales of requests and heads, right windows, no pages."""
+    for dtype, batch, heads in itertools.product(HALVES, (3, 40), (16, 128)):
+
+        def latent(dtype: np.dtype[Any] = dtype, n: int = batch, heads: int = heads) -> None:
+            table, lens = make.wide(n, 40, dtype=INT32), make.int32(n)
+            q, out = make.wide(n, 2, heads, 576, dtype=dtype), make.wide(n, 2, heads, 512)
+            apart = make.wide(9, 64, 1, 512, dtype=dtype), make.wide(9, 64, 1, 64, dtype=dtype)
+            for cache in (make.wide(9, 64, 1, 576, dtype=dtype), apart):
+                cumla.mla_decode(q, cache, table, lens)
+            state = {
+                "out": make.wide(n, 2, heads, 512, dtype=dtype),
+                "lse": make.float32(n, heads, 2),
+            }
+            cumla.mla_decode(q, apart, table, lens, **state)
+            state["out"] = make.float32(n, 2, heads, 512)
+            cumla.mla_decode(q, apart, table, lens, **state)
+            if dtype == BF16:
+                scales = make.repeated(9, 64, 1, 4)
+                kv = make.wide(9, 64, 1, 512, dtype=E4M3), make.wide(9, 64, 1, 64), scales
+                cumla.mla_decode(q, kv, table, lens, out=out)
+                cumla.mla_decode(q, kv[0:2], table, lens, kv_scale=make.float32(1))
+                cumla.mla_decode(q, kv[0:2], table, lens, kv_scale=0.5)
+            rows, requests = make.wide(n, 2, 300, dtype=INT32), make.wide(n, 2, dtype=INT32)
+            lists: dict[str, Any] = {"block_table": table, "row_to_request": requests}
+            cumla.mla_sparse_decode(
+                q, apart, rows, **lists, topk_length=make.wide(n, 2, dtype=INT32)
+            )
+
+        yield f"MLA with gaps, {dtype.name}", latent
+    for dtype, fp8, batch, width in itertools.product(HALVES, (False, True), (3, 200), (64, 128)):
+
+        def heads(
+            dtype: np.dtype[Any] = dtype, fp8: bool = fp8, batch: int = batch, width: int = width
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
+            k, v = (make.wide(9, 64, 8, width, dtype=of_cache) for _ in range(2))
+            pages = {"block_table": make.wide(batch, 40, dtype=INT32), "kv_lens": make.int32(batch)}
+            q, rows = make.wide(batch, 2, 32, width, dtype=dtype), make.int32(batch + 1)
+            tokens = make.wide(3 * batch, 32, width, dtype=dtype)
+            out, lse = (
+                make.wide(3 * batch, 32, width, dtype=dtype),
+                make.wide(3 * batch, 32, dtype=FP32),
+            )
+            cumla.attention(q, k, v, **pages, window=(64, 16), causal=False)
+            cumla.attention(tokens, k, v, **pages, qo_indptr=rows, window=(None, 16), causal=False)
+            cumla.attention(tokens, k, v, **pages, qo_indptr=rows, out=out, lse=lse)
+            if fp8:
+                for scale in (make.float32(8), make.wide(batch, 8, dtype=FP32)):
+                    cumla.attention(q, k, v, **pages, k_scale=scale, v_scale=scale)
+            nothing = (make(0, 64, 8, width, dtype=of_cache) for _ in range(2))
+            cumla.attention(tokens, *nothing, **pages, qo_indptr=rows)
+
+        yield f"attention with gaps, {dtype.name}, {'e4m3' if fp8 else 'same'}", heads
+
+
+def others(make: _Maker) -> Iterator[Case]:
+    """The same of what is not attention."""
+    for dtype in FLOATS:
+
+        def call(dtype: np.dtype[Any] = dtype) -> None:
+            stacked, lses = make(4, 5, 7, 16, 128, dtype=dtype), make.float32(4, 5, 16, 7)
+            out = make.wide(5, 7, 16, 128, dtype=dtype)
+            cumla.merge_attention_states(stacked, lses, out=out, lse_base=2.0)
+            scores = make.wide(20, 5000, dtype=dtype)
+            more = {"out": make.wide(20, 64, dtype=INT32), "valid_counts": make.int32(20)}
+            cumla.top_k(scores, 64, out_positions=make.wide(20, 64, dtype=INT32), **more)
+            k, v = make.wide(9, 4, 64, dtype=dtype), make.wide(9, 4, 64, dtype=dtype)
+            k_cache, v_cache = (make.wide(9, 16, 4, 64, dtype=dtype) for _ in range(2))
+            turn = {"cos_sin": (make.float32(99, 16), make.float32(99, 16)), "rotary_offset": 8}
+            place = {"batch_indices": make.int32(9), "positions": make(9, dtype=INT64)}
+            of_list = {"kv_indices": make.int32(50), "kv_indptr": make.int32(6)}
+            q = make.wide(9, 8, 64, dtype=dtype)
+            given = {"q": q, "q_out": make.wide(9, 8, 64, dtype=dtype), "interleaved": True}
+            cumla.append_kv_cache(k, v, k_cache, v_cache, **place, **of_list, **turn, **given)
+            hnd = (make.wide(9, 4, 16, 64, dtype=dtype) for _ in range(2))
+            cumla.append_kv_cache(k, v, *hnd, make.int32(9), kv_layout="HND")
+
+        yield f"others with gaps, {dtype.name}", call
+
+
 TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
         *(mla, mla_invariant, mla_lists, attention, attention_plans),
-        *(indexer, dsa, caches, small),
+        *(indexer, dsa, caches, small, layouts, others),
     )
 }
 

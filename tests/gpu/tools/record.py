@@ -80,8 +80,8 @@ class Sources(NamedTuple):
     @classmethod
     def now(cls) -> Sources:
         kernels = {stem: digests.subject(stem) for stem in digests.launchers()}
-        core = tuple(sorted(path.name for path in (GPU / "core").glob("test_*.py")))
-        return cls(digests.runtime_digest(), kernels, modules_in(GPU), core)
+        core = sorted(path.name for path in (GPU / "core").glob("test_*.py"))
+        return cls(digests.runtime_digest(), kernels, modules_in(GPU), (*core, "test_dsa.py"))
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Sources:
