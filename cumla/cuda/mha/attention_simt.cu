@@ -117,7 +117,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
     }
   }
   float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  float lse = sum == 0.0f ? -kInfinity : maximum + log2_approx(sum);
+  float lse = log_sum_exp(maximum, sum);
   take_sink(p, sink, inverse, lse);
   char* const out = row_of_out(p, tile, 0, row);
 #pragma unroll

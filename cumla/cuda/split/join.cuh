@@ -323,7 +323,7 @@ struct Joiner : Meeting<Params> {
       float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {
-        with_sink = weight == 0.0f ? -kInfinity : highest + log2_approx(weight);
+        with_sink = log_sum_exp(highest, weight);
         take_sink(p, r == 0 ? sum.sink[0] : sum.sink[1], scale, with_sink);
       }
       const int half = unit / Work::kHalfUnits, in_half = unit % Work::kHalfUnits;
@@ -337,7 +337,7 @@ struct Joiner : Meeting<Params> {
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
         store_lse(p, tile, segment.request, Row(p, tile, row),
-                  AnyTile::kHasSinks ? with_sink : weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
+                  AnyTile::kHasSinks ? with_sink : log_sum_exp(highest, weight));
       if constexpr (AnyTile::kHasMaxLogits)
         if (row < tile.rows && unit == 0 && lane % 4 == 0) join_max_logit(row);
     }

@@ -81,6 +81,14 @@ __device__ __forceinline__ TokenPlace place_of(const Params&, int request, int t
 template <typename Params>
 __device__ __forceinline__ bool has_column(const Params&, int) { return true; }
 
+// The log-sum-exp of a row, base 2, from its maximum and the sum of its weights; -inf of a row that sees no key.
+__device__ __forceinline__ float log_sum_exp(float maximum, float sum) {
+  return sum == 0.0f ? -kInfinity : maximum + log2_approx(sum);
+}
+
+// What the output of a row is multiplied by; 0 of a row that sees no key.
+__device__ __forceinline__ float inverse_of_sum(float sum) { return sum == 0.0f ? 0.0f : reciprocal_approx(sum); }
+
 constexpr float kMostSink = 3e38f;  // base 2, and without the sign
 
 // A row's log-sum-exp, base 2, as the caller gets it. One that only a sink can have is that sink: base 2 has no numbers

@@ -3,6 +3,7 @@
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "mha/attention/shared.cuh"
+#include "attend/reduce.cuh"
 #include "split/join.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -16,6 +17,7 @@
 
 namespace cumla::mha {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -163,8 +165,7 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
       next[r] *= score_factor();
-      next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 1));
-      next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 2));
+      next[r] = max_of_quad(next[r]);
       if (next[r] <= maximum[r] + kMaximumSlack) next[r] = maximum[r];
       grown |= next[r] != maximum[r];
     }
@@ -230,11 +231,6 @@ struct Consumer {
     arrive(shared.query_free());
   }
 
-  __device__ __forceinline__ static float sum_of_quad(float value) {
-    value += __shfl_xor_sync(0xffffffffu, value, 1);
-    return value + __shfl_xor_sync(0xffffffffu, value, 2);
-  }
-
   // Where a group of eight columns of the half that goes to the other consumer lies.
   __device__ __forceinline__ u32 exchanged(int to, int j) const {
     return shared.exchange() + ((to * kHalf + j) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
@@ -281,8 +277,8 @@ struct Consumer {
     static_assert(!kScaled, "values have no factors here");
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
-      lse[r] = sum[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(sum[r]);
+      float inverse = inverse_of_sum(weight[r]);
+      lse[r] = log_sum_exp(maximum[r], sum[r]);
       take_sink(p, sink[r], inverse, lse[r]);
 #pragma unroll
       for (int j = 0; j < kHalf; ++j)
@@ -314,9 +310,9 @@ struct Consumer {
       const float total = own[r] * sum[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r));
       const float rounded =
           own[r] * weight[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r));
-      inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      inverse[r] = inverse_of_sum(rounded);
       if constexpr (kScaled) inverse[r] *= value_factor;
-      lse[r] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+      lse[r] = log_sum_exp(highest, total);
       take_sink(p, sink[r], inverse[r], lse[r]);
     }
 #pragma unroll

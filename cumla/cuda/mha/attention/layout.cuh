@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters of attention, and which keys a query row sees, in which pages.
 #pragma once
+#include "attend/score.cuh"
+#include "attend/softmax.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -10,12 +12,8 @@
 
 namespace cumla::mha {
 
+using namespace attend;
 using namespace split;
-
-constexpr float kMaximumSlack = 8.0f;
-constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
-// Of scores: an infinite factor makes NaN of a score of 0, and 0 makes NaN of one that is masked.
-constexpr float kMinFactor = 1.2e-38f, kMaxFactor = 3e38f;
 
 template <bool kFirst, typename A, typename B>
 struct TypeIf {
@@ -105,16 +103,6 @@ __device__ __forceinline__ void store_lse(const AttentionParams& p, const AnyTil
   const bool is_sink = p.sinks != nullptr && fabsf(lse) >= kMostSink;
   p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] =
       natural_lse(p, is_sink ? p.sinks[to.head] : lse, lse);
-}
-
-// tanh(x), with y = 2 x log2(e): 1 - 2 / (1 + 2^y), whose error of some 1e-7 a large softcap would multiply. So numbers
-// near 0 have a polynomial, which keeps their bits.
-__device__ __forceinline__ float tanh_of(float y) {
-  const float square = y * y;
-  const float factor = __fmaf_rn(__fmaf_rn(__fmaf_rn(-2.945801e-5f, square, 6.6487053e-4f), square, -1.3875669e-2f),
-                                 square, 0.34657358f);
-  const float quotient = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(y));
-  return fabsf(y) < 1.0f ? y * factor : quotient;
 }
 
 // A row tile where grid = (kv heads, parts, 1), so that CTAs which read the same pages are neighbours, or (1, parts, kv

@@ -5,6 +5,7 @@
 #include "mha/attention_decode/compute.cuh"
 #include "mha/attention_decode/join.cuh"
 #include "mha/attention_decode/layout.cuh"
+#include "attend/reduce.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -15,6 +16,7 @@
 
 namespace cumla::mha {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -92,8 +94,7 @@ struct Adder {
     for (int k = 0; k < kEach; ++k) of_warp[k] = load_shared_float4(shared.statistics_of(lane % 4 + 4 * k, row));
 #pragma unroll
     for (int k = 0; k < kEach; ++k) highest = fmaxf(highest, of_warp[k].x);
-    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    highest = max_of_quad(highest);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       own[k] = exp2_approx(of_warp[k].x - highest);
@@ -102,8 +103,8 @@ struct Adder {
     }
     total = sum_of_quad(total);
     rounded = sum_of_quad(rounded);
-    float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
-    float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+    float lse = log_sum_exp(highest, total);
+    float inverse = inverse_of_sum(rounded);
     take_sink(p, sink_of(p, tile, segment, row), inverse, lse);  // counts last, as in attention
     if (is_first && adder == 0 && lane % 4 == 0 && row < tile.rows) {
       if (segment.split())
@@ -112,11 +113,6 @@ struct Adder {
         store_lse(p, tile, segment.request, Row(p, tile, row), lse);
     }
     return kE4m3 ? inverse * loaded_scale(p.value_scale, shared.scale(number, true)) : inverse;
-  }
-
-  __device__ __forceinline__ static float sum_of_quad(float value) {
-    value += __shfl_xor_sync(0xffffffffu, value, 1);
-    return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
   // Each lane of a quad adds up eight columns of its warps; then they trade, so that each has the sums of two.

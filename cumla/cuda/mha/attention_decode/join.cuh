@@ -179,7 +179,7 @@ struct RowJoiner : Meeting<AttentionParams> {
   }
 
   __device__ __forceinline__ void store(int row, const Sum& sum) const {
-    const float scale = sum.weight == 0.0f ? 0.0f : reciprocal_approx(sum.weight);
+    const float scale = inverse_of_sum(sum.weight);
     char* const out = row_of_out(p, tile, segment.request, row);
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
@@ -195,7 +195,7 @@ struct RowJoiner : Meeting<AttentionParams> {
     }
     if (lane == 0)
       store_lse(p, tile, segment.request, Row(p, tile, row),
-                sum.weight == 0.0f ? -kInfinity : sum.maximum + log2_approx(sum.weight));
+                log_sum_exp(sum.maximum, sum.weight));
   }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "mha/attention_prefill/layout.cuh"
+#include "attend/reduce.cuh"
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -11,6 +12,7 @@
 
 namespace cumla::mha {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -95,8 +97,7 @@ struct PrefillSoftmax {
       float next = fmaxf(scores[2 * r], scores[2 * r + 1]);
 #pragma unroll
       for (int j = 1; j < kBlock / 8; ++j) next = fmaxf(next, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
-      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+      next = max_of_quad(next);
       next *= p.scale_log2;
       if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
       grown |= next != maximum[r];
@@ -126,11 +127,6 @@ struct PrefillSoftmax {
     keep_before_products(probabilities);
   }
 
-  __device__ __forceinline__ static float sum_of_quad(float value) {
-    value += __shfl_xor_sync(0xffffffffu, value, 1);
-    return value + __shfl_xor_sync(0xffffffffu, value, 2);
-  }
-
   // How the rows of the item before end, but for their outputs: computed while products run, and therefore without a
   // branch. Lanes 0 to 15 of a warp have a row each, and so have the others once more.
   struct Ending {
@@ -156,7 +152,7 @@ struct PrefillSoftmax {
     float* const lse =
         p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
     store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
-                          natural_lse(p, given, total == 0.0f ? -kInfinity : highest + log2_approx(total)));
+                          natural_lse(p, given, log_sum_exp(highest, total)));
     ending.out = reinterpret_cast<u64>(p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token +
                                        to.head * p.out_stride_head);
 #pragma unroll

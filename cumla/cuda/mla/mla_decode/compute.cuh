@@ -2,6 +2,7 @@
 // The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
 #include "mla/mla_decode/shared.cuh"
+#include "attend/reduce.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -12,6 +13,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -196,8 +198,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
-      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
+      highest[r] = max_of_quad(highest[r]);
       if (highest[r] > maximum[r] + kMaximumSlack) next[r] = highest[r];
     }
   }
@@ -381,8 +382,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
       }
       if constexpr (AnyTile::kHasMaxLogits) {
-        this->max_logit[r] = fmaxf(this->max_logit[r], __shfl_xor_sync(0xffffffffu, this->max_logit[r], 1));
-        this->max_logit[r] = fmaxf(this->max_logit[r], __shfl_xor_sync(0xffffffffu, this->max_logit[r], 2));
+        this->max_logit[r] = max_of_quad(this->max_logit[r]);
         if (consumer == 1 && lane % 4 == 0) store_shared_float(shared.max_logit(row + 8 * r), this->max_logit[r]);
       }
     }
@@ -392,8 +392,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       total[r] = load_shared_float(shared.sum(0, row + 8 * r)) + load_shared_float(shared.sum(1, row + 8 * r));
       const float rounded =
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
-      inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
-      lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
+      inverse[r] = inverse_of_sum(rounded);
+      lse[r] = log_sum_exp(maximum[r], total[r]);
       if constexpr (AnyTile::kHasMaxLogits)
         if (consumer == 0)
           this->max_logit[r] = fmaxf(this->max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
@@ -450,11 +450,6 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       else
         write_halves(out, r, exists, inverse[r]);
     }
-  }
-
-  __device__ __forceinline__ static float sum_of_quad(float value) {
-    value += __shfl_xor_sync(0xffffffffu, value, 1);
-    return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
   __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const {

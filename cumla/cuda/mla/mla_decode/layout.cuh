@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the decode kernels share: constants, parameters, and which blocks of which request a CTA has.
 #pragma once
+#include "attend/softmax.cuh"
 #include "split/division.cuh"
 #include "split/join.cuh"
 #include "split/plan.cuh"
@@ -10,6 +11,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -19,9 +21,6 @@ constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;  // named barriers, one for each consumer
-constexpr float kMaximumSlack = 8.0f;
-constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
-constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
 
 // How a block comes from its pages (mla/mla_decode/pages.cuh), which follows from the page size.
 enum PageForm { kPages, kBoxes, kRows };

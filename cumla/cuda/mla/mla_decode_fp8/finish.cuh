@@ -3,6 +3,7 @@
 // becomes out and log-sum-exp, or a piece of them.
 #pragma once
 #include "mla/mla_decode_fp8/compute.cuh"
+#include "attend/reduce.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -11,6 +12,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -59,10 +61,7 @@ struct Fp8Finisher {
 
   // model: fp8_segments, fp8_data
   __device__ __forceinline__ void leave_sums() const {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) of.sum[i] += __shfl_xor_sync(0xffffffffu, of.sum[i], step);
+    sum_over_column(of.sum);
     if (lane >= 4) return;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -93,7 +92,7 @@ struct Fp8Finisher {
       float inverse = total == 0.0f ? 0.0f : of.kv_scale / total;
       float with_sink = 0.0f;
       if constexpr (AnyTile::kHasSinks) {
-        with_sink = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+        with_sink = log_sum_exp(highest, total);
         if (!segment.split()) take_sink(p, sink_of(p, tile, row), inverse, with_sink);
       }
 #pragma unroll
@@ -102,7 +101,7 @@ struct Fp8Finisher {
         other[set][k] = exp2_approx(reference_of(1 - consumer, set, row) - highest) * inverse;
       }
       if (writes)
-        write_lse(row, AnyTile::kHasSinks ? with_sink : total == 0.0f ? -kInfinity : highest + log2_approx(total));
+        write_lse(row, AnyTile::kHasSinks ? with_sink : log_sum_exp(highest, total));
     }
   }
 

@@ -3,6 +3,7 @@
 // with V reads them, and their sums; what these are relative to is raised where a block needs it.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
+#include "attend/reduce.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
@@ -10,6 +11,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -143,10 +145,7 @@ struct Fp8Softmax {
 
   // Their highest values, of one kind: of those of a thread its warp's.
   __device__ __forceinline__ void leave_highest(int kind, int first, float (&v)[4]) const {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) v[k] = fmaxf(v[k], __shfl_xor_sync(0xffffffffu, v[k], step));
+    max_over_column(v);
     if (lane >= 4) return;
 #pragma unroll
     for (int k = 0; k < 4; ++k)

@@ -4,6 +4,7 @@
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
+#include "attend/reduce.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -13,6 +14,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 
 // Probabilities are stored relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, where both consumers go by
@@ -297,11 +299,7 @@ struct Heads64Consumer {
       highest[i + 1] = fmaxf(__fmaf_rn(scaled(s[1], 0), factors.y, row_shift[0]),
                              __fmaf_rn(scaled(s[3], 1), factors.y, row_shift[1]));
     }
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-      for (int i = 0; i < kHeadsOfThread; ++i)
-        highest[i] = fmaxf(highest[i], __shfl_xor_sync(0xffffffffu, highest[i], step));
+    max_over_column(highest);
     if (lane < 4) {
 #pragma unroll
       for (int i = 0; i < kHeadsOfThread; i += 2)

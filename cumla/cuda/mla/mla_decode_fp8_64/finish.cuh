@@ -2,6 +2,7 @@
 // The end of a segment in mla_decode_fp8_64: sums of all warps, then out and log-sum-exp, or a piece of them.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
+#include "attend/reduce.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -9,6 +10,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 
 template <typename Form, typename AnyTile>
@@ -43,10 +45,7 @@ struct Heads64Finisher {
 
   // All at once: one after the other they would have a branch each.
   __device__ __forceinline__ void leave_sums() {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-      for (int i = 0; i < kHeadsOfThread; ++i) of.sum[i] += __shfl_xor_sync(0xffffffffu, of.sum[i], step);
+    sum_over_column(of.sum);
     if (lane < 4) {
 #pragma unroll
       for (int i = 0; i < kHeadsOfThread; i += 2)

@@ -2,6 +2,7 @@
 // The computing role of mla_decode_swapped: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
 #include "mla/mla_decode_swapped/layout.cuh"
+#include "attend/reduce.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -12,6 +13,7 @@
 
 namespace cumla::mla {
 
+using namespace attend;
 using namespace ptx;
 using namespace split;
 
@@ -154,10 +156,7 @@ struct SwappedConsumer {
   __device__ __forceinline__ void raise_maximum(float (&next)[kOwn]) const {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(scores[4 * (i / 2) + i % 2], scores[4 * (i / 2) + 2 + i % 2]);
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(next[i], __shfl_xor_sync(0xffffffffu, next[i], step));
+    max_over_column(next);
     if (lane < 4) {
 #pragma unroll
       for (int i = 0; i < kOwn; i += 2)
@@ -256,7 +255,7 @@ struct SwappedConsumer {
 
   __device__ __forceinline__ void leave_sums() {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2)
+    for (int step = 4; step < 32; step *= 2)  // not sum_over_column: ptxas would order the two otherwise
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], step);
@@ -284,10 +283,10 @@ struct SwappedConsumer {
                           other_factor * sum_of_four(shared.sum(row, (1 - consumer) * 4));
       const float rounded = own_factor * sum_of_four(shared.weight(row, consumer * 4)) +
                             other_factor * sum_of_four(shared.weight(row, (1 - consumer) * 4));
-      const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      const float inverse = inverse_of_sum(rounded);
       of_own[i] = own_factor * inverse;
       of_other[i] = other_factor * inverse;
-      lse[i] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+      lse[i] = log_sum_exp(highest, total);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
