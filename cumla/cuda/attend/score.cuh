@@ -8,8 +8,8 @@ namespace cumla::attend {
 
 using namespace ptx;
 
-// For a soft cap: tanh(x), with y = 2 x log2(e): 1 - 2 / (1 + 2^y), whose error of some 1e-7 a large cap would multiply.
-// So numbers near 0 have a polynomial, which keeps their bits.
+// For a soft cap: tanh(x), with y = 2 x log2(e): 1 - 2 / (1 + 2^y), whose error of some 1e-7 a large cap would
+// multiply. So numbers near 0 have a polynomial, which keeps their bits.
 __device__ __forceinline__ float tanh_of(float y) {
   const float square = y * y;
   const float factor = __fmaf_rn(__fmaf_rn(__fmaf_rn(-2.945801e-5f, square, 6.6487053e-4f), square, -1.3875669e-2f),

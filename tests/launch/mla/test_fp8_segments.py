@@ -507,7 +507,7 @@ MODELLED = {
     "mla/mla_decode_fp8/load.cuh": "6b74d01a",
     "mla/mla_decode_fp8/compute.cuh": "4455a9c8",
     "mla/mla_decode_fp8/softmax.cuh": "a204a5b6",
-    "mla/mla_decode_fp8/finish.cuh": "b9a07260",
+    "mla/mla_decode_fp8/finish.cuh": "77ed6e9d",
     "mla/mla_decode_fp8/layout.cuh": "604b33d9",
     "split/join.cuh": "cf6f9204",
 }

@@ -768,11 +768,11 @@ MODELLED = {
     "mla/mla_decode_fp8/load.cuh": "a27eb2e9",
     "mla/mla_decode_fp8/compute.cuh": "19081f49",
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
-    "mla/mla_decode_fp8/finish.cuh": "a0ca49fb",
+    "mla/mla_decode_fp8/finish.cuh": "fcf44261",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
     "mla/mla_decode_fp8/layout.cuh": "1954d4b4",
     "mla/mla_decode/pages.cuh": "a35f06ae",
-    "split/join.cuh": "b2cf94f0",
+    "split/join.cuh": "8d3a197c",
     "split/output.cuh": "87862f93",
 }
 
