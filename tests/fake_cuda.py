@@ -82,10 +82,12 @@ class FakeCuPy(types.ModuleType):
 
         class ndarray:
             def __init__(self, shape: tuple[int, ...], dtype: Any, device: int = 0) -> None:
-                shadow = np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape)
-                self.shape, self.dtype = shape, shadow.dtype
-                ends = np.cumprod([self.dtype.itemsize, *shape[:0:-1]])
-                self.strides = tuple(int(end) for end in ends[::-1])[-len(shape) :] if shape else ()
+                self.shape, self.dtype = shape, np.dtype(dtype)
+                strides, end = [], self.dtype.itemsize
+                for length in reversed(shape):
+                    strides.append(end)
+                    end *= length
+                self.strides = tuple(reversed(strides))
                 self.data = types.SimpleNamespace(ptr=next(_addresses) << 32, device_id=device)
 
             def reshape(self, *shape: int) -> Any:

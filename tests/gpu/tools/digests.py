@@ -9,6 +9,7 @@ has a digest of its own, of the code of `RUNTIME`.
 from __future__ import annotations
 
 import ast
+import fcntl
 import functools
 import hashlib
 import json
@@ -98,6 +99,14 @@ def launches() -> dict[str, dict[str, str]]:
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
         raise PermissionError(f"{folder} is another user's, or others may write to it; remove it")
     path = folder / f"launches-{key[:24]}.json"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes beside each other wait for the first
+        _write_launches(path)
+    found: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def _write_launches(path: Path) -> None:
     if not path.exists():
         command = [sys.executable, "-m", "tests.gpu.tools.launches"]
         where = os.pathsep.join((str(PACKAGE.parent), str(TESTS.parent)))
@@ -109,8 +118,6 @@ def launches() -> dict[str, dict[str, str]]:
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(done.stdout, "utf-8")
         part.replace(path)
-    found: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8"))
-    return found
 
 
 # --- the code around a launch --------------------------------------------------------------------
