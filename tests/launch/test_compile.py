@@ -15,9 +15,9 @@ from cumla.launch import all_specs
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
 from tests.gpu.tools import record
+from tests.gpu.tools.cubins import sections
 from tests.launch.compiling import FIRST_OF_FILES, SOME, asked_by_cupy, each_code
 from tests.launch.conftest import Compiler
-from tests.launch.elf import sections
 from tests.sources import sources
 
 pytestmark = pytest.mark.usefixtures("nvrtc")

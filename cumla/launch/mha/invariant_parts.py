@@ -18,14 +18,8 @@ SPECS = (KernelSpec.of("mha", "invariant_parts", "InvariantPartsParams", threads
 
 def invariant_parts_launch(key: MHAKey, buffer: int) -> Launch:
     """Describe how to cut the row tiles that a schedule of one part has put into the buffer."""
-    places, parts, tickets = key.layout.schedule_at(buffer)
     values = {
-        "places": places,
-        "parts_out": parts,
-        "tickets": tickets,
-        "max_places": key.num_places,
-        "parts": key.parts,
-        "num_tickets": key.num_tickets,
+        **key.schedule_values(buffer),
         "heads_per_group": key.heads_per_group,
         "piece_blocks": PIECE_BLOCKS,
         "max_pieces": key.max_pieces,

@@ -235,6 +235,18 @@ class RaggedKey(PlanKey):
         own = PlanLayout.of(self)
         return replace(own, nbytes=own.nbytes + self.beside.layout.nbytes) if self.beside else own
 
+    def schedule_values(self, buffer: int) -> dict[str, int]:
+        """Name what kernels that write a schedule get of a plan's buffer."""
+        places, parts, tickets = self.layout.schedule_at(buffer)
+        return {
+            "places": places,
+            "parts_out": parts,
+            "tickets": tickets,
+            "max_places": self.num_places,
+            "parts": self.parts,
+            "num_tickets": self.num_tickets,
+        }
+
     def beside_at(self, buffer: int) -> int:
         """Give the address of the buffer of `beside`."""
         return buffer + (self.layout.nbytes - (self.beside.layout.nbytes if self.beside else 0))

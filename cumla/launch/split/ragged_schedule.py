@@ -58,14 +58,8 @@ def ragged_schedule_launch(
 
 
 def _schedule_of(key: RaggedKey, buffer: int) -> dict[str, Any]:
-    places, parts, tickets = key.layout.schedule_at(buffer)
     return {
-        "places": places,
-        "parts_out": parts,
-        "tickets": tickets,
-        "max_places": key.num_places,
-        "parts": key.parts,
-        "num_tickets": key.num_tickets,
+        **key.schedule_values(buffer),
         "row_tile": key.row_tile,
         "by_parts": divisor_of(key.parts),
         "by_row_tile": divisor_of(key.row_tile),

@@ -149,6 +149,12 @@ class Cubin:
         return found
 
 
+def sections(file: bytes) -> dict[str, bytes]:
+    """The contents of a cubin's sections by name."""
+    cubin = Cubin(file)
+    return {name: cubin.contents(i) for i, name in enumerate(cubin.names)}
+
+
 def _string(file: bytes, at: int) -> str:
     return file[at : file.index(b"\0", at)].decode()
 
