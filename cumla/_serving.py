@@ -104,7 +104,7 @@ class Step:
     Later lengths need a step of their own.
     """
 
-    __slots__ = ("_choose", "_kv_lens", "_offsets", "_plans", "plan")
+    __slots__ = ("_choose", "_kv_lens", "_offsets", "_plans", "has_run", "plan")
 
     def __init__(
         self,
@@ -117,7 +117,12 @@ class Step:
         self._choose = choose
         self._kv_lens = kv_lens
         self._offsets = offsets
+        self.has_run = False
         self.plan: Any = None
+
+    def reads(self, kv_lens: torch.Tensor, offsets: torch.Tensor) -> bool:
+        """Tell whether the lengths come from these arrays."""
+        return self._kv_lens is kv_lens and self._offsets is offsets
 
     def prepare(self) -> None:
         """Find the plan, and load its kernels: the first run may then be captured."""
@@ -126,6 +131,7 @@ class Step:
 
     def _schedule(self, on: torch.device) -> None:
         """Compute the schedule, unless a layer before this one has."""
+        self.has_run = True
         plans = self._plans
         stream, capture = current_capture(on)
         known = plans.scheduled is self and plans.capture == capture
@@ -186,14 +192,25 @@ class Plans:
         self._plans: dict[Hashable, Any] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # the one of now, by its bytes
         self.captured: list[Step] = []
+        self._begun: tuple[Any, Step] | None = None  # the last step, by what it was begun with
         self.scheduled: Step | None = None  # whose schedule was computed last,
         self.capture = 0  # in which capture
 
     def begin(
         self, kind: Any, shape: tuple[int, ...], kv_lens: torch.Tensor, qo_indptr: torch.Tensor
     ) -> Step:
-        """Begin a step with the plan of a class and a shape."""
-        return Step(self, lambda: (kind, shape), kv_lens, qo_indptr)
+        """Begin a step with the plan of a class and a shape.
+
+        Groups of layers that begin one with the same arrays, before any layer runs, share it.
+        """
+        begun = self._begun
+        if begun is not None:
+            key, step = begun
+            if key == (kind, shape) and not step.has_run and step.reads(kv_lens, qo_indptr):
+                return step
+        step = Step(self, lambda: (kind, shape), kv_lens, qo_indptr)
+        self._begun = (kind, shape), step
+        return step
 
     def begin_mla(
         self,

@@ -360,7 +360,7 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         batch, shape = _batch_of(lengths, attend), _shape_of(attend)
         sm_count = sm_count_of(device)
         cuts = _cuts_of(batch, attend) if self._batch_invariant else _NO_CUTS
-        return _key(batch, shape, attend.causal, attend.window[0] >= 0, device, sm_count, cuts)
+        return _key(batch, shape, attend.causal, attend.window[0], device, sm_count, cuts)
 
 
 def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
@@ -404,14 +404,14 @@ def _key(
     batch: int,
     shape: tuple[Any, ...],
     causal: bool,
-    has_window: bool,
+    window_left: int,
     device: int | None,
     sm_count: int,
     cuts: tuple[bool, int, int],
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     *sizes, q_len = shape
-    modes: tuple[Any, ...] = (causal, q_len, device, sm_count, has_window, *cuts)
+    modes: tuple[Any, ...] = (causal, q_len, device, sm_count, window_left, *cuts)
     key = MHAKey(batch, *sizes, *modes)
     if key.total_tokens * key.heads_per_group > _MOST_ROWS:
         raise ValueError(
@@ -697,7 +697,7 @@ class AttentionPlan(TableOrList[MHAKey]):
 
         def key_on(on: int | None) -> MHAKey:
             sm_count = sm_count_of(on)
-            return _key(batch, shape, causal, self._usual.window[0] >= 0, on, sm_count, cuts)
+            return _key(batch, shape, causal, self._usual.window[0], on, sm_count, cuts)
 
         self._make(key_on, device, workspace, like, stream)
         names = ["kv_lens" if page_size else "kv_indptr=..."]
@@ -783,12 +783,12 @@ class AttentionPlan(TableOrList[MHAKey]):
         shape = _checked_shape(batch, total_tokens, heads, 64, None, ("bfloat16", None))
         sm_count = checked_sm_count(sm_count)
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
-        key = _key(batch, shape, False, False, 0, sm_count, cuts)
+        key = _key(batch, shape, False, -1, 0, sm_count, cuts)
         forms: tuple[dict[str, Any], ...] = (
             {},
             {"cache_dtype": _E4M3},
             {"page_size": 1},
-            {"has_window": True},
+            {"window_left": 0},
         )
         return max(replace(key, **form).layout.nbytes for form in forms)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.v1.attention.backend import (
@@ -35,6 +36,11 @@ class Form(NamedTuple):
         return "without a window" if self.window is None else f"with a window of {self.window + 1}"
 
 
+# Plans by model, kind of cache and form of layers. vLLM divides layers of one form into groups;
+# each has a builder and a block table, and all have the same lengths.
+_PLANS: WeakValueDictionary[Any, Plans] = WeakValueDictionary()
+
+
 @dataclass
 class Metadata:
     """A step."""
@@ -54,14 +60,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         layers = vllm_config.compilation_config.static_forward_context
         # Layers of a form share a plan; all plans of a step are in use at once.
         self._plans = {
-            form: Plans(
-                device,
-                {"num_kv_heads": kv_cache_spec.num_kv_heads},
-                page_size=kv_cache_spec.block_size,
-                dtype=vllm_config.model_config.dtype,
-                cache_dtype=cache_dtype(kv_cache_spec.dtype),
-                window=form.window,
-            )
+            form: _plans_of(form, kv_cache_spec, vllm_config, device)
             for form in {layers[name].impl.form for name in layer_names}
         }
         impls = Counter(
@@ -120,6 +119,29 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         for step in metadata.steps.values():
             step.prepare()
         return metadata
+
+
+def _plans_of(form: Form, spec: Any, vllm_config: Any, device: torch.device) -> Plans:
+    """Return the plans of a form of layers, those of another builder where the layers are alike."""
+
+    def make() -> Plans:
+        return Plans(
+            device,
+            {"num_kv_heads": spec.num_kv_heads},
+            page_size=spec.block_size,
+            dtype=vllm_config.model_config.dtype,
+            cache_dtype=cache_dtype(spec.dtype),
+            window=form.window,
+        )
+
+    if divides_steps(vllm_config):  # parts of a step run beside each other, with a builder each
+        return make()
+    sizes = spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype
+    key = id(vllm_config), str(device), form, *sizes  # a builder keeps its vllm_config
+    plans = _PLANS.get(key)
+    if plans is None:
+        plans = _PLANS[key] = make()
+    return plans
 
 
 class Impl(AttentionImpl[Metadata]):

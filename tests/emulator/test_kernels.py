@@ -240,6 +240,22 @@ def test_what_lies_before_all_windows(cupy: CuPy, queries: str, page_size: int, 
             attention_cases.check(sample, [array.get() for array in got], expected)
 
 
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+@pytest.mark.parametrize("columns", [64, 256])
+@pytest.mark.parametrize("queries", ["one", "many"])
+def test_visible_blocks_alone_are_divided(queries: str, columns: int, cache: str) -> None:
+    """Windows of long requests, of which thread blocks have pieces."""
+    for window, lens in ((127, (700, 70, 0)), (300, (1500,)), ((40, 9), (200, 3))):
+        fixed = {"queries": queries, "page_size": 64, "cache": cache, "dtype": "bfloat16"}
+        fixed |= {"window": window, "lens": lens, "heads": (4, 2), "columns": (columns, columns)}
+        (sample,) = attention_cases.samples(1, **fixed)
+        given = attention_cases.make(sample)
+        with emulated_gpu(33) as cupy:
+            there = {name: cupy.like(array) for name, array in attention_cases.make(sample).items()}
+            got = [array.get() for array in cumla.attention(**there)]
+        attention_cases.check(sample, got, cumla.reference.attention(**given))
+
+
 @pytest.mark.exhaustive
 def test_all_that_compute_sanitizer_is_shown(cupy: CuPy) -> None:
     sanitize.run_calls(cupy, sanitize.grid(MULTIPROCESSORS), edits=False)

@@ -82,6 +82,72 @@ def test_few_rows(name: str) -> None:
         check(plan.key, buffer, np.arange(batch + 1), kv_lens)
 
 
+@pytest.mark.parametrize("window", [0, 127, 1023, 100_000])
+@pytest.mark.parametrize("name", some(list(LENGTHS), 3))
+def test_blocks_before_a_window_are_not_dealt_out(name: str, window: int) -> None:
+    """With one query a request, and with several; tiles of a mixed batch as well."""
+    kv_lens = np.array(LENGTHS[name], np.int32)
+    batch = len(kv_lens)
+    for q_len, dims in ((1, 256), (9, 128), (300, 64)):
+        with emulated_gpu(132) as cupy:
+            cache = cupy.asarray(np.zeros((1, 64, 8, dims), bfloat16))
+            q = cupy.asarray(np.zeros((batch * q_len, 32, dims), bfloat16))
+            indptr = (q_len * np.arange(batch + 1)).astype(np.int32)
+            offsets = cupy.asarray(indptr)
+            buffer = cupy.asarray(np.full(64 << 20, 0x77, np.uint8))
+            plan = cumla.AttentionPlan.from_arrays(
+                *(q, cache, cache), qo_indptr=offsets, window=window, workspace=buffer
+            )
+            plan.update(kv_lens=cupy.asarray(kv_lens), qo_indptr=offsets)
+            for is_whole in (False, True) if plan.key.beside else (None,):
+                check(plan.key, buffer, indptr, kv_lens, is_whole)
+
+
+SMALL = {
+    "one": [70_000],
+    "one, short": [50],
+    "one, empty": [0],
+    "equal": [4096] * 4,
+    "unequal": [9000, 100, 0, 30_000, 64],
+    "one is long": [60_000, *[64] * 15],
+    "16": list(range(100, 16 * 777, 777)),
+    "32": list(range(100, 32 * 777, 777)),
+    "33": [2000] * 33,
+    "hostile": [-5, 2**31 - 1, -(2**31), 0, 70_000],
+}
+
+
+@pytest.mark.parametrize("window", [None, 127, 1023])
+@pytest.mark.parametrize("name", list(SMALL))
+def test_a_warp_computes_the_same_schedule(name: str, window: int | None) -> None:
+    """Small batches, one query a request but for two: none, and two, or two tiles of them."""
+    kv_lens = np.array(SMALL[name], np.int32)
+    batch = len(kv_lens)
+    for heads, dims, kv_heads, dtype in (
+        (16, 256, 8, bfloat16),
+        (32, 128, 8, bfloat16),
+        (32, 128, 8, float8_e4m3fn),
+        (8, 64, 1, bfloat16),
+        (64, 64, 1, bfloat16),  # two queries are two row tiles
+    ):
+        with emulated_gpu(132) as cupy:
+            cache = cupy.asarray(np.zeros((1, 64, kv_heads, dims), dtype))
+            q = cupy.asarray(np.zeros((batch, heads, dims), bfloat16))
+            rows = np.arange(batch + 1)
+            rows[batch // 2 + 1 :] -= 1
+            rows[-1] = batch
+            buffer = cupy.asarray(np.full(64 << 20, 0x77, np.uint8))
+            offsets = cupy.asarray(rows.astype(np.int32))
+            plan = cumla.AttentionPlan.from_arrays(
+                *(q, cache, cache), qo_indptr=offsets, window=window, workspace=buffer
+            )
+            assert plan.key.has_small_batch == (batch <= min(32, plan.key.parts))
+            plan.update(kv_lens=cupy.asarray(kv_lens), qo_indptr=offsets)
+            check(plan.key, buffer, rows, kv_lens)
+            tickets = np.asarray(buffer)[plan.key.layout.tickets :]
+            assert not tickets[: 16 * plan.key.num_tickets].any()
+
+
 @pytest.mark.parametrize("batch", [1019, 1020])
 def test_as_many_whole_tiles_as_threads_are_sorted(batch: int) -> None:
     """Tiles of 192 rows, five of them a chunk's: 1,024 in order of cost, 1,025 as they come."""

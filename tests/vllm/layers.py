@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -137,7 +138,11 @@ class MHA:
     """A builder, layers and caches, as vLLM sets them up."""
 
     def __init__(
-        self, cache_dtype: Any = torch.bfloat16, device: str = "cpu", **options: Any
+        self,
+        cache_dtype: Any = torch.bfloat16,
+        device: str = "cpu",
+        ubatching: bool = False,
+        **options: Any,
     ) -> None:
         from cumla.vllm.mha import Backend, Builder, Impl
 
@@ -149,6 +154,7 @@ class MHA:
         layers = {name: SimpleNamespace(impl=impl) for name, impl in self.impls.items()}
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.bfloat16),
+            parallel_config=SimpleNamespace(use_ubatching=ubatching),
             compilation_config=SimpleNamespace(static_forward_context=layers),
         )
         spec = SimpleNamespace(num_kv_heads=2, head_size=64, block_size=PAGE, dtype=cache_dtype)
@@ -183,6 +189,15 @@ class MHA:
         if captured:
             return self.builder.build_for_cudagraph_capture(common)
         return self.builder.build(0, common)
+
+    def another_group(self) -> MHA:
+        """The same layers as a group of their own: with a builder and a cache."""
+        other, first = copy(self), self.builder
+        other.builder = type(first)(
+            first.kv_cache_spec, list(self.impls), first.vllm_config, first.device
+        )
+        other.cache = self.cache.clone()
+        return other
 
     def attend(self, name: str, step: Any, q: Any, **options: Any) -> Any:
         new = torch.zeros_like(q)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,6 +359,35 @@ def test_piecewise_graphs_leave_a_step_one_schedule(launched: tuple[Any, list[An
         assert names[:3] == ["append", "schedule", "mla"]
         assert names.count("append") == names.count("mla") == 3
         assert names.count("schedule") == 3  # of MLA, and of each form of MHA
+
+
+@pytest.mark.parametrize("ubatching", [False, True])
+def test_groups_of_layers_of_one_form_share_a_schedule(
+    ubatching: bool, launched: tuple[Any, list[Any]]
+) -> None:
+    """Each group has a builder; where vLLM divides steps, the builders of parts share nothing."""
+    gpu, noted = launched
+    first = MHA(ubatching=ubatching)
+    groups = [first, first.another_group(), first.another_group()]
+    q = torch.randn(2, HEADS, 64).bfloat16()
+    lens, offsets = int32(90, 90), int32(0, 1, 2)
+    schedules = 6 if ubatching else 2
+
+    def layers(steps: list[Any]) -> list[str]:
+        noted.clear()
+        for group, step in zip(groups, steps, strict=True):
+            for name in group.impls:
+                group.attend(name, step, q)
+        return entries(noted)
+
+    for captured in (True, False):
+        for _ in range(2):
+            steps = [group.step(lens, offsets, 2, captured=captured) for group in groups]
+            with gpu.capture(7) if captured else nullcontext():
+                assert layers(steps).count("schedule") == schedules
+                assert layers(steps).count("schedule") == 0
+    again = groups[1].step(lens, offsets, 2)  # lengths in the same arrays may be others
+    assert all(again.steps[form] is not steps[1].steps[form] for form in again.steps)
 
 
 @pytest.mark.parametrize("starts", [(0, 1, 2), (0, 2, 4), (0, 1, 4)])

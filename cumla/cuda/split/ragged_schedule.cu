@@ -7,6 +7,7 @@
 // cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
 // order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
 // one of them (docs/kernels/mla.md). Of a mixed batch whole tiles are a second schedule, of another CTA: is_whole().
+// Blocks before the windows of all rows of a tile are not dealt out.
 // tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -70,6 +71,8 @@ struct RaggedScheduleParams : ScheduleOf {
   int q_len;       // of each request, without qo_indptr
   Divisor by_heads_per_group;
   int shares;        // few rows whose blocks, so many times, are more than `blocks` are no whole tile
+  int window_left;   // visible keys before a query's own; -1: all
+  int is_small;      // schedule_small() may serve the batch: at most 32 requests and at most `parts`
   ScheduleOf whole;  // tiles of a mixed batch; else of no places
   i64 blocks;        // set by the kernel: of all tiles of a mixed batch; -1: it has no full one
 };
@@ -108,11 +111,20 @@ __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, i
   return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, 0};
 }
 
-// Blocks that the rows of a tile see, together.
+// Leading blocks that lie before the windows of all rows of a tile.
+__device__ __forceinline__ int hidden_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
+  if (p.window_left < 0) return 0;
+  const int first = tile.tokens - tile.q_len + static_cast<int>(quotient(tile.first_row, p.by_heads_per_group));
+  return max(first - min(p.window_left, tile.tokens), 0) / kBlockTokens;
+}
+
+// Blocks that at least one row of a tile sees; they follow the hidden ones.
 __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
-  if (!p.causal) return blocks_of(tile.tokens);
+  const int hidden = hidden_blocks(p, tile);
+  if (!p.causal) return blocks_of(tile.tokens) - hidden;
   const int last_row = min(tile.first_row + p.row_tile, tile.q_len * p.heads_per_group) - 1;
-  return blocks_of(max(tile.tokens - (tile.q_len - 1 - static_cast<int>(quotient(last_row, p.by_heads_per_group))), 0));
+  const int tokens = tile.tokens - (tile.q_len - 1 - static_cast<int>(quotient(last_row, p.by_heads_per_group)));
+  return blocks_of(max(tokens, 0)) - hidden;
 }
 
 // Whether a request of a mixed batch is whole tiles: many rows, and few beside them if these are soon done.
@@ -303,6 +315,72 @@ __device__ __forceinline__ PartBound bound_of_piece(const RaggedScheduleParams& 
   return {tile, piece * each + min(piece, blocks - each * pieces), 0, 0};
 }
 
+// First block of piece `index`, where `blocks` are cut into `pieces` equal ones.
+__device__ __forceinline__ int piece_begin(int blocks, int pieces, int index) {
+  const int each = small_quotient(blocks, pieces);
+  return index * each + min(index, blocks - each * pieces);
+}
+
+// Computes the whole schedule of a small batch without a barrier: a lane has a request, a thread has a part, and every
+// warp computes the same. Returns false, and writes nothing, if a request has several tiles, or if equal pieces might
+// cost more than shares of the summed cost.
+__device__ __forceinline__ bool schedule_small(const RaggedScheduleParams& p) {
+  const int lane = threadIdx.x % 32, part = threadIdx.x;
+  const Queries queries(p, min(lane, p.batch - 1));
+  const TilePlace tile = first_tile(p, min(lane, p.batch - 1), queries);
+  const bool exists = lane < p.batch && queries.count > 0;
+  if (__any_sync(0xffffffffu, exists && tiles_of(p, queries) > 1)) return false;
+  const u32 all = __ballot_sync(0xffffffffu, exists);
+  const int tiles = __popc(all), place = __popc(all & ((1u << lane) - 1));
+  const int hidden = hidden_blocks(p, tile), blocks = exists ? visible_blocks(p, tile) : 0;
+  const int cost = exists ? blocks + p.fixed_cost : 0;
+  const int total = __reduce_add_sync(0xffffffffu, cost), dearest = __reduce_max_sync(0xffffffffu, cost);
+  const int share = max(static_cast<int>(quotient(total + p.parts - 1, p.by_parts)), p.min_share);
+  int pieces = exists ? 1 : 0;
+  if (dearest > share + p.fixed_cost + 2 * p.piece_cost) {
+    const int least = max(share - p.fixed_cost, p.min_blocks);
+    int count = 0, worst = 0;
+#pragma unroll 1
+    for (u32 rest = all; rest != 0; rest &= rest - 1) {
+      const int there = __shfl_sync(0xffffffffu, blocks, __ffs(rest) - 1), own = pieces_of(p, there, least + lane);
+      count += own;
+      worst = max(worst, small_quotient(there + own - 1, own) + p.fixed_cost + (own > 1 ? p.piece_cost : 0));
+    }
+    if (count > p.parts) worst = kTooMany;
+    const int cheapest = __reduce_min_sync(0xffffffffu, worst);
+    if (cheapest > share + p.fixed_cost + p.piece_cost) return false;
+    const int size = least + __ffs(__ballot_sync(0xffffffffu, worst == cheapest)) - 1;
+    if (exists) pieces = pieces_of(p, blocks, size);
+  }
+  const int end = warp_inclusive_sum(pieces);
+  int owner = -1;
+#pragma unroll 1
+  for (u32 rest = all; rest != 0; rest &= rest - 1) {
+    const int i = __ffs(rest) - 1, end_there = __shfl_sync(0xffffffffu, end, i);
+    if (owner < 0 && part < end_there) owner = i;
+  }
+  const int from = max(owner, 0), count = __shfl_sync(0xffffffffu, pieces, from);
+  const int first = __shfl_sync(0xffffffffu, end, from) - count, index = part - first;
+  const int there = __shfl_sync(0xffffffffu, blocks, from), before = __shfl_sync(0xffffffffu, hidden, from);
+  const int at = __shfl_sync(0xffffffffu, place, from);
+  if (part < 32 && exists) p.places[place] = tile;
+  for (int i = threadIdx.x; i < p.num_tickets; i += (p.parts + 31) / 32 * 32) p.tickets[i] = {};
+  if (part >= p.parts) return true;
+  Part found = {tiles, 0, 0, 0, tiles, 0, part, part, 0, part, {}};
+  if (owner >= 0) {
+    const bool begins = index == 0, ends = index == count - 1;
+    found.place = at;
+    found.block = begins ? 0 : before + piece_begin(there, count, index);
+    found.end_place = ends ? at + 1 : at;
+    found.end_block = ends ? 0 : before + piece_begin(there, count, index + 1);
+    found.first_part = first;
+    found.last_part = first + count - 1;
+    found.tail_last_part = ends ? part : first + count - 1;
+  }
+  p.parts_out[part] = found;
+  return true;
+}
+
 // Blocks that the tiles of a mixed batch have, if they were all whole; -1 if no request has many rows.
 __device__ __forceinline__ i64 mixed_blocks(const RaggedScheduleParams& p, RaggedShared& shared,
                                             int requests_of_thread) {
@@ -329,8 +407,15 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& give
   grid_dependency_launch();
   grid_dependency_wait();
 
+  if (given.is_small != 0) {
+    const bool done = thread / 32 * 32 < given.parts && schedule_small(given);
+    if (__syncthreads_or(done)) return;
+  }
   if (p.whole.places != nullptr) p.blocks = mixed_blocks(p, shared, requests_of_thread);
-  if (blockIdx.x > 0) static_cast<ScheduleOf&>(p) = p.whole;
+  if (blockIdx.x > 0) {
+    static_cast<ScheduleOf&>(p) = p.whole;
+    p.window_left = -1;  // whole tiles are sorted as if they had no window
+  }
   i64 count = 0, all_tiles;
   for (int i = 0; i < requests_of_thread; ++i) {
     const int request = thread * requests_of_thread + i;
@@ -378,6 +463,7 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& give
     }
   }
   const bool cuts = thread < p.parts && bound.block > 0;
+  if (cuts && p.window_left >= 0) bound.block += hidden_blocks(p, p.places[bound.place]);
   const Run run = find_run(cuts ? bound.place : -1, shared.edges, shared.edge_places);
   if (thread <= p.parts) {
     shared.bounds[thread] = bound;

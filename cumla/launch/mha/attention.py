@@ -96,10 +96,20 @@ class MHAKey(RaggedKey):
     q_len: int  # of each request, where q has an axis of requests; else 0
     device: int | None
     sm_count: int
-    has_window: bool = False  # to the left
+    window_left: int = -1  # visible keys before a query's own; -1: all
     batch_invariant: bool = False
     max_pieces: int = 1  # of a batch-invariant request
     more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query sees only some of the keys before its own."""
+        return self.window_left >= 0
+
+    @property
+    def schedule_window(self) -> int:
+        """Visible keys before a query's own; whole row tiles are scheduled without a window."""
+        return -1 if self.takes_whole_tiles or self.batch_invariant else self.window_left
 
     @property
     def is_uncut(self) -> bool:

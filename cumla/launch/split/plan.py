@@ -219,6 +219,17 @@ class RaggedKey(PlanKey):
         """Query rows at a place of the schedule."""
         return ROW_TILE
 
+    @property
+    def schedule_window(self) -> int:
+        """Visible keys before a query's own, as far as the schedule knows it; -1: all."""
+        return -1
+
+    @cached_property
+    def has_small_batch(self) -> bool:
+        """Whether each warp of the schedule can hold all requests, and a part each of its own."""
+        cuts = self.parts > 1 and not self.batch_invariant and self.beside is None
+        return cuts and 0 < self.batch <= min(self.parts, 32)
+
     @cached_property
     def beside(self) -> RaggedKey | None:
         """The key of a second schedule, of the whole tiles of a mixed batch."""

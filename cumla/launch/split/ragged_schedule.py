@@ -51,6 +51,8 @@ def ragged_schedule_launch(
         "q_len": key.total_tokens // key.batch if qo_indptr is None else 0,
         "by_heads_per_group": divisor_of(key.heads_per_group),
         "shares": key.shares,
+        "window_left": key.schedule_window,
+        "is_small": key.has_small_batch,
         "whole": _schedule_of(beside, key.beside_at(buffer)) if beside else None,
         "blocks": 0,
     }

@@ -313,6 +313,8 @@ def test_the_schedules_parameters_by_name(listed: bool) -> None:
         "by_row_tile.magic": 1 << 31,
         "by_row_tile.shift": 6,
         "shares": 1,
+        "window_left": -1,
+        "is_small": 1,
         "blocks": 0,
     }
 

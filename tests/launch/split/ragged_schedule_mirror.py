@@ -84,11 +84,19 @@ def schedule(
     last_row = np.minimum(places[:, 1] + key.row_tile, places[:, 2] * group) - 1
     hidden = places[:, 2] - 1 - last_row // group if key.causal else 0
     blocks = -(-np.maximum(places[:, 0] - hidden, 0) // BLOCK_TOKENS)
+    before = np.zeros(len(blocks), np.int64)  # blocks before the windows of all rows
+    if key.schedule_window >= 0:
+        first = places[:, 0] - places[:, 2] + places[:, 1] // group - key.schedule_window
+        before = np.maximum(first, 0) // BLOCK_TOKENS
+        blocks -= before
     if key.row_tile > ROW_TILE and len(blocks) <= _THREADS:  # whole tiles
         is_full = places[:, 2] * group - places[:, 1] > ROW_TILE
         order = np.argsort(blocks * (1 + is_full), kind="stable")
         places, blocks = places[order], blocks[order]
-    return TileSchedule(places, _bounds(blocks, [len(own) for own in dealt], key))
+    bounds = _bounds(blocks, [len(own) for own in dealt], key)
+    cuts = bounds[:, 1] > 0
+    bounds[cuts, 1] += before[bounds[cuts, 0]].astype(np.int32)
+    return TileSchedule(places, bounds)
 
 
 def _bounds(blocks: np.ndarray, dealt: list[int], key: RaggedKey) -> np.ndarray:
