@@ -55,13 +55,12 @@ packages = ["{package}"]
 _README = """\
 # cumla-cubins
 
-{count} kernels of cumla {version}, compiled for sm_90a by NVRTC {nvrtc}. cumla loads them if
-`CUMLA_CUBIN_DIR` names the folder of this package. Otherwise it compiles each kernel when it is
-first used.
+{count} kernels of cumla {version}, compiled for sm_90a by NVRTC {nvrtc}. cumla finds them without a
+variable. Without this package it compiles each kernel when it is first used.
 """
 _INIT = '''\
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of cumla {version} for sm_90a."""
+"""The kernels of cumla {version} for sm_90a; cumla looks here before it compiles."""
 
 __version__ = "{version}"
 NVRTC = "{nvrtc}"

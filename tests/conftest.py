@@ -32,6 +32,8 @@ from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 GPU_TESTS = Path(__file__).parent / "gpu"
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
+sys.modules["cumla_cubins"] = None  # type: ignore[assignment] - as if it were not installed
+
 # Collections of all objects, of which PyTorch and JAX have a million, are a tenth as frequent.
 gc.set_threshold(*gc.get_threshold()[:2], 100)
 
@@ -171,6 +173,8 @@ def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch_module, "_loaded", {})
     monkeypatch.setattr(operation, "forms", Ready())
     monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
+    monkeypatch.setenv("CUPY_CACHE_DIR", os.path.join(os.devnull, "none"))  # whoever may write ours
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be what it was after the test
     return fake
 
 

@@ -195,22 +195,25 @@ def _kernels() -> str:
 
 
 def _kernel_cache() -> str:
-    from cumla.launch.module import cache_dir
+    from cumla.launch.module import cache_dir, why_cache_is_shared
 
     folder = cache_dir()
     if not folder.is_dir():
         return f"{folder} (not there yet)"
+    problem = why_cache_is_shared()
+    if problem is not None:
+        return f"{folder} (not used: {problem})"
     return f"{folder} ({sum(path.suffix == '.cubin' for path in folder.iterdir())} cubins)"
 
 
 def _cubins() -> str:
     from cumla.launch import all_specs
-    from cumla.launch.module import cubin_dir
+    from cumla.launch.module import cubin_dir, installed_cubins
     from cumla.launch.source import cubin_name, debug_build
 
-    folder = cubin_dir()
+    folder = cubin_dir() or installed_cubins()
     if folder is None:
-        return "none (CUMLA_CUBIN_DIR is not set)"
+        return "none (CUMLA_CUBIN_DIR is not set, cumla-cubins is not installed)"
     specs, debug = all_specs(), debug_build()
     found = sum((folder / cubin_name(spec, debug=debug)).is_file() for spec in specs)
     return f"{folder}: {found} of {len(specs)} kernels of this version"

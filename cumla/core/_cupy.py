@@ -16,6 +16,7 @@ NEEDED = (
     "the kernels need an NVIDIA Hopper GPU of compute capability 9.0 (H100, H200, H800, H20, GH200)"
 )
 _CACHE = "CUPY_CACHE_DIR"
+_IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
 _log = logging.getLogger(__name__)
 # Wheels that bring a module named cupy: two of them overwrite each other's files.
 _CUPY_DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
@@ -70,13 +71,18 @@ def _imported() -> Any:
             os.environ[_CACHE] = given
 
 
-def compile_in_memory(error: OSError) -> None:
-    """Let CuPy neither read nor write its cache of kernels, because it cannot: a warning."""
-    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+def compiles_in_memory() -> bool:
+    """Tell whether CuPy neither reads nor writes its cache of kernels, as it is or was asked to."""
+    return os.environ.get(_IN_MEMORY) == "1"
+
+
+def compile_in_memory(problem: object) -> None:
+    """Let CuPy neither read nor write its cache of kernels, because of a problem: a warning."""
+    os.environ[_IN_MEMORY] = "1"
     _log.warning(
-        "kernels cannot be kept in CuPy's cache folder (%s), so every process compiles them again; "
-        "let CUPY_CACHE_DIR name a folder that can be written to",
-        error,
+        "kernels are not kept in CuPy's cache folder (%s), so every process compiles them again; "
+        "let CUPY_CACHE_DIR name a folder to which you can write, and nobody else",
+        problem,
     )
 
 

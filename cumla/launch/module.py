@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a kernel's text to a function handle on one GPU, or to a cubin on a machine without one.
 
-A kernel comes from a cubin in ``CUMLA_CUBIN_DIR``, or else from `cupy.RawModule`, which compiles
-with NVRTC and keeps a cache on disk. CuPy adds the GPU's architecture, sm_90, to our sm_90a: NVRTC
-12.9 and later make code for sm_90a of the pair, earlier ones refuse it. There the same text is
-compiled through cuda.bindings, and the cubin is kept in CuPy's cache folder under a name of ours.
+A kernel comes from a cubin in ``CUMLA_CUBIN_DIR`` or, if that is not set, in the wheel
+cumla-cubins; or else from `cupy.RawModule`, which compiles with NVRTC and keeps a cache on disk.
+CuPy adds the GPU's architecture, sm_90, to our sm_90a: NVRTC 12.9 and later make code for sm_90a of
+the pair, earlier ones refuse it. There the same text is compiled through cuda.bindings, and the
+cubin is kept in CuPy's cache folder under a name of ours.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cumla.core._cupy import compile_in_memory
+from cumla.core._cupy import compile_in_memory, compiles_in_memory
 from cumla.core._driver import driver, in_primary_context
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError, NotPreparedError
 from cumla.launch.device import import_cupy, require_hopper
@@ -133,6 +135,18 @@ def _find_or_compile(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
             spec.entry,
             folder,
         )
+    elif not debug and (installed := installed_cubins()) is not None:
+        function = _load_cubin(cupy, spec, installed / cubin_name(spec))
+        if function is not None:
+            return function
+        _log.warning(
+            "cumla-cubins: kernel %s of these sources is not in %s, or the driver refused it, so "
+            "it is compiled now; install the cumla-cubins of this version of cumla",
+            spec.entry,
+            installed,
+        )
+    if not compiles_in_memory() and (problem := why_cache_is_shared()) is not None:
+        compile_in_memory(problem)
     if compiles_with_cupy(cupy_nvrtc_version()):
         return _compile_with_cupy(cupy, spec, debug=debug)
     return _compile_beside_cupy(cupy, spec, debug=debug)
@@ -183,21 +197,17 @@ def _compile_beside_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
     """Compile for an NVRTC that refuses CuPy's options; the cubin goes to CuPy's cache folder."""
     version = "nvrtc{}.{}".format(*bindings_nvrtc_version())
     path = cache_dir() / f"cumla-{version}-{cubin_name(spec, debug=debug)}"
-    function = _load_cubin(cupy, spec, path)
-    if function is None:
-        cubin, _ = _compile(spec, translation_unit(spec, debug=debug), OPTIONS)
+    function = None if compiles_in_memory() else _load_cubin(cupy, spec, path)
+    if function is not None:
+        return function
+    cubin, _ = _compile(spec, translation_unit(spec, debug=debug), OPTIONS)
+    if not compiles_in_memory():
         try:
             write_whole(path, cubin)
+            return _function_of_cubin(cupy, spec, path)
         except OSError as error:
-            _log.warning(
-                "kernel %s cannot be kept in CuPy's cache folder (%s), so every process compiles "
-                "it again; let CUPY_CACHE_DIR name a folder that can be written to",
-                spec.entry,
-                error,
-            )
-            return _function_through_temporary_file(cupy, spec, cubin)
-        function = _function_of_cubin(cupy, spec, path)
-    return function
+            compile_in_memory(error)
+    return _function_through_temporary_file(cupy, spec, cubin)
 
 
 def _function_through_temporary_file(cupy: Any, spec: KernelSpec, cubin: bytes) -> Any:
@@ -247,6 +257,18 @@ def cubin_dir() -> Path | None:
     return Path(folder)
 
 
+def installed_cubins() -> Path | None:
+    """Return the folder of the installed package cumla-cubins, or None; nothing is imported.
+
+    It may belong to anybody: whoever can write there can write to cumla as well.
+    """
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    found = find_spec("cumla_cubins")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
 def _refuse_if_shared(path: str | Path) -> None:
     """Refuse a folder of cubins, or one in it, that somebody else may write to."""
     problem = why_shared(path)
@@ -254,19 +276,38 @@ def _refuse_if_shared(path: str | Path) -> None:
         raise CumlaError(f"CUMLA_CUBIN_DIR: {problem}")
 
 
-def why_shared(path: str | Path) -> str | None:
-    """Say why cubins are not loaded from a folder or file; None if they are, or it is not there."""
+def why_cache_is_shared() -> str | None:
+    """Say why nothing is loaded from CuPy's cache folder, nor kept there; None if it is.
+
+    The group may write there: CuPy makes the folder as the umask says.
+    """
+    folder, names = str(cache_dir()), ["."]
+    with suppress(OSError):  # not there, or it may be read but not listed
+        names += sorted(os.listdir(folder))
+    paths = [os.path.normpath(os.path.join(folder, name)) for name in names]
+    return next((why for path in paths if (why := why_shared(path, 0o002)) is not None), None)
+
+
+def why_shared(path: str | Path, others: int = 0o022) -> str | None:
+    """Say why cubins are not loaded from a folder or file; None if they are, or it is not there.
+
+    `others` are the bits of a mode with which somebody else may write there.
+    """
     try:
         found = os.stat(path)
     except OSError:  # nothing is loaded from there
         return None
-    if os.name != "posix" or (found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022):
+    if os.name != "posix":
+        return None
+    is_ours = found.st_uid in (0, os.geteuid())
+    if is_ours and not found.st_mode & others:
         return None
     mode = f"mode {found.st_mode & 0o777:03o}"
+    way = f"`chmod go-w {path}`" if is_ours else "a copy of what you trust, in a folder of your own"
     return (
         f"needs a folder and files that nobody but you and root may write to, got {path} of user "
         f"{found.st_uid} with {mode}: whoever may write there chooses the code that runs on the "
-        f"GPU; make it yours, e.g. with `chmod go-w {path}`"
+        f"GPU; make it yours, e.g. with {way}"
     )
 
 

@@ -1828,7 +1828,7 @@ print(os.environ[{variable!r}], os.environ["CUPY_CACHE_IN_MEMORY"], "CUPY_CACHE_
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout.split() == [folder, "1", str(variable != "HOME")], done.stderr
-    assert done.stderr.count("let CUPY_CACHE_DIR name a folder that can be written to") == 1
+    assert done.stderr.count("let CUPY_CACHE_DIR name a folder to which you can write") == 1
 
 
 def test_what_lives_until_the_interpreter_exits():

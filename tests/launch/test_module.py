@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -88,6 +89,8 @@ def cupy(sources, monkeypatch) -> FakeCuPy:
     monkeypatch.setattr(module, "driver", FakeDriver)
     monkeypatch.setattr(module, "require_hopper", lambda device: None)
     monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setenv("CUPY_CACHE_DIR", os.path.join(os.devnull, "none"))
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be what it was afterwards
     return fake
 
 
@@ -123,7 +126,6 @@ def test_no_shared_memory_limit_is_set_without_dynamic_shared_memory(cupy, small
 
 def test_cache_that_cannot_be_written_to(cupy, small, monkeypatch, caplog):
     """Kernels are compiled in memory, and it is said once."""
-    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be what it was afterwards
     cupy.can_write = False
     for entry in ("first", "second"):
         load(replace(small, entry=entry), 0, capturing=never)
@@ -320,6 +322,61 @@ class TestCubinsAheadOfTime:
         assert "path" in cupy.made[0]
 
 
+class TestInstalledCubins:
+    """Those of the wheel cumla-cubins."""
+
+    @pytest.fixture(autouse=True)
+    def folder(self, sources, tmp_path, monkeypatch):
+        folder = tmp_path / "cumla_cubins"
+        write_whole(folder / "__init__.py", b"raise AssertionError('imported')")
+        monkeypatch.delitem(sys.modules, "cumla_cubins")
+        monkeypatch.syspath_prepend(tmp_path)
+        return folder
+
+    def test_found_without_a_variable(self, cupy, small, folder, caplog):
+        write_whole(folder / cubin_name(small), b"image")
+        folder.chmod(0o775)  # as the folder of cumla itself may be
+        cupy.cuda.nvrtc.getVersion = lambda: pytest.fail("NVRTC was looked for")
+        load(small, 0, capturing=never)
+        assert cupy.made == [{"path": str(folder / cubin_name(small)), "entry": "small_f32"}]
+        assert not caplog.records
+
+    @pytest.mark.parametrize("change", ["text", "threads", "refused by the driver"])
+    def test_what_is_not_of_these_sources_is_compiled(
+        self, cupy, small, folder, edit, caplog, change
+    ):
+        refused = change == "refused by the driver"
+        write_whole(folder / cubin_name(small), b"refused" if refused else b"image")
+        if change == "text":
+            edit("scale.cuh", "x * y", "x + y")
+        elif change == "threads":
+            small = replace(small, threads=2 * small.threads)
+        load(small, 0, capturing=never)
+        assert "code" in cupy.made[0]
+        (record,) = caplog.records
+        assert f"kernel small_f32 of these sources is not in {folder}" in record.getMessage()
+
+    def test_variable_comes_first(self, cupy, small, folder, tmp_path, monkeypatch):
+        for place in (folder, tmp_path / "ahead"):
+            write_whole(place / cubin_name(small), b"image")
+        monkeypatch.setenv("CUMLA_CUBIN_DIR", str(tmp_path / "ahead"))
+        load(small, 0, capturing=never)
+        assert cupy.made[0]["path"] == str(tmp_path / "ahead" / cubin_name(small))
+
+    def test_debug_builds_are_compiled(self, cupy, small, folder, monkeypatch, caplog):
+        write_whole(folder / cubin_name(small), b"image")
+        monkeypatch.setenv("CUMLA_DEBUG", "1")
+        load(small, 0, capturing=never)
+        assert "code" in cupy.made[0]
+        assert not caplog.records
+
+    def test_folder_that_is_no_package(self, cupy, small, folder):
+        (folder / "__init__.py").unlink()
+        write_whole(folder / cubin_name(small), b"image")
+        load(small, 0, capturing=never)
+        assert "code" in cupy.made[0]
+
+
 class TestOlderNvrtc:
     """NVRTC 12.8 and older: compiled through cuda.bindings, loaded from a file."""
 
@@ -372,8 +429,100 @@ class TestOlderNvrtc:
         (made,) = cupy.made
         assert cupy.images == [b"image"]
         assert not Path(str(made["path"])).exists()
-        assert "small_f32 cannot be kept in CuPy's cache folder" in caplog.text
-        assert "let CUPY_CACHE_DIR name a folder" in caplog.text
+        (record,) = caplog.records
+        assert "kernels are not kept in CuPy's cache folder (" in record.getMessage()
+        assert "let CUPY_CACHE_DIR name a folder" in record.getMessage()
+
+    def test_compiles_in_memory_if_asked_to(self, cupy, small, compiled, tmp_path, monkeypatch):
+        monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+        for _ in range(2):
+            monkeypatch.setattr(module, "_loaded", {})
+            load(small, 0, capturing=never)
+        assert len(compiled) == 2
+        assert not (tmp_path / "cache").exists()
+
+
+class TestCacheOfOthers:
+    """CuPy's cache folder, where somebody else may put kernels."""
+
+    @pytest.fixture(autouse=True)
+    def cache(self, cupy, tmp_path, monkeypatch):
+        cache = tmp_path / "cache"
+        cache.mkdir(mode=0o755)
+        (cache / "one.cubin").write_bytes(b"image")
+        monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
+        return cache
+
+    def load_two(self, small, caplog):
+        """Load two kernels; whether the cache served, and the warnings."""
+        for entry in ("first", "second"):
+            load(replace(small, entry=entry), 0, capturing=never)
+        warnings = [record.getMessage() for record in caplog.records]
+        return os.environ["CUPY_CACHE_IN_MEMORY"] != "1", warnings
+
+    @pytest.mark.parametrize("of_file", [False, True])
+    @pytest.mark.parametrize(("mode", "serves"), [(0o757, False), (0o777, False), (0o775, True)])
+    def test_modes(self, small, cache, caplog, of_file, mode, serves):
+        at = cache / "one.cubin" if of_file else cache
+        at.chmod(mode)
+        found, warnings = self.load_two(small, caplog)
+        assert found == serves
+        assert len(warnings) == (0 if serves else 1)
+        for warning in warnings:
+            assert f"got {at} of user {os.geteuid()} with mode {mode:o}" in warning
+            assert f"`chmod go-w {at}`" in warning
+            assert "every process compiles them again; let CUPY_CACHE_DIR name" in warning
+
+    @pytest.mark.parametrize("of_file", [False, True])
+    @pytest.mark.parametrize(("owner", "serves"), [(0, True), (1000, True), (1001, False)])
+    def test_owners(self, small, cache, monkeypatch, caplog, of_file, owner, serves):
+        at = str(cache / "one.cubin" if of_file else cache)
+        users = {str(cache): 1000, str(cache / "one.cubin"): 1000, at: owner}
+        real = os.stat
+
+        def stat(path, **how):
+            found = real(path, **how)
+            user = users.get(str(path))
+            return found if user is None else SimpleNamespace(st_uid=user, st_mode=0o755)
+
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(os, "stat", stat)
+        found, warnings = self.load_two(small, caplog)
+        assert found == serves
+        assert len(warnings) == (0 if serves else 1)
+        for warning in warnings:
+            assert f"got {at} of user 1001 with mode 755" in warning
+            assert "in a folder of your own" in warning
+
+    def test_a_folder_that_cannot_be_listed(self, small, cache, monkeypatch, caplog):
+        def refuse(path):
+            raise PermissionError(f"[Errno 13] Permission denied: {path}")
+
+        monkeypatch.setattr(os, "listdir", refuse)
+        assert self.load_two(small, caplog) == (True, [])
+        cache.chmod(0o733)
+        found, (warning,) = self.load_two(replace(small, threads=64), caplog)
+        assert not found
+        assert f"got {cache} of user" in warning
+
+    def test_older_nvrtc_takes_no_kernel_from_there(self, cupy, small, cache, monkeypatch):
+        monkeypatch.setattr(module, "_compile", lambda *_: (b"compiled", "log"))
+        monkeypatch.setattr(module, "bindings_nvrtc_version", lambda: (12, 8))
+        cupy.version = (12, 8)
+        planted = cache / f"cumla-nvrtc12.8-{cubin_name(small)}"
+        write_whole(planted, b"planted")
+        cache.chmod(0o777)
+        load(small, 0, capturing=never)
+        assert cupy.images == [b"compiled"]
+        assert planted.read_bytes() == b"planted"
+
+    def test_cubins_of_ours_need_no_cache(self, cupy, small, cache, tmp_path, monkeypatch, caplog):
+        cache.chmod(0o777)
+        write_whole(tmp_path / "ahead" / cubin_name(small), b"image")
+        monkeypatch.setenv("CUMLA_CUBIN_DIR", str(tmp_path / "ahead"))
+        load(small, 0, capturing=never)
+        assert not caplog.records
+        assert os.environ["CUPY_CACHE_IN_MEMORY"] == ""
 
 
 def test_cache_folder_of_a_user_without_a_home(monkeypatch):

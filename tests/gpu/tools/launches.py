@@ -90,6 +90,7 @@ def without_gpu() -> Iterator[tuple[_GPU, Recorder]]:
         for owner in (_lifetime, arrays, module, plan):
             patch.setattr(owner, "driver", lambda: driver)
         patch.setitem(sys.modules, "cupy", cupy)
+        patch.setitem(sys.modules, "cumla_cubins", None)
         patch.setitem(sys.modules, "cuda.bindings.driver", recorder)
         patch.setattr(device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
         patch.setattr(module, "_loaded", {})
