@@ -83,6 +83,21 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         mixed = _has_mixed_graphs(vllm_config)
         return AttentionCGSupport.ALWAYS if mixed else AttentionCGSupport.UNIFORM_BATCH
 
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> MLACommonMetadata:
+        """Begin a step; every prefill is merged with its context, wherever it stands in the batch.
+
+        vLLM 0.26 merges the first `prefill_tokens_with_context` tokens alone, as if prefills with a
+        context came first. Its model runner V2 sorts them by length: there a longer one would lose
+        its context. Prefills without a context have a log-sum-exp of -inf for it.
+        """
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        context = getattr(metadata.prefill, "chunked_context", None)
+        if hasattr(context, "has_empty_context"):
+            context.prefill_tokens_with_context = None
+        return metadata
+
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
         """Load the kernels of a step that will be captured."""
         self._captures_mixture = _has_mixed_graphs(self.vllm_config)

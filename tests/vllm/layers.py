@@ -115,6 +115,7 @@ class MLA:
         host: Any = None,
         captured: bool = False,
         table: Any = None,
+        prefill: Any = None,
     ) -> Any:
         """Metadata for requests with kv_lens, whose queries `offsets`, and `host`, tell."""
         common = SimpleNamespace(
@@ -125,6 +126,7 @@ class MLA:
             query_start_loc_device=offsets,
             num_decode_tokens=tokens,
             dcp_tot_seq_lens_device=None,
+            prefill=prefill,
         )
         if captured:
             return self.builder.build_for_cudagraph_capture(common)

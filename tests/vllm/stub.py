@@ -59,7 +59,7 @@ class MLABuilder(SpecBuilder[M]):
 
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         decode = self._build_decode(**vars(common))  # type: ignore[attr-defined]
-        return SimpleNamespace(decode=decode)
+        return SimpleNamespace(decode=decode, prefill=getattr(common, "prefill", None))
 
     def build_for_cudagraph_capture(self, common: Any) -> Any:
         return self.build(0, common)

@@ -263,6 +263,19 @@ def test_mla_refuses_a_flag_that_is_none(monkeypatch: pytest.MonkeyPatch) -> Non
         MLA()
 
 
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_mla_merges_every_prefill_with_its_context(has_mask: bool) -> None:
+    """Not the first tokens alone, if vLLM masks the prefills that have none."""
+    context = SimpleNamespace(prefill_tokens_with_context=7)
+    if has_mask:
+        context.has_empty_context = [True]
+    mla = MLA()
+    for prefill in (None, SimpleNamespace(chunked_context=None)):
+        assert mla.step(int32(90), int32(0, 1), 1, prefill=prefill).prefill is prefill
+    mla.step(int32(90), int32(0, 1), 1, prefill=SimpleNamespace(chunked_context=context))
+    assert context.prefill_tokens_with_context == (None if has_mask else 7)
+
+
 def test_mla_writes_no_padding() -> None:
     mla = MLA()
     before = mla.cache.clone()
