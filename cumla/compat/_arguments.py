@@ -15,6 +15,7 @@ from cumla.compat._torch import import_torch, is_traced
 __all__ = [
     "CallersNames",
     "check_axes",
+    "check_given",
     "check_integers",
     "check_new_rows",
     "check_tensors",
@@ -74,6 +75,11 @@ def check_tensors(**tensors: Any) -> None:
                 f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; "
                 f"{way_out}"
             )
+
+
+def check_given(**tensors: Any) -> None:
+    """Check that these are tensors of PyTorch, or None."""
+    check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def check_axes(name: str, tensor: Any, *forms: str) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the faces of FlashAttention and of vLLM's fork of it share: rows, pages, and attending."""
+"""What FlashAttention's interface and that of vLLM's fork share: rows, pages and attention."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import (
-    CallersNames,
     check_axes,
+    check_given,
     check_integers,
     check_tensors,
     refuse_gradients,
@@ -17,23 +17,21 @@ from cumla.core.arguments import checked_flag
 from cumla.mha.attention import attention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from cumla.compat._table import Interface
 
 __all__ = [
     "Q_AXES",
     "Rows",
     "attend",
-    "attend_used",
-    "check_given",
+    "attend_to_rows",
     "check_lists",
+    "check_order",
     "check_rows",
     "contiguous",
     "factors_of",
     "no_metadata",
     "options_of",
     "places_of",
-    "refuse_missing",
-    "refuse_order",
     "rows_of",
 ]
 
@@ -71,36 +69,22 @@ class Rows(NamedTuple):
         return positions_of(self.offsets, first, self.rows.shape[0], int(is_ordered))
 
 
-def refuse_missing(reasons: Mapping[str, str], **arguments: object) -> None:
-    """Refuse what is given of arguments of what cumla does not have; `reasons` say the way out."""
-    for name, value in arguments.items():
-        if name == "qv" and isinstance(value, (bool, float)):
-            refuse_order(name, value)
-        if value is not None:
-            raise NotImplementedError(f"{name}: {reasons[name]}")
+def check_order(**tensors: Any) -> None:
+    """Refuse the numbers that FlashAttention-2 has in the places of these tensors."""
+    for name, value in tensors.items():
+        if isinstance(value, (bool, float)):
+            raise TypeError(
+                f"{name}: needs a tensor, got {value}; the order is FlashAttention-3's, without "
+                f"FlashAttention-2's dropout_p before softmax_scale: pass softmax_scale and causal "
+                f"by name"
+            )
 
 
-def refuse_order(name: str, value: object) -> None:
-    """Refuse what FlashAttention-2 has in the place of a tensor."""
-    raise TypeError(
-        f"{name}: needs a tensor, got {value}; the order is FlashAttention-3's, without "
-        f"FlashAttention-2's dropout_p before softmax_scale: pass softmax_scale and causal by name"
-    )
-
-
-def check_given(**tensors: Any) -> None:
-    """Check that these are tensors or None."""
-    check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-def check_lists(names: CallersNames, **tensors: Any) -> None:
-    """Check that these are tensors of one axis or None; `names` makes the kind of the errors."""
-    check_given(**tensors)
-    with names():
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                form = "batch_size + 1" if name.startswith("cu_") else "batch_size"
-                check_axes(name, tensor, form)
+def check_lists(**tensors: Any) -> None:
+    """Check that these have one axis, or are None."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_axes(name, tensor, "batch_size + 1" if name[:3] == "cu_" else "batch_size")
 
 
 def check_rows(**tensors: Any) -> None:
@@ -111,7 +95,7 @@ def check_rows(**tensors: Any) -> None:
             continue
         if name == "q" and "float8" in str(tensor.dtype):
             raise NotImplementedError(
-                f"{name}: this face takes queries of 16 bits, got {tensor.dtype}; convert them"
+                f"{name}: needs queries of 16 bits, got {tensor.dtype}; convert them"
             )
         if tensor.ndim and tensor.shape[-1] > _MOST_COLUMNS:
             raise NotImplementedError(
@@ -230,7 +214,51 @@ def _of_no_key(q: Any, v: Any, out: Any = None) -> tuple[Any, Any]:
     return q.new_zeros(shape) if out is None else out.zero_(), lse
 
 
-def attend_used(queries: Rows, used: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
+def attend_to_rows(
+    interface: Interface,
+    q: Any,
+    k: Any,
+    v: Any,
+    lists: tuple[Any, Any, Any, Any],
+    block_table: Any,
+    returns_lse: bool,
+    **options: Any,
+) -> Any:
+    """Attend to keys in rows, of all requests or of each, or in pages.
+
+    `lists` are cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k.
+    """
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists
+    check_rows(q=q, k=k, v=v)
+    check_given(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+    )
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, table = contiguous(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
+    )
+    with interface():
+        check_lists(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        check_lists(seqused_q=seqused_q, seqused_k=seqused_k)
+        queries = rows_of("q", q, cu_seqlens_q)
+        options["qo_indptr"] = cu_seqlens_q
+        if cu_seqlens_k is None:
+            table, seqused_k = places_of(queries, k, seqused_k, table, None, "k")
+            options |= {"kv_lens": seqused_k, "block_table": table}
+        else:
+            rows_of("k", k, cu_seqlens_k)
+            options |= {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k}
+        if seqused_q is not None:
+            return _attend_used(queries, seqused_q, k, v, returns_lse, **options)
+        return attend(q, k, v, returns_lse, **options)
+
+
+def _attend_used(
+    queries: Rows, used: Any, k: Any, v: Any, returns_lse: bool, **options: Any
+) -> Any:
     """Attend from the first `used` queries of each request; the others get 0, and lse -inf.
 
     The rows of all requests are brought together, and their results back.

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention-3's Python interface over `cumla.attention` and `cumla.append_kv_cache`.
 
-What carries over from FlashAttention-3:
+Names, order and defaults of the arguments are those of FlashAttention-3. FlashAttention-2 has
+another order, with ``dropout_p`` before ``softmax_scale``: pass arguments by name. No call waits
+for the GPU, and calls can be captured into a CUDA graph after `cumla.prepare`.
 
-* Names, order and defaults of the arguments: `causal` is False and `rotary_interleaved` is True
-  unless told otherwise. FlashAttention-2 has another order, with ``dropout_p`` before
-  ``softmax_scale``: pass arguments by name. `flash_attn_with_kvcache` takes its ``block_table``.
-* lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf, but +inf in a call
-  whose keys have no rows at all.
-* Queries, new rows and lists with gaps along the last axis are copied.
-* No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
+Differences from FlashAttention-3:
 
-What differs:
-
-* It is for inference. Tensors that require a gradient are refused while gradients are recorded.
-* Speed hints are ignored. cumla computes its schedule in the call, and all its results are
-  deterministic.
-* Heads may have any multiple of 8 columns up to 512, of 16 up to 256 for float8_e4m3fn, and those
-  of values any other than those of keys. All may be float32, too, which is far slower.
-* Functions with a choice of results return the pair ``(out, softmax_lse)``, without the partial
-  results that FlashAttention-3 appends.
-* Beside keys and values of float8_e4m3fn queries have 16 bits.
+* Inference only. A tensor that requires a gradient is refused while gradients are recorded.
+* Speed hints are ignored. Each call computes its schedule; all results are deterministic.
+* Heads have any multiple of 8 columns up to 512, of 16 up to 256 for float8_e4m3fn; values may have
+  another number than keys. All arrays may be float32, which is far slower.
+* Queries have 16 bits beside float8_e4m3fn keys and values.
+* Functions that may return the log-sum-exp return the pair ``(out, softmax_lse)``, without the
+  partial results that FlashAttention-3 appends.
+* qv, cache_leftpad, q_descale and attention_chunk are refused with `NotImplementedError`.
+* Where nothing is visible out is 0 and lse -inf, but +inf in a call whose keys have no rows.
+* New rows may have been written when a `RuntimeError` is raised; the corrected call writes them
+  again.
 * Tensors on the CPU are computed by `cumla.reference`.
 """
 
@@ -29,8 +26,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import (
-    CallersNames,
     check_axes,
+    check_given,
     check_new_rows,
     check_tensors,
     missing_from,
@@ -39,19 +36,18 @@ from cumla.compat._flash_attention import (
     Q_AXES,
     Rows,
     attend,
-    attend_used,
-    check_given,
+    attend_to_rows,
     check_lists,
+    check_order,
     check_rows,
     contiguous,
     factors_of,
     no_metadata,
     options_of,
     places_of,
-    refuse_missing,
-    refuse_order,
     rows_of,
 )
+from cumla.compat._table import Interface
 from cumla.merge import merge_attention_states
 from cumla.mha.cache import append_kv_cache
 from cumla.mha.rope import apply_rope
@@ -87,42 +83,37 @@ _REFUSED = {
         "scales e4m3 queries, which cumla does not take; convert them to bfloat16, and leave it out"
     ),
 }
-_OF_NEW_ROWS = {
-    "kv_lens": "cache_seqlens",
-    "qo_indptr": "cu_seqlens_k_new",
-    "k_scale": "k_descale",
-    "v_scale": "v_descale",
-    "cos_sin[0]": "rotary_cos",
-    "cos_sin[1]": "rotary_sin",
-    "cos_sin": "rotary_cos",
-    "interleaved": "rotary_interleaved",
-    "positions": "rotary_seqlens",
-}
-_OF_CACHES = {
-    "k (kv_layout)": "k_cache",
-    "k": "k_cache",
-    "v": "v_cache",
-    "kv_lens": "cache_seqlens",
-    "qo_indptr": "cu_seqlens_q",
-    "window": "window_size",
-    "k_scale": "k_descale",
-    "v_scale": "v_descale",
-}
-_OF_ROWS = {
-    "k (kv_layout)": "k",
-    "kv_lens": "seqused_k",
-    "qo_indptr": "cu_seqlens_q",
-    "kv_indptr": "cu_seqlens_k",
-    "window": "window_size",
-    "k_scale": "k_descale",
-    "v_scale": "v_descale",
-}
-_ROWS = CallersNames({**_OF_ROWS, "block_table": "k"}, RuntimeError)
-_BY_PAGES, _BY_ROWS = (  # of appending, and of attending
-    [CallersNames({**n, "block_table": table}, RuntimeError) for n in (_OF_NEW_ROWS, _OF_CACHES)]
+_SCALES = {"k_scale": "k_descale", "v_scale": "v_descale"}
+_ATTEND = Interface(
+    _SCALES | {"qo_indptr": "cu_seqlens_q", "window": "window_size"},
+    RuntimeError,
+    refused=_REFUSED,
+    unused={"attention_chunk": 0},
+)
+_ROWS = _ATTEND.naming(
+    **{"k (kv_layout)": "k", "block_table": "k"}, kv_lens="seqused_k", kv_indptr="cu_seqlens_k"
+)
+_CACHE = _ATTEND.naming(
+    **{"k (kv_layout)": "k_cache"}, k="k_cache", v="v_cache", kv_lens="cache_seqlens"
+)
+_NEW = Interface(
+    {
+        "kv_lens": "cache_seqlens",
+        "qo_indptr": "cu_seqlens_k_new",
+        "cos_sin[0]": "rotary_cos",
+        "cos_sin[1]": "rotary_sin",
+        "cos_sin": "rotary_cos",
+        "interleaved": "rotary_interleaved",
+        "positions": "rotary_seqlens",
+        **_SCALES,
+    },
+    RuntimeError,
+)
+_IN_PAGES, _IN_SLOTS = (  # appending, and attending
+    [interface.naming(block_table=table) for interface in (_NEW, _CACHE)]
     for table in ("page_table", "cache_batch_idx")
 )
-_COMBINE = CallersNames(
+_COMBINE = Interface(
     {"outs": "out_partial", "outs[0]": "out_partial", "lses": "lse_partial"}, RuntimeError
 )
 
@@ -161,75 +152,52 @@ def flash_attn_with_kvcache(
     *,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attend to a cache of keys and values, after writing new ones into it if there are any.
+    """Attend to a cache of keys and values, after new ones are written into it.
 
-    Arguments are those of FlashAttention-3. Query i of the n of a request with seqlen keys, new
-    ones included, has position ``p = seqlen - n + i``; a window shows it the keys from p - left to
-    p + right. Differences:
+    Differences from FlashAttention-3:
 
-    * Pages have any size. v_cache may have another head_dim. rotary_dim is a multiple of 16; keys
-      beyond the last row of rotary_cos are not written.
-    * Without `causal` and a window, queries are rotated by the row cache_seqlens, as there.
+    * Pages have any size. rotary_dim is a multiple of 16; keys beyond the last row of rotary_cos
+      are not written.
     * cache_seqlens may be one number, from 0 to the tokens that there is room for.
-    * window_size is a pair of numbers, or a tensor of two on the CPU.
+    * window_size may be a tensor of two numbers on the CPU.
     * k_descale and v_descale are ``(batch_size, num_heads_k)`` float32: factors of float8_e4m3fn
-      caches, into which k and v are written as their quotients with them. 1 by default.
+      caches, which k and v are divided by as they are written. 1 by default.
     * block_table is FlashAttention-2's name of page_table.
-    * qv, cache_leftpad, q_descale and attention_chunk are refused.
-
-    Returns
-    -------
-    out : torch.Tensor
-        q's shape with the columns of v_cache, and q's dtype.
-    softmax_lse : torch.Tensor
-        If return_softmax_lse: ``(batch_size, num_heads, seqlen_q)``, or ``(num_heads, total_q)``
-        with cu_seqlens_q; float32.
-
-    Raises
-    ------
-    NotImplementedError
-        What is asked for does not exist in cumla; the message names the argument and the way out.
-    TypeError
-        An argument is no tensor, causal is no bool, window_size no pair, or page_table comes twice.
-    RuntimeError
-        Arguments do not fit. New rows may have been written into the caches; a call that is put
-        right writes the same ones there.
-    CumlaError
-        As `cumla.attention`.
     """
-    refuse_missing(
-        _REFUSED,
-        qv=qv,
-        cache_leftpad=cache_leftpad,
-        attention_chunk=attention_chunk or None,
-        q_descale=q_descale,
-    )
+    check_order(qv=qv)
+    refused = {"qv": qv, "cache_leftpad": cache_leftpad, "q_descale": q_descale}
+    _CACHE.refuse({**refused, "attention_chunk": attention_chunk})
     if block_table is not None:
         if page_table is not None:
             raise TypeError("block_table: is another name of page_table, got both; pass one")
         page_table = block_table
     has_pages = page_table is not None or cache_batch_idx is None
-    appending, attending = _BY_PAGES if has_pages else _BY_ROWS
+    appending, attending = _IN_PAGES if has_pages else _IN_SLOTS
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
     options = options_of(softmax_scale, causal, window_size, softcap) | factors
     q, k, v = contiguous(q, k, v)
-    check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
-    check_lists(
-        appending,
-        cache_seqlens=None if type(cache_seqlens) is int else cache_seqlens,
+    if type(cache_seqlens) is not int:
+        check_given(cache_seqlens=cache_seqlens)
+        (cache_seqlens,) = contiguous(cache_seqlens)
+    check_given(
         cache_batch_idx=cache_batch_idx,
+        page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
         rotary_seqlens=rotary_seqlens,
     )
-    cu_seqlens_q, cu_seqlens_k_new, cache_batch_idx, page_table, rotary_seqlens = contiguous(
-        cu_seqlens_q, cu_seqlens_k_new, cache_batch_idx, page_table, rotary_seqlens
+    cache_batch_idx, page_table = contiguous(cache_batch_idx, page_table)
+    cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens = contiguous(
+        cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens
     )
-    rotary_cos, rotary_sin = contiguous(rotary_cos, rotary_sin)
-    if type(cache_seqlens) is not int:
-        (cache_seqlens,) = contiguous(cache_seqlens)
     with appending():
+        check_lists(cache_batch_idx=cache_batch_idx, rotary_seqlens=rotary_seqlens)
+        check_lists(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
+        if type(cache_seqlens) is not int:
+            check_lists(cache_seqlens=cache_seqlens)
         rotation = _rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
         queries = rows_of("q", q, cu_seqlens_q)
         new = _new_rows(k, v, cu_seqlens_k_new, cache_seqlens, rotation)
@@ -274,35 +242,26 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values that come in rows, one request after the other.
 
-    Rows of q, or of k and v, are as in `flash_attn_func` where their offsets are None. Queries
-    after the first seqused_q of a request get 0, and lse -inf; rows are copied for that. Scales of
-    rows with offsets on both sides are one number, expanded, or ``(num_heads_k,)``. Other
-    arguments, results and errors are those of `flash_attn_with_kvcache`.
+    Differences from FlashAttention-3:
+
+    * Without offsets q, or k and v, have an axis of requests, as in `flash_attn_func`.
+    * Queries after the first seqused_q of a request get 0, and lse -inf; rows are copied for that.
+    * k_descale and v_descale of rows with offsets on both sides are one number, expanded, or
+      ``(num_heads_k,)``.
     """
-    refuse_missing(
-        _REFUSED,
-        qv=qv,
-        attention_chunk=attention_chunk or None,
-        q_descale=q_descale,
+    check_order(qv=qv, seqused_q=seqused_q)
+    _ROWS.refuse({"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale})
+    return attend_to_rows(
+        _ROWS,
+        q,
+        k,
+        v,
+        (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+        None,
+        return_attn_probs,
+        **options_of(softmax_scale, causal, window_size, softcap),
+        **factors_of(k_descale, v_descale),
     )
-    if isinstance(seqused_q, (bool, float)):
-        refuse_order("seqused_q", seqused_q)
-    check_rows(q=q, k=k, v=v)
-    factors = factors_of(k_descale, v_descale)
-    lists = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    check_lists(_ROWS, **lists, seqused_q=seqused_q, seqused_k=seqused_k)
-    options = options_of(softmax_scale, causal, window_size, softcap) | factors
-    q, k, v, seqused_k = contiguous(q, k, v, seqused_k)
-    cu_seqlens_q, cu_seqlens_k = contiguous(cu_seqlens_q, cu_seqlens_k)
-    with _ROWS():
-        queries, keys = rows_of("q", q, cu_seqlens_q), rows_of("k", k, cu_seqlens_k)
-        lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
-        if cu_seqlens_k is None:
-            table, lens = places_of(queries, keys.rows, seqused_k, None, None, "k")
-            lengths |= {"kv_lens": lens, "block_table": table}
-        if seqused_q is not None:
-            return attend_used(queries, seqused_q, k, v, return_attn_probs, **lengths, **options)
-        return attend(q, k, v, return_attn_probs, **lengths, **options)
 
 
 def flash_attn_func(
@@ -324,27 +283,11 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attend to keys and values of requests that all have the same lengths.
-
-    Arguments, results and errors are those of `flash_attn_with_kvcache`.
-    """
+    """Attend to keys and values of requests that all have the same lengths."""
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None,
-        None,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
+        *(q, k, v, None, None, None, None, None, None),
+        *(softmax_scale, causal, qv, q_descale, k_descale, v_descale),
+        *(window_size, attention_chunk, softcap),
         return_attn_probs=return_attn_probs,
     )
 
@@ -357,8 +300,8 @@ def flash_attn_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the results of attention over parts of the keys into that of attention over all.
 
-    Parts are float32, bfloat16 or float16, any number of them, and head_dim is a multiple of 8.
-    Where all parts are empty out is 0 and lse -inf. softmax_lse is a transposed view, as there.
+    Differences from FlashAttention-3: any number of parts, in float32, bfloat16 or float16, of any
+    multiple of 8 columns.
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     check_given(out=out)
@@ -398,10 +341,10 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Return what `flash_attn_with_kvcache` takes as scheduler_metadata: a tensor without elements.
+    """Return what `flash_attn_with_kvcache` takes as scheduler_metadata.
 
-    A CUDA graph needs no new metadata where lengths change. To compute one schedule for all layers
-    of a step, use `cumla.AttentionPlan`. Only the device of cache_seqlens counts.
+    Differences from FlashAttention-3: the tensor has no elements, and a CUDA graph needs no new one
+    where lengths change. `cumla.AttentionPlan` computes one schedule for all layers of a step.
     """
     return no_metadata(cache_seqlens)
 

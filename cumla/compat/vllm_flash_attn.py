@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of vLLM's fork of FlashAttention over `cumla.attention` and its cache writing.
+"""The interface of vLLM's fork of FlashAttention, over `cumla.attention`.
 
-What carries over from the fork:
+Names, order and defaults of the arguments are those of the fork, which differ from those of
+`cumla.compat.flash_attn`: ``max_seqlen_q`` comes before ``cu_seqlens_q``, and pages are
+``block_table`` and ``seqused_k``.
 
-* Names, order and defaults of the arguments, which differ from those of
-  `cumla.compat.flash_attn`: ``max_seqlen_q`` comes before ``cu_seqlens_q``, and pages are
-  ``block_table`` and ``seqused_k``.
-* ``out`` is written to and returned. lse is a natural logarithm, with the sinks in it. Where
-  nothing is visible out is 0 and lse -inf, or the sink; without any row of keys lse is +inf.
-* Slots below 0 are skipped, and ``slot_mapping`` may be shorter than key and value.
+Differences from vLLM's fork are those of `cumla.compat.flash_attn` from FlashAttention-3, and:
 
-What `cumla.compat.flash_attn` says of CUDA graphs, gradients, speed hints, head dimensions, errors
-and tensors on the CPU holds here, too. What else differs:
-
-* One set of kernels serves every ``fa_version``.
-* Sinks are float32 or bfloat16, for any number of heads; blocks have any size, and any strides in
-  multiples of 16 bytes.
+* One set of kernels serves every ``fa_version``. What belongs to FlashAttention-4, and q_v,
+  dropout_p, alibi_slopes, cp_world_size and cp_tot_seqused_k, is refused with
+  `NotImplementedError`.
+* Sinks are float32, bfloat16 or float16, for any number of heads; blocks have any size, and any
+  strides in multiples of 16 bytes.
+* ``out`` may be float32. Where nothing is visible it is 0, and lse is -inf or the sink.
 """
 
 from __future__ import annotations
@@ -23,25 +20,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cumla.compat._arguments import (
-    CallersNames,
     check_axes,
+    check_given,
     check_new_rows,
     check_tensors,
     missing_from,
 )
-from cumla.compat._flash_attention import (
-    attend,
-    check_given,
-    check_lists,
-    check_rows,
-    contiguous,
-    factors_of,
-    no_metadata,
-    options_of,
-    places_of,
-    refuse_missing,
-    rows_of,
-)
+from cumla.compat._flash_attention import attend_to_rows, factors_of, no_metadata, options_of
+from cumla.compat._table import Interface
 from cumla.mha.cache import append_kv_cache
 
 if TYPE_CHECKING:
@@ -79,7 +65,7 @@ _REFUSED = {
 }
 _16_BITS = ("auto", "bfloat16", "float16")
 _FP8 = ("fp8", "fp8_e4m3")
-_ATTEND = CallersNames(
+_ATTEND = Interface(
     {
         "k (kv_layout)": "k",
         "kv_lens": "seqused_k",
@@ -92,8 +78,10 @@ _ATTEND = CallersNames(
         "v_scale": "v_descale",
     },
     RuntimeError,
+    refused=_REFUSED,
+    unused={"dropout_p": 0.0, "cp_world_size": 1},
 )
-_WRITE = CallersNames(
+_WRITE = Interface(
     {"k": "key", "v": "value", "k_cache": "key_cache", "v_cache": "value_cache"}, RuntimeError
 )
 
@@ -140,79 +128,50 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values in the blocks of a cache, or in rows of all requests.
 
-    Arguments are those of vLLM. Query i of the n of a request with seqlen keys, those of its
-    queries included, has position ``p = seqlen - n + i``; a window shows it the keys from p - left
-    to p + right. Differences:
+    Differences from vLLM's fork:
 
     * k and v without block_table are rows with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
-      head_dim)`` with seqused_k alone. They are of q's dtype, or float8_e4m3fn, or uint8 with its
+      head_dim)`` with seqused_k alone. They have q's dtype, or are float8_e4m3fn, or uint8 with its
       bits.
-    * out is in q's dtype or float32.
-    * s_aux is float32, bfloat16 or float16: a score per head that takes part in every sum of
-      weights and has no value.
     * k_descale and v_descale are float32, ``(1,)``, ``(num_heads_k,)`` or, without cu_seqlens_k,
-      ``(batch_size, num_heads_k)``, which for one factor may be expanded. They are ignored for keys
-      of 16 bits, as there.
-    * What belongs to FlashAttention-4, and q_v, dropout_p, alibi_slopes, cp_world_size and
-      cp_tot_seqused_k, is refused.
-
-    Returns
-    -------
-    out : torch.Tensor
-        q's shape with the columns of v, and q's dtype. Rows of no request hold anything, or what
-        was there.
-    softmax_lse : torch.Tensor
-        If return_softmax_lse: ``(num_heads, total_q)``, float32.
-
-    Raises
-    ------
-    NotImplementedError
-        What is asked for does not exist in cumla; the message names the argument and the way out.
-    TypeError
-        An argument is no tensor, causal is no bool, or window_size no pair.
-    RuntimeError
-        Arguments do not fit.
-    CumlaError
-        As `cumla.attention`.
+      ``(batch_size, num_heads_k)``. They are ignored for keys of 16 bits, as in vLLM.
+    * Rows of no request hold anything, or what out held.
     """
-    refuse_missing(
-        _REFUSED,
-        q_v=q_v,
-        dropout_p=dropout_p or None,
-        alibi_slopes=alibi_slopes,
-        cp_world_size=None if cp_world_size == 1 else cp_world_size,
-        cp_tot_seqused_k=cp_tot_seqused_k,
-        output_scale=output_scale,
-        mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors,
-        aux_tensor_leading_dims=aux_tensor_leading_dims,
-        dynamic_causal=dynamic_causal,
-        gather_kv_indices=gather_kv_indices,
-        gather_kv_valid_length=gather_kv_valid_length,
+    _ATTEND.refuse(
+        {
+            "q_v": q_v,
+            "dropout_p": dropout_p,
+            "alibi_slopes": alibi_slopes,
+            "cp_world_size": cp_world_size,
+            "cp_tot_seqused_k": cp_tot_seqused_k,
+            "output_scale": output_scale,
+            "mask_mod": mask_mod,
+            "block_sparse_tensors": block_sparse_tensors,
+            "aux_tensors": aux_tensors,
+            "aux_tensor_leading_dims": aux_tensor_leading_dims,
+            "dynamic_causal": dynamic_causal,
+            "gather_kv_indices": gather_kv_indices,
+            "gather_kv_valid_length": gather_kv_valid_length,
+        }
     )
     check_tensors(cu_seqlens_q=cu_seqlens_q)
-    check_rows(q=q, k=k, v=v)
-    check_given(block_table=block_table, out=out, s_aux=s_aux)
-    lists = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    check_lists(_ATTEND, **lists)
+    check_given(out=out, s_aux=s_aux)
+    _check_lengths(cu_seqlens_k, seqused_k, block_table)
     window = (-1, -1) if window_size is None else window_size
-    options = options_of(softmax_scale, causal, window, softcap)
-    q, k, v, seqused_k, block_table = contiguous(q, k, v, seqused_k, block_table)
-    cu_seqlens_q, cu_seqlens_k = contiguous(cu_seqlens_q, cu_seqlens_k)
-    if k.dtype.itemsize == 1:
-        options |= factors_of(k_descale, v_descale)
-    with _ATTEND():
-        _check_lengths(cu_seqlens_k, seqused_k, block_table)
-        queries = rows_of("q", q, cu_seqlens_q)
-        if cu_seqlens_k is None:
-            table, lens = places_of(queries, k, seqused_k, block_table, None, "k")
-            options |= {"block_table": table, "kv_lens": lens}
-        else:
-            options["kv_indptr"] = rows_of("k", k, cu_seqlens_k).offsets
-        sinks = None if s_aux is None else s_aux.float()
-        lengths = {"qo_indptr": cu_seqlens_q, "sinks": sinks, "out": out}
-        return attend(q, k, v, return_softmax_lse, **lengths, **options)
+    is_scaled = getattr(k, "itemsize", 0) == 1  # those of 16 bits have no scales
+    return attend_to_rows(
+        _ATTEND,
+        q,
+        k,
+        v,
+        (cu_seqlens_q, cu_seqlens_k, None, seqused_k),
+        block_table,
+        return_softmax_lse,
+        **options_of(softmax_scale, causal, window, softcap),
+        **(factors_of(k_descale, v_descale) if is_scaled else {}),
+        sinks=None if s_aux is None else s_aux.float(),
+        out=out,
+    )
 
 
 def get_scheduler_metadata(
@@ -237,10 +196,9 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Return what `flash_attn_varlen_func` takes as scheduler_metadata: a tensor without elements.
+    """Return what `flash_attn_varlen_func` takes as scheduler_metadata.
 
-    cumla computes the schedule of each call in the call, on the device. Only the device of
-    cache_seqlens counts.
+    Differences from vLLM's fork: the tensor has no elements; each call computes its schedule.
     """
     return no_metadata(cache_seqlens)
 
@@ -257,22 +215,10 @@ def reshape_and_cache_flash(
 ) -> None:
     """Write new keys and values into the blocks of a cache.
 
-    Arguments are those of vLLM. key may have more rows than slot_mapping; rows with a slot below 0
-    are skipped. Caches are in key's dtype, or float8_e4m3fn, or uint8 with its bits, with any
-    strides in multiples of 16 bytes; kv_cache_dtype is "auto", "bfloat16" or "float16", or "fp8" or
-    "fp8_e4m3", whose caches hold ``row / scale``. Scales are numbers, or ``(1,)``, ``()`` or
-    ``(num_heads_k,)`` float32.
-
-    Raises
-    ------
-    NotImplementedError
-        It is another kv_cache_dtype.
-    TypeError
-        An argument is no tensor.
-    RuntimeError
-        Arguments do not fit.
-    CumlaError
-        As `cumla.append_kv_cache`.
+    Differences from vLLM: kv_cache_dtype is "auto", "bfloat16" or "float16", or "fp8" or "fp8_e4m3"
+    for caches in float8_e4m3fn, or uint8 with its bits, which hold ``row / scale``. Caches have any
+    strides in multiples of 16 bytes. Scales are numbers, or ``(1,)``, ``()`` or ``(num_heads_k,)``
+    float32.
     """
     if kv_cache_dtype not in _16_BITS + _FP8:
         raise NotImplementedError(
@@ -298,12 +244,12 @@ def reshape_and_cache_flash(
 
 def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> None:
     if (cu_seqlens_k is None) == (seqused_k is None):
-        raise ValueError(
+        raise RuntimeError(
             f"cu_seqlens_k: needs either it, for rows, or seqused_k, got "
             f"{'neither' if seqused_k is None else 'both'}; pass one of them"
         )
     if block_table is not None and seqused_k is None:
-        raise ValueError(
+        raise RuntimeError(
             "block_table: needs seqused_k beside it, got cu_seqlens_k; pass the lengths of the "
             "requests"
         )
