@@ -338,7 +338,7 @@ def _run_half(
             half = operation.attend if attends else operation.schedule
             packed = pack(call, half, key, arguments[attends], returned, given, buffer.ptr)
             _ready.keep(identity, packed)
-        return packed.run(call, outs) or (None,) * len(outs)
+        return packed.run(call, dict(written)) or (None,) * len(outs)
 
 
 def _look(

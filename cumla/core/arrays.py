@@ -60,6 +60,7 @@ class Call:
         "device",
         "exports",
         "framework",
+        "note_written",
         "stream",
         "views",
     )
@@ -82,6 +83,7 @@ class Call:
         # One per argument, then one per output, None for an output that was not given.
         self.views = views
         self._framework = framework
+        self.note_written = framework.note_written
         self.exports = framework.exports  # whether new arrays need `export`
         self._allocator = allocator  # None on the CPU
         self._may_allocate = allocator is not None and allocator.serves_capture
@@ -262,8 +264,6 @@ def _views_of_outputs(
                     f"{name}: needs an array that can be written to, got a read-only one; pass a "
                     f"copy, or call without {name}="
                 )
-            if framework.note_written is not None:
-                framework.note_written(output)
         found.append(view)
     return found
 
@@ -292,20 +292,14 @@ def _glance_at_parts(arrays: tuple[object, ...]) -> Hashable | None:
 
 
 @eager_only
-def reopen_call(
-    array: object, device: int | None, stream: object = None, written: Iterable[object] = ()
-) -> Call:
+def reopen_call(array: object, device: int | None, stream: object = None) -> Call:
     """Open a call whose arrays a `glance` has known again; it has no views.
 
-    All arrays are of the framework of `array`, also those to write to, `written`; `device` and
-    `stream` are as in `open_call`.
+    All arrays are of the framework of `array`; `device` and `stream` are as in `open_call`.
     """
     if waiting:
         release_finished()
     framework = framework_of_type[type(array)]
-    if framework.note_written is not None:
-        for one in written:
-            framework.note_written(one)
     if device is None:
         if stream is not None:
             _handle_of(stream)  # what is no stream is none on the CPU either
@@ -367,15 +361,17 @@ def parts(name: str, value: object, names: tuple[str, ...]) -> dict[str, object]
     return {f"{name}[{place}]": part for place, part in enumerate(value)}
 
 
-def check_mutable(name: str, array: object) -> None:
-    """Refuse an array of JAX where it is to be written to in place, and nothing is returned.
+def note_written(call: Call, arrays: Iterable[object]) -> None:
+    """Tell the framework what a call writes to that was found in order; None is skipped."""
+    if call.note_written is not None:
+        for array in arrays:
+            if array is not None:
+                call.note_written(array)
 
-    The framework of others is told of the write.
-    """
-    framework = framework_of(name, array)
-    if framework.note_written is not None:
-        framework.note_written(array)
-    if framework.immutable:
+
+def check_mutable(name: str, array: object) -> None:
+    """Refuse an array of JAX where it is to be written to in place, and nothing is returned."""
+    if framework_of(name, array).immutable:
         raise TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
             f"an array of CuPy, PyTorch or NumPy, the other arguments may be JAX's, or call the "

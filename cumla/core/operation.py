@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.arguments import FACTORS, check_output
-from cumla.core.arrays import WORKSPACE, from_numpy, glance, open_call, reopen_call, to_numpy
+from cumla.core.arrays import (
+    WORKSPACE,
+    from_numpy,
+    glance,
+    note_written,
+    open_call,
+    reopen_call,
+    to_numpy,
+)
 from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
 _ALIGNMENT = 256  # bytes: more than any kernel or allocator asks for
+_ROW = 4096  # bytes: more than any row whose parts a kernel knows as one
 _MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for
 
 A = TypeVar("A")
@@ -114,6 +123,8 @@ class Operation(ABC, Generic[A, K]):
 
     # Arrays whose values kernels take on trust, and the check mode looks at beside factors.
     trusted: tuple[str, ...] = ()
+    # Whether the first of the inputs is written to: a cache, whose framework must know of it.
+    writes_first = False
     # Outputs that may be the very input named.
     in_place: Mapping[str, str] = MappingProxyType({})
 
@@ -197,8 +208,13 @@ class Packed(NamedTuple):
         return launches, made
 
     def run(self, call: Call, outputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Allocate what is missing, launch, and hand the outputs out in the caller's framework."""
+        """Allocate what is missing, launch, and hand the outputs out in the caller's framework.
+
+        `outputs` are all arrays that are written to, and None for each that is missing.
+        """
         launches, made = self.placed(call)
+        if call.note_written is not None:
+            note_written(call, outputs.values())
         for launch in launches:
             launch()
         results, new = [], iter(made)
@@ -262,11 +278,14 @@ def run(
             identity = (call.views, call.framework, *inputs, *given, options)
             known = None if looks else operation.ready.get(identity)
     else:
-        call = reopen_call(next(iter(inputs.values())), known.device, stream, given.values())
+        call = reopen_call(next(iter(inputs.values())), known.device, stream)
     with call:
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
             operation.ready.keep(identity, known)
+        if operation.writes_first and call.note_written is not None:
+            first = next(iter(inputs))
+            outputs = {first: inputs[first], **outputs}
         packed = known.packed
         if packed is None:
             return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
@@ -309,8 +328,8 @@ def _check(
 def form_of(call: Call, views: Views) -> Hashable:
     """Tell all that checks and launches follow from, but where arrays lie.
 
-    That is their shapes, strides and dtypes, the alignment of their addresses, and how parts of one
-    argument lie to each other.
+    That is their shapes, strides and dtypes, the alignment of their addresses, and where in a row
+    the parts of one argument lie to each other.
     """
     found: list[Any] = [call.framework, *views]
     before = 0
@@ -320,6 +339,8 @@ def form_of(call: Call, views: Views) -> Hashable:
             continue
         ptr, shape, strides, dtype, _, read_only = view
         part = ptr - before if name[-1] == "]" and name[-2] != "0" else 0
+        if not -_ROW < part < _ROW:
+            part = 0
         found.append((shape, strides, dtype, read_only, ptr % _ALIGNMENT, not ptr, part))
         before = ptr
     return tuple(found)
@@ -396,12 +417,13 @@ def run_on_cpu(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any],
 ) -> tuple[Any, ...]:
-    """Compute with the reference, of arrays in CPU memory."""
+    """Compute with the reference, of arrays in CPU memory; `outputs` as of `Packed.run`."""
     given = (*inputs.items(), *outputs.items())
     host = {name: to_numpy(name, array) for name, array in given if array is not None}
     if check_mode():
         check_factors(host)
         operation.check_values(host, arguments)
+    note_written(call, outputs.values())
     results = operation.reference(host, arguments)
     out = [outputs[output.name] for output in operation.outputs(arguments)]
     pairs = zip(out, results, strict=True)

@@ -21,6 +21,7 @@ from cumla.core.arguments import check_workspace
 from cumla.core.arrays import (
     WORKSPACE,
     glance,
+    note_written,
     open_call,
     open_device,
     place_name,
@@ -407,11 +408,13 @@ class Plan(Single, ABC, Generic[K]):
         ready = memory.ready.get(identity)
         if ready is None or check_mode():
             return identity, None
-        again = reopen_call(arrays[-1], self._device, stream, given)
+        again = reopen_call(arrays[-1], self._device, stream)
         if again.stream != memory.stream:
             return identity, None
         with again:
             if not isinstance(ready, Packed):
+                if again.note_written is not None:
+                    note_written(again, given)
                 memory.run(again, ready)
                 return identity, given
             return identity, memory.run(again, ready.run, again, outputs)

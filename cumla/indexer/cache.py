@@ -97,6 +97,7 @@ _Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are power
 
 
 class _Append(Unplanned[_Arguments]):
+    writes_first = True
     trusted = ("slot_mapping",)
 
     def arguments(self, views: Views, options: bool) -> _Arguments:

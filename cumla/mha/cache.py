@@ -210,6 +210,7 @@ class _Options(NamedTuple):
 
 
 class _Append(Unplanned[AppendKVArguments]):
+    writes_first = True
     trusted = (
         "slot_mapping",
         "batch_indices",

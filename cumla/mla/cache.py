@@ -176,6 +176,7 @@ def append_mla_cache(
 
 
 class _Append(Unplanned[AppendArguments]):
+    writes_first = True
     trusted = tuple(NUMBERS)
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 

@@ -26,6 +26,7 @@ from cumla.core import operation as core
 from cumla.core._driver import Driver
 from cumla.core.arrays import open_call
 from cumla.core.operation import WORKSPACE, Address, Ready, unplaced
+from cumla.errors import NotPreparedError
 from cumla.launch import all_specs, kernel
 from cumla.launch import module as launch_module
 from cumla.launch.module import load
@@ -472,6 +473,7 @@ def test_check_mode_looks_at_the_device(
     operation.function(**given, **outputs)
     looked = [f"{host[name].dtype} {host[name].shape}" for name in operation.integers]
     assert Counter(cupy.copied) == Counter(looked)
+    monkeypatch.setattr(frameworks._CuPy, "note_written", pytest.fail)  # of a refused call
     bindings.launched.clear()
     for name in set(operation.integers) - set(operation.any_values):
         (*_, place) = map(tuple, np.argwhere(host[name] > 0))
@@ -481,6 +483,7 @@ def test_check_mode_looks_at_the_device(
             operation.function(**given, **outputs)
         host[name][place] = kept
     assert bindings.entries == []
+    monkeypatch.setattr(frameworks._CuPy, "note_written", None)
     if operation.integers and len(operation.kernels) == 1:
         driver.capturing.add(0)
         with caplog.at_level(logging.WARNING, "cumla"):
@@ -494,7 +497,11 @@ def test_check_mode_looks_at_the_device(
 @every_operation
 @pytest.mark.parametrize("known", [False, True])
 def test_outputs_that_overlap(
-    operation: Operation, known: bool, cupy: FakeCuPy, bindings: FakeBindings
+    operation: Operation,
+    known: bool,
+    cupy: FakeCuPy,
+    bindings: FakeBindings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An input, or each other: every pair is found; of what is in a cache only the caller knows."""
     given = on_gpu(cupy, operation)
@@ -511,6 +518,7 @@ def test_outputs_that_overlap(
         and (name, other) not in operation.shares
     ]
     assert pairs or not written
+    monkeypatch.setattr(frameworks._CuPy, "note_written", pytest.fail)  # of a refused call
     for name, other in pairs:
         array = dict(arrays_of(given))[other]
         kept = array.data.ptr
@@ -521,6 +529,7 @@ def test_outputs_that_overlap(
             operation.function(**given)
         array.data.ptr = kept
     assert bindings.entries == []
+    monkeypatch.setattr(frameworks._CuPy, "note_written", None)
     operation.function(**given)
 
 
@@ -779,6 +788,63 @@ def test_a_form_is_checked_once(
     assert found
 
 
+def test_calls_of_ever_new_shapes_are_not_all_remembered(
+    cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "_MOST_READY", 5)
+    kept = []
+    for tokens in range(1, 20):
+        outs = cupy.empty((2, tokens, 3, 64), BF16)
+        lses = cupy.empty((2, tokens, 3), np.dtype(np.float32))
+        cumla.merge_attention_states(outs, lses)
+        kept.append(len(core.forms))
+    assert max(kept) == 5
+    assert len(bindings.launched) == len(kept)
+
+
+ROWS = {
+    "in 16 bits": ((512, BF16), (64, BF16)),
+    "packed": ((512, np.uint8), (64, BF16), (4, np.float32)),
+}
+"""Parts of a cache that may be one array, for which kernels know another way."""
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["one first", "apart first"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_form_tells_parts_of_one_array_from_arrays_apart(
+    rows: str,
+    order: tuple[bool, bool],
+    cupy: FakeCuPy,
+    launches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not how far apart these are, which differs from call to call."""
+    given = on_gpu(cupy, DECODE, outputs=False) | {"q": cupy.empty((2, 1, 16, 576), BF16)}
+    begins = dict(zip(ROWS, ((0, 1024), (0, 528, 512)), strict=True))[rows]
+    row = 1152 if rows == "in 16 bits" else 656
+
+    def call(together: bool) -> Arguments:
+        parts = [cupy.empty((6, 64, 1, n), np.dtype(dtype)) for n, dtype in ROWS[rows]]
+        for part, begin in zip(parts, begins, strict=True):
+            part.strides = (64 * row, row, row, part.dtype.itemsize)
+            part.data.ptr = (parts[0].data.ptr if together else part.data.ptr) + begin
+        return given | {"kv_cache": tuple(parts)}
+
+    found = []
+    for together in order:
+        arguments = call(together)
+        found.append(launches(cumla.mla_decode, **arguments))
+        with monkeypatch.context() as patch:
+            patch.setattr(Ready, "get", lambda *_: None)
+            assert found[-1] == launches(cumla.mla_decode, **arguments)
+    (*_, one), (*_, other) = found
+    assert one[0] != other[0]
+    arguments = call(False)
+    arguments["kv_cache"][1].data.ptr += 1 << 40
+    monkeypatch.setattr(core, "pack", None)
+    assert launches(cumla.mla_decode, **arguments)
+
+
 @every_call
 def test_recipes_can_be_moved(
     function: Callable[..., Any],
@@ -847,6 +913,114 @@ def test_outputs_need_no_gpu(
     ]
 
 
+# --- what is written ------------------------------------------------------------------------------
+
+
+def written(operation: Operation, given: Arguments) -> list[Any]:
+    """Arrays that a call writes to."""
+    names = {*operation.outputs(), *operation.in_place}
+    return [array for name, array in arrays_of(given) if name.split("[")[0] in names]
+
+
+@every_operation
+def test_frameworks_are_told_once_of_what_calls_write(
+    operation: Operation, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By calls of new arrays, of a known form and of known arrays; by none that is refused."""
+    told: list[Any] = []
+    monkeypatch.setattr(frameworks._CuPy, "note_written", told.append)
+    for _ in range(2):
+        given = on_gpu(cupy, operation)
+        for _ in range(2):
+            operation.function(**given)
+            assert Counter(map(id, told)) == Counter(map(id, written(operation, given)))
+            told.clear()
+        for name, array in arrays_of(given):
+            other = cupy.empty(array.shape, np.dtype(np.int8))
+            with pytest.raises((TypeError, ValueError)):
+                operation.function(**with_array(given, name, other))
+        assert told == []
+
+
+def test_frameworks_are_told_of_no_call_that_has_no_memory(
+    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = on_gpu(cupy, DECODE)
+    cumla.mla_decode(**given)
+    monkeypatch.setattr(frameworks._CuPy, "note_written", pytest.fail)
+    driver.capturing.add(0)
+    with pytest.raises(NotPreparedError, match="use a plan"):
+        cumla.mla_decode(**given)
+
+
+@every_operation
+def test_torch_counts_what_calls_write(
+    operation: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each tensor, and none of a call that is refused; on the CPU."""
+    host = operation.make() | operation.outputs()
+    given = {name: as_torch(value) for name, value in host.items()}
+    tensors = dict(arrays_of(given))
+
+    def versions() -> list[int]:
+        return [tensor._version for tensor in tensors.values()]
+
+    before = versions()
+    ours = set(map(id, written(operation, given)))
+    operation.function(**given)
+    assert versions() == [
+        version + (id(tensor) in ours)
+        for version, tensor in zip(before, tensors.values(), strict=True)
+    ]
+    before = versions()
+    with pytest.raises(TypeError, match=r"^stream: "):
+        operation.function(**given, stream="fast")
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    for name in set(operation.integers) - set(operation.any_values):
+        (*_, place) = map(tuple, np.argwhere(host[name] > 0))
+        kept = host[name][place]
+        host[name][place] = 10**6 if host[name].dtype.kind == "i" else np.inf
+        with pytest.raises(ValueError, match=r"^\w+(\[.*\])?: needs .* "):
+            operation.function(**given)
+        host[name][place] = kept
+    assert versions() == before
+
+
+@every_plan
+def test_torch_counts_what_runs_write(planned: Planned) -> None:
+    operation = OPERATIONS[planned.operation]
+    given = {name: as_torch(value) for name, value in operation.make().items()}
+    outputs = {name: as_torch(value) for name, value in operation.outputs().items()}
+    plan = planned.ready(given)
+    inputs = planned.inputs(given)
+    plan.run(**inputs, **outputs)
+    with pytest.raises(TypeError, match=r"^stream: "):
+        plan.run(**inputs, **outputs, stream="fast")
+    assert {tensor._version for tensor in outputs.values()} == {1}
+    assert {tensor._version for _, tensor in arrays_of(inputs)} == {0}
+
+
+@every_plan
+def test_frameworks_are_told_of_what_ready_runs_write(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(frameworks._CuPy, "note_written", told.append)
+    operation = OPERATIONS[planned.operation]
+    given = {name: cupy.like(value) for name, value in operation.make().items()}
+    outputs = {name: cupy.like(value) for name, value in operation.outputs().items()}
+    plan = planned.ready(given)
+    for _ in range(3):
+        plan.run(**planned.inputs(given), **outputs)
+        assert list(map(id, told)) == list(map(id, outputs.values()))
+        told.clear()
+        for name, array in arrays_of(planned.inputs(given)):
+            other = cupy.empty(array.shape, np.dtype(np.int8))
+            with pytest.raises((TypeError, ValueError)):
+                plan.run(**with_array(planned.inputs(given), name, other), **outputs)
+        assert told == []
+
+
 # --- how much a call does -------------------------------------------------------------------------
 
 
@@ -865,22 +1039,6 @@ def count(call: Callable[[], Any]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
     return len(modules), sum(a != b for a, b in pairwise(modules))
-
-
-@every_plan
-def test_frameworks_are_told_of_what_ready_runs_write(
-    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(frameworks._CuPy, "note_written", told.append)
-    operation = OPERATIONS[planned.operation]
-    given = {name: cupy.like(value) for name, value in operation.make().items()}
-    outputs = {name: cupy.like(value) for name, value in operation.outputs().items()}
-    plan = planned.ready(given)
-    for _ in range(3):
-        plan.run(**planned.inputs(given), **outputs)
-        assert list(map(id, told)) == list(map(id, outputs.values()))
-        told.clear()
 
 
 def test_calls_of_a_ready_run(cupy: FakeCuPy, bindings: FakeBindings) -> None:
