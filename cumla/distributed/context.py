@@ -288,7 +288,7 @@ class ContextParallel(Shard):
     ) -> cumla.AttentionState:
         """Exchange partial results, and merge them in the order of the ranks.
 
-        Which collective moves how many bytes: docs/guide/context-parallel.md.
+        Which collective moves how many bytes: docs/kernels/context-parallel.md.
         """
         world, group = self.world, self._group
         few = world <= 2 or heads % world != 0 or group.reads_others

@@ -9,6 +9,7 @@ get an entry each: griffe gives all of a group the type and the default of the f
 from __future__ import annotations
 
 import re
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _CODE_FOLLOWS = re.compile(r"::(?=\n\n +)")
 _PARAMETERS = re.compile(r"^Parameters\n-+\n(?s:.*?)(?=^\S.*\n-+$|\Z)", re.MULTILINE)
 _GROUP = re.compile(r"^(\S+(?:, \S+)+)( : .*)?((?:\n+ .*)+)", re.MULTILINE)
-_PAGES = Path(__file__).resolve().parents[1] / "reference"
 
 
 def names_with_a_page() -> set[str]:
-    """Names that the API reference shows."""
-    pages = (path.read_text(encoding="utf-8") for path in _PAGES.glob("*.md"))
-    return {name for page in pages for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
+    """Names that the API pages show."""
+    spec = spec_from_file_location("pages", Path(__file__).with_name("pages.py"))
+    assert spec is not None and spec.loader is not None
+    pages = module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    return set(pages.names_with_a_page())
 
 
 def split_groups(text: str) -> str:

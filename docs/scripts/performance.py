@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/performance.md and the README's table from recorded benchmark runs.
+"""Writes docs/performance.md and the README's tables from recorded benchmark runs and the code.
 
     python docs/scripts/performance.py
 
@@ -14,7 +14,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +48,7 @@ HEADINGS = {
 }
 PEERS = "| peers of this run: batch |"
 # Rows of the README: batch, q_len, heads, kv_len.
-DENSE = ((128, 1, 128, 4096), (128, 2, 128, 4096), (128, 1, 16, 4096), (1, 1, 16, 131072))
+DENSE = ((128, 1, 16, 4096), (128, 1, 128, 4096))
 
 INTRODUCTION = """\
 # Performance
@@ -132,7 +134,7 @@ def page(results: Results, peers: Results, inside: Results | None = None) -> str
 
 
 def readme_table(results: Results) -> str:
-    """Make the eight rows of the README.
+    """Make the five rows of the README.
 
     Parameters
     ----------
@@ -151,6 +153,16 @@ def readme_table(results: Results) -> str:
     return "\n".join(table)
 
 
+def readme_line(results: Results) -> str:
+    """Make the last of the README's first lines, which names one row of the table."""
+    name, row = next(_readme_rows(results))
+    gpu = results["machine"]["gpu"].removeprefix("NVIDIA ")
+    return (
+        f"On one {gpu}: {name} takes {row['us']:,.0f} us, {row['efficiency']:.2f} of what its "
+        "bytes allow ([performance](#performance))."
+    )
+
+
 def _readme_rows(results: Results) -> Iterator[tuple[str, dict[str, Any]]]:
     for batch, q_len, heads, kv_len in DENSE:
         row = _find(results["rows"], batch=batch, q_len=q_len, heads=heads, kv_len=kv_len)
@@ -164,31 +176,44 @@ def _readme_rows(results: Results) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "`mla_decode`, e4m3 cache, 128 requests, q_len 1, 16 heads, 8,192 tokens", row
     row = _find(results["indexer"], op="paged_mqa_logits", batch=64, next_n=1, kv_len=32768)
     yield "`paged_mqa_logits`, 64 requests, 64 heads of 128, 32,768 tokens", row
-    row = _find(results["append"], tokens=868032, page_size=64, rotated=True)
-    yield "`append_mla_cache` with RoPE, 868,032 rows", row
 
 
 def _find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return next(row for row in rows if all(row.get(key) == values[key] for key in values))
 
 
-def with_table(readme: str, table: str) -> str:
-    """Put the table into the README, in place of the one that is there.
+def with_parts(readme: str, results: Results) -> str:
+    """Put what follows from the record and from the code into the README.
 
     Parameters
     ----------
-    readme, table : str
+    readme : str
+    results : dict
+        The recorded run of the present kernels.
 
     Returns
     -------
     str
     """
-    found = re.sub(
-        r"^\| call \|.*?\n\n", lambda _: table + "\n\n", readme, count=1, flags=re.M | re.S
-    )
-    if table not in found:
-        raise ValueError("README.md has no table of performance")
-    return found
+    parts = {
+        r"^\| call \|.*?\n\n": readme_table(results) + "\n\n",
+        r"^\| model \|.*?\n\n": "\n".join(support().models(readme=True)) + "\n\n",
+        r"^On one [^\n]*\n": readme_line(results) + "\n",
+    }
+    for pattern, part in parts.items():
+        readme, count = re.subn(pattern, lambda _: part, readme, count=1, flags=re.M | re.S)  # noqa: B023
+        if not count:
+            raise ValueError(f"README.md has no {pattern}")
+    return readme
+
+
+def support() -> ModuleType:
+    """Import the script of the page of models."""
+    spec = spec_from_file_location("support", Path(__file__).with_name("support.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main() -> None:
@@ -204,7 +229,7 @@ def main() -> None:
     )
     (ROOT / "docs/performance.md").write_text(page(results, peers, inside), encoding="utf-8")
     readme = ROOT / "README.md"
-    text = with_table(readme.read_text(encoding="utf-8"), readme_table(results))
+    text = with_parts(readme.read_text(encoding="utf-8"), results)
     readme.write_text(text, encoding="utf-8")
 
 

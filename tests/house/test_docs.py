@@ -22,7 +22,8 @@ import cumla
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if DOCS / "history" not in path.parents)
-GUIDE = sorted((DOCS / "guide").glob("*.md"))
+WITH_CODE = [page for page in PAGES if "\n```python\n" in page.read_text("utf-8")]
+FRAMEWORKS = {"jax": ("jax",), "first-call": ("torch", "jax", "cupy")}  # others: PyTorch
 SOURCES = [path for path in (ROOT / "cumla").rglob("*.py") if ">>> " in path.read_text("utf-8")]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TESTED_ELSEWHERE = ("context_parallel_jax",)
@@ -49,19 +50,18 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error:FlashInfer deprecates:DeprecationWarning")
-@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_of_a_page_runs(page: Path) -> None:
     """The blocks of a page are one program, from the top to the end."""
-    pytest.importorskip("jax" if page.stem == "jax" else "torch")
-    code_of_page = blocks(page)
-    assert code_of_page, f"{page.name} shows no code"
+    for framework in FRAMEWORKS.get(page.stem, ("torch",)):
+        pytest.importorskip(framework)
     names: dict[str, Any] = {}
-    for number, code in enumerate(code_of_page, 1):
+    for number, code in enumerate(blocks(page), 1):
         exec(compile(code, f"{page.name}: block {number}", "exec"), names)
 
 
 def test_the_check_mode_finds_what_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    test_code_of_a_page_runs(DOCS / "guide/errors-and-checking.md")
+    test_code_of_a_page_runs(DOCS / "guide/errors-checking.md")
     assert re.match(r"block_table\b.*\b7\b", capsys.readouterr().out)
     assert "CUMLA_CHECK" not in os.environ
 
@@ -102,23 +102,56 @@ def test_public_functions_and_plans_have_examples() -> None:
             assert ">>> " in getattr(cumla, name).__doc__, name
 
 
-def test_every_public_name_has_a_page() -> None:
-    pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
-    shown = re.findall(r"^::: cumla\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(shown) == sorted(cumla.__all__)
+def test_pages_of_the_api_hold_every_public_name() -> None:
+    pages = load("pages")
+    made = "\n".join(pages.api_pages().values())
+    shown = set(re.findall(r"^::: (\S+)$", made, re.MULTILINE))
+    assert {f"cumla.{name}" for name in cumla.__all__} <= shown
+    for group in pages.GROUPS:
+        assert (DOCS / group.guide).is_file()
+        module = importlib.import_module(group.module)
+        for name in group.names:
+            assert hasattr(module, name) or importlib.util.find_spec(f"{group.module}.{name}")
+
+
+def test_a_public_name_without_a_page_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = load("pages")
+    monkeypatch.setattr(pages, "public_names", lambda: ["mla_decode", "mla_encode"])
+    with pytest.raises(ValueError, match=r"GROUPS lacks cumla\.mla_encode"):
+        pages.api_pages()
+
+
+def test_the_models_of_the_support_page_are_served() -> None:
+    support = load("support")
+    table = "\n".join(support.models())
+    for entry in support.MODELS:
+        assert f"| {entry.name} |" in table
+    assert "| gpt-oss 20B, 120B | 64/8 of 64 | GQA, window 128, sinks |" in table
+    assert {row.split("|")[-2].strip() for row in support.models()[2:]} == {"yes"}
+    assert "| 16 | MLA |" in table
+    assert "`mla_decode_swapped`" in table
+    assert [row.split("`")[-2] for row in support.sparse_models()[2:]] == [
+        "mla_sparse_packed",
+        "mla_sparse_v4",
+        "mla_sparse_v4",
+    ]
 
 
 def test_every_page_is_in_the_navigation() -> None:
+    """But for the history, and with those that are made."""
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = set(re.findall(r"(\S+\.md)$", config, re.MULTILINE))
-    assert listed == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    listed = set(re.findall(r" (\S+\.md)(?:  #.*)?$", config, re.MULTILINE))
+    written = {path.relative_to(DOCS).as_posix() for path in PAGES}
+    assert listed == written | {"support/index.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
+    """To a file, or to a page that is made."""
+    made = {DOCS / path for path in load("pages").generated()}
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
+    targets = [Path(os.path.normpath(page.parent / link)) for link in links]
+    assert not [target for target in targets if not target.exists() and target not in made]
 
 
 def test_the_performance_page_is_what_the_script_makes() -> None:
@@ -135,10 +168,13 @@ def test_no_table_of_the_recorded_run_is_left_out_of_the_performance_page() -> N
         assert part in page
 
 
-def test_the_readme_has_eight_rows_of_the_recorded_run() -> None:
-    table = load("performance").readme_table(recorded(RESULTS))
-    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(table.splitlines()) == 2 + 8
+def test_the_readme_says_what_the_recorded_run_and_the_code_say() -> None:
+    performance, readme = load("performance"), (ROOT / "README.md").read_text(encoding="utf-8")
+    table = performance.readme_table(recorded(RESULTS))
+    assert len(table.splitlines()) == 2 + 5
+    assert performance.with_parts(readme, recorded(RESULTS)) == readme
+    assert table in readme
+    assert performance.readme_line(recorded(RESULTS)) in readme
 
 
 def test_the_figure_shows_the_recorded_run() -> None:
@@ -161,8 +197,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in cumla.__all__:
-        pages = (tmp_path / "reference").rglob("index.html")
-        assert any(f'id="cumla.{name}"' in page.read_text("utf-8") for page in pages), name
+        page = tmp_path / "api" / name / "index.html"
+        assert f'id="cumla.{name}"' in page.read_text("utf-8")
 
 
 def test_parameters_of_a_group_have_types_and_defaults_of_their_own() -> None:
@@ -189,7 +225,7 @@ def test_every_kernel_is_explained() -> None:
 
 def test_every_function_is_used_in_code_that_runs() -> None:
     """Errors and results are not called."""
-    code = "\n".join(block for page in GUIDE for block in blocks(page))
+    code = "\n".join(block for page in WITH_CODE for block in blocks(page))
     called = [
         name for name in cumla.__all__ if not name.endswith(("Error", "State", "Rows", "Result"))
     ]

@@ -6,7 +6,7 @@
 // All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it kStages chunks ahead, and has a
 // running maximum, sums and an output of its own. Warp 11 brings the query rows; warps 0 to 7 add up what all have of a
 // tile, and write results or join pieces (mha/attention_decode/join.cuh). Operands are swapped: tokens, then value
-// columns, are the M side of products, query rows the N side. Reasons, and when what happens: docs/kernels/mha.md.
+// columns, are the M side of products, query rows the N side. Reasons and time line: docs/kernels/mha-decode.md.
 //
 // Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step, of one step or all (joining uses them, too),
 //                statistics, query rows of one tile or three

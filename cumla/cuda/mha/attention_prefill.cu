@@ -4,13 +4,13 @@
 // threads, one CTA an SM.
 //
 // The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. Each CTA begins with the tile of
-// its own number and takes the next ones from a counter (in which order: docs/kernels/mha.md).
+// its own number and takes the next ones from a counter (in which order: docs/kernels/mha-prefill.md).
 //
 // Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
 // pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The
 // other warpgroups, two, or three with 64 columns, have 64 query rows each and work through the blocks of all tiles
 // without a break, in each tile from the last to the first. They take turns: while one issues its products the others
-// make probabilities. Time lines, what overlaps with the end of a tile, and why that is short: docs/kernels/mha.md.
+// make probabilities. Time lines, and why the end of a tile is short: docs/kernels/mha-prefill.md.
 //
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
 // and some four other instructions for each at 128 a clock 512.

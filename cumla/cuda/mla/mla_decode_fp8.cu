@@ -8,7 +8,7 @@
 //
 // Roles are those of mla_decode_swapped; warps 2 and 3 bring the query rows as float16.
 //
-// The bytes of the cache become float16 in registers (docs/kernels/mla.md). Tokens come in the order of token_at, in
+// Bytes of the cache become float16 in registers (docs/kernels/mla-fp8.md). Tokens come in the order of token_at, in
 // both products.
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768

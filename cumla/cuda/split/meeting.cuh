@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the CTAs that made the pieces of a split request meet, at the ticket of its first part, to join the pieces. Who
-// waits, who goes on, and who joins the shares of those that left: docs/kernels/mla.md, Joining.
+// waits, who goes on, and who joins the shares of those that left: docs/kernels/schedule.md.
 #pragma once
 #include "split/plan.cuh"
 #include "split/tile.cuh"

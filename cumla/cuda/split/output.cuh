@@ -25,8 +25,8 @@ __device__ __forceinline__ i64 piece_index(const Params& p, const AnyTile& tile,
 
 constexpr int kUnitGroups = 4;  // of eight columns in a unit, which one warp joins
 
-// Lines of 512 bytes in a unit. Numbers of a short piece have 24 bits: four take the place of three (why:
-// docs/kernels/mla.md). In a short unit every (kValueDim / 64)-th eight of a half comes together: lanes have these in
+// Lines of 512 bytes in a unit. Numbers of a short piece have 24 bits: four take the place of three
+// (docs/kernels/schedule.md). In a short unit every (kValueDim / 64)-th eight of a half comes together: lanes have them in
 // all layouts of accumulators. Other units have four eights after each other.
 constexpr int kLongLines = kUnitGroups, kShortLines = 3;
 

@@ -6,7 +6,7 @@
 // (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
 // cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
 // order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
-// one of them (docs/kernels/mla.md). Of a mixed batch whole tiles are a second schedule, of another CTA: is_whole().
+// one of them (docs/kernels/schedule.md). Whole tiles of a mixed batch are a second schedule, of another CTA: is_whole().
 // Blocks before the windows of all rows of a tile are not dealt out.
 // tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/division.cuh"

@@ -2,7 +2,7 @@
 // Who works on which KV blocks, parallel over the batch. See split/plan.cuh for the terms.
 //
 // schedule, one CTA: a request costs its number of blocks + fixed_cost, a piece piece_cost more. Requests are dealt out
-// apart, whole, packed or in shares, the first of these that is good enough (docs/kernels/mla.md).
+// apart, whole, packed or in shares, the first of these that is good enough (docs/kernels/schedule.md).
 // schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
 // tests/launch/split/schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How pieces of few rows are joined: a share is whole rows (docs/kernels/mha.md, Pieces).
+// How pieces of few rows are joined: a share is whole rows (docs/kernels/mha-decode.md).
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/join.cuh"

@@ -7,7 +7,7 @@
 //
 // Warpgroup 0 loads: each warp a granule of 16 rows of every block, a row a lane in bulk copies. Warpgroups 1 and 2
 // compute: consumer c has the columns [256 c, 256 c + 256) of V and scores every second block. Reasons, time line, what
-// scales of rows act on, and kWide: docs/kernels/mla_sparse.md. One factor for the whole cache is one of query and
+// scales of rows act on, and kWide: docs/kernels/mla-fp8.md. One factor for the whole cache is one of query and
 // output.
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums

@@ -8,7 +8,7 @@
 //   consumer 0:  softmax0  O += V0 P0, S2               softmax2  O += V1 P1, O += V2 P2, S4
 //   consumer 1:            softmax1  O += V0 P0, O += V1 P1, S3             softmax3 ...
 //
-// V's fragments (docs/kernels/mla.md): neighbours in a register are tokens i and i + 8 of a granule. In this order
+// V's fragments (docs/kernels/mla-fp8.md): neighbours in a register are tokens i and i + 8 of a granule. In this order
 // probabilities lie, too.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
@@ -202,7 +202,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   }
 
   // output += V x probabilities of block t; its granules are free when all is loaded. Products add up one
-  // block, and float32 adds up all (why: docs/kernels/mla.md, Sums).
+  // block, and float32 adds up all (why: docs/kernels/mla-fp8.md).
   __device__ __forceinline__ void multiply_values(u32 t) {
     const int turn = turn_of(t);
     mbarrier_wait(shared.probabilities_full(turn), phase_of(t), "probabilities");

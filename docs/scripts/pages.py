@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hook of mkdocs: makes the pages of the API and of the supported models, and their navigation.
+
+These pages are in no commit. Each public name has a page of its own, which mkdocstrings fills from
+the docstring. ``api/`` and ``support/index.md`` are what other pages link to.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Group(NamedTuple):
+    """Names that a reader looks for together."""
+
+    title: str
+    guide: str  # the page that shows them in use
+    names: tuple[str, ...]
+    module: str = "cumla"
+
+
+GROUPS = (
+    Group(
+        "MLA",
+        "guide/mla.md",
+        ("mla_decode", "MLADecodePlan", "mla_attention", "MLAAttentionPlan"),
+    ),
+    Group("MHA, GQA and MQA", "guide/attention.md", ("attention", "AttentionPlan")),
+    Group(
+        "Sparse MLA",
+        "guide/sparse-mla.md",
+        ("mla_sparse_decode", "mla_sparse_attention", "MLASparsePlan", "DSAPlan"),
+    ),
+    Group(
+        "Indexer and top-k",
+        "guide/indexer-topk.md",
+        (
+            *("mqa_logits", "paged_mqa_logits", "PagedMQALogitsPlan"),
+            *("append_indexer_cache", "top_k", "TopKResult"),
+        ),
+    ),
+    Group(
+        "Writing an MLA cache",
+        "guide/append-mla.md",
+        ("append_mla_cache", "quantize_fp8", "QuantizedRows"),
+    ),
+    Group("Writing K/V caches", "guide/append-kv.md", ("append_kv_cache", "apply_rope")),
+    Group("Merging", "guide/merging.md", ("merge_attention_states", "AttentionState")),
+    Group("Preparation", "guide/cuda-graphs-streams.md", ("prepare",)),
+    Group(
+        "Errors",
+        "guide/errors-checking.md",
+        (
+            *("CumlaError", "UnsupportedDeviceError", "MissingDependencyError"),
+            *("CompilationError", "NotPreparedError"),
+        ),
+    ),
+    Group(
+        "Context parallelism",
+        "guide/context-parallel.md",
+        ("ContextParallel", "Shard", "LocalPages"),
+        "cumla.distributed",
+    ),
+    Group(
+        "JAX",
+        "guide/jax.md",
+        (
+            *("append_mla_cache", "append_kv_cache", "append_indexer_cache"),
+            *("MLADecodePlan", "MLAAttentionPlan", "MLASparsePlan", "AttentionPlan"),
+            "PagedMQALogitsPlan",
+        ),
+        "cumla.jax",
+    ),
+    Group(
+        "NumPy reference",
+        "start/first-call.md",
+        (
+            *("mla_decode", "mla_attention", "mla_sparse_decode", "mla_sparse_attention"),
+            *("attention", "append_mla_cache", "append_kv_cache", "apply_rope"),
+            *("append_indexer_cache", "quantize_fp8", "mqa_logits", "paged_mqa_logits"),
+            *("top_k", "merge_attention_states"),
+        ),
+        "cumla.reference",
+    ),
+    Group(
+        "Compatibility modules",
+        "integrations/index.md",
+        ("flash_attn", "vllm_flash_attn", "flash_mla", "flashinfer", "deep_gemm", "auto_deploy"),
+        "cumla.compat",
+    ),
+)
+_WITH_SUBMODULES = ("flashinfer", "auto_deploy")
+_OWN_PAGE = ("cumla", "cumla.compat")  # modules of which each name has a page; others have one
+
+
+def full_names(group: Group) -> list[str]:
+    """Names as Python has them."""
+    return [f"{group.module}.{name}" for name in group.names]
+
+
+def short(name: str) -> str:
+    """Shorten a full name to what names its page."""
+    return name.removeprefix("cumla.")
+
+
+def names_with_a_page() -> set[str]:
+    """Full names of all that the API pages show."""
+    return {name for group in GROUPS for name in full_names(group)}
+
+
+def public_names() -> list[str]:
+    """Names in ``cumla.__all__``, read from the text."""
+    tree = ast.parse((ROOT / "cumla/__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise ValueError("cumla/__init__.py: no __all__")
+
+
+def api_pages() -> dict[str, str]:
+    """Make the pages of the API, by their path in the site's sources."""
+    missing = {f"cumla.{name}" for name in public_names()} - names_with_a_page()
+    if missing:
+        raise ValueError(f"docs/scripts/pages.py: GROUPS lacks {', '.join(sorted(missing))}")
+    pages, index = {}, ["# API", "", "Each page is made from a docstring.", ""]
+    for group in GROUPS:
+        index += [f"## {group.title}", "", f"In use: [the guide](../{group.guide}).", ""]
+        see = f"In use: [the guide](../{group.guide})."
+        if group.module in _OWN_PAGE:
+            for full in full_names(group):
+                pages[f"api/{short(full)}.md"] = _page([full], see)
+                index.append(f"* [`{full}`]({short(full)}.md)")
+        else:
+            path = f"{short(group.module)}.md"
+            how = f"Import it as `{group.module}`: `import cumla` alone does not load it."
+            full_title = f"# {group.title}\n\n"
+            pages[f"api/{path}"] = _page(full_names(group), f"{see} {how}", full_title)
+            index += [f"* [`{name}`]({path}#{name})" for name in full_names(group)]
+        index.append("")
+    pages["api/index.md"] = "\n".join(index)
+    return pages
+
+
+def _page(names: list[str], see: str, title: str = "") -> str:
+    options = [] if title else ["heading_level: 1"]
+    body = [_directive(name, options) for name in names]
+    return (
+        f"{title}{see if title else ''}\n\n" + "\n\n".join(body) + ("" if title else f"\n\n{see}")
+    )
+
+
+def _directive(name: str, options: list[str]) -> str:
+    more = ["show_submodules: true"] if name.rpartition(".")[2] in _WITH_SUBMODULES else []
+    lines = [f"      {option}" for option in (*options, *more)]
+    return "\n".join([f"::: {name}", *(["    options:", *lines] if lines else [])])
+
+
+def navigation() -> list[Any]:
+    """List the pages of the API as the navigation of the site has them."""
+    entries: list[Any] = ["api/index.md"]
+    for group in GROUPS:
+        if group.module in _OWN_PAGE:
+            pages = [{short(name): f"api/{short(name)}.md"} for name in full_names(group)]
+            entries.append({group.title: pages})
+        else:
+            entries.append({group.title: f"api/{short(group.module)}.md"})
+    return entries
+
+
+def generated() -> dict[str, str]:
+    """Make all pages that are in no commit."""
+    return api_pages() | {"support/index.md": load("support").page()}
+
+
+def load(name: str) -> ModuleType:
+    """Import another script of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Put the pages of the API into the navigation, in place of the entry ``api/``."""
+    config.nav = [
+        {"API": navigation()} if entry == {"API": "api/"} else entry for entry in config.nav
+    ]
+    return config
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> Any:
+    """Add the pages."""
+    from mkdocs.structure.files import File
+
+    for path, text in generated().items():
+        files.append(File.generated(config, path, content=text))
+    return files
