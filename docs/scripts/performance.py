@@ -159,7 +159,7 @@ def readme_line(results: Results) -> str:
     gpu = results["machine"]["gpu"].removeprefix("NVIDIA ")
     return (
         f"On one {gpu}: {name} takes {row['us']:,.0f} us, {row['efficiency']:.2f} of what its "
-        "bytes allow ([performance](#performance))."
+        "bytes allow ([all tables](docs/performance.md))."
     )
 
 

@@ -243,4 +243,4 @@ def test_the_description_on_an_index_has_no_link_that_leads_nowhere() -> None:
     for link in links:
         path = re.sub(r"^https://host/cumla/(blob|raw)/main/", "", link)
         assert path != link
-        assert (ROOT / path).exists()
+        assert (ROOT / path.partition("#")[0]).exists()
