@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cumla.compat._torch import is_traced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["Interface"]
 
@@ -37,15 +37,20 @@ class Interface:
         """Return a table with more names."""
         return replace(self, names={**self.names, **names})
 
-    def refuse(self, given: Mapping[str, Any]) -> None:
-        """Refuse arguments that ask for what cumla does not have."""
-        refused = self.refused
-        for name, value in given.items():
-            if value is not None and name in refused and not self._is_unused(name, value):
-                raise self.refusal(f"{name}: {refused[name]}")
+    def refused_by(self, function: Any) -> tuple[str, ...]:
+        """List the refused arguments of a function."""
+        return tuple([name for name in function.__code__.co_varnames if name in self.refused])
 
-    def _is_unused(self, name: str, value: Any) -> bool:
-        return name in self.unused and not getattr(value, "ndim", 0) and value == self.unused[name]
+    def refuse(self, given: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+        """Refuse arguments that ask for what cumla does not have, all or those of some names."""
+        unused = self.unused
+        for name in self.refused.keys() & given.keys() if names is None else names:
+            value = given[name]
+            if value is None or value is unused.get(name):
+                continue
+            is_array = bool(getattr(value, "ndim", 0))
+            if name not in unused or is_array or value != unused[name]:
+                raise self.refusal(f"{name}: {self.refused[name]}")
 
     def __call__(self) -> Any:
         return nullcontext() if is_traced() else self
@@ -54,7 +59,7 @@ class Interface:
         return None
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, (TypeError, ValueError)):
+        if error is not None and isinstance(error, (TypeError, ValueError)):
             raise (self.errors or type(error))(self._renamed(str(error))) from None
 
     def _renamed(self, message: str) -> str:

@@ -165,8 +165,8 @@ def flash_attn_with_kvcache(
     * block_table is FlashAttention-2's name of page_table.
     """
     check_order(qv=qv)
-    refused = {"qv": qv, "cache_leftpad": cache_leftpad, "q_descale": q_descale}
-    _CACHE.refuse({**refused, "attention_chunk": attention_chunk})
+    refused = {"qv": qv, "cache_leftpad": cache_leftpad, "attention_chunk": attention_chunk}
+    _CACHE.refuse({**refused, "q_descale": q_descale}, _REFUSED)
     if block_table is not None:
         if page_table is not None:
             raise TypeError("block_table: is another name of page_table, got both; pass one")
@@ -250,7 +250,8 @@ def flash_attn_varlen_func(
       ``(num_heads_k,)``.
     """
     check_order(qv=qv, seqused_q=seqused_q)
-    _ROWS.refuse({"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale})
+    refused = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
+    _ROWS.refuse(refused, refused)
     return attend_to_rows(
         _ROWS,
         q,

@@ -548,6 +548,28 @@ def test_what_a_plan_for_any_batch_needs() -> None:
     assert _attention.longest_of(on_gpu, 77) == 77
 
 
+def test_a_ragged_graph_serves_requests_up_to_the_longest_of_its_first_plan() -> None:
+    ones, none = offsets_of([1, 1]), offsets_of([0, 0])
+    wrapper = RAGGED(workspace(), "NHD", True, none.clone(), none.clone())
+    q = torch.randn(2, 4, 64).half()
+
+    def check_plan(*lens: int, **options: Any) -> None:
+        rows = torch.randn(2, sum(lens), 2, 64).half()
+        options |= {"disable_split_kv": True}
+        wrapper.plan(ones, offsets_of(list(lens)), 4, 2, 64, **options)
+        found = wrapper.run(q, *rows)
+        for r, (k, v) in enumerate(zip(*(x.split(lens) for x in rows), strict=True)):
+            expected = flashinfer.single_prefill_with_kv_cache(q[r : r + 1], k, v)
+            torch.testing.assert_close(found[r : r + 1], expected, rtol=2e-3, atol=2e-3)
+
+    check_plan(100, 7)
+    check_plan(3, 50)
+    check_plan(128, 1, max_sequence_kv=128)
+    with pytest.raises(ValueError, match=r"^kv_indptr: needs requests of at most 128 keys.*got 25"):
+        check_plan(200, 1)
+    check_plan(5, 5)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_request(causal: bool, layout: str) -> None:

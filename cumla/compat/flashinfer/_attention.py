@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's attention of MHA, GQA and MQA over `cumla.AttentionPlan` and `cumla.attention`.
+"""What FlashInfer's wrappers for decoding and for prefill share, over `cumla.AttentionPlan`.
 
-It is what the wrappers for decoding and for prefill have in common.
+The methods of a wrapper pass their arguments here by FlashInfer's names. The table `ATTENTION` has
+the names of cumla's arguments there, and what is refused.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._arguments import check_axes, check_tensors
+from cumla.compat._table import Interface
 from cumla.compat._torch import positions_of
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
 from cumla.compat.flashinfer._wrapper import (
@@ -28,7 +32,6 @@ from cumla.compat.flashinfer.page import get_seq_lens
 from cumla.compat.flashinfer.rope import Frequencies
 from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.check_mode import check_mode
-from cumla.core.frameworks import eager_only
 from cumla.core.paged import refuse_value
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
@@ -37,28 +40,60 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "NAMES",
+    "ATTENTION",
     "AttentionWrapper",
-    "Numbers",
+    "Names",
     "Options",
     "PagedWrapper",
     "attend_once",
     "longest_of",
-    "refuse_masks",
     "splits_alike",
 ]
 
-_NAMES = {
-    "softmax_scale": "sm_scale",
-    "softcap": "logits_soft_cap",
-    "window": "window_left",
-    "num_heads": "num_qo_heads",
-}
-NAMES = CallersNames(_NAMES, ValueError)
+_MASKS = (
+    "cumla masks by causal and window_left; cut a request where its mask changes, or import the "
+    "function from flashinfer; leave it out"
+)
+_ITEMS = "belongs to the scoring of several items, which cumla does not have; leave it out"
+_ROWS = (
+    "cumla has the rows of values where those of keys are, and those of the output where the "
+    "queries are; leave it out"
+)
+ATTENTION = Interface(
+    {
+        "softmax_scale": "sm_scale",
+        "softcap": "logits_soft_cap",
+        "window": "window_left",
+        "num_heads": "num_qo_heads",
+    },
+    ValueError,
+    refused={
+        **dict.fromkeys(("custom_mask", "packed_custom_mask"), _MASKS),
+        **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr"), _ITEMS),
+        **dict.fromkeys(("token_pos_in_items_len", "max_item_len_ptr"), _ITEMS),
+        **dict.fromkeys(("v_indptr", "o_indptr"), _ROWS),
+        **dict.fromkeys(
+            (
+                *("jit_args", "jit_kwargs", "variant_owns_mask", "use_token_head_sf"),
+                *("window_right", "args", "kv_cache_sf", "skip_softmax_threshold_scale_factor"),
+                *("use_fp16_softmax", "uses_spcompress", "o_scale", "o_dtype"),
+                *("scale_q", "scale_k", "scale_v"),
+            ),
+            NO_KERNELS,
+        ),
+    },
+    unused={
+        "args": (),
+        "token_pos_in_items_len": 0,
+        "window_right": 0,
+        **dict.fromkeys(
+            ("variant_owns_mask", "use_token_head_sf", "use_fp16_softmax", "uses_spcompress"), False
+        ),
+    },
+    refusal=ValueError,
+)
 _PARTS = {
-    pair: CallersNames(
-        _NAMES | dict(zip(("k", "v"), names_of_parts(pair), strict=True)), ValueError
-    )
+    pair: ATTENTION.naming(**dict(zip("kv", names_of_parts(pair), strict=True)))
     for pair in (False, True)
 }
 _Q = "tokens, num_qo_heads, head_dim"
@@ -75,6 +110,16 @@ class Numbers(NamedTuple):
     head_dim: int
     head_dim_v: int
     page_size: int  # 0: rows without pages
+
+
+class Names(NamedTuple):
+    """FlashInfer's names of the arguments of a wrapper."""
+
+    arrays: Mapping[str, str]  # of `plan`, by cumla's names
+    buffers: Mapping[str, str]  # of the constructor, by cumla's names
+    sizes: tuple[str, ...] = (  # of `plan`, as in `Numbers`
+        *("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size"),
+    )
 
 
 class _Shape(NamedTuple):
@@ -103,29 +148,27 @@ class Options(NamedTuple):
     sm_scale: float | None
     rope: Frequencies | None = None  # of the rotation before attention
 
-    def checked(
-        self,
-        pos_encoding_mode: str,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Options:
-        """Check them, and name in one way what is absent."""
-        if pos_encoding_mode not in ("NONE", "ROPE_LLAMA"):
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Check them among the arguments of a call, and name in one way what is absent."""
+        mode = given["pos_encoding_mode"]
+        if mode not in ("NONE", "ROPE_LLAMA"):
             raise ValueError(
-                f"pos_encoding_mode: needs 'NONE' or 'ROPE_LLAMA', got {pos_encoding_mode!r}; "
-                f"cumla.attention adds no bias: for ALIBI import the wrapper from flashinfer"
+                f"pos_encoding_mode: needs 'NONE' or 'ROPE_LLAMA', got {mode!r}; cumla.attention "
+                f"adds no bias: for ALIBI import the wrapper from flashinfer"
             )
         rope = None
-        if pos_encoding_mode == "ROPE_LLAMA":
+        if mode == "ROPE_LLAMA":
+            scale, theta = given["rope_scale"], given["rope_theta"]
             rope = Frequencies(
-                factor_of("rope_scale", 1.0 if rope_scale is None else rope_scale, ""),
-                factor_of("rope_theta", 1e4 if rope_theta is None else rope_theta, ""),
+                factor_of("rope_scale", 1.0 if scale is None else scale, ""),
+                factor_of("rope_theta", 1e4 if theta is None else theta, ""),
             )
-        with NAMES():
-            left = checked_int("window_left", self.window_left, "pass -1 for none", -(1 << 31))
-            scale = None if self.sm_scale is None else checked_scale(self.sm_scale, 1.0)
-        cap = self.logits_soft_cap
-        return Options(max(left, -1), cap if cap is not None and cap > 0 else None, scale, rope)
+        cap, scale = given["logits_soft_cap"], given["sm_scale"]
+        with ATTENTION():
+            left = checked_int("window_left", given["window_left"], "pass -1 for none", -(1 << 31))
+            scale = None if scale is None else checked_scale(scale, 1.0)
+        return cls(max(left, -1), cap if cap is not None and cap > 0 else None, scale, rope)
 
     def check_rotation(self, head_dim: int, cache_dtype: str) -> None:
         """Check that what is rotated can be."""
@@ -137,42 +180,50 @@ class Options(NamedTuple):
             )
 
 
+@cache
+def _naming_sizes(sizes: tuple[str, ...]) -> Interface:
+    """Name the numbers of a plan in messages."""
+    theirs = dict(zip(Numbers._fields, sizes, strict=True))
+    return ATTENTION.naming(
+        **theirs, batch_invariant="fixed_split_size", max_kv_len="max_sequence_kv"
+    )
+
+
 class AttentionWrapper(Planned[AttentionPlan, _Shape]):
     """A wrapper for queries, keys and values of many heads.
 
-    `buffers`, by cumla's names, hold the caller's names of the tensors that graphs read; with
-    use_cuda_graph all are needed. `others` are options that cumla does not have.
+    Methods that end in `_with` take the arguments of a public method, by its names.
     """
 
-    _numbers = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size")
-    _names: ClassVar[Mapping[str, str]]  # cumla's names of arrays -> those of `plan`
+    _names: ClassVar[Names]
+    _refused: ClassVar[Mapping[str, tuple[str, ...]]]  # arguments, by method
 
-    def __init__(
-        self,
-        workspace: Any,
-        kv_layout: str,
-        use_cuda_graph: bool,
-        buffers: Mapping[str, tuple[str, Any]],
-        backend: str,
-        **others: Any,
-    ) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        methods = {name: getattr(cls, name, None) for name in ("plan", "run")}
+        cls._refused = {n: ATTENTION.refused_by(m) for n, m in methods.items() if m is not None}
+
+    def _init_with(self, given: Mapping[str, Any]) -> None:
+        backend, use_cuda_graph = given["backend"], bool(given["use_cuda_graph"])
         if backend not in BACKENDS:
             raise ValueError(
                 f"backend: needs one of {', '.join(BACKENDS)}, got {backend!r}; cumla has kernels "
                 f"of its own, so leave it out"
             )
-        refuse(NO_KERNELS, ValueError, **others)
+        ATTENTION.refuse(given)
+        workspace = given["float_workspace_buffer"]
         check_tensors(float_workspace_buffer=workspace)
-        self._kv_layout, self._backend = checked_layout(kv_layout), backend
-        for name, buffer in buffers.values():
-            if use_cuda_graph and buffer is None:
+        self._kv_layout, self._backend = checked_layout(given["kv_layout"]), backend
+        for name in self._names.buffers.values():
+            if use_cuda_graph and given[name] is None:
                 raise ValueError(
                     f"{name}: needs a tensor with use_cuda_graph, got None; pass one with room for "
                     f"the largest step"
                 )
-        super().__init__(workspace, bool(use_cuda_graph), buffers, self._names, "q")
+        buffers = {name: (theirs, given[theirs]) for name, theirs in self._names.buffers.items()}
+        Planned.__init__(self, workspace, use_cuda_graph, buffers, self._names.arrays, "q")
         if self._kept:
-            checked_batch({n: own_name for n, (own_name, _) in buffers.items()}, dict(self._kept))
+            checked_batch(self._names.buffers, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys
         self._options = Options(-1, None, None)
 
@@ -192,30 +243,35 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
     def _make(self, shape: _Shape, tokens: int, like: Any) -> AttentionPlan:
         return AttentionPlan(total_tokens=tokens, like=like, **shape._asdict())
 
-    def _say(
-        self,
-        arrays: dict[str, Any],
-        numbers: Numbers,
-        dtypes: tuple[Any, Any, Any],
-        options: Options,
-        *,
-        causal: bool,
-        q_len: int | None = None,
-        max_kv_len: int | None = None,
-    ) -> None:
-        """Take what a plan says: arrays by cumla's names, dtypes of queries, keys and output.
+    @abstractmethod
+    def _lengths_of(
+        self, given: Mapping[str, Any], arrays: dict[str, Any], page_size: int
+    ) -> int | None:
+        """Complete the arrays of a plan; the longest request if requests are split alike."""
 
-        With max_kv_len a request has the same bits in any batch.
-        """
-        query, cache, output = map(dtype_of, dtypes)
+    def _plan_with(self, given: Mapping[str, Any], causal: bool, q_len: int | None = None) -> None:
+        """Take what a plan says for the runs that follow."""
+        ATTENTION.refuse(given, self._refused["plan"])
+        options = Options.of(given)
+        sizes = [given.get(name, 0) for name in self._names.sizes]
+        numbers = Numbers(*(sizes[2] if size is None else size for size in sizes))
+        arrays = {name: given[theirs] for name, theirs in self._names.arrays.items()}
+        max_kv_len = self._lengths_of(given, arrays, numbers.page_size)
+        either = given.get("data_type")
+        types = given["q_data_type"] or either, given["kv_data_type"] or either
+        query, cache, output = map(dtype_of, (*types, given["o_data_type"]))
         cache = query if cache is None else cache
-        names = checked_dtypes(query, cache, output, "o_data_type", ("bfloat16", "float16"))
+        by_data_type = given["kv_data_type"] is None and either is not None
+        names = checked_dtypes(
+            *(query, cache, output, ("bfloat16", "float16")),
+            cache_name="data_type" if by_data_type else "kv_data_type",
+        )
         batch = checked_batch(self._theirs, arrays)
         options.check_rotation(numbers.head_dim, names[1])
         cuts = (max_kv_len is not None, max_kv_len)
         self._check_numbers(batch, numbers, names[1], *cuts)
         shape = _Shape(batch, *numbers, *names, bool(causal), options.window_left, q_len, *cuts)
-        said: dict[str, Any] = dict(zip(self._numbers, numbers, strict=True))
+        said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
         said["max_sequence_kv"] = max_kv_len
         self._take(shape, arrays, said | _said(shape.causal, options))
@@ -232,17 +288,13 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         max_kv_len: int | None,
     ) -> None:
         """Check sizes, before the first run makes a plan of them."""
-        theirs = dict(zip(Numbers._fields, self._numbers, strict=True))
-        for name in ("head_dim", "head_dim_v"):
-            if cache_dtype == _E4M3 and getattr(numbers, name) % _E4M3_COLUMNS:
+        for name, columns in zip(self._names.sizes[2:4], numbers[2:4], strict=True):
+            if cache_dtype == _E4M3 and columns % _E4M3_COLUMNS:
                 raise ValueError(
-                    f"{theirs[name]}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type "
-                    f"{_E4M3}, got {getattr(numbers, name)}; pad the columns with zeros"
+                    f"{name}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type {_E4M3}, got "
+                    f"{columns}; pad the columns with zeros"
                 )
-        with CallersNames(
-            theirs | {"batch_invariant": "fixed_split_size", "max_kv_len": "max_sequence_kv"},
-            ValueError,
-        ):
+        with _naming_sizes(self._names.sizes):
             sizes: dict[str, Any] = numbers._asdict()
             sizes |= {"batch_invariant": batch_invariant, "max_kv_len": max_kv_len}
             page_size, heads, head_dim = map(sizes.pop, ("page_size", "num_heads", "head_dim"))
@@ -261,38 +313,28 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             self._plan, self._made_for = plan, (shape, tokens)
             self._update()
 
-    def _override(self, causal: bool, options: Options) -> None:
-        """Take what `forward` says anew, which FlashInfer deprecates."""
-        shape = self._planned_shape()
+    def _forward_with(self, given: Mapping[str, Any], *arrays: Any, causal: bool) -> Any:
+        """Attend, with options that take the place of the plan's, which FlashInfer deprecates."""
+        options, shape = Options.of(given), self._planned_shape()
         if self._use_cuda_graph:
             self._check_said(_said(bool(causal), options))
         self._shape = shape._replace(causal=bool(causal), window=options.window_left)
         self._options = options
+        scales = {n: given[n] for n in ("q_scale", "k_scale", "v_scale") if n in given}
+        return self.run(*arrays, **scales, return_lse=given["return_lse"])  # type: ignore[attr-defined]
 
     def _planned_shape(self) -> _Shape:
         if self._shape is None:
             raise RuntimeError("run: needs a plan, got none; call plan() first")
         return self._shape
 
-    @eager_only
-    def _attend(
-        self,
-        names: CallersNames,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        scales: tuple[Any, Any, Any],
-        sinks: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        window_left: int | None = None,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-    ) -> Any:
+    def _run_with(self, names: Interface, given: Mapping[str, Any], k: Any, v: Any) -> Any:
         """Attend with the lengths and pages of the last plan."""
-        is_turned = _checked_lse(lse_base, lse_layout)
+        q, out, lse, sinks = given["q"], given["out"], given["lse"], given.get("sinks")
+        lse_base = _one_of(("log2", "ln"), "lse_base", given)
+        is_turned = _one_of(("NH", "HN"), "lse_layout", given) == "HN"
+        return_lse, window_left = given["return_lse"], given.get("window_left")
+        scales = given["q_scale"], given["k_scale"], given["v_scale"]
         shape, options = self._planned_shape(), self._options
         if window_left not in (None, options.window_left):
             raise ValueError(
@@ -302,9 +344,10 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         sm_scale, head_dim, cache_dtype = options.sm_scale, shape.head_dim, shape.cache_dtype
         scale, factors, v_factor = _scales(sm_scale, head_dim, cache_dtype, scales)
         with names:
-            optional = {"sinks": sinks, "out": out, "lse": lse}
-            given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-            check_tensors(q=q, k=k, v=v, **given)
+            check_tensors(q=q, k=k, v=v)
+            for name, tensor in (("sinks", sinks), ("out", out), ("lse", lse)):
+                if tensor is not None:
+                    check_tensors(**{name: tensor})
             check_axes("q", q, _Q)
             for name, rows in (("k", k), ("v", v)) if shape.page_size else ():
                 self._check_heads(name, rows)
@@ -400,41 +443,32 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
 class PagedWrapper(AttentionWrapper):
     """A wrapper for keys and values in pages."""
 
-    def _say_pages(
-        self,
-        arrays: dict[str, Any],
-        seq_lens: Any,
-        numbers: Numbers,
-        dtypes: tuple[Any, Any, Any],
-        options: Options,
-        fixed_split_size: int | None,
-        disable_split_kv: bool,
-        longest: int | None = None,
-        **others: Any,
-    ) -> None:
-        """Take what a plan says; arrays tell the tokens of last pages."""
-        if numbers.page_size == 0:
+    def _lengths_of(
+        self, given: Mapping[str, Any], arrays: dict[str, Any], page_size: int
+    ) -> int | None:
+        if page_size == 0:
             raise ValueError("page_size: needs a number above 0, got 0; pass the tokens of a page")
+        seq_lens = arrays.pop("kv_lens")
         checked_batch(self._theirs, arrays)
         if seq_lens is None:
             indptr, last = arrays["kv_indptr"], arrays["last_page_len"]
             if indptr.device != last.device:
                 indptr, last = map(self._there, (indptr, last))
             if check_mode():
-                self._check_last_pages(last, numbers.page_size)
-            seq_lens = get_seq_lens(indptr, last, numbers.page_size)
+                self._check_last_pages(last, page_size)
+            seq_lens = get_seq_lens(indptr, last, page_size)
+        pages = self._kept.get("kv_indices", arrays["kv_indices"]).shape[0]
         if not self._use_cuda_graph:
             del arrays["last_page_len"]
-        if splits_alike(fixed_split_size, disable_split_kv):
-            pages = self._kept.get("kv_indices", arrays["kv_indices"]).shape[0]
-            most = max(1, pages * numbers.page_size)
-            if not self._use_cuda_graph:
-                if longest is not None:
-                    most = max(1, longest)
-                elif seq_lens.device.type == "cpu" and len(seq_lens):
-                    most = _rounded(int(seq_lens.max()))
-            others["max_kv_len"] = most
-        self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
+        arrays["kv_lens"] = seq_lens
+        if not splits_alike(given):
+            return None
+        longest: int | None = given.get("max_sequence_kv")
+        if self._use_cuda_graph or (longest is None and seq_lens.device.type != "cpu"):
+            longest = pages * page_size
+        elif longest is None:
+            longest = _rounded(int(seq_lens.max())) if len(seq_lens) else pages * page_size
+        return max(1, longest)
 
     def _check_last_pages(self, last: Any, page_size: int) -> None:
         if last.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
@@ -445,16 +479,14 @@ class PagedWrapper(AttentionWrapper):
             self._theirs["last_page_len"], tokens, wrong, need, "tell the tokens of the last page"
         )
 
-    @eager_only
-    def _attend_to_pages(
-        self, q: Any, paged_kv_cache: Any, elsewhere: Mapping[str, Any], **options: Any
-    ) -> Any:
-        """Attend to a packed cache or a pair; `elsewhere` are arguments of other kernels."""
-        refuse(NO_KERNELS, ValueError, **elsewhere)
-        names = _PARTS[is_pair(paged_kv_cache)]
+    def _run_on_pages_with(self, given: Mapping[str, Any]) -> Any:
+        """Attend to a packed cache or a pair."""
+        ATTENTION.refuse(given, self._refused["run"])
+        cache = given["paged_kv_cache"]
+        names = _PARTS[is_pair(cache)]
         with names:
-            k, v = split_cache(paged_kv_cache, self._kv_layout)
-        return self._attend(names, q, k, v, **options)
+            k, v = split_cache(cache, self._kv_layout)
+        return self._run_with(names, given, k, v)
 
 
 def attend_once(
@@ -470,7 +502,7 @@ def attend_once(
 ) -> Any:
     """Attend in one request, without a plan; the cache is its one page."""
     torch = sys.modules["torch"]
-    with NAMES():
+    with ATTENTION():
         check_tensors(q=q, k=k, v=v)
         check_axes("q", q, _Q)
         is_hnd = checked_layout(kv_layout) == "HND"
@@ -507,24 +539,13 @@ def attend_once(
     return (out, lse.mul_(LOG2_E)) if return_lse else out
 
 
-def refuse_masks(custom_mask: Any, packed_custom_mask: Any) -> None:
-    """Refuse masks by element."""
-    refuse(
-        "cumla masks by causal and window_left; cut a request where its mask changes, or import "
-        "the function from flashinfer",
-        ValueError,
-        custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask,
-    )
-
-
-def splits_alike(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+def splits_alike(given: Mapping[str, Any]) -> bool:
     """Tell whether results are not to depend on the batch; -1 is no size, as in FlashInfer.
 
     The size does not matter: cumla cuts requests at positions of its own. What a plan of it needs
     to know is the longest request, without waiting for the GPU.
     """
-    return bool(disable_split_kv) or fixed_split_size not in (None, -1)
+    return bool(given["disable_split_kv"]) or given["fixed_split_size"] not in (None, -1)
 
 
 def longest_of(indptr: Any, longest: int | None) -> int:
@@ -544,15 +565,12 @@ def _rounded(length: int) -> int:
     return 1 << max(length - 1, 0).bit_length()
 
 
-def _checked_lse(lse_base: str, lse_layout: str) -> bool:
-    """Check both, and tell whether heads come before tokens."""
-    for name, value, known in (
-        ("lse_base", lse_base, ("log2", "ln")),
-        ("lse_layout", lse_layout, ("NH", "HN")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}: needs {' or '.join(map(repr, known))}, got {value!r}")
-    return lse_layout == "HN"
+def _one_of(known: tuple[str, str], name: str, given: Mapping[str, Any]) -> str:
+    """Return one of two words, the first where the argument is not among those given."""
+    value: str = given.get(name, known[0])
+    if value not in known:
+        raise ValueError(f"{name}: needs {' or '.join(map(repr, known))}, got {value!r}")
+    return value
 
 
 def _said(causal: bool, options: Options) -> dict[str, Any]:
@@ -577,6 +595,8 @@ def _scales(
     which may be on the GPU. For 16 bits that of keys is folded, too, and that of values multiplies
     the output.
     """
+    if scales[0] is scales[1] is scales[2] is None:
+        return sm_scale, {}, 1.0
     of_scores = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
     factors, of_out = {}, 1.0
     if cache_dtype == _E4M3:

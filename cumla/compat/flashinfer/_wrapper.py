@@ -14,7 +14,8 @@ from math import e, inf, log2
 from statistics import mode
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cumla.compat._arguments import CallersNames, check_axes, check_integers, check_tensors
+from cumla.compat._arguments import check_axes, check_integers, check_tensors
+from cumla.compat._table import Interface
 from cumla.core.arrays import open_call
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ __all__ = [
 
 LOG2_E = log2(e)
 BACKENDS = ("auto", "fa2", "fa3")
-NO_KERNELS = "belongs to kernels that cumla does not have"
+NO_KERNELS = "belongs to kernels that cumla does not have; leave it out"
 # By cumla's names. Offsets have an entry more than there are requests.
 _AXES = {
     "qo_indptr": "batch + 1",
@@ -45,7 +46,7 @@ _AXES = {
     "block_table": "batch, max_pages",
 }
 _MORE = {"batch": 0, "batch + 1": 1}  # entries than requests
-_AS_VALUE_ERRORS = CallersNames({}, ValueError)
+_AS_VALUE_ERRORS = Interface(errors=ValueError)
 
 P = TypeVar("P")
 S = TypeVar("S", bound=tuple[Any, ...])
@@ -180,7 +181,7 @@ class Planned(ABC, Generic[P, S]):
         plan: Any = self._plan
         arrays = self._arrays
         offsets = {name: arrays.get(name) for name in ("qo_indptr", "kv_indptr")}
-        with CallersNames(self._theirs, ValueError):
+        with Interface(self._theirs, ValueError):
             plan.update(arrays.get("kv_lens"), **offsets)
         name, array = next(iter(arrays.items()))
         self._updated_on = _place(self._theirs[name], array)
@@ -264,7 +265,12 @@ def dtype_of(given: Any) -> Any:
 
 
 def checked_dtypes(
-    query: Any, cache: Any, output: Any, output_name: str, fp8_beside: Iterable[str] = ()
+    query: Any,
+    cache: Any,
+    output: Any,
+    fp8_beside: Iterable[str] = (),
+    output_name: str = "o_data_type",
+    cache_name: str = "kv_data_type",
 ) -> tuple[str, str]:
     """Return the names of the dtype of query and output, and of that of the cache."""
     name = name_of(query)
@@ -275,7 +281,7 @@ def checked_dtypes(
         way_out = "keep the cache in that, or import the wrapper from flashinfer"
         if name_of(cache) in ("bfloat16", "float16"):
             way_out = f"pass q_data_type={cache}, if the queries are that, too"
-        raise ValueError(f"kv_data_type: needs q_data_type, {query}{fp8}, got {cache}; {way_out}")
+        raise ValueError(f"{cache_name}: needs q_data_type, {query}{fp8}, got {cache}; {way_out}")
     if output not in (None, query):
         raise ValueError(
             f"{output_name}: needs q_data_type, {query}, got {output}; leave it out, and pass out= "

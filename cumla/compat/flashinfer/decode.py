@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's decoding over `cumla.AttentionPlan`: one query token of each request, or a few.
 
-What carries over from FlashInfer:
+One `plan` serves the `run` of every layer of a step, with the same window. With
+``use_cuda_graph=True``, `plan` copies lengths and pages into the given buffers, and computes the
+schedule anew: call it before a replay, on the stream of the replay. The first `plan` loads the
+kernels, so the first `run` may be captured.
 
-* One `plan` serves the `run` of every layer of a step, with the same window.
-* With ``use_cuda_graph=True``, `plan` copies lengths and pages into the given buffers, and
-  computes the schedule anew: call it before a replay, on the stream of the replay. The first
-  `plan` loads the kernels, so the first `run` may be captured.
-* The lse is a logarithm to base 2, ``(tokens, num_qo_heads)``, and -inf where nothing was
-  attended, where the output is 0. With sinks it includes them.
+Differences from FlashInfer, of these wrappers and of those for prefill:
 
-What differs:
-
-* `plan` waits for nothing, wherever its tensors lie: lengths stay there, and the schedule is
-  computed on the GPU. It reads them later, so leave tensors that were given to it alone until the
-  runs of the step are done.
-* A plan of cumla is made for the shape of the first `run`, and kept as long as shapes stay. It has
-  memory of its own, of `cumla.AttentionPlan.workspace_bytes`; the workspace that is passed in tells
-  the device only.
-* What a CUDA graph would not see raises `ValueError`: another batch, window, scale or dtype than in
-  the first plan.
-* Any page size, any number of query heads for each kv head, and any head_dim that is a multiple of
-  8 up to 512, of 16 up to 256 for e4m3.
+* `plan` waits for nothing, wherever its tensors are: the schedule is computed on the GPU. Lists are
+  int32 or int64, on the GPU or the CPU. `plan` reads them later, so leave a tensor that only the
+  wrapper holds unchanged until the runs of the step are done.
+* Nothing is written to the workspace, which tells the device only. A plan of cumla is made for the
+  shape of the first `run`, kept as long as shapes stay, and has memory of its own, of
+  `cumla.AttentionPlan.workspace_bytes`.
+* backend is "auto", "fa2" or "fa3", which all mean cumla's kernels.
+* With ``use_cuda_graph=True`` all buffers are needed, and a plan for another batch, window, scale
+  or dtype than the first one raises `ValueError`.
+* Queries and outputs are bfloat16 or float16, keys and values the same or float8_e4m3fn. Pages have
+  any size, kv heads any number of query heads, and head_dim is a multiple of 8 up to 512, of 16 up
+  to 256 for e4m3. Caches of pages of one token may lack the axis of tokens.
+* pos_encoding_mode is "NONE", or "ROPE_LLAMA" for keys of 16 bits: each run rotates a copy of all
+  listed pages, so it is slow.
+* fixed_split_size and disable_split_kv give a request the same bits in any batch, whatever the size
+  is. The memory of such a plan grows with the longest request, which max_sequence_kv says; with
+  lists on the GPU, or use_cuda_graph, that is all pages of indices.
+* Scales are numbers, or tensors of one on the CPU; of e4m3 keys and values also float32 tensors on
+  the device, ``(1,)``, ``(num_kv_heads,)`` or, for decoding, ``(batch, num_kv_heads)``, which the
+  kernel reads, so that they may change between the replays of a graph.
+* window_left of `run` is that of the plan. The lse includes the sinks.
+* Speed hints, and what only other backends use, are ignored. Masks by element, the scoring of
+  several items, and what belongs to other kernels are refused with `ValueError`.
 """
 
 from __future__ import annotations
@@ -29,14 +38,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, missing_from, refuse
-from cumla.compat.flashinfer._attention import (
-    Numbers,
-    Options,
-    PagedWrapper,
-    attend_once,
-)
-from cumla.compat.flashinfer._wrapper import NO_KERNELS
+from cumla.compat._arguments import check_axes, check_tensors, missing_from
+from cumla.compat.flashinfer._attention import Names, Options, PagedWrapper, attend_once
+from cumla.core.frameworks import eager_only
 
 if TYPE_CHECKING:
     import torch
@@ -48,25 +52,24 @@ __all__ = [
 ]
 __getattr__ = missing_from(__name__, "flashinfer.decode")
 
-_THEIRS = {
-    "kv_indptr": "indptr",
-    "kv_indices": "indices",
-    "last_page_len": "last_page_len",
-    "kv_lens": "seq_lens",
-}
-_NAMES_OF_TYPES = CallersNames({}), CallersNames({"kv_data_type": "data_type"})
-
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """Decoding over a paged cache, planned once a step.
+    """Decoding over a paged cache, planned once a step."""
 
-    Arguments are those of FlashInfer. Nothing is written to float_workspace_buffer, whose device is
-    that of the calls. With use_cuda_graph the three buffers are needed. backend is "auto", "fa2" or
-    "fa3", which all mean cumla's kernels; jit_args and jit_kwargs are refused.
-    """
-
-    _numbers = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim", "page_size")
-    _names = _THEIRS
+    _names = Names(
+        arrays={
+            "kv_indptr": "indptr",
+            "kv_indices": "indices",
+            "last_page_len": "last_page_len",
+            "kv_lens": "seq_lens",
+        },
+        buffers={
+            "kv_indptr": "paged_kv_indptr_buffer",
+            "kv_indices": "paged_kv_indices_buffer",
+            "last_page_len": "paged_kv_last_page_len_buffer",
+        },
+        sizes=("num_qo_heads", "num_kv_heads", "head_dim", "head_dim", "page_size"),
+    )
 
     def __init__(
         self,
@@ -81,13 +84,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        buffers = {
-            "kv_indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
-            "kv_indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
-            "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
-        }
-        jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
+        self._init_with(locals())
         self._use_tensor_cores = use_tensor_cores
 
     @property
@@ -130,23 +127,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         is_causal: bool | None = None,
         use_token_head_sf: bool = False,
     ) -> None:
-        """Say what the runs that follow are about, without waiting for the GPU.
-
-        Arguments are those of FlashInfer. Differences:
-
-        * Lists are int32 or int64, on the GPU or the CPU, with gaps or without; indices may be
-          longer.
-        * Queries and outputs are bfloat16 or float16, keys and values the same or float8_e4m3fn.
-        * pos_encoding_mode is "NONE", or "ROPE_LLAMA" for keys of 16 bits: each run rotates a copy
-          of all listed pages, so it is slow.
-        * fixed_split_size and disable_split_kv give a request the same bits in any batch, whatever
-          the size is. The memory of such a plan grows with the longest request; with lists on the
-          GPU, or use_cuda_graph, that is all pages of indices.
-        * Of rope_scale and rope_theta without rotation, non_blocking and block_tables nothing is
-          used; window_right and use_token_head_sf are refused.
-        """
-        elsewhere = {"window_right": window_right or None}
-        refuse(NO_KERNELS, ValueError, **elsewhere, use_token_head_sf=use_token_head_sf or None)
+        """Take lengths, pages and options for the runs that follow, without waiting for the GPU."""
         if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
             raise ValueError(
                 f"q_len_per_req: needs a number from 1, got {q_len_per_req}; pass the query tokens "
@@ -157,23 +138,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"is_causal: needs what q_len_per_req {q_len_per_req} says, got {is_causal}; leave "
                 f"it out"
             )
-        with _NAMES_OF_TYPES[kv_data_type is None and data_type is not None]:
-            self._say_pages(
-                {"kv_indptr": indptr, "kv_indices": indices, "last_page_len": last_page_len},
-                seq_lens,
-                Numbers(num_qo_heads, num_kv_heads, head_dim, head_dim, page_size),
-                (q_data_type or data_type, kv_data_type or data_type, o_data_type),
-                Options(window_left, logits_soft_cap, sm_scale).checked(
-                    pos_encoding_mode, rope_scale, rope_theta
-                ),
-                fixed_split_size,
-                disable_split_kv,
-                causal=True,  # with one query it hides nothing
-                q_len=q_len_per_req,
-            )
+        # With one query the mask hides nothing.
+        self._plan_with(locals(), causal=True, q_len=q_len_per_req)
 
     begin_forward = plan
 
+    @eager_only
     def run(
         self,
         q: torch.Tensor,
@@ -192,44 +162,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
     ) -> Any:
-        """Attend, with the lengths and pages of the last plan.
-
-        Arguments are those of FlashInfer. Caches of pages of one token may lack the axis of tokens.
-        Scales are numbers, or tensors of one on the CPU; of e4m3 keys and values also float32
-        tensors on the device, ``(1,)``, ``(num_kv_heads,)`` or ``(batch, num_kv_heads)``, which the
-        kernel reads, so that they may change between the replays of a graph. window_left and
-        q_len_per_req are those of the plan. enable_pdl is ignored; args,
-        skip_softmax_threshold_scale_factor and kv_cache_sf are refused.
-
-        Returns
-        -------
-        out : torch.Tensor
-            q's shape and dtype.
-        lse : torch.Tensor
-            With return_lse: ``(batch * q_len_per_req, num_qo_heads)``, float32, to base 2.
-        """
-        elsewhere = {
-            "args": args or None,
-            "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
-            "kv_cache_sf": kv_cache_sf,
-        }
+        """Attend, with the lengths and pages of the last plan."""
         planned = self._planned_shape().q_len
         if q_len_per_req not in (None, planned):
             raise ValueError(
                 f"q_len_per_req: needs that of the plan, {planned}, got {q_len_per_req}; leave it "
                 f"out, or plan for it"
             )
-        return self._attend_to_pages(
-            q,
-            paged_kv_cache,
-            elsewhere,
-            scales=(q_scale, k_scale, v_scale),
-            sinks=sinks,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            window_left=window_left,
-        )
+        return self._run_on_pages_with(locals())
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -253,12 +193,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         FlashInfer deprecates it, and `forward_return_lse`.
         """
-        options = Options(window_left, logits_soft_cap, sm_scale).checked(
-            pos_encoding_mode, rope_scale, rope_theta
-        )
-        self._override(True, options)
-        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
+        return self._forward_with(locals(), q, paged_kv_cache, causal=True)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
@@ -303,17 +238,26 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from one query token to the keys of one request, of one or more.
-
-    Arguments, results and errors are those of `BatchDecodeWithPagedKVCacheWrapper`.
-    """
-    options = Options(window_left, logits_soft_cap, sm_scale).checked(
-        pos_encoding_mode, rope_scale, rope_theta
-    )
+    """Attend from one query token to the keys of one request."""
     check_tensors(q=q)
     check_axes("q", q, "num_qo_heads, head_dim")
-    scales = q_scale, k_scale, v_scale
     state = attend_once(
-        q[None], k, v, kv_layout, options, causal=False, scales=scales, return_lse=return_lse
+        q[None],
+        k,
+        v,
+        kv_layout,
+        Options.of(
+            {
+                "pos_encoding_mode": pos_encoding_mode,
+                "window_left": window_left,
+                "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale,
+                "rope_scale": rope_scale,
+                "rope_theta": rope_theta,
+            }
+        ),
+        causal=False,
+        scales=(q_scale, k_scale, v_scale),
+        return_lse=return_lse,
     )
     return (state[0][0], state[1][0]) if return_lse else state[0]

@@ -286,7 +286,7 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
                 f"flashinfer for others"
             )
         dtypes = checked_dtypes(
-            q_data_type, kv_data_type, dtype_of(output_dtype), "output_dtype", ("bfloat16",)
+            q_data_type, kv_data_type, dtype_of(output_dtype), ("bfloat16",), "output_dtype"
         )
         with _NAMES:
             sm_scale = checked_scale(sm_scale, 1.0)
