@@ -160,7 +160,7 @@ def sparse_models() -> list[str]:
     """Make the table of models with sparse MLA."""
     rows = ["| model | heads | cache | function | attention |", "|---|---|---|---|---|"]
     for entry in SPARSE:
-        more = {"extra_topk": entry.extra_topk, "cache_dtype": entry.cache}
+        more: dict[str, Any] = {"extra_topk": entry.extra_topk, "cache_dtype": entry.cache}
         plan = cumla.MLASparsePlan(128, 1, entry.num_heads, entry.topk, **more, like=np.zeros(0))
         last = sparse_specs(replace(plan.key, sm_count=_SM_COUNT))[-1]
         names = "`mla_sparse_decode`, `DSAPlan`"
@@ -231,7 +231,7 @@ def _function(model: Model) -> str:
 def _each(model: Model, cache: str | None = None) -> Iterator[Layers]:
     """Yield what the layers of each window have in common."""
     for window in model.windows:
-        more = {}
+        more: dict[str, Any] = {}
         if not model.use_mla:
             size = model.head_size
             more = {"num_kv_heads": model.num_kv_heads, "head_dim": size, "head_dim_v": size}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import cumla
+from cumla.launch import all_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -221,6 +222,22 @@ def test_every_kernel_is_explained() -> None:
     kernels = {path.stem for path in (ROOT / "cumla/cuda").rglob("*.cu")}
     assert kernels
     assert not kernels - set(re.findall(r"\w+", pages))
+
+
+def test_tables_of_kernels_have_their_shared_memory() -> None:
+    """A row names entry points, with * for a dtype, and the bytes of each."""
+    rows = [
+        line
+        for page in (DOCS / "kernels").glob("*.md")
+        for line in re.findall(r"^\| `\w+_\*_.*", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(rows) > 10
+    for row in rows:
+        name = re.escape(re.findall(r"`(\S+)`", row)[0]).replace(r"\*", "b?float16")
+        entry = re.compile(f"{name}(_rows)?(_8|_16)?")
+        bytes_of = {spec.smem_bytes for spec in all_specs() if entry.fullmatch(spec.entry)}
+        told = {int(found.replace(",", "")) for found in re.findall(r"([\d,]+) B\b", row)}
+        assert told == bytes_of, row
 
 
 def test_every_function_is_used_in_code_that_runs() -> None:
