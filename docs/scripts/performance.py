@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/performance.md and the README's tables from recorded benchmark runs and the code.
+"""Writes docs/performance.md and the README's table from recorded benchmark runs.
 
     python docs/scripts/performance.py
 
@@ -14,9 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +181,7 @@ def _find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
 
 
 def with_parts(readme: str, results: Results) -> str:
-    """Put what follows from the record and from the code into the README.
+    """Put what follows from the record into the README.
 
     Parameters
     ----------
@@ -197,7 +195,6 @@ def with_parts(readme: str, results: Results) -> str:
     """
     parts = {
         r"^\| call \|.*?\n\n": readme_table(results) + "\n\n",
-        r"^\| model \|.*?\n\n": "\n".join(support().models(readme=True)) + "\n\n",
         r"^On one [^\n]*\n": readme_line(results) + "\n",
     }
     for pattern, part in parts.items():
@@ -205,15 +202,6 @@ def with_parts(readme: str, results: Results) -> str:
         if not count:
             raise ValueError(f"README.md has no {pattern}")
     return readme
-
-
-def support() -> ModuleType:
-    """Import the script of the page of models."""
-    spec = spec_from_file_location("support", Path(__file__).with_name("support.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the page of models, GPUs and features by asking the code which kernels serve each model.
 
-    python docs/scripts/support.py
+    python docs/scripts/support.py            # prints the page
+    python docs/scripts/support.py README.md  # writes the README's table
 
-prints the page. `MODELS` holds what a model's config.json says about its attention. All else comes
-from what chooses the kernels, from the plugin of vLLM, and from recorded runs.
+`MODELS` holds what a model's config.json says about its attention. All else comes from what
+chooses the kernels, from the plugin of vLLM, and from recorded runs.
 """
 
 from __future__ import annotations
@@ -266,5 +267,23 @@ def _is(name: str, gpu: str) -> bool:
     return name in gpu.replace("-", " ").split()
 
 
+def with_models(readme: str) -> str:
+    """Put the table into the README, in place of the one that is there."""
+    table = "\n".join(models(readme=True)) + "\n"
+    found, count = re.subn(r"^\| model \|.*\n(?:\|.*\n)+", table, readme, count=1, flags=re.M)
+    if not count:
+        raise ValueError("README.md has no table of models")
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Print the page, or write the README's table."""
+    if not arguments:
+        print(page())
+    for name in arguments:
+        path = Path(name)
+        path.write_text(with_models(path.read_text("utf-8")), "utf-8")
+
+
 if __name__ == "__main__":
-    print(page())
+    main(sys.argv[1:])
