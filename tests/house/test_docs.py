@@ -228,6 +228,20 @@ def test_every_kernel_is_explained() -> None:
     assert not kernels - set(re.findall(r"\w+", pages))
 
 
+def test_the_code_is_where_the_overview_of_kernels_says() -> None:
+    """Names of the last column are in files of the one before, or in their folder."""
+    text = (DOCS / "kernels/index.md").read_text("utf-8")
+    section = text.partition("## Where to look")[2].partition("\n## ")[0]
+    rows = [row.split("|")[2:4] for row in re.findall(r"^\| (?!-).*", section, re.MULTILINE)[1:]]
+    for where, what in rows:
+        paths = [ROOT / "cumla" / name for name in re.findall(r"`([\w/.]+/[\w/.]+)`", where)]
+        assert all(path.exists() for path in paths), where
+        files = [f for path in paths for f in ([path] if path.is_file() else path.glob("*"))]
+        found = "".join(file.read_text("utf-8") for file in files)
+        for name in re.findall(r"`(\w[\w.]*)`", what) if files else ():
+            assert all(part in found for part in name.split(".")), (where, name)
+
+
 def test_tables_of_kernels_have_their_shared_memory() -> None:
     """A row names entry points, with * for a dtype, and the bytes of each."""
     rows = [
