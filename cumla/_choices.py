@@ -13,8 +13,6 @@ import numpy as np
 import cumla
 from cumla.errors import CumlaError
 from cumla.launch.device import current_device, properties
-from cumla.launch.mha.attention import attention_spec
-from cumla.launch.mha.attention_simt import SPEC
 from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_attention import attention_spec as mla_attention_spec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
@@ -52,9 +50,7 @@ class Layers(NamedTuple):
         shape = batch, tokens, self.num_heads, self.head_dim
         plan = cumla.AttentionPlan(*shape, window=self.window, **options)
         key = replace(plan.key, sm_count=_sm_count())
-        if key.takes_single_rows:
-            return [SPEC.entry]
-        return [attention_spec(k).entry for k in (key, key.beside) if k is not None]
+        return [k.choice.spec.entry for k in (key, key.beside) if k is not None]
 
     def _of_mla(self, batch: int, tokens: int, q_len: int, options: dict[str, Any]) -> str:
         kind: Any = cumla.MLADecodePlan if q_len else cumla.MLAAttentionPlan

@@ -42,17 +42,12 @@ from cumla.core.paged import (
 )
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
-from cumla.launch.mha.attention import (
-    MOST_E4M3_COLUMNS,
-    PIECE_BLOCKS,
-    MHAArguments,
-    MHAKey,
-    attention_launch,
-    attention_spec,
-)
-from cumla.launch.mha.attention_simt import SPEC, attention_simt_launch
+from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
+from cumla.launch.mha.choice import RULES
 from cumla.launch.mha.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.mha.invariant_parts import invariant_parts_launch
+from cumla.launch.mha.key import MHAKey
+from cumla.launch.mha.launch import MHAArguments, attention_launch
 from cumla.launch.module import load
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
@@ -65,7 +60,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
-    from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.source import KernelSpec
 
@@ -73,7 +67,7 @@ __all__ = ["AttentionPlan", "attention"]
 
 _MOST_COLUMNS = 512
 _E4M3 = "float8_e4m3fn"
-_PIECE_TOKENS = PIECE_BLOCKS * BLOCK_TOKENS
+_PIECE_TOKENS = RULES.piece_blocks * BLOCK_TOKENS
 _FACTORS = ("k_scale", "v_scale")
 _MOST_ROWS = (1 << 31) - 128  # of a kv head, that the kernels can number
 _SIZES = (
@@ -598,16 +592,7 @@ class _Schedule(Schedule[MHAKey]):
 _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
 
 
-def _spec_of(key: MHAKey) -> KernelSpec:
-    return SPEC if key.takes_single_rows else attention_spec(key)
-
-
-def _attend_launch(key: MHAKey, *what: Any) -> Launch:
-    launch = attention_simt_launch if key.takes_single_rows else attention_launch
-    return launch(key, *what)
-
-
-_ATTEND = _Attend(_attend_launch)
+_ATTEND = _Attend(attention_launch)
 _ATTENTION = (_Attention(False), _Attention(True))
 
 
@@ -889,8 +874,8 @@ kv_layout, out, lse, stream
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
-        chunks = () if self.key.beside is None else (_spec_of(self.key.beside),)
-        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, *cuts, _spec_of(self.key), *chunks)
+        chunks = () if self.key.beside is None else (self.key.beside.choice.spec,)
+        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, *cuts, self.key.choice.spec, *chunks)
         for spec in specs:
             load(spec, device, capturing=capturing)
 

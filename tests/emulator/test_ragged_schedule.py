@@ -77,7 +77,7 @@ def test_few_rows(name: str) -> None:
         q = cupy.asarray(np.zeros((batch, 1, 32, 128), bfloat16))
         buffer = cupy.asarray(np.full(32 << 20, 0x77, np.uint8))
         plan = cumla.AttentionPlan.from_arrays(q, cache, cache, workspace=buffer)
-        assert plan.key.few_rows and plan.key.few_rows[0] == 8
+        assert plan.key.choice.takes_few_rows and plan.key.row_tile == 8
         plan.update(kv_lens=cupy.asarray(kv_lens))
         check(plan.key, buffer, np.arange(batch + 1), kv_lens)
 

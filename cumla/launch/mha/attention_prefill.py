@@ -8,8 +8,6 @@ from itertools import product
 from cumla.launch.layouts import constant
 from cumla.launch.source import HALVES, KernelSpec
 
-FULL_ROWS = 128  # query rows that are worth a thread block
-
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 
 

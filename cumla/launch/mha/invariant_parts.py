@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cumla.launch.layouts import constant, launch_of
-from cumla.launch.mha.attention import PIECE_BLOCKS, MHAKey
+from cumla.launch.mha.choice import RULES
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
+    from cumla.launch.mha.key import MHAKey
 
 _THREADS = constant("mha/invariant_parts", "kScheduleThreads")
 SPECS = (KernelSpec.of("mha", "invariant_parts", "InvariantPartsParams", threads=_THREADS),)
@@ -21,7 +22,7 @@ def invariant_parts_launch(key: MHAKey, buffer: int) -> Launch:
     values = {
         **key.schedule_values(buffer),
         "heads_per_group": key.heads_per_group,
-        "piece_blocks": PIECE_BLOCKS,
+        "piece_blocks": RULES.piece_blocks,
         "max_pieces": key.max_pieces,
     }
     return launch_of(SPECS[0], (1, 1, 1), values)

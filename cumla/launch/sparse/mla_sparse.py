@@ -29,7 +29,7 @@ from cumla.launch.sparse.select_rows import (
     row_steps,
     select_rows_launch,
 )
-from cumla.launch.sparse.shape import PACKED, V4
+from cumla.launch.sparse.shape import PACKED, RULES, V4
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 
 if TYPE_CHECKING:
@@ -67,8 +67,6 @@ class SparseArguments(NamedTuple):
         """Columns of the queries."""
         return VALUE_DIM if self.q_rope is None else HEAD_DIM
 
-
-_MANY = 4  # row tiles of lists for each multiprocessor
 
 _TILES = {HEAD_DIM: "SelectedTile<kRowTile>", VALUE_DIM: "ValueTile"}  # by the columns of a row
 
@@ -110,7 +108,7 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
     """Choose by what binds: many lists share rows in L2, and then it is arithmetic."""
-    many = key.num_places * key.row_tiles >= _MANY * key.sm_count
+    many = key.num_places * key.row_tiles >= RULES.many_tiles * key.sm_count
     return _SPECS[key.dtype, columns, key.row_tiles > 1 or many, key.has_max_logits]
 
 

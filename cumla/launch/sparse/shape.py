@@ -17,14 +17,32 @@ from cumla.launch.split.plan import (
     piece_blocks,
 )
 
-__all__ = ["PACKED", "V4", "MLASparseKey"]
+__all__ = ["PACKED", "RULES", "V4", "MLASparseKey"]
 
 PACKED = "packed"
 """A cache of rows of 656 bytes: e4m3 latent columns, four scales, bfloat16 RoPE columns."""
 V4 = "v4"
 """A cache in DeepSeek-V4's format: rows of 512 columns in 576 bytes, and 8 bytes of scales."""
 _ALIGNMENT = 256
-_FEWEST_PIECES = 4  # thread blocks for each list and tile of fewer heads, at least
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers by which kernels and schedules for lists are chosen, as measured on an H200."""
+
+    # Thread blocks for each list and tile of fewer heads, at least: with fewer, heads that share a
+    # list read its rows several times and gain nothing.
+    fewest_pieces: int = 4
+    # Row tiles of lists for each multiprocessor from which on many lists share rows in L2: then
+    # arithmetic binds, and the kernel whose thread blocks share loads is faster.
+    many_tiles: int = 4
+    # KV blocks that cutting a list of V4's rows must save: they take long.
+    v4_saving: int = 3
+    # KV blocks of a piece, at least, of packed rows for many heads and of V4's.
+    whole_row_share: int = 1
+
+
+RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,7 @@ class MLASparseKey(LatentKey):
         not cut them (min_saving) count as if it did.
         """
         pieces = self.sm_count // max(-(-self.num_heads // rows) * self.num_places, 1)
-        if rows < ROW_TILE and pieces < _FEWEST_PIECES:
+        if rows < ROW_TILE and pieces < RULES.fewest_pieces:
             return inf
         blocks = -(-self.max_blocks // max(min(pieces, self.max_blocks), 1))
         return blocks + -(-min(rows, self.num_heads) // ROW_GROUP)
@@ -101,12 +119,13 @@ class MLASparseKey(LatentKey):
     @property
     def min_saving(self) -> int:
         """KV blocks that cutting a list must save: few of V4, which take long."""
-        return 3 if self.cache == V4 else super().min_saving
+        return RULES.v4_saving if self.cache == V4 else super().min_saving
 
     @property
     def min_share(self) -> int:
         """KV blocks of a piece, at least."""
-        return 1 if self.has_whole_rows or self.cache == V4 else super().min_share
+        is_whole = self.has_whole_rows or self.cache == V4
+        return RULES.whole_row_share if is_whole else super().min_share
 
     @property
     def num_places(self) -> int:

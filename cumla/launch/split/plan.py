@@ -31,13 +31,41 @@ MOST_TOKENS = constant(_FILE, "kMaxTokens")  # of a request; the number of block
 
 MOST_PARTS = 65535  # thread blocks along y of a grid
 
-_MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multiprocessors
-# Share of the multiprocessors that are busy, from which on more parts are not worth it.
-_GOOD_FILL = 0.9
 _ALIGNMENT = 256
-MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
-MIN_BLOCKS = 4  # no cut of packed parts or of shares is closer to an end of its request
 _LEAST_BOX = 8  # rows: the period of the swizzle
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers by which all schedules divide KV blocks, as measured on an H200."""
+
+    # KV blocks that a request, or a piece of one, costs beside its own: loads before, stores after.
+    fixed_cost: int = 2
+    # KV blocks that cutting costs: uneven parts may cost as much instead.
+    cut_cost: int = 16
+    # Cost of a share, or blocks of a piece, at least.
+    min_share: int = 2
+    # KV blocks between a cut of packed parts or of shares and an end of its request, at least.
+    min_blocks: int = 4
+    # KV blocks that a piece costs, beside so many for each 16 query rows: to be stored, counted and
+    # combined, with log-normal lengths.
+    piece_cost: int = 2
+    piece_cost_of_group: int = 2
+    # KV blocks for each 16 query rows, at multiples of which batch-invariant requests are cut: so
+    # storing and combining a piece stays a constant share of computing it.
+    piece_blocks_of_group: int = 8
+    # KV blocks that cutting must save, beside two for each 16 query rows: partial results are
+    # stored and combined. A single thread block for each part has L2 to itself: no more than most.
+    saving: int = 1
+    saving_of_group: int = 2
+    most_saving_of_one_tile: int = 5
+    # Waves of thread blocks, where the row tiles do not divide the multiprocessors.
+    max_waves: int = 3
+    # Share of busy multiprocessors from which on more parts are not worth it.
+    good_fill: float = 0.9
+
+
+RULES = Rules()
 
 
 def page_form(page_size: int) -> str:
@@ -54,29 +82,19 @@ def page_form(page_size: int) -> str:
 
 
 def piece_blocks(row_groups: int) -> int:
-    """Tell where batch-invariant requests are cut: at multiples of so many KV blocks.
-
-    It grows with the rows (groups of 16), so that storing and joining a piece stays a like share of
-    computing it.
-    """
-    return 8 * row_groups
+    """Tell where batch-invariant requests are cut: at multiples of so many KV blocks."""
+    return RULES.piece_blocks_of_group * row_groups
 
 
 def piece_cost(row_groups: int) -> int:
-    """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
-
-    That is as measured with log-normal lengths; `row_groups` are groups of 16 query rows.
-    """
-    return 2 * row_groups + 2
+    """Tell how many KV blocks a piece of a request costs; `row_groups` are of 16 query rows."""
+    return RULES.piece_cost_of_group * row_groups + RULES.piece_cost
 
 
 def min_saving(row_groups: int, tiles: int = 1) -> int:
-    """Tell how many KV blocks cutting a request must save: what joining costs, as measured.
-
-    Partial results of groups of 16 query rows are stored and joined, by `tiles` thread blocks for
-    each part: a single one has L2 to itself.
-    """
-    return min(1 + 2 * row_groups, 5) if tiles == 1 else 1 + 2 * row_groups
+    """Tell how many KV blocks cutting a request must save, with `tiles` thread blocks a part."""
+    saving = RULES.saving + RULES.saving_of_group * row_groups
+    return min(saving, RULES.most_saving_of_one_tile) if tiles == 1 else saving
 
 
 def filling_parts(tiles: int, sm_count: int) -> int:
@@ -88,12 +106,12 @@ def filling_parts(tiles: int, sm_count: int) -> int:
     """
     once = max(1, sm_count // tiles)
     best, best_fill = once, 0.0
-    for parts in range(once, max(once, _MAX_WAVES * sm_count // tiles) + 1):
+    for parts in range(once, max(once, RULES.max_waves * sm_count // tiles) + 1):
         blocks = parts * tiles
         fill = blocks / (-(-blocks // sm_count) * sm_count)
         if fill > best_fill + 1e-9:
             best, best_fill = parts, fill
-        if fill >= _GOOD_FILL:
+        if fill >= RULES.good_fill:
             break
     return best
 
@@ -156,7 +174,7 @@ class PlanKey(ABC):
     @property
     def min_share(self) -> int:
         """Cost of a part's share, or KV blocks of a piece, at least."""
-        return MIN_SHARE
+        return RULES.min_share
 
     @property
     @abstractmethod
@@ -270,7 +288,7 @@ class RaggedKey(PlanKey):
     @property
     def min_blocks(self) -> int:
         """KV blocks between a cut and the ends of its row tile, at least."""
-        return MIN_BLOCKS
+        return RULES.min_blocks
 
     @cached_property
     def num_places(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.schedule import FIXED_COST
+from cumla.launch.split.plan import RULES
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -44,7 +44,7 @@ def ragged_schedule_launch(
         "heads_per_group": key.heads_per_group,
         "page_size": key.schedule_page_size,
         "causal": key.causal,
-        "fixed_cost": FIXED_COST,
+        "fixed_cost": RULES.fixed_cost,
         "piece_cost": key.piece_cost,
         "min_blocks": key.min_blocks,
         "min_share": key.min_share,

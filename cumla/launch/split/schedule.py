@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, MOST_TOKENS, piece_blocks, piece_cost
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, RULES, piece_blocks, piece_cost
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
     from cumla.launch.split.plan import PlanKey
 
-FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
-CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 _THREADS = constant("split/schedule", "kScheduleThreads")
 
 
@@ -43,10 +41,10 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         "batch": key.num_places,
         "parts": key.parts,
         "num_tickets": key.num_tickets,
-        "fixed_cost": FIXED_COST,
-        "cut_cost": CUT_COST,
+        "fixed_cost": RULES.fixed_cost,
+        "cut_cost": RULES.cut_cost,
         "piece_cost": piece_cost(key.row_groups),
-        "min_blocks": MIN_BLOCKS,
+        "min_blocks": RULES.min_blocks,
         "min_share": key.min_share,
         "min_saving": key.min_saving,
         "max_tokens": most,
@@ -62,4 +60,4 @@ def max_tokens(batch: int) -> int:
 
     Longer requests count as this long: 2**31 - 64 tokens up to a batch of 31.
     """
-    return min(MOST_TOKENS, ((1 << 30) // batch - FIXED_COST) * BLOCK_TOKENS)
+    return min(MOST_TOKENS, ((1 << 30) // batch - RULES.fixed_cost) * BLOCK_TOKENS)

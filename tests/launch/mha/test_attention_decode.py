@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.mha.attention import attention_spec
 from cumla.launch.mha.attention_decode import decode_spec
 from tests.calls import int32
 from tests.launch.mha.test_attention_prefill import launched
@@ -88,7 +87,7 @@ def chosen_for(given: dict[str, Any]) -> str:
     if "qo_indptr" in given:
         options["qo_indptr"] = given["qo_indptr"]
     plan = cumla.AttentionPlan.from_arrays(given["q"], given["k"], given["v"], **options)
-    return attention_spec(plan.key).stem
+    return plan.key.choice.spec.stem
 
 
 @pytest.mark.parametrize(("multiprocessors", "stem"), [(13, "attention_decode"), (14, "attention")])
@@ -96,7 +95,7 @@ def test_few_requests_of_64_columns_take_wide_tiles(multiprocessors: int, stem: 
     """Of whole pages: six kv heads of requests are enough for half of 13, not of 14."""
     given = decoding() | {name: np.ones((60, 64, 2, 64), BF16) for name in "kv"}
     plan = cumla.AttentionPlan.from_arrays(given["q"], given["k"], given["v"])
-    assert attention_spec(replace(plan.key, sm_count=multiprocessors)).stem == stem
+    assert replace(plan.key, sm_count=multiprocessors).choice.spec.stem == stem
 
 
 def test_which_kernel_decodes() -> None:

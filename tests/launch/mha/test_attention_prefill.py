@@ -13,7 +13,6 @@ import pytest
 import cumla
 import tests.emulator
 from cumla.launch.kernel import Launch
-from cumla.launch.mha.attention import attention_spec
 from tests.calls import int32
 from tests.emulator import emulate, emulated_gpu
 from tests.mha.attention_cases import (
@@ -104,7 +103,7 @@ def chosen_on(given: dict[str, Any], processors: int) -> str:
         q, k, v, bounds = (cupy.like(given[name]) for name in ("q", "k", "v", "qo_indptr"))
         plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=bounds, **options)
     key = plan.key
-    return " and ".join(attention_spec(one).stem for one in (key, key.beside) if one)
+    return " and ".join(one.choice.spec.stem for one in (key, key.beside) if one)
 
 
 def test_whole_tiles_are_for_many_rows() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.mha.attention import PIECE_BLOCKS
+from cumla.launch.mha.choice import RULES
 from tests.calls import int32
 from tests.emulator import emulated_gpu
 from tests.launch.mha.invariant_parts_mirror import parts_of
@@ -41,7 +41,9 @@ def test_parts(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], most: int) -> 
     tiles = []
     for q_len, tokens in zip(q_lens, kv_lens, strict=True):
         tiles += [(tokens, q_len * group)] * -(-q_len * group // 64)
-    expected = parts_of(tiles, key.num_places, key.parts, PIECE_BLOCKS, max(1, -(-most // 1024)))
+    expected = parts_of(
+        tiles, key.num_places, key.parts, RULES.piece_blocks, max(1, -(-most // 1024))
+    )
     found = buffer[layout.parts : layout.parts + key.parts * 48].view(np.int32).reshape(-1, 12)
     assert (found[:, :10] == expected).all()
     assert not buffer[layout.tickets : layout.tickets + 16 * key.num_tickets].any()

@@ -20,9 +20,8 @@ from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split import ragged_schedule
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import MIN_BLOCKS, MIN_SHARE, piece_cost
+from cumla.launch.split.plan import RULES, piece_cost
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
-from cumla.launch.split.schedule import FIXED_COST
 from tests.gpu.tools.parts import TILE_PLACE, tile_parts_table, tile_places_table
 from tests.launch.split.ragged_schedule_mirror import TileSchedule, schedule
 from tests.launch.structs import compile_checks, parameters
@@ -132,7 +131,7 @@ def test_every_block_is_in_one_part(
     assert bounds[0] == [0, 0]
     assert bounds[-1] == [len(blocks), 0]
     for tile, block in bounds:  # pieces are worth their cost
-        assert block == 0 or MIN_BLOCKS <= block <= blocks[tile] - MIN_BLOCKS
+        assert block == 0 or RULES.min_blocks <= block <= blocks[tile] - RULES.min_blocks
     parts = segments(made.bounds, blocks)
     done = sorted((tile, a, b) for part in parts for tile, a, b in part)
     at: dict[int, int] = {}
@@ -151,10 +150,10 @@ def test_no_part_costs_much_more_than_a_share(
     key, *lengths = problem
     made = schedule(*lengths, key)
     blocks = visible_blocks(key, made.places)
-    share = max(-(-sum(n + FIXED_COST for n in blocks) // key.parts), MIN_SHARE)
-    costs = [sum(b - a + FIXED_COST for _, a, b in p) for p in segments(made.bounds, blocks)]
-    pieces = 2 * max(MIN_BLOCKS - 1, piece_cost(key.row_groups))
-    assert max(costs) <= share + pieces + FIXED_COST
+    share = max(-(-sum(n + RULES.fixed_cost for n in blocks) // key.parts), RULES.min_share)
+    costs = [sum(b - a + RULES.fixed_cost for _, a, b in p) for p in segments(made.bounds, blocks)]
+    pieces = 2 * max(RULES.min_blocks - 1, piece_cost(key.row_groups))
+    assert max(costs) <= share + pieces + RULES.fixed_cost
 
 
 @given(problems())
@@ -301,10 +300,10 @@ def test_the_schedules_parameters_by_name(listed: bool) -> None:
         "heads_per_group": 22,
         "page_size": 16,
         "causal": 1,
-        "fixed_cost": FIXED_COST,
+        "fixed_cost": RULES.fixed_cost,
         "piece_cost": piece_cost(4),
-        "min_blocks": MIN_BLOCKS,
-        "min_share": MIN_SHARE,
+        "min_blocks": RULES.min_blocks,
+        "min_share": RULES.min_share,
         "q_len": 0,
         "row_tile": 64,
         **{f"by_parts.{name}": value for name, value in divisor_of(66).items()},

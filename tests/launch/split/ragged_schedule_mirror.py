@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, MIN_SHARE, MOST_TOKENS, ROW_TILE, RaggedKey
-from cumla.launch.split.schedule import FIXED_COST
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, ROW_TILE, RULES, RaggedKey
 
 _THREADS = 1024
 
@@ -101,17 +100,17 @@ def schedule(
 
 def _bounds(blocks: np.ndarray, dealt: list[int], key: RaggedKey) -> np.ndarray:
     """Find where parts begin; `dealt`: how many places each gets if none is cut."""
-    ends = np.cumsum(blocks + FIXED_COST)
-    share = max(-(-int(ends[-1] if len(ends) else 0) // key.parts), MIN_SHARE)
+    ends = np.cumsum(blocks + RULES.fixed_cost)
+    share = max(-(-int(ends[-1] if len(ends) else 0) // key.parts), RULES.min_share)
     bounds = np.zeros((key.parts + 1, 2), np.int32)
     bounds[:, 0] = np.cumsum([0, *dealt])
     prices = np.diff(np.append(0, ends)[bounds[:, 0]])
-    if prices.max() <= share + FIXED_COST + 2 * key.piece_cost:
+    if prices.max() <= share + RULES.fixed_cost + 2 * key.piece_cost:
         return bounds
     bounds[:, 0] = len(blocks)
     for part, at in enumerate(range(0, min(key.parts * share, int(ends[-1])), share)):
         place = int(np.searchsorted(ends, at, side="right"))
-        block = at - int(ends[place] - blocks[place] - FIXED_COST)
+        block = at - int(ends[place] - blocks[place] - RULES.fixed_cost)
         if block < key.min_blocks:
             bounds[part] = place, 0
         elif blocks[place] - block < key.min_blocks:
@@ -140,12 +139,12 @@ def _are_whole(rows: np.ndarray, tokens: np.ndarray, key: RaggedKey) -> np.ndarr
 
 def _dearest(bounds: np.ndarray, ends: np.ndarray, blocks: np.ndarray, key: RaggedKey) -> int:
     """Tell what the dearest part between these bounds costs."""
-    starts = np.append(ends - blocks - FIXED_COST, ends[-1])
+    starts = np.append(ends - blocks - RULES.fixed_cost, ends[-1])
     dearest = 0
     for (place, block), (next_place, next_block) in itertools.pairwise(bounds.tolist()):
         cost = starts[next_place] + next_block - starts[place] - block
         if next_block > (block if next_place == place else 0):
-            cost += FIXED_COST + key.piece_cost
+            cost += RULES.fixed_cost + key.piece_cost
         if block > 0 and next_place != place:
             cost += key.piece_cost
         dearest = max(dearest, int(cost))
@@ -158,11 +157,11 @@ def _whole_tiles_cut(
     """Count the pieces of each tile if each part has one, unless that is dearer."""
     if len(blocks) > key.parts:
         return None
-    least, found = max(share - FIXED_COST, key.min_blocks), None
+    least, found = max(share - RULES.fixed_cost, key.min_blocks), None
     for size in range(least, least + 32):
         pieces = [max(min(-(-b // size), b // key.min_blocks), 1) for b in blocks.tolist()]
         costs = [
-            -(-b // n) + FIXED_COST + (key.piece_cost if n > 1 else 0)
+            -(-b // n) + RULES.fixed_cost + (key.piece_cost if n > 1 else 0)
             for b, n in zip(blocks.tolist(), pieces, strict=True)
         ]
         if sum(pieces) <= key.parts and max(costs) <= dearest:

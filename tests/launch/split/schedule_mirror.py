@@ -9,13 +9,15 @@ import numpy as np
 
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
-    MIN_BLOCKS,
-    MIN_SHARE,
+    RULES,
     min_saving,
     piece_blocks,
     piece_cost,
 )
-from cumla.launch.split.schedule import CUT_COST, FIXED_COST, SPECS, max_tokens
+from cumla.launch.split.schedule import SPECS, max_tokens
+
+FIXED_COST, CUT_COST = RULES.fixed_cost, RULES.cut_cost
+MIN_BLOCKS, MIN_SHARE = RULES.min_blocks, RULES.min_share
 
 THREADS = SPECS[0].threads
 _PACKED_REQUESTS = 256  # most that are packed,

@@ -20,17 +20,14 @@ from cumla.launch.mla.shape import VALUE_DIM, MLADecodeKey
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
-    MIN_BLOCKS,
-    MIN_SHARE,
     ROW_GROUP,
     ROW_TILE,
+    RULES,
     min_saving,
     piece_blocks,
     piece_cost,
 )
 from cumla.launch.split.schedule import (
-    CUT_COST,
-    FIXED_COST,
     SPECS,
     max_tokens,
     schedule_spec,
@@ -45,6 +42,9 @@ from tests.gpu.tools.parts import (
 )
 from tests.launch.split.schedule_mirror import Schedule, invariant_schedule, schedule
 from tests.selection import some
+
+FIXED_COST, CUT_COST = RULES.fixed_cost, RULES.cut_cost
+MIN_BLOCKS, MIN_SHARE = RULES.min_blocks, RULES.min_share
 
 LONGEST = 10**6  # tokens
 THREADS = SPECS[0].threads
@@ -1078,13 +1078,13 @@ def test_tiles_hold_all_query_rows(key: MLADecodeKey) -> None:
 @given(keys())
 def test_parts_fill_the_gpu_within_a_few_waves(key: MLADecodeKey) -> None:
     assume(not key.batch_invariant)
-    most = mla_plan._MAX_WAVES * key.sm_count // key.tiles
+    most = RULES.max_waves * key.sm_count // key.tiles
     assert 1 <= key.parts <= max(1, most)
     assert key.parts + 1 <= THREADS  # a thread of mla_schedule for every bound
     if key.tiles <= key.sm_count:
         assert key.parts * key.tiles > key.sm_count - key.tiles  # one wave at least
         best = max(filled(key, parts) for parts in range(key.sm_count // key.tiles, most + 1))
-        assert filled(key, key.parts) >= min(best, mla_plan._GOOD_FILL) - 1e-9
+        assert filled(key, key.parts) >= min(best, RULES.good_fill) - 1e-9
 
 
 @pytest.mark.parametrize(

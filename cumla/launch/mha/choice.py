@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel attends for a shape, with which row tiles: the only place where that is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.mha.attention import tiles_spec
+from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec
+from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec, tile_rows
+from cumla.launch.mha.attention_simt import SPEC as SIMT_SPEC
+from cumla.launch.mha.shape import E4M3
+from cumla.launch.split.plan import BLOCK_TOKENS, ROW_TILE
+
+if TYPE_CHECKING:
+    from cumla.launch.mha.shape import MHAShape
+    from cumla.launch.source import KernelSpec
+
+__all__ = ["RULES", "Choice", "Rules", "choose"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of all choices, each with its reason; docs/kernels has what was measured."""
+
+    # Query rows that are worth a thread block of attention_prefill: half of its smallest tile.
+    full_rows: int = 128
+    # Query tokens of a request, on average, up to which a batch is taken to decode with drafts;
+    # with more, some requests may be chunks of prompts, whose full tiles attention_prefill takes.
+    most_drafts: int = 4
+    # Share of a thread block's work that a short tile beside full tiles may take, as a fraction,
+    # before it is split: the short tiles end with the full ones.
+    short_share: tuple[int, int] = (3, 4)
+    # Multiprocessors for each thread block, at most, where rows of 64 columns keep loads waiting:
+    # attention_decode, whose warps each load for themselves, is faster.
+    waiting_share: int = 2
+    # KV blocks that storing and combining a piece costs, beside one for each 16 query rows: about
+    # a microsecond, in which two blocks are read.
+    piece_cost: int = 2
+    # KV blocks between a cut and the ends of its row tile, at least.
+    min_blocks: int = 2
+    # Batch-invariant requests are cut at multiples of so many KV blocks.
+    piece_blocks: int = 16
+    # Row tiles that a counter of 32 bits numbers.
+    most_tiles: int = 1 << 30
+
+
+RULES = Rules()
+
+
+class Choice(NamedTuple):
+    """A kernel, and how it divides the work."""
+
+    spec: KernelSpec
+    row_tile: int = ROW_TILE  # query rows of a thread block
+    box_rows: int = 1  # rows of a KV block that one load brings
+    is_mixed: bool = False  # the full tiles of a mixed batch have a schedule of their own, beside
+
+    @property
+    def takes_full_tiles(self) -> bool:
+        """Whether attention_prefill takes whole row tiles from a list."""
+        return self.spec.stem == "attention_prefill"
+
+    @property
+    def takes_few_rows(self) -> bool:
+        """Whether attention_decode takes tiles of 8 or 16 query rows."""
+        return self.spec.stem == "attention_decode"
+
+    @property
+    def takes_single_rows(self) -> bool:
+        """Whether each warp of attention_simt takes a row, without tensor cores."""
+        return self.spec is SIMT_SPEC
+
+
+def choose(key: MHAShape) -> Choice:
+    """Choose by dtype, query rows and pages."""
+    boxes = gcd(key.page_size, BLOCK_TOKENS)
+    if key.dtype == "float32":
+        return Choice(SIMT_SPEC, box_rows=boxes)
+    rows = key.total_tokens * key.heads_per_group
+    is_full = rows >= RULES.full_rows * key.batch
+    is_uniform = key.q_len > 0 or key.batch == 1
+    full = _full_tiles(key)
+    if full and (key.role == "full tiles" or (is_uniform and is_full and _fill(key, rows))):
+        return full
+    few = _few_rows(key)
+    if few:
+        return few
+    has_chunks = key.total_tokens > RULES.most_drafts * key.batch and not key.has_window
+    is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
+    form = "e4m3" if key.cache_dtype == E4M3 else "rows" if key.form == "rows" else "boxes"
+    spec = tiles_spec(key.dtype, key.kernel_tiles, form)
+    return Choice(spec, box_rows=boxes, is_mixed=is_mixed)
+
+
+def _full_tiles(key: MHAShape) -> Choice | None:
+    """Full row tiles, if a kernel serves these pages."""
+    if key.cache_dtype != key.dtype:
+        return None
+    spec = prefill_spec(key.dtype, key.kernel_tiles, key.form == "rows")
+    if spec is None:
+        return None
+    boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
+    return Choice(spec, tile_rows(key.kernel_tiles, key.form), boxes)
+
+
+def _fill(key: MHAShape, rows: int) -> bool:
+    """Whether row tiles can fill the multiprocessors without being split."""
+    return (
+        rows * key.num_kv_heads >= RULES.full_rows * key.sm_count
+        and (rows // ROW_TILE + key.batch) * key.num_kv_heads <= RULES.most_tiles
+        and not key.batch_invariant
+    )
+
+
+def _few_rows(key: MHAShape) -> Choice | None:
+    """Tiles of few rows: of e4m3 keys, or where a load brings little."""
+    is_e4m3 = key.cache_dtype == E4M3
+    waits = key.batch * key.num_kv_heads >= key.sm_count // RULES.waiting_share
+    is_narrow = key.kernel_tiles == (1, 1) and waits
+    more = 0 if key.q_len else (key.total_tokens - key.batch) * key.heads_per_group
+    gains = not key.has_window and (key.form != "pages" or is_narrow) and more <= ROW_TILE
+    if key.batch_invariant or not (is_e4m3 or gains):
+        return None
+    tokens = key.q_len or -(-key.total_tokens // max(key.batch, 1))
+    found = decode_spec(key.dtype, key.kernel_tiles, tokens * key.heads_per_group, is_e4m3)
+    if found is None:
+        return None
+    return Choice(found[1], found[0], gcd(key.page_size, CHUNK_TOKENS))
