@@ -93,7 +93,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         its context. Prefills without a context have a log-sum-exp of -inf for it.
         """
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        context = getattr(metadata.prefill, "chunked_context", None)
+        context: Any = getattr(metadata.prefill, "chunked_context", None)
         if hasattr(context, "has_empty_context"):
             context.prefill_tokens_with_context = None
         return metadata
