@@ -769,12 +769,9 @@ class AttentionPlan(TableOrList[MHAKey]):
         sm_count = checked_sm_count(sm_count)
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         key = _key(batch, shape, False, -1, 0, sm_count, cuts)
-        forms: tuple[dict[str, Any], ...] = (
-            {},
-            {"cache_dtype": _E4M3},
-            {"page_size": 1},
-            {"window_left": 0},
-        )
+        forms: list[dict[str, Any]] = [{}, {"page_size": 1}, {"window_left": 0}]
+        if max(key.head_dim, key.head_dim_v) <= MOST_E4M3_COLUMNS:
+            forms.append({"cache_dtype": _E4M3})
         return max(replace(key, **form).layout.nbytes for form in forms)
 
     def update(
