@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,11 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@cache
+def made_pages() -> set[Path]:
+    return {DOCS / path for path in load("pages").generated()}
 
 
 def recorded(path: Path) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def test_every_page_is_in_the_navigation() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     """To a file, or to a page that is made."""
-    made = {DOCS / path for path in load("pages").generated()}
+    made = made_pages()
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     targets = [Path(os.path.normpath(page.parent / link)) for link in links]
     assert not [target for target in targets if not target.exists() and target not in made]
