@@ -6,7 +6,8 @@ from __future__ import annotations
 from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse_gradients
+from cumla.compat._arguments import check_axes, check_tensors, refuse_gradients
+from cumla.compat._table import Interface
 from cumla.compat._torch import import_torch, is_traced, plainly
 from cumla.core.arguments import as_number, check_dtype, checked_scale
 from cumla.mla.arguments import DTYPES
@@ -30,7 +31,7 @@ _BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of 
 _VALUE_DIM = 512
 _PACKED = {HEAD_DIM: PACKED_BYTES, _VALUE_DIM: V4_BYTES}
 """Bytes of a row in FlashMLA's FP8 formats, by the columns of q: V32 and MODEL1."""
-_NAMES = CallersNames(
+_SPARSE = Interface(
     {"kv_cache": "kv", "softmax_scale": "sm_scale", "total_tokens": "s_q", "sinks": "attn_sink"}
 )
 
@@ -146,29 +147,16 @@ def flash_mla_sparse_fwd(
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Attend to listed rows from the tokens of a prefill, with FlashMLA's arguments and results.
+    """Attend to listed rows from the tokens of a prefill.
 
-    Differences: q and kv are bfloat16 or float16, with any number of heads and any topk. Indices
-    below 0 and from s_kv on count as absent; what lies beyond topk_length may name rows of NaN.
-    out, of vLLM, is written to and returned; use_legacy, of SGLang, is ignored.
+    Differences from FlashMLA:
 
-    Returns
-    -------
-    out : torch.Tensor
-        ``(s_q, h_q, 512)``, q's dtype. 0 where nothing is named.
-    max_logits : torch.Tensor or None
-        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On the
-        GPU a score that is NaN does not count. None in graphs of torch.compile.
-    lse : torch.Tensor or None
-        ``(s_q, h_q)``, float32, natural logarithm, without the sinks. +inf where nothing is named.
-        With return_log2_lse both are to base 2; if it is False, both are None.
-
-    Raises
-    ------
-    NotImplementedError
-        q, kv or attn_sink requires a gradient while gradients are recorded.
-    TypeError, ValueError, CumlaError
-        As :func:`cumla.mla_sparse_attention`.
+    * q and kv are bfloat16 or float16, with any number of heads and any topk.
+    * Indices below 0 and from s_kv on count as absent; those beyond topk_length may name rows of
+      NaN. A score that is NaN does not count in max_logits, which is None in graphs of
+      torch.compile.
+    * out, of vLLM, is written to and returned; use_legacy, of SGLang, is ignored. With
+      return_log2_lse max_logits and lse are to base 2; if it is False, both are None.
     """
     check_tensors(q=q, kv=kv, indices=indices)
     refuse_gradients(q=q, kv=kv, attn_sink=attn_sink)
@@ -183,7 +171,7 @@ def flash_mla_sparse_fwd(
         )
     check_dtypes("kv", kv, q, "convert it; flash_mla_with_kvcache reads packed caches")
     check_sink(q, attn_sink)
-    with _NAMES():
+    with _SPARSE():
         scale = checked_scale(as_number("softmax_scale", sm_scale), 1.0)
         if is_traced():  # graphs take public functions
             state = mla_sparse_attention(

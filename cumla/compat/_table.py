@@ -44,9 +44,9 @@ class Interface:
     def refuse(self, given: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
         """Refuse arguments that ask for what cumla does not have, all or those of some names."""
         unused = self.unused
-        for name in self.refused.keys() & given.keys() if names is None else names:
+        for name in given if names is None else names:
             value = given[name]
-            if value is None or value is unused.get(name):
+            if value is None or value is unused.get(name) or name not in self.refused:
                 continue
             is_array = bool(getattr(value, "ndim", 0))
             if name not in unused or is_array or value != unused[name]:

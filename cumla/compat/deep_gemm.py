@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepGEMM's FP8 logits of the sparse attention's indexer, over cumla's operations.
 
-What carries over from DeepGEMM:
+Logits are cleaned, to -inf where nothing is visible, by default in `fp8_mqa_logits` and not in
+`fp8_paged_mqa_logits`; without cleaning those columns are undefined. The schedule of paged logits
+is computed on the device, into the tensor that `get_paged_mqa_logits_metadata` returns: one for all
+layers of a decoding step, which may be copied into a tensor that a CUDA graph reads. Rows of the
+logits begin at multiples of 1024 bytes. Calls can be captured into a CUDA graph, once the kernels
+are loaded.
 
-* Logits are cleaned, to -inf where nothing is visible, by default in `fp8_mqa_logits` and not in
-  `fp8_paged_mqa_logits`. Without cleaning those columns are undefined.
-* The schedule of paged logits is computed on the device, into the tensor that
-  `get_paged_mqa_logits_metadata` returns: one for all layers of a decoding step. It may be copied
-  into a tensor that a CUDA graph reads. With other lengths than it was computed for, calls stay
-  inside the cache, but their results are undefined.
-* The rows of the logits begin at multiples of 1024 bytes: ``logits.stride(0)`` is larger than the
-  number of columns.
-* Calls can be captured into a CUDA graph, once the kernels are loaded. Graphs of torch.compile take
-  the logits, after ``import cumla.torch``: there rows are not padded, and paged logits compute
-  their schedule in the call, so that the metadata may be any.
-* It is for inference: no gradients flow.
+Differences from DeepGEMM:
 
-What differs: more shapes are taken, and compressed and paged logits can be cleaned, too. Paged
-logits are computed by as many multiprocessors as the
-metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
-
-Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
-before it.
+* Inference only: no gradients flow. FP4 queries, and arguments for other GPUs, are refused with
+  `NotImplementedError`.
+* More shapes are taken, and compressed and paged logits can be cleaned, too.
+* Paged logits are computed by as many multiprocessors as the metadata has parts, also for 4 queries
+  of a request: pass ``get_num_sms()`` there, too, undivided. With other lengths than it was
+  computed for, calls stay inside the cache, but their results are undefined.
+* Graphs of torch.compile take the logits, after ``import cumla.torch``: there rows are not padded,
+  and paged logits compute their schedule in the call, so that the metadata may be any.
+* Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
+  before it.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, missing_from, refuse
+from cumla.compat._arguments import check_axes, check_tensors, missing_from
+from cumla.compat._table import Interface
 from cumla.compat._torch import is_traced
 from cumla.core.arguments import INT32, Array, bind, checked_int
 from cumla.core.frameworks import eager_only
@@ -73,23 +72,20 @@ __all__ = [
 __getattr__ = missing_from(__name__, "deep_gemm")
 
 _ROW_BYTES = 1024  # rows of logits begin at multiples of it
-_NAMES = CallersNames(
-    {"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end", "kv_lens": "context_lens"}
-    | {"max_kv_len": "max_context_len"}
+_OTHER_GPUS = (
+    "belongs to kernels for GPUs of another generation, which cumla does not have; leave it out"
 )
-_OTHER_GPUS = "belongs to kernels for GPUs of another generation, which cumla does not have"
+_LOGITS = Interface(
+    {"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end", "kv_lens": "context_lens"}
+    | {"max_kv_len": "max_context_len"},
+    refused=dict.fromkeys(("schedule_meta", "indices", "q[1]"), _OTHER_GPUS),
+)
 
 _num_sms: int | None = None  # what set_num_sms was told
 
 
 def get_num_sms() -> int:
-    """Return the number that `set_num_sms` was told, or the current GPU's multiprocessors.
-
-    Raises
-    ------
-    UnsupportedDeviceError
-        There is no GPU, or CuPy is missing; `set_num_sms` helps.
-    """
+    """Return the number that `set_num_sms` was told, or the current GPU's multiprocessors."""
     if _num_sms is not None:
         return _num_sms
     try:
@@ -101,14 +97,10 @@ def get_num_sms() -> int:
 
 
 def set_num_sms(new_num_sms: int) -> None:
-    """Choose for how many multiprocessors paged logits are scheduled, through `get_num_sms`.
+    """Set the number of multiprocessors that paged logits are scheduled for, by `get_num_sms`.
 
-    0 stands for those of the current GPU again. What is not paged uses all multiprocessors.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is no such number.
+    Differences from DeepGEMM: 0 stands for those of the current GPU again. Logits that are not
+    paged use all multiprocessors.
     """
     global _num_sms
     if new_num_sms == 0 and type(new_num_sms) is int:
@@ -144,20 +136,12 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype | None = None,
     schedule_meta: None = None,
 ) -> torch.Tensor:
-    """Score the tokens of a sequence for each query, with DeepGEMM's arguments and result.
+    """Score the tokens of a sequence for each query.
 
-    Scales of queries, which are None, and schedule_meta belong to other GPUs. logits_dtype is
-    float32 or bfloat16. Rows of the result are padded.
-
-    Raises
-    ------
-    NotImplementedError
-        FP4 queries, or an argument for other GPUs.
-    TypeError, ValueError, CumlaError
-        As `cumla.mqa_logits`.
+    Differences from DeepGEMM: logits_dtype is float32 or bfloat16, and None is float32.
     """
     queries = _queries(q)
-    refuse(_OTHER_GPUS, schedule_meta=schedule_meta)
+    _LOGITS.refuse({"schedule_meta": schedule_meta})
     pair = checked_pair("kv", kv)
     check_tensors(**pair)
     keys = pair["kv[0]"]
@@ -168,7 +152,7 @@ def fp8_fp4_mqa_logits(
     out = None
     if not is_traced():  # a graph makes it without padding
         out = _padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype)
-    with _NAMES():
+    with _LOGITS():
         logits: torch.Tensor = mqa_logits(
             queries,
             kv,
@@ -189,21 +173,13 @@ def get_paged_mqa_logits_metadata(
 ) -> torch.Tensor:
     """Compute the schedule of paged logits, on the device, for all layers of a decoding step.
 
-    block_kv is not looked at, because the cache tells; on the CPU the result holds nothing.
-
-    Raises
-    ------
-    NotImplementedError
-        An argument for other GPUs is given.
-    TypeError, ValueError, CumlaError
-        num_sms is no number from 1, context_lens no such tensor; the rest as
-        `cumla.PagedMQALogitsPlan.update`.
+    Differences from DeepGEMM: block_kv is ignored; on the CPU the result holds zeros.
     """
-    refuse(_OTHER_GPUS, indices=indices)
+    _LOGITS.refuse({"indices": indices})
     checked_int("num_sms", num_sms, "pass get_num_sms()")
     check_tensors(context_lens=context_lens)
     check_axes("context_lens", context_lens, "batch", "batch, next_n")
-    with _NAMES:
+    with _LOGITS:
         (schedule,) = run(_METADATA, {"kv_lens": context_lens}, {"schedule_meta": None}, num_sms)
     return schedule
 
@@ -245,18 +221,12 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype | None = None,
     indices: None = None,
 ) -> torch.Tensor:
-    """Score the cached tokens of each request, with DeepGEMM's arguments and result.
+    """Score the cached tokens of each request.
 
-    Scales of queries, which are None, and indices belong to other GPUs. logits_dtype is float32 or
-    bfloat16. Rows of the result are padded. schedule_meta may be a copy.
-
-    Raises
-    ------
-    NotImplementedError, TypeError, ValueError, CumlaError
-        As `fp8_fp4_mqa_logits` and `cumla.paged_mqa_logits`.
+    Differences from DeepGEMM: logits_dtype is float32 or bfloat16, and None is float32.
     """
     queries = _queries(q)
-    refuse(_OTHER_GPUS, indices=indices)
+    _LOGITS.refuse({"indices": indices})
     if schedule_meta is None:
         raise TypeError(
             "schedule_meta: needs a PyTorch tensor, got None; call get_paged_mqa_logits_metadata "
@@ -273,7 +243,7 @@ def fp8_fp4_paged_mqa_logits(
         )
         return traced
     out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
-    with _NAMES():
+    with _LOGITS():
         inputs = named(queries, kv_cache, weights, block_table)
         inputs |= {"kv_lens": context_lens, "schedule_meta": schedule_meta}
         run(_SCORES, inputs, {"out": out}, (width, dtype, bool(clean_logits)))
@@ -390,6 +360,6 @@ def _queries(q: Any) -> Any:
             f"{type(q).__qualname__}; pass (q, None)"
         )
     queries, scales = q
-    refuse(_OTHER_GPUS, **{"q[1]": scales})
+    _LOGITS.refuse({"q[1]": scales})
     check_tensors(q=queries)
     return queries

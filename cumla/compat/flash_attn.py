@@ -166,7 +166,7 @@ def flash_attn_with_kvcache(
     """
     check_order(qv=qv)
     refused = {"qv": qv, "cache_leftpad": cache_leftpad, "attention_chunk": attention_chunk}
-    _CACHE.refuse({**refused, "q_descale": q_descale}, _REFUSED)
+    _CACHE.refuse({**refused, "q_descale": q_descale})
     if block_table is not None:
         if page_table is not None:
             raise TypeError("block_table: is another name of page_table, got both; pass one")
@@ -251,7 +251,7 @@ def flash_attn_varlen_func(
     """
     check_order(qv=qv, seqused_q=seqused_q)
     refused = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
-    _ROWS.refuse(refused, refused)
+    _ROWS.refuse(refused)
     return attend_to_rows(
         _ROWS,
         q,

@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashMLA's Python interface over `cumla.mla_decode` and sparse MLA.
 
-What carries over from FlashMLA:
+The first call with a metadata object computes the schedule on the device, from the lengths in its
+``cache_seqlens``, or, with ``indices``, from ``topk_length`` and ``extra_topk_length``; it serves
+every later call with that object: one object for one decoding step, all layers. Captured into a
+CUDA graph, it is computed anew by each replay. Keep the metadata object as long as the graphs: it
+holds every schedule that was computed with it. Where nothing is attended out is 0 and lse +inf;
+sinks scale out, and lse is without them.
 
-* The schedule is computed on the device by the first call with a metadata object, from the lengths
-  in its ``cache_seqlens``, and serves every later call with it: one object for one decoding step,
-  all layers. A step with new lengths needs a new `get_mla_metadata` call; with the old object calls
-  stay inside the cache, but their results are undefined. ``CUMLA_CHECK=1`` finds lengths that
-  changed in the tensor of the first call, and does not look at another tensor.
-* If that first call is captured into a CUDA graph, the schedule is part of the graph: each replay
-  computes it anew from what ``cache_seqlens`` then holds.
-* Graphs read the schedules of the metadata object that their calls were given: keep the object as
-  long as the graphs. It keeps every schedule that was computed with it.
-* A metadata object belongs to the shapes, dtype, device and mask of its first call.
-* Where nothing is attended out is 0 and lse +inf.
-* Calls with ``indices`` take caches in the packed formats of DeepSeek-V3.2 (656 bytes) and V4 (584
-  bytes). Their schedule is computed from ``topk_length`` and ``extra_topk_length`` alone.
-* Sinks scale out, and lse is without them.
-* It is for inference: no gradients flow.
+Differences from FlashMLA:
 
-What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
-that only a graph computes. In graphs of torch.compile, after ``import cumla.torch``, each call
-computes its own, from the lengths that it is given. Sparse calls take any number of heads, any
-topk, and ``topk_length`` beside the format of DeepSeek-V3.2; an index that names no slot counts as
-absent. A second cache goes with V4's format alone. Tensors on the CPU are computed by
-`cumla.reference`.
+* Inference only: no gradients flow.
+* A metadata object belongs to the shapes, dtype, device and mask of its first call. With other
+  lengths calls stay inside the cache, but their results are undefined; ``CUMLA_CHECK=1`` finds
+  lengths that changed in the tensor of the first call, and does not look at another tensor.
+* Each stream has a schedule of its own, and calls outside of graphs do not rely on one that only a
+  graph computes. In graphs of torch.compile, after ``import cumla.torch``, each call computes its
+  own.
+* Sparse calls take any number of heads, any topk, and ``topk_length`` beside the format of
+  DeepSeek-V3.2; an index that names no slot counts as absent. A second cache goes with V4's format
+  alone.
+* Prefill attention over rows of keys and values is in `cumla.attention`, not here.
+* Tensors on the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations
@@ -33,14 +30,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cumla.compat._arguments import (
-    CallersNames,
-    check_axes,
-    check_tensors,
-    missing_from,
-    refuse,
-    refuse_gradients,
-)
+from cumla.compat._arguments import check_axes, check_tensors, missing_from, refuse_gradients
 from cumla.compat._flash_mla_sparse import (
     SecondCache,
     check_dtypes,
@@ -50,6 +40,7 @@ from cumla.compat._flash_mla_sparse import (
     with_sink,
     written,
 )
+from cumla.compat._table import Interface
 from cumla.compat._torch import is_traced, plainly
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import current_stream, open_call
@@ -75,16 +66,16 @@ __getattr__ = missing_from(__name__, "flash_mla")
 
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
-_ONLY_V4 = "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone"
-_TWO_CALLS = (
-    "attend to each cache with cumla's own functions, and merge the results by "
-    "cumla.merge_attention_states"
+_SECOND_CACHE = (
+    "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone; attend to "
+    "each cache with cumla's own functions, and merge the results by cumla.merge_attention_states"
 )
+_SPARSE = "belongs to sparse attention, whose calls have indices; "
 _UPDATES = (  # of the check mode
     "call plan.update(kv_lens) after each change of the lengths",
     "call plan.update(topk_length) after each change of the lengths",
 )
-_NAMES = CallersNames(
+_CALL = Interface(
     {
         "kv_cache": "k_cache",
         "kv_lens": "cache_seqlens",
@@ -93,7 +84,24 @@ _NAMES = CallersNames(
         "sinks": "attn_sink",
         "that the plan was updated with": "of the metadata object's first call",
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
-    }
+    },
+    refused={
+        **dict.fromkeys(
+            ("kv_format", "descale_q", "descale_k"),
+            "belongs to kernels that cumla does not have; leave it out",
+        ),
+        **dict.fromkeys(SecondCache._fields, _SECOND_CACHE),
+        "enable_batch_invariant": (
+            "needs calls without indices; call cumla.mla_sparse_decode with batch_invariant=True; "
+            "leave it out"
+        ),
+        "is_fp8_kvcache": (
+            f"{_SPARSE}pass indices, or call cumla.mla_decode, which takes FP8 caches and their "
+            f"scales"
+        ),
+        **dict.fromkeys(("attn_sink", "topk_length"), f"{_SPARSE}leave it out"),
+    },
+    unused={"enable_batch_invariant": False, "is_fp8_kvcache": False},
 )
 _ENTRY = "give each request of the batch its entry"
 _INTEGERS = {
@@ -151,8 +159,7 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """Make the metadata object of one decoding step, and None, in the place of num_splits.
 
-    Arguments, which differ between versions of FlashMLA, are ignored: lengths and shapes are taken
-    once, from the first `flash_mla_with_kvcache` call. Call this again for each decoding step.
+    Differences from FlashMLA: the arguments, which differ between its versions, are ignored.
     """
     return FlashMLASchedMeta(), None
 
@@ -183,54 +190,32 @@ def flash_mla_with_kvcache(
     descale_q: torch.Tensor | None = None,
     descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode over a paged latent cache, with FlashMLA's arguments and results.
+    """Decode over a paged latent cache.
 
-    Differences:
+    Differences from FlashMLA:
 
     * Without indices k_cache has q's dtype; with them any page size, 16-bit caches too, and as many
       columns as q. Packed caches go with q in bfloat16; their blocks are contiguous and begin at
       multiples of 16 bytes.
     * topk_length may be ``(batch, seq_q)``.
     * By position softmax_scale comes before causal, as in FlashMLA, whose README leaves it out.
-    * out, of vLLM, is written to and returned. With enable_batch_invariant, and without indices, a
-      request has the same bits in any batch. An is_fp8_kvcache of None, which is SGLang's default,
-      looks at the cache; use_legacy is ignored, kv_format, descale_q and descale_k are refused.
-
-    Returns
-    -------
-    out : torch.Tensor
-        ``(batch, seq_q, heads_q, 512)``, q's dtype. 0 where there is nothing to attend.
-    lse : torch.Tensor
-        ``(batch, heads_q, seq_q)``, float32, natural logarithm, without the sinks. +inf where there
-        is nothing to attend.
-
-    Raises
-    ------
-    NotImplementedError
-        If an argument of the sparse attention is given without indices, a second cache beside one
-        that is not in V4's format, or a packed cache in another format; or if one beside indices
-        requires a gradient while gradients are recorded. The message names it.
-    TypeError, ValueError
-        If an argument is none that `cumla.mla_decode` or `cumla.mla_sparse_decode` takes, or the
-        metadata object was first used with other shapes.
-    CumlaError
-        As `cumla.mla_decode`.
+    * out, of vLLM, is written to and returned. With enable_batch_invariant, of vLLM, and without
+      indices, a request has the same bits in any batch.
+    * An is_fp8_kvcache of None, SGLang's default, looks at the cache. Of SGLang's use_legacy is
+      ignored, and kv_format, descale_q and descale_k are refused.
     """
     if isinstance(softmax_scale, bool):
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
-    why = "belongs to kernels that cumla does not have"
-    refuse(why, kv_format=kv_format, descale_q=descale_q, descale_k=descale_k)
+    _CALL.refuse({"kv_format": kv_format, "descale_q": descale_q, "descale_k": descale_k})
     if is_fp8_kvcache is None:
         is_fp8_kvcache = indices is not None and k_cache.dtype.itemsize == 1
     extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     if indices is None or not is_fp8_kvcache:
-        refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
+        _CALL.refuse(extra._asdict())
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
-        is_fp8 = bool(is_fp8_kvcache)
-        cuts = "needs calls without indices; call cumla.mla_sparse_decode with batch_invariant=True"
-        refuse(cuts, enable_batch_invariant=enable_batch_invariant or None)
+        _CALL.refuse({"enable_batch_invariant": enable_batch_invariant})
         return _attend_sparsely(
             metadata,
             q,
@@ -238,16 +223,14 @@ def flash_mla_with_kvcache(
             indices,
             scale,
             bool(causal),
-            is_fp8,
+            bool(is_fp8_kvcache),
             attn_sink,
             topk_length,
             extra,
             out,
         )
-    why = "belongs to sparse attention, whose calls have indices"
-    dense = "pass indices, or call cumla.mla_decode, which takes FP8 caches and their scales"
-    refuse(why, NotImplementedError, dense, is_fp8_kvcache=is_fp8_kvcache or None)
-    refuse(why, attn_sink=attn_sink, topk_length=topk_length)
+    given = {"is_fp8_kvcache": is_fp8_kvcache, "attn_sink": attn_sink, "topk_length": topk_length}
+    _CALL.refuse(given)
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     longest = None
     if enable_batch_invariant and block_table is not None:  # all that a row of it can name
@@ -269,7 +252,7 @@ def flash_mla_with_kvcache(
         plan.update(cache_seqlens)
         return plan
 
-    with _NAMES:
+    with _CALL:
         checked_scale(scale, 1.0)  # run() does so, too, but after the schedule's launch
         plan = _updated_plan(metadata, shape, q, updated)
         found, lse = plan.run(q, k_cache, block_table, softmax_scale=scale, out=out)
@@ -302,7 +285,7 @@ def _attend_sparsely(
     refuse_gradients(q=q, k_cache=k_cache, attn_sink=attn_sink)
     batch, seq_q, heads_q, d_qk = q.shape
     if d_qk == HEAD_DIM:
-        refuse(_ONLY_V4, NotImplementedError, _TWO_CALLS, **extra._asdict())
+        _CALL.refuse(extra._asdict())
     if not is_fp8:
         check_dtypes("k_cache", k_cache, q, "of a packed cache say is_fp8_kvcache=True")
     cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
@@ -322,7 +305,7 @@ def _attend_sparsely(
         plan.update(topk_length, extra_topk_length=extra.extra_topk_length)
         return plan
 
-    with _NAMES:
+    with _CALL:
         checked_scale(softmax_scale, 1.0)
         plan = _updated_plan(metadata, shape, q, updated)
         found, lse = plan.run(

@@ -152,8 +152,7 @@ def flash_attn_varlen_func(
             "dynamic_causal": dynamic_causal,
             "gather_kv_indices": gather_kv_indices,
             "gather_kv_valid_length": gather_kv_valid_length,
-        },
-        _REFUSED,
+        }
     )
     check_tensors(cu_seqlens_q=cu_seqlens_q)
     check_given(out=out, s_aux=s_aux)

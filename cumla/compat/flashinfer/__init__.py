@@ -7,20 +7,16 @@ Code written for FlashInfer 0.6 or 0.7 runs by changing its import line::
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
-Modules and names are where FlashInfer has them.
+Modules and names are where FlashInfer has them. Calls can be captured into a CUDA graph, after
+`cumla.prepare`. Wrappers, and attention in one request, raise `ValueError`; other functions raise
+`RuntimeError`, and so does a `run` without a plan.
 
-What carries over from FlashInfer:
+Differences from FlashInfer:
 
-* A state is an output ``v`` and its log-sum-exp ``s``, a logarithm to base 2. Where nothing was
-  attended ``s`` is -inf, and a result that is empty has ``v`` 0.
-* The kinds of errors: `ValueError` from wrappers and from attention in one request,
-  `RuntimeError` from the other functions; `TypeError` where a tensor is none, `RuntimeError` from a
-  `run` without a plan, and from all functions the errors of cumla's own ones.
-* Calls can be captured into a CUDA graph, after `cumla.prepare`.
-* It is for inference: no gradients flow.
-
-What differs: ``v`` of an empty state may hold anything, NaN included, and an ``s`` of +inf means
-empty, too. Tensors on the CPU are computed by `cumla.reference`.
+* Inference only: no gradients flow.
+* A state is an output ``v`` and its log-sum-exp ``s`` to base 2, as there. ``v`` of an empty state,
+  whose ``s`` is -inf, may hold anything, NaN included; an ``s`` of +inf means empty, too.
+* Tensors on the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, missing_from
+from cumla.compat._arguments import check_axes, check_tensors, missing_from
+from cumla.compat._table import Interface
 from cumla.merge import merge_attention_states
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 __getattr__ = missing_from(__name__, "flashinfer.cascade")
 
 _V, _S = "seq_len, num_heads, head_dim", "seq_len, num_heads"
-_TWO = CallersNames(
+_TWO = Interface(
     {
         "outs[0]": "v_a",
         "outs[1]": "v_b",
@@ -26,7 +27,7 @@ _TWO = CallersNames(
     },
     RuntimeError,
 )
-_IN_PLACE = CallersNames(
+_IN_PLACE = Interface(
     {
         "outs[0]": "v",
         "outs[1]": "v_other",
@@ -38,7 +39,7 @@ _IN_PLACE = CallersNames(
     },
     RuntimeError,
 )
-_MANY = CallersNames({"outs[0]": "v", "outs": "v", "all of outs": "v", "lses": "s"}, RuntimeError)
+_MANY = Interface({"outs[0]": "v", "outs": "v", "all of outs": "v", "lses": "s"}, RuntimeError)
 
 
 def merge_state(
@@ -46,8 +47,8 @@ def merge_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention states of two sets of keys into that of their union.
 
-    v_a and v_b are both bfloat16, float16 or float32, head_dim a multiple of 8; s_a and s_b are
-    converted to float32. Where both states are empty v is 0 and s -inf.
+    Differences from FlashInfer: v_a and v_b are both bfloat16, float16 or float32, with a multiple
+    of 8 columns. Where both states are empty v is 0 and s -inf.
     """
     check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     with _TWO():
@@ -64,9 +65,9 @@ def merge_state_in_place(
 ) -> None:
     """Merge another attention state into ``(v, s)``, which is overwritten.
 
-    s is float32. Where mask is 0 the other state counts as empty, so that v and s keep their
-    values; only a state that is empty itself is written as v = 0 and s = -inf, and one with s = NaN
-    gets v = NaN. It costs a copy of s_other.
+    Differences from FlashInfer: s is float32. Where mask is 0 the other state counts as empty: v
+    and s keep their values, but a state that is empty itself becomes v = 0 and s = -inf, and one
+    with s = NaN gets v = NaN. A mask costs a copy of s_other.
     """
     check_tensors(v=v, s=s, v_other=v_other, s_other=s_other)
     with _IN_PLACE():
@@ -88,7 +89,7 @@ def merge_state_in_place(
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention states of any number of sets of keys into that of their union.
 
-    There is at least one state. Nothing is copied. Shapes in messages have num_states in
+    Differences from FlashInfer: there is at least one state. Shapes in messages have num_states in
     front.
     """
     check_tensors(v=v, s=s)

@@ -19,7 +19,7 @@ def concat_mla_k(
 ) -> None:
     """Put the keys of a prefill together: each head's own columns, then those that all share.
 
-    Two copies by PyTorch, of any shape and dtype. backend is "default".
+    Differences from FlashInfer: PyTorch makes two copies, of any shape and dtype.
     """
     if backend != "default":
         raise ValueError(f"backend: needs 'default', got {backend!r}; leave it out")

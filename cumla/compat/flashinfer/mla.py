@@ -1,33 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's wrapper of MLA attention over `cumla.MLAAttentionPlan`.
 
-What carries over from FlashInfer:
+One `plan` serves the `run` of every layer of a step. With ``use_cuda_graph=True`` it works as in
+:mod:`cumla.compat.flashinfer.decode`, but the first `run` loads the kernels. What version 0.7 calls
+deprecated gives a `DeprecationWarning`, once a wrapper.
 
-* One `plan` serves the `run` of every layer of a step. With ``use_cuda_graph=True`` it works as in
-  :mod:`cumla.compat.flashinfer.decode`, but the first `run` loads the kernels.
-* The lse is a logarithm to base 2, or a natural one on request, and -inf where nothing was
-  attended, where the output is 0.
-* What version 0.7 calls deprecated gives a `DeprecationWarning`, once a wrapper.
-
-What differs:
+Differences from FlashInfer:
 
 * As in :mod:`cumla.compat.flashinfer.decode`, `plan` waits for nothing and reads its tensors later,
   and the first `run` makes a plan of cumla, here a `cumla.MLAAttentionPlan`, with its own memory.
-* With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
-  query after the last offset belong to nobody; what they give in ``out`` is not written.
+* backend is "auto", "fa2" or "fa3", which all mean cumla's kernels.
+* With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Tensors that
+  the constructor does not get are kept as copies from the first plan. Rows of no request hold
+  anything; those after the last offset are not written in ``out``.
 * Every run takes packed tensors or pairs, and returns an lse or not, whatever the plan announced.
+* head_dim_ckv is 512, head_dim_kpe 64 or 0, page_size any number. Queries and outputs are bfloat16
+  or float16, caches the same, or float8_e4m3fn beside bfloat16; scale_mode is "default", or with
+  such a cache "kv-per-tensor", which means the same.
+* Lists are int32 or int64, on the GPU or the CPU, with gaps or without; kv_indptr and kv_indices
+  may be longer.
+* ckv_scale_arr, in place of ckv_scale, is ``(num_pages, page_size, 4)`` float32, of 128 columns of
+  a token each.
+* query_layout, kv_cache_layout, max_q_len and profiler_buffer are ignored; what belongs to other
+  backends is refused with `ValueError`.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from cumla.compat._arguments import CallersNames, check_tensors, missing_from, refuse
+from cumla.compat._arguments import check_tensors, missing_from
+from cumla.compat._table import Interface
 from cumla.compat.flashinfer._wrapper import (
     BACKENDS,
     LOG2_E,
@@ -61,7 +70,11 @@ _CSR = {
     "kv_indices": "kv_indices",
 }
 _DENSE = {"qo_indptr": "cum_seq_lens_q", "kv_lens": "seq_lens", "block_table": "block_tables"}
-_NAMES = CallersNames(
+_SIZES = (  # that a plan needs
+    *("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
+    *("q_data_type", "kv_data_type"),
+)
+_MLA = Interface(
     {
         "q": "query",
         "q[0]": "q_nope",
@@ -75,6 +88,22 @@ _NAMES = CallersNames(
         "softmax_scale": "sm_scale",
     },
     ValueError,
+    refused=dict.fromkeys(
+        (
+            *("use_profiler", "output_scale", "scale_mode", "skip_softmax", "qk_nope_head_dim"),
+            *("enable_pdl", "is_var_seq", "cute_dsl_impl", "use_sinks", "kv_len", "page_table"),
+            *("o_scale", "sinks", "skip_softmax_threshold_scale_factor"),
+            *("bmm1_scale", "bmm2_scale"),
+        ),
+        NO_KERNELS,
+    ),
+    unused={
+        **dict.fromkeys(("use_profiler", "skip_softmax", "use_sinks"), False),
+        "output_scale": "none",
+        "scale_mode": "default",
+        "cute_dsl_impl": "auto",
+    },
+    refusal=ValueError,
 )
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -169,11 +198,7 @@ class _Form(NamedTuple):
 
 
 class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
-    """Attention over a paged MLA cache, planned once a step.
-
-    Arguments are those of FlashInfer. With use_cuda_graph, tensors that are not given are kept as
-    copies from the first plan. backend is "auto", "fa2" or "fa3", which all mean cumla's kernels.
-    """
+    """Attention over a paged MLA cache, planned once a step."""
 
     def __init__(
         self,
@@ -238,44 +263,14 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         cute_dsl_impl: str = "auto",
         use_sinks: bool = False,
     ) -> None:
-        """Say what the runs that follow are about, without waiting for the GPU.
-
-        Arguments are those of FlashInfer. Differences:
-
-        * Lists are int32 or int64, on the GPU or the CPU, with gaps or without; kv_indptr and
-          kv_indices may be longer.
-        * head_dim_ckv is 512, head_dim_kpe 64 or 0, page_size any number.
-        * Queries and outputs are bfloat16 or float16, caches the same, or float8_e4m3fn beside
-          bfloat16; scale_mode is "default", or with such a cache "kv-per-tensor", which means the
-          same.
-        * query_layout, kv_cache_layout and max_q_len are not looked at; what belongs to other
-          backends is refused.
-        """
+        """Take lengths, pages and options for the runs that follow, without waiting for the GPU."""
+        given = locals()
         q_data_type, kv_data_type = dtype_of(q_data_type), dtype_of(kv_data_type)
-        modes = ("default", "kv-per-tensor") if name_of(kv_data_type) == _FP8 else ("default",)
-        refuse(
-            NO_KERNELS,
-            ValueError,
-            use_profiler=use_profiler or None,
-            output_scale=None if output_scale == "none" else output_scale,
-            scale_mode=None if scale_mode in modes else scale_mode,
-            skip_softmax=skip_softmax or None,
-            qk_nope_head_dim=qk_nope_head_dim,
-            enable_pdl=enable_pdl,
-            is_var_seq=is_var_seq,
-            cute_dsl_impl=None if cute_dsl_impl == "auto" else cute_dsl_impl,
-            use_sinks=use_sinks or None,
-        )
-        needed: dict[str, Any] = {
-            "num_heads": num_heads,
-            "head_dim_ckv": head_dim_ckv,
-            "head_dim_kpe": head_dim_kpe,
-            "page_size": page_size,
-            "causal": causal,
-            "sm_scale": sm_scale,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type,
-        }
+        if scale_mode == "kv-per-tensor" and name_of(kv_data_type) == _FP8:
+            given["scale_mode"] = "default"
+        _MLA.refuse(given)
+        needed = {name: given[name] for name in _SIZES}
+        needed |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
         for name, value in needed.items():
             if value is None:
                 raise TypeError(f"{name}: needs a value, got None; pass it to plan()")
@@ -288,11 +283,10 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         dtypes = checked_dtypes(
             q_data_type, kv_data_type, dtype_of(output_dtype), ("bfloat16",), "output_dtype"
         )
-        with _NAMES:
+        with _MLA:
             sm_scale = checked_scale(sm_scale, 1.0)
         flat = MLAPlanMetadata(
-            *(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
-            *(cum_seq_lens_q, block_tables, seq_lens, max_q_len),
+            **{field.name: given[field.name] for field in fields(MLAPlanMetadata)}
         )
         is_flat = any(value is not None for value in vars(flat).values())
         if metadata is not None and is_flat:
@@ -343,31 +337,8 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         bmm1_scale: float | None = None,
         bmm2_scale: float | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend, with the lengths and pages of the last plan.
-
-        Arguments are those of FlashInfer. ckv_scale_arr, in place of ckv_scale, is
-        ``(num_pages, page_size, 4)`` float32, of 128 columns of a token each. profiler_buffer is
-        not looked at; what belongs to other backends is refused.
-
-        Returns
-        -------
-        out : torch.Tensor
-            ``(tokens, num_heads, 512)``, the dtype of the query. 0 where a query sees nothing.
-        lse : torch.Tensor
-            With return_lse: ``(tokens, num_heads)``, float32. -inf where a query sees nothing. Rows
-            of no request hold anything.
-        """
-        refuse(
-            NO_KERNELS,
-            ValueError,
-            kv_len=kv_len,
-            page_table=page_table,
-            o_scale=o_scale,
-            sinks=sinks,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-        )
+        """Attend, with the lengths and pages of the last plan."""
+        _MLA.refuse(locals(), _REFUSED_BY_RUN)
         if query is None or kv_cache is None:
             self._warn("q_nope, q_pe, ckv_cache and kpe_cache", "pass query= and kv_cache=", 4)
         q = _one_form("query", query, q_nope=q_nope, q_pe=q_pe)
@@ -394,7 +365,7 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
                     f"{given[0]}: ckv_scale, ckv_scale_arr and kpe_scale need a plan with "
                     f"kv_data_type {_FP8}, got {shape.cache_dtype}; leave them out"
                 )
-        with _NAMES:
+        with _MLA:
             plan = self._ready_plan(q[0] if isinstance(q, tuple) else q)
             state = plan.run(
                 q,
@@ -418,6 +389,9 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
             self._warned.add(what)
             message = f"FlashInfer deprecates {what}; {instead}"
             warnings.warn(message, DeprecationWarning, stacklevel)
+
+
+_REFUSED_BY_RUN = _MLA.refused_by(inspect.unwrap(BatchMLAPagedAttentionWrapper.run))
 
 
 def _check_parts(

@@ -6,13 +6,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import (
-    CallersNames,
-    check_integers,
-    check_new_rows,
-    check_tensors,
-    missing_from,
-)
+from cumla.compat._arguments import check_integers, check_new_rows, check_tensors, missing_from
+from cumla.compat._table import Interface
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
 from cumla.mha.cache import append_kv_cache
 from cumla.mla.cache import append_mla_cache
@@ -29,14 +24,14 @@ __all__ = [
 __getattr__ = missing_from(__name__, "flashinfer.page")
 
 _PARTS = {
-    pair: CallersNames(
+    pair: Interface(
         dict(zip(("k_cache", "v_cache"), names_of_parts(pair), strict=True))
         | {"k": "append_key", "v": "append_value"},
         RuntimeError,
     )
     for pair in (False, True)
 }
-_NAMES = CallersNames(
+_MLA = Interface(
     {
         "rows[0]": "append_ckv",
         "rows[1]": "append_kpe",
@@ -61,11 +56,13 @@ def append_paged_kv_cache(
 ) -> None:
     """Write new keys and values into a paged cache, whose page lists have room for them already.
 
-    Arguments are those of FlashInfer. A row whose request or position is negative, or whose
-    position lies after its request's pages, is skipped. Caches are in the dtype of append_key, or
-    float8_e4m3fn, to which rows are rounded; those of pages of one token may lack the axis of
-    tokens. Values may have another head_dim in a pair. Lists are int32, or int64, which is copied.
-    The numbers of kv_last_page_len are not looked at.
+    Differences from FlashInfer:
+
+    * A row whose request or position is negative, or whose position is after its request's pages,
+      is skipped. The numbers of kv_last_page_len are not used.
+    * Caches have the dtype of append_key, or are float8_e4m3fn, to which rows are rounded. They may
+      lack the axis of tokens if pages have one. Values may have another head_dim in a pair.
+    * Lists may be int64, which is copied.
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
     check_tensors(append_key=append_key, append_value=append_value)
@@ -97,12 +94,12 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """Write new rows into a paged MLA cache, whose page lists have room for them already.
 
-    Rows have 512 and 64 columns, in the cache's dtype, or float32, which is rounded. Caches are
-    bfloat16 or float16, and may lie beside each other in one tensor of 576 columns. Lists, and what
-    is skipped, are as in `append_paged_kv_cache`.
+    Differences from FlashInfer: rows have the cache's dtype, bfloat16 or float16, or are float32,
+    which is rounded. Both caches may be columns of one tensor. Lists, and the rows that are
+    skipped, are as in `append_paged_kv_cache`.
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
-    with _NAMES():
+    with _MLA():
         _check_offsets(kv_indptr, kv_last_page_len)
         append_mla_cache(
             (append_ckv, append_kpe),
@@ -138,15 +135,15 @@ def get_batch_indices_positions(
     batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tell of each new token whose it is, and its position there, without waiting for the GPU.
+    """Return the request of each new token, and its position there, without waiting for the GPU.
 
-    Tokens of no request get the request -1, which an append skips, and the position 0. seq_lens may
-    be longer.
+    Differences from FlashInfer: tokens of no request get the request -1, which an append skips, and
+    the position 0. seq_lens may be longer.
     """
     outputs = {"batch_indices": batch_indices, "positions": positions}
     given = {name: output for name, output in outputs.items() if output is not None}
     check_tensors(append_indptr=append_indptr, seq_lens=seq_lens, **given)
-    with _NAMES:
+    with _MLA:
         check_integers(append_indptr=append_indptr, seq_lens=seq_lens)
     append_indptr = append_indptr.contiguous()
     batch = append_indptr.shape[0] - 1
@@ -180,7 +177,7 @@ def get_seq_lens(
     kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     """Count the tokens of each request from its pages, and those in its last page."""
-    with _NAMES:
+    with _MLA:
         check_tensors(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
         check_integers(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     full = (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0)

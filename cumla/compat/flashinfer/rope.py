@@ -7,13 +7,8 @@ import sys
 from math import pi
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import (
-    CallersNames,
-    check_axes,
-    check_integers,
-    check_tensors,
-    missing_from,
-)
+from cumla.compat._arguments import check_axes, check_integers, check_tensors, missing_from
+from cumla.compat._table import Interface
 from cumla.compat._torch import positions_of
 from cumla.mha.rope import apply_rope as rotate
 
@@ -34,11 +29,11 @@ __all__ = [
 ]
 __getattr__ = missing_from(__name__, "flashinfer.rope")
 
-_FROM_CACHE = CallersNames(
+_FROM_CACHE = Interface(
     {"q": "query", "k": "key", "cos_sin": "cos_sin_cache", "q_out": "query", "k_out": "key"},
     RuntimeError,
 )
-_FROM_POSITIONS = CallersNames(
+_FROM_POSITIONS = Interface(
     {"positions": "pos_ids", "cos_sin": "rotary_dim", "q_out": "q", "k_out": "k"}, RuntimeError
 )
 
@@ -54,10 +49,9 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by a table of cosines and sines.
 
-    Arguments are those of FlashInfer; backend, of earlier versions, is ignored. Rows whose position
-    is not in the table are copied. Rows are bfloat16, float16 or float32 with strides in multiples
-    of 16 bytes; head_size is a multiple of 8, rotary_dim of 16. The table may be of any of these
-    dtypes.
+    Differences from FlashInfer: rows whose position is not in the table are copied. Rows and the
+    table are bfloat16, float16 or float32; head_size is a multiple of 8, rotary_dim of 16. backend,
+    of earlier versions, is ignored.
     """
     check_tensors(query=query, key=key)
     outputs = query.new_empty(query.shape), key.new_empty(key.shape)
@@ -90,9 +84,9 @@ def apply_rope_pos_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by ``pos_ids / (rope_scale * rope_theta ** (2 j / rotary_dim))``.
 
-    The angles of pair j are computed for each call, in float64, by PyTorch. With a table for all
-    layers, `apply_rope_with_cos_sin_cache` takes less. Rows are bfloat16, float16 or float32,
-    pos_ids int32 or int64, rotary_dim a multiple of 16.
+    Differences from FlashInfer: PyTorch computes the angles of each call in float64;
+    `apply_rope_with_cos_sin_cache` with one table for all layers is faster. Rows are bfloat16,
+    float16 or float32, rotary_dim is a multiple of 16.
     """
     frequencies = Frequencies(rope_scale, rope_theta)
     return _rotated(q, k, pos_ids, rotary_dim, interleave, frequencies)
@@ -121,9 +115,9 @@ def apply_rope(
     rope_scale: float = 1,
     rope_theta: float = 10000.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate as `apply_rope_pos_ids`, by positions that count on from the offset of each request.
+    """Rotate as `apply_rope_pos_ids`, by positions that count from the offset of each request.
 
-    Rows of no request are copied.
+    Differences from FlashInfer: rows of no request are copied.
     """
     frequencies = Frequencies(rope_scale, rope_theta)
     return _rotated(q, k, (indptr, offsets), rotary_dim, interleave, frequencies)
@@ -156,11 +150,7 @@ def apply_llama31_rope_pos_ids(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate as `apply_rope_pos_ids`, with the frequencies of Llama 3.1.
-
-    They are divided by rope_scale where old_context_len holds up to low_freq_factor waves, kept
-    where it holds high_freq_factor and more, and interpolated between.
-    """
+    """Rotate as `apply_rope_pos_ids`, with the frequencies of Llama 3.1."""
     bounds = low_freq_factor, high_freq_factor, old_context_len
     frequencies = Frequencies(rope_scale, rope_theta, bounds)
     return _rotated(q, k, pos_ids, rotary_dim, interleave, frequencies)

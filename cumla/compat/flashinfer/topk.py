@@ -6,7 +6,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_tensors, missing_from
+from cumla.compat._arguments import check_tensors, missing_from
+from cumla.compat._table import Interface
 from cumla.launch.sparse.top_k import MOST_SORTED
 from cumla.sparse.top_k import top_k as select
 
@@ -22,13 +23,15 @@ __all__ = [
 ]
 __getattr__ = missing_from(__name__, "flashinfer.topk")
 
-_NAMES = {
-    "scores": "input",
-    "block_table": "src_page_table",
-    "row_to_request": "row_to_batch",
-    "out_positions": "out_raw_indices",
-}
-_CALLERS = CallersNames(_NAMES, RuntimeError)
+_TOP_K = Interface(
+    {
+        "scores": "input",
+        "block_table": "src_page_table",
+        "row_to_request": "row_to_batch",
+        "out_positions": "out_raw_indices",
+    },
+    RuntimeError,
+)
 
 
 class TopKTieBreak(IntEnum):
@@ -49,13 +52,13 @@ def top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the k largest scores of each row.
 
-    The result is always deterministic: of equal scores those at the smallest indices are selected.
-    A tie_break of LARGE is refused. Indices ascend unless the values are sorted. k is at most the
-    columns of input.
+    Differences from FlashInfer: the result is always deterministic. Of equal scores those at the
+    smallest indices are selected, and a tie_break of LARGE is refused with `NotImplementedError`.
+    Indices ascend unless the values are sorted.
     """
     check_tensors(input=input)
     _check_tie_break(tie_break)
-    with _CALLERS():
+    with _TOP_K():
         if k > input.shape[-1]:
             raise ValueError(
                 f"k: needs at most the {input.shape[-1]} columns of input, got {k}; pass "
@@ -91,9 +94,9 @@ def top_k_page_table_transform(
 ) -> torch.Tensor:
     """Select the k largest scores of each row and translate their indices by a page table.
 
-    Rows may have any stride. Page numbers below 0 give -1, which also stands after the last index;
-    the order is that of the indices. page_table_row_starts is row_starts by default, which needs
-    pages of one score.
+    Differences from FlashInfer: the order is that of the indices, and ties are as in `top_k`. Rows
+    may have any stride. Page numbers below 0 give -1. page_table_row_starts is row_starts by
+    default only with pages of one score.
     """
     check_tensors(input=input, src_page_table=src_page_table, lengths=lengths)
     _check_tie_break(tie_break)
@@ -107,7 +110,7 @@ def top_k_page_table_transform(
         offsets = row_starts
     elif offsets is not None and page_size != 1:
         offsets = offsets * page_size
-    with _CALLERS():
+    with _TOP_K():
         found = select(
             input,
             k,
@@ -135,11 +138,11 @@ def top_k_ragged_transform(
 ) -> torch.Tensor:
     """Select the k largest scores of each row and add the row's offset to their indices.
 
-    As `top_k_page_table_transform`, without a table.
+    Differences from FlashInfer are those of `top_k_page_table_transform`.
     """
     check_tensors(input=input, offsets=offsets, lengths=lengths)
     _check_tie_break(tie_break)
-    with _CALLERS():
+    with _TOP_K():
         found = select(input, k, lengths=lengths, row_starts=row_starts, offsets=offsets)
     return found.indices
 
