@@ -8,14 +8,13 @@ Its operations are functions here, and operations of PyTorch after `register`::
     auto_deploy.register()  # torch.ops.cumla.fused_mha_with_cache and the others
     auto_deploy.register("attention", "rope")  # the names that AutoDeploy has
 
-What carries over from AutoDeploy:
+`SequenceInfo`, `AttentionInfo`, `CacheConfig`, `PositionalEmbeddingConfig`, `AttentionDescriptor`
+and `AttentionRegistry` are AutoDeploy's, too. The descriptors ``"cumla"``, for contiguous caches,
+and ``"cumla_paged"`` are registered.
 
-* Names and order of the arguments. Results have the heads of a token in one axis.
-* `SequenceInfo`, `AttentionInfo`, `CacheConfig`, `PositionalEmbeddingConfig`,
-  `AttentionDescriptor` and `AttentionRegistry`. The descriptors ``"cumla"``, for contiguous caches,
-  and ``"cumla_paged"`` are registered.
+VERSIONS_HERE
 
-What differs:
+Differences from AutoDeploy:
 
 * The caches are declared as written to, and the operations have the shapes of their results, also
   where values have another head_dim than keys.
@@ -23,6 +22,7 @@ What differs:
   also those of mixed batches: `prepare_fused_mha_metadata` leaves requests without tokens in these.
 * `fused_mha_with_cache` sees the history in the cache, and new tokens may begin inside a page.
 * Requests whose tokens have no place in the cache, or in freqs_cis, do not write outside of it.
+* Arguments that do not fit raise `TypeError` and `ValueError`. FP8 caches are refused.
 """
 
 from __future__ import annotations

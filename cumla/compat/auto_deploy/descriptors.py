@@ -13,20 +13,12 @@ from cumla.compat.auto_deploy.ops import register
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from cumla.compat.auto_deploy.sequence import AttentionInfo, SequenceInfo
 
 __all__ = ["AttentionDescriptor", "AttentionRegistry", "CumlaAttention", "CumlaPagedAttention"]
 
-# (*qkv, *metadata, *caches, *buffers, *constants) -> output
-MHACallable: TypeAlias = "Callable[..., torch.Tensor]"
-# (input_ids, seq_len, input_pos, cache_loc, pages_per_seq, page_size) -> metadata
-PrepareMetadataCallable: TypeAlias = "Callable[..., list[torch.Tensor]]"
-GetCacheCallable: TypeAlias = "Callable[[SequenceInfo], torch.Tensor]"
-GetBufferCallable: TypeAlias = "GetCacheCallable"
 GetAttentionInfo: TypeAlias = "Callable[[], AttentionInfo]"
-Constant: TypeAlias = "int | float | str | None"
+Initializers: TypeAlias = "dict[str, Callable[[SequenceInfo], Any]]"
 
 
 class AttentionDescriptor(ABC):
@@ -39,36 +31,32 @@ class AttentionDescriptor(ABC):
 
     @classmethod
     @abstractmethod
-    def get_attention_op(cls) -> tuple[MHACallable, int]:
+    def get_attention_op(cls) -> tuple[Callable[..., Any], int]:
         """Give the operation, and how many of its arguments are queries, keys and values.
 
-        It is called with these, the metadata, the caches of the layer, the buffers and the
-        constants, in this order.
+        It takes these, the metadata, the caches of the layer, the buffers and the constants.
         """
 
     @classmethod
     @abstractmethod
-    def get_prepare_metadata_op(cls) -> tuple[PrepareMetadataCallable, int]:
+    def get_prepare_metadata_op(cls) -> tuple[Callable[..., Any], int]:
         """Give the operation that makes the metadata of a step, and the number of its results.
 
-        It is called with ``(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, page_size)``
-        of a `SequenceInfo`.
+        It takes the tensors of a `SequenceInfo`, and its page_size.
         """
 
     @classmethod
     @abstractmethod
-    def get_cache_initializers(cls, get_info: GetAttentionInfo) -> dict[str, GetCacheCallable]:
+    def get_cache_initializers(cls, get_info: GetAttentionInfo) -> Initializers:
         """Give what makes the caches of a layer from a `SequenceInfo`, by the arguments' names."""
 
     @classmethod
-    def get_global_buffer_initializers(
-        cls, get_info: GetAttentionInfo
-    ) -> dict[str, GetBufferCallable]:
+    def get_global_buffer_initializers(cls, get_info: GetAttentionInfo) -> Initializers:
         """Give what makes the buffers that layers share where their names are the same."""
         return {}
 
     @classmethod
-    def get_constants(cls, attention_info: AttentionInfo) -> list[Constant]:
+    def get_constants(cls, attention_info: AttentionInfo) -> list[int | float | str | None]:
         """Give the last arguments of the operation."""
         return []
 
@@ -111,21 +99,26 @@ class AttentionRegistry:
 
 
 class _Cumla(AttentionDescriptor):
-    """What both descriptors share; theirs are the names of the operations."""
+    """A descriptor whose table is the names of its operations, and whether pages are several."""
 
-    _attention: ClassVar[str]
-    _prepare: ClassVar[str]
-
-    @classmethod
-    def get_attention_op(cls) -> tuple[MHACallable, int]:
-        return _operation(cls._attention), 3
+    _table: ClassVar[tuple[str, str, bool]]
 
     @classmethod
-    def get_prepare_metadata_op(cls) -> tuple[PrepareMetadataCallable, int]:
-        return _operation(cls._prepare), 4
+    def is_paged(cls) -> bool:
+        return cls._table[2]
 
     @classmethod
-    def get_cache_initializers(cls, get_info: GetAttentionInfo) -> dict[str, GetCacheCallable]:
+    def get_attention_op(cls) -> tuple[Callable[..., Any], int]:
+        register()
+        return getattr(import_torch().ops.cumla, cls._table[0]), 3
+
+    @classmethod
+    def get_prepare_metadata_op(cls) -> tuple[Callable[..., Any], int]:
+        register()
+        return getattr(import_torch().ops.cumla, cls._table[1]), 4
+
+    @classmethod
+    def get_cache_initializers(cls, get_info: GetAttentionInfo) -> Initializers:
         """Give what makes k_cache and v_cache, (num_pages, page_size, kv_heads, head_dim)."""
 
         def make(si: SequenceInfo) -> Any:
@@ -142,56 +135,34 @@ class _Cumla(AttentionDescriptor):
         return {"k_cache": make, "v_cache": make}
 
     @classmethod
-    def get_global_buffer_initializers(
-        cls, get_info: GetAttentionInfo
-    ) -> dict[str, GetBufferCallable]:
+    def get_global_buffer_initializers(cls, get_info: GetAttentionInfo) -> Initializers:
         """Give what makes freqs_cis, float32, with two rows per token of the longest sequence."""
         info = get_info()
         config = info.pos_embd_config
-        parts = ["freqs_cis", *astuple(config)]
-        if info.rope_dim is not None:
-            parts.append(info.rope_dim)
+        parts = ["freqs_cis", *astuple(config), *(() if info.rope_dim is None else [info.rope_dim])]
 
         def make(si: SequenceInfo) -> Any:
+            """Make cosines and sines of the positions, (rows, columns / 2, 2)."""
+            torch = import_torch()
             columns = info.head_dim if info.rope_dim is None else info.rope_dim
-            has_any = config.mode is not None
-            return _freqs_cis(2 * si.max_seq_len * has_any, columns, config.rope_theta, si.device)
+            rows = 0 if config.mode is None else 2 * si.max_seq_len
+            powers = torch.arange(0, columns, 2, dtype=torch.float64) / columns
+            positions = torch.arange(rows, dtype=torch.float64)
+            angles = torch.outer(positions, config.rope_theta**-powers)
+            return torch.stack([angles.cos(), angles.sin()], dim=-1).to(si.device, torch.float32)
 
         return {"_".join(map(str, parts)).replace(".", "_"): make}
-
-
-def _freqs_cis(rows: int, columns: int, theta: float, device: Any) -> Any:
-    """Make cosines and sines of the positions, (rows, columns / 2, 2)."""
-    torch = import_torch()
-    powers = torch.arange(0, columns, 2, dtype=torch.float64) / columns
-    angles = torch.outer(torch.arange(rows, dtype=torch.float64), theta**-powers)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device, torch.float32)
-
-
-def _operation(name: str) -> Any:
-    register()
-    return getattr(import_torch().ops.cumla, name)
 
 
 @AttentionRegistry.register("cumla")
 class CumlaAttention(_Cumla):
     """Contiguous caches: each sequence has a slot of max_seq_len tokens."""
 
-    _attention, _prepare = "fused_flattened_mha_with_cache", "prepare_fused_mha_metadata"
-
-    @classmethod
-    def is_paged(cls) -> bool:
-        """Give False."""
-        return False
+    _table = "fused_flattened_mha_with_cache", "prepare_fused_mha_metadata", False
 
 
 @AttentionRegistry.register("cumla_paged")
 class CumlaPagedAttention(_Cumla):
     """Paged caches: the metadata operation finds pages and lengths once for all layers."""
 
-    _attention, _prepare = "fused_flattened_mha_with_paged_cache", "prepare_paged_mha_metadata"
-
-    @classmethod
-    def is_paged(cls) -> bool:
-        """Give True."""
-        return True
+    _table = "fused_flattened_mha_with_paged_cache", "prepare_paged_mha_metadata", True

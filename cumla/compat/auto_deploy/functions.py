@@ -5,13 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import (
-    CallersNames,
-    check_axes,
-    check_integers,
-    check_new_rows,
-    check_tensors,
-)
+from cumla.compat._arguments import check_axes, check_integers, check_new_rows, check_tensors
+from cumla.compat._table import Interface
 from cumla.compat._torch import import_torch, positions_of
 from cumla.mha.attention import attention
 from cumla.mha.cache import append_kv_cache
@@ -23,8 +18,20 @@ if TYPE_CHECKING:
     import torch
 
 _TABLE = {"cos_sin[0]": "freqs_cis", "cos_sin[1]": "freqs_cis", "cos_sin": "freqs_cis"}
-_OF_CACHES = {"k": "k_cache", "v": "v_cache"}
-_ROPE = CallersNames({"q": "x", "positions": "input_pos", **_TABLE})
+_LENGTHS = {"kv_lens": "input_pos", "qo_indptr": "seq_start"}
+_ROPE = Interface({"q": "x", "positions": "input_pos", **_TABLE})
+# Of writing and of attending, by the argument that tells the pages of a request.
+_NAMES = {
+    pages: [
+        Interface({"q_out": "q", **_TABLE, **lengths, **caches})
+        for caches in ({}, {"k": "k_cache", "v": "v_cache"})
+    ]
+    for pages, lengths in (
+        *((name, {"block_table": name, **_LENGTHS}) for name in ("k_cache", "cache_loc")),
+        ("page_table", {"block_table": "page_table", **_LENGTHS}),
+        ("kv_indices", {}),
+    )
+}
 
 
 def scaled_dot_product_attention(
@@ -52,23 +59,19 @@ def fused_mha_with_cache(
 ) -> torch.Tensor:
     """Write the keys and values of equally long requests into their caches, and attend.
 
-    q, k and v are ``(batch, seqlen, heads * head_dim)`` or ``(batch, seqlen, heads, head_dim)``.
-    Request i has row i of the caches ``(slots, max_seq_len, kv_heads, head_dim)``, after input_pos
-    tokens. By freqs_cis ``(max_position, rotary_dim / 2, 2)`` columns j and ``j + rotary_dim / 2``
-    of the last rotary_dim ones, a multiple of 16, are rotated as a pair; None rotates nothing. The
-    result is ``(batch, seqlen, heads * head_dim)``.
+    Differences from AutoDeploy: the history in the cache is visible. rotary_dim is a multiple of
+    16; a table that is narrower than the heads rotates their last columns.
     """
-    q, k, v = _checked(q, k, v, k_cache, v_cache, input_pos=input_pos)
+    rows = _checked(q, k, v, k_cache, v_cache, input_pos=input_pos)
     batch, seqlen = q.shape[:2]
     if k_cache.shape[0] < batch:
         raise ValueError(
             f"k_cache: needs a slot for each of the {batch} requests of q, got shape "
             f"{tuple(k_cache.shape)}; make caches with more slots"
         )
-    torch = import_torch()
-    slots = torch.arange(batch, dtype=torch.int32, device=q.device)
+    slots = import_torch().arange(batch, dtype=import_torch().int32, device=q.device)
     places = {"kv_lens": _int32(input_pos) + seqlen, "block_table": slots[:, None]}
-    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "k_cache"})
+    return _attend("k_cache", rows, (k_cache, v_cache), freqs_cis, places)
 
 
 def fused_flattened_mha_with_cache(
@@ -85,20 +88,12 @@ def fused_flattened_mha_with_cache(
 ) -> torch.Tensor:
     """Write the keys and values of any requests into their slots, and attend.
 
-    q, k and v are ``(1, total_tokens, heads * head_dim)``, or ``(batch, 1, heads * head_dim)``
-    where each request has one token. Of each request lists tell seq_len new tokens from seq_start
-    on, input_pos tokens that the caches have already, and cache_loc, its row there. A request
-    without tokens is skipped; where each has one token, its result is 0. Rows of no request hold
-    anything.
+    Differences from AutoDeploy: a request without tokens is skipped; where each request has one
+    token its result is 0. Rows of no request hold anything. The rotation is as in
+    `fused_mha_with_cache`.
     """
-    lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
-    lists["cache_loc"] = cache_loc
-    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists)
-    _check_requests(**lists)
-    places = _lengths(q, seq_len, input_pos, seq_start)
-    (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
-    places["block_table"] = _int32(slots)[:, None]
-    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "cache_loc"})
+    lists = seq_len, input_pos, seq_start, cache_loc
+    return _attend_flattened((q, k, v), lists, None, (k_cache, v_cache), freqs_cis)
 
 
 def fused_flattened_mha_with_cache_rope_fusion(
@@ -113,10 +108,7 @@ def fused_flattened_mha_with_cache_rope_fusion(
     v_cache: torch.Tensor,
     freqs_cis: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Call `fused_flattened_mha_with_cache`, which has another order of the arguments.
-
-    That rotates keys on their way into the cache, and the queries in the same kernel.
-    """
+    """Call `fused_flattened_mha_with_cache`, which has another order of the arguments."""
     return fused_flattened_mha_with_cache(
         q, k, v, seq_len, input_pos, cache_loc, seq_start, k_cache, v_cache, freqs_cis
     )
@@ -138,21 +130,11 @@ def fused_mha_with_paged_cache(
 ) -> torch.Tensor:
     """Write the keys and values of any requests into their pages, and attend.
 
-    As `fused_flattened_mha_with_cache`; cache_loc is the row of page_table that each request has,
-    and caches are ``(num_pages, page_size, kv_heads, head_dim)``. max_seq_len is ignored.
+    Differences from AutoDeploy are those of `fused_flattened_mha_with_cache`. New tokens may begin
+    inside a page. max_seq_len is ignored.
     """
-    lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
-    lists["cache_loc"] = cache_loc
-    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists)
-    _check_requests(**lists)
-    check_tensors(page_table=page_table)
-    check_axes("page_table", page_table, "rows, max_pages")
-    places = _lengths(q, seq_len, input_pos, seq_start)
-    (rows,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
-    exists = (rows >= 0) & (rows < page_table.shape[0])
-    table = page_table.index_select(0, rows.clamp(0, page_table.shape[0] - 1))
-    places["block_table"] = table.masked_fill(~exists[:, None], -1)
-    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "page_table"})
+    lists = seq_len, input_pos, seq_start, cache_loc
+    return _attend_flattened((q, k, v), lists, page_table, (k_cache, v_cache), freqs_cis)
 
 
 def fused_flattened_mha_with_paged_cache(
@@ -167,16 +149,15 @@ def fused_flattened_mha_with_paged_cache(
     v_cache: torch.Tensor,
     freqs_cis: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Write keys and values into pages, and attend, with metadata that is computed once per step.
+    """Write keys and values into pages, and attend, with the metadata of one step.
 
-    AutoDeploy has no such operation: `CumlaPagedAttention` gives it, with
-    `prepare_paged_mha_metadata`, which makes kv_lens, qo_indptr, kv_indptr and kv_indices.
+    AutoDeploy has no such operation: it is that of the descriptor ``"cumla_paged"``, whose
+    `prepare_paged_mha_metadata` makes kv_lens, qo_indptr, kv_indptr and kv_indices.
     """
     places = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
     places |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
-    q, k, v = _checked(q, k, v, k_cache, v_cache, **places)
-    names = {name: name for name in places}
-    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, names)
+    rows = _checked(q, k, v, k_cache, v_cache, **places)
+    return _attend("kv_indices", rows, (k_cache, v_cache), freqs_cis, places)
 
 
 def prepare_fused_mha_metadata(
@@ -187,11 +168,10 @@ def prepare_fused_mha_metadata(
     pages_per_seq: torch.Tensor,
     page_size: int,
 ) -> list[torch.Tensor]:
-    """Make the metadata of `fused_flattened_mha_with_cache` from those of a `SequenceInfo`.
+    """Make seq_len, input_pos, cache_loc and seq_start of `fused_flattened_mha_with_cache`.
 
-    They are seq_len, input_pos, cache_loc and seq_start. A batch of one token per request is cut to
-    the requests of input_ids. In other batches the requests without tokens stay: only the device
-    knows their number.
+    Differences from AutoDeploy: in batches of several tokens a request the requests without tokens
+    stay, because only the device knows their number.
     """
     check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
     count = min(_requests(input_ids, seq_len), cache_loc.shape[0])  # slots, which few may be
@@ -208,10 +188,7 @@ def prepare_paged_mha_metadata(
     pages_per_seq: torch.Tensor,
     page_size: int,
 ) -> list[torch.Tensor]:
-    """Make the metadata of `fused_flattened_mha_with_paged_cache` from a `SequenceInfo`.
-
-    cache_loc holds the pages of one request after those of the other.
-    """
+    """Make the metadata of `fused_flattened_mha_with_paged_cache`, which AutoDeploy has not."""
     check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
     check_integers(pages_per_seq=pages_per_seq)
     places = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
@@ -230,8 +207,7 @@ def apply_rope_with_input_pos(
 ) -> torch.Tensor:
     """Rotate queries or keys of equally long requests by the positions from input_pos on.
 
-    layout tells the axes of x: b requests, s tokens, n heads in any order, then d. Positions are 0
-    by default. Tokens without a row of freqs_cis stay as they are. The result is contiguous.
+    Differences from AutoDeploy: tokens without a row of freqs_cis stay as they are.
     """
     check_tensors(x=x, freqs_cis=freqs_cis)
     if sorted(layout) != sorted("bsnd") or layout[-1] != "d":
@@ -268,7 +244,7 @@ def apply_rope_on_flattened_inputs(
 ) -> torch.Tensor:
     """Rotate queries or keys of any requests by the positions from input_pos on.
 
-    x is ``(total_tokens, heads, head_dim)``. Rows of no request hold anything.
+    Differences from AutoDeploy: rows of no request hold anything.
     """
     lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
     check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)
@@ -279,13 +255,36 @@ def apply_rope_on_flattened_inputs(
         return _rotated(x, positions_of(offsets, _int32(input_pos), x.shape[0]), freqs_cis)
 
 
+def _attend_flattened(
+    rows: tuple[Any, Any, Any],
+    lists: tuple[Any, Any, Any, Any],
+    page_table: Any,
+    caches: tuple[Any, Any],
+    freqs_cis: Any,
+) -> Any:
+    """Write and attend in slots, or in the pages that a table has for each slot."""
+    named = dict(zip(("seq_len", "input_pos", "seq_start", "cache_loc"), lists, strict=True))
+    k_cache, v_cache = caches
+    given = _checked(*rows, k_cache, v_cache, **named)
+    _of_requests(max(numbers.shape[0] for numbers in lists), **named)
+    places = _lengths(given[0], *lists[:3])
+    (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=lists[3])
+    if page_table is None:
+        places["block_table"] = _int32(slots)[:, None]
+        return _attend("cache_loc", given, caches, freqs_cis, places)
+    check_tensors(page_table=page_table)
+    check_axes("page_table", page_table, "rows, max_pages")
+    exists = (slots >= 0) & (slots < page_table.shape[0])
+    table = page_table.index_select(0, slots.clamp(0, page_table.shape[0] - 1))
+    places["block_table"] = table.masked_fill(~exists[:, None], -1)
+    return _attend("page_table", given, caches, freqs_cis, places)
+
+
 def _checked(
     q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, **lists: Any
 ) -> tuple[Any, Any, Any]:
     """Check that these are tensors with the right numbers of axes; give q, k and v four."""
-    rows = {"q": (q, k_cache), "k": (k, k_cache), "v": (v, v_cache)}
-    check_tensors(**{name: tensor for name, (tensor, _) in rows.items()})
-    check_tensors(k_cache=k_cache, v_cache=v_cache, **lists)
+    check_tensors(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, **lists)
     for name, tensor in lists.items():
         check_axes(name, tensor, "batch")
     check_integers(**lists)
@@ -297,21 +296,21 @@ def _checked(
                 f"read FP8 caches by cumla.append_kv_cache and cumla.attention"
             )
     check_new_rows(k=(k, k_cache), v=(v, v_cache))
-    q, k, v = (_with_heads(name, *pair) for name, pair in rows.items())
-    for name, found, wanted in (
-        ("tokens", k.shape[:2], q.shape[:2]),
-        ("columns of a head", k.shape[3], q.shape[3]),
-        ("dtype", k.dtype, q.dtype),
+    q, k = _with_heads("q", q, k_cache), _with_heads("k", k, k_cache)
+    for what, found, wanted, kind in (
+        ("tokens", k.shape[:2], q.shape[:2], ValueError),
+        ("columns of a head", k.shape[3], q.shape[3], ValueError),
+        ("dtype", k.dtype, q.dtype, TypeError),
     ):
         if found != wanted:
-            raise (TypeError if name == "dtype" else ValueError)(
-                f"k: needs the {name} of q, {wanted}, got {found}; pass both of the same layer"
+            raise kind(
+                f"k: needs the {what} of q, {wanted}, got {found}; pass both of the same layer"
             )
     if not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q: needs a multiple of the {k.shape[2]} heads of k, got {q.shape[2]}; check the two"
         )
-    return q, k, v
+    return q, k, _with_heads("v", v, v_cache)
 
 
 def _with_heads(name: str, rows: Any, cache: Any) -> Any:
@@ -347,11 +346,6 @@ def _requests(rows: Any, seq_len: Any) -> int:
     return count
 
 
-def _check_requests(**lists: Any) -> None:
-    """Check that all lists describe the same requests."""
-    _of_requests(max(numbers.shape[0] for numbers in lists.values()), **lists)
-
-
 def _of_requests(count: int, **lists: Any) -> list[Any]:
     """Cut lists to the requests that there are; one for all would be repeated silently."""
     for name, numbers in lists.items():
@@ -376,36 +370,26 @@ def _lengths(rows: Any, seq_len: Any, input_pos: Any, seq_start: Any) -> dict[st
 
 
 def _attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
+    pages: str,
+    rows: tuple[Any, Any, Any],
+    caches: tuple[Any, Any],
     freqs_cis: Any,
     places: dict[str, Any],
-    names: dict[str, str],
 ) -> Any:
     """Write new rows into the caches and attend; out has the heads of a token in one axis."""
+    (q, k, v), (k_cache, v_cache) = rows, caches
     lead = q.shape[:2]
     if "qo_indptr" in places:
-        q, k, v = (rows.flatten(0, 1) for rows in (q, k, v))
-    names = {"kv_lens": "input_pos", "qo_indptr": "seq_start", "q_out": "q", **_TABLE, **names}
-    with CallersNames(names):
-        q = _append(q, k, v, k_cache, v_cache, freqs_cis, places)
-    with CallersNames(names | _OF_CACHES):
-        out = attention(q, k_cache, v_cache, **places).out
+        q, k, v = (x.flatten(0, 1) for x in rows)
+    writing, attending = _NAMES[pages]
+    with writing:
+        rotation: dict[str, Any] = {}
+        if freqs_cis is not None and freqs_cis.numel() > 0:
+            rotation = {"q": q, "q_out": q.new_empty(q.shape), **_table(freqs_cis, q.shape[-1])}
+        append_kv_cache(k, v, k_cache, v_cache, **places, **rotation)
+    with attending:
+        out = attention(rotation.get("q_out", q), k_cache, v_cache, **places).out
     return out.view(*lead, out.shape[-2] * out.shape[-1])
-
-
-def _append(
-    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, freqs_cis: Any, places: dict[str, Any]
-) -> Any:
-    """Write new rows into the caches, and give the queries, rotated as the keys are."""
-    rotation: dict[str, Any] = {}
-    if freqs_cis is not None and freqs_cis.numel() > 0:
-        rotation = {"q": q, "q_out": q.new_empty(q.shape), **_table(freqs_cis, q.shape[-1])}
-    append_kv_cache(k, v, k_cache, v_cache, **places, **rotation)
-    return rotation.get("q_out", q)
 
 
 def _table(freqs_cis: Any, head_dim: int) -> dict[str, Any]:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionInfo", "CacheConfig", "PositionalEmbeddingConfig", "SequenceInfo"]
 
+_LISTS = "seq_len", "input_pos", "cache_loc", "pages_per_seq"
+_TENSORS = "input_ids", *_LISTS
+
 
 @dataclass
 class PositionalEmbeddingConfig:
@@ -59,21 +62,22 @@ class AttentionInfo:
     rope_dim: int | None = None
 
 
-def _no_tensor() -> Any:
+def _tensor() -> Any:
     """Stand for a tensor that is made when the sizes are known."""
     return None
 
 
 @dataclass
 class SequenceInfo:
-    """A batch of sequences, and where their tokens lie in the caches.
+    """A batch of sequences, and where their tokens are in the caches.
 
-    Tokens of all sequences lie in ``input_ids``, one sequence after the other: ``(batch, 1)`` if
-    each has one, else ``(1, total_tokens)``. Sequence i has ``seq_len[i]`` of them, after
-    ``input_pos[i]`` that the caches have already. Its pages are the next ``pages_per_seq[i]``
-    numbers of ``cache_loc``; no two sequences have the same page. All tensors are int32, on the CPU
-    until `to` moves them. A page_size of 0 stands for max_seq_len: each sequence has one page, its
-    slot. A max_num_tokens of 0 stands for max_batch_size * max_seq_len.
+    Tokens are in ``input_ids``, one sequence after the other: ``(batch, 1)`` if each has one, else
+    ``(1, total_tokens)``. Sequence i has ``seq_len[i]`` of them, after ``input_pos[i]`` that the
+    caches have already; its pages are the next ``pages_per_seq[i]`` numbers of ``cache_loc``. All
+    tensors are int32, on the CPU until `to` moves them.
+
+    Differences from AutoDeploy: no two sequences share a page. A page_size of 0 stands for
+    max_seq_len, a max_num_tokens of 0 for max_batch_size * max_seq_len.
     """
 
     max_seq_len: int = 1
@@ -81,35 +85,33 @@ class SequenceInfo:
     page_size: int = 0
     max_num_tokens: int = 0
 
-    # The arguments of a metadata operation, in this order.
-    input_ids: torch.Tensor = field(default_factory=_no_tensor)
-    seq_len: torch.Tensor = field(default_factory=_no_tensor)
-    input_pos: torch.Tensor = field(default_factory=_no_tensor)
-    cache_loc: torch.Tensor = field(default_factory=_no_tensor)
-    pages_per_seq: torch.Tensor = field(default_factory=_no_tensor)
+    input_ids: torch.Tensor = field(default_factory=_tensor)
+    seq_len: torch.Tensor = field(default_factory=_tensor)
+    input_pos: torch.Tensor = field(default_factory=_tensor)
+    cache_loc: torch.Tensor = field(default_factory=_tensor)
+    pages_per_seq: torch.Tensor = field(default_factory=_tensor)
 
     _sequence_lengths: list[int] = field(default_factory=list)
     _num_pages: int = 1
 
     def __post_init__(self) -> None:
-        torch = import_torch()
         for name in ("max_seq_len", "max_batch_size"):
             setattr(self, name, checked_int(name, getattr(self, name), "pass more"))
         for name in ("page_size", "max_num_tokens"):
             checked_int(name, getattr(self, name), "pass 0 for the most", -1)
-        all_tokens = self.max_batch_size * self.max_seq_len
+        batch, all_tokens = self.max_batch_size, self.max_batch_size * self.max_seq_len
         if self.page_size < 1:
             self.page_size = self.max_seq_len
         if self.max_num_tokens < 1:
             self.max_num_tokens = all_tokens
-        more = max(min(self.max_num_tokens, all_tokens) - self.max_batch_size, 0)
+        more = max(min(self.max_num_tokens, all_tokens) - batch, 0)
         # The last page of each sequence may have one token.
-        all_pages = self.max_batch_size * -(-self.max_seq_len // self.page_size)
-        self._num_pages = min(all_pages, self.max_batch_size + more // self.page_size)
+        all_pages = batch * -(-self.max_seq_len // self.page_size)
+        self._num_pages = min(all_pages, batch + more // self.page_size)
         self._dynamic_shapes: tuple[dict[int, Any], ...] | None = None
-        for name in ("seq_len", "input_pos", "pages_per_seq"):
-            setattr(self, name, torch.zeros(self.max_batch_size, dtype=torch.int32))
-        self.cache_loc = torch.zeros(self._num_pages, dtype=torch.int32)
+        for name in _LISTS:
+            size = self._num_pages if name == "cache_loc" else batch
+            setattr(self, name, _int32([0] * size))
         self.reset()
 
     @property
@@ -120,12 +122,12 @@ class SequenceInfo:
     @property
     def args(self) -> list[torch.Tensor]:
         """The tensors, in the order in which a metadata operation takes them."""
-        return [getattr(self, name) for name in ("input_ids", *self.extra_arg_names)]
+        return [getattr(self, name) for name in _TENSORS]
 
     @property
     def extra_arg_names(self) -> list[str]:
         """The names of the tensors after input_ids."""
-        return ["seq_len", "input_pos", "cache_loc", "pages_per_seq"]
+        return [*_LISTS]
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
@@ -136,7 +138,7 @@ class SequenceInfo:
             axes = {1: Dim("seq_len", max=self.max_seq_len)}
             if self.max_batch_size > 1:
                 axes[0] = Dim("batch_size", max=self.max_batch_size)
-            self._dynamic_shapes = (axes, *({} for _ in self.extra_arg_names))
+            self._dynamic_shapes = (axes, *({} for _ in _LISTS))
         return self._dynamic_shapes
 
     @property
@@ -167,9 +169,8 @@ class SequenceInfo:
 
     @num_pages.setter
     def num_pages(self, value: int) -> None:
-        torch = import_torch()
         value = checked_int("num_pages", value, "pass the pages of the caches")
-        numbers = torch.arange(value, dtype=self.cache_loc.dtype, device=self.device)
+        numbers = import_torch().arange(value, dtype=self.cache_loc.dtype, device=self.device)
         kept = min(value, self._num_pages)
         numbers[:kept] = self.cache_loc[:kept]
         self.cache_loc, self._num_pages = numbers, value
@@ -183,16 +184,11 @@ class SequenceInfo:
     def page_assignments(self) -> list[list[int]]:
         """The pages of each sequence, copied to the host."""
         counts = self.pages_per_seq[: self.num_sequences].tolist()
-        pages = self.cache_loc[: sum(counts)].split(counts)
-        return [numbers.tolist() for numbers in pages]
+        return [pages.tolist() for pages in self.cache_loc[: sum(counts)].split(counts)]
 
     @classmethod
     def _get_sanitized_seq_len(cls, input_ids: torch.Tensor, seq_len: torch.Tensor) -> torch.Tensor:
-        """Cut seq_len to the sequences that there are.
-
-        Each of ``(batch, 1)`` counts one token, also those that pad a graph. Of ``(1,
-        total_tokens)`` this copies lengths to the host.
-        """
+        """Cut seq_len to the sequences; each of ``(batch, 1)`` counts one token, padding too."""
         count = cls._get_sanitized_num_sequences(input_ids, seq_len)
         if input_ids.shape[1] > 1:
             return seq_len[:count].detach().clone()
@@ -215,37 +211,32 @@ class SequenceInfo:
 
     def to(self, *args: Any, **kwargs: Any) -> None:
         """Move or convert all tensors, as `torch.Tensor.to` does."""
-        for name in ("input_ids", *self.extra_arg_names):
+        for name in _TENSORS:
             setattr(self, name, getattr(self, name).to(*args, **kwargs))
 
     def sync(self, other: SequenceInfo) -> None:
-        """Take over another batch, into the tensors that are there; input_ids are replaced.
-
-        Raises
-        ------
-        ValueError
-            The other was set up with other sizes.
-        """
-        tensors = ("input_ids", *self.extra_arg_names)
-        for one in fields(self):
-            mine, others = getattr(self, one.name), getattr(other, one.name)
-            if one.name not in (*tensors, "_sequence_lengths") and mine != others:
+        """Take over another batch, into the tensors that are there; input_ids are replaced."""
+        for name in (one.name for one in fields(self)):
+            mine, others = getattr(self, name), getattr(other, name)
+            if name not in (*_TENSORS, "_sequence_lengths") and mine != others:
                 raise ValueError(
-                    f"other: needs {one.name.strip('_')} {mine}, got {others}; set both up alike"
+                    f"other: needs {name.strip('_')} {mine}, got {others}; set both up alike"
                 )
         self.input_ids = other.input_ids.to(self.device)
         self._sequence_lengths = other._sequence_lengths
-        for name in self.extra_arg_names:
-            tensor = getattr(other, name)
-            getattr(self, name)[: len(tensor)].copy_(tensor, non_blocking=True)
+        for name in _LISTS:
+            self._put(name, getattr(other, name))
+
+    def _put(self, name: str, numbers: Any) -> None:
+        """Write to the beginning of a list, which a graph may read."""
+        getattr(self, name)[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def reset(self) -> None:
         """Make it max_batch_size sequences of one token, without a history, with a page each."""
         self.nest_sequences([[0]] * self.max_batch_size)
         self.input_pos.zero_()
         self.pages_per_seq.fill_(1)
-        torch = import_torch()
-        self.cache_loc.copy_(torch.arange(self.num_pages, dtype=self.cache_loc.dtype))
+        self._put("cache_loc", _int32(range(self.num_pages)))
 
     def _set_generate_only_batch(self) -> None:
         """Make it an example of sequences that decode."""
@@ -255,8 +246,7 @@ class SequenceInfo:
     def _set_example_sequence(self) -> None:
         """Make it an example to export a model with: input_ids have the axes of a plain batch."""
         self.reset()
-        lengths = min(2, self.max_batch_size), min(4, self.max_seq_len)
-        input_ids = self.seq_len.new_ones(lengths)
+        input_ids = self.seq_len.new_ones(min(2, self.max_batch_size), min(4, self.max_seq_len))
         self.nest_sequences(list(input_ids))
         self.input_ids = input_ids
 
@@ -268,30 +258,21 @@ class SequenceInfo:
         self.nest_sequences([[1] * tokens] * self.max_batch_size)
 
     def nest_sequences(self, input_ids: Sequence[Sequence[int] | torch.Tensor]) -> None:
-        """Take new tokens: a list, or a tensor, per sequence.
-
-        Positions and pages are not touched. ValueError if they are more sequences than
-        max_batch_size, or longer than max_seq_len.
-        """
+        """Take new tokens, a list or a tensor per sequence; positions and pages stay."""
         torch = import_torch()
         lengths = [_count("input_ids", ids) for ids in input_ids]
-        if len(lengths) > self.max_batch_size:
-            raise ValueError(
-                f"input_ids: needs at most {self.max_batch_size} sequences, got {len(lengths)}; "
-                f"set max_batch_size"
-            )
-        if max(lengths, default=0) > self.max_seq_len:
-            raise ValueError(
-                f"input_ids: needs at most {self.max_seq_len} tokens a sequence, got "
-                f"{max(lengths)}; set max_seq_len"
-            )
+        _check_most("input_ids", len(lengths), self.max_batch_size, "sequences", "max_batch_size")
+        longest, what = max(lengths, default=0), "tokens a sequence"
+        _check_most("input_ids", longest, self.max_seq_len, what, "max_seq_len")
         self.seq_len.zero_()
-        self.seq_len[: len(lengths)].copy_(_int32(lengths), non_blocking=True)
+        self._put("seq_len", _int32(lengths))
         tokens = [
-            ids.detach().to(self.device) if isinstance(ids, torch.Tensor) else _int32(ids)
+            ids.detach().to(self.device)
+            if isinstance(ids, torch.Tensor)
+            else _int32(ids).to(self.device, non_blocking=True)
             for ids in input_ids
         ]
-        flat = torch.cat([ids.to(self.device, non_blocking=True) for ids in tokens] or [_int32([])])
+        flat = torch.cat(tokens or [_int32([])])
         self._sequence_lengths = lengths
         lead = (-1, 1) if self.is_generate else (1, -1)
         self.input_ids = flat.unflatten(0, lead) if len(flat) else flat.view(1, 0, *flat.shape[1:])
@@ -310,49 +291,44 @@ class SequenceInfo:
                 f"{seq_len!r}; convert it"
             )
         count = len(numbers) if numbers.dim() else self.max_batch_size
-        if count > self.max_batch_size:
-            raise ValueError(
-                f"seq_len: needs at most {self.max_batch_size} numbers, got {count}; set "
-                f"max_batch_size"
-            )
+        _check_most("seq_len", count, self.max_batch_size, "numbers", "max_batch_size")
         numbers = numbers.to(torch.int32).to(self.device, non_blocking=True)
-        if reset:
-            self.input_pos[:count] = numbers
-        else:
-            self.input_pos[:count] += numbers
+        self.input_pos[:count] = numbers if reset else self.input_pos[:count] + numbers
 
     def assign_cache_loc(self, page_assignments: Sequence[Sequence[int]]) -> None:
-        """Give each sequence its pages.
-
-        ValueError if a sequence is missing, or if a page is used twice or does not exist.
-        """
-        counts = _int32([_count("page_assignments", pages) for pages in page_assignments])
-        pages = [page for pages in page_assignments for page in _listed(pages)]
+        """Give each sequence its pages; each page exists and is used once."""
+        name = "page_assignments"
+        counts = [_count(name, pages) for pages in page_assignments]
+        pages = [page for some in page_assignments for page in _listed(some)]
         if len(pages) > self.num_pages or len(counts) > self.max_batch_size:
             raise ValueError(
-                f"page_assignments: needs at most {self.max_batch_size} sequences and "
-                f"{self.num_pages} pages, got {len(counts)} and {len(pages)}; set num_pages"
+                f"{name}: needs at most {self.max_batch_size} sequences and {self.num_pages} "
+                f"pages, got {len(counts)} and {len(pages)}; set num_pages"
             )
         if len(counts) < self.num_sequences:
             raise ValueError(
-                f"page_assignments: needs the pages of each of the {self.num_sequences} sequences, "
-                f"got {len(counts)} lists; pass an empty list for a sequence without pages"
+                f"{name}: needs the pages of each of the {self.num_sequences} sequences, got "
+                f"{len(counts)} lists; pass an empty list for a sequence without pages"
             )
         seen: set[int] = set()
         for page in pages:
-            if checked_int("page_assignments", page, "pass page numbers", 0) >= self.num_pages:
+            if checked_int(name, page, "pass page numbers", 0) >= self.num_pages:
                 raise ValueError(
-                    f"page_assignments: needs pages from 0 to {self.num_pages - 1}, got {page}; "
-                    f"set num_pages"
+                    f"{name}: needs pages from 0 to {self.num_pages - 1}, got {page}; set num_pages"
                 )
             if page in seen:
                 raise ValueError(
-                    f"page_assignments: needs each page once, got {page} twice; give each sequence "
-                    f"pages of its own"
+                    f"{name}: needs each page once, got {page} twice; give each sequence pages of "
+                    f"its own"
                 )
             seen.add(page)
-        self.cache_loc[: len(pages)].copy_(_int32(pages), non_blocking=True)
-        self.pages_per_seq[: len(counts)].copy_(counts, non_blocking=True)
+        self._put("cache_loc", _int32(pages))
+        self._put("pages_per_seq", _int32(counts))
+
+
+def _check_most(name: str, count: int, most: int, what: str, option: str) -> None:
+    if count > most:
+        raise ValueError(f"{name}: needs at most {most} {what}, got {count}; set {option}")
 
 
 def _count(name: str, numbers: Any) -> int:
