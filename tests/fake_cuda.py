@@ -7,14 +7,16 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import math
 import types
-import weakref
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cumla.errors import CumlaError
 
+_FLOAT8 = {np.dtype(getattr(ml_dtypes, n)) for n in dir(ml_dtypes) if n.startswith("float8")}
 _addresses = itertools.count(1)  # of no array twice: what calls remember of it outlives a test
 
 
@@ -80,7 +82,15 @@ class FakeCuPy(types.ModuleType):
         self.copied: list[str] = []  # what the check mode has looked at: dtype and shape
         self._contents: dict[int, np.ndarray] = {}
 
+        freed = self.freed
+
         class ndarray:
+            allocated: int | None = None  # bytes that `empty` counted
+
+            def __del__(self) -> None:
+                if self.allocated is not None:
+                    freed.append(self.allocated)
+
             def __init__(self, shape: tuple[int, ...], dtype: Any, device: int = 0) -> None:
                 self.shape, self.dtype = shape, np.dtype(dtype)
                 strides, end = [], self.dtype.itemsize
@@ -127,12 +137,12 @@ class FakeCuPy(types.ModuleType):
         return types.SimpleNamespace(ptr=handle, use=use)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        if np.dtype(dtype).name.startswith("float8"):  # as CuPy 14.2
+        if np.dtype(dtype) in _FLOAT8:  # as CuPy 14.2
             raise ValueError(f"Unsupported dtype {np.dtype(dtype)}")
         array = self.ndarray(shape, dtype)
-        nbytes = int(np.prod(shape)) * array.dtype.itemsize
+        nbytes = math.prod(shape) * array.dtype.itemsize
         self.allocated.append(nbytes)
-        weakref.finalize(array, self.freed.append, nbytes)
+        array.allocated = nbytes
         return array
 
     def like(self, array: Any, device: int = 0) -> Any:

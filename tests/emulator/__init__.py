@@ -261,7 +261,8 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
     precompiled = _made([compiler, "-Og", "-x", "c++-header"], header, ".gch")
     include = ["-include", str(precompiled.with_suffix(""))]
     runtime = _made([compiler, "-O2", "-ftree-vectorize", "-c"], header + bodies, ".o")
-    begin = [compiler, "-Og", "-shared", str(runtime), *include]
+    gold = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # in a fifth of the time
+    begin = [compiler, "-Og", "-shared", *gold, str(runtime), *include]
     return ctypes.CDLL(str(_made(begin, "\n".join([text, using, instructions]), ".so")))
 
 

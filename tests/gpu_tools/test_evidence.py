@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,21 @@ from tests.selection import some
 from tests.sources import sources
 
 CHANGELOG = record.ROOT / "CHANGELOG.md"
-SOURCES = sources()
-STEMS = (*SOURCES.kernels, record.RUNTIME)
-ROOTS = [Path(root) for root in import_module("nvidia").__path__]  # of the NVRTC that is installed
-NVRTC = cubins.Nvrtc(next(path.parent for root in ROOTS for path in root.rglob("libnvrtc.so.*")))
+STEMS = (*digests.launchers(), record.RUNTIME)
+ENTRIES = sorted(spec.entry for spec in all_specs())
+
+
+@cache
+def nvrtc() -> cubins.Nvrtc:
+    """The one that is installed."""
+    roots = [Path(root) for root in import_module("nvidia").__path__]
+    return cubins.Nvrtc(next(path.parent for root in roots for path in root.rglob("libnvrtc.so.*")))
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_evidence_belongs_to_the_present_sources(stem: str) -> None:
     """After a change of a kernel or its launcher: run tests/gpu again, or list it as unproven."""
-    problems = record.problems(stem, record.FOLDER, SOURCES)
+    problems = record.problems(stem, record.FOLDER, sources())
     listed = stem in record.unproven(CHANGELOG.read_text("utf-8"))
     assert listed or not problems, f"{stem} is not proven, nor listed as unproven: {problems}"
     assert problems or not listed, f"{stem} is proven: take it off the CHANGELOG's unproven list"
@@ -43,9 +49,9 @@ def test_evidence_belongs_to_the_present_sources(stem: str) -> None:
 def test_every_name_is_that_of_a_kernel() -> None:
     named = record.unproven(CHANGELOG.read_text("utf-8"))
     files = {path.stem for path in record.FOLDER.glob("*.json")} - {record.RUNS}
-    tested = {stem for module in SOURCES.modules.values() for stem in module.kernels}
+    tested = {stem for module in sources().modules.values() for stem in module.kernels}
     assert named | files <= set(STEMS)
-    assert tested == set(SOURCES.kernels) == {spec.stem for spec in all_specs()}
+    assert tested == set(sources().kernels) == {spec.stem for spec in all_specs()}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ TEXTS = digests.runtime_texts()
 def test_the_digest_of_the_runtime_sees_what_guards_every_launch(old: str, new: str) -> None:
     edited = {name: re.sub(old, new, text) for name, text in TEXTS.items()}
     assert edited != TEXTS
-    assert digests.runtime_digest(edited) != SOURCES.runtime
+    assert digests.runtime_digest(edited) != sources().runtime
 
 
 @pytest.mark.parametrize(
@@ -94,7 +100,7 @@ def test_the_digest_of_the_runtime_sees_what_guards_every_launch(old: str, new: 
 def test_the_digest_of_the_runtime_leaves_words_out(old: str, new: str) -> None:
     edited = {name: re.sub(old, new, text) for name, text in TEXTS.items()}
     assert edited != TEXTS
-    assert digests.runtime_digest(edited) == SOURCES.runtime
+    assert digests.runtime_digest(edited) == sources().runtime
 
 
 def launches_after(folder: Path, *edits: tuple[str, str, str]) -> dict[str, dict[str, str]]:
@@ -172,18 +178,17 @@ def test_names_leave_machine_code_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         edited = re.sub(old, new, text, count=0 if "namespace" not in old else 1)
         monkeypatch.setattr(cubins, "translation_unit", lambda spec, edited=edited: edited)
         assert (edited == text) is (old == "^")
-        made.append(cubins.digest_of(NVRTC.cubin(SMALL)))
+        made.append(cubins.digest_of(nvrtc().cubin(SMALL)))
     *equal, other = made
     assert len(set(equal)) == 1 and other not in equal
     known = record.read(record.FOLDER, "merge_states")["entries"][SMALL.entry]
-    is_recorded = known["source"] == SOURCES.kernels["merge_states"]["entries"][SMALL.entry]
-    assert not is_recorded or known.get("cubins", {}).get(NVRTC.version, made[0]) == made[0]
+    is_recorded = known["source"] == sources().kernels["merge_states"]["entries"][SMALL.entry]
+    assert not is_recorded or known.get("cubins", {}).get(nvrtc().version, made[0]) == made[0]
 
 
 # --- the rules -----------------------------------------------------------------------------------
 
 STEM = "schedule"
-ENTRIES = sorted(entry for kernel in SOURCES.kernels.values() for entry in kernel["entries"])
 PASSED = {"tests": 3, "passed": 3, "failed": [], "skipped": {}, "figures": {}}
 LAUNCHED = "".join(f"sanitize: {entry} launched 3 times\n" for entry in ENTRIES)
 CLEAN_LOG = f"========= COMPUTE-SANITIZER\n{LAUNCHED}{sanitize.DONE}\n= ERROR SUMMARY: 0 errors\n"
@@ -208,19 +213,20 @@ def evidence(
     folder: Path,
     parts: dict[str, Any] | None = None,
     tools: dict[str, Any] | None = None,
-    sources: record.Sources = SOURCES,
+    of: record.Sources | None = None,
 ) -> list[str]:
     """The problems of STEM after runs in order, but for the changes (None: left out)."""
-    tests = dict.fromkeys(sources.modules_of(STEM), PASSED) | (parts or {})
+    of = sources() if of is None else of
+    tests = dict.fromkeys(of.modules_of(STEM), PASSED) | (parts or {})
     for kind, results in (
         ("cupy-cuda13x", tests),
         (record.SANITIZER, dict.fromkeys(record.TOOLS, CLEAN) | (tools or {})),
     ):
-        run = record.Run(folder, kind, {}, sources)
+        run = record.Run(folder, kind, {}, of)
         for name, part in results.items():
             if part is not None:
                 run.add(name, part)
-    return record.problems(STEM, folder, SOURCES)
+    return record.problems(STEM, folder, sources())
 
 
 def test_evidence_in_order(tmp_path: Path) -> None:
@@ -230,20 +236,20 @@ def test_evidence_in_order(tmp_path: Path) -> None:
     assert sorted(run["kind"] for run in runs.values()) == [record.SANITIZER, "cupy-cuda13x"]
 
 
-ENTRY = next(iter(SOURCES.kernels[STEM]["entries"]))
+ENTRY = digests.specs(STEM)[0].entry
 
 
 def with_entry(source: str) -> record.Sources:
     """Sources in which the text of an entry point is another one."""
-    kernel = SOURCES.kernels[STEM]
+    kernel = sources().kernels[STEM]
     changed = kernel | {"entries": kernel["entries"] | {ENTRY: source}}
-    return SOURCES._replace(kernels={**SOURCES.kernels, STEM: changed})
+    return sources()._replace(kernels={**sources().kernels, STEM: changed})
 
 
 def test_equal_machine_code_is_proven(tmp_path: Path) -> None:
     assert evidence(tmp_path) == []
     changed, same = with_entry("0" * 64), dict.fromkeys(record.PINNED, "cubin")
-    cubins.restamp(STEM, {ENTRY: same}, tmp_path, SOURCES)  # of the sources that ran
+    cubins.restamp(STEM, {ENTRY: same}, tmp_path, sources())  # of the sources that ran
     for made in ({}, {ENTRY: same | {record.PINNED[0]: "another"}}):
         cubins.restamp(STEM, made, tmp_path, changed)
         assert any(
@@ -253,12 +259,12 @@ def test_equal_machine_code_is_proven(tmp_path: Path) -> None:
         cubins.restamp(STEM, {ENTRY: {record.PINNED[0]: "cubin"}}, tmp_path, changed)
     cubins.restamp(STEM, {ENTRY: same}, tmp_path, changed)
     assert record.problems(STEM, tmp_path, changed) == []
-    assert record.problems(STEM, tmp_path, SOURCES)  # nor without the other text
+    assert record.problems(STEM, tmp_path, sources())  # nor without the other text
 
 
 def test_other_launches_are_not_proven(tmp_path: Path) -> None:
     assert evidence(tmp_path) == []
-    kernel = SOURCES.kernels[STEM]
+    kernel = sources().kernels[STEM]
     groups = kernel["launches"][ENTRY]
     first = next(iter(groups))
     for there, problem in (
@@ -267,40 +273,40 @@ def test_other_launches_are_not_proven(tmp_path: Path) -> None:
         ({}, f"no call of tests/gpu/tools/launches.py launches {ENTRY}"),
     ):
         changed = kernel | {"launches": kernel["launches"] | {ENTRY: there}}
-        sources = SOURCES._replace(kernels={**SOURCES.kernels, STEM: changed})
-        assert any(problem in one for one in record.problems(STEM, tmp_path, sources))
+        now = sources()._replace(kernels={**sources().kernels, STEM: changed})
+        assert any(problem in one for one in record.problems(STEM, tmp_path, now))
 
 
 def test_more_calls_in_the_table(tmp_path: Path) -> None:
     """Their launches are taken from the sources that ran, if these launch the others as before."""
     assert evidence(tmp_path) == []
-    kernel = SOURCES.kernels[STEM]
+    kernel = sources().kernels[STEM]
     groups = kernel["launches"][ENTRY]
     more = {"launches": kernel["launches"] | {ENTRY: groups | {"another call": "0"}}}
     other = {"launches": kernel["launches"] | {ENTRY: dict.fromkeys(groups, "0") | {"more": "0"}}}
-    sources = SOURCES._replace(kernels={**SOURCES.kernels, STEM: kernel | more})
+    now = sources()._replace(kernels={**sources().kernels, STEM: kernel | more})
     for then in (kernel | other, with_entry("0" * 64).kernels[STEM] | more):
         cubins.adopt(STEM, then, tmp_path)
-        assert record.problems(STEM, tmp_path, SOURCES) == []
+        assert record.problems(STEM, tmp_path, sources()) == []
     cubins.adopt(STEM, kernel | more, tmp_path)
-    assert record.problems(STEM, tmp_path, sources) == []
+    assert record.problems(STEM, tmp_path, now) == []
 
 
 def test_the_code_around_a_launch(tmp_path: Path) -> None:
-    run = record.Run(tmp_path, "cupy-cuda13x", {}, SOURCES)
-    *most, last = SOURCES.of_runtime
+    run = record.Run(tmp_path, "cupy-cuda13x", {}, sources())
+    *most, last = sources().of_runtime
     for name in most:
         run.add(name, PASSED)
-    assert record.problems(record.RUNTIME, tmp_path, SOURCES) == [f"without {last}"]
+    assert record.problems(record.RUNTIME, tmp_path, sources()) == [f"without {last}"]
     run.add(last, PASSED | {"failed": ["a"]})
-    assert len(record.problems(record.RUNTIME, tmp_path, SOURCES)) == 2
+    assert len(record.problems(record.RUNTIME, tmp_path, sources())) == 2
     run.add(last, PASSED)
-    assert record.problems(record.RUNTIME, tmp_path, SOURCES) == []
-    changed = SOURCES._replace(runtime="0" * 64)
+    assert record.problems(record.RUNTIME, tmp_path, sources()) == []
+    changed = sources()._replace(runtime="0" * 64)
     assert record.problems(record.RUNTIME, tmp_path, changed) == ["it has changed since"]
 
 
-OTHERS = [entry for entry in ENTRIES if entry not in SOURCES.kernels[STEM]["entries"]]
+OTHERS = sorted(set(ENTRIES) - {spec.entry for spec in digests.specs(STEM)})
 WRONG = CLEAN | {"errors": 2, "kinds": {"a report": 2}}
 EDITED = {"shipped": OTHERS, "edited": {"every lane": [ENTRY]}}
 
@@ -336,15 +342,15 @@ def test_evidence_out_of_order(
 
 
 def test_what_other_sources_proved_is_dropped(tmp_path: Path) -> None:
-    found = evidence(tmp_path, sources=with_entry("0" * 64))
+    found = evidence(tmp_path, of=with_entry("0" * 64))
     assert any("changed since" in one for one in found)
     assert evidence(tmp_path) == []
     assert len(record.read(tmp_path, STEM)["runs"]) == 2
 
 
 def test_a_run_may_be_finished_by_another(tmp_path: Path) -> None:
-    modules = SOURCES.modules_of(STEM)
-    first, second = (record.Run(tmp_path, kind, {}, SOURCES) for kind in ("a", "a"))
+    modules = sources().modules_of(STEM)
+    first, second = (record.Run(tmp_path, kind, {}, sources()) for kind in ("a", "a"))
     first.name, second.name = "a 1", "a 2"
     for name in modules - {"test_plan.py"}:
         first.add(name, PASSED)
@@ -418,6 +424,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, dict[str, Any
         command = [sys.executable, "-m", "pytest", *(options or ["suite"])]
         command += ["--write-evidence", "--evidence-dir", str(out)] if evidence else []
         outer = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        outer["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half of the time
         done = subprocess.run(
             command,
             cwd=tmp_path,
@@ -485,7 +492,7 @@ def test_the_last_failures_alone_prove_nothing(run: Any) -> None:
 
 def test_processes_that_ran_beside_each_other_are_merged(tmp_path: Path) -> None:
     """Runs that began in one second have one name."""
-    names = sorted(SOURCES.modules_of(STEM))
+    names = sorted(sources().modules_of(STEM))
     folders = []
     for kind, parts in (
         ("cupy-cuda13x", dict.fromkeys(names[::2], PASSED)),
@@ -493,19 +500,19 @@ def test_processes_that_ran_beside_each_other_are_merged(tmp_path: Path) -> None
         (record.SANITIZER, dict.fromkeys(record.TOOLS, CLEAN)),
     ):
         folders.append(tmp_path / str(len(folders)))
-        run = record.Run(folders[-1], kind, {}, SOURCES)
+        run = record.Run(folders[-1], kind, {}, sources())
         run.name = kind
         for name, part in parts.items():
             run.add(name, part)
     together = tmp_path / "together"
-    record.merge(together, folders[:1], SOURCES)
-    assert record.problems(STEM, together, SOURCES)
-    record.merge(together, folders[1:], SOURCES)
-    assert record.problems(STEM, together, SOURCES) == []
+    record.merge(together, folders[:1], sources())
+    assert record.problems(STEM, together, sources())
+    record.merge(together, folders[1:], sources())
+    assert record.problems(STEM, together, sources()) == []
 
 
 def test_one_process_writes(run: Any) -> None:
-    status, text, files = run("suite", "-n", "2")
+    status, text, files = run("suite", "-p", "xdist", "-n", "2")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "pass -n 0" in text
     assert not files
@@ -543,19 +550,19 @@ def test_a_log_that_breaks_off_proves_nothing(text: str) -> None:
 
 
 def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
-    run = record.Run(tmp_path / "evidence", "cupy-cuda13x", {}, SOURCES)
-    for name in SOURCES.modules:
+    run = record.Run(tmp_path / "evidence", "cupy-cuda13x", {}, sources())
+    for name in sources().modules:
         run.add(name, PASSED)
-    record.write(tmp_path, "about", {"about": {"version": "1"}, "sources": SOURCES._asdict()})
+    record.write(tmp_path, "about", {"about": {"version": "1"}, "sources": sources()._asdict()})
     report = "========= Uninitialized read\n=========     at mla_decode_bfloat16+0x1f0\n"
     found = report + CLEAN_LOG.replace("SUMMARY: 0", "SUMMARY: 1")
     for tool, plant in sanitize.RUNS:
         text = RACE if tool == "racecheck" else found
         (tmp_path / sanitize.log_name(tool, plant)).write_text(text if plant else CLEAN_LOG)
     assert sanitize.summarise(tmp_path, tmp_path / "evidence")
-    assert record.problems("mla_decode", tmp_path / "evidence", SOURCES) == []
+    assert record.problems("mla_decode", tmp_path / "evidence", sources()) == []
     (tmp_path / "synccheck.log").write_text(found)
     assert not sanitize.summarise(tmp_path, tmp_path / "evidence")
-    wrong = record.problems("mla_decode", tmp_path / "evidence", SOURCES)
+    wrong = record.problems("mla_decode", tmp_path / "evidence", sources())
     assert any("1 errors" in problem for problem in wrong)
-    assert record.problems("schedule", tmp_path / "evidence", SOURCES) == []
+    assert record.problems("schedule", tmp_path / "evidence", sources()) == []

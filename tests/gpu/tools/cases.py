@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS
 
@@ -125,13 +126,19 @@ def requirements() -> set[tuple[tuple[str, object], ...]]:
 
 def _completable(chosen: dict[str, object]) -> bool:
     """Whether a case exists that contains these values."""
+    return _are_completable(*[(n, chosen[n]) for n in _BOUND if n in chosen])
+
+
+_BOUND = ("heads", "kv_heads", "cache", "batch", "kv_len")  # to each other
+
+
+@cache
+def _are_completable(*items: tuple[str, object]) -> bool:
+    chosen = dict(items)
     if not allowed(chosen):
         return False
-    open_names = [n for n in ("heads", "kv_heads", "cache", "batch", "kv_len") if n not in chosen]
-    if not open_names:
-        return True
-    name = open_names[0]
-    return any(_completable({**chosen, name: value}) for value in FACTORS[name])
+    name = next((n for n in _BOUND if n not in chosen), None)
+    return name is None or any(_completable({**chosen, name: value}) for value in FACTORS[name])
 
 
 def covered_by(values: Mapping[str, object]) -> Iterator[tuple[tuple[str, object], ...]]:
@@ -141,7 +148,8 @@ def covered_by(values: Mapping[str, object]) -> Iterator[tuple[tuple[str, object
         yield tuple((name, values[name]) for name in names)
 
 
-def covering_sample(seed: int = SEED, attempts: int = 3) -> list[Case]:
+@cache
+def covering_sample(seed: int = SEED, attempts: int = 3) -> tuple[Case, ...]:
     """Cases that together contain every requirement, found greedily.
 
     Each case starts from a requirement that is still open (triples first) and takes, factor by
@@ -163,7 +171,7 @@ def covering_sample(seed: int = SEED, attempts: int = 3) -> list[Case]:
                 best, best_gain = values, gain
         wanted.difference_update(covered_by(best))
         cases.append(Case(**best, seed=len(cases)))  # type: ignore[arg-type]
-    return cases
+    return tuple(cases)
 
 
 def _extend(

@@ -135,8 +135,12 @@ def runtime_texts(package: Path = PACKAGE) -> dict[str, str]:
 def runtime_digest(texts: Mapping[str, str] | None = None) -> str:
     """The digest of that code, without comments, docstrings, annotations and words of errors."""
     texts = runtime_texts() if texts is None else texts
-    trees = [_WithoutWords().visit(ast.parse(text)) for text in texts.values()]
-    return _digest_of(*map(code, trees))
+    return _digest_of(*map(_code_of, texts.values()))
+
+
+@functools.cache
+def _code_of(text: str) -> str:
+    return code(_WithoutWords().visit(ast.parse(text)))
 
 
 def code(node: Any) -> str:

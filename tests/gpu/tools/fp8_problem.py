@@ -535,7 +535,8 @@ TRIPLES = (("q_len", "heads", "causal"), ("form", "page_size", "operation"))
 LEAST_PEAKED = 96  # tokens: with fewer, one may have most of the weight
 
 
-def covering_sample() -> list[Fp8Case]:
+@functools.cache
+def covering_sample() -> tuple[Fp8Case, ...]:
     """Cases that together hold TRIPLES and every pair of FACTORS, but for impossible spreads."""
     cases = []
     for number, values in enumerate(cover(FACTORS, TRIPLES)):
@@ -545,4 +546,4 @@ def covering_sample() -> list[Fp8Case]:
             spread = "even" if few else "peaked" if case.spread == "steep" else case.spread
             case = dataclasses.replace(case, spread=spread)
         cases.append(case)
-    return cases
+    return tuple(cases)

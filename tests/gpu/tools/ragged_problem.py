@@ -14,6 +14,8 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -290,30 +292,30 @@ def cover(
     """
     rng = random.Random(20261122)
     groups = [*itertools.combinations(factors, 2), *triples]
-    wanted = {
-        tuple(zip(names, values, strict=True))
-        for names in groups
+    starts = {
+        tuple(zip(names, values, strict=True)): (i, values)
+        for i, names in enumerate(groups)
         for values in itertools.product(*(factors[name] for name in names))
     }
-    open_ones = sorted(wanted, key=lambda c: (-len(c), repr(c)))
+    wanted = {*starts.values()}
+    held_by = [(i, itemgetter(*names)) for i, names in enumerate(groups)]
     points: list[dict[str, Any]] = []
-    for start in open_ones:
-        if start not in wanted:
+    for start in sorted(starts, key=lambda c: (-len(c), repr(c))):
+        if starts[start] not in wanted:
             continue
         tries = [
             {name: rng.choice(values) for name, values in factors.items()} | dict(start)
             for _ in range(candidates)
         ]
-        held = [
-            {tuple((name, values[name]) for name in names) for names in groups} for values in tries
-        ]
+        held = [{(i, of_group(values)) for i, of_group in held_by} for values in tries]
         best = max(range(candidates), key=lambda i: len(held[i] & wanted))
         wanted -= held[best]
         points.append(tries[best])
     return points
 
 
-def covering_sample() -> list[GridCase]:
+@cache
+def covering_sample() -> tuple[GridCase, ...]:
     """Cases that together hold every pair of FACTORS, and TRIPLES."""
     cases: list[GridCase] = []
     for number, values in enumerate(cover(FACTORS, TRIPLES)):
@@ -322,4 +324,4 @@ def covering_sample() -> list[GridCase]:
         around = {"before": number % 3, "behind": number % 2 * 5}
         case = Ragged(**lengths, **values, **around, seed=number)
         cases.append(GridCase(case, ("given", "float32", "allocated")[number % 3]))
-    return cases
+    return tuple(cases)
