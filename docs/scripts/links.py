@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hook of mkdocs: links from a page to files of the repository that are not pages.
 
-With `repo_url` in mkdocs.yml such a link leads to the file there. Without it the site has nothing
-to link to, so the link becomes its text. A link to a file that does not exist is an error.
+A script of the folder examples has a page, made by pages.py. With `repo_url` in mkdocs.yml other
+links lead to the file there. Without it the site has nothing to link to, so the link becomes its
+text. A link to a file that does not exist is an error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join(folder, link.partition("#")[0]))
         if path.startswith("docs/"):
             return match[0]
+        if re.fullmatch(r"examples/\w+\.py", path) and (ROOT / path).exists():
+            made = posixpath.relpath(f"docs/{path.removesuffix('.py')}.md", folder)
+            return f"[{text}]({made})"
         if not (ROOT / path).exists():
             raise FileNotFoundError(f"{page.file.src_uri} links to {path}, which does not exist")
         url = config.repo_url

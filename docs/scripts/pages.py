@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: makes the pages of the API and of the supported models, and their navigation.
+"""A hook of mkdocs: makes the pages of the API, of examples and of the supported models.
 
-These pages are in no commit. Each public name has a page of its own, which mkdocstrings fills from
-the docstring. ``api/`` and ``support/index.md`` are what other pages link to.
+These pages, and their navigation, are in no commit. Each public name has a page of its own, which
+mkdocstrings fills from the docstring, and each script of ``examples`` has one with its text.
 """
 
 from __future__ import annotations
@@ -161,6 +161,29 @@ def _directive(name: str, options: list[str]) -> str:
     return "\n".join([f"::: {name}", *(["    options:", *lines] if lines else [])])
 
 
+def example_pages() -> dict[str, str]:
+    """Make a page for each script of the folder examples, and their list."""
+    pages = {}
+    index = ["# Examples", "", "Each script runs with a GPU and without.", ""]
+    index += ["| script | shows |", "|---|---|"]
+    for path in examples():
+        text = path.read_text(encoding="utf-8")
+        told = ast.get_docstring(ast.parse(text)) or ""
+        first = " ".join(told.partition("\n\n")[0].split())
+        code = text[text.index('"""', text.index('"""') + 3) + 3 :].strip()
+        name = f"examples/{path.name}"
+        pages[f"examples/{path.stem}.md"] = (
+            f"# {path.stem}\n\n```text\n{told}\n```\n\n`python {name}`\n\n```python\n{code}\n```\n"
+        )
+        index.append(f"| [`{path.name}`]({path.stem}.md) | {first} |")
+    return {"examples/index.md": "\n".join(index) + "\n", **pages}
+
+
+def examples() -> list[Path]:
+    """List the scripts that have a page."""
+    return sorted((ROOT / "examples").glob("*.py"))
+
+
 def navigation() -> list[Any]:
     """List the pages of the API as the navigation of the site has them."""
     entries: list[Any] = ["api/index.md"]
@@ -175,7 +198,7 @@ def navigation() -> list[Any]:
 
 def generated() -> dict[str, str]:
     """Make all pages that are in no commit."""
-    return api_pages() | {"support/index.md": load("support").page()}
+    return api_pages() | example_pages() | {"support/index.md": load("support").page()}
 
 
 def load(name: str) -> ModuleType:
@@ -188,9 +211,13 @@ def load(name: str) -> ModuleType:
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Put the pages of the API into the navigation, in place of the entry ``api/``."""
+    """Put the pages of the API and of examples into the navigation, in place of folders."""
+    scripts = [{path.stem: f"examples/{path.stem}.md"} for path in examples()]
+    made = {"api/": navigation(), "examples/": ["examples/index.md", *scripts]}
     config.nav = [
-        {"API": navigation()} if entry == {"API": "api/"} else entry for entry in config.nav
+        {title: made.get(pages, pages) if isinstance(pages, str) else pages}
+        for entry in config.nav
+        for title, pages in entry.items()
     ]
     return config
 

@@ -210,6 +210,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in cumla.__all__:
         page = tmp_path / "api" / name / "index.html"
         assert f'id="cumla.{name}"' in page.read_text("utf-8")
+    for script in EXAMPLES:
+        assert (tmp_path / "examples" / script.stem / "index.html").is_file()
 
 
 def test_parameters_of_a_group_have_types_and_defaults_of_their_own() -> None:
