@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faces of the libraries that people call today: their signatures, cumla's kernels."""
+"""Compatibility modules: the Python interfaces of other libraries over cumla's kernels."""

@@ -1,61 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the faces share: the caller's names in errors, kinds of arguments, what is refused."""
+"""Checks that the compatibility modules share."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from opcode import opmap
 from typing import Any, NoReturn
 
-from cumla.compat._torch import import_torch, is_traced
+from cumla.compat._torch import import_torch
 
 __all__ = [
-    "CallersNames",
     "check_axes",
     "check_given",
     "check_integers",
     "check_new_rows",
     "check_tensors",
     "missing_from",
-    "refuse",
     "refuse_gradients",
 ]
 
 
-class CallersNames:
-    """A ``with`` block in whose errors arguments have the names that the caller gave them.
-
-    `names` lead from cumla's names, such as ``"kv_cache[0]"``, to the caller's. A `TypeError` or
-    `ValueError` becomes one of `kind`, where the other library raises one for both; other
-    exceptions pass through unchanged. Where ``torch.compile`` may trace, write ``with names():``.
-    """
-
-    __slots__ = ("_kind", "_names", "_pattern")
-
-    def __init__(self, names: Mapping[str, str], kind: type[Exception] | None = None) -> None:
-        longest_first = sorted(names, key=len, reverse=True)
-        any_of_them = "|".join(map(re.escape, longest_first)) or "(?!)"  # which nothing matches
-        self._names = names
-        self._pattern = re.compile(rf"(?<![\w.])({any_of_them})(?!\w)")
-        self._kind = kind
-
-    def __call__(self) -> Any:
-        return nullcontext() if is_traced() else self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, (TypeError, ValueError)):
-            message = self._pattern.sub(lambda found: self._names[found[0]], str(error))
-            raise (self._kind or type(error))(message) from None
-
-
 def check_tensors(**tensors: Any) -> None:
-    """Check that these are tensors of PyTorch, which alone has what the faces call."""
+    """Check that these are tensors of PyTorch."""
     for name, tensor in tensors.items():
         if not hasattr(tensor, "new_empty"):
             kind = type(tensor)
@@ -90,7 +57,7 @@ def check_axes(name: str, tensor: Any, *forms: str) -> None:
 
 
 def check_integers(kinds: tuple[str, ...] = ("int32", "int64"), /, **tensors: Any) -> None:
-    """Check the dtypes of lengths, offsets and indices, which a conversion would hide."""
+    """Check the dtypes of lengths, offsets and indices."""
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in kinds:
@@ -98,43 +65,30 @@ def check_integers(kinds: tuple[str, ...] = ("int32", "int64"), /, **tensors: An
 
 
 def check_new_rows(**pairs: tuple[Any, Any]) -> None:
-    """Check that rows have the dtype of the caches that they go into, unless it is one of FP8."""
+    """Check that rows have the dtype of the caches they are written to, unless that is FP8."""
     if len({cache.dtype for _, cache in pairs.values()}) > 1:
-        return  # it is a cache that is wrong, as the writing itself says
+        return  # then a cache is wrong, and append_kv_cache says so
     for name, (rows, cache) in pairs.items():
         if cache.dtype.itemsize > 1 and rows.dtype != cache.dtype:
             need, got = (str(tensor.dtype).removeprefix("torch.") for tensor in (cache, rows))
             raise TypeError(f"{name}: needs the cache's dtype {need}, got {got}; convert it")
 
 
-def missing_from(face: str, library: str) -> Callable[[str], NoReturn]:
-    """Make the ``__getattr__`` of a face, which says where names that it lacks are to be had.
+def missing_from(module: str, library: str) -> Callable[[str], NoReturn]:
+    """Make the ``__getattr__`` of a module, which says where a name that it lacks comes from.
 
-    ``from face import name`` would replace an `AttributeError` by a text of its own, so it gets an
-    `ImportError`; everything else, `hasattr` among it, an `AttributeError`.
+    Python replaces an `AttributeError` in ``from module import name`` by its own text, so that
+    import gets an `ImportError`; everything else, `hasattr` among it, an `AttributeError`.
     """
 
     def __getattr__(name: str) -> NoReturn:
         caller = sys._getframe(1)
         imports = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
         raise (ImportError if imports else AttributeError)(
-            f"{name}: {face} does not have it; import it from {library}", name=name
+            f"{name}: {module} does not have it; import it from {library}", name=name
         )
 
     return __getattr__
-
-
-def refuse(
-    why: str,
-    kind: type[Exception] = NotImplementedError,
-    way_out: str = "leave it out",
-    /,
-    **arguments: object,
-) -> None:
-    """Refuse what is given of arguments that stand for what cumla does not have."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise kind(f"{name}: {why}; {way_out}")
 
 
 def refuse_gradients(**tensors: Any) -> None:

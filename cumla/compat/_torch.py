@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch, for the faces that cannot do without it, and what two of them compute with it."""
+"""PyTorch, for the compatibility modules, and what several of them compute with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def import_torch() -> Any:
         import torch
     except ImportError as error:
         raise ImportError(
-            "this face of cumla.compat needs PyTorch, which cannot be imported; install it: pip "
+            "this module of cumla.compat needs PyTorch, which cannot be imported; install it: pip "
             "install torch, or call cumla's own functions, which take arrays of NumPy, CuPy and JAX"
         ) from error
     return torch
@@ -32,7 +32,7 @@ def is_traced() -> bool:
 def plainly(function: _Function) -> _Function:
     """Call a function that makes no tensor without torch's modes, unless it is traced.
 
-    A default device is such a mode, through which each look at a tensor takes 2 us.
+    A default device is such a mode, in which each attribute of a tensor takes 2 us.
     """
 
     @wraps(function)
@@ -46,7 +46,7 @@ def plainly(function: _Function) -> _Function:
 
 
 def positions_of(offsets: Any, first: Any, tokens: int, step: int = 1) -> Any:
-    """Tell the position of each token: `first` of its request, and `step` more for each token.
+    """Return the position of each token: `first` of its request, plus `step` for each token.
 
     `offsets` are ``(batch + 1,)``, `first` is ``(batch,)``. Tokens of no request get any number.
     """

@@ -12,7 +12,9 @@ Its operations are functions here, and operations of PyTorch after `register`::
 and `AttentionRegistry` are AutoDeploy's, too. The descriptors ``"cumla"``, for contiguous caches,
 and ``"cumla_paged"`` are registered.
 
-VERSIONS_HERE
+They are those of TensorRT-LLM 0.19, the first release with AutoDeploy. Later releases rotate
+outside of attention, without freqs_cis, and call the operations
+``torch.ops.auto_deploy.triton_attention_...``: those are not here.
 
 Differences from AutoDeploy:
 
