@@ -24,8 +24,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import cumla
+from bench.files import say, write
 from bench.frameworks import laid_out
-from bench.run import say, write
 from cumla.bench.gpu import Gpu
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns

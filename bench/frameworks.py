@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what a decoding step takes in CuPy, PyTorch and JAX: eager, compiled, in CUDA graphs.
 
-    python -m bench.frameworks records/h200-frameworks.json
+    python -m bench.frameworks records/NAME.json
 
 Each framework runs in a process of its own (framework_steps.py). One that is not installed, or does
 not see the GPU, has a row that says so. All results of a case must have the same bits.
@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from bench.files import piped, say, write
 from bench.framework_steps import PARTS
-from bench.report import piped
-from bench.run import say, write
 from cumla.bench.gpu import Gpu
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starting costs: importing the package, and the first call of a process."""
+"""What starting costs: importing the package, and the first call of a process.
+
+python -m bench.start
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -78,3 +82,7 @@ def _environment(current: Mapping[str, str], cache: str) -> dict[str, str]:
     path = os.pathsep.join(entry for entry in found if entry)
     kept = {key: value for key, value in current.items() if not key.startswith("CUMLA_")}
     return kept | {"PYTHONPATH": path, "CUPY_CACHE_DIR": cache}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=1))

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
-from cumla.bench.section import Bench, Call
+from cumla.bench.section import Call
 from cumla.bench.timing import Timing
 
-__all__ = ["in_turns", "time_by_name"]
+__all__ = ["in_turns"]
 
 _ROUNDS = 3
-_REPEATS = 10  # runs of one turn
 
 
 def in_turns(
@@ -30,9 +28,3 @@ def in_turns(
         )
         for times in zip(*turns, strict=True)
     ]
-
-
-def time_by_name(bench: Bench, calls: dict[str, Call]) -> dict[str, Timing]:
-    """Time the calls of a section in turns."""
-    times = in_turns(partial(bench.time, repeats=_REPEATS), tuple(calls.values()))
-    return dict(zip(calls, times, strict=True))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from bench.run import say, write
+from bench.files import say, write
 from bench.turns import in_turns
 from cumla import MLADecodePlan
 from cumla.bench import ceilings

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from bench.files import say, write
 from bench.frameworks import laid_out, printed_rows
-from bench.run import say, write
 from bench.vllm_layers import PARTS
 from cumla.bench.gpu import Gpu
 from cumla.bench.run import environment, refuse_slow_kernels

@@ -1,2 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections that users do not need, each in a module of its family."""
+"""All sections, in the order in which they are measured and shown."""
+
+from __future__ import annotations
+
+from bench.case import Section
+from bench.sections import caches, heads, indexer, lists, mla
+
+SECTIONS: tuple[Section, ...] = (
+    mla.DENSE,
+    mla.SHORT,
+    mla.FP8,
+    mla.CHUNKS,
+    heads.DECODE,
+    heads.SHORT,
+    heads.PREFILL,
+    lists.DECODE,
+    lists.V4,
+    lists.PREFILL,
+    indexer.LOGITS,
+    indexer.TOP_K,
+    mla.SCHEDULES,
+    mla.INVARIANT,
+    mla.PAGES,
+    caches.WRITES,
+    caches.MERGES,
+)

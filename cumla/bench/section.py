@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any, Protocol
 
 from cumla.bench.cases import Ceilings
-from cumla.bench.gpu import STREAM_BYTES, Gpu
+from cumla.bench.gpu import Gpu
 from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
 
 Row = dict[str, Any]
@@ -31,10 +31,6 @@ class Limits:
     most_caches: int = 32
     # Memory that a graph goes round, so that none of it is in L2 when its turn comes again.
     rotated_bytes: int = 512 << 20
-    # What a graph of an operation that moves bytes reads and writes: as much as the copy that is
-    # the ceiling.
-    replay_bytes: int = STREAM_BYTES
-    moved_bytes: int = 256 * 10**6  # up to this size such an operation is timed in a graph as well
 
     def caches(self, batch: int, cache_bytes: int) -> int:
         """Count the caches that a graph goes round; 1 where there is no graph."""
@@ -99,9 +95,8 @@ class Column:
 
 
 def _said(row: Row) -> str:
-    """Sum up the times of a row, or of the list in it."""
-    lines = next((of for of in row.values() if isinstance(of, list)), [row])
-    times = row["us"].values() if isinstance(row.get("us"), dict) else [of["us"] for of in lines]
+    """Sum up the time of a row, or its times by name."""
+    times = row["us"].values() if isinstance(row["us"], dict) else [row["us"]]
     return ", ".join(map(show_us, times)) + " us"
 
 
@@ -134,7 +129,7 @@ class Case(Protocol):
 class Section:
     """A part of the benchmark: one table of one operation."""
 
-    name: str  # key of its rows in the results, and what ``--only`` takes. Sections may share one.
+    name: str  # key of its rows in the results
     cases: tuple[Any, ...]  # what is measured: a name, and `to_json`, which begins the row
     # Checks a case against float64, times it, and returns the rest of its row. Raises `CheckError`
     # where a result is wrong.
@@ -142,9 +137,6 @@ class Section:
     # What tells cases apart; what was measured.
     shape: tuple[Column, ...]
     figures: tuple[Column, ...]
-    title: str = ""  # begins the first heading of the table
-    each: str = ""  # key of a list in the row, of which every item is a line of the table
-    ops: tuple[str, ...] = ()  # values of a row's ``op``, where several sections share a name
 
     def run(self, bench: Bench, note: Note) -> Iterator[Row]:
         """Measure one case after the other; whatever goes wrong with one leaves the others."""
@@ -163,25 +155,14 @@ class Section:
                 note(f"FAILED: {row['failed']}")
             yield row
 
-    def rows(self, results: Row) -> list[Row]:
-        """Find this section's rows in results."""
-        found = results.get(self.name, ())
-        return [row for row in found if not self.ops or row["op"] in self.ops]
-
     def table(self, results: Row) -> list[list[str]]:
         """Print this section's rows as a table of text; empty where there are none."""
-        lines: list[Row] = []
-        for row in self.rows(results):
-            given = {"empty_us": results["ceilings"]["empty_kernel_us"]} | row
-            each = row.get(self.each, ()) if self.each else ({},)
-            lines += [given | line for line in each] or [given]
+        lines: list[Row] = results.get(self.name, [])
         if not lines:
             return []
         shape = [column for column in self.shape if column.is_shown(lines)]
         figures = [column for column in self.figures if column.is_shown(lines)]
-        titles = [column.title for column in (*shape, *figures)]
-        titles[0] = self.title + titles[0]
-        table = [titles]
+        table = [[column.title for column in (*shape, *figures)]]
         for line in lines:
             cells = [column.cell(line) for column in shape]
             if "failed" in line:

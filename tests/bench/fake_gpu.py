@@ -3,8 +3,7 @@
 
 The public functions of cumla compute NumPy arrays through the reference, so a benchmark can run
 from end to end on it. Parameter structs are packed as for a real launch and read from the bytes.
-`FakeCumla` takes the place of the package in `cumla.bench.problem` and
-`bench.sections.calls`, which hold all calls of it.
+`FakeCumla` takes the place of the package in `cumla.bench.problem`, which holds all calls of it.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class FakeCumla:
 
 
 CEILINGS = Ceilings(4468.0, 4191.0, 754.0, 3.7, fp8_tflops=1356.0, sustained_tflops=650.0)
-LIMITS = Limits(2, 2, 3, 2 * 10**6, 3 * 10**6, 2 * 10**6)
+LIMITS = Limits(2, 2, 3, 2 * 10**6)
 
 
 def fake_bench(gpu: FakeGpu) -> Bench:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What records a run: start times, published times of others, libraries in turns, variants."""
+"""A run into a record, on the CPU with a clock of its own: order, checks, what goes wrong."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,228 +13,321 @@ from typing import Any
 
 import pytest
 
-from bench import record, start, variants
-from bench.decode_peers import PeerRuns
-from bench.logits_peers import LogitsPeerRuns
-from bench.peers import Turns, add_published, load_peers
-from bench.sections.indexer import PagedLogitsCase, PrefillLogitsCase, floor_us
-from bench.sections.sparse import SparseCase
-from cumla.bench.cases import DENSE, Case
-from cumla.bench.explain import key_of
-from cumla.bench.timing import Timing
-from tests.bench.conftest import DENSE as SMALL_DENSE
-from tests.bench.conftest import Fakes, small
+pytest.importorskip("torch")
 
-RECORDS = Path(__file__).resolve().parents[2] / "records"
-H200 = load_peers().ceilings
+from bench import __main__ as command
+from bench import kernels, measure, record
+from bench.case import Case, Section, Variant
+from bench.lab import Lab
+from bench.measure import Lost, Stopwatch
+from bench.sections import SECTIONS, mla
+from cumla.bench.cases import Ceilings
+from cumla.bench.section import CheckError
+from cumla.launch import all_specs
+from cumla.launch.source import digest
+from tests.bench.fake_libraries import FakeFlashAttention, FakeFlashMLA, FakeLibraries
 
-
-def timing(us: float) -> Timing:
-    return Timing(us, us, us)
+CEILINGS = Ceilings(4000.0, 3800.0, 800.0, 3.0, fp8_tflops=1500.0, sustained_tflops=650.0)
+SPECS = all_specs()
 
 
-# --- published times ------------------------------------------------------------------------------
+class FakeWatch(Stopwatch):
+    """Runs each call once, and takes 100 us for cumla's and 10 more for each that follows."""
+
+    def __init__(self, gpu: Any = None, torch: Any = None) -> None:
+        self.gpu, self.torch = gpu, torch or SimpleNamespace(cuda=SimpleNamespace())
+        self.turns: list[tuple[int, int]] = []
+
+    def host_us(self, call: Any) -> float:
+        call()
+        return 20.0
+
+    def in_turns(
+        self, calls: Sequence[Any], rounds: int, hold_us: float
+    ) -> list[tuple[float, float]]:
+        self.turns.append((len(calls), rounds))
+        for call in calls:
+            call()
+        return [(100.0 + 10 * place, 99.0) for place in range(len(calls))]
+
+    def capture(self, call: Any) -> tuple[Any, Any]:
+        out = call()
+        return SimpleNamespace(replay=call), out
 
 
-@pytest.mark.parametrize("name", ["h200.json", "h100.json"])
-def test_published_times_are_those_of_recorded_runs(name: str) -> None:
-    """Whatever `add_published` puts beside bare rows is what the record has."""
-    recorded = json.loads((RECORDS / name).read_text())
-    bare = json.loads(json.dumps(recorded))
-    for section in ("rows", "schedule", "indexer"):
-        for row in bare[section]:
-            for key in ("peers", "best_peer", "flash_mla_us", "deep_gemm_us"):
-                row.pop(key, None)
-    assert add_published(bare) == recorded
+class FakeGpu:
+    properties = SimpleNamespace(name="Fake GPU")
 
+    def __enter__(self) -> FakeGpu:
+        return self
 
-def test_peers_of_every_row() -> None:
-    peers = load_peers()
-    for case in DENSE:
-        found = peers.dense(case, H200)
-        assert {"FlashMLA", "FA3-MLA"} <= set(found)
-        for time in found.values():
-            assert time.scaled_us == pytest.approx(time.us)  # the same GPU
-    assert "back-to-back" in peers.dense(Case(128, 1, 128, 4096), H200)["FlashInfer"].clock
+    def __exit__(self, *of: object) -> None:
+        pass
 
-
-def test_peers_are_scaled_by_what_bounds_the_case() -> None:
-    slow_memory = replace(H200, read_gbps=H200.read_gbps / 2)
-    few, many = Case(128, 1, 16, 4096), Case(128, 2, 128, 4096)
-    of_few, of_many = (load_peers().dense(case, slow_memory)["FlashMLA"] for case in (few, many))
-    assert of_few.scaled_us == pytest.approx(2 * of_few.us)
-    assert of_many.scaled_us == pytest.approx(of_many.us)
-
-
-@pytest.mark.parametrize("slow", ["read_gbps", "fp8_tflops"])
-@pytest.mark.parametrize("case", [PagedLogitsCase(128, 1, 32768), PrefillLogitsCase(4096, 8192)])
-def test_peers_of_logits_are_scaled_by_the_ceiling_that_binds(case: Any, slow: str) -> None:
-    limits = replace(H200, **{slow: getattr(H200, slow) / 2})
-    row = case.to_json() | {"us": 100.0}
-    results = {"ceilings": limits.to_json(), "rows": [], "indexer": [row]}
-    scaled = add_published(results)["indexer"][0]["peers"]["DeepGEMM"]["scaled_us"]
-    peers = load_peers()
-    (kernel,) = peers.times(case.to_json(), floor_us(case, limits) / floor_us(case, H200)).values()
-    cleaning = peers.times(case.to_json() | {"op": "clean_logits"}, 1.0).values()
-    written = sum(time.us for time in cleaning) * (2 if slow == "read_gbps" else 1)
-    assert scaled == pytest.approx(kernel.scaled_us + written)
-
-
-def test_peers_of_sparse_attention() -> None:
-    """Scaled by what bounds the case, whatever the length of a decoding context."""
-    limits = replace(H200, matmul_tflops=H200.matmul_tflops / 2)
-    cases = (
-        *(SparseCase(128, 1, 128, kv_len=length) for length in (8192, 32768)),
-        SparseCase(1, 4096, 128, "bfloat16", 8192, prefill=True),
-        SparseCase(1, 4096, 128, "bfloat16", 131072, prefill=True),
-        SparseCase(64, 1, 128),
-    )
-    rows = [case.to_json() | {"us": 100.0} for case in cases]
-    rows += [{"op": "top_k", "us": 1.0}, {"op": "sparse_decode", "failed": "so"}]
-    add_published({"ceilings": limits.to_json(), "rows": [], "sparse": rows})
-    scaled = [row.get("peers", {}).get("FlashMLA", {}).get("scaled_us") for row in rows]
-    known = pytest.approx(2 * 188.32), pytest.approx(2 * 188.32), pytest.approx(2 * 3604.32)
-    assert scaled == [*known, None, None, None, None]
-
-
-@pytest.mark.parametrize(
-    "other", [{"dtype": "float16"}, {"kv_heads": 2}, {"seed": 0}, {"batch_invariant": True}]
-)
-def test_peers_of_variants_are_unknown(other: dict[str, Any]) -> None:
-    assert load_peers().dense(Case(128, 1, 128, 4096), H200)
-    assert load_peers().dense(Case(128, 1, 128, 4096, **other), H200) == {}
-
-
-# --- a recorded run -------------------------------------------------------------------------------
+    def torch_stream(self, torch: Any) -> Any:
+        return nullcontext()
 
 
 @pytest.fixture
-def recorded(fakes: Fakes, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> Any:
-    """Names what ran; a run has small rows, and every library 6 us beside cumla's 5."""
-    ran: list[Any] = []
-
-    def run(note: Any) -> Any:
-        ran.append("all")
-        yield results | {"protocol": "Events"}
-
-    def run_peers(bench: Any, case: Case, names: Any) -> PeerRuns:
-        ran.append((case, names))
-        turns = {"FlashInfer": Turns(timing(5.0), timing(6.0))}
-        return PeerRuns(turns, {"Triton": timing(9.0)}, ["torch SDPA: no"])
-
-    def run_deep_gemm(bench: Any, case: Any) -> LogitsPeerRuns:
-        ran.append(case)
-        turns = Turns(timing(5.0), timing(6.0))
-        return LogitsPeerRuns({case.to_json()["op"]: turns, "paged_schedule": turns}, [])
-
-    logits = small("indexer: ")
-    monkeypatch.setattr(record, "measure_start", lambda: {"import_s": 0.1})
-    monkeypatch.setattr(record, "run", run)
-    monkeypatch.setattr(record, "Gpu", lambda: fakes.gpu)
-    monkeypatch.setattr(record, "run_peers", run_peers)
-    monkeypatch.setattr(record, "run_deep_gemm", run_deep_gemm)
-    monkeypatch.setattr(record.indexer, "SECTIONS", (logits,))
-    return SimpleNamespace(ran=ran, logits=logits)
+def machine() -> dict[str, Any]:
+    return {"gpu": "Fake GPU", "nvrtc": "13.0"}
 
 
-def test_everything_is_recorded(recorded: Any) -> None:
+@pytest.fixture(autouse=True)
+def fake_run(one_thread: None, monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any]) -> None:
+    def lab() -> Lab:
+        made = Lab(tiny=True)
+        made.libraries = FakeLibraries()  # type: ignore[assignment]
+        return made
+
+    def environment(gpu: Any) -> dict[str, Any]:
+        return {"date": "2026-11-29T15:00:00+00:00", "machine": dict(machine), "digests": {}}
+
+    monkeypatch.setattr(record, "Lab", lab)
+    monkeypatch.setattr(record, "Gpu", FakeGpu)
+    monkeypatch.setattr(record, "Stopwatch", FakeWatch)
+    monkeypatch.setattr(record, "environment", environment)
+    monkeypatch.setattr(record.ceilings, "measure", lambda gpu: CEILINGS)
+    monkeypatch.setattr(record.module, "_loaded", {(SPECS[0], 0): object()})
+
+
+def first_rows(section: Section, count: int) -> Section:
+    return replace(section, shapes=section.shapes[:count])
+
+
+TWO = (first_rows(mla.DENSE, 2), first_rows(mla.SCHEDULES, 1))
+
+
+def run(path: Path, sections: tuple[Section, ...] = TWO, **options: Any) -> dict[str, Any]:
     told: list[str] = []
-    *_, results = record.record(told.append, SMALL_DENSE[1:])
-    assert recorded.ran == ["all", (SMALL_DENSE[1], ()), *recorded.logits.cases]
-    assert (results["start"], results["notes"]) == ({"import_s": 0.1}, ["torch SDPA: no"])
-    assert results["protocol"].startswith("Events. Peers that are marked")
-    first, second = results["rows"]
-    assert first["peers"] == {}
-    entry = {"us": 6.0, "scaled_us": 6.0, "own_us": 5.0, "x": 1.2, "measured": True}
-    apart = {"us": 9.0, "scaled_us": 9.0, "x": 1.8, "measured": True, "apart": True}
-    assert second["peers"] == {"FlashInfer": entry, "Triton": apart}
-    assert second["best_peer"] == "FlashInfer"
-    with_peer = [row for row in results["indexer"] if row.get("peers", {}).get("DeepGEMM")]
-    assert [row["op"] for row in with_peer] == [
-        *("paged_mqa_logits", "paged_mqa_logits", "mqa_logits", "paged_schedule")
-    ]
-    assert "b2-s2-h3-kv128: FlashInfer 6.0 us, Triton 9.0 us" in told
+    record.record(path, told.append, sections=sections, **options)
+    content = json.loads(path.read_text("utf-8"))
+    assert isinstance(content, dict)
+    return content | {"told": told}
 
 
-def test_libraries_can_be_chosen(recorded: Any) -> None:
-    *_, _ = record.record(lambda line: None, SMALL_DENSE, ("sdpa",))
-    assert recorded.ran[1:] == [(case, ("sdpa",)) for case in SMALL_DENSE]
+def raising(error: Exception) -> Any:
+    def build(lab: Lab, **shape: Any) -> Case:
+        raise error
+
+    return build
 
 
-def test_start_times_that_cannot_be_measured_leave_the_rest(
-    recorded: Any, monkeypatch: pytest.MonkeyPatch
+# --- one case -------------------------------------------------------------------------------------
+
+
+def case_of(lab: Lab, **peers: list[Variant]) -> Case:
+    return replace(mla.dense(lab, 2, 1, 2, 70), peers=peers)
+
+
+def test_the_fastest_right_variant_counts_and_the_others_are_noted() -> None:
+    lab, notes = Lab(tiny=True), list[str]()
+    right, wrong = mla.dense(lab, 2, 1, 2, 70), mla.dense(lab, 2, 1, 2, 70)
+    case = replace(
+        right,
+        peers={
+            "A": [Variant("off", lambda: wrong.run() + 1), Variant("fine", right.run)],
+            "B": [Variant("", lambda: wrong.run() * float("nan"))],
+        },
+    )
+    watch = FakeWatch()
+    row = measure.measure(watch, case, notes.append)
+    assert row["us"] == row["graph_us"] == 100.0
+    assert list(row["peers"]) == ["A"]
+    assert row["peers"]["A"]["variant"] == "fine"
+    assert row["peers"]["A"]["us"] == 110.0
+    assert [note.split(" is off")[0] for note in notes] == ["A (off)", "B"]
+    assert watch.turns == [(1, 5), (1, 3), (2, measure.ROUNDS), (2, measure.ROUNDS)]
+
+
+def test_a_wrong_result_of_cumla_has_no_time() -> None:
+    lab = Lab(tiny=True)
+    case = mla.dense(lab, 2, 1, 2, 70)
+    with pytest.raises(CheckError, match="cumla is off"):
+        measure.measure(FakeWatch(), replace(case, run=lambda: case.run() + 1), print)
+
+
+def test_what_is_wrong_after_the_timing_is_noted_or_fails() -> None:
+    lab, runs, notes = Lab(tiny=True), list[int](), list[str]()
+    case = mla.dense(lab, 2, 1, 2, 70)
+
+    def later() -> Any:
+        runs.append(1)
+        return case.run() + (len(runs) > 4)
+
+    row = measure.measure(
+        FakeWatch(), replace(case, peers={"A": [Variant("", later)]}), notes.append
+    )
+    assert row["peers"] == {}
+    assert "after the timing" in notes[0]
+    runs.clear()
+    with pytest.raises(CheckError, match="after the timing"):
+        measure.measure(FakeWatch(), replace(case, run=later), print)
+
+
+def test_a_lost_context_ends_everything() -> None:
+    lab = Lab(tiny=True)
+
+    def lose() -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    case = replace(mla.dense(lab, 2, 1, 2, 70), peers={"A": [Variant("", lose)]})
+    with pytest.raises(Lost, match="A: RuntimeError"):
+        measure.measure(FakeWatch(), case, print)
+
+
+def test_turns_begin_with_another_call_each_round() -> None:
+    order: list[str] = []
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 0.007)
+    cuda = SimpleNamespace(
+        Event=lambda enable_timing: event,
+        _sleep=lambda cycles: order.append(f"hold {cycles}"),
+        synchronize=lambda: None,
+    )
+    gpu: Any = SimpleNamespace(flush_l2=lambda: order.append("flush"))
+    watch = Stopwatch(gpu, SimpleNamespace(cuda=cuda))
+    found = watch.in_turns([lambda: order.append("a"), lambda: order.append("b")], 1, 2.0)
+    assert found == [(7.0, 7.0), (7.0, 7.0)]
+    assert [step for step in order if len(step) == 1] == ["a", "b", "b", "a", "a", "b"]
+    assert order[:3] == ["flush", "hold 3960", "a"]
+
+
+# --- a record -------------------------------------------------------------------------------------
+
+
+def test_a_record_says_what_ran(tmp_path: Path) -> None:
+    content = run(tmp_path / "made.json")
+    assert content["machine"]["gpu"] == "Fake GPU"
+    assert content["ceilings"]["read_GBps"] == 4000.0
+    assert content["kernels"] == {SPECS[0].entry: {"source": digest(SPECS[0])}}
+    assert content["libraries"] == {"fake": "1"}
+    assert "none is real" in content["notes"]
+    assert "running" not in content
+    rows = content["sections"]["dense"]
+    assert [row["kv_len"] for row in rows] == [1024, 4096]
+    assert rows[0]["bound"] == "bytes"
+    assert rows[0]["floor_us"] == pytest.approx(
+        max(rows[0]["nbytes"] / 4e6, rows[0]["flops"] / 8e8)
+    )
+    assert set(rows[0]["peers"]) == {"FlashMLA", "FlashAttention-3"}
+    assert content["told"][0].startswith("dense b128 h128 kv1024: 100.0 us, FlashMLA 110.0 (1.10)")
+
+
+def test_a_file_gets_the_rows_that_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "made.json"
+    run(path, rows=lambda name: "kv4096" in name)
+    content = run(path)
+    assert [row["kv_len"] for row in content["sections"]["dense"]] == [4096, 1024]
+    assert not any("kv4096" in line for line in content["told"])
+    assert run(path)["told"] == []
+
+
+def test_no_row_begins_after_the_time(tmp_path: Path) -> None:
+    content = run(tmp_path / "made.json", seconds=-1.0)
+    assert content["sections"] == {}
+    assert content["told"][-1].startswith("left out for time: dense b128 h128 kv1024, ")
+
+
+def test_a_row_that_goes_wrong_leaves_the_others(tmp_path: Path) -> None:
+    bad = replace(TWO[1], build=raising(ValueError("no such\nthing")))
+    content = run(tmp_path / "made.json", (bad, TWO[0]))
+    assert content["sections"]["schedules"][0]["failed"] == "ValueError: no such"
+    assert len(content["sections"]["dense"]) == 2
+
+
+def test_a_lost_context_is_taken_up_behind_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
-        raise start.StartError("no such luck")
-
-    monkeypatch.setattr(record, "measure_start", fail)
-    *_, results = record.record(lambda line: None, ())
-    assert results["start"] == {"failed": "no such luck"}
-
-
-def test_the_script_writes_what_was_measured(recorded: Any, tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    record.main([str(file), "--peers", "none"])
-    assert json.loads(file.read_text())["start"] == {"import_s": 0.1}
-    assert len(recorded.ran) == 1
+    path = tmp_path / "made.json"
+    bad = replace(TWO[1], build=raising(RuntimeError("CUDA error: unspecified")))
+    with pytest.raises(Lost):
+        run(path, (bad, TWO[0]))
+    monkeypatch.setattr(command, "SECTIONS", (bad, TWO[0]))
+    assert command.main([str(path)]) == 1  # one row failed
+    content = json.loads(path.read_text("utf-8"))
+    assert len(content["sections"]["dense"]) == 2
+    path.unlink()
+    assert command.main([str(path)]) == command.LOST
 
 
-# --- start times ----------------------------------------------------------------------------------
+def test_a_row_in_which_a_process_ended_is_not_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "made.json"
+    content = run(path, (TWO[1],))
+    shape = dict(TWO[0].shapes[0])
+    path.write_text(json.dumps(content | {"running": {"section": "dense", "shape": shape}}))
+    rows = run(path)["sections"]["dense"]
+    assert "ended" in rows[0]["failed"]
+    assert "us" in rows[1]
 
 
-def test_start_times_come_from_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUMLA_CUBIN_DIR", "/somewhere")
-    ran: list[tuple[tuple[str, ...], dict[str, str]]] = []
-
-    def fake_run(command: list[str], *, env: dict[str, str], **options: object) -> Any:
-        ran.append((tuple(command[1:]), env))
-        return SimpleNamespace(stdout=f"{len(ran)}.0\n")
-
-    monkeypatch.setattr(start.subprocess, "run", fake_run)
-    found = start.measure()
-    # 1 to 3 are dropped; then 4, 7, ... 28 and so on; a cold call and three warm ones
-    assert list(found.values()) == [16.0, 17.0, 18.0, 31.0, 33.0]
-    assert ["import cumla" in command[1] for command, _ in ran[:4]] == [True, False, False, True]
-    assert Path(ran[-1][0][0]).name == "first_call.py"
-    assert len({env["CUPY_CACHE_DIR"] for _, env in ran}) == 1
-    assert all("CUMLA_CUBIN_DIR" not in env for _, env in ran)
+def test_other_kernels_and_machines_are_refused(tmp_path: Path, machine: dict[str, Any]) -> None:
+    path = tmp_path / "made.json"
+    content = run(path, (TWO[1],))
+    entry = SPECS[0].entry
+    path.write_text(json.dumps(content | {"kernels": {entry: {"source": "other"}}}))
+    with pytest.raises(ValueError, match=f"about another {entry}; name a new file"):
+        run(path)
+    path.write_text(json.dumps(content))
+    machine["nvrtc"] = "12.9"
+    with pytest.raises(ValueError, match="of another machine"):
+        run(path)
 
 
-def test_an_import_is_timed_and_a_failing_process_told(tmp_path: Path) -> None:
-    assert 0 < start._seconds(("-c", start._TIMED.format("import cumla")), str(tmp_path)) < 60
-    with pytest.raises(start.StartError, match="no such luck"):
-        start._seconds(("-c", "raise RuntimeError('no such luck')"), str(tmp_path))
+def test_the_command_names_rows_and_sections(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "made.json"
+    assert command.main([str(path), "--only", "merges", "dense", "--rows", "merges 2 170*"]) == 0
+    assert list(json.loads(path.read_text("utf-8"))["sections"]) == ["merges"]
+    rest = [section.name for section in SECTIONS if section.name != "merges"]
+    assert command.main(["--tiny", "--except", *rest, "--rows", "*bfloat16"]) == 0
+    assert "merges 8 57 bfloat16: error" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main([])
 
 
-# --- variants -------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        (Case(4, 1, 16, 1024), ("swapped", "one_tile", "shared_blocks")),
-        (Case(4, 2, 16, 1024), ("one_tile", "shared_blocks")),
-        (Case(4, 2, 16, 1024, kv_heads=2), ("swapped", "one_tile", "shared_blocks")),
-        (Case(4, 1, 128, 1024), ("one_tile", "shared_blocks")),
-    ],
-)
-def test_kernels_that_can_serve(case: Case, names: tuple[str, ...]) -> None:
-    key = key_of(case, 132)
-    assert variants.admissible(key) == names
-    assert key.variant in names
+def evidence(tmp_path: Path, source: str, **cubins: str) -> Path:
+    spec = SPECS[0]
+    entries = {spec.entry: {"source": source, "cubins": {"13.0": cubins["code"]}}}
+    (tmp_path / f"{spec.stem}.json").write_text(json.dumps({"entries": entries}))
+    return tmp_path
 
 
-def test_every_kernel_is_compared_somewhere() -> None:
-    keys = [key_of(case, 132) for case in variants.SECTION.cases]
-    assert {key.variant for key in keys} == {"swapped", "one_tile", "shared_blocks"}
+def test_equal_machine_code_is_the_same_kernel(tmp_path: Path) -> None:
+    spec = SPECS[0]
+    now, entry = digest(spec), spec.entry
+    then = {entry: {"source": "before", "cubins": {"13.0": "code"}}}
+    assert kernels.changed({entry: {"source": now}}, tmp_path) == []
+    assert kernels.changed(then, tmp_path) == [entry]  # nothing is known
+    assert kernels.changed(then, evidence(tmp_path, now, code="code")) == []
+    assert kernels.changed(then, evidence(tmp_path, now, code="other")) == [entry]
+    assert kernels.changed(then, evidence(tmp_path, "yet another", code="code")) == [entry]
+    assert kernels.changed({"gone": {"source": now}}, tmp_path) == ["gone"]
 
 
-def test_kernels_take_turns(fakes: Fakes) -> None:
-    section = replace(variants.SECTION, cases=(Case(2, 1, 2, 70),))
-    (row,) = fakes.measure(section)["variants"]
-    assert row["chosen"] in row["us"]
-    assert set(row["us"]) == set(variants.admissible(key_of(Case(2, 1, 2, 70), 132)))
-    slower = row | {"us": dict.fromkeys(row["us"], 12.0) | {row["chosen"]: 15.0}}
-    failed = {"failed": "out is wrong"}
-    assert variants.worst([failed]) == 1.0
-    assert variants.worst([slower, failed]) == pytest.approx(1.25)
+def test_the_machine_code_in_a_folder_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SPECS[0]
+    monkeypatch.setattr("tests.gpu.tools.cubins.digest_of", lambda code: code.decode())
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("CUMLA_CUBIN_DIR", str(tmp_path))
+    assert kernels.known_of(spec, "13.0") == {"source": digest(spec)}
+    (tmp_path / kernels.cubin_name(spec)).write_bytes(b"code")
+    assert kernels.known_of(spec, "13.0")["cubins"] == {"13.0": "code"}
+
+
+def test_the_fakes_can_be_wrong() -> None:
+    lab = Lab(tiny=True)
+    lab.libraries = FakeLibraries()  # type: ignore[assignment]
+    lab.libraries.flash_mla = {"vLLM": FakeFlashMLA(True, off=1.0)}  # type: ignore[misc]
+    lab.libraries.flash_attention = FakeFlashAttention(wrong=1)  # type: ignore[misc]
+    notes: list[str] = []
+    row = measure.measure(FakeWatch(), mla.dense(lab, 2, 1, 2, 70), notes.append)
+    assert list(row["peers"]) == ["FlashAttention-3"]
+    assert {note.split(" is off")[0] for note in notes} == {
+        "FlashMLA (vLLM)", "FlashAttention-3 (splits 1)",
+    }  # fmt: skip

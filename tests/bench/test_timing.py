@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from bench.sections.host import time_host
 from bench.turns import in_turns
 from cumla.bench.timing import (
     Timing,
@@ -73,21 +72,3 @@ def test_sustained_times_the_last_half_without_a_pause():
     assert time_sustained(gpu, work, 1500.0) == 1600.5
     assert len(runs) == 1000  # of 1500 us: 1.5 s
     assert max(later - earlier for earlier, later in pairwise(runs)) <= 1601.0
-
-
-def test_host_waits_between_bursts_outside_the_clock(monkeypatch):
-    clock = [0]
-    monkeypatch.setattr("bench.sections.host.perf_counter_ns", lambda: clock[0])
-    done = []
-
-    def call() -> None:
-        done.append("call")
-        clock[0] += 20_000 if len(done) > 9 else 90_000
-
-    def drain() -> None:
-        done.append("drain")
-        clock[0] += 1_000_000
-
-    timing = time_host(call, drain, repeats=20, warmup=10, burst=5)
-    assert timing == Timing(20.0, 20.0, 20.0)
-    assert done == [*["drain", *["call"] * 5] * 6, "drain"]

@@ -12,22 +12,51 @@ import pytest
 
 from cumla import cli
 from cumla.bench import dense, explain, run
-from cumla.bench.cases import DENSE, Case, grid
+from cumla.bench.cases import DENSE, Case, Ceilings, grid
 from cumla.bench.report import parts, to_csv, to_text
 from cumla.bench.section import Section
 from cumla.errors import CumlaError, MissingDependencyError, UnsupportedDeviceError
 
-RECORDED = Path(__file__).resolve().parents[2] / "records" / "h200.json"
+FIGURES = {
+    "us": 100.0,
+    "us_low": 99.0,
+    "us_high": 101.0,
+    "tflops": 500.0,
+    "gbps": 3000.0,
+    "floor_us": 80.0,
+    "efficiency": 0.8,
+    "stream_only_us": 60.0,
+    "graph_us": None,
+    "row_error": 1e-3,
+    "lse_error": 1e-6,
+}
+RESULTS: dict[str, Any] = {
+    "format": 1,
+    "date": "2026-11-29T15:00:00+00:00",
+    "machine": dict.fromkeys(("gpu", "sm_count", "driver", "cupy", "nvrtc", "cumla"), "some"),
+    "ceilings": Ceilings(4500.0, 4300.0, 800.0, 3.1, sustained_tflops=660.0).to_json(),
+    "l2": "cold",
+    "notes": [],
+    "rows": [case.to_json() | FIGURES for case in DENSE],
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """What --json wrote."""
+    path = tmp_path / "results of a run.json"
+    path.write_text(json.dumps(RESULTS))
+    return path
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Measures nothing: each run gives the recorded results, and leaves here what it was given."""
+    """Measures nothing: each run gives the same results, and leaves here what it was given."""
     given: dict[str, Any] = {}
 
     def fake(sections: tuple[Section, ...], note: Any, **options: Any) -> Iterator[dict[str, Any]]:
         given.update(options, sections=sections)
-        results = json.loads(RECORDED.read_text())
+        results = RESULTS
         note("a step")
         yield results | {"rows": results["rows"][:1]}
         yield results
@@ -154,6 +183,7 @@ def test_without_a_gpu_what_else_there_is_to_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     error: CumlaError,
+    file: Path,
 ) -> None:
     def none() -> Any:
         raise error
@@ -167,7 +197,7 @@ def test_without_a_gpu_what_else_there_is_to_run(
     assert "cumla[cu12] or cumla[cu13]; `python -m cumla info`" in way_out + commands[0]
     options = [line.split()[4] for line in commands if line.startswith("  python -m cumla bench")]
     assert options == ["--explain", "--from"]
-    assert cumla_bench("--explain") == cumla_bench("--from", RECORDED) == 0
+    assert cumla_bench("--explain") == cumla_bench("--from", file) == 0
 
 
 @pytest.mark.parametrize("content", ['{"variants": [], "machine": {}, "ceilings": {}}', "[]"])
@@ -188,7 +218,7 @@ def test_everything_is_written(
     said = capsys.readouterr()
     assert " s  a step\n" in said.err
     written = json.loads(files[0].read_text())
-    assert written == json.loads(RECORDED.read_text())
+    assert written == RESULTS
     assert said.out == to_text(parts(written)) + "\n"
     assert files[1].read_text() == to_csv(written["rows"])
 
@@ -210,16 +240,18 @@ def test_what_was_measured_before_a_failure_is_kept(
 def test_a_wrong_result_is_told_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = json.loads(RECORDED.read_text())
-    recorded["rows"][0] = recorded["rows"][0] | {"failed": "out is off"}
-    monkeypatch.setattr(run, "run", lambda *of, **options: iter([recorded]))
+    first, *others = RESULTS["rows"]
+    wrong = RESULTS | {"rows": [first | {"failed": "out is off"}, *others]}
+    monkeypatch.setattr(run, "run", lambda *of, **options: iter([wrong]))
     assert cumla_bench() == 1
     assert "out is off" in capsys.readouterr().out
 
 
-def test_the_table_of_a_file(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cumla_bench("--from", RECORDED) == 0
-    assert capsys.readouterr().out == to_text(parts(json.loads(RECORDED.read_text()))) + "\n"
+def test_the_table_of_a_file(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    assert cumla_bench("--from", file) == 0
+    assert capsys.readouterr().out == to_text(parts(RESULTS)) + "\n"
     assert asked == {}
 
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: cases, of which cumla and other libraries compute the same, and sections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Call = Callable[[], Any]
+Shape = Mapping[str, Any]
+
+
+class Variant(NamedTuple):
+    """A way in which a library can be asked for the same: by builds, splits, entry points."""
+
+    name: str
+    call: Call  # queues the work on PyTorch's current stream and returns what it computes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a section."""
+
+    run: Call  # cumla's call
+    error: Callable[[Any], float]  # of what a call returned, against float64
+    limit: float  # the largest error that is right
+    nbytes: int = 0  # that have to move
+    flops: int = 0
+    product: str = "bfloat16"  # the dtype whose products bound it
+    peers: Mapping[str, list[Variant]] = field(default_factory=dict)
+    peer_limit: float = 2e-2  # for libraries, some of which round more
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the performance page."""
+
+    name: str
+    title: str
+    about: str  # what the reader has to know, Markdown
+    columns: Mapping[str, str]  # headings, by key of a shape
+    shapes: tuple[Shape, ...]
+    build: Callable[..., Case]  # (lab, **shape)
+    baseline: str = ""  # a peer that is no library: what it is in the table's heading
+
+    def label(self, shape: Shape) -> str:
+        """Name a row, short enough for a figure."""
+        return " ".join(_word(key, value) for key, value in shape.items() if _word(key, value))
+
+
+_LETTERS = {"batch": "b", "heads": "h", "kv_len": "kv", "queries": "s", "rows": "r", "topk": "k"}
+
+
+def _word(key: str, value: Any) -> str:
+    if value is None or value is False or value == "" or (key == "queries" and value == 1):
+        return ""
+    if value is True:
+        return key
+    return f"{_LETTERS.get(key, '')}{value}" if isinstance(value, int) else str(value)
+
+
+def shapes(keys: str, *rows: tuple[Any, ...]) -> tuple[Shape, ...]:
+    """Make shapes from rows of values."""
+    return tuple(dict(zip(keys.split(), row, strict=True)) for row in rows)

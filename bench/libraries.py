@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other libraries' kernels, called as their own Python interfaces call them.
+
+FlashMLA, FlashAttention-3 and vLLM's top-k are operators that a compiled file registers with
+PyTorch. The file is looked for on the path of Python, where the package would be installed, and
+the package itself is not imported: it needs much that the operators do not.
+
+    pip install --no-deps vllm==0.33.0 sgl-flash-mla==1.0.0 flashinfer-python==0.7.4
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FlashAttention", "FlashMLA", "Libraries"]
+
+
+def find(path: str) -> Path:
+    """Find a file or folder below one of the folders of `sys.path`."""
+    for folder in sys.path:
+        if (found := Path(folder or ".") / path).exists():
+            return found.resolve()
+    raise FileNotFoundError(f"no {path} on the path of Python")
+
+
+class Schedule:
+    """What FlashMLA makes in its first call, and takes in the others."""
+
+    tiles: Any = None
+    splits: Any = None
+
+
+class FlashMLA:
+    """A build of FlashMLA."""
+
+    def __init__(
+        self, torch: Any, files: tuple[str, ...], names: tuple[str, str], takes_out: bool
+    ) -> None:
+        for file in files:
+            torch.ops.load_library(str(find(file)))
+        self.operators, self._fp8 = (getattr(torch.ops, name) for name in names)
+        self.takes_out = takes_out
+
+    def _out(self, out: Any) -> tuple[Any, ...]:
+        return (out,) if self.takes_out else ()
+
+    def dense(
+        self, q: Any, cache: Any, table: Any, lens: Any, scale: float, schedule: Schedule, out: Any
+    ) -> Any:
+        """Decode, causal; a cache (pages, tokens, 1, 576)."""
+        given = (q, cache, 512, lens, table, scale, True, schedule.tiles, schedule.splits)
+        result, _, schedule.tiles, schedule.splits = self.operators.dense_decode_fwd(
+            *given, *self._out(out)
+        )
+        return result
+
+    def dense_fp8(
+        self, q: Any, cache: Any, table: Any, lens: Any, scale: float, heads: int
+    ) -> Callable[[], Any]:
+        """Make a call that decodes over e4m3 queries and rows; its schedule is made now."""
+        schedule = self._fp8.get_mla_decoding_metadata_dense_fp8(lens, heads, 1)
+        one = lens.new_ones(1).float()
+
+        def call() -> Any:
+            return self._fp8.fwd_kvcache_mla_fp8(
+                *(q, cache, 512, lens, table, scale, True, *schedule, one, one)
+            )[0]
+
+        return call
+
+    def lists(
+        self,
+        q: Any,
+        cache: Any,
+        indices: Any,
+        scale: float,
+        schedule: Schedule,
+        out: Any,
+        *,
+        sinks: Any = None,
+        extra: tuple[Any, Any] = (None, None),
+    ) -> Any:
+        """Decode over lists of packed rows; `extra` is a second cache with its lists."""
+        made = (schedule.tiles, schedule.splits)
+        given = (q, cache, indices, None, sinks, *made, *extra, None, 512, scale)
+        result, _, schedule.tiles, schedule.splits = self.operators.sparse_decode_fwd(
+            *given, *self._out(out)
+        )
+        return result
+
+    def prefill(self, q: Any, rows: Any, indices: Any, scale: float, out: Any) -> Any:
+        """Attend from each query token over a list of its own of bfloat16 rows."""
+        last = (out,) if self.takes_out else (True, True)  # where not: statistics by base 2
+        given = (q, rows, indices, scale, 512, None, None)
+        return self.operators.sparse_prefill_fwd(*given, *last)[0]
+
+
+class FlashAttention:
+    """FlashAttention-3, as vLLM builds it."""
+
+    def __init__(self, torch: Any) -> None:
+        torch.ops.load_library(str(find("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")))
+        self._operators = torch.ops._vllm_fa3_C
+
+    def schedule(
+        self,
+        lens: Any,
+        *,
+        max_q: int,
+        max_kv: int,
+        heads: tuple[int, int],
+        columns: tuple[int, int],
+        dtype: Any,
+        window: tuple[int, int] = (-1, -1),
+        page: int | None = None,
+        q_starts: Any = None,
+        k_starts: Any = None,
+        splits: int = 0,
+        pack: bool | None = None,
+    ) -> Any:
+        """Compute the schedule of the causal calls that follow."""
+        return self._operators.get_scheduler_metadata(
+            *(len(lens), max_q, max_kv, *heads, *columns, dtype, lens, q_starts, k_starts),
+            *(None, None, None, page, 0, True, *window, False, splits, pack, 0),
+        )
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float,
+        out: Any,
+        qv: Any = None,
+        q_starts: Any = None,
+        k_starts: Any = None,
+        lens: Any = None,
+        max_q: int | None = None,
+        max_kv: int | None = None,
+        table: Any = None,
+        factors: Any = None,
+        window: tuple[int, int] = (-1, -1),
+        schedule: Any = None,
+        splits: int = 0,
+        pack: bool | None = None,
+        sinks: Any = None,
+    ) -> Any:
+        """Attend, causal."""
+        lengths = (q_starts, k_starts, None, None, lens, max_q, max_kv)
+        last = (window[0], window[1], 0.0, True, schedule, splits, pack, 0, sinks, 1, 0, None)
+        return self._operators.fwd(
+            *(q, k, v, None, None, qv, out, *lengths, table, None, None, None, None, None),
+            *(factors, factors, factors, scale, True, *last),
+        )[0]
+
+
+class Libraries:
+    """The libraries that are there; `notes` says why others are not."""
+
+    def __init__(self, torch: Any, *, usable: bool = True) -> None:
+        self._torch, self._usable = torch, usable
+        self._loaded: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def _load(self, name: str, load: Callable[[], Any]) -> Any:
+        """Load once; None if it cannot be, or nothing is to be called here."""
+        if not self._usable:
+            return None
+        if name not in self._loaded:
+            try:
+                self._loaded[name] = load()
+            except Exception as error:  # of any kind: the others are measured
+                reason = str(error).strip().partition("\n")[0]
+                self.notes.append(f"{name} did not run: {type(error).__name__}: {reason}")
+                self._loaded[name] = None
+        return self._loaded[name]
+
+    @property
+    def flash_mla(self) -> dict[str, FlashMLA]:
+        """Builds of FlashMLA, by the project that made them."""
+        found = {
+            "vLLM": self._load(
+                "FlashMLA of vLLM",
+                lambda: FlashMLA(
+                    self._torch,
+                    ("vllm/_flashmla_C.abi3.so", "vllm/_flashmla_extension_C.abi3.so"),
+                    ("_flashmla_C", "_flashmla_extension_C"),
+                    takes_out=True,
+                ),
+            ),
+            "SGLang": self._load(
+                "FlashMLA of SGLang",
+                lambda: FlashMLA(
+                    self._torch,
+                    ("flash_mla/_C_legacy.abi3.so",),
+                    ("flash_mla_legacy", "flash_mla_legacy"),
+                    takes_out=False,
+                ),
+            ),
+        }
+        return {name: build for name, build in found.items() if build is not None}
+
+    @property
+    def flash_attention(self) -> FlashAttention | None:
+        return self._load("FlashAttention-3", lambda: FlashAttention(self._torch))  # type: ignore[no-any-return]
+
+    @property
+    def deep_gemm(self) -> Any:
+        def load() -> Any:
+            sys.path.append(str(find("vllm/third_party/deep_gemm").parent))
+            return import_module("deep_gemm")
+
+        return self._load("DeepGEMM", load)
+
+    @property
+    def flash_infer_top_k(self) -> Any:
+        return self._load("FlashInfer", lambda: import_module("flashinfer.topk"))
+
+    @property
+    def vllm_operators(self) -> Any:
+        """The operators of vLLM, its top-k among them."""
+
+        def load() -> Any:
+            self._torch.ops.load_library(str(find("vllm/_C_stable_libtorch.abi3.so")))
+            return self._torch.ops._C
+
+        return self._load("vLLM's top-k", load)
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the packages that the libraries come from, where one is there."""
+        found = {}
+        for package in ("vllm", "sgl-flash-mla", "flashinfer-python", "deep_gemm"):
+            try:
+                found[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        deep_gemm = self._loaded.get("DeepGEMM")
+        if deep_gemm is not None:
+            found["deep_gemm"] = deep_gemm.__version__
+        return found

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other libraries, made of cumla's reference: what the benchmark hands them has to fit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import cumla
+
+E4M3 = torch.float8_e4m3fn
+
+
+class FakeFlashMLA:
+    """A build of FlashMLA; `off` is added to what it computes."""
+
+    def __init__(self, takes_out: bool, off: float = 0.0) -> None:
+        self.takes_out, self.off = takes_out, off
+
+    def _given(self, result: Any, out: Any) -> Any:
+        result = result + self.off
+        return out.copy_(result) if self.takes_out and out is not None else result
+
+    def dense(
+        self, q: Any, cache: Any, table: Any, lens: Any, scale: float, schedule: Any, out: Any
+    ) -> Any:
+        schedule.tiles = schedule.tiles or "made"
+        return self._given(cumla.mla_decode(q, cache, table, lens, softmax_scale=scale).out, out)
+
+    def dense_fp8(self, q: Any, cache: Any, table: Any, lens: Any, scale: float, heads: int) -> Any:
+        assert q.dtype == cache.dtype == E4M3
+        assert heads == q.shape[1] * q.shape[2]
+
+        def call() -> Any:
+            options = {"softmax_scale": scale, "kv_scale": 1.0}
+            return cumla.mla_decode(q.to(torch.bfloat16), cache, table, lens, **options).out
+
+        return call
+
+    def lists(
+        self,
+        q: Any,
+        cache: Any,
+        indices: Any,
+        scale: float,
+        schedule: Any,
+        out: Any,
+        *,
+        sinks: Any = None,
+        extra: tuple[Any, Any] = (None, None),
+    ) -> Any:
+        assert q.shape[2] >= 64 or q.shape[-1] == 512
+        caches = [None if rows is None else rows.view(torch.uint8) for rows in (cache, extra[0])]
+        more = {"extra_kv_cache": caches[1], "extra_indices": extra[1], "sinks": sinks}
+        given = {name: value for name, value in more.items() if value is not None}
+        result = cumla.mla_sparse_decode(q, caches[0], indices, softmax_scale=scale, **given)
+        return self._given(result.out, out)
+
+    def prefill(self, q: Any, rows: Any, indices: Any, scale: float, out: Any) -> Any:
+        assert rows.shape[1] == indices.shape[1] == 1
+        given = (q, rows[:, 0], indices[:, 0])
+        return self._given(cumla.mla_sparse_attention(*given, softmax_scale=scale).out, out)
+
+
+class FakeFlashAttention:
+    """FlashAttention-3; `wrong` splits give what is not right."""
+
+    def __init__(self, wrong: int = -1) -> None:
+        self.wrong = wrong
+
+    def schedule(self, lens: Any, *, heads: tuple[int, int], **options: Any) -> Any:
+        assert heads[0] % heads[1] == 0
+        assert options["max_kv"] >= int(lens.max())
+        return torch.zeros(4, dtype=torch.int32)
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float,
+        out: Any,
+        qv: Any = None,
+        q_starts: Any = None,
+        k_starts: Any = None,
+        lens: Any = None,
+        max_q: int | None = None,
+        max_kv: int | None = None,
+        table: Any = None,
+        factors: Any = None,
+        window: tuple[int, int] = (-1, -1),
+        schedule: Any = None,
+        splits: int = 0,
+        pack: bool | None = None,
+        sinks: Any = None,
+    ) -> Any:
+        if qv is not None:
+            whole, cache = torch.cat([qv, q], -1), torch.cat([v, k], -1)
+            given = {"softmax_scale": scale}
+            if q_starts is None:
+                result = cumla.mla_decode(whole, cache, table, lens, **given)
+            else:
+                given["qo_indptr"] = q_starts
+                result = cumla.mla_attention(whole, cache, table, lens, **given)
+            return out.copy_(result.out + (splits == self.wrong))
+        if factors is not None:
+            assert q.dtype == E4M3
+            q = q.to(torch.bfloat16)
+        options = {"window": window[0] if window[0] >= 0 else None, "softmax_scale": scale}
+        if sinks is not None:
+            options["sinks"] = sinks.float()
+        if q_starts is not None:
+            options["qo_indptr"] = q_starts
+        if table is None:
+            result = cumla.attention(q, k, v, kv_indptr=k_starts, **options)
+        else:
+            result = cumla.attention(q, k, v, kv_lens=lens, block_table=table, **options)
+        return out.copy_(result.out + (splits == self.wrong))
+
+
+def _paged_logits(
+    q: Any, cache: Any, weights: Any, seen: Any, table: Any, schedule: Any, longest: int
+) -> Any:
+    assert seen.shape == q[0].shape[:2]
+    given = (q[0], cache, weights, table, seen[:, -1].contiguous())
+    return cumla.paged_mqa_logits(*given, max_kv_len=longest)
+
+
+def _logits(q: Any, keys: Any, weights: Any, first: Any, behind: Any, longest: int) -> Any:
+    return cumla.mqa_logits(q[0], keys, weights, first, behind)
+
+
+deep_gemm = SimpleNamespace(
+    get_num_sms=lambda: 132,
+    get_paged_mqa_logits_metadata=lambda seen, page, sms: None,
+    fp8_fp4_paged_mqa_logits=_paged_logits,
+    fp8_fp4_mqa_logits=_logits,
+)
+
+
+def _transform(
+    scores: Any,
+    table: Any,
+    lens: Any,
+    top: int,
+    *,
+    row_to_batch: Any = None,
+    deterministic: bool = False,
+    dsa_graph_safe: bool = False,
+) -> Any:
+    assert len(table) == (len(scores) if row_to_batch is None else 1)
+    return table.flatten()[cumla.top_k(scores, top, lengths=lens).indices.long()]
+
+
+flash_infer_top_k = SimpleNamespace(
+    top_k_page_table_transform=_transform,
+    top_k_ragged_transform=lambda scores, begins, lens, top: (
+        cumla.top_k(scores, top, lengths=lens).indices + begins[:, None]
+    ),
+)
+
+
+def _one_batch(scores: Any, lens: Any, out: Any, memory: Any, top: int, width: int) -> None:
+    assert width == scores.shape[1]
+    assert memory.numel() == 1 << 20
+    out.copy_(cumla.top_k(scores, top, lengths=lens).indices)
+
+
+def _a_row_each(scores: Any, next_n: int, lens: Any, out: Any, *last: int) -> None:
+    assert last == (len(scores), *scores.stride(), out.shape[1])
+    out.copy_(cumla.top_k(scores, out.shape[1], lengths=lens).indices)
+
+
+vllm_operators = SimpleNamespace(
+    cooperative_topk=_one_batch, persistent_topk=_one_batch, top_k_per_row_decode=_a_row_each
+)
+
+
+class FakeLibraries:
+    """All of them."""
+
+    def __init__(self) -> None:
+        self.flash_mla = {"vLLM": FakeFlashMLA(True), "SGLang": FakeFlashMLA(False)}
+        self.flash_attention = FakeFlashAttention()
+        self.deep_gemm, self.vllm_operators = deep_gemm, vllm_operators
+        self.flash_infer_top_k = flash_infer_top_k
+        self.notes = ["none is real"]
+
+    def versions(self) -> dict[str, str]:
+        return {"fake": "1"}
