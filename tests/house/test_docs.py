@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
-import json
 import os
 import re
 import runpy
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 import cumla
+from bench import page as performance
 from cumla.launch import all_specs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +29,7 @@ FRAMEWORKS = {"jax": ("jax",), "first-call": ("torch", "jax", "cupy")}  # others
 SOURCES = [path for path in (ROOT / "cumla").rglob("*.py") if ">>> " in path.read_text("utf-8")]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TESTED_ELSEWHERE = ("context_parallel_jax",)
-RESULTS, PEERS = ROOT / "records/h200.json", ROOT / "records/h200-peers.json"
-INSIDE = ROOT / "records/h200-frameworks.json"
+RECORD = ROOT / "records/performance.json"
 
 
 def load(name: str) -> ModuleType:
@@ -45,10 +44,6 @@ def load(name: str) -> ModuleType:
 @cache
 def made_pages() -> set[Path]:
     return {DOCS / path for path in load("pages").generated()}
-
-
-def recorded(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def blocks(page: Path) -> list[str]:
@@ -161,24 +156,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not [target for target in targets if not target.exists() and target not in made]
 
 
-def test_the_performance_page_is_what_the_script_makes() -> None:
-    inside = recorded(INSIDE) if INSIDE.exists() else None
-    made = load("performance").page(recorded(RESULTS), recorded(PEERS), inside)
-    assert (DOCS / "performance.md").read_text(encoding="utf-8") == made
+def test_the_performance_page_is_about_todays_kernels() -> None:
+    made = performance.fill((DOCS / "performance.md").read_text("utf-8"), performance.read(RECORD))
+    assert "{{" not in made
 
 
-def test_no_table_of_the_recorded_run_is_left_out_of_the_performance_page() -> None:
-    from bench.report import parts, to_markdown
-
-    page = (DOCS / "performance.md").read_text(encoding="utf-8")
-    for part in to_markdown(parts(recorded(RESULTS))).strip().split("\n\n"):
-        assert part in page
-
-
-def test_the_readme_has_rows_of_the_recorded_run() -> None:
-    performance, readme = load("performance"), (ROOT / "README.md").read_text(encoding="utf-8")
-    assert performance.readme_table(recorded(RESULTS)) in readme
-    assert performance.readme_line(recorded(RESULTS)) in readme
+def test_the_readme_has_rows_of_the_record() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert performance.with_readme_parts(readme, performance.read(RECORD)) == readme
 
 
 def test_the_readme_has_models_of_the_support_page() -> None:
@@ -188,16 +173,9 @@ def test_the_readme_has_models_of_the_support_page() -> None:
     assert set(support.models(readme=True)) < set(support.models())
 
 
-def test_the_figure_shows_the_recorded_run() -> None:
-    pytest.importorskip("matplotlib")
-    peers = load("peers")
-    figure = peers.draw(recorded(PEERS))
-    (axes,) = figure.axes
-    rows = peers.ratios(recorded(PEERS))
-    assert len(rows) == len(recorded(PEERS)["rows"])
-    for bars, name in zip(axes.containers, peers.PEERS, strict=True):
-        tops = [bar.get_y() + bar.get_height() for bar in bars]
-        assert tops == pytest.approx([found[name] for _, found in rows])
+def test_the_figure_is_of_the_record() -> None:
+    title = performance.overview_title(performance.read(RECORD))
+    assert title in (DOCS / "figures/peers.svg").read_text("utf-8")
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
