@@ -12,7 +12,8 @@ Differences from DeepGEMM:
 
 * Inference only: no gradients flow. FP4 queries, and arguments for other GPUs, are refused with
   `NotImplementedError`.
-* More shapes are taken, and compressed and paged logits can be cleaned, too.
+* More shapes are taken, and compressed and paged logits can be cleaned, too. DeepGEMM in vLLM 0.33
+  and SGLang has no clean_logits and logits_dtype: there pass max_seqlen_k and indices by name.
 * Paged logits are computed by as many multiprocessors as the metadata has parts, also for 4 queries
   of a request: pass ``get_num_sms()`` there, too, undivided. With other lengths than it was
   computed for, calls stay inside the cache, but their results are undefined.
@@ -149,6 +150,7 @@ def fp8_fp4_mqa_logits(
     check_axes("kv[0]", keys, "seq_len_kv, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_int("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
+    clean = _flag(clean_logits)
     out = None
     if not is_traced():  # a graph makes it without padding
         out = _padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype)
@@ -160,7 +162,7 @@ def fp8_fp4_mqa_logits(
             cu_seq_len_k_start,
             cu_seq_len_k_end,
             max_kv_len=width or None,
-            clean=bool(clean_logits),
+            clean=clean,
             logits_dtype=dtype,
             out=out,
         )
@@ -236,17 +238,18 @@ def fp8_fp4_paged_mqa_logits(
     check_axes("q", queries, "batch, next_n, num_heads, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_int("max_context_len", max_context_len, "there is nothing to write")
+    clean = _flag(clean_logits)
     if is_traced():  # graphs compute the schedule in the call
         arrays = queries, kv_cache, weights, block_table, context_lens
         traced: torch.Tensor = paged_mqa_logits(
-            *arrays, max_kv_len=width, clean=bool(clean_logits), logits_dtype=dtype
+            *arrays, max_kv_len=width, clean=clean, logits_dtype=dtype
         )
         return traced
     out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
     with _LOGITS():
         inputs = named(queries, kv_cache, weights, block_table)
         inputs |= {"kv_lens": context_lens, "schedule_meta": schedule_meta}
-        run(_SCORES, inputs, {"out": out}, (width, dtype, bool(clean_logits)))
+        run(_SCORES, inputs, {"out": out}, (width, dtype, clean))
     return out
 
 
@@ -351,6 +354,17 @@ def _padded_rows(
     dtype = torch.bfloat16 if dtype_name == "bfloat16" else torch.float32
     step = _ROW_BYTES // dtype.itemsize
     return like.new_empty((rows, -(-columns // step) * step), dtype=dtype)[:, :columns]
+
+
+def _flag(clean_logits: Any) -> bool:
+    """Check clean_logits, in whose place vLLM's and SGLang's copies have the next argument."""
+    is_count = type(clean_logits) is int and clean_logits not in (0, 1)
+    if is_count or getattr(clean_logits, "ndim", None):
+        raise TypeError(
+            f"clean_logits: needs True or False, got {type(clean_logits).__qualname__}; pass the "
+            f"arguments after it by name: copies of DeepGEMM without clean_logits have them there"
+        )
+    return bool(clean_logits)
 
 
 def _queries(q: Any) -> Any:

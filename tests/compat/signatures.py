@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of the functions that the faces stand for, as their libraries declare them.
+"""The parameters of the functions in cumla.compat, as their libraries declare them.
 
 ``python tests/compat/signatures.py WHEEL...`` reads wheels and source archives, of any number of
 versions, and writes signatures.json: library -> function -> parameters -> versions. Nothing is
@@ -37,6 +37,9 @@ FACES = [
         for name in ("cascade", "concat_ops", "decode", "page", "prefill", "rope", "topk")
     ),
     ("flashinfer/mla.py", "flashinfer_python", "flashinfer/mla/_batch_mla/_wrapper.py"),
+    # DeepGEMM itself has no archive; vLLM and SGLang ship it with functions in Python.
+    ("deep_gemm.py", "vllm", "vllm/third_party/deep_gemm/_C.py"),
+    ("deep_gemm.py", "sgl_deep_gemm", "deep_gemm/__init__.py"),
 ]
 # Functions of a face that its library has elsewhere.
 ELSEWHERE = {
@@ -48,7 +51,7 @@ ELSEWHERE = {
 def declared(source: str) -> dict[str, list[str]]:
     """Public functions, and methods of public classes, by name -> their parameters."""
     found: dict[str, ast.arguments] = {}
-    for node in ast.parse(source).body:
+    for node in _statements(ast.parse(source).body):
         if isinstance(node, ast.FunctionDef):
             found[node.name] = node.args  # of overloads the last
         for method in node.body if isinstance(node, ast.ClassDef) else ():
@@ -58,6 +61,15 @@ def declared(source: str) -> dict[str, list[str]]:
         found[name] = found[_impl(name)]
     private = re.compile(r"(^|\.)_(?!_init__$)")
     return {name: parameters(args) for name, args in found.items() if not private.search(name)}
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, also of a try and of a function that registers functions."""
+    for node in body:
+        yield node
+        is_registry = isinstance(node, ast.FunctionDef) and node.name.startswith("_register")
+        if is_registry or isinstance(node, ast.Try):
+            yield from _statements(node.body)  # type: ignore[attr-defined]
 
 
 def _impl(name: str) -> str:
@@ -116,7 +128,7 @@ def read(archives: list[Path]) -> dict[str, dict[str, dict[str, list[str]]]]:
         for face, whose, path in FACES:
             if whose != library:
                 continue
-            theirs = dict(texts[path])
+            theirs = dict(texts.get(path, {}))
             other, names = ELSEWHERE.get(face, ("", ()))
             theirs |= {n: p for n, p in texts.get(other, {}).items() if n.split(".")[0] in names}
             ours = declared((ROOT / "cumla/compat" / face).read_text("utf-8"))

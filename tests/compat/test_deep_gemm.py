@@ -401,6 +401,21 @@ def test_schedules_that_do_not_fit(schedule: Any, error: type[Exception], messag
         deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50)
 
 
+def test_positions_of_copies_without_clean_logits() -> None:
+    """Their next argument in its place is refused, not taken for True."""
+    says = (
+        r"^clean_logits: needs True or False, got (int|Tensor); pass the arguments after it by name"
+    )
+    prefill = prefill_inputs()
+    with pytest.raises(TypeError, match=says):
+        deep_gemm.fp8_fp4_mqa_logits((prefill["q"], None), *list(prefill.values())[1:], 4096)
+    lens = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=says):
+        deep_gemm.fp8_fp4_paged_mqa_logits(
+            (torch.zeros(1, 1, 64, 128), None), lens, lens, lens, lens, lens, 8, lens
+        )
+
+
 def test_metadata_checks_its_arguments() -> None:
     lengths = torch.ones(7, dtype=torch.int32)
     metadata = deep_gemm.get_paged_mqa_logits_metadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faces' parameters are those that the libraries' archives declare: names, order, defaults."""
+"""The parameters in cumla.compat are those of the libraries: names, order, defaults."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ VLLM = {"fa_version: DEFAULT_FA_VERSION -> 2"}  # one set of kernels serves all
 OF_0_33 = {"+gather_kv_indices", "+gather_kv_valid_length"}
 OF_0_27 = {"+block_sparse_tensors", "+aux_tensor_leading_dims", "order: aux_tensors"}
 OF_SGLANG = {"+use_legacy", "+kv_format", "+descale_q", "+descale_k", "order: out"}
+LOGITS = {"logits_dtype: torch.float32 -> None"}  # the module imports no torch for a default
 KNOWN: dict[str, set[str]] = {
     "flashinfer/decode.py:BatchDecodeWithPagedKVCacheWrapper.forward": FORWARD,
     "flashinfer/prefill.py:BatchPrefillWithPagedKVCacheWrapper.forward": FORWARD,
@@ -51,6 +52,15 @@ KNOWN: dict[str, set[str]] = {
     "flash_mla.py:flash_mla_with_kvcache 0.32.0": OF_SGLANG | {"+enable_batch_invariant"},
     "flash_mla.py:flash_mla_with_kvcache 0.33.0": OF_SGLANG,
     "_flash_mla_sparse.py:flash_mla_sparse_fwd 1.0.0": {"+out", "order: use_legacy"},
+    # Copies of DeepGEMM from before, and from after, it lost clean_logits and logits_dtype.
+    "deep_gemm.py:fp8_fp4_mqa_logits 0.32.0": LOGITS,
+    "deep_gemm.py:fp8_fp4_paged_mqa_logits 0.32.0": LOGITS,
+    "deep_gemm.py:fp8_fp4_mqa_logits": {
+        *("+clean_logits", "+logits_dtype", "max_seqlen_k: needed -> 0", "order: max_seqlen_k")
+    },
+    "deep_gemm.py:fp8_fp4_paged_mqa_logits": {
+        *("+clean_logits", "+logits_dtype", "order: indices")
+    },
     "_flash_mla_sparse.py:flash_mla_sparse_fwd 0.33.0": {
         *("+use_legacy", "+return_log2_lse", "order: out")
     },
