@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
+// Merges partial attention results: the average of their outputs, weighted by exp(log-sum-exp).
 //
-// A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a warp barrier is enough when
-// the result replaces an input. What a lane takes, weights, results of other GPUs: docs/kernels/append-and-merge.md.
+// grid = (blocks of 64 threads). A row, one head of one token, belongs to a group of 1 to 32 lanes of one warp.
 //
-// Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor,
-// and 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
+// Time line of a lane:
+//   wait for the other ranks, if there are any |
+//   load up to 8 x 16 bytes and their log-sum-exps | raise the maximum | add weighted | ... | normalise, store
+//
+// barrier             who arrives                         who waits               guards
+// arrivals[rank]      block b of each other rank, once    one thread per rank,    results in memory of other GPUs
+//                     per launch (red.release.sys)        then __syncthreads
+// __syncwarp          the lanes of the row                the same                log-sum-exps, which may be replaced
+//
+// Budget: 32 registers of loads in flight, 16 or 32 of sums, 96 at most, so that 10 blocks fit on an SM: 80 KiB in
+// flight. What a lane takes, and why: docs/kernels/append-and-merge.md.
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
@@ -16,13 +24,13 @@ namespace cumla {
 using namespace ptx;
 
 constexpr int kMergeThreads = 64;
-constexpr int kColumnsOfFew = 4, kColumnsOfMany = 2;  // of 16 bytes, of a lane, at once
-constexpr int kFew = 2;                               // partial results
-constexpr int kLoads = 8;                             // of 16 bytes, that a lane begins together
-constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes
+constexpr int kColumnsOfFew = 4, kColumnsOfMany = 2;  // of 16 bytes, per lane
+constexpr int kFew = 2;                               // up to this count of partial results a lane takes kColumnsOfFew
+constexpr int kLoads = 8;                             // of 16 bytes, that a lane issues together
+constexpr int kMostPartials = 60;  // of one launch; parameters of a kernel have at most 4096 bytes
 constexpr int kMostRanks = 8;
 
-// An output (batch, token, head, head_dim) and its log-sum-exp; strides in bytes, of batch, token and head.
+// An output (batch, token, head, head_dim) and its log-sum-exp. Strides are in bytes: batch, token, head.
 struct AttentionState {
   char* out;
   i64 out_strides[3];
@@ -34,20 +42,20 @@ enum OutType : int { kOutFloat32, kOutBfloat16, kOutFloat16 };
 
 struct MergeStatesParams {
   AttentionState result;
-  AttentionState carried;  // float32, what earlier launches have merged; out is null in the first
+  AttentionState carried;  // float32 result of earlier launches; out is null in the first one
   i64 rows;                // batch x tokens x heads
   int tokens;
   int heads;
-  int columns;     // of 16 bytes in a row of a partial result
-  int lanes_log2;  // of a group
+  int columns;     // of 16 bytes, in a row of a partial result
+  int lanes_log2;  // of the lanes of a group
   int count;       // of partial results
   OutType out_type;
-  float to_log2;    // from the base of the log-sum-exps
-  float from_log2;  // and back
-  int ranks;  // that wait for one another, or 0
+  float to_log2;    // converts log-sum-exps to base 2
+  float from_log2;  // converts back
+  int ranks;  // that wait for one another; 0: none
   int rank;
   AttentionState partials[kMostPartials];
-  u32* arrivals[kMostRanks];  // of each rank: for each block and each rank the number of times that it has come
+  u32* arrivals[kMostRanks];  // of each rank: per block and rank, how often it has arrived
   i64 timeout;                // nanoseconds
 };
 
@@ -99,9 +107,9 @@ __device__ __forceinline__ void store_column(char* row, int column, OutType type
   }
 }
 
-// Where a row lies in the arrays of a state.
+// The indices of a row in the arrays of a state.
 struct StateRow {
-  u32 batch, token, head;  // unsigned: half as many instructions to multiply by strides
+  u32 batch, token, head;  // unsigned: multiplying by strides takes half the instructions
 
   __device__ __forceinline__ StateRow(u32 batch, u32 token, u32 head) : batch(batch), token(token), head(head) {}
   __device__ __forceinline__ StateRow(const MergeStatesParams& p, i64 row) {
@@ -110,8 +118,8 @@ struct StateRow {
     head = static_cast<u32>(row - token_row * p.heads);
     token = static_cast<u32>(token_row - static_cast<i64>(batch) * p.tokens);
   }
-  // One whose addresses are computed where they are needed: hoisted out of a loop they cost registers and, where
-  // nothing is carried, all their instructions.
+  // A copy whose addresses are computed at their use. Hoisted out of the loop they would cost registers, and
+  // instructions even if there is no carried result.
   __device__ __forceinline__ StateRow late() const { return {copy_of(batch), copy_of(token), copy_of(head)}; }
   __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
   __device__ __forceinline__ float* lse(const AttentionState& of) const {
@@ -123,15 +131,16 @@ struct StateRow {
     return batch * strides[0] + token * strides[1] + head * strides[2];
   }
   __device__ __forceinline__ static i64 divide(i64 numerator, int denominator) {
-    if (numerator >> 32 == 0) return static_cast<u32>(numerator) / static_cast<u32>(denominator);  // five times as fast
+    // 32-bit division is much faster
+    if (numerator >> 32 == 0) return static_cast<u32>(numerator) / static_cast<u32>(denominator);
     return numerator / denominator;
   }
 };
 
 __device__ __forceinline__ bool is_empty(float lse) { return fabsf(lse) == kInfinity; }
 
-// What one lane has added up: its columns of a row, and the weights, relative to the largest log-sum-exp so far. A NaN
-// among the log-sum-exps stays one.
+// The weighted sum of one lane's columns, relative to the largest log-sum-exp so far. A NaN log-sum-exp makes the
+// result NaN.
 template <typename T, int kColumns>
 struct Sum {
   float v[kColumns][kElements<T>] = {};
@@ -140,14 +149,14 @@ struct Sum {
   __device__ __forceinline__ void raise(float next, float to_log2) {
     const float factor = weight_of(maximum, next, to_log2);
     maximum = next;
-    if (weight == 0.0f) return;  // nothing has been added
+    if (weight == 0.0f) return;  // nothing was added yet
     weight *= factor;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) v[c][i] *= factor;
   }
-  // Nothing for an empty result. The difference first: it is exact where it counts.
+  // Weight 0 for an empty result. The difference comes first: it is exact if the log-sum-exps are close.
   __device__ __forceinline__ static float weight_of(float lse, float maximum, float to_log2) {
     return is_empty(lse) ? 0.0f : exp2_approx((lse - maximum) * to_log2);
   }
@@ -204,7 +213,7 @@ __device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeS
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const float weight = sum.weight_of(lse[k], next, p.to_log2);
-      if (weight == 0.0f) continue;  // what counts for nothing may be NaN
+      if (weight == 0.0f) continue;  // an output of weight 0 may be NaN
       sum.weight += weight;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) add_weighted<T>(sum.v[c], loaded[k][c], weight);
@@ -237,20 +246,20 @@ __device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Sta
   return lse;
 }
 
-// Waits until this block has come on all ranks, as many times as here: what they wrote before can be read then.
-// Numbers wrap around. The whole block takes part.
+// Waits until this block has arrived on all ranks as often as here; then their earlier writes are visible. Counters
+// wrap around. The whole block takes part.
 __device__ __forceinline__ void wait_for_ranks(const MergeStatesParams& p) {
   const int from = threadIdx.x;
   const int place = blockIdx.x * p.ranks;
   u32* const own = p.arrivals[p.rank] + place;
   u32 turn = 0;
   if (from < p.ranks) {
-    turn = own[p.rank] + 1;  // on its way while the others are told
+    turn = own[p.rank] + 1;  // this load overlaps with the arrivals
     if (from != p.rank) {
       add_release_system(p.arrivals[from] + place + p.rank, 1);
       u64 begin = 0;
       for (u32 looks = 1; static_cast<int>(load_acquire_system(own + from) - turn) < 0; ++looks) {
-        if (looks % 1024 != 0) continue;  // the clock is slow
+        if (looks % 1024 != 0) continue;  // reading the clock is slow
         const u64 now = nanoseconds();
         if (begin == 0) begin = now;
         if (p.timeout > 0 && now - begin > static_cast<u64>(p.timeout)) __trap();
@@ -270,13 +279,13 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
     grid_dependency_wait();
     wait_for_ranks(p);
   }
-  grid_dependency_launch();  // not before: what follows could take the room of a merge for which other ranks wait
+  grid_dependency_launch();  // not earlier: a dependent kernel could take the room of a block that other ranks need
   if (row >= p.rows) return;
   const StateRow place(p, row);
   grid_dependency_wait();
   const float lse = p.count > kFew ? merge_row<T, kColumnsOfMany>(p, place, lane, lanes)
                                    : merge_row<T, kColumnsOfFew>(p, place, lane, lanes);
-  __syncwarp();  // all have read the log-sum-exps, one of which the result may replace
+  __syncwarp();  // all lanes have read the log-sum-exps, one of which the result may replace
   if (lane == 0) *place.lse(p.result) = lse;
 }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and maxima over the lanes that share a query row, which differ with the layout of the scores' products:
-// rows by keys: a quad of lanes has a row, 8 columns in every 32; keys by rows: the eight lanes of a column have one.
+// Sums and maxima over the lanes that share a query row. The layout of the scores decides which lanes these are. Rows
+// x keys: a quad of lanes has a row. Keys x rows: the eight lanes with the same lane % 4 have a column.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::attend {
 
-// --- rows by keys --------------------------------------------------------------------------------
+// --- rows x keys: over a quad of lanes ---------------------------------------------------------------
 
 __device__ __forceinline__ float sum_of_quad(float value) {
   value += __shfl_xor_sync(0xffffffffu, value, 1);
@@ -18,7 +18,7 @@ __device__ __forceinline__ float max_of_quad(float value) {
   return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
-// --- keys by rows: of several rows at once --------------------------------------------------------
+// --- keys x rows: over the eight lanes of a column, kRows rows at once -------------------------------
 
 template <int kRows>
 __device__ __forceinline__ void sum_over_column(float (&values)[kRows]) {

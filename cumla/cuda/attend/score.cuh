@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a product of query and key becomes before the softmax.
+// Logit soft-capping, which is applied to scores before the softmax.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/types.cuh"
@@ -8,8 +8,8 @@ namespace cumla::attend {
 
 using namespace ptx;
 
-// For a soft cap: tanh(x), with y = 2 x log2(e): 1 - 2 / (1 + 2^y), whose error of some 1e-7 a large cap would
-// multiply. So numbers near 0 have a polynomial, which keeps their bits.
+// tanh(x) = 1 - 2 / (1 + 2^y), where y = 2 x log2(e). The approximations have an absolute error, which a large cap
+// would multiply. So small |x| takes a polynomial, whose error is relative to x.
 __device__ __forceinline__ float tanh_of(float y) {
   const float square = y * y;
   const float factor = __fmaf_rn(__fmaf_rn(__fmaf_rn(-2.945801e-5f, square, 6.6487053e-4f), square, -1.3875669e-2f),

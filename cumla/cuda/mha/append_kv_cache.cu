@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes the keys and values of new tokens into a cache of the same 16 or 32 bits or of e4m3, and rotates keys and
-// queries on the way.
+// Appends keys and values of new tokens to a cache of the same dtype or of e4m3. It rotates keys and queries on the
+// way.
 //
-// grid = (chunks of heads: of q, then k, then v; token tiles, in y and z), 128 threads. A team of threads has one token
-// and one chunk of up to four heads, each thread the same two octets of columns of all its rows. Order, time line and
-// reasons: docs/kernels/append-and-merge.md.
+// grid = (chunks of heads: of q, then k, then v; token tiles, in y and z), 128 threads, in teams.
 //
-// Budget: 16 KiB of shared memory per CTA, in flight, seven CTAs per SM (at most 72 registers per thread). float32: 32
-// KiB, three CTAs per SM.
+// Roles and time line:
+//   a team       has one token and one chunk of up to four heads; all chunks of a token, then the next token
+//   each thread  has the same two octets of columns of all its rows:
+//                position and slot | rows to shared memory (cp.async) | request and slot | cosines and sines |
+//                wait for its copies | rotate | store
+// Barriers: none. A thread reads only what it copied itself, so it waits for its own cp.async group.
+//
+// Budget: 16 KiB of shared memory per CTA, all in flight, 7 CTAs per SM: at most 72 registers per thread. float32: 32
+// KiB, 3 CTAs per SM. Reasons: docs/kernels/append-and-merge.md.
 #include "mha/append_kv_cache/params.cuh"
 #include "mha/append_kv_cache/places.cuh"
 #include "mha/append_kv_cache/rotate.cuh"
@@ -30,7 +35,7 @@ constexpr bool kIsFp32 = false;
 template <>
 constexpr bool kIsFp32<Fp32> = true;
 
-// The octets of one thread; `second` is negative if there is none.
+// The octets of one thread; second < 0: none.
 struct Share {
   int first, second;
   bool is_rotated;
@@ -56,7 +61,7 @@ __device__ __forceinline__ void store_octet(char* row, int octet, const Elements
   }
 }
 
-// Factors of a chunk of heads of one request.
+// Scales of the heads of a chunk, for one request.
 struct Factors {
   const Scales* scales;
   i64 request;
@@ -69,14 +74,14 @@ struct Factors {
   }
 };
 
-// Rows of one team: their memory, and how many they are.
+// The rows of one team.
 struct Chunk {
   char* rows;
   i64 stride;
   int heads;
 };
 
-// Two octets of each row of a chunk, in shared memory. Each thread reads what it copied itself.
+// Two octets of each row of a chunk, in shared memory. Each thread reads only its own copies.
 template <typename T>
 struct Held {
   static constexpr int kBytes = kIsFp32<T> ? 32 : 16;  // of an octet
@@ -140,7 +145,7 @@ struct Held {
     }
     const Turn turn = load_turn(p, position, unit);
     copy_async_wait<0>();
-    if (p.interleaved)  // two loops, because selections would cost as much as the rotation
+    if (p.interleaved)  // two loops: selecting per element would cost as much as the rotation
       store_turned<kToFp8, true>(to, share, turn, factors);
     else
       store_turned<kToFp8, false>(to, share, turn, factors);
@@ -152,7 +157,7 @@ __device__ __forceinline__ void append_kv_cache(const AppendKvCacheParams& p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   grid_dependency_launch();
   grid_dependency_wait();
-  // Team `item` of the tile, which has as many tokens as a CTA has teams.
+  // Teams have consecutive items; a tile has as many tokens as a CTA has teams.
   const int teams = kThreads * p.inverse_team >> 16, team = threadIdx.x * p.inverse_team >> 16;
   const u32 item = blockIdx.x * teams + team, token_of_tile = item / gridDim.x;
   const int piece = item - token_of_tile * gridDim.x, unit = threadIdx.x - team * p.team;
@@ -179,7 +184,7 @@ __device__ __forceinline__ void append_kv_cache(const AppendKvCacheParams& p) {
                           (found.position >= 0 && found.position < p.max_position);
     const Slot slot = find_slot_of(p, token, found);
     if (slot.page < 0 || !is_known) {
-      copy_async_wait<0>();  // no copy outlives its CTA
+      copy_async_wait<0>();  // no copy may outlive its CTA
       return;
     }
     const Pages& cache = is_value ? p.v_cache : p.k_cache;

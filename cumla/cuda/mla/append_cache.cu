@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes rows into a paged cache of 512 latent and 64 RoPE columns, converts and rotates them on request, and rotates
-// the RoPE columns of queries in the same launch.
+// Appends rows of 512 latent and 64 RoPE columns to a paged cache. On request it converts them, rotates them, and
+// rotates the RoPE columns of queries in the same launch.
 //
-// grid = (row tiles + query tiles, kv heads), 288 threads. A row tile is 16 tokens of one kv head: 64 threads hold the
-// latent columns of a row, four rows at a time; who holds RoPE columns, and what overlaps:
-// docs/kernels/append-and-merge.md. In a query tile each warp rotates 16 heads of one token.
+// grid = (row tiles + query tiles, kv heads), 288 threads. A row tile is 16 tokens of one kv head.
 //
-// In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36
-// KiB, three CTAs. An SM needs some 40. Registers: 56 (65,536 / 288 / CTAs in steps of 8), from float32 rows 64 of 72.
-// Shared memory: 4.3 KB.
+// Roles and time line of a row tile:
+//   warps 0-7   load latent columns (64 threads a row, 4 rows at a time) | B | store them
+//   warps 0-3   with rotation also: load RoPE columns, copy cosines and sines | B | rotate, store
+//   warp 8      look up slots; without rotation also load RoPE columns | B | store them
+// In a query tile each warp rotates 16 heads of one token.
+//
+// Barriers: B is one __syncthreads of all 288 threads. It guards the offsets that warp 8 writes and all warps read.
+// There are no mbarriers; each rotating warp waits for its own cp.async copies, then __syncwarp.
+//
+// Budget: a CTA has 18 KiB of loads in flight, and 4 CTAs fit on an SM: at most 56 registers per thread. With float32
+// rows these are 36 KiB, 3 CTAs and 72 registers. Shared memory: 4.3 KB.
 #include "mla/append_rows.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -30,7 +36,7 @@ __device__ __forceinline__ void store_copied(char* cache, const i64* offsets, co
 
 template <typename T, typename Element>
 __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
-  __shared__ i64 latent_offsets[kTileRows], rope_offsets[kTileRows];  // in the caches; negative: the row goes nowhere
+  __shared__ i64 latent_offsets[kTileRows], rope_offsets[kTileRows];  // in the caches; negative: the row is skipped
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const bool looks_up = threadIdx.x >= kLatentThreads;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes rows into a paged cache whose latent columns are e4m3: under one scale a tensor, or under a float32 scale for
-// each token and 128 columns, which is found here. The RoPE columns are e4m3 under the scale of the tensor, or of 16
-// bits. Of DeepSeek-V4's slots (kIsV4) a row has 448 latent columns, a scale is that of 64, and a byte: its exponent.
+// Appends rows to a paged cache with e4m3 latent columns. Their scale is that of the tensor, or a float32 scale per
+// token and 128 columns, which is computed here. RoPE columns are e4m3 with the scale of the tensor, or have 16 bits.
+// kIsV4: DeepSeek-V4's slots have 448 latent columns, and per 64 columns one byte: the exponent of a power of two.
 //
-// Rows, tiles and threads are those of mla/append_cache.cu, and queries are rotated as there. Half a warp holds the
-// latent columns of one scale, a quarter of V4's.
+// Grid, roles, time line and barriers are those of mla/append_cache.cu. Half a warp has the latent columns of one
+// scale, in V4 a quarter.
 //
-// In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers at most.
-// Shared memory: 4.4 KB.
+// Budget: 18 KiB of loads in flight per CTA, with float32 rows 36 KiB; 3 CTAs per SM, so at most 72 registers per
+// thread. Shared memory: 4.4 KB.
 #include "mla/append_rows.cuh"
 #include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
@@ -21,17 +21,17 @@ using namespace rows;
 template <bool kIsV4>
 constexpr int kFp8Octets = (kIsV4 ? 448 : 512) / kOctet;
 template <bool kIsV4>
-constexpr int kScaleOctets = (kIsV4 ? 64 : 128) / kOctet;  // of one scale
+constexpr int kScaleOctets = (kIsV4 ? 64 : 128) / kOctet;  // octets that share a scale
 
 struct AppendFp8CacheParams {
   AppendCacheParams to;
-  Pages scales;         // four float32 a row, or V4's 8 bytes; null: the tensor's
+  Pages scales;         // four float32 per row, or V4's 8 bytes; null: the tensor's scale
   const float* scale;   // of the tensor; null: scale_value
   float scale_value;
   int rope_is_e4m3, power_of_two, unused;
 };
 
-// Where a row goes, from the beginnings of the caches; latent is negative if it goes nowhere.
+// Byte offsets of a row in the caches; latent < 0: the row is skipped.
 struct Fp8Target {
   i64 latent, rope, scales;
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ float inverse_of_tensor(const AppendFp8CacheParams& p
   return 1.0f / (p.scale != nullptr ? *p.scale : p.scale_value);
 }
 
-// V4's eighth byte is zero: a row has seven scales.
+// A row of V4 has seven scales; the eighth byte is zero.
 template <bool kIsV4>
 __device__ __forceinline__ void store_scale(char* scales, int i, float scale) {
   if constexpr (kIsV4)
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_scale(char* scales, int i, float scale) {
     reinterpret_cast<float*>(scales)[i] = scale;
 }
 
-// By whole warps.
+// Whole warps must call it, because of the shuffles.
 template <bool kIsV4, typename Element>
 __device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, const Fp8Target* targets,
                                              const Octet<Element> (&octets)[kAtOnce], int octet) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns,
-// and that of the queries beside them.
+// Shared by the kernels that append MLA rows to paged caches: parameters, the slots of rows, rotation of RoPE columns
+// and of queries.
 #pragma once
 #include "rows/elements.cuh"
 #include "rows/rope.cuh"
@@ -16,34 +16,33 @@ using namespace rows;
 constexpr int kRopeDim = 64;
 constexpr int kLatentOctets = 512 / kOctet;
 constexpr int kRopeOctets = kRopeDim / kOctet;
-constexpr int kAbreast = 32 / kRopeOctets;  // rows whose RoPE columns one warp holds
-constexpr int kAtOnce = 4;                  // octets of a thread, in flight
+constexpr int kAbreast = 32 / kRopeOctets;  // rows whose RoPE columns one warp has
+constexpr int kAtOnce = 4;                  // octets that a thread loads together
 constexpr int kTileRows = kAbreast * kAtOnce;
 constexpr int kLatentThreads = kAbreast * kLatentOctets;
 constexpr int kRopeThreads = kTileRows * kRopeOctets;
 constexpr int kAppendWarps = kLatentThreads / 32 + 1;
-constexpr int kTableRowBytes = 64 * 4;  // at most
+constexpr int kTableRowBytes = 64 * 4;  // at most; float32 has the longest
 
 struct AppendCacheParams {
   Rows latent_rows, rope_rows;
   Pages latent_cache, rope_cache;
-  Indices slots;                      // or, where they are not given:
+  Indices slots;                      // null: slots follow from the positions, by
   Indices batch_indices;              // the request of each token
-  Indices positions;                  // where in its request; the angle of the rotation, too
-  const char* page_numbers;           // i32: a table of num_entries columns, or a list of num_entries for all requests
-  i64 page_numbers_stride_request;    // 0: a list
+  Indices positions;                  // of the token in its request; also the angle of the rotation
+  const char* page_numbers;           // i32: a block table of num_entries columns, or a page list of num_entries
+  i64 page_numbers_stride_request;    // 0: a page list
   i64 page_numbers_stride;
-  Indices page_list_bounds;           // [batch + 1]: of each request's entries in the list
-  const char* cos_sin;                // [max_position][32 cosines | 32 sines]; null: nothing is rotated
+  Indices page_list_bounds;           // [batch + 1]: the range of each request in the page list
+  const char* cos_sin;                // [max_position][32 cosines | 32 sines]; null: no rotation
   i64 cos_sin_stride;
-  Rows queries, queries_out;          // null: none
+  Rows queries, queries_out;          // null: no queries
   i64 tokens, num_pages, page_size, batch, num_entries, max_position, row_tiles, num_heads;
-  int cos_sin_is_float;  // else of the cache's type
+  int cos_sin_is_float;  // else it has the dtype of the cache
   int interleaved;       // pairs are (2 i, 2 i + 1), else (i, i + 32)
 };
 
-// One warp loads what is given of the tokens of a tile: half of it positions, half slots, so that neither waits for the
-// other.
+// One warp loads the indices of a tile's tokens. Half of it loads positions, half slots, so that the loads overlap.
 __device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile) {
   static_assert(2 * kTileRows == 32, "half a warp");
   const int lane = threadIdx.x % 32, row = lane % kTileRows;
@@ -54,19 +53,19 @@ __device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile
   return {position, p.slots.data != nullptr ? slot : position};
 }
 
-// Where a row goes. The position counts where something is rotated.
+// The slot of a row. With rotation, a row without a valid position has none.
 __device__ __forceinline__ Slot slot_of(const AppendCacheParams& p, i64 token, const Given& given) {
   if (given.slot < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return {-1, 0};
   return find_slot(p, token, given.slot);
 }
 
-// What a thread of a row tile takes.
+// The first row and the octet that a thread of a row tile handles.
 struct Share {
   int row, octet;
 };
 
-// Columns that are only copied: latent ones, by the first kLatentThreads, and RoPE ones that are not rotated, by the
-// last warp. A thread also takes the same octet of row + kAbreast, row + 2 * kAbreast ...
+// Columns that are copied: latent columns, by the first kLatentThreads; RoPE columns without rotation, by the last
+// warp. A thread also handles the same octet of row + kAbreast, row + 2 * kAbreast, ...
 __device__ __forceinline__ Share copied_share() {
   const int thread = threadIdx.x, lane = threadIdx.x % 32;
   if (threadIdx.x < kLatentThreads) return {thread / kLatentOctets, thread % kLatentOctets};
@@ -104,15 +103,15 @@ __device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Ro
                                                                            octet);
 }
 
-// Called by the first kLatentThreads. Threads that rotate copy their row of the cos/sin table to shared memory, eight
-// lanes a row, because registers do not suffice. Positions are loaded last: widening them to 64 bits waits for the
-// load. RoPE columns that are not rotated are left to the last warp: loaded here, after the latent ones, they made
-// copies slower. Of kOctets latent octets a row, which may be fewer than its threads, none beyond them is read.
+// Called by the first kLatentThreads. Threads that rotate also copy their row of the cos/sin table to shared memory,
+// eight lanes per row, because registers do not suffice. Hazard: positions are loaded last, because widening them to
+// 64 bits waits for the load. A row has kOctets latent octets, perhaps fewer than it has threads; no octet past them
+// is read.
 template <int kOctets = kLatentOctets, typename Element>
 __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows) {
   if (copied_share().octet < kOctets) load_copied(p, p.latent_rows, tile, held.copied);
   const auto [row, octet] = rotated_share();
-  if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // else one of the first kRopeThreads
+  if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // the others are among the first kRopeThreads
   held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);
   const i64 position = p.positions[tile + row];
   if (!has_rotation(p, position)) return;
@@ -122,8 +121,7 @@ __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, 
   if (p.cos_sin_is_float) copy_16_async(to + kTableRowBytes / 2, from + kTableRowBytes / 2, true);
 }
 
-// Called by the first kRopeThreads, after load_rows. A row whose position has no rotation yields numbers without a
-// meaning.
+// Called by the first kRopeThreads, after load_rows. If the position has no rotation, the result is undefined.
 template <typename T, typename Element>
 __device__ __forceinline__ Octet<Fp32> rotate_rope(const AppendCacheParams& p, const Octet<Element>& rope,
                                                       const char* table_rows) {

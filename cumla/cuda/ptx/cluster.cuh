@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thread block clusters: their barrier, and accesses to the shared memory of another block of the cluster.
+// Thread block clusters: their barrier, and accesses to the shared memory of another CTA of the cluster.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::ptx {
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: barrier.cluster
-// All threads of the cluster have arrived, and see what the others wrote before, in shared memory, too.
+// Waits for all threads of the cluster, and makes their earlier writes visible, also those to shared memory.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -15,7 +15,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: mapa
-// Where what lies at a shared-window address of this block lies in the block of a rank.
+// Maps a shared-memory address of this CTA to the same offset in CTA `rank` of the cluster.
 __device__ __forceinline__ u32 shared_address_in(u32 address, u32 rank) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -30,7 +30,7 @@ __device__ __forceinline__ u32 load_cluster_u32(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// In this block's own.
+// Stores to this CTA's shared memory.
 __device__ __forceinline__ void store_shared_u64(u32 destination, u64 value) {
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(destination), "l"(value) : "memory");
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves between registers and conversions: pairs of 16-bit numbers, e4m3, and the approximations of the special
-// function unit.
+// Register moves, conversions between float32, 16-bit pairs and e4m3, and approximations by the special function
+// unit.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::ptx {
 
 // PTX ISA: Data Movement and Conversion Instructions: mov
-// In a register of its own, which the compiler does not see through.
+// Copies to a new register whose value is opaque to the compiler.
 __device__ __forceinline__ u32 copy_of(u32 value) {
   u32 copy;
   asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 copy_of(u32 value) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: mov
-// An address that many accesses share, computed once for all of them.
+// Stops the compiler from computing the address again for each access.
 template <typename Pointee>
 __device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
   Pointee* copy;
@@ -24,7 +24,8 @@ __device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: selp
-// Of two parameters: the compiler would choose an address, and a load from there takes 50 clocks.
+// Selects one of two kernel parameters. A conditional expression would select an address, and then load from constant
+// memory.
 template <typename T>
 __device__ __forceinline__ T choose(bool first, T one, T other) {
   T chosen;
@@ -87,7 +88,8 @@ __device__ __forceinline__ float sum_of_pair(u32 packed) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cvt
-// To nearest even; beyond 448, infinities included, to +-448; NaN becomes 0x7f. The first is the lowest byte.
+// Rounds to nearest even; magnitudes above 448, also infinities, become 448; NaN becomes 0x7f. `a` is the lowest
+// byte.
 __device__ __forceinline__ u32 pack_e4m3x4(float a, float b, float c, float d) {
   u32 packed;
   asm("{\n"
@@ -102,7 +104,7 @@ __device__ __forceinline__ u32 pack_e4m3x4(float a, float b, float c, float d) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cvt
-// The two lower bytes and the two upper ones, each as a pair of float16, which has every e4m3 number. NaN stays NaN.
+// Converts the two lower and the two upper bytes to pairs of float16, which holds every e4m3 number. NaN stays NaN.
 __device__ __forceinline__ void expand_e4m3x4(u32 packed, u32& low, u32& high) {
   asm("{\n"
       ".reg .b16 first, second;\n"
@@ -115,7 +117,7 @@ __device__ __forceinline__ void expand_e4m3x4(u32 packed, u32& low, u32& high) {
 }
 
 // PTX ISA: Half Precision Floating Point Instructions: max
-// Of pairs of float16; of a number and NaN the number.
+// Maximum per element of float16 pairs. If one operand is NaN, the other one is returned.
 __device__ __forceinline__ u32 highest_f16x2(u32 a, u32 b) {
   u32 highest;
   asm("max.f16x2 %0, %1, %2;" : "=r"(highest) : "r"(a), "r"(b));
@@ -123,7 +125,7 @@ __device__ __forceinline__ u32 highest_f16x2(u32 a, u32 b) {
 }
 
 // PTX ISA: Half Precision Floating Point Instructions: add
-// Of pairs of float16.
+// Adds float16 pairs.
 __device__ __forceinline__ u32 add_f16x2(u32 a, u32 b) {
   u32 sum;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
@@ -131,7 +133,7 @@ __device__ __forceinline__ u32 add_f16x2(u32 a, u32 b) {
 }
 
 // PTX ISA: Half Precision Floating Point Instructions: mul
-// Of pairs.
+// Multiplies 16-bit pairs.
 template <typename T>
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
   u32 product;
@@ -150,7 +152,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // PTX ISA: Floating Point Instructions: rcp
-// To one unit in the last place, in one instruction; a quotient takes a subroutine.
+// Accurate to 1 ulp, in one instruction. A division calls a subroutine.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -165,7 +167,7 @@ __device__ __forceinline__ float log2_approx(float x) {
 }
 
 // PTX ISA: Floating Point Instructions: add
-// x + 0: makes +0 of -0 and the one NaN 0x7fffffff of all others; subnormal numbers stay what they are.
+// Returns x + 0: -0 becomes +0, every NaN becomes 0x7fffffff, and subnormal numbers keep their bits.
 __device__ __forceinline__ float canonical(float x) {
   asm("add.rn.f32 %0, %0, 0f00000000;" : "+f"(x));
   return x;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies by threads: asynchronous ones into shared memory, matrices between shared memory and fragments, loads and
-// stores.
+// Copies by threads: asynchronous copies into shared memory, ldmatrix and stmatrix, loads and stores.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -11,10 +10,10 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
-struct AnyPolicy {};  // what L2 does without being told
+struct AnyPolicy {};  // L2's default policy
 
 // PTX ISA: Data Movement and Conversion Instructions: createpolicy
-// For what is read or written once: L2 gives up these lines before others.
+// For data that is used once: L2 evicts these lines first.
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -56,19 +55,19 @@ __device__ __forceinline__ void copy_16_async(u32 destination, const void* sourc
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.commit_group
-// What this thread copied since its last group is a group, though it may be nothing.
+// The copies of this thread since its last commit become one group, which may be empty.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.wait_group
-// Waits until no more than the last kPending groups of this thread are on their way.
+// Waits until at most the last kPending groups of this thread are pending.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all that this thread copied is there.
+// Waits for all copies of this thread.
 __device__ __forceinline__ void copy_async_wait_all() {
   copy_async_commit();
   copy_async_wait<0>();
@@ -90,8 +89,8 @@ __device__ __forceinline__ void store_matrix_x4_transposed(u32 destination, u32 
 }
 
 // PTX ISA: Warp Level Matrix Instructions: ldmatrix
-// Four matrices of eight rows of eight 16-bit units: lanes 8 i to 8 i + 7 give the addresses of the rows of the i-th;
-// register i of a lane then holds the units 2 (lane % 4) and the one after that of its row lane / 4.
+// Loads four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 hold the row addresses of matrix i. Then
+// register i of a lane holds elements 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of matrix i.
 __device__ __forceinline__ void load_matrix_x4(u32 (&d)[4], u32 source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -100,8 +99,8 @@ __device__ __forceinline__ void load_matrix_x4(u32 (&d)[4], u32 source) {
 }
 
 // PTX ISA: Warp Level Matrix Instructions: ldmatrix
-// The same transposed: register i of a lane then holds the units lane / 4 of the i-th one's rows 2 (lane % 4) and the
-// one after that.
+// Loads the transposes: register i of a lane holds element lane / 4 of rows 2 (lane % 4) and 2 (lane % 4) + 1 of
+// matrix i.
 __device__ __forceinline__ void load_matrix_x4_transposed(u32 (&d)[4], u32 source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -139,7 +138,7 @@ __device__ __forceinline__ u32 load_shared_u32(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// The lower half of a word.
+// Stores the lower half of `word`.
 __device__ __forceinline__ void store_shared_low_half(u32 destination, u32 word) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(destination), "h"(static_cast<unsigned short>(word)) : "memory");
 }
@@ -225,7 +224,7 @@ __device__ __forceinline__ void store_global_float4(void* destination, float a, 
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// Only where `valid`, without a branch.
+// Loads only if `valid`, and returns `otherwise` if not. It is a predicate, not a branch.
 __device__ __forceinline__ float load_global_float_if(bool valid, const float* source, float otherwise) {
   float value;
   asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\nmov.f32 %0, %3;\n@valid ld.global.f32 %0, [%1];\n}"
@@ -236,7 +235,7 @@ __device__ __forceinline__ float load_global_float_if(bool valid, const float* s
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// Only where `valid`, without a branch.
+// Stores only if `valid`. It is a predicate, not a branch.
 __device__ __forceinline__ void store_global_float_if(bool valid, u64 destination, float value) {
   asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.f32 [%0], %1;\n}" ::"l"(destination),
                "f"(value), "r"(static_cast<int>(valid))
@@ -244,7 +243,7 @@ __device__ __forceinline__ void store_global_float_if(bool valid, u64 destinatio
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// The lower half of a word, only where `valid`, without a branch.
+// Stores the lower half of `word`, only if `valid`. It is a predicate, not a branch.
 __device__ __forceinline__ void store_global_low_half_if(bool valid, u64 destination, u32 word) {
   asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.b16 [%0], %1;\n}" ::"l"(destination),
                "h"(static_cast<unsigned short>(word)), "r"(static_cast<int>(valid))
@@ -252,7 +251,7 @@ __device__ __forceinline__ void store_global_low_half_if(bool valid, u64 destina
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// Past L1, which has no use for what is read once.
+// Bypasses L1, because the data is read once.
 __device__ __forceinline__ float4 load_l2_float4(const float4* source) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -270,7 +269,7 @@ __device__ __forceinline__ float load_l2_float(const float* source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// Where the code says so: several such loads stay together, ahead of what uses them.
+// volatile keeps several such loads together, before their first use.
 __device__ __forceinline__ uint4 load_global_16(const uint4* address) {
   uint4 words;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

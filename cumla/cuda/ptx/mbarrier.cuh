@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers in shared memory. Addresses are 32-bit shared-window addresses; a barrier is 8 bytes.
+// mbarriers. Addresses are in the shared window; a barrier has 8 bytes.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -27,7 +27,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.mbarrier.arrive
-// This thread arrives, as one of those that the barrier expects, when what it copied so far has come.
+// This thread's arrival is triggered when all of its earlier cp.async copies have completed. The barrier counts it
+// among the expected arrivals (noinc).
 __device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -48,7 +49,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.test_wait
-// The same, but never waits.
+// Returns at once, unlike try_wait.
 __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -63,7 +64,7 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   return done != 0;
 }
 
-// Returns once the phase with this parity has completed. `name` is what a debug build reports.
+// Returns once the phase with this parity has completed. A debug build reports `name` when it traps.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const char* name) {
 #ifdef CUMLA_DEBUG
   const long long start = clock64();
@@ -81,7 +82,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const cha
 #endif
 }
 
-// Where in a ring of slots, each with barriers, something is, and the phase: how often the ring has gone round.
+// A slot of a ring with barriers per slot, and the parity of the current round.
 template <u32 kSlots>
 struct RingPlace {
   u32 slot = 0, phase = 0;

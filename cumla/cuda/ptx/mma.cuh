@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of matrices that one warp does, of fragments in registers.
+// Warp-level matrix products with fragments in registers.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::ptx {
 
 // PTX ISA: Warp Level Matrix Instructions: mma
-// d += a b for 16 x 16 units of a, 16 x 8 of b. Lane 4 g + q has rows g (a0, a2) and g + 8 (a1, a3) of a, of each the
-// units 2 q, 2 q + 1 (a0, a1) and those plus 8; of column g of b the same units; of d columns 2 q, 2 q + 1 of rows g
-// and g + 8.
+// d += a b, a is 16 x 16, b is 16 x 8. For lane 4 g + q:
+//   a0, a1   columns 2 q, 2 q + 1 of rows g and g + 8;    a2, a3   the same, 8 columns later
+//   b0       rows 2 q, 2 q + 1 of column g;                b1       the same, 8 rows later
+//   d        columns 2 q, 2 q + 1 of row g, then of row g + 8
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if constexpr (kIsBf16<T>)
@@ -24,7 +25,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 
 }
 
 // PTX ISA: Warp Level Matrix Instructions: movmatrix
-// The transpose of eight rows of eight 16-bit units, of which lane 4 g + q has units 2 q and 2 q + 1 of row g.
+// Transposes an 8 x 8 matrix of 16-bit elements: lane 4 g + q holds elements 2 q and 2 q + 1 of row g.
 __device__ __forceinline__ u32 transpose_matrix(u32 units) {
   u32 transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(units));

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// How threads, CTAs, kernels and GPUs wait for one another: elections, fences, named barriers, ordered accesses to
-// memory, time, register hand-over between warpgroups, programmatic dependent launch.
+// Synchronisation of threads, CTAs, kernels and GPUs: elections, fences, named barriers, ordered memory accesses,
+// timers, register reallocation between warpgroups, and programmatic dependent launch.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::ptx {
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: elect.sync
-// True in one lane of a converged warp. What depends on it the compiler knows to be done by one lane: instructions that
-// take uniform registers, such as those of the copy engine, need no loop over the lanes that may be there.
+// True in one lane of a converged warp. The compiler knows that one lane executes the branch. So instructions with
+// uniform registers, such as TMA, need no loop over lanes.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;
   asm volatile(
@@ -22,8 +22,7 @@ __device__ __forceinline__ bool elect_one() {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: fence (proxy)
-// What this thread wrote with ordinary stores, or has seen arrive of others' stores and copies, becomes visible to
-// wgmma and TMA.
+// Generic-proxy writes of this thread, and those that it has observed, become visible to wgmma and TMA.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -35,14 +34,14 @@ __device__ __forceinline__ void named_barrier_sync() {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (arrive)
-// Counts this warpgroup as one that came, and goes on.
+// Counts this warp as arrived, and does not wait.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void named_barrier_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (red.or)
-// Whether any of the threads says so.
+// Returns whether any thread votes true.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ bool named_barrier_any(bool vote) {
   u32 any;
@@ -98,13 +97,13 @@ __device__ __forceinline__ u64 nanoseconds() {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: red
-// Adds 1 to a counter in shared memory; lanes of a warp that count in the same place are added up first.
+// Adds 1 to a counter in shared memory. The hardware first adds up lanes of a warp with the same address.
 __device__ __forceinline__ void count_shared(u32 counter) {
   asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence
-// Stores before it and loads after it are in one order for all who use it.
+// Orders this thread's earlier stores before its later loads. All threads that use the fence see one order.
 __device__ __forceinline__ void fence_sc_gpu() {
   asm volatile("fence.sc.gpu;" ::: "memory");
 }

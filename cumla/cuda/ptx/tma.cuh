@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy engine (TMA): boxes of tensor maps and contiguous bytes into shared memory or L2.
+// TMA: boxes of tensor maps, and bulk copies, into shared memory or L2.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -11,7 +11,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
-// Out-of-range coordinates bring zeros and still count their bytes on the barrier.
+// Out-of-range coordinates give zeros, and still count their bytes on the barrier.
 __device__ __forceinline__ void tma_load_2d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -31,7 +31,7 @@ __device__ __forceinline__ void tma_load_3d_async(u32 destination, const TensorM
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
-// Out-of-range coordinates bring zeros and still count their bytes on the barrier.
+// Out-of-range coordinates give zeros, and still count their bytes on the barrier.
 __device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier,
                                                   int x, int y, int z, int w) {
   asm volatile(
@@ -42,7 +42,7 @@ __device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorM
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor
-// The same box into L2 only.
+// Prefetches the box into L2.
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x),
                "r"(y), "r"(z), "r"(w)
@@ -50,7 +50,7 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
-// Addresses and bytes are multiples of 16.
+// Addresses and `bytes` must be multiples of 16.
 __device__ __forceinline__ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier,
                                                 u64 policy) {
   asm volatile(
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_bulk_async(u32 destination, const void* sou
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
-// The same without a policy.
+// Without an L2 policy.
 __device__ __forceinline__ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    destination),
@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_bulk_async(u32 destination, const void* sou
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch
-// Has L2 fetch bytes in one piece; address and number are multiples of 16.
+// Prefetches contiguous bytes into L2. `address` and `bytes` must be multiples of 16.
 __device__ __forceinline__ void prefetch_bulk_l2(const void* address, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scalar names, element types and constants. No toolkit header: NVRTC compiles this text alone.
+// Scalar names, element types and constants. NVRTC needs no toolkit header for this text.
 #pragma once
 
 namespace cumla {
@@ -9,7 +9,7 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-struct Bf16 {};  // element-type tags: 16-bit elements are handled as raw halves of 32-bit words
+struct Bf16 {};  // element-type tags; 16-bit elements are stored as halves of u32
 struct Fp16 {};
 struct Fp32 {};
 template <typename T>
@@ -17,7 +17,7 @@ constexpr bool kIsBf16 = false;
 template <>
 constexpr bool kIsBf16<Bf16> = true;
 
-// 128 opaque bytes that cuTensorMapEncodeTiled filled on the host.
+// Opaque: cuTensorMapEncodeTiled fills it on the host.
 struct alignas(64) TensorMap {
   u64 words[16];
 };

@@ -4,8 +4,8 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// The accumulators as an asm statement needs them, whose strings must be literals: CUMLA_D<n> names the first n
-// operands, CUMLA_D<n>_OPERANDS binds them to the array `d`.
+// Operand lists for asm statements, whose strings must be literals. CUMLA_D<n> names the first n operands;
+// CUMLA_D<n>_OPERANDS binds them to the array `d`.
 #define CUMLA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUMLA_D16 CUMLA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUMLA_D32 \
@@ -32,8 +32,8 @@
 #define CUMLA_D128_OPERANDS CUMLA_D64_OPERANDS, CUMLA_F16(64), CUMLA_F16(80), CUMLA_F16(96), CUMLA_F16(112)
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The product of a shape, and of A's and B's types, whose accumulators are the first n operands. `begin` and `end` are
-// the text before it and after D.
+// The wgmma of `shape` and `types`, whose accumulators are the first n operands. `begin` is the text before it, `end`
+// the text after D.
 #define CUMLA_WGMMA(begin, shape, types, n, end, ...)                                          \
   asm volatile(begin "wgmma.mma_async.sync.aligned." shape ".f32." types " {" CUMLA_D##n "}, " end \
                : CUMLA_D##n##_OPERANDS                                                         \
@@ -44,7 +44,7 @@
     CUMLA_WGMMA(begin, shape, "bf16.bf16", n, __VA_ARGS__);     \
   else                                                          \
     CUMLA_WGMMA(begin, shape, "f16.f16", n, __VA_ARGS__)
-// Begins with the predicate `accumulate` from an operand; such a text ends with a brace.
+// Sets the predicate `accumulate` from an operand. The asm text must close the brace.
 #define CUMLA_IF(operand) "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " operand ", 0;\n"
 #define CUMLA_AB_IF "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
 #define CUMLA_REGISTERS_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
@@ -52,10 +52,10 @@
 namespace cumla::ptx {
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
-// Of an operand `offset` bytes (a multiple of 16) behind an address, in rows of kRowBytes (128, 64 or 32) with the
-// swizzle of that width: eight rows are 8 kRowBytes apart. One that is contiguous in M or N has kLeading bytes from one
-// 64-column block to the next. An address in shared memory has no bits that the format would lose, so one addition
-// makes the descriptor of the next product.
+// Descriptor of an operand at `address` + `offset`, a multiple of 16. Rows have kRowBytes (128, 64 or 32) and the
+// swizzle of that width, so groups of eight rows are 8 kRowBytes apart. kLeading is for operands contiguous in M or
+// N: the bytes between 64-column blocks. Shared-memory addresses fit the address field, so one addition advances a
+// descriptor.
 template <int kRowBytes, int kLeading = 0>
 __device__ __forceinline__ u64 descriptor_of_rows(u32 address, u32 offset) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "a row is as wide as a swizzle");
@@ -64,7 +64,7 @@ __device__ __forceinline__ u64 descriptor_of_rows(u32 address, u32 offset) {
   return kUpper << 32 | ((address >> 4) + (offset >> 4) + (kLeading >> 4 << 16));
 }
 
-// Where the 16-byte chunk of a row lies within it.
+// Returns the index in its row at which the swizzle stores a 16-byte chunk.
 template <int kRowBytes>
 __device__ __forceinline__ int swizzled_chunk(int row, int chunk) {
   return chunk ^ ((row * kRowBytes / 128) & (kRowBytes / 16 - 1));
@@ -87,14 +87,14 @@ __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// After a wait for the product: what reads the accumulators stays there.
+// Keeps reads of the accumulators after the wait for their product.
 template <int kCount>
 __device__ __forceinline__ void keep_behind_wait(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Before the fence of the products that read them: what makes these fragments, or accumulators, stays there.
+// Keeps writes of these fragments or accumulators before the fence of the product that reads them.
 template <int kCount>
 __device__ __forceinline__ void keep_before_products(u32 (&a)[kCount]) {
 #pragma unroll
@@ -123,7 +123,7 @@ __device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], u64 a, u
   CUMLA_WGMMA_16(T, "", "m64n256k16", 128, "%128, %129, 1, 1, 1, 0, 1;", "l"(a), "l"(b));
 }
 
-// The same with A in registers: a[0..1] columns 2t, 2t+1 of rows g and g + 8, a[2..3] the same eight columns later.
+// As above, with A in registers: a[0..1] are columns 2t, 2t+1 of rows g and g + 8, a[2..3] the same 8 columns later.
 template <typename T>
 __device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], const u32* a, u64 b) {
   CUMLA_WGMMA_16(T, "", "m64n256k16", 128, "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;", CUMLA_REGISTERS_B);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void wgmma_values_async(float (&d)[64], const u32* a,
   CUMLA_WGMMA_16(T, "", "m64n128k16", 64, "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;", CUMLA_REGISTERS_B);
 }
 
-// The same with A in shared memory, contiguous in K.
+// As above, with A in shared memory, contiguous in K.
 template <typename T>
 __device__ __forceinline__ void wgmma_values_async(float (&d)[64], u64 a, u64 b) {
   CUMLA_WGMMA_16(T, "", "m64n128k16", 64, "%64, %65, 1, 1, 1, 0, 1;", "l"(a), "l"(b));
@@ -152,16 +152,16 @@ __device__ __forceinline__ void wgmma_values_async(float (&d)[128], const u32* a
   wgmma_m64n256k16_async<T>(d, a, b);
 }
 
-// D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory, B contiguous in K, A
-// contiguous in K or, with kTransposedA, in M.
+// D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory. B is contiguous in K, A in K
+// or, with kTransposedA, in M.
 template <typename T, bool kTransposedA>
 __device__ __forceinline__ void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   CUMLA_WGMMA_16(T, CUMLA_IF("%10"), "m64n16k16", 8, "%8, %9, accumulate, 1, 1, %11, 0;\n}", CUMLA_AB_IF,
                  "n"(static_cast<int>(kTransposedA)));
 }
 
-// D (64 x 2 kCount, which is 16 or 32) = A (64 x 16) B^T + (accumulate ? D : 0); A in registers, B in shared memory,
-// contiguous in K.
+// D (64 x 2 kCount) = A (64 x 16) B^T + (accumulate ? D : 0); 2 kCount is 16 or 32; A in registers, B in shared
+// memory, contiguous in K.
 template <typename T, int kCount>
 __device__ __forceinline__ void wgmma_narrow_async(float (&d)[kCount], const u32* a, u64 b, bool accumulate) {
   if constexpr (kCount == 8)
@@ -179,7 +179,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_async(float (&d)[32], const u32*
                  CUMLA_REGISTERS_B, "r"(static_cast<int>(accumulate)));
 }
 
-// D (64 x 2 kCount, which is 64, 128 or 256) = A (64 x 32) B^T + (accumulate ? D : 0); both in shared memory,
+// D (64 x 2 kCount) = A (64 x 32) B^T + (accumulate ? D : 0); 2 kCount is 64, 128 or 256; both in shared memory,
 // contiguous in K.
 template <int kCount>
 __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[kCount], u64 a, u64 b, bool accumulate) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[kCount], u64 a, u64 
 }
 
 // D (64 x 64) = A (64 x 32) B^T (64 x 32) + (accumulate ? D : 0); A in registers, B in shared memory, contiguous in K.
-// a[0]: columns 4t to 4t + 3 of row g; a[1]: of row g + 8; a[2..3]: the same sixteen columns later.
+// a[0] and a[1] hold columns 4t to 4t + 3 of rows g and g + 8; a[2..3] the same 16 columns later.
 __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
   CUMLA_WGMMA(CUMLA_IF("%37"), "m64n64k32", "e4m3.e4m3", 32, "{%32, %33, %34, %35}, %36, accumulate, 1, 1;\n}",
               CUMLA_REGISTERS_B, "r"(static_cast<int>(accumulate)));

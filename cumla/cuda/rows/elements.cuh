@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight neighbouring elements of a row, in registers: what a thread loads, converts and stores at once.
+// Octets: eight neighbouring elements of a row in registers, which a thread loads, converts and stores at once.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -11,8 +11,8 @@ using namespace ptx;
 
 constexpr int kOctet = 8;  // elements: 16 bytes in 16 bits each
 
-// Of a row of Bf16, Fp16 or Fp32. `load` leaves the order of loads to the compiler; several `load_early` stay together,
-// ahead of what uses them.
+// An octet of a row of Bf16, Fp16 or Fp32. The compiler may reorder `load`. Several `load_early` stay together,
+// before their first use.
 template <typename Element>
 struct Octet {
   uint4 words;
@@ -26,7 +26,7 @@ struct Octet {
   __device__ __forceinline__ float2 pair(int i) const {
     return unpack_pair<Element>(i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w);
   }
-  // As 16-bit elements of type T, which is Element.
+  // As 16-bit elements of type T, which must be Element.
   template <typename T>
   __device__ __forceinline__ uint4 packed() const {
     static_assert(kIsBf16<T> == kIsBf16<Element>, "16-bit elements are stored as they are");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of bfloat16, float16 or float32 numbers that become e4m3 with a float32 scale: value = e4m3 * scale.
+// Quantises rows of bfloat16, float16 or float32 to e4m3 with a float32 scale: value = e4m3 * scale.
 //
-// What cumla/reference/indexer/cache.py computes, to the bit, in the same float32 operations; the library is compiled
-// with subnormal numbers flushed to zero, and so the reference flushes them.
+// The bits are those of cumla/reference/indexer/cache.py, which uses the same float32 operations. Compilation flushes
+// subnormal numbers to zero, so the reference does, too.
 #pragma once
 #include "rows/elements.cuh"
 #include "ptx/convert.cuh"
@@ -14,10 +14,10 @@ using namespace ptx;
 
 constexpr float kMostE4m3 = 448.0f;
 constexpr float kMostFloat = __builtin_bit_cast(float, 0x7f7fffffu);
-constexpr float kLeastScale = __builtin_bit_cast(float, 0x00800000u);  // normal, and so is its inverse
-constexpr float kLeastPowerScale = 1e-4f;                              // before it is rounded up to a power of two
+constexpr float kLeastScale = __builtin_bit_cast(float, 0x00800000u);  // normal, and its inverse is normal, too
+constexpr float kLeastPowerScale = 1e-4f;  // least scale that is then rounded up to a power of two
 
-// The largest magnitude of eight elements; NaN does not count.
+// Largest magnitude of eight elements; NaN is ignored.
 template <typename Elements>
 __device__ __forceinline__ float largest_of(const Elements& octet) {
   float largest = 0.0f;
@@ -29,19 +29,19 @@ __device__ __forceinline__ float largest_of(const Elements& octet) {
   return largest;
 }
 
-// Of neighbouring lanes, a power of two of them, by the whole warp.
+// Maximum over `lanes` neighbouring lanes, a power of two. The whole warp must call it.
 __device__ __forceinline__ float largest_of_lanes(float largest, int lanes) {
   for (int step = lanes / 2; step > 0; step /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
   return largest;
 }
 
-// Finite and normal whatever the row holds: infinities count as the largest number.
+// Returns a finite, normal scale for any row; infinities count as the largest finite number.
 __device__ __forceinline__ float scale_of(float largest, bool power_of_two) {
   const float scale = fminf(largest, kMostFloat) / kMostE4m3;
   if (!power_of_two) return fmaxf(scale, kLeastScale);
   const u32 bits = __float_as_uint(fmaxf(scale, kLeastPowerScale));
-  return __uint_as_float((bits + 0x007fffffu) & 0xff800000u);  // a mantissa that is not 0 carries into the exponent
+  return __uint_as_float((bits + 0x007fffffu) & 0xff800000u);  // a mantissa other than 0 carries into the exponent
 }
 
 template <typename Elements>

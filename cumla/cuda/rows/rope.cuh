@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary position embedding of rows of kRopeDim columns: a lane holds eight of them, kRopeDim / 8 neighbouring lanes a
-// row.
+// Rotary position embedding of rows of kRopeDim columns. A lane has eight columns; kRopeDim / 8 neighbouring lanes
+// have a row.
 //
-// Params is the parameter struct of the kernel. These members of it are read here:
+// Members that Params, the parameter struct of the kernel, must have:
 //   cos_sin           [max_position][kRopeDim / 2 cosines | kRopeDim / 2 sines]
 //   cos_sin_stride    bytes
 //   cos_sin_is_float  the table is float32, else of type T
@@ -21,7 +21,7 @@ __device__ __forceinline__ const char* table_row(const Params& p, i64 position) 
   return p.cos_sin + position * p.cos_sin_stride;
 }
 
-// Four neighbouring numbers of a row of the table.
+// Four neighbouring entries of a row of the table.
 template <typename T, typename Params>
 __device__ __forceinline__ float4 table_entries(const Params& p, const char* row, int column) {
   if (p.cos_sin_is_float) return *reinterpret_cast<const float4*>(row + 4 * column);
@@ -30,7 +30,7 @@ __device__ __forceinline__ float4 table_entries(const Params& p, const char* row
   return {low.x, low.y, high.x, high.y};
 }
 
-// Element e of an octet becomes cos[e] * element + sin[e] * partner: signs are in the sines.
+// Element e of an octet becomes cos[e] * element + sin[e] * partner. The sines include the signs.
 struct Rotation {
   float cos[kOctet], sin[kOctet];
 };
@@ -60,7 +60,7 @@ __device__ __forceinline__ Rotation find_rotation(const Params& p, const char* t
   return rotation;
 }
 
-// A whole warp; the partners of a half-split octet are kRopeDim / 16 lanes away.
+// The whole warp must call it: half-split pairs are kRopeDim / 16 lanes apart.
 template <int kRopeDim, bool kInterleaved, typename Element>
 __device__ __forceinline__ Octet<Fp32> rotate(const Octet<Element>& octet, const Rotation& rotation) {
   float2 pairs[kOctet / 2];

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of new tokens, paged caches, and where in a cache the row of a token goes.
+// Rows of new tokens, paged caches, and the slot of a token in a cache.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::rows {
 
-// Strides are bytes everywhere.
+// All strides are in bytes.
 struct Rows {
   char* data;
   i64 stride_token, stride_head;
@@ -23,7 +23,7 @@ struct Pages {
 struct Indices {
   const char* data;  // null: not given
   i64 stride;
-  i64 is_wide;  // 64 bits each, else 32
+  i64 is_wide;  // 64-bit indices, else 32
 
   __device__ __forceinline__ i64 operator[](i64 i) const {
     const char* const at = data + i * stride;
@@ -31,20 +31,19 @@ struct Indices {
   }
 };
 
-// What is given of a token: its position, and its slot, or again its position where there are no slots. Negative:
-// neither.
+// The position of a token, and its slot (its position again if there are no slots). Negative: not given.
 struct Given {
   i64 position, slot;
 };
 
-// A row of a cache; page is negative if there is none.
+// A row of a cache; page < 0: none.
 struct Slot {
   i64 page, row;
 };
 
-// The slot at a place: a slot already, or a position in the pages of a request. Params is a kernel's parameter struct
-// with the members slots, page_numbers, page_numbers_stride, page_numbers_stride_request, page_list_bounds, batch,
-// num_entries, num_pages and page_size.
+// The slot of `place`: a slot number, or a position in the pages of a request if there are no slots. Params needs
+// slots, page_numbers, page_numbers_stride, page_numbers_stride_request, page_list_bounds, batch, num_entries,
+// num_pages and page_size.
 template <typename Params>
 __device__ __forceinline__ Slot slot_at(const Params& p, i64 request, i64 place) {
   const Slot nowhere = {-1, 0};
@@ -65,7 +64,7 @@ __device__ __forceinline__ Slot slot_at(const Params& p, i64 request, i64 place)
   return {page, row};
 }
 
-// The slot of a token, whose request batch_indices of Params tell.
+// The slot of a token, whose request is in Params' batch_indices.
 template <typename Params>
 __device__ __forceinline__ Slot find_slot(const Params& p, i64 token, i64 place) {
   return slot_at(p, p.slots.data == nullptr ? p.batch_indices[token] : -1, place);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CTAs that made the pieces of a split request join them: each its share of the columns, the last one also those of
-// CTAs that did not wait (split/meeting.cuh). Who joins a share never changes its bits: how pieces are grouped and
-// added follows from the shape of the share alone.
+// Combines the partial results of a split request. Each of its CTAs combines a share of the columns; the last CTA to
+// arrive also takes the shares of CTAs that did not wait (split/meeting.cuh).
 //
-// An instruction that runs once, from a cold cache, costs 5 to 25 clocks: so there are loops, not unrolled, and what a
-// warp has to do is found while the counter answers.
+// Whoever combines a share computes the same bits: grouping and order follow from the shape of the share alone.
 //
-// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces
+// Hazard: this code runs once per request, from a cold instruction cache. So loops are not unrolled, and the work of
+// a warp is computed while the ticket's answer is on its way.
+//
+// A share consists of items: units of 32 columns of one row group. If there are few items, several warps divide the
+// partial results of one.
 // of one.
 #pragma once
 #include "split/meeting.cuh"
@@ -24,13 +26,13 @@ using namespace ptx;
 
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
 
-// What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
+// Weight of a partial result with base-2 log-sum-exp `lse`; 0 if it is empty.
 __device__ __forceinline__ float weight_of(float lse, float maximum) {
   return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
 }
 
-// The sinks of both rows of a lane, on their way with the pieces. A base without members where tiles have none: an
-// unused member changes how ptxas orders instructions.
+// The sinks of a lane's two rows, loaded early. It is an empty base if tiles have none, because an unused member
+// changes the order of instructions that ptxas chooses.
 template <bool kHasSinks>
 struct Sinks {};
 template <>
@@ -38,25 +40,27 @@ struct Sinks<true> {
   float sink[2];
 };
 
-// Shared memory that nobody else uses between the segments of a CTA, `pieces` and `more_pieces` only after the last.
+// Shared memory that is free between the segments of a CTA. `pieces` and `more_pieces` are free only after the last
+// segment.
 struct JoinSpace {
-  u32 words;                // two, that all threads must agree on
+  u32 words;                // two words that all threads read
   u32 sums;                 // 8,192 bytes
   u32 weights;              // 512 bytes
-  u32 pieces, more_pieces;  // for the warps of each consumer, Joiner's kPieceSpace a warp
+  u32 pieces, more_pieces;  // of the warps of each consumer, kPieceSpace bytes per warp
 };
 
-// kShort: pieces are short ones (split/output.cuh).
+// kShort: partial results are short ones (split/output.cuh).
 template <typename T, int kValueDim, int kPieceSpace, bool kShort, typename Params, typename AnyTile>
 struct Joiner : Meeting<Params> {
   using Base = Meeting<Params>;
   using Base::kLast, Base::kGoOn, Base::p, Base::segment, Base::pieces, Base::warp, Base::lane;
   using Base::arrive, Base::who_left;
-  static constexpr int kMostAtOnce = 8;            // pieces of a warp
-  static constexpr int kRowBytes = kRowGroup * 8;  // of a piece
+  static constexpr int kMostAtOnce = 8;            // partial results that a warp loads at once
+  static constexpr int kRowBytes = kRowGroup * 8;  // of a partial result
   static constexpr int kLines = kShort ? kShortLines : kUnitGroups, kBytes = kLines * 512;  // of a unit
-  static constexpr int kRowSize = kValueDim * kLines / 16;    // of a piece, in 16 bytes
-  static constexpr int kApart = kShort ? kValueDim / 64 : 1;  // an eight of a unit and the next one, in eights
+  static constexpr int kRowSize = kValueDim * kLines / 16;    // of a partial result, in 16 bytes
+  // Distance of a unit's groups of eight columns, in such groups
+  static constexpr int kApart = kShort ? kValueDim / 64 : 1;
 
   const JoinSpace space;
   const AnyTile& tile;
@@ -68,7 +72,8 @@ struct Joiner : Meeting<Params> {
         space(space),
         tile(tile) {}
 
-  // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
+  // Called by all threads of both consumers, after their partial result is stored. `more`: the CTA has another
+  // request.
   // model: fp8_segments, join
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
@@ -82,7 +87,7 @@ struct Joiner : Meeting<Params> {
     u32 role = kGoOn, left = 0;
 #pragma unroll 1
     while (share >= 0) {
-      Work work(*this, share, first_item);  // the first time while others have yet to arrive
+      Work work(*this, share, first_item);  // the first time it overlaps with the arrivals
       work.pin();
       if (!knows_role) {
         consumers_sync();
@@ -99,17 +104,17 @@ struct Joiner : Meeting<Params> {
       first_item = 0;
     }
     if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
-    consumers_sync();  // the role's place is written again
+    consumers_sync();  // space.words is reused
   }
 
  private:
-  // Read anew: what follows from it would be kept over the blocks.
+  // Reads threadIdx anew, so that values derived from it hold no registers during the blocks.
   __device__ __forceinline__ static u32 thread_here() { return copy_of(threadIdx.x); }
 
-  // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the
-  // weights and the base-2 maximum to which all is relative.
+  // The sum of one warp: the accumulators of a unit of one row group. For the lane's two rows also the sum of
+  // weights, and the base-2 maximum to which everything is relative.
   struct Sum : Sinks<AnyTile::kHasSinks> {
-    float4 v[kUnitGroups];  // of eight columns each
+    float4 v[kUnitGroups];  // eight columns each
     float weight[2], maximum[2];
 
     __device__ __forceinline__ void raise(float next0, float next1) {
@@ -130,21 +135,21 @@ struct Joiner : Meeting<Params> {
     }
   };
 
-  // In a few instructions, where the quotient is small: a first guess is off by one at most.
+  // Division for small quotients: the first guess is off by at most one.
   __device__ __forceinline__ static int small_quotient(int dividend, int divisor, float inverse) {
     const int guess = static_cast<int>(static_cast<float>(dividend) * inverse), rest = dividend - guess * divisor;
     return guess + (rest >= divisor) - (rest < 0);
   }
 
-  // What a warp has of a share.
+  // The share of the work of one warp.
   struct Work {
     static constexpr int kUnits = kValueDim / (8 * kUnitGroups), kHalfUnits = kUnits / 2;
 
-    int items, shift;       // of the share; of an item's helpers, a power of two
+    int items, shift;       // of the share; log2 of the warps per item
     int unit, group;        // of the item
-    int from, to;           // pieces of this warp
-    const float2* rows;     // of piece 0, in its slot 0: those of the group
-    const float4* columns;  // of that piece: this lane's
+    int from, to;           // partial results of this warp
+    const float2* rows;     // of partial result 0 in slot 0: the rows of the group
+    const float4* columns;  // of the same: the columns of this lane
 
     __device__ __forceinline__ Work(const Joiner& of, int share, int first) {
       const int row_groups = copy_of(of.p.row_groups), all = kUnits * row_groups;
@@ -166,7 +171,7 @@ struct Joiner : Meeting<Params> {
       columns = of.p.partial_out + piece_offset<kValueDim, kLines>(of.p, base, half, group, in_half, of.lane);
     }
     __device__ __forceinline__ int helper(const Joiner& of) const { return of.warp & ((1 << shift) - 1); }
-    // Now, not where it is used.
+    // Computes the members here rather than at their use.
     __device__ __forceinline__ void pin() {
       rows = copy_of(rows);
       columns = copy_of(columns);
@@ -176,13 +181,14 @@ struct Joiner : Meeting<Params> {
   };
 
   __device__ __forceinline__ int rows_of_slot() const { return p.row_groups * kRowGroup; }
-  // Where piece i lies, in rows from the first part's slot 0: two slots apart, the first perhaps in its second slot.
+  // Offset of partial result i in rows, from slot 0 of the first part. Partial results are two slots apart; the first
+  // may be in slot 1.
   __device__ __forceinline__ int row_of(int i) const {
     return (i == 0 ? segment.first_slot : 2 * i) * rows_of_slot();
   }
 
-  // All warps come here together. After the CTA's last segment (`is_free`) pieces come through shared memory, many at
-  // once.
+  // All warps call this together. After the CTA's last segment (`is_free`) the ring is free, so several partial
+  // results are copied to shared memory at once.
   // model: fp8_segments
   __device__ __forceinline__ void join_item(const Work& work, bool is_free) const {
     constexpr int kFitting = kPieceSpace / kBytes;
@@ -230,13 +236,13 @@ struct Joiner : Meeting<Params> {
           add_piece(sum, rows + k * kRowBytes, v);
         }
       }
-      __syncwarp();  // the next ones are written there
+      __syncwarp();  // the next copies overwrite `rows`
     }
     if (work.shift > 0) gather(sum, work.helper(*this), work.shift);
     if (work.to > work.from && work.helper(*this) == 0) store(work.unit, work.group, sum);
   }
 
-  // Adds a piece, whose rows have their weights.
+  // Adds one partial result. `rows` holds its weights.
   // model: fp8_segments
   __device__ __forceinline__ void add_piece(Sum& sum, u32 rows, float4 (&v)[kUnitGroups]) const {
     if constexpr (kShort) complete_short_unit(v);
@@ -247,8 +253,8 @@ struct Joiner : Meeting<Params> {
     for (int j = 0; j < kUnitGroups; ++j) sum.add(j, v[j], weights[0].y, weights[1].y);
   }
 
-  // Log-sum-exps and factors of `count` pieces become weights, relative to the highest one so far: of a row's sum, and
-  // of its columns. A lane has row lane % 16 of every second piece.
+  // Turns log-sum-exps and factors of `count` partial results into weights relative to the highest one so far: one
+  // for the row's sum, one for its columns. A lane handles row lane % 16 of every second partial result.
   __device__ __forceinline__ void weigh(Sum& sum, u32 rows, int count) const {
     const u32 row = rows + lane % 16 * 8;
     float highest = -kInfinity;
@@ -270,19 +276,19 @@ struct Joiner : Meeting<Params> {
     __syncwarp();
   }
 
-  // Adds up what the helpers of an item have, in the first of them: in each step the second half of those that are left
-  // leave what they have to the first half, from the second step on where they have just read.
+  // Adds up the sums of an item's warps in a tree; the result is in the first warp. In each step the second half
+  // stores its sums, and the first half adds them. From the second step on, it stores where it has just read.
   // model: fp8_segments
   __device__ __forceinline__ void gather(Sum& sum, int helper, int shift) const {
     const int half = (1 << shift) / 2;
-    consumers_sync();  // weights of pieces are read no more
+    consumers_sync();  // all warps have read the weights of the partial results
 #pragma unroll 1
     for (int step = half; step > 0; step /= 2) {
       const int place = (warp >> shift) * half + (helper & (step - 1)) + (step == half ? 0 : step);
       const u32 sums = space.sums + (place * kUnitGroups * 32 + lane) * 16;
       const u32 weights = space.weights + (place * 8 + lane / 4) * 16;
       if (helper / step == 1) {
-        __syncwarp();  // other lanes have read the weights that were there
+        __syncwarp();  // all lanes have read the weights of the step before
         if (lane % 4 == 0)
           store_shared_float4(weights, {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
 #pragma unroll
@@ -299,10 +305,10 @@ struct Joiner : Meeting<Params> {
         sum.weight[1] += factor[1] * other.y;
       }
     }
-    consumers_sync();  // the next share has its rows there
+    consumers_sync();  // the rows of the next share go there
   }
 
-  // The largest score of a row: that of its pieces, in whatever order.
+  // The largest score of a row, over its partial results. The order does not matter.
   __device__ __forceinline__ void join_max_logit(int row) const {
     const i64 base = piece_index(p, tile, segment.first_part, 0);
     float highest = -kInfinity;

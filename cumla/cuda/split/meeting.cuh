@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the CTAs that made the pieces of a split request meet, at the ticket of its first part, to join the pieces. Who
-// waits, who goes on, and who joins the shares of those that left: docs/kernels/schedule.md.
+// The CTAs of a split request meet at the ticket of its first part to combine their partial results.
+// docs/kernels/schedule.md says who waits, who continues, and who combines the shares of CTAs that left.
 #pragma once
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -13,12 +13,11 @@ namespace cumla::split {
 using namespace ptx;
 
 constexpr int kConsumersBarrier = 1;  // named barrier
-constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
+constexpr long long kPatience = 40000;  // clocks, about 20 us; parts have similar cost, so all arrive soon
 
-// The threads of both consumers meet.
 __device__ __forceinline__ void consumers_sync() { named_barrier_sync<kConsumersBarrier, 2 * kWarpgroup>(); }
 
-// Of one request, for the threads of both consumers.
+// One split request. All threads of both consumers take part.
 template <typename Params>
 struct Meeting {
   enum Role : u32 { kGoOn, kOwnShare, kLast };
@@ -27,10 +26,10 @@ struct Meeting {
 
   const Params& p;
   const Segment& segment;
-  const u32 words;               // shared: two, that all threads must agree on
-  const int pieces, warp, lane;  // warp: of both consumers
+  const u32 words;               // address of two words in shared memory that all threads read
+  const int pieces, warp, lane;  // warp: 0 to 7 over both consumers
 
-  // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
+  // Returns which of the CTAs `from` to `from` + 31 left without waiting, as a mask that all threads agree on.
   // model: join
   __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
     consumers_sync();
@@ -46,7 +45,7 @@ struct Meeting {
     return load_shared_u32(words + 4);
   }
 
-  // By one thread.
+  // Called by one thread, after its CTA has stored its partial result.
   // model: join
   __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
     const bool waits = !more && p.may_wait;  // plant: waiting
@@ -55,7 +54,7 @@ struct Meeting {
     const u32 before = atomic_add_acq_rel(arrived, step);
     auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
     if (all_arrived(before + step)) {
-      fence_sc_gpu();  // a CTA that leaves now either sees that all are there or is seen to have left
+      fence_sc_gpu();  // orders the ticket before the flags: a CTA that gives up sees the ticket, or its flag is seen
       return kLast;
     }
     if (!waits) return kGoOn;
@@ -65,7 +64,8 @@ struct Meeting {
       store_relaxed(left, 1);
       fence_sc_gpu();
       if (!all_arrived(load_acquire(arrived))) return kGoOn;
-      store_relaxed(left, 0);  // should the last one have read it, it does this share as well, with the same bits
+      // The last CTA may have read the flag and combine this share, too; it computes the same bits
+      store_relaxed(left, 0);
       return kOwnShare;
     }
     return kOwnShare;

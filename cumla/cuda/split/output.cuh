@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The output of attention kernels: rows of out and their log-sum-exp, pieces of them in a plan's buffer.
+// Stores rows of out with their log-sum-exp, and partial results in the plan's buffer.
 //
-// Params is the parameter struct of the kernel. These members of it are used here:
+// Members that Params, the parameter struct of the kernel, must have:
 //   out, out_stride_batch, out_stride_token, out_stride_head, out_is_float     strides in bytes
 //   lse, lse_stride_batch, lse_stride_head, lse_stride_token                   strides in elements
-//   empty_lse                                                                  where nothing is visible
-//   sinks, sinks_stride, sink_in_lse                                           where tiles have sinks
-//   parts, row_groups                                                          of the plan
+//   empty_lse                                                                  the log-sum-exp of rows that see no key
+//   sinks, sinks_stride, sink_in_lse                                           if the tile type has sinks
+//   parts, row_groups                                                          the plan's
 #pragma once
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
@@ -17,21 +17,21 @@ namespace cumla::split {
 
 using namespace ptx;
 
-// Number of the piece that a part leaves in a slot.
+// Index of the partial result of a part and slot.
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ i64 piece_index(const Params& p, const AnyTile& tile, int part, int slot) {
   return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
 }
 
-constexpr int kUnitGroups = 4;  // of eight columns in a unit, which one warp joins
+constexpr int kUnitGroups = 4;  // of eight columns, in a unit; one warp combines a unit
 
-// Lines of 512 bytes in a unit. Numbers of a short piece have 24 bits: four take the place of three
-// (docs/kernels/schedule.md). In a short unit every (kValueDim / 64)-th eight of a half comes together: lanes have them in
-// all layouts of accumulators. Other units have four eights after each other.
+// Lines of 512 bytes in a unit. A short partial result has 24 bits per number, so four numbers take the room of three
+// (docs/kernels/schedule.md). A short unit has every (kValueDim / 64)-th group of eight columns of a half, because
+// lanes hold these together in all accumulator layouts. A long unit has four adjacent groups.
 constexpr int kLongLines = kUnitGroups, kShortLines = 3;
 
-// Where a lane's accumulators of a unit of a row group lie in a piece, in units of four; its next line is 32 further
-// on. Each of two consumers has half of the kValueDim columns.
+// Offset of a lane's accumulators of a unit in a partial result, in float4; the lane's next line is 32 further on.
+// Each consumer has half of the kValueDim columns.
 // model: fp8_data
 template <int kValueDim, int kLines, typename Params>
 __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int consumer, int group, int unit, int lane) {
@@ -39,20 +39,21 @@ __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int cons
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 64) + unit) * (kLines * 32) + lane;
 }
 
-// A number with byte `i` + 1 of another one in the place of its lowest byte. An infinity may become NaN.
+// Replaces the lowest byte of `number` by byte i + 1 of `other`. An infinity may become NaN.
 // model: fp8_data
 __device__ __forceinline__ float with_byte(float number, float other, int i) {
   return __uint_as_float(__byte_perm(__float_as_uint(number), __float_as_uint(other), 0x3215 + i));
 }
-// The number whose bytes three others hold. The lowest one, which is lost, is the next one once more.
+// Returns the number whose upper three bytes are the lowest bytes of a, b and c. Its own lowest byte, which was not
+// stored, becomes a copy of the next one.
 // model: fp8_data
 __device__ __forceinline__ float number_of_bytes(float a, float b, float c) {
   const u32 two = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0400);
   return __uint_as_float(__byte_perm(two, __float_as_uint(c), 0x4210));
 }
 
-// Stores what a lane has of a unit of a short piece: of each of its eights four numbers. Those of the last one lie in
-// the lowest bytes of the others, which are loaded as they are.
+// Stores a lane's unit of a short partial result. The numbers of the last group go into the lowest bytes of the
+// others, which readers leave there.
 // model: fp8_data
 __device__ __forceinline__ void store_short_unit(float4* to, const float4 (&v)[kUnitGroups]) {
   const float4& last = v[kShortLines];
@@ -61,38 +62,38 @@ __device__ __forceinline__ void store_short_unit(float4* to, const float4 (&v)[k
     store_global_float4(to + 32 * i, with_byte(v[i].x, last.x, i), with_byte(v[i].y, last.y, i),
                         with_byte(v[i].z, last.z, i), with_byte(v[i].w, last.w, i));
 }
-// The last one's numbers again.
+// Restores the numbers of the last group.
 // model: fp8_data
 __device__ __forceinline__ void complete_short_unit(float4 (&v)[kUnitGroups]) {
   v[3] = {number_of_bytes(v[0].x, v[1].x, v[2].x), number_of_bytes(v[0].y, v[1].y, v[2].y),
           number_of_bytes(v[0].z, v[1].z, v[2].z), number_of_bytes(v[0].w, v[1].w, v[2].w)};
 }
 
-// Where a token lies in q, out and lse.
+// The indices of a query token in q, out and lse.
 struct TokenPlace {
   int batch, token;
 };
 
-// A family whose arrays have an axis of requests over a RaggedTile has an overload of this for its parameters.
+// Overloaded for parameters whose arrays have an axis of requests over a RaggedTile.
 template <typename Params>
 __device__ __forceinline__ TokenPlace place_of(const Params&, int request, int token) { return {request, token}; }
 
-// A family whose outputs are narrower than the columns of its kernels has an overload of this.
+// Overloaded where outputs can have fewer columns than the kernel.
 template <typename Params>
 __device__ __forceinline__ bool has_column(const Params&, int) { return true; }
 
-// The log-sum-exp of a row, base 2, from its maximum and the sum of its weights; -inf of a row that sees no key.
+// Base-2 log-sum-exp of a row from its maximum and its sum of weights; -inf if the row sees no key.
 __device__ __forceinline__ float log_sum_exp(float maximum, float sum) {
   return sum == 0.0f ? -kInfinity : maximum + log2_approx(sum);
 }
 
-// What the output of a row is multiplied by; 0 of a row that sees no key.
+// The factor that normalises a row; 0 if the row sees no key.
 __device__ __forceinline__ float inverse_of_sum(float sum) { return sum == 0.0f ? 0.0f : reciprocal_approx(sum); }
 
-constexpr float kMostSink = 3e38f;  // base 2, and without the sign
+constexpr float kMostSink = 3e38f;  // bound of the magnitude of a sink, base 2
 
-// A row's log-sum-exp, base 2, as the caller gets it. One that only a sink can have is that sink: base 2 has no numbers
-// for the highest ones.
+// Stores the natural log-sum-exp of a row. The conversion to base 2 clips the largest sinks; a row whose log-sum-exp
+// is such a bound gets the sink itself.
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ void store_lse(const Params& p, const AnyTile&, int request, const Row& to, float lse) {
   const TokenPlace at = place_of(p, request, to.token);
@@ -103,27 +104,28 @@ __device__ __forceinline__ void store_lse(const Params& p, const AnyTile&, int r
   p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] = natural;
 }
 
-// A sink in base 2, or the finite number next to it: differences of infinities would be NaN. -inf is no sink.
+// Converts a sink to base 2, clipped to finite numbers, because differences of infinities are NaN. -inf means no
+// sink.
 __device__ __forceinline__ float bounded_sink(float sink) {
   const float log2 = sink * kLog2E;
   if (sink == -kInfinity) return sink;
   return log2 > kMostSink ? kMostSink : log2 < -kMostSink ? -kMostSink : log2;  // NaN stays NaN
 }
 
-// The sink of a row, base 2; -inf if there is none. Rows of a tile that has sinks are heads of one token. Callers keep
-// the text for other tiles as it is without sinks: ptxas spills registers of some kernels otherwise.
+// Base-2 sink of a row; -inf if it has none. The rows of a tile with sinks are heads of one token. Callers use it
+// only under `if constexpr`: otherwise ptxas spills registers of kernels without sinks.
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ float sink_of(const Params& p, const AnyTile& tile, int row) {
   if (p.sinks == nullptr || row >= tile.rows) return -kInfinity;
   return bounded_sink(p.sinks[(tile.first_row + row) * p.sinks_stride]);
 }
 
-// Takes the sink of a whole row into what its output is multiplied by, and its log-sum-exp, base 2. The highest sinks
-// leave no weight to values.
+// Adds the sink to the factor that normalises a finished row, and to its base-2 log-sum-exp. The largest sinks leave
+// weight 0 for the values.
 template <typename Params>
 __device__ __forceinline__ void take_sink(const Params& p, float sink, float& scale, float& lse) {
   if (sink == -kInfinity) return;
-  const float of_sink = exp2_approx(sink - lse);  // as a multiple of the sum of the values' weights
+  const float of_sink = exp2_approx(sink - lse);  // weight of the sink / sum of the other weights
   scale *= reciprocal_approx(1.0f + of_sink);
   if (p.sink_in_lse) lse = fmaxf(lse, sink) + log2_approx(1.0f + exp2_approx(-fabsf(sink - lse)));
 }
@@ -135,15 +137,16 @@ __device__ __forceinline__ char* row_of_out(const Params& p, const AnyTile& tile
   return p.out + at.batch * p.out_stride_batch + at.token * p.out_stride_token + to.head * p.out_stride_head;
 }
 
-// Two lanes, kApart, trade: the first one has both first words then, the second one both second words.
+// Two lanes kApart exchange words: the first lane gets both `first` words, the second lane both `second` words.
 template <int kApart>
 __device__ __forceinline__ uint2 trade(bool is_second, u32 first, u32 second) {
   const u32 received = __shfl_xor_sync(0xffffffffu, is_second ? first : second, kApart);
   return {is_second ? received : first, is_second ? second : received};
 }
 
-// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d kLater columns later. In 16 bits
-// lanes trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors if the columns adjoin.
+// A quad of lanes stores 16 columns of a row. Each lane has a, b at column 2 quad_lane, and c, d kLater columns
+// later. With 16 bits, lanes kNeighbour apart exchange words: eight bytes per lane, and full sectors of 32 bytes if
+// the columns are adjacent.
 template <typename T, int kNeighbour, int kLater = 8, typename Params, typename AnyTile>
 __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& tile, int request, int row,
                                               int quad_lane, int column, float a, float b, float c, float d) {

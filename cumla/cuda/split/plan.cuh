@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan's buffer holds: written by split/schedule.cu or split/ragged_schedule.cu, read by the
-// attention kernels, whatever the widths of their keys and values.
+// Layout of a plan's buffer. split/schedule.cu or split/ragged_schedule.cu writes it; the attention kernels read it.
 //
-// The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which
-// each has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile
-// works through its range. A request that more than one part touches is split: each of its parts leaves a piece, a
-// partial result of 32 or 24 bits a number with, of each row, its base-2 log-sum-exp and the factor that normalises it,
-// and the CTAs of these parts join the pieces (split/meeting.cuh, split/join.cuh). A part can hold at most two pieces:
-// of the request with which it begins (slot 0) and of the one with which it ends (slot 1). Batch-invariant, a part
-// holds one piece, in slot 0, or nothing.
+// The KV cache of a request has blocks of 64 tokens. The schedule orders the requests; the index in that order is a
+// `place`. It assigns all blocks to `parts` contiguous ranges, one per CTA of each row tile.
+//
+// A request whose blocks are in several parts is split. Each of its parts stores a partial result ("piece" in names):
+// 32 or 24 bits per number, and per row the base-2 log-sum-exp and the factor that normalises it. The CTAs of these
+// parts combine them ("join" in names; split/meeting.cuh, split/join.cuh).
+//
+// A part has two slots for partial results: slot 0 for the request with which it begins, slot 1 for the one with
+// which it ends. A batch-invariant part has at most one partial result, in slot 0.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -16,44 +17,43 @@ namespace cumla::split {
 
 constexpr int kBlockTokens = 64;
 constexpr int kRowTile = 64;   // query rows of one CTA
-constexpr int kRowGroup = 16;  // of them in one warp: partial results hold whole groups
-constexpr int kMaxTokens = 0x7fffffc0;  // of a request: the number of blocks still fits an int
+constexpr int kRowGroup = 16;  // query rows of one warp; partial results are stored by whole groups
+constexpr int kMaxTokens = 0x7fffffc0;  // of a request; the number of blocks fits an int
 
-// What one part works on; all that a CTA must know before its first load lies together.
+// The record of one part. It holds all that a CTA must know before its first load.
 struct alignas(16) Part {
-  int place, block;            // where it begins
-  int request, tokens;         // that lies there, and its length
-  int end_place, end_block;    // where it ends, which is where the next part begins
-  int first_part, last_part;   // that hold pieces of the request with which it begins
-  int first_slot;              // of the piece in first_part; 0 in the others
-  int tail_last_part;          // last part with a piece of the request with which it ends, if it begins in this part
+  int place, block;            // first block
+  int request, tokens;         // request at `place`, and its length
+  int end_place, end_block;    // end of the range, which is where the next part begins
+  int first_part, last_part;   // parts with partial results of the request at `place`
+  int first_slot;              // slot of the partial result in first_part; the other parts use slot 0
+  int tail_last_part;          // last part of the request at the end, if that request begins in this part
   int unused[2];
 };
 
-// What lies at a place.
+// The request at a place of the schedule.
 struct alignas(8) Place {
   int request, tokens;
 };
 
-// The same where query lengths differ: a row tile of one request.
+// A place of ragged_schedule: one row tile of a request.
 struct alignas(16) TilePlace {
-  int tokens;          // of the request, cached, its new ones included
-  int first_row;       // of the request's q_len x heads_per_group rows of a kv head
-  int q_len, q_begin;  // the request's query tokens, and where they begin in q
-  i64 pages;           // where its pages begin, in rows of the block table or entries of the list
+  int tokens;          // cached tokens of the request, including its new ones
+  int first_row;       // within the q_len x heads_per_group query rows of a kv head
+  int q_len, q_begin;  // query tokens of the request, and its first row in q
+  i64 pages;           // first page, as a row of the block table or an entry of the page list
   i64 unused;
 };
 
-// Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first
-// part adds 2^31 - (pieces - 1), every other one adds 1: when all are there the lower 31 bits are 0 again and the
-// highest has changed. `left`: the CTA of this part does not wait for the joining of its piece in a slot, others do its
-// share.
+// Counter at which the CTAs of a split request meet, for one row tile. It is that of the first part. The CTA of the
+// first part adds 2^31 - (n - 1), each of the n - 1 others adds 1. When all have arrived, the lower 31 bits are 0
+// again and bit 31 has changed, so nothing needs a reset. `left[slot]` is set if this part's CTA does not wait;
+// another CTA then combines its share.
 struct Ticket {
   u32 arrived, left[2], unused;
 };
 
-// A part as the schedule makes them. A plan that was never updated holds anything, and nothing of it may lead out of
-// the arrays.
+// Clamps a part. A plan that was never updated holds arbitrary bits, which must not lead out of the arrays.
 __device__ __forceinline__ Part sane_part(Part part, int index, int batch, int parts) {
   part.place = min(max(part.place, 0), batch);
   part.end_place = min(max(part.end_place, 0), batch);

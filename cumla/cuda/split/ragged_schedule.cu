@@ -1,14 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on which KV blocks where query lengths differ: one CTA, or two of a mixed batch, parallel over requests,
-// then over row tiles. The kernels over a RaggedTile follow it.
+// Assigns row tiles and their KV blocks to parts, if query lengths differ (terms: split/plan.cuh). Kernels over a
+// RaggedTile follow it.
 //
-// A request has q_len x heads_per_group rows of a kv head, in tiles of row_tile, each with a place in the schedule
-// (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
-// cards, and what a part gets lies together; or parts are equal shares of the summed cost, of the tiles in the same
-// order, and cut a tile where one ends; or, where that is no dearer, each tile is cut into equal pieces, and a part has
-// one of them (docs/kernels/schedule.md). Whole tiles of a mixed batch are a second schedule, of another CTA: is_whole().
-// Blocks before the windows of all rows of a tile are not dealt out.
-// tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
+// A request has q_len x heads_per_group query rows of a kv head, in tiles of row_tile. Each tile has a place in the
+// schedule, and costs the blocks that its rows see plus fixed_cost. Blocks before the windows of all rows of a tile
+// are not assigned. docs/kernels/schedule.md explains the ways:
+//   round robin    each part gets every parts-th tile; the tiles of a part have consecutive places
+//   equal shares   each part costs the same; a tile is split where a share ends
+//   equal splits   each tile is split into equal segments, at most one per part
+//
+// Roles and time line, one CTA of 32 warps; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
+//   small batch    every warp holds all requests, one per lane; a thread writes its part; B with a vote; done
+//   others         count tiles | B | write tiles | B | sort whole tiles | B | sum up costs | B | price round robin |
+//                  B | bounds of shares | B | sizes of splits, one per warp | B | find runs | B | write parts
+// Barriers guard the arrays of RaggedShared: every thread arrives, once per B.
+//
+// A mixed batch takes a second CTA, which schedules the whole tiles of attention_prefill: is_whole().
+//
+// Budget: 1,024 threads, so 64 registers per thread; one RaggedShared of static shared memory, below 48 KiB.
+//
+// tests/launch/split/ragged_schedule_mirror.py is its oracle in NumPy.
 #include "split/division.cuh"
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
@@ -20,8 +31,8 @@ namespace cumla::split {
 
 using namespace ptx;
 
-// The run of this thread's bound, which cuts what lies at `place`, or is in no run where that is -1. Runs within a warp
-// come from a match; those that touch its edges go on in the neighbouring warps.
+// The run of this thread's bound, which splits the tile at `place`; -1: it splits none. __match_any_sync finds the
+// runs within a warp. Runs that touch its edges continue in the neighbouring warps.
 __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2],
                                         int (&edge_places)[kScheduleWarps][2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
@@ -40,7 +51,7 @@ __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][
   return run;
 }
 
-// Where a schedule goes, and what it is made for.
+// The arrays and sizes of one schedule.
 struct ScheduleOf {
   TilePlace* places;  // [max_places]
   Part* parts_out;    // [parts]
@@ -48,36 +59,36 @@ struct ScheduleOf {
   int max_places;
   int parts;
   int num_tickets;
-  int row_tile;  // query rows of a tile
+  int row_tile;  // query rows
   Divisor by_parts, by_row_tile;
 };
 
 struct RaggedScheduleParams : ScheduleOf {
   const int* qo_indptr;  // [batch + 1]; nullptr: each request has q_len tokens
-  i64 qo_indptr_stride;  // elements, as of the others
-  const int* kv_lens;    // [batch]; nullptr: as many tokens as kv_indptr tells
+  i64 qo_indptr_stride;  // in elements, as all strides here
+  const int* kv_lens;    // [batch]; nullptr: kv_indptr gives the lengths
   i64 kv_lens_stride;
-  const int* kv_indptr;  // [batch + 1]: pages of the requests before one; nullptr: request r has row r of a block table
+  const int* kv_indptr;  // [batch + 1]: first page of each request; nullptr: request r has row r of a block table
   i64 kv_indptr_stride;
   int batch;
   int total_tokens;  // rows of q
   int heads_per_group;
   int page_size;
   int causal;
-  int fixed_cost;  // of a tile or a piece of one, in blocks
-  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
-  int min_blocks;  // no cut is closer to an end of its tile
-  int min_share;   // cost of a share, at least
-  int q_len;       // of each request, without qo_indptr
+  int fixed_cost;  // of a tile or of a segment of one, in blocks
+  int piece_cost;  // of a partial result, in blocks: it is stored, counted and combined
+  int min_blocks;  // no split is closer to an end of its tile
+  int min_share;   // least cost of a share
+  int q_len;       // of each request, if there is no qo_indptr
   Divisor by_heads_per_group;
-  int shares;        // few rows whose blocks, so many times, are more than `blocks` are no whole tile
-  int window_left;   // visible keys before a query's own; -1: all
+  int shares;        // a short tile is not whole if its blocks x `shares` exceed `blocks`
+  int window_left;   // visible keys before a query's own position; -1: no window
   int is_small;      // schedule_small() may serve the batch: at most 32 requests and at most `parts`
-  ScheduleOf whole;  // tiles of a mixed batch; else of no places
-  i64 blocks;        // set by the kernel: of all tiles of a mixed batch; -1: it has no full one
+  ScheduleOf whole;  // whole tiles of a mixed batch; places is nullptr for other batches
+  i64 blocks;        // set by the kernel: blocks of all tiles of a mixed batch; -1: no request is long
 };
 
-// The query tokens of a request. Whatever qo_indptr holds, they lie in q.
+// The query tokens of a request, clamped to q, so that no qo_indptr leads out of it.
 struct Queries {
   int begin, count;
 
@@ -87,7 +98,7 @@ struct Queries {
       count = p.q_len;
     } else {
       begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
-      // Limited before it is subtracted: any 32 bits may stand there.
+      // Clamped before the subtraction, which could overflow.
       count = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens) - begin;
     }
   }
@@ -101,7 +112,7 @@ __device__ __forceinline__ int tiles_of(const RaggedScheduleParams& p, const Que
   return tiles_of(p, queries.count * p.heads_per_group);
 }
 
-// The place of a request's first tile.
+// The first tile of a request.
 __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, int request, const Queries& queries) {
   i64 tokens = p.kv_lens == nullptr ? kMaxTokens : max(p.kv_lens[request * p.kv_lens_stride], 0), pages = request;
   if (p.kv_indptr != nullptr) {
@@ -111,14 +122,14 @@ __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, i
   return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, 0};
 }
 
-// Leading blocks that lie before the windows of all rows of a tile.
+// Leading blocks that are before the windows of all rows of a tile.
 __device__ __forceinline__ int hidden_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
   if (p.window_left < 0) return 0;
   const int first = tile.tokens - tile.q_len + static_cast<int>(quotient(tile.first_row, p.by_heads_per_group));
   return max(first - min(p.window_left, tile.tokens), 0) / kBlockTokens;
 }
 
-// Blocks that at least one row of a tile sees; they follow the hidden ones.
+// Blocks that at least one row of a tile sees. They follow the hidden blocks.
 __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
   const int hidden = hidden_blocks(p, tile);
   if (!p.causal) return blocks_of(tile.tokens) - hidden;
@@ -127,13 +138,13 @@ __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, con
   return blocks_of(max(tokens, 0)) - hidden;
 }
 
-// Whether a request of a mixed batch is whole tiles: many rows, and few beside them if these are soon done.
+// A request of a mixed batch has whole tiles if it has many query rows, or few rows and few blocks.
 __device__ __forceinline__ bool is_whole(const RaggedScheduleParams& p, int request, const Queries& queries) {
   return queries.count * p.heads_per_group > kRowTile ||
          i64{blocks_of(first_tile(p, request, queries).tokens)} * p.shares <= p.blocks;
 }
 
-// The same, if this schedule has the request.
+// The queries of a request if this CTA's schedule has the request, else none.
 __device__ __forceinline__ Queries own_queries(const RaggedScheduleParams& p, int request) {
   Queries queries(p, request);
   if (p.whole.places != nullptr && is_whole(p, request, queries) != (blockIdx.x > 0)) queries.count = 0;
@@ -148,16 +159,16 @@ struct RaggedShared {
   Run runs[kMaxParts + 1];
   Run edges[kScheduleWarps][2];
   int edge_places[kScheduleWarps][2];
-  int blocks[kScheduleThreads];         // that the tiles at the first places see
-  int piece_costs[kScheduleWarps];      // of the dearest piece, for each size that is tried
-  int dearest[kScheduleWarps];          // share, of those that a warp's threads have
+  int blocks[kScheduleThreads];         // visible blocks of the tiles at the first places
+  int piece_costs[kScheduleWarps];      // of the most expensive segment, for each size that is tried
+  int dearest[kScheduleWarps];          // cost of a share, per warp
 };
 
 __device__ __forceinline__ int blocks_at(const RaggedScheduleParams& p, const RaggedShared& shared, int place) {
   return place < kScheduleThreads ? shared.blocks[place] : visible_blocks(p, p.places[place]);
 }
 
-// The last thread that starts no later than `place`.
+// The last thread whose start is at most `place`.
 template <typename Start>
 __device__ __forceinline__ int owner_of(const Start* starts, i64 place) {
   int owner = 0;
@@ -167,13 +178,13 @@ __device__ __forceinline__ int owner_of(const Start* starts, i64 place) {
   return owner;
 }
 
-// The first place of a part, if all are dealt out: parts that get one more than others come first.
+// Round robin: the first place of a part. Parts with one more tile than others come first.
 __device__ __forceinline__ int first_place(const RaggedScheduleParams& p, int part, int tiles) {
   const int each = quotient(tiles, p.by_parts);
   return part * each + min(part, tiles - each * p.parts);
 }
 
-// Writes this thread's tiles, [tile, end) of all.
+// Writes tiles [tile, end).
 __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, RaggedShared& shared, int tile, int end,
                                             int tiles, int requests_of_thread) {
   if (tile >= end) return;
@@ -203,8 +214,9 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, Ragge
   }
 }
 
-// Whole tiles are taken from the last place on: those that see most come last, windows apart. One part, and no more
-// tiles than threads. Few rows, which one consumer has alone, count half.
+// Sorts whole tiles by visible blocks, without windows. attention_prefill takes them from the last place, so the
+// largest are last. There is one part, and at most as many tiles as threads. A short tile, which one consumer
+// computes, counts half.
 __device__ __forceinline__ void sort_tiles(const RaggedScheduleParams& p, RaggedShared& shared, int tiles) {
   const int thread = threadIdx.x;
   TilePlace place;
@@ -223,7 +235,7 @@ __device__ __forceinline__ void sort_tiles(const RaggedScheduleParams& p, Ragged
   }
 }
 
-// What all places before one cost.
+// The cost of all places before one.
 __device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const RaggedShared& shared, int place,
                                            int tiles_of_thread) {
   const int owner = place / tiles_of_thread;
@@ -233,7 +245,7 @@ __device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const 
   return cost;
 }
 
-// Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or after it.
+// The bound of a share. A split less than min_blocks from an end of its tile moves to that end.
 __device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, const RaggedShared& shared, i64 at,
                                               i64 total, int tiles, int tiles_of_thread) {
   if (at >= total) return {tiles, 0, 0, 0};
@@ -250,20 +262,20 @@ __device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, con
   return {place, static_cast<int>(block), 0, 0};
 }
 
-// Exact where the quotient is below 2^20, and large elsewhere.
+// Exact for quotients below 2^20; larger ones stay large.
 __device__ __forceinline__ int small_quotient(int dividend, int divisor) {
   const int guess = static_cast<int>(static_cast<float>(dividend) * reciprocal_approx(static_cast<float>(divisor)));
   const int rest = dividend - guess * divisor;
   return guess + (rest >= divisor) - (rest < 0);
 }
 
-// Into how many pieces a tile is cut, of at most `size` blocks, but not of fewer than min_blocks.
+// Segments of a tile: of at most `size` blocks, if none has fewer than min_blocks.
 __device__ __forceinline__ int pieces_of(const RaggedScheduleParams& p, int blocks, int size) {
   return max(min(small_quotient(blocks + size - 1, size), small_quotient(blocks, p.min_blocks)), 1);
 }
 
-// What a part costs between two bounds, where tiles are as few as parts: fixed_cost for each piece, piece_cost for one
-// that is cut.
+// The cost of a part between two bounds, if there are no more tiles than parts: fixed_cost per segment, and
+// piece_cost per segment of a split tile.
 __device__ __forceinline__ int cost_between(const RaggedScheduleParams& p, const i64* cost_starts, i64 total,
                                             int tiles, const PartBound& bound, const PartBound& next) {
   const auto at = [&](const PartBound& b) { return b.block + (b.place < tiles ? cost_starts[b.place] : total); };
@@ -272,10 +284,11 @@ __device__ __forceinline__ int cost_between(const RaggedScheduleParams& p, const
   return at(next) - at(bound) + tail * p.fixed_cost + (tail + head) * p.piece_cost;
 }
 
-constexpr int kTooMany = 0x7fffffff;  // cost of more pieces than parts
+constexpr int kTooMany = 0x7fffffff;  // cost of a size that needs more segments than parts
 
-// The size of pieces at which they are no more than parts and the dearest one is cheapest; 0 if that is dearer than the
-// dearest share. of_share: what this thread's costs. Each warp tries one of 32 sizes, from the least one on.
+// The segment size that needs at most `parts` segments, and whose most expensive segment is cheapest; 0 if the most
+// expensive share costs less. Each warp tries one of 32 sizes, from the least one on. of_share: the cost of this
+// thread's share.
 __device__ __forceinline__ int piece_size(const RaggedScheduleParams& p, RaggedShared& shared, int tiles, int share,
                                           int of_share) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -301,7 +314,7 @@ __device__ __forceinline__ int piece_size(const RaggedScheduleParams& p, RaggedS
   return cheapest > dearest ? 0 : least + __ffs(__ballot_sync(0xffffffffu, tried == cheapest)) - 1;
 }
 
-// The bound of this thread's part if tiles are cut into pieces of that size.
+// The bound of this thread's part if tiles are split into segments of `size` blocks.
 __device__ __forceinline__ PartBound bound_of_piece(const RaggedScheduleParams& p, RaggedShared& shared, int tiles,
                                                     int size) {
   const int thread = threadIdx.x, own = thread < tiles ? pieces_of(p, shared.blocks[thread], size) : 0;
@@ -315,15 +328,15 @@ __device__ __forceinline__ PartBound bound_of_piece(const RaggedScheduleParams& 
   return {tile, piece * each + min(piece, blocks - each * pieces), 0, 0};
 }
 
-// First block of piece `index`, where `blocks` are cut into `pieces` equal ones.
+// First block of segment `index`, if `blocks` are split into `pieces` equal segments.
 __device__ __forceinline__ int piece_begin(int blocks, int pieces, int index) {
   const int each = small_quotient(blocks, pieces);
   return index * each + min(index, blocks - each * pieces);
 }
 
-// Computes the whole schedule of a small batch without a barrier: a lane has a request, a thread has a part, and every
-// warp computes the same. Returns false, and writes nothing, if a request has several tiles, or if equal pieces might
-// cost more than shares of the summed cost.
+// Schedules a small batch without a barrier: a lane has a request, a thread has a part, and every warp computes the
+// same. Returns false, and writes nothing, if a request has several tiles, or if equal splits might cost more than
+// shares.
 __device__ __forceinline__ bool schedule_small(const RaggedScheduleParams& p) {
   const int lane = threadIdx.x % 32, part = threadIdx.x;
   const Queries queries(p, min(lane, p.batch - 1));
@@ -381,7 +394,7 @@ __device__ __forceinline__ bool schedule_small(const RaggedScheduleParams& p) {
   return true;
 }
 
-// Blocks that the tiles of a mixed batch have, if they were all whole; -1 if no request has many rows.
+// Blocks of all tiles of a mixed batch if all were whole; -1 if no request has many query rows.
 __device__ __forceinline__ i64 mixed_blocks(const RaggedScheduleParams& p, RaggedShared& shared,
                                             int requests_of_thread) {
   i64 blocks = 0, total;
@@ -414,7 +427,7 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& give
   if (p.whole.places != nullptr) p.blocks = mixed_blocks(p, shared, requests_of_thread);
   if (blockIdx.x > 0) {
     static_cast<ScheduleOf&>(p) = p.whole;
-    p.window_left = -1;  // whole tiles are sorted as if they had no window
+    p.window_left = -1;  // whole tiles are sorted as if there were no window
   }
   i64 count = 0, all_tiles;
   for (int i = 0; i < requests_of_thread; ++i) {
@@ -422,7 +435,7 @@ __device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& give
     if (request < p.batch) count += tiles_of(p, own_queries(p, request));
   }
   for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
-  // There are more tiles than places only where qo_indptr falls.
+  // There are more tiles than places only if qo_indptr decreases.
   const i64 tiles_before = block_exclusive_sum(count, shared.warp_sums[0], all_tiles), places = p.max_places;
   shared.tile_starts[thread] = min(tiles_before, places);
   __syncthreads();

@@ -1,11 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on which KV blocks, parallel over the batch. See split/plan.cuh for the terms.
+// Assigns the KV blocks of all requests to parts, if all requests have the same query length (terms: split/plan.cuh).
 //
-// schedule, one CTA: a request costs its number of blocks + fixed_cost, a piece piece_cost more. Requests are dealt out
-// apart, whole, packed or in shares, the first of these that is good enough (docs/kernels/schedule.md).
-// schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
-// part each.
-// tests/launch/split/schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
+// schedule             one CTA: requests go `apart`, `whole`, `packed` or in `shares`; the first way that fits is taken
+// schedule_invariant   a CTA per 1,024 parts: the length of each request alone decides where it is split
+//
+// A request costs its blocks + fixed_cost; each partial result costs piece_cost more. docs/kernels/schedule.md
+// explains the ways.
+//
+// Roles and time line of `schedule`, 32 warps; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
+//   apart    all warps read all lengths, try a segment size each | B | warps with parts number segments, write parts
+//   whole    all warps read lengths, sum up costs | B | warps with parts price a group each | B | write parts
+//   packed   as whole, then all warps sort under up to 8 limits | B | a warp per limit packs | B | lay out, write parts
+//   shares   as whole, then warps with parts find their bounds | B | write parts
+// Barriers guard the arrays of ScheduleShared: every thread arrives, once per B.
+//
+// Budget: 1,024 threads, 64 registers each; one ScheduleShared, below 48 KiB of static shared memory.
+//
+// tests/launch/split/schedule_mirror.py is its oracle in NumPy.
 #include "split/schedule/layout.cuh"
 #include "split/schedule/pack.cuh"
 #include "split/schedule/parts.cuh"
@@ -16,21 +27,21 @@ namespace cumla::split {
 
 using namespace ptx;
 
-// Parts of a request that has some of its own, in pieces of `size` blocks at most.
+// Parts of a request of its own parts, whose segments have at most `size` blocks.
 __device__ __forceinline__ int pieces_of(const ScheduleParams& p, int tokens, int size) {
   const int blocks = blocks_of(tokens);
   return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);
 }
 
-// What each part costs if all cost the same.
+// The cost of each part if all cost the same.
 __device__ __forceinline__ int share_of(const ScheduleParams& p, int total) {
   return max(static_cast<int>(quotient(total + p.parts - 1, p.by_parts)), p.min_share);
 }
 
 struct ScheduleShared {
   int warp_values[2][kScheduleWarps];
-  int thread_starts[kScheduleThreads];      // cost of all requests of the warp before a thread's first one
-  int thread_tokens[kScheduleThreads];      // of a thread's first request
+  int thread_starts[kScheduleThreads];      // cost of a warp's requests before a thread's first one
+  int thread_tokens[kScheduleThreads];      // length of a thread's first request
   Packing packing;
   PartBound bounds[kMaxParts + 1];
   union {
@@ -39,10 +50,10 @@ struct ScheduleShared {
   };
 };
 
-// Deals the requests out apart where there are at least two parts a request, or tells that it is not worth it. A warp
-// reads all lengths and tries one size of pieces; one always will do, but for its cost: pieces of twice the least size
-// number parts / 2 + batch. Then each warp numbers the pieces for itself, of 32 requests at once, and takes its parts'.
-// `length` is that of the request with the number of the lane, or 0.
+// Apart: each request has its own parts, if there are at least two parts per request. Returns false if that is too
+// expensive. Each warp reads all lengths and tries one segment size. Twice the least size always fits, apart from its
+// cost: it needs at most parts / 2 + batch parts. Then each warp numbers the segments for itself, 32 requests at a
+// time, and writes the parts of its lanes. `length`: that of request `lane`, or 0.
 __device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, int* warp_sizes) {
   const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int blocks = blocks_of(length);
@@ -62,10 +73,10 @@ __device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, 
   const int size = __reduce_min_sync(0xffffffffu, warp_sizes[lane]);
   if (size == kNever) return false;
 
-  const int base = warp * 32;  // the first part of this warp
+  const int base = warp * 32;  // first part of this warp
   if (base >= p.parts) return true;
   Part part = {p.batch, 0, 0, 0, p.batch, 0, thread, thread, 0, thread, {}};
-  int before = 0, tokens = length;  // before: pieces of earlier requests
+  int before = 0, tokens = length;  // before: segments of earlier requests
 #pragma unroll 1
   for (int request = lane; request - lane < p.batch; request += 32) {
     const bool valid = request < p.batch;
@@ -74,7 +85,8 @@ __device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, 
     if (valid && request == thread) p.places[request] = {request, tokens};
     const int end = before + warp_inclusive_sum(pieces);
     const int from = end - pieces - base;
-    // Requests begin in different parts: their number up to this one tells whose part it is.
+    // Requests begin in different parts. So the count of requests that began up to a part gives the request of that
+    // part.
     const u32 begins = __reduce_or_sync(0xffffffffu, valid && from >= 0 && from < 32 ? 1u << from : 0);
     const int owner = __popc(__ballot_sync(0xffffffffu, valid && from < 0)) + __popc(begins & ((2u << lane) - 1)) - 1;
     const int first = __shfl_sync(0xffffffffu, end - pieces, owner), count = __shfl_sync(0xffffffffu, pieces, owner);
@@ -92,9 +104,8 @@ __device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, 
   return true;
 }
 
-// The bound of this thread's part if all parts cost a share, with its run: a cut not closer than min_blocks to the ends
-// of its request, but before or after it. `warp_start`: cost of all requests before those of the warp with the lane's
-// number.
+// Shares: the bound and the run of this thread's part if all parts cost `share`. A split less than min_blocks from an
+// end of its request moves to that end. `warp_start`: the cost of all requests before those of warp `lane`.
 template <typename TokensOf>
 __device__ __forceinline__ PartBound bound_at_share(const ScheduleParams& p, const ScheduleShared& shared,
                                                     int per_thread,
@@ -139,10 +150,10 @@ __device__ void schedule(const ScheduleParams& p) {
   grid_dependency_wait();
 
   const bool maybe_apart = 2 * p.batch <= p.parts;
-  const int mine = maybe_apart ? lane : begin;  // read at first
+  const int mine = maybe_apart ? lane : begin;  // the request that is read first
   int first_tokens = mine < p.batch ? p.cache_seqlens[mine * p.cache_seqlens_stride] : 0;
 #pragma unroll 1
-  for (int i = thread; i < p.num_tickets; i += kScheduleThreads)  // while that is on its way
+  for (int i = thread; i < p.num_tickets; i += kScheduleThreads)  // while the load is in flight
     reinterpret_cast<uint4*>(p.tickets)[i] = {};
   first_tokens = clamp_length(p, first_tokens);
   if (maybe_apart) {
@@ -150,7 +161,6 @@ __device__ void schedule(const ScheduleParams& p) {
     first_tokens = begin < end ? length_of(p, begin) : 0;
   }
 
-  // A thread takes consecutive requests.
   if (begin < end) p.places[begin] = {begin, first_tokens};
   int cost = begin < end ? blocks_of(first_tokens) + p.fixed_cost : 0;
 #pragma unroll 1
@@ -188,8 +198,8 @@ __device__ void schedule(const ScheduleParams& p) {
     price = start_of(next) - start_of(first);
   }
   const bool packable = p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare;
-  const int of_shares = share + p.fixed_cost + 2 * p.piece_cost;  // they cost that at most, whatever their cuts
-  // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
+  const int of_shares = share + p.fixed_cost + 2 * p.piece_cost;  // bound of the cost of a part of shares
+  // Nearly equal groups are taken at once: splitting would cost more than the imbalance.
   const int nearly = share + min(p.cut_cost, share / 32);
   bool dearer = __syncthreads_or(price > (packable ? nearly : max(nearly, of_shares)));
   Packed packed = {0, 0, 0, kNever};
@@ -219,15 +229,15 @@ __device__ void schedule(const ScheduleParams& p) {
   if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
 }
 
-// Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut
-// would save less than min_saving.
+// Partial results of a request that is split at multiples of piece_blocks. A last split that would save less than
+// min_saving is left out.
 __device__ __forceinline__ int fixed_pieces_of(const ScheduleParams& p, int tokens) {
   return 1 + static_cast<u32>(max(blocks_of(tokens) - p.min_saving, 0)) / static_cast<u32>(p.piece_blocks);
 }
 
-// All CTAs count the pieces of all requests; then each thread finds its own part's.
+// Every CTA counts the partial results of all requests; then each thread finds its own part.
 __device__ void schedule_invariant(const ScheduleParams& p) {
-  __shared__ int starts[kScheduleThreads];  // the part in which a thread's first request begins
+  __shared__ int starts[kScheduleThreads];  // part in which a thread's first request begins
   __shared__ int warp_sums[kScheduleWarps];
   const int thread = threadIdx.x, index = blockIdx.x * kScheduleThreads + thread;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
@@ -259,7 +269,7 @@ __device__ void schedule_invariant(const ScheduleParams& p) {
     if (starts[owner + step] <= index) owner += step;
   int request = owner * per_thread, first = starts[owner];
   int tokens = length_of(p, request), pieces = fixed_pieces_of(p, tokens);
-  // Lengths are read again; should they have changed meanwhile, there are no requests after the last one.
+  // Lengths are read again. If they have changed meanwhile, the loop must still end at the last request.
   while (first + pieces <= index && request + 1 < p.batch) {
     first += pieces;
     tokens = length_of(p, ++request);

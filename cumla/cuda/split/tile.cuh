@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which query rows a CTA has, and which blocks of which request: what every attention kernel over a plan shares.
+// The query rows of a CTA, and the blocks of each request that it reads. All attention kernels with a plan use it.
 //
-// Params is the parameter struct of the kernel. These members of it are read here:
-//   places, parts_in, batch, parts, max_tokens           the plan, and how long its requests may be
+// Members that Params, the parameter struct of the kernel, must have:
+//   places, parts_in, batch, parts, max_tokens           the plan, and the longest length it was made for
 //   q_len, heads_per_group, by_heads_per_group, causal   the query rows of a kv head
 #pragma once
 #include "split/division.cuh"
@@ -12,29 +12,29 @@
 
 namespace cumla::split {
 
-// What kernels ask of a tile's type when they are compiled. A tile overrides what differs.
+// Compile-time traits of a tile type. A tile overrides those that differ.
 struct TileTraits {
   static constexpr bool kIsRagged = false;
-  static constexpr bool kIsList = false;        // each query token has a place of its own
-  static constexpr bool kHasSinks = false;      // scores that have no value (split/output.cuh)
-  static constexpr bool kHasAbsent = false;     // MLA: any row of a block may be absent, and is zeros
-  static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output, too
-  static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns beside those that are values, too
-  static constexpr bool kWideProducts = true;   // MLA: products have 256 columns
+  static constexpr bool kIsList = false;        // each query token has its own place
+  static constexpr bool kHasSinks = false;      // scores without a value (split/output.cuh)
+  static constexpr bool kHasAbsent = false;     // MLA: any row of a block may be absent, and is then zeros
+  static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output
+  static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns, which are not values
+  static constexpr bool kWideProducts = true;   // MLA: products of 256 columns, not of 128
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
-  // MLA: how L2 keeps query rows and results.
+  // MLA: L2 policy of query rows and results.
   template <typename Params>
   __device__ __forceinline__ static ptx::AnyPolicy policy(const Params&) { return {}; }
-  // MLA with shared blocks: whether a stage's being free early counts for more than a fixed order of products.
+  // MLA with shared blocks: true if freeing a stage early is worth more than a fixed order of products.
   template <typename Params>
   __device__ __forceinline__ static bool frees_early(const Params&) { return false; }
 };
 
-// Row tile where all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).
+// Row tile if all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).
 struct Tile : TileTraits {
-  using Held = const Tile&;  // by what walks over segments
-  int index, first_row, rows;   // index over all kv heads; rows of this tile that exist
-  int least_shift, most_shift;  // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
+  using Held = const Tile&;  // how code that walks over segments holds the tile
+  int index, first_row, rows;   // index over all kv heads; rows: those of this tile that exist
+  int least_shift, most_shift;  // causal: rows see between tokens - most_shift and tokens - least_shift keys
 
   template <typename Params>
   __device__ __forceinline__ explicit Tile(const Params& p) {
@@ -44,7 +44,7 @@ struct Tile : TileTraits {
     most_shift = shift_of(p, 0);
     least_shift = shift_of(p, rows - 1);
   }
-  // Without a branch of its own for one query, ptxas spills registers of some kernels.
+  // The branch for one query stays: without it, ptxas spills registers of some kernels.
   template <typename Params>
   __device__ __forceinline__ int token_of(const Params& p, int row) const {
     return p.q_len == 1 ? 0 : quotient(first_row + row, p.by_heads_per_group);
@@ -56,8 +56,8 @@ struct Tile : TileTraits {
   }
 };
 
-// Row tile where query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads); a
-// tile with another grid has its own kv_head().
+// Row tile if query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads). A tile type with
+// another grid overrides kv_head().
 struct RaggedTile : TileTraits {
   static constexpr bool kIsRagged = true;
   using Held = RaggedTile;
@@ -68,7 +68,7 @@ struct RaggedTile : TileTraits {
 
   template <typename Params>
   __device__ __forceinline__ explicit RaggedTile(const Params&) { index = blockIdx.z; }
-  // Token of the request.
+  // The query token of a row, counted within its request.
   template <typename Params>
   __device__ __forceinline__ int token_of(const Params& p, int row) const {
     return quotient(first_row + row, p.by_heads_per_group);
@@ -78,7 +78,7 @@ struct RaggedTile : TileTraits {
     if (!p.causal) return 0;
     return q_len - 1 - min(token_of(p, row), q_len - 1);
   }
-  // A place that was never written must not lead out of the arrays.
+  // Clamps the place: one that was never written must not lead out of the arrays.
   template <typename Params>
   __device__ __forceinline__ void move_to(const Params& p, const TilePlace& place) {
     q_begin = min(max(place.q_begin, 0), p.q_len - 1);
@@ -91,7 +91,7 @@ struct RaggedTile : TileTraits {
   }
 };
 
-// A row of a tile as the arrays have it.
+// The token and head of a tile's row, as indices of q.
 struct Row {
   int token, head;
 
@@ -104,16 +104,16 @@ struct Row {
   }
 };
 
-// The stretch of one request that this CTA computes. It is a piece where other parts have the rest.
+// The blocks of one request that this CTA computes. The request is split if other parts have more of its blocks.
 struct Segment {
   int request, begin, blocks, tokens;
-  int slot, first_part, last_part, first_slot;  // of the pieces
+  int slot, first_part, last_part, first_slot;  // of the partial results
 
   __device__ __forceinline__ bool split() const { return last_part > first_part; }
 };
 
-// The segment at a place of a part: the request has `tokens_there` tokens, and some row sees all but least_shift of
-// them.
+// The segment at a place of a part. The request has `tokens_there` tokens, of which some row sees all but
+// least_shift.
 template <typename Params>
 __device__ __forceinline__ Segment segment_at(const Params& p, const Part& part, int place, int tokens_there,
                                               int least_shift) {

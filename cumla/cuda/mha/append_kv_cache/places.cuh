@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a token's rows are, which request and position it has, and where its rows go.
+// The address of a token's rows, its request and position, and its slot.
 #pragma once
 #include "mha/append_kv_cache/params.cuh"
 #include "rows/slots.cuh"
@@ -9,12 +9,12 @@ namespace cumla::mha {
 
 using namespace rows;
 
-// A request, a position for the rotation, and a place: a position in the request's pages, or a slot. Negative: none.
+// position: of the rotation. place: a position in the request's pages, or a slot. Negative: none.
 struct Token {
   i64 request, position, place;
 };
 
-// An index as it was loaded. What is made of it waits for the load, so that comes after the copies of rows are issued.
+// An index before its conversion. Converting waits for the load, so it comes after the copies of rows are issued.
 struct Loaded {
   u32 low, high;
 
@@ -33,14 +33,14 @@ struct Loaded {
   }
 };
 
-// Ragged rows are one batch, and need no division.
+// Ragged rows are one batch, which saves the division.
 __device__ __forceinline__ i64 batch_of(const AppendKvCacheParams& p, i64 token) {
   return p.tokens == p.tokens_of_batch ? 0 : token / p.tokens_of_batch;
 }
 
-// The request whose tokens are [bounds[i], bounds[i + 1]), or -1.
+// The request whose tokens [bounds[i], bounds[i + 1]) contain the token, or -1.
 __device__ __forceinline__ i64 find_request(const AppendKvCacheParams& p, i64 token) {
-  i64 low = 0, high = p.batch;  // the last bound that is not above the token lies in [low, high)
+  i64 low = 0, high = p.batch;  // the last bound <= token is in [low, high)
   while (high - low > 1) {
     const i64 middle = (low + high) / 2;
     (p.bounds[middle] <= token ? low : high) = middle;
@@ -74,9 +74,9 @@ __device__ __forceinline__ Token find_token(const AppendKvCacheParams& p, i64 to
   return found;
 }
 
-// Finds the place of a token's rows in the cache.
+// The slot of a token in the cache.
 __device__ __forceinline__ Slot find_slot_of(const AppendKvCacheParams& p, i64 token, const Token& found) {
-  if (p.page_size == 0) return {token, 0};  // rows of tokens, no cache
+  if (p.page_size == 0) return {token, 0};  // rows of tokens, not a cache
   if (found.place < 0) return {-1, 0};
   return slot_at(p, found.request, found.place);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cosines and sines of a thread's columns, and the rotation by them.
+// Loads cosines and sines of a thread's columns, and rotates by them.
 #pragma once
 #include "mha/append_kv_cache/params.cuh"
 #include "rows/elements.cuh"
@@ -19,20 +19,20 @@ __device__ __forceinline__ float table_entry(const AppendKvCacheParams& p, const
   return p.table_type == kBfloat16 ? unpack_pair<Bf16>(bits).x : unpack_pair<Fp16>(bits).x;
 }
 
-// Cosines and sines of the eight pairs of one thread. Half-split: of the columns of the first octet. Interleaved: of
-// the four pairs of the first octet, then of those of the second.
+// Cosines and sines of the eight pairs of a thread. Half-split: pairs of the columns of the first octet. Interleaved:
+// the four pairs of the first octet, then those of the second.
 struct Turn {
   float cos[kOctet], sin[kOctet];
 };
 
-// Whether four neighbouring entries can be loaded at once.
+// True if four neighbouring entries are contiguous and aligned for one load.
 __device__ __forceinline__ bool is_packed(const AppendKvCacheParams& p, const Angles& angles) {
   const int size = p.table_type == kFloat ? 4 : 2;
   const u64 bits = reinterpret_cast<u64>(angles.data) | static_cast<u64>(angles.stride_position);
   return angles.stride_column == size && bits % (4 * size) == 0;
 }
 
-// Loads two times four neighbouring entries; `one` and `two` are multiples of four.
+// Loads four entries from each of two columns, which must be multiples of four.
 template <typename Words>
 __device__ __forceinline__ void load_fours(const Angles& angles, i64 position, int one, int two, Words& low,
                                            Words& high) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters of schedule, and how long a request is.
+// Parameters of schedule, and the lengths of requests.
 #pragma once
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -11,20 +11,22 @@ namespace cumla::split {
 struct ScheduleParams {
   const int* cache_seqlens;
   i64 cache_seqlens_stride;  // elements
-  Place* places;             // [batch]: the order, and the lengths this schedule was made for, none negative
+  Place* places;             // [batch]: the order, and the clamped lengths that the schedule is made for
   Part* parts_out;           // [parts]
   Ticket* tickets;           // [num_tickets]
   int batch;
   int parts;
   int num_tickets;
-  int fixed_cost;  // of a request or a piece of one, in blocks
-  int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
-  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
-  int min_blocks;  // no cut of packed parts or of shares is closer to an end of its request
-  int min_share;   // cost of a share, or blocks of a piece, at least
-  int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
-  int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
-  int piece_blocks;  // batch-invariant: requests are cut at multiples of it
+  int fixed_cost;  // of a request or of a segment of one, in blocks
+  // Of splitting, in blocks: a second prologue, and combining; also the imbalance that is accepted instead
+  int cut_cost;
+  int piece_cost;  // of a partial result, in blocks: it is stored, counted and combined
+  int min_blocks;  // packed, shares: no split is closer to an end of its request
+  int min_share;   // least cost of a share, or least blocks of a segment
+  int min_saving;  // in blocks; apart: a request is split only if that makes its longest segment so much shorter
+  // Of a request: the summed cost fits an int; batch-invariant: the longest one that the parts can hold
+  int max_tokens;
+  int piece_blocks;  // batch-invariant: requests are split at multiples of it
   Divisor by_parts;
 };
 

@@ -1,63 +1,63 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs requests of different lengths into parts of like cost with few cuts: longest processing time first.
+// Packs requests of different lengths into parts of similar cost with few splits: longest processing time first.
 #pragma once
 #include "split/schedule/layout.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::split {
 
-constexpr int kLimits = 8;  // that are tried, by a warp each
+constexpr int kLimits = 8;  // cost limits that are tried, one per warp
 constexpr int kPackedRequests = 256, kPackedParts = 160;  // at most
-constexpr int kPackedShare = 1 << 20;  // the largest share: costs of requests fit 23 bits, of parts 24
+constexpr int kPackedShare = 1 << 20;  // largest share: costs of requests fit 23 bits, those of parts 24
 constexpr int kPartsOfLane = kPackedParts / 32;
-constexpr int kNever = 0x7fffffff;  // cost of what cannot be packed
+constexpr int kNever = 0x7fffffff;  // cost if packing is impossible
 
 __device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
-  if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // five times as fast
+  if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // 32-bit division is much faster
   return static_cast<int>(numerator / denominator);
 }
 
-// What packing leaves to be laid out, of each limit, and of each request and part.
+// The result of packing, for each limit, request and part.
 struct Packing {
-  u32 sorted[kScheduleThreads];  // the dearest first
-  unsigned char cuts[kScheduleThreads];  // of a request
-  // Where it, or its rest, goes; and which there of its kind.
+  u32 sorted[kScheduleThreads];  // the most expensive first
+  unsigned char cuts[kScheduleThreads];  // splits of a request
+  // The part of a request or of its rest, and the rank among the entries of its kind there.
   unsigned char part[kScheduleThreads], rank[kScheduleThreads];
-  unsigned char whole[kLimits][kPackedParts];    // requests in a part
-  short rests[kLimits][kPackedParts][2];         // requests whose rests are there, or -1
-  int cost[kLimits];                             // of the dearest part
-  // Of the limit that is taken: parts before this one, with those of its rests, << 16 | places.
+  unsigned char whole[kLimits][kPackedParts];    // unsplit requests in a part
+  short rests[kLimits][kPackedParts][2];         // requests whose rests are in a part, or -1
+  int cost[kLimits];                             // of the most expensive part
+  // For the chosen limit: the parts before this one, including those of its rests, << 16 | the places before it.
   u32 begins[kPackedParts];
   unsigned char order[kPackedRequests];
 };
 
-// How requests fit under a limit.
+// A cost limit, and the splits that it makes.
 struct Limit {
-  int limit, size;  // size: of a piece that fills a part, in blocks
+  int limit, size;  // size: blocks of a segment that fills a part
 
   __device__ __forceinline__ Limit(const ScheduleParams& p, int limit)
       : limit(limit), size(limit - p.fixed_cost - p.piece_cost) {}
   __device__ __forceinline__ int cuts(const ScheduleParams& p, int blocks) const {
     return blocks + p.fixed_cost > limit ? (blocks - 1) / size : 0;
   }
-  // Blocks of what is not in parts of its own.
+  // Blocks that do not have parts of their own.
   __device__ __forceinline__ int rest(const ScheduleParams& p, int blocks, int cuts) const {
     return cuts > 0 ? max(blocks - cuts * size, p.min_blocks) : blocks;
   }
 };
 
-// Dearer ones, and of these lower requests, have greater keys.
+// Higher costs have greater keys; of equal costs, lower request numbers.
 __device__ __forceinline__ u32 key_of(int cost, int request, bool is_rest) {
   return static_cast<u32>(cost) << 9 | (255 - request) << 1 | (is_rest ? 1 : 0);
 }
 
-// One warp: for each part a lane looks after, the place of its cost among those of all `others` parts, the cheapest
-// first and of equal ones the first. The k-th part has the k-th of the sorted requests, so that only runs of equal
-// costs are not in the reverse order.
+// One warp. For each part of a lane: the rank of its cost among all `others` parts, the cheapest first and, of equal
+// ones, the lowest number. Part k has the k-th sorted request, so parts are in reverse order except within runs of
+// equal cost.
 __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, int (&places)[kPartsOfLane]) {
   const int lane = threadIdx.x % 32;
   const u32 behind = ~1u << lane;  // lanes after this one
-  u32 begins[kPartsOfLane];  // lanes whose parts begin a run
+  u32 begins[kPartsOfLane];  // mask of lanes whose parts begin a run
   int first = 0, next = others;
 #pragma unroll
   for (int j = 0; j < kPartsOfLane; ++j) {
@@ -76,17 +76,18 @@ __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, i
   }
 }
 
-// One warp: puts the sorted requests into `others` parts, each into the cheapest one that may take it, of equal ones
-// the first. A lane looks after every 32nd part: its cost << 8 | its number. The first requests find empty parts. The
-// next ones go to the parts in the order of their costs, all at once, as far as these are cheaper than any part with
-// two requests would be: what one after the other would get. From one request to the next of those that are left goes a
-// chain of a few instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where
-// the i-th of 32 requests goes, and their ranks follow all at once.
+// One warp puts the sorted requests into `others` parts, each into the cheapest part that may take it; of equal ones,
+// the lowest number. A lane keeps every 32nd part as cost << 8 | number. 1. The first requests find empty parts. 2.
+// The next ones go to the parts in order of cost, all at once. This ends at a part that is not cheaper than some part
+// with two requests. One request at a time would give the same result. 3. The others go one at a time. The chain from
+// one request to the next is a few instructions and a reduction. Lane i keeps the part of the i-th of 32 requests,
+// and their ranks are computed afterwards, all at once.
 __device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
-  auto slot_of = [&](u32 key) { return trial * slots + 255 - static_cast<int>(key >> 1 & 0xff); };  // of its request
-  u32 cost[kPartsOfLane], rests = 0;  // rests: two bits a part
+  // Of the request of a key
+  auto slot_of = [&](u32 key) { return trial * slots + 255 - static_cast<int>(key >> 1 & 0xff); };
+  u32 cost[kPartsOfLane], rests = 0;  // rests: two bits per part
   int placed = min(others, p.batch);
 #pragma unroll
   for (int j = 0; j < kPartsOfLane; ++j) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, i
       keys[j] = lane + 32 * j < others && places[j] < p.batch - others ? sorted[others + places[j]] : 0;
       if (keys[j] != 0) cheapest = min(cheapest, (cost[j] >> 8) + (keys[j] >> 9));
     }
-    cheapest = __reduce_min_sync(0xffffffffu, cheapest);  // of the parts that would have two requests
+    cheapest = __reduce_min_sync(0xffffffffu, cheapest);  // of the parts with two requests
 #pragma unroll
     for (int j = 0; j < kPartsOfLane; ++j) {
       if (keys[j] == 0 || cost[j] >> 8 >= cheapest) continue;
@@ -164,11 +165,11 @@ __device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, i
 
 struct Packed {
   int limit, trial, slots;
-  int cost;  // of the dearest part; the most that there is if no limit would do
+  int cost;  // of the most expensive part; kNever if no limit fits
 };
 
-// Tries limits from an equal share on. A thread has one request under one of them: it takes up its key, and counts how
-// many are greater, which is its rank. Then a warp packs the requests of a limit.
+// Tries limits from an equal share upwards. Each thread has one request under one limit: it computes a key, and
+// counts the greater keys, which gives its rank. Then one warp per limit packs the requests.
 __device__ __forceinline__ Packed find_packed(const ScheduleParams& p, Packing& packing, u32* keys,
                                               const int* tokens, int share) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -187,7 +188,7 @@ __device__ __forceinline__ Packed find_packed(const ScheduleParams& p, Packing& 
       const int cost = limit.rest(p, blocks, cuts) + p.fixed_cost + (cuts > 0 ? p.piece_cost : 0);
       key = key_of(cost, request, cuts > 0);
     }
-    keys[threadIdx.x] = key >> 1;  // all differ in these bits
+    keys[threadIdx.x] = key >> 1;  // keys differ in these bits
     packing.cuts[threadIdx.x] = min(cuts, kPackedParts);
   }
   __syncthreads();
@@ -195,7 +196,7 @@ __device__ __forceinline__ Packed find_packed(const ScheduleParams& p, Packing& 
     const int own = key >> 1;
     const int4* const of_limit = reinterpret_cast<const int4*>(keys + trial * slots);
     u32 rank = 0;
-    // The sign of a difference is added up in two instructions, a comparison in three or four.
+    // The sign bit of a difference takes fewer instructions than a comparison.
 #pragma unroll 4
     for (int i = 0; i < slots / 4; ++i) {
       const int4 others = of_limit[i];
@@ -232,9 +233,9 @@ __device__ __forceinline__ Packed find_packed(const ScheduleParams& p, Packing& 
   return {least + taken * step, taken, slots, best};
 }
 
-// Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that
-// others go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for
-// places. `run`: of the bounds that cut the same request.
+// Lays out the packed parts, writes the order of requests, and returns the bound of this thread's part. Each part of
+// `others` forms a group: [full segments of the first rest] part [full segments of the second rest]; the same holds
+// for places. `run`: the bounds that split the same request.
 __device__ __forceinline__ PartBound bound_packed(const ScheduleParams& p, Packing& packing, const int* tokens,
                                                   int* warp_sums, const Packed& packed, Run& run) {
   const int thread = threadIdx.x;
@@ -266,7 +267,7 @@ __device__ __forceinline__ PartBound bound_packed(const ScheduleParams& p, Packi
   for (int step = 128; step > 0; step /= 2)
     if (group + step < kPackedParts && packing.begins[group + step] >> 16 <= thread) group += step;
   const int first = rests[group][0], last = rests[group][1];
-  const int own = first >= 0 ? cuts[first] : 0;  // parts of the first rest before that of the group
+  const int own = first >= 0 ? cuts[first] : 0;  // parts of the first rest before the group's own
   const int begin = packing.begins[group] >> 16;
   int place = packing.begins[group] & 0xffff, index = thread - begin, block = 0;
   if (place >= p.batch) return {p.batch, 0, 0, 0};

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts from where they begin: what both schedules of attention share.
+// Makes parts from their bounds, for both attention schedules.
 #pragma once
 #include "split/plan.cuh"
 #include "split/scan.cuh"
 
 namespace cumla::split {
 
-constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
+constexpr int kMaxParts = kScheduleThreads - 1;  // a thread per part, and one for the end
 
 struct PartBound {
   int place, block, request, tokens;
 };
 
-// Bounds first ... last that cut the same request.
+// Bounds first ... last, which split the same request.
 struct Run {
   int first, last;
 };
 
-// A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its
-// last begins at the last.
+// Makes the part between two bounds. A split request begins in the part before its first bound, and ends in the part
+// after its last one.
 __device__ __forceinline__ Part part_of(const PartBound* bounds, const Run* runs, int index) {
   const PartBound bound = bounds[index], next = bounds[index + 1];
   Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0,
