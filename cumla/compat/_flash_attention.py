@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FlashAttention's interface and that of vLLM's fork share: rows, pages and attention."""
+"""Rows, pages and attention of the interfaces of FlashAttention and of vLLM's fork."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         return self.rows.shape[1] if self.offsets is None else self.offsets[1:] - self.offsets[:-1]
 
     def is_cut_as(self, other: Rows) -> bool:
-        """Whether each request is known to have as many tokens as the other's."""
+        """Return whether each request is known to have as many tokens as the other's."""
         return self.offsets is other.offsets and self.rows.shape[:-2] == other.rows.shape[:-2]
 
     def positions(self, first: Any, is_ordered: bool) -> Any:
@@ -88,7 +88,7 @@ def check_lists(**tensors: Any) -> None:
 
 
 def check_rows(**tensors: Any) -> None:
-    """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
+    """Check that these are tensors or None that cumla.attention takes."""
     check_given(**tensors)
     for name, tensor in tensors.items():
         if tensor is None:
@@ -139,7 +139,7 @@ def places_of(
     cache_batch_idx: Any,
     name: str = "k_cache",
 ) -> tuple[Any, Any]:
-    """Tell the pages of each request and the keys in them; a row of a plain cache is a page."""
+    """Return the pages and lengths of each request; a row of a contiguous cache is a page."""
     torch, batch, device = import_torch(), queries.batch, queries.rows.device
     check_axes(
         name, k_cache, _K_AXES if page_table is None else "num_blocks, page_block_size, heads, _"
@@ -180,13 +180,13 @@ def _rows_at(page_table: Any, index: Any) -> Any:
 
 
 def no_metadata(cache_seqlens: Any) -> Any:
-    """Stand for the metadata of a schedule that each call computes itself."""
+    """Return the tensor that stands for metadata: each call computes its own schedule."""
     check_tensors(cache_seqlens=cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=import_torch().int32)
 
 
 def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
-    """Name what is no tensor as `cumla.attention` does."""
+    """Return the options that are no tensors by the names of `cumla.attention`."""
     window = window_size
     if not isinstance(window, (tuple, list)):
         if getattr(window, "is_cuda", False):
@@ -205,7 +205,7 @@ def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[
 
 
 def _of_no_key(q: Any, v: Any, out: Any = None) -> tuple[Any, Any]:
-    """Give what queries get where keys have no rows, lse with the heads before the tokens."""
+    """Return the results for keys without rows, lse with the heads before the tokens."""
     *tokens, num_heads, _ = q.shape
     shape, lse_shape = (*tokens, num_heads, v.shape[-1]), (*tokens[:-1], num_heads, tokens[-1])
     if out is not None and tuple(out.shape) != shape:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FlashMLA's two functions of sparse attention share: formats, sinks, empty rows."""
+"""FlashMLA's sparse prefill, and checks that both functions of sparse attention share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_dtypes(name: str, rows: Any, q: Any, way_out: str) -> None:
 
 
 def packed_rows(name: str, cache: Any, columns: int) -> Any:
-    """Check an FP8 cache beside queries of so many columns, and name its bytes as such."""
+    """Check an FP8 cache for queries of this number of columns; return it as uint8."""
     dtype = _dtype(cache)
     bytes_of_row = _PACKED.get(columns, PACKED_BYTES)
     check_axes(name, cache, f"num_blocks, page_size, 1, {bytes_of_row}")
@@ -72,14 +72,14 @@ def packed_rows(name: str, cache: Any, columns: int) -> Any:
 
 
 class SecondCache(NamedTuple):
-    """What FlashMLA's decoding takes of a second cache, by its names."""
+    """The second cache of FlashMLA's decoding, by the names of its arguments."""
 
     extra_k_cache: Any
     extra_indices_in_kvcache: Any
     extra_topk_length: Any
 
     def checked(self, columns: int) -> tuple[dict[str, Any], int | None]:
-        """Check all but the lengths, beside queries of so many columns.
+        """Check all but the lengths, for queries of this number of columns.
 
         Return cumla's arguments of it, none if there is none, and how long its lists are.
         """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ __all__ = ["Interface"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interface:
-    """How functions of another library differ from those of cumla that compute their results.
+    """The differences between functions of another library and those of cumla behind them.
 
     It is a context manager: errors that cumla raises inside name the arguments of the caller.
     Where ``torch.compile`` may trace the call, write ``with interface():``.
@@ -26,7 +27,7 @@ class Interface:
 
     # cumla's name of an argument, such as "kv_cache[0]" -> the caller's.
     names: Mapping[str, str] = field(default_factory=dict)
-    # What a TypeError or ValueError of cumla becomes, where the library raises one for both.
+    # The error that replaces TypeError and ValueError of cumla, if the library raises another.
     errors: type[Exception] | None = None
     # Argument without a counterpart -> why, and what to do. Its value is None, or `unused` has it.
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -39,10 +40,11 @@ class Interface:
 
     def refused_by(self, function: Any) -> tuple[str, ...]:
         """List the refused arguments of a function."""
-        return tuple([name for name in function.__code__.co_varnames if name in self.refused])
+        names = inspect.signature(function).parameters
+        return tuple([name for name in names if name in self.refused])
 
     def refuse(self, given: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-        """Refuse arguments that ask for what cumla does not have, all or those of some names."""
+        """Refuse arguments that cumla has no counterpart for, all or those of some names."""
         unused = self.unused
         for name in given if names is None else names:
             value = given[name]

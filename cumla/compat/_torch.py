@@ -25,7 +25,7 @@ def import_torch() -> Any:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile or torch.export is tracing the call."""
+    """Return whether torch.compile or torch.export is tracing the call."""
     return bool(import_torch().compiler.is_compiling())
 
 

@@ -82,11 +82,11 @@ _LOGITS = Interface(
     refused=dict.fromkeys(("schedule_meta", "indices", "q[1]"), _OTHER_GPUS),
 )
 
-_num_sms: int | None = None  # what set_num_sms was told
+_num_sms: int | None = None  # the number that set_num_sms got
 
 
 def get_num_sms() -> int:
-    """Return the number that `set_num_sms` was told, or the current GPU's multiprocessors."""
+    """Return the number that `set_num_sms` got, or the current GPU's multiprocessors."""
     if _num_sms is not None:
         return _num_sms
     try:

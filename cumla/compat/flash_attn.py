@@ -351,7 +351,7 @@ def get_scheduler_metadata(
 
 
 class _Rotation(NamedTuple):
-    """How new keys, and the queries with them, are rotated."""
+    """The rotation of new keys, and of the queries."""
 
     cos_sin: tuple[Any, Any]
     is_interleaved: bool

@@ -111,7 +111,7 @@ _INTEGERS = {
 
 
 class _Shape(NamedTuple):
-    """What all calls with a metadata object have in common, of dense attention."""
+    """The properties that all dense calls with a metadata object share."""
 
     batch: int
     seq_q: int
@@ -125,7 +125,7 @@ class _Shape(NamedTuple):
 
 
 class _SparseShape(NamedTuple):
-    """The same of sparse attention."""
+    """The same for sparse calls."""
 
     batch: int
     seq_q: int
@@ -141,7 +141,7 @@ class _SparseShape(NamedTuple):
 
 
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` returns: empty at first, the schedule from the first call on.
+    """The metadata object: empty at first, with a schedule from the first call on.
 
     Nothing in it is for users to read or to change.
     """
@@ -335,13 +335,13 @@ class FlashMLAPlan(MLADecodePlan):
 
 
 class FlashMLASparsePlan(MLASparsePlan):
-    """And that of lists is without sinks."""
+    """FlashMLA's log-sum-exp of lists is without sinks."""
 
     _as_flash_mla = True
 
 
 def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape:
-    """Check what the calls with a metadata object are told apart by."""
+    """Check the properties that calls with a metadata object must share."""
     check_axes("q", q, "batch, seq_q, heads_q, 576")
     check_axes("k_cache", k_cache, "num_blocks, 64, heads_k, 576", "num_blocks, 64, 576")
     batch, seq_q, heads_q, _ = q.shape

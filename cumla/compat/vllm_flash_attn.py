@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
     check_given(out=out, s_aux=s_aux)
     _check_lengths(cu_seqlens_k, seqused_k, block_table)
     window = (-1, -1) if window_size is None else window_size
-    is_scaled = getattr(k, "itemsize", 0) == 1  # those of 16 bits have no scales
+    is_scaled = getattr(k, "itemsize", 0) == 1  # keys of 16 bits have no scales
     return attend_to_rows(
         _ATTEND,
         q,

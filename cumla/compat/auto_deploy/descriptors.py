@@ -94,12 +94,12 @@ class AttentionRegistry:
 
     @classmethod
     def has(cls, kernel_source: str) -> bool:
-        """Tell whether there is a descriptor of this name."""
+        """Return whether there is a descriptor of this name."""
         return kernel_source in cls._attention_registry
 
 
 class _Cumla(AttentionDescriptor):
-    """A descriptor whose table is the names of its operations, and whether pages are several."""
+    """A descriptor: names of its operations, and whether a sequence may have several pages."""
 
     _table: ClassVar[tuple[str, str, bool]]
 

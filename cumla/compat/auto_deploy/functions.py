@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TABLE = {"cos_sin[0]": "freqs_cis", "cos_sin[1]": "freqs_cis", "cos_sin": "freqs_cis"}
 _LENGTHS = {"kv_lens": "input_pos", "qo_indptr": "seq_start"}
 _ROPE = Interface({"q": "x", "positions": "input_pos", **_TABLE})
-# Of writing and of attending, by the argument that tells the pages of a request.
+# Tables for writing and for attending, by the argument that names the pages of a request.
 _NAMES = {
     pages: [
         Interface({"q_out": "q", **_TABLE, **lengths, **caches})
@@ -336,12 +336,12 @@ def _with_zero(ends: Any) -> Any:
 
 
 def _is_generate_only(rows: Any) -> bool:
-    """Whether each request has one token; one token alone may be that of any request."""
+    """Return whether each request has one token; a single token may belong to any request."""
     return bool(rows.shape[1] == 1 and rows.shape[0] > 1)
 
 
 def _requests(rows: Any, seq_len: Any) -> int:
-    """Count the requests, as far as shapes tell."""
+    """Count the requests that the shapes show."""
     count: int = rows.shape[0] if _is_generate_only(rows) else seq_len.shape[0]
     return count
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What AutoDeploy tells its attention: the layout of a batch, of the caches and of a layer."""
+"""Descriptions of a batch, of caches and of a layer, as AutoDeploy passes them to attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TENSORS = "input_ids", *_LISTS
 
 @dataclass
 class PositionalEmbeddingConfig:
-    """How positions enter attention: not at all, or by a rotation; rope_scale is 1."""
+    """The positional embedding of a layer: none, or a rotation; rope_scale is 1."""
 
     mode: Literal["rope"] | None = None
     rope_theta: float = 10000.0
@@ -44,7 +44,7 @@ class PositionalEmbeddingConfig:
 
 @dataclass
 class CacheConfig:
-    """How caches are made: in the dtype of the attention by default."""
+    """The dtype of caches, by default that of the attention."""
 
     dtype: torch.dtype | None = None
 
@@ -116,7 +116,7 @@ class SequenceInfo:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.input_pos.device
 
     @property
@@ -131,7 +131,7 @@ class SequenceInfo:
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
-        """Which axes of the tensors `torch.export` must not fix."""
+        """The axes of the tensors that `torch.export` must not fix."""
         if self._dynamic_shapes is None:
             from torch.export import Dim
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FlashInfer's wrappers for decoding and for prefill share, over `cumla.AttentionPlan`.
+"""The base of FlashInfer's wrappers for decoding and for prefill, over `cumla.AttentionPlan`.
 
 The methods of a wrapper pass their arguments here by FlashInfer's names. The table `ATTENTION` has
 the names of cumla's arguments there, and what is refused.
@@ -103,7 +103,7 @@ _E4M3_COLUMNS = 16  # of what number e4m3 rows have a multiple of columns
 
 
 class Numbers(NamedTuple):
-    """Sizes that a plan says."""
+    """The sizes of a plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -123,7 +123,7 @@ class Names(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What a plan says of the calls that it serves, as options of `AttentionPlan`."""
+    """The options of the `AttentionPlan` of a plan."""
 
     batch: int
     num_heads: int
@@ -141,7 +141,7 @@ class _Shape(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a plan says of the scores."""
+    """The options of a plan that concern scores."""
 
     window_left: int
     logits_soft_cap: float | None
@@ -196,12 +196,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
     """
 
     _names: ClassVar[Names]
-    _refused: ClassVar[Mapping[str, tuple[str, ...]]]  # arguments, by method
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        methods = {name: getattr(cls, name, None) for name in ("plan", "run")}
-        cls._refused = {n: ATTENTION.refused_by(m) for n, m in methods.items() if m is not None}
+    _refused_by_plan: ClassVar[tuple[str, ...]]
+    _refused_by_run: ClassVar[tuple[str, ...]]
 
     def _init_with(self, given: Mapping[str, Any]) -> None:
         backend, use_cuda_graph = given["backend"], bool(given["use_cuda_graph"])
@@ -221,7 +217,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                     f"the largest step"
                 )
         buffers = {name: (theirs, given[theirs]) for name, theirs in self._names.buffers.items()}
-        Planned.__init__(self, workspace, use_cuda_graph, buffers, self._names.arrays, "q")
+        super().__init__(workspace, use_cuda_graph, buffers, self._names.arrays, "q")
         if self._kept:
             checked_batch(self._names.buffers, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys
@@ -229,7 +225,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether lengths and pages keep their places, for CUDA graphs."""
+        """Whether lengths and pages stay at the addresses that CUDA graphs read."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(
@@ -250,8 +246,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         """Complete the arrays of a plan; the longest request if requests are split alike."""
 
     def _plan_with(self, given: Mapping[str, Any], causal: bool, q_len: int | None = None) -> None:
-        """Take what a plan says for the runs that follow."""
-        ATTENTION.refuse(given, self._refused["plan"])
+        """Take the arguments of a plan for the runs that follow."""
+        ATTENTION.refuse(given, self._refused_by_plan)
         options = Options.of(given)
         sizes = [given.get(name, 0) for name in self._names.sizes]
         numbers = Numbers(*(sizes[2] if size is None else size for size in sizes))
@@ -481,7 +477,7 @@ class PagedWrapper(AttentionWrapper):
 
     def _run_on_pages_with(self, given: Mapping[str, Any]) -> Any:
         """Attend to a packed cache or a pair."""
-        ATTENTION.refuse(given, self._refused["run"])
+        ATTENTION.refuse(given, self._refused_by_run)
         cache = given["paged_kv_cache"]
         names = _PARTS[is_pair(cache)]
         with names:
@@ -540,16 +536,16 @@ def attend_once(
 
 
 def splits_alike(given: Mapping[str, Any]) -> bool:
-    """Tell whether results are not to depend on the batch; -1 is no size, as in FlashInfer.
+    """Return whether results must not depend on the batch; -1 is no size, as in FlashInfer.
 
-    The size does not matter: cumla cuts requests at positions of its own. What a plan of it needs
-    to know is the longest request, without waiting for the GPU.
+    The size does not matter: cumla splits requests at its own positions. Its plan needs the length
+    of the longest request, without waiting for the GPU.
     """
     return bool(given["disable_split_kv"]) or given["fixed_split_size"] not in (None, -1)
 
 
 def longest_of(indptr: Any, longest: int | None) -> int:
-    """Tell the keys of the longest request from offsets on the CPU, or from what is said of it."""
+    """Return the keys of the longest request: `longest`, or from offsets on the CPU."""
     if longest is not None:
         return max(1, longest)
     if indptr.device.type != "cpu":
@@ -574,7 +570,7 @@ def _one_of(known: tuple[str, str], name: str, given: Mapping[str, Any]) -> str:
 
 
 def _said(causal: bool, options: Options) -> dict[str, Any]:
-    """Name what a graph holds of the options."""
+    """Name the options that a graph depends on."""
     return {"causal": causal, **options._asdict()}
 
 
@@ -589,7 +585,7 @@ def _check_type(name: str, tensor: Any, planned: str, dtype: Any) -> None:
 def _scales(
     sm_scale: float | None, head_dim: int, cache_dtype: str, scales: tuple[Any, Any, Any]
 ) -> tuple[float | None, dict[str, Any], float]:
-    """Say where the scales go: to the scores, to `cumla.attention` by name, and to the output.
+    """Return the factors of the scores, of `cumla.attention` by name, and of the output.
 
     `scales` are those of queries, keys and values. Kernels read those of e4m3 keys and values,
     which may be on the GPU. For 16 bits that of keys is folded, too, and that of values multiplies

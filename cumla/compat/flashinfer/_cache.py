@@ -11,7 +11,7 @@ __all__ = ["is_pair", "names_of_parts", "split_cache"]
 
 
 def is_pair(paged_kv_cache: Any) -> bool:
-    """Tell whether keys and values come apart."""
+    """Return whether keys and values are two tensors."""
     return isinstance(paged_kv_cache, (tuple, list))
 
 

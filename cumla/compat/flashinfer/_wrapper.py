@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FlashInfer's wrappers share: arrays where CUDA graphs read them, and a plan of cumla.
+"""The base of FlashInfer's wrappers: arrays that CUDA graphs read, and a plan of cumla.
 
 `plan` of a wrapper takes lengths and pages, from the CPU or the GPU, and waits for nothing. The
 schedule is computed when the first run of a step asks for it, on its stream; in a wrapper for
@@ -53,7 +53,7 @@ S = TypeVar("S", bound=tuple[Any, ...])
 
 
 class Planned(ABC, Generic[P, S]):
-    """A wrapper: `P` is the plan of its runs, `S` what a plan is made for but for query tokens.
+    """A wrapper: `P` is the plan of its runs, `S` the options of such a plan but query tokens.
 
     `buffers` are, by cumla's names, the caller's name and the tensor that graphs read, or None;
     `theirs` are the names of the arguments of `plan`, `q_name` that of queries in messages.
@@ -78,15 +78,15 @@ class Planned(ABC, Generic[P, S]):
                 self._kept[name] = buffer
         self._arrays: dict[str, Any] = {}  # of the last plan, by cumla's names
         self._shape: S | None = None
-        self._said: dict[str, Any] = {}  # by the first plan, of what a graph holds
+        self._said: dict[str, Any] = {}  # of the first plan: the values that a graph depends on
         self._plan: P | None = None
         self._made_for: tuple[S, int] | None = None
-        # Of the last update of _plan with _arrays: its stream, and whether a graph got it.
+        # Stream of the last update of _plan with _arrays, and whether it was captured.
         self._updated_on: tuple[int, bool] | None = None
 
     @abstractmethod
     def _make(self, shape: S, tokens: int, like: Any) -> P:
-        """Make a plan for runs with so many query tokens, in the framework of an array."""
+        """Make a plan for runs with this number of query tokens, in the framework of an array."""
 
     def _check_buffer(self, name: str, buffer: Any, axes: str) -> None:
         _check_lengths(name, buffer, axes)
@@ -118,7 +118,7 @@ class Planned(ABC, Generic[P, S]):
         return self._staged(array).to(self.device, non_blocking=self._on_gpu)
 
     def _take(self, shape: S, arrays: dict[str, Any], said: dict[str, Any]) -> None:
-        """Take lengths and pages for the runs that follow; a graph holds what is `said`."""
+        """Take lengths and pages for the runs that follow; a graph depends on what is `said`."""
         if self._use_cuda_graph:
             self._check_said(said)
             self._keep(arrays)
@@ -188,7 +188,7 @@ class Planned(ABC, Generic[P, S]):
 
 
 def _place(name: str, tensor: Any) -> tuple[int, bool]:
-    """Tell the stream of a call with a tensor, and whether it is being captured."""
+    """Return the stream of a call with this tensor, and whether it is being captured."""
     with open_call(((name, tensor),)) as call:  # the driver answers for the current context
         return call.stream, call.capturing
 

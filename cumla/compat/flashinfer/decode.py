@@ -39,7 +39,13 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from cumla.compat._arguments import check_axes, check_tensors, missing_from
-from cumla.compat.flashinfer._attention import Names, Options, PagedWrapper, attend_once
+from cumla.compat.flashinfer._attention import (
+    ATTENTION,
+    Names,
+    Options,
+    PagedWrapper,
+    attend_once,
+)
 from cumla.core.frameworks import eager_only
 
 if TYPE_CHECKING:
@@ -89,12 +95,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     @property
     def resolved_backend(self) -> str:
-        """What was asked for; "fa3", which is Hopper's, for "auto". cumla's kernels serve all."""
+        """The backend of the constructor, and "fa3" for "auto"; cumla's kernels serve all."""
         return "fa3" if self._backend == "auto" else self._backend
 
     @property
     def use_tensor_cores(self) -> bool:
-        """What was asked for; cumla's kernels use tensor cores always."""
+        """The flag of the constructor; cumla's kernels always use tensor cores."""
         return self._use_tensor_cores
 
     def plan(
@@ -142,6 +148,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self._plan_with(locals(), causal=True, q_len=q_len_per_req)
 
     begin_forward = plan
+    _refused_by_plan = ATTENTION.refused_by(plan)
 
     @eager_only
     def run(
@@ -172,6 +179,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         return self._run_on_pages_with(locals())
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+    _refused_by_run = ATTENTION.refused_by(run)
 
     def forward(
         self,

@@ -28,7 +28,6 @@ Differences from FlashInfer:
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -178,7 +177,7 @@ class MLAPlanMetadata:
 
 
 class _Shape(NamedTuple):
-    """What a plan says of the calls that it serves, as options of `MLAAttentionPlan`."""
+    """The options of the `MLAAttentionPlan` of a plan."""
 
     batch: int
     num_heads: int
@@ -189,12 +188,12 @@ class _Shape(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a plan says of the tensors of its runs."""
+    """The tensors that the runs of a plan take."""
 
     q_data_type: Any
     kv_data_type: Any
     head_dim_kpe: int
-    has_fixed_lse: bool  # or a run tells whether there is an lse, which is deprecated
+    has_fixed_lse: bool  # else a run decides about the lse, which is deprecated
 
 
 class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
@@ -391,7 +390,7 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
             warnings.warn(message, DeprecationWarning, stacklevel)
 
 
-_REFUSED_BY_RUN = _MLA.refused_by(inspect.unwrap(BatchMLAPagedAttentionWrapper.run))
+_REFUSED_BY_RUN = _MLA.refused_by(BatchMLAPagedAttentionWrapper.run)
 
 
 def _check_parts(

@@ -118,7 +118,7 @@ def _lists(kv_indices: torch.Tensor, kv_indptr: torch.Tensor) -> dict[str, torch
 
 
 def _check_offsets(kv_indptr: torch.Tensor, last: torch.Tensor) -> None:
-    """Tell offsets from page numbers, which would write nothing in their place."""
+    """Check that offsets are not page numbers, with which nothing would be written."""
     check_tensors(kv_last_page_len=last)
     if kv_indptr.shape[0] != last.shape[0] + 1:
         raise ValueError(

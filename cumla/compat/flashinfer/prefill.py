@@ -127,6 +127,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self._plan_with(locals(), causal)
 
     begin_forward = plan
+    _refused_by_plan = ATTENTION.refused_by(plan)
 
     @eager_only
     def run(
@@ -154,6 +155,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return self._run_on_pages_with(locals())
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+    _refused_by_run = ATTENTION.refused_by(run)
 
     def forward(
         self,
@@ -269,6 +271,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         self._plan_with(locals(), causal)
 
     begin_forward = plan
+    _refused_by_plan = ATTENTION.refused_by(plan)
 
     @eager_only
     def run(
@@ -291,7 +294,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     ) -> Any:
         """Attend, with the offsets of the last plan."""
         given = locals()
-        ATTENTION.refuse(given, self._refused["run"])
+        ATTENTION.refuse(given, self._refused_by_run)
         with ATTENTION:
             check_tensors(k=k, v=v)
             for name, rows in (("k", k), ("v", v)):
@@ -302,6 +305,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         return self._run_with(ATTENTION, given, k, v)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+    _refused_by_run = ATTENTION.refused_by(run)
 
     def forward(
         self,

@@ -237,14 +237,14 @@ def _rotate_from_cache(
 
 
 class Frequencies(NamedTuple):
-    """How fast pair j of the rotated columns turns."""
+    """The frequencies of the rotation."""
 
     rope_scale: float
     rope_theta: float
     llama31: tuple[float, float, float] | None = None  # low and high factor, former context
 
     def table(self, positions: Any, columns: int) -> tuple[Any, Any]:
-        """Compute cosines and sines of each position, in float64, for pairs of so many columns."""
+        """Compute cosines and sines of each position, in float64, for this number of columns."""
         torch: Any = sys.modules["torch"]
         exponents = torch.arange(0, columns, 2, dtype=torch.float64, device=positions.device)
         turns = float(self.rope_theta) ** (-exponents / columns)

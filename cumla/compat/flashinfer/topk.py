@@ -35,7 +35,7 @@ _TOP_K = Interface(
 
 
 class TopKTieBreak(IntEnum):
-    """Which of equal scores are selected at the end."""
+    """The rule that selects among equal scores."""
 
     NONE = 0
     SMALL = 1
