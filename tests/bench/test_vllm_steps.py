@@ -59,7 +59,7 @@ class MLABuilder:
     def __class_getitem__(cls, of: Any) -> type:
         return cls
 
-    def build(self, common_prefix_len: int, common: Common) -> Any:
+    def build(self, common_prefix_len: int, common: Common, fast_build: bool = False) -> Any:
         decode = self._build_decode(  # type: ignore[attr-defined]
             block_table_tensor=common.block_table_tensor,
             seq_lens_device=common.seq_lens,
@@ -68,7 +68,7 @@ class MLABuilder:
             num_decode_tokens=common.num_actual_tokens,
             dcp_tot_seq_lens_device=None,
         )
-        return SimpleNamespace(decode=decode)
+        return SimpleNamespace(decode=decode, prefill=None)
 
 
 @pytest.fixture
