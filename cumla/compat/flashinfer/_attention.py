@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -180,15 +179,6 @@ class Options(NamedTuple):
             )
 
 
-@cache
-def _naming_sizes(sizes: tuple[str, ...]) -> Interface:
-    """Name the numbers of a plan in messages."""
-    theirs = dict(zip(Numbers._fields, sizes, strict=True))
-    return ATTENTION.naming(
-        **theirs, batch_invariant="fixed_split_size", max_kv_len="max_sequence_kv"
-    )
-
-
 class AttentionWrapper(Planned[AttentionPlan, _Shape]):
     """A wrapper for queries, keys and values of many heads.
 
@@ -242,8 +232,11 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
     @abstractmethod
     def _lengths_of(
         self, given: Mapping[str, Any], arrays: dict[str, Any], page_size: int
-    ) -> int | None:
-        """Complete the arrays of a plan; the longest request if requests are split alike."""
+    ) -> tuple[int, int | None]:
+        """Check and complete the arrays of a plan.
+
+        Returns the number of requests, and the longest one if requests are split alike.
+        """
 
     def _plan_with(self, given: Mapping[str, Any], causal: bool, q_len: int | None = None) -> None:
         """Take the arguments of a plan for the runs that follow."""
@@ -252,7 +245,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         sizes = [given.get(name, 0) for name in self._names.sizes]
         numbers = Numbers(*(sizes[2] if size is None else size for size in sizes))
         arrays = {name: given[theirs] for name, theirs in self._names.arrays.items()}
-        max_kv_len = self._lengths_of(given, arrays, numbers.page_size)
+        batch, max_kv_len = self._lengths_of(given, arrays, numbers.page_size)
         either = given.get("data_type")
         types = given["q_data_type"] or either, given["kv_data_type"] or either
         query, cache, output = map(dtype_of, (*types, given["o_data_type"]))
@@ -262,11 +255,11 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             *(query, cache, output, ("bfloat16", "float16")),
             cache_name="data_type" if by_data_type else "kv_data_type",
         )
-        batch = checked_batch(self._theirs, arrays)
         options.check_rotation(numbers.head_dim, names[1])
-        cuts = (max_kv_len is not None, max_kv_len)
-        self._check_numbers(batch, numbers, names[1], *cuts)
-        shape = _Shape(batch, *numbers, *names, bool(causal), options.window_left, q_len, *cuts)
+        masks = bool(causal), options.window_left
+        shape = _Shape(batch, *numbers, *names, *masks, q_len, max_kv_len is not None, max_kv_len)
+        if shape != self._shape:
+            self._check_numbers(shape)
         said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
         said["max_sequence_kv"] = max_kv_len
@@ -275,27 +268,31 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         if self._use_cuda_graph and self._plan is None:
             self._prepare(shape)
 
-    def _check_numbers(
-        self,
-        batch: int,
-        numbers: Numbers,
-        cache_dtype: str,
-        batch_invariant: bool,
-        max_kv_len: int | None,
-    ) -> None:
+    def _check_numbers(self, shape: _Shape) -> None:
         """Check sizes, before the first run makes a plan of them."""
-        for name, columns in zip(self._names.sizes[2:4], numbers[2:4], strict=True):
-            if cache_dtype == _E4M3 and columns % _E4M3_COLUMNS:
+        theirs = dict(zip(Numbers._fields, self._names.sizes, strict=True))
+        for name in ("head_dim", "head_dim_v"):
+            columns = getattr(shape, name)
+            if shape.cache_dtype == _E4M3 and columns % _E4M3_COLUMNS:
                 raise ValueError(
-                    f"{name}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type {_E4M3}, got "
-                    f"{columns}; pad the columns with zeros"
+                    f"{theirs[name]}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type "
+                    f"{_E4M3}, got {columns}; pad the columns with zeros"
                 )
-        with _naming_sizes(self._names.sizes):
-            sizes: dict[str, Any] = numbers._asdict()
-            sizes |= {"batch_invariant": batch_invariant, "max_kv_len": max_kv_len}
-            page_size, heads, head_dim = map(sizes.pop, ("page_size", "num_heads", "head_dim"))
-            checked_int("page_size", page_size, "pass the tokens of a page", 0)
-            AttentionPlan.workspace_bytes(batch, batch, heads, head_dim, **sizes, sm_count=1)
+        with ATTENTION.naming(
+            **theirs, batch_invariant="fixed_split_size", max_kv_len="max_sequence_kv"
+        ):
+            checked_int("page_size", shape.page_size, "pass the tokens of a page", 0)
+            AttentionPlan.workspace_bytes(
+                shape.batch,
+                shape.batch,
+                shape.num_heads,
+                shape.head_dim,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim_v=shape.head_dim_v,
+                batch_invariant=shape.batch_invariant,
+                max_kv_len=shape.max_kv_len,
+                sm_count=1,
+            )
 
     def _prepare(self, shape: _Shape) -> None:
         """Load the kernels, so that the first run may be captured.
@@ -441,30 +438,31 @@ class PagedWrapper(AttentionWrapper):
 
     def _lengths_of(
         self, given: Mapping[str, Any], arrays: dict[str, Any], page_size: int
-    ) -> int | None:
+    ) -> tuple[int, int | None]:
         if page_size == 0:
             raise ValueError("page_size: needs a number above 0, got 0; pass the tokens of a page")
-        seq_lens = arrays.pop("kv_lens")
-        checked_batch(self._theirs, arrays)
+        seq_lens = arrays["kv_lens"]
+        if seq_lens is None:
+            del arrays["kv_lens"]
+        batch = checked_batch(self._theirs, arrays)
         if seq_lens is None:
             indptr, last = arrays["kv_indptr"], arrays["last_page_len"]
             if indptr.device != last.device:
                 indptr, last = map(self._there, (indptr, last))
             if check_mode():
                 self._check_last_pages(last, page_size)
-            seq_lens = get_seq_lens(indptr, last, page_size)
+            seq_lens = arrays["kv_lens"] = get_seq_lens(indptr, last, page_size)
         pages = self._kept.get("kv_indices", arrays["kv_indices"]).shape[0]
         if not self._use_cuda_graph:
             del arrays["last_page_len"]
-        arrays["kv_lens"] = seq_lens
         if not splits_alike(given):
-            return None
+            return batch, None
         longest: int | None = given.get("max_sequence_kv")
         if self._use_cuda_graph or (longest is None and seq_lens.device.type != "cpu"):
             longest = pages * page_size
         elif longest is None:
             longest = _rounded(int(seq_lens.max())) if len(seq_lens) else pages * page_size
-        return max(1, longest)
+        return batch, max(1, longest)
 
     def _check_last_pages(self, last: Any, page_size: int) -> None:
         if last.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():

@@ -30,6 +30,7 @@ from cumla.compat.flashinfer._attention import (
     longest_of,
     splits_alike,
 )
+from cumla.compat.flashinfer._wrapper import checked_batch
 from cumla.core.frameworks import eager_only
 
 if TYPE_CHECKING:
@@ -197,10 +198,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
 
     def _lengths_of(
         self, given: Mapping[str, Any], arrays: dict[str, Any], page_size: int
-    ) -> int | None:
+    ) -> tuple[int, int | None]:
+        batch = checked_batch(self._theirs, arrays)
         if not splits_alike(given):
-            return None
-        check_tensors(kv_indptr=given["kv_indptr"])
+            return batch, None
         on_host = given["kv_indptr_cpu"]
         known = given["kv_indptr"] if on_host is None else on_host
         longest = longest_of(known, given["max_sequence_kv"])
@@ -210,7 +211,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
                 f"kv_indptr: needs requests of at most {first} keys, for which the first plan of "
                 f"this wrapper was made, got {longest}; pass max_sequence_kv to the first plan"
             )
-        return first or longest
+        return batch, first or longest
 
     def __init__(
         self,
