@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
-from cumla.core.operation import Operation, Output, run
+from cumla.core.operation import Operation, Output
+from cumla.core.spec import OUT_AND_LSE, Option, Spec, array
 from cumla.core.state import AttentionState
 from cumla.launch.device import require_hopper
 from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_launch
@@ -27,6 +28,45 @@ __all__ = ["AttentionState", "merge_attention_states"]
 _DTYPES = ("float32", "bfloat16", "float16")  # of outs and out
 
 
+def checked_base(name: str, value: Any) -> float:
+    """Return the base of logarithms."""
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"{name}: needs a number, math.e or 2, got {type(value).__qualname__}; pass one of them"
+        )
+    if value not in (e, 2):
+        raise ValueError(f"{name}: needs math.e or 2, got {value}; convert the logarithms")
+    return float(value)
+
+
+def named(name: str, arrays: Any) -> dict[str, Any]:
+    """Name the arrays of a sequence, or the one that holds all partial results."""
+    if not isinstance(arrays, Sequence):
+        return {name: arrays}
+    if not arrays:
+        raise ValueError(
+            f"{name}: needs at least one partial result, got an empty sequence; skip the call "
+            f"where there is nothing to merge"
+        )
+    return {f"{name}[{i}]": array for i, array in enumerate(arrays)}
+
+
+MERGE = Spec(
+    "merge_attention_states",
+    (
+        array("outs", named, is_stack=True, must_split=True),
+        array("lses", named, is_stack=True, must_split=True),
+        *OUT_AND_LSE,
+        Option("lse_base", e, checked_base, "float"),
+    ),
+    positional=2,
+    kernels=("merge_states_",),
+    returns=("out", "lse"),
+    result=AttentionState,
+)
+
+
+@MERGE
 def merge_attention_states(
     outs: Any,
     lses: Any,
@@ -94,9 +134,8 @@ def merge_attention_states(
     >>> cumla.merge_attention_states([out, 3 * out], [lse, lse]).out[0, 0].tolist()
     [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
     """
-    inputs = {**named("outs", outs), **named("lses", lses)}
-    options = _checked_log2(lse_base)
-    return AttentionState(*run(_MERGE, inputs, {"out": out, "lse": lse}, options, stream))
+    state: AttentionState = _MERGE.call(outs, lses, out, lse, lse_base, stream)
+    return state
 
 
 class Arguments(NamedTuple):
@@ -104,7 +143,7 @@ class Arguments(NamedTuple):
 
     outs: tuple[ArrayView, ...]
     lses: tuple[ArrayView, ...]
-    log2_of_base: float
+    base: float
 
 
 class Merge(Operation[Arguments, int]):
@@ -112,11 +151,11 @@ class Merge(Operation[Arguments, int]):
 
     meeting: Meeting | None = None  # of ranks that wait for one another
 
-    def arguments(self, views: Views, options: float) -> Arguments:
+    def arguments(self, views: Views, options: Any) -> Arguments:
         outs, lses = _apart("outs", views), _apart("lses", views)
         _check_outs(outs)
         _check_lses(lses, outs)
-        return Arguments(tuple(outs), tuple(lses), options)
+        return Arguments(tuple(outs), tuple(lses), options.lse_base)
 
     def outputs(self, arguments: Arguments) -> tuple[Output, ...]:
         first, lse = arguments.outs[0], arguments.lses[0]
@@ -155,7 +194,7 @@ class Merge(Operation[Arguments, int]):
             after = first + MOST_PARTIALS
             result = handed_on if after < len(partials) else _state(*outs)
             some = partials[first:after]
-            base = arguments.log2_of_base
+            base = log2(arguments.base)
             launches.append(merge_launch(some, carried, result, base, self.meeting))
             carried = result
         return launches
@@ -165,13 +204,12 @@ class Merge(Operation[Arguments, int]):
             host[name] if name in host else [a for n, a in host.items() if n.startswith(f"{name}[")]
             for name in ("outs", "lses")
         )
-        base = 2.0 if arguments.log2_of_base == 1 else e
         return reference.merge_attention_states(
-            outs, lses, out=host.get("out"), lse=host.get("lse"), lse_base=base
+            outs, lses, out=host.get("out"), lse=host.get("lse"), lse_base=arguments.base
         )
 
 
-_MERGE = Merge()
+_MERGE = Merge(MERGE)
 
 
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
@@ -196,30 +234,6 @@ def _contiguous(like: ArrayView, buffer: int, shape: tuple[int, ...]) -> StateVi
 
 
 # --- checks --------------------------------------------------------------------------------------
-
-
-def _checked_log2(lse_base: Any) -> float:
-    """Return the binary logarithm of the base."""
-    if not isinstance(lse_base, Real):
-        raise TypeError(
-            f"lse_base: needs a number, math.e or 2, got {type(lse_base).__qualname__}; pass one "
-            f"of them"
-        )
-    if lse_base not in (e, 2):
-        raise ValueError(f"lse_base: needs math.e or 2, got {lse_base}; convert the logarithms")
-    return log2(lse_base)
-
-
-def named(name: str, arrays: Any) -> dict[str, Any]:
-    """Name the arrays of a sequence, or the one that holds all partial results."""
-    if not isinstance(arrays, Sequence):
-        return {name: arrays}
-    if not arrays:
-        raise ValueError(
-            f"{name}: needs at least one partial result, got an empty sequence; skip the call "
-            f"where there is nothing to merge"
-        )
-    return {f"{name}[{i}]": array for i, array in enumerate(arrays)}
 
 
 def _apart(name: str, views: Views) -> list[ArrayView]:

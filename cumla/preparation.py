@@ -8,42 +8,15 @@ from typing import Any
 
 from cumla.core.arguments import check_device_number
 from cumla.core.plan import Plan
-from cumla.indexer import cache as indexer_cache
-from cumla.indexer import logits, paged_logits, quantize
+from cumla.core.spec import SPECS
 from cumla.launch import all_specs
 from cumla.launch.device import current_device, require_hopper
 from cumla.launch.module import load
-from cumla.merge import merge_attention_states
-from cumla.mha import attention, rope
-from cumla.mha import cache as mha_cache
-from cumla.mla import attention as mla_attention
-from cumla.mla import cache as mla_cache
-from cumla.mla import decode
-from cumla.sparse import mla_sparse
-from cumla.sparse import top_k as sparse_top_k
 from cumla.sparse.dsa import DSAPlan
 
 __all__ = ["prepare"]
 
-_SPARSE = ("bound_rows", "select_rows", "mla_schedule", "mla_sparse_", "merge_states_")
-# How the names of a function's kernels begin. By the public function itself: others have the same
-# name, such as those of cumla.reference.
-_KERNELS: dict[Callable[..., Any], tuple[str, ...]] = {
-    indexer_cache.append_indexer_cache: ("append_indexer_cache_",),
-    mha_cache.append_kv_cache: ("append_kv_cache_",),
-    mla_cache.append_mla_cache: ("append_cache_", "append_fp8_cache_"),
-    rope.apply_rope: ("append_kv_cache_bfloat16", "append_kv_cache_float"),  # none of e4m3
-    merge_attention_states: ("merge_states_",),
-    attention.attention: ("mla_attention_schedule", "invariant_parts", "attention_"),
-    mla_attention.mla_attention: ("mla_attention_",),
-    decode.mla_decode: ("mla_schedule", "mla_decode_"),
-    mla_sparse.mla_sparse_attention: _SPARSE,
-    mla_sparse.mla_sparse_decode: _SPARSE,
-    logits.mqa_logits: ("mqa_logits_",),
-    paged_logits.paged_mqa_logits: ("paged_mqa_",),
-    quantize.quantize_fp8: ("quantize_fp8_",),
-    sparse_top_k.top_k: ("top_k_",),
-}
+_SUCH_AS = "such as cumla.append_mla_cache"
 
 
 def prepare(
@@ -73,30 +46,33 @@ def prepare(
     >>> cumla.prepare(cumla.MLADecodePlan(4, 1, 16, like=np.zeros(1)))
     """
     check_device_number(device)
-    names = ", ".join(f"cumla.{function.__name__}" for function in _KERNELS)
     if not plans_or_functions:
-        raise TypeError(f"prepare: needs plans or functions, got nothing; pass some of {names}")
+        raise TypeError(
+            f"prepare: needs plans or functions, got nothing; pass plans, or functions of cumla, "
+            f"{_SUCH_AS}"
+        )
     begins: list[str] = []
     for i, given in enumerate(plans_or_functions):
         if isinstance(given, (Plan, DSAPlan)):
             continue
-        of = next((kernels for function, kernels in _KERNELS.items() if function is given), None)
-        if of is None:
+        # By the public function itself: others have its name, such as that of cumla.reference.
+        spec = SPECS.get(getattr(given, "__name__", ""))
+        if spec is None or spec.function is not given:
             raise TypeError(
                 f"plans_or_functions[{i}]: needs a plan or a function that has kernels, got "
-                f"{_name_of(given)}; pass a plan, or some of {names}"
+                f"{_name_of(given)}; pass a plan, or a function of cumla, {_SUCH_AS}"
             )
-        begins += of
+        begins += spec.kernels
     if begins:
         device = current_device() if device is None else device
         require_hopper(device)
     for given in plans_or_functions:
         if isinstance(given, (Plan, DSAPlan)):
             given.prepare()
-    for spec in all_specs() if begins else ():
-        if spec.entry.startswith(tuple(begins)):
+    for kernel in all_specs() if begins else ():
+        if kernel.entry.startswith(tuple(begins)):
             assert device is not None
-            load(spec, device, capturing=lambda: False)
+            load(kernel, device, capturing=lambda: False)
 
 
 def _name_of(given: object) -> str:

@@ -3,7 +3,7 @@
 
 ``import cumla.torch`` registers ``torch.ops.cumla.<function>``. What is compiled or exported and
 calls ``cumla.<function>`` has the operation in its graph from then on, and so has what ``make_fx``
-traces; eager calls stay as they are. Schemas come from the signatures of the functions, and an
+traces; eager calls stay as they are. Schemas come from the specs of the functions, and an
 operation calls its function.
 
 Operations have the arguments of the functions, but for these:
@@ -33,11 +33,9 @@ All other errors are those of the functions.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,7 +54,6 @@ from torch.utils._pytree import _register_namedtuple
 import cumla
 from cumla.core._dlpack import ArrayView
 from cumla.core.arguments import (
-    FACTORS,
     check_dtype,
     check_output,
     check_workspace,
@@ -81,10 +78,20 @@ from cumla.core.operation import (
     run_on_cpu,
     trusted_of,
 )
+from cumla.core.spec import (
+    REQUIRED,
+    SPECS,
+    Argument,
+    Cache,
+    Factor,
+    Input,
+    Instead,
+    Option,
+    Spec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from inspect import Parameter
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import Call
@@ -96,101 +103,40 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-class _Function(NamedTuple):
-    """What its signature does not tell of a function."""
-
-    outputs: tuple[str, ...] = ()  # arrays that are returned, in the order of the result
-    flagged: tuple[str, ...] = ()  # of these: not arguments, but asked for by flags of their names
-    only_given: tuple[str, ...] = ()  # of these: arguments, and None in the result without them
-    result: Callable[..., Any] | None = None  # of the outputs, if it is not the one that there is
-    written: tuple[str, ...] = ()  # arrays that are written to and not returned
-    in_place: tuple[str, str] | None = None  # of these: an array, and the one written to instead
-    lists: tuple[str, ...] = ()  # arrays that may come in parts
-    optional: tuple[str, ...] = ()  # arrays without a default that may be None
-    is_planned: bool = False  # whether it has a schedule, which layers may share
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """The outputs that are arguments."""
-        return tuple([name for name in self.outputs if name not in self.flagged])
-
-
-_STATE: dict[str, Any] = {"outputs": ("out", "lse"), "result": cumla.AttentionState}
-_FUNCTIONS = {
-    "mla_decode": _Function(**_STATE, lists=("q", "kv_cache"), is_planned=True),
-    "mla_attention": _Function(
-        **_STATE, lists=("q", "kv_cache"), optional=("block_table",), is_planned=True
-    ),
-    "mla_sparse_decode": _Function(**_STATE, lists=("q", "kv_cache"), is_planned=True),
-    "mla_sparse_attention": _Function(**_STATE, lists=("q", "kv_cache"), is_planned=True),
-    "attention": _Function(**_STATE, is_planned=True),
-    "merge_attention_states": _Function(**_STATE, lists=("outs", "lses")),
-    "append_mla_cache": _Function(
-        written=("kv_cache", "q_pe_out"), in_place=("q_pe", "q_pe_out"), lists=("rows", "kv_cache")
-    ),
-    "append_kv_cache": _Function(
-        written=("k_cache", "v_cache", "q_out"), in_place=("q", "q_out"), lists=("cos_sin",)
-    ),
-    "append_indexer_cache": _Function(written=("kv_cache",), lists=("kv_cache",)),
-    "apply_rope": _Function(
-        ("q_out", "k_out"), result=lambda *both: both, lists=("cos_sin",), optional=("k",)
-    ),
-    "mqa_logits": _Function(("out",), lists=("kv",)),
-    "paged_mqa_logits": _Function(("out",), lists=("kv_cache",), is_planned=True),
-    "quantize_fp8": _Function(("out", "scale_out"), result=cumla.QuantizedRows),
-    "top_k": _Function(
-        ("out", "out_positions", "values", "valid_counts"),
-        flagged=("values",),
-        only_given=("out_positions",),
-        result=cumla.TopKResult,
-    ),
-}
-_STACKS = ("outs", "lses")  # lists whose one array has their parts on its first axis
-_TYPES = {  # of schemas, by annotations
-    "bool": "bool",
-    "float": "float",
-    "int": "int",
-    "str": "str",
-    "float | None": "float?",
-    "int | None": "int?",
-    "int | Sequence[int | None] | None": "int[]?",
-}
+for _name in cumla.__all__:  # loads all modules that have specs
+    getattr(cumla, _name)
 
 
 # --- schemas -------------------------------------------------------------------------------------
 
 
-def _schema(
-    function: _Function,
-    parameters: Mapping[str, Parameter],
-    more: tuple[str, ...],
-    missing: tuple[str, ...],
-) -> str:
+def _schema(spec: Spec, more: tuple[str, ...], missing: tuple[str, ...]) -> str:
     """Write arguments and results: all but outputs, what is written to `more`, what is returned."""
     texts: list[str] = []
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in texts:
+    for i, argument in enumerate(spec.arguments):
+        if i == spec.positional:
             texts.append("*")
-        if name not in (*function.arrays, "stream"):
-            texts += _texts(function, parameter, len(texts))
+        texts += _texts(argument, len(texts))
     texts += [f"Tensor(out{place}!) {name}" for place, name in enumerate(more)]
     return f"({', '.join(texts)}) -> ({', '.join(['Tensor'] * len(missing))})"
 
 
-def _texts(function: _Function, parameter: Parameter, place: int) -> list[str]:
-    """Write a parameter as a schema has it."""
-    name, has_default = parameter.name, parameter.default is not parameter.empty
-    if parameter.annotation != "Any":
-        default = f"={parameter.default!r}".replace("'", '"') if has_default else ""
-        return [f"{_TYPES[parameter.annotation]} {name}{default}"]
-    none = "=None" if has_default else ""
-    if name.endswith("_dtype"):
-        return [f"str? {name}{none}"]
-    kind = f"Tensor(a{place}!)" if name in function.written else "Tensor"
-    kind += "[]" if name in function.lists else ""
-    kind += "?" if has_default or name in function.optional else ""
-    number = [f"float? {name}_number=None"] if name in FACTORS else []
-    return [f"{kind} {name}{none}", *number]
+def _texts(argument: Argument, place: int) -> list[str]:
+    """Write an argument as a schema has it."""
+    name, has_default = argument.name, argument.default is not REQUIRED
+    if isinstance(argument, Factor):
+        return [f"Tensor? {name}=None", f"float? {name}_number=None"]
+    if isinstance(argument, Option):
+        default = f"={argument.default!r}".replace("'", '"') if has_default else ""
+        return [f"{argument.kind} {name}{default}"]
+    if isinstance(argument, Instead):
+        return [f"Tensor(a{place}!)? {name}=None"]
+    if not isinstance(argument, Input):
+        return []
+    kind = f"Tensor(a{place}!)" if isinstance(argument, Cache) else "Tensor"
+    kind += "[]" if argument.is_list else ""
+    kind += "?" if has_default or argument.is_nullable else ""
+    return [f"{kind} {name}{'=None' if has_default else ''}"]
 
 
 # --- operations ----------------------------------------------------------------------------------
@@ -204,41 +150,41 @@ class _StandIn:
         self.take = take
 
 
+def _positional(spec: Spec) -> tuple[str, ...]:
+    return tuple([argument.name for argument in spec.arguments[: spec.positional]])
+
+
 def _call(
-    name: str,
-    parameters: tuple[str, ...],
-    missing: tuple[str, ...],
-    take: Take | None,
-    *args: Any,
-    **kwargs: Any,
+    spec: Spec, missing: tuple[str, ...], take: Take | None, *args: Any, **kwargs: Any
 ) -> Any:
     """Run an operation of PyTorch: call the function, on stand-ins if `take` is to run it.
 
     `missing` are the outputs that the caller did not give, which are returned.
     """
-    function = _FUNCTIONS[name]
-    given = dict(zip(parameters, args, strict=False)) | kwargs
+    given = dict(zip(_positional(spec), args, strict=False)) | kwargs
     _refuse_gradients(given)
     if take is not None:
         take = partial(take, given.pop(WORKSPACE, None))
-    results = getattr(cumla, name)(**_arguments(function, given, take))
+    assert spec.function is not None
+    results = spec.function(**_arguments(spec, given, take))
     if not missing:
         return None
     results = results if isinstance(results, tuple) else (results,)
-    named = dict(zip(function.outputs, results, strict=True))
+    named = dict(zip(spec.returns, results, strict=True))
     new = [args[0].new_empty(0) if named[key] is None else named[key] for key in missing]
     return new[0] if len(new) == 1 else tuple(new)
 
 
-def _arguments(function: _Function, given: Arguments, take: Take | None) -> dict[str, Any]:
+def _arguments(spec: Spec, given: Arguments, take: Take | None) -> dict[str, Any]:
     """Turn arguments of an operation of PyTorch into those of the function."""
     arguments: dict[str, Any] = {}
+    lists = {array.name: array for array in spec.arrays if array.is_list}
     for key, value in given.items():
         if isinstance(value, torch.Tensor):
             value = value if take is None else _StandIn(value, take)
-        elif key in function.lists and value is not None:
+        elif key in lists and value is not None:
             value = value if take is None else [_StandIn(part, take) for part in value]
-            if len(value) == 1 and key not in _STACKS:
+            if len(value) == 1 and not lists[key].is_stack:
                 (value,) = value
         factor = key.removesuffix("_number")
         if factor != key and arguments.get(factor) is not None:
@@ -246,12 +192,11 @@ def _arguments(function: _Function, given: Arguments, take: Take | None) -> dict
                 raise ValueError(f"{key}: needs no {factor} beside it, got both; pass one of them")
             continue
         arguments[factor] = value
-    if function.in_place is not None:
-        rotated, instead = function.in_place
-        if arguments.get(rotated) is not None and arguments.get(instead) is None:
+    for instead in spec.rows(Instead):
+        if arguments.get(instead.of) is not None and arguments.get(instead.name) is None:
             raise ValueError(
-                f"{instead}: needed beside {rotated}, got None; pass {rotated} as {instead} as "
-                f"well to rotate it in place"
+                f"{instead.name}: needed beside {instead.of}, got None; pass {instead.of} as "
+                f"{instead.name} as well to rotate it in place"
             )
     return arguments
 
@@ -370,16 +315,22 @@ def _look(
 # --- calls that are traced -----------------------------------------------------------------------
 
 
-def _substitute(name: str) -> Callable[..., Any]:
+def _substitute(spec: Spec) -> Callable[..., Any]:
     """Make what a graph has in place of a call of a function: that of an operation of PyTorch."""
-    function, parameters = _FUNCTIONS[name], inspect.signature(getattr(cumla, name)).parameters
-    positional = tuple([n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY])
-    known = tuple(parameters)
-    flags = tuple([n for n, p in parameters.items() if p.annotation == "bool"])
+    # Of strings and tuples alone, which TorchDynamo knows.
+    name, returns, result_of = spec.name, spec.returns, spec.result
+    forms = {argument.name: _form(argument) for argument in spec.arguments}
+    positional, known = _positional(spec), (*forms, "stream")
+    outputs_given = tuple([output.name for output in spec.outputs])
+    flags = tuple([option.name for option in spec.options if option.kind == "bool"])
+    insteads = tuple([(instead.name, instead.of) for instead in spec.rows(Instead)])
+    needs = {output.name: output.of for output in spec.outputs if output.of}
+    only_given = tuple([output.name for output in spec.outputs if output.only_given])
+    asked = tuple([option.name for option in spec.options if option.asks])
     operations = {}
-    for some in _subsets(function.arrays):
+    for some in _subsets(outputs_given):
         packet = getattr(torch.ops.cumla, f"{name}_out" if some else name)
-        overload = "default" if some in ((), function.arrays) else "_".join(some)
+        overload = "default" if some in ((), outputs_given) else "_".join(some)
         operations[some] = getattr(packet, overload)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -398,43 +349,54 @@ def _substitute(name: str) -> Callable[..., Any]:
                 "stream: needs None in a graph, got a stream; leave it out, and make it PyTorch's "
                 "current one where the graph runs"
             )
-        outputs = {key: given.pop(key, None) for key in function.arrays}
+        outputs = {key: given.pop(key, None) for key in outputs_given}
         which = tuple([key for key, array in outputs.items() if array is not None])
-        arguments = dict([_argument(function, key, value) for key, value in given.items()])
-        if function.in_place is not None:
-            rotated, instead = function.in_place
-            if arguments.get(instead) is None:
-                arguments[instead] = arguments.get(rotated)
+        arguments = dict([_argument(forms[key], key, value) for key, value in given.items()])
+        for key, of in insteads:
+            if arguments.get(key) is None:
+                arguments[key] = arguments.get(of)
         new = operations[which](**arguments, **{key: outputs[key] for key in which})
-        if not outputs:
+        if not returns:
             return None
         rest = iter(new if isinstance(new, tuple) else [new])
         results = []
-        for key in function.outputs:
+        for key in returns:
             result = outputs[key] if key in which else next(rest)
-            source = key.removesuffix("_out")
-            is_left_out = source in function.optional and given[source] is None
-            is_left_out |= key in function.only_given and key not in which
-            is_left_out |= key in function.flagged and not given.get(key)
+            is_left_out = key in needs and given[needs[key]] is None
+            is_left_out |= key in only_given and key not in which
+            is_left_out |= key in asked and not given.get(key)
             results.append(None if is_left_out else result)
-        return results[0] if function.result is None else function.result(*results)
+        return results[0] if result_of is None else result_of(*results)
 
     return call
 
 
-def _argument(function: _Function, key: str, value: Any) -> tuple[str, Any]:
+def _form(argument: Argument) -> str:
+    """Tell how an argument differs in the operation of PyTorch."""
+    if isinstance(argument, Factor):
+        return "factor"
+    if isinstance(argument, Option):
+        return argument.kind
+    if not (isinstance(argument, Input) and argument.is_list):
+        return ""
+    return "stack" if argument.is_stack else "list"
+
+
+def _argument(form: str, key: str, value: Any) -> tuple[str, Any]:
     """Turn an argument of a function into one of its operation of PyTorch."""
-    if key in function.lists and value is not None:
+    if value is None:
+        return key, value
+    if form in ("list", "stack"):
         if isinstance(value, (list, tuple)):
             return key, list(value)
-        return key, list(value.unbind()) if key in _STACKS else [value]
-    if key in FACTORS:
+        return key, list(value.unbind()) if form == "stack" else [value]
+    if form == "factor":
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return f"{key}_number", float(value)
         number_of(key, value)  # which refuses what is no array
-    if key.endswith("_dtype") and value is not None:
+    if form == "str?":  # a dtype
         return key, str(value).removeprefix("torch.")
-    if key == "window" and value is not None:
+    if form == "int[]?":
         pair = value if isinstance(value, (list, tuple)) else (value, None)
         return key, [-1 if side is None else side for side in pair]
     return key, value
@@ -462,9 +424,7 @@ def run(
 ) -> tuple[Any, ...]:
     """Run an operation on stand-ins, or put that of PyTorch into the graph that is being traced.
 
-    The second is called in place of the function that is running, whose frame is below that of
-    `cumla.core.operation.run`. The arguments are there, under the names of the parameters; the
-    checks that come before change none but to the same.
+    The second is called in place of the function whose operation this is.
     """
     first, array = next(iter(inputs.items()))
     if isinstance(array, _StandIn):
@@ -476,17 +436,14 @@ def run(
                 f"{name}: needs a tensor of PyTorch beside those that are traced, got "
                 f"{kind.__module__}.{kind.__qualname__}; convert it"
             )
-    frame = sys._getframe(2)
-    if frame.f_code not in _NAMES:
-        frame = sys._getframe(3)  # functions may end in lines that they share
-    if frame.f_code not in _NAMES:
+    spec = operation.spec
+    given = None if spec is None else spec.given(inputs, outputs, options)
+    if spec is None or given is None:
         raise _traced(first, array)
-    function = _NAMES[frame.f_code]
-    parameters = inspect.signature(getattr(cumla, function)).parameters
-    results = _SUBSTITUTES[function](**{key: frame.f_locals[key] for key in parameters})
+    results = _SUBSTITUTES[spec.name](**given)
     if not isinstance(results, tuple):
         return (results,)
-    named = dict(zip(_FUNCTIONS[function].outputs, results, strict=True))
+    named = dict(zip(spec.returns, results, strict=True))
     return tuple([named[key] for key in outputs])  # in the operation's order
 
 
@@ -497,31 +454,29 @@ def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [some for count in range(len(names) + 1) for some in combinations(names, count)]
 
 
-def _define(name: str) -> None:
-    function = _FUNCTIONS[name]
-    for given in _subsets(function.arrays):
-        missing = tuple([key for key in function.outputs if key not in given])
-        _register(name, "", given, missing, None)
-        if function.is_planned:
-            _register(name, "_attend", given, missing, partial(_run_half, True))
-    if function.is_planned:
-        _register(name, "_schedule", (), (), partial(_run_half, False))
+def _define(spec: Spec) -> None:
+    outputs = tuple([output.name for output in spec.outputs])
+    for given in _subsets(outputs):
+        missing = tuple([key for key in spec.returns if key not in given])
+        _register(spec, "", given, missing, None)
+        if spec.planned:
+            _register(spec, "_attend", given, missing, partial(_run_half, True))
+    if spec.planned:
+        _register(spec, "_schedule", (), (), partial(_run_half, False))
 
 
 def _register(
-    name: str, half: str, given: tuple[str, ...], missing: tuple[str, ...], take: Take | None
+    spec: Spec, half: str, given: tuple[str, ...], missing: tuple[str, ...], take: Take | None
 ) -> None:
     """Register one operation of PyTorch: of all of a function, or of a half."""
-    function = _FUNCTIONS[name]
-    parameters = inspect.signature(getattr(cumla, name)).parameters
-    overload = "" if given in ((), function.arrays) else f".{'_'.join(given)}"
-    operation = f"{name}{half}{'_out' if given else ''}{overload}"
+    is_whole = len(given) in (0, len(spec.outputs))
+    overload = "" if is_whole else f".{'_'.join(given)}"
+    operation = f"{spec.name}{half}{'_out' if given else ''}{overload}"
     more = (*given, WORKSPACE) if half else given
-    _LIBRARY.define(operation + _schema(function, parameters, more, missing), tags=_TAGS)
-    positional = tuple([n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY])
+    _LIBRARY.define(operation + _schema(spec, more, missing), tags=_TAGS)
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(operation, partial(_call, name, positional, missing, take), key)
-    fake = partial(_call, name, positional, missing, _evaluate)
+        _LIBRARY.impl(operation, partial(_call, spec, missing, take), key)
+    fake = partial(_call, spec, missing, _evaluate)
     torch.library.register_fake(f"cumla::{operation}", fake, lib=_LIBRARY)
 
 
@@ -531,12 +486,11 @@ _TAGS = tuple(  # those that this PyTorch has
     for tag in ("needs_exact_strides", "pt2_compliant_tag")
     if hasattr(torch.Tag, tag)
 )
-_NAMES = {getattr(cumla, name).__code__: name for name in _FUNCTIONS}
 _SUBSTITUTES = {}
-for _name in _FUNCTIONS:
-    _define(_name)
-    _SUBSTITUTES[_name] = _substitute(_name)
-    torch.compiler.substitute_in_graph(getattr(cumla, _name))(_SUBSTITUTES[_name])
+for _spec in SPECS.values():
+    _define(_spec)
+    _SUBSTITUTES[_spec.name] = _substitute(_spec)
+    torch.compiler.substitute_in_graph(_spec.function)(_SUBSTITUTES[_spec.name])
 for _kind in (
     cumla.AttentionState,
     cumla.QuantizedRows,

@@ -14,10 +14,6 @@ from cumla.launch import all_specs
 from tests.calls import OPERATIONS, PLANS, Operation, every_operation, refused
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
-NAMES = (
-    "cumla.append_indexer_cache, cumla.append_kv_cache, cumla.append_mla_cache, cumla.apply_rope"
-)
-
 
 @every_operation
 def test_functions(
@@ -60,12 +56,15 @@ def test_plans_and_functions(cupy: FakeCuPy, driver: FakeDriver) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((), f"prepare: needs plans or functions, got nothing; pass some of {NAMES}"),
+        ((), "prepare: needs plans or functions, got nothing; pass plans, or functions of cumla"),
         (
             ("mla_decode",),
             "plans_or_functions[0]: needs a plan or a function that has kernels, got",
         ),
-        ((cumla.mla_decode, 64), "plans_or_functions[1]: needs ... got 64; pass a plan, or some"),
+        (
+            (cumla.mla_decode, 64),
+            "plans_or_functions[1]: needs ... got 64; pass a plan, or a function",
+        ),
         ((cumla.prepare,), "plans_or_functions[0]: ... got cumla.preparation.prepare; pass"),
         ((cumla.MLADecodePlan,), "plans_or_functions[0]: ... got cumla.mla.decode.MLADecodePlan"),
         ((np.zeros,), "plans_or_functions[0]: needs a plan or a function that has kernels, got"),

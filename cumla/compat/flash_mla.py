@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cumla.compat._arguments import check_axes, check_tensors, missing_from, refuse_gradients
@@ -331,13 +332,13 @@ def _check_first_use(metadata: FlashMLASchedMeta, shape: _Shape | _SparseShape) 
 class FlashMLAPlan(MLADecodePlan):
     """FlashMLA's log-sum-exp of nothing is +inf."""
 
-    _empty_lse = inf
+    _hidden = MappingProxyType({"empty_lse": inf})
 
 
 class FlashMLASparsePlan(MLASparsePlan):
     """FlashMLA's log-sum-exp of lists is without sinks."""
 
-    _as_flash_mla = True
+    _hidden = MappingProxyType({"as_flash_mla": True})
 
 
 def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape:

@@ -325,18 +325,15 @@ def number_of(name: str, factor: Any) -> float | None:
     return float(np.float32(factor))
 
 
-def checked_scale(softmax_scale: Any, default: float) -> float:
+def checked_scale(softmax_scale: Any, default: float, name: str = "softmax_scale") -> float:
     """Return the factor of the scores as a float."""
     if softmax_scale is None:
         return default
-    scale = (
-        softmax_scale if type(softmax_scale) is float else as_number("softmax_scale", softmax_scale)
-    )
+    scale = softmax_scale if type(softmax_scale) is float else as_number(name, softmax_scale)
     low, high = _SCALES
     if not low <= scale <= high:
         raise ValueError(
-            f"softmax_scale: needs a number from {low} to {high}, got {scale}; put any other "
-            f"factor into q"
+            f"{name}: needs a number from {low} to {high}, got {scale}; put any other factor into q"
         )
     return scale
 

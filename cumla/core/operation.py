@@ -30,6 +30,7 @@ from cumla.core.arrays import (
 from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap
+from cumla.core.spec import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import Call
+    from cumla.core.spec import Spec
 
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
@@ -123,13 +125,46 @@ class Operation(ABC, Generic[A, K]):
 
     # Arrays whose values kernels take on trust, and the check mode looks at beside factors.
     trusted: tuple[str, ...] = ()
-    # Whether the first of the inputs is written to: a cache, whose framework must know of it.
-    writes_first = False
+
+    @property
+    def writes_first(self) -> bool:
+        """Tell whether the first of the inputs is written to: a cache."""
+        return self.spec is not None and self.spec.has_caches
+
     # Outputs that may be the very input named.
     in_place: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec | None = None) -> None:
         self.ready = Ready()
+        self.spec = spec  # of the public function that runs it
+
+    def call(self, *values: Any) -> Any:
+        """Run a call of the public function; `values` are its arguments, in their order."""
+        spec, looked = self.spec, None
+        assert spec is not None
+        if not check_mode():
+            arrays, how = spec.sorted.look(values)
+            seen = glance(arrays) if arrays else None
+            if seen is not None:
+                looked = (seen, how)
+                try:
+                    ready = self.ready.get(looked)
+                except TypeError:  # an option that cannot be hashed
+                    looked = ready = None
+                if ready is not None:
+                    written: dict[str, Any] = {}
+                    for name, place, part in ready.written:
+                        value: Any = None if place is None else values[place]
+                        written[name] = value if part is None else value[part]
+                    with reopen_call(first_of(arrays), ready.device, values[-1]) as call:
+                        return spec.returned(ready.packed.run(call, written), written)
+        inputs, outputs, options = spec.sorted(dict(zip(spec.sorted.names, values, strict=True)))
+        results = run(self, inputs, outputs, options, values[-1], looked)
+        if looked is not None and (known := self.ready.get(looked)) is not None:
+            first = list(inputs.items())[:1] if spec.has_caches else []
+            places = [_place(name, value, values) for name, value in (*first, *outputs.items())]
+            self.ready.keep(looked, _Ready(known.device, known.packed, tuple(places)))
+        return spec.returned(results, outputs)
 
     @abstractmethod
     def arguments(self, views: Views, options: Any) -> A:
@@ -230,6 +265,27 @@ _module = cache(import_module)
 """Finds a binding by its name: core imports none."""
 
 
+class _Ready(NamedTuple):
+    """A call on a GPU that was found in order, by its arguments."""
+
+    device: int
+    packed: Packed
+    # What it writes to: name, place among the arguments, and which part; no place: a new array.
+    written: tuple[tuple[str, int | None, int | None], ...]
+
+
+def _place(name: str, array: Any, values: tuple[Any, ...]) -> tuple[str, int | None, int | None]:
+    """Find an array among the arguments of a call."""
+    for place, value in enumerate(values):
+        if array is not None and value is array:
+            return name, place, None
+        if isinstance(value, (tuple, list)):
+            for part, one in enumerate(value):
+                if one is array:
+                    return name, place, part
+    return name, None, None
+
+
 class _Known(NamedTuple):
     """A call whose arrays and options were found in order."""
 
@@ -245,13 +301,14 @@ def run(
     outputs: Mapping[str, Any],
     options: Hashable,
     stream: Any = None,
+    looked: Hashable = None,
 ) -> tuple[Any, ...]:
     """Run an operation: look at the arrays, check, allocate, launch; its outputs come back.
 
     The first of the inputs decides about framework and stream. `outputs` are the arrays to write
     to, None where the caller gave none: those that the operation returns, in their order, and
     others that are written in place. `options` are all that is no array, `stream` is as in
-    `open_call`.
+    `open_call`. A call on a GPU that was found in order is kept by `looked`, too.
     """
     given = {name: array for name, array in outputs.items() if array is not None}
     looks = check_mode()
@@ -283,6 +340,8 @@ def run(
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
             operation.ready.keep(identity, known)
+        if looked is not None and known.packed is not None:
+            operation.ready.keep(looked, known)
         if operation.writes_first and call.note_written is not None:
             first = next(iter(inputs))
             outputs = {first: inputs[first], **outputs}
@@ -437,14 +496,24 @@ def parts_on_host(host: Mapping[str, Any], name: str) -> Any:
     return tuple(host[part] for i in range(3) if (part := f"{name}[{i}]") in host)
 
 
-class Scheduled(Operation[tuple[Any, Any], K], Generic[A, K]):
+class Both(NamedTuple, Generic[A]):
+    """Checked arguments of a schedule, and of what works by it."""
+
+    lengths: Any
+    attend: A
+    options: Any  # of the public function
+
+
+class Scheduled(Operation[Both[A], K], Generic[A, K]):
     """An operation in two: a schedule from lengths, and attention, or scores, by the schedule.
 
     Both have one key, and their arguments are this one's.
     """
 
-    def __init__(self, schedule: Operation[Any, K], attend: Operation[A, K]) -> None:
-        super().__init__()
+    def __init__(
+        self, schedule: Operation[Any, K], attend: Operation[A, K], spec: Spec | None = None
+    ) -> None:
+        super().__init__(spec)
         self.schedule = schedule
         self.attend = attend
         self.trusted = (*schedule.trusted, *attend.trusted)
@@ -453,34 +522,34 @@ class Scheduled(Operation[tuple[Any, Any], K], Generic[A, K]):
     def batch(self, attend: A, views: Views) -> Any:
         """Tell the schedule's options from the other arguments."""
 
-    def arguments(self, views: Views, options: Any) -> tuple[Any, A]:
+    def arguments(self, views: Views, options: Any) -> Both[A]:
         """Check those of both."""
         attend = self.attend.arguments(views, options)
-        return self.schedule.arguments(views, self.batch(attend, views)), attend
+        lengths = self.schedule.arguments(views, self.batch(attend, views))
+        return Both(lengths, attend, options)
 
-    def outputs(self, arguments: tuple[Any, A]) -> tuple[Output, ...]:
+    def outputs(self, arguments: Both[A]) -> tuple[Output, ...]:
         """Tell what attention returns."""
-        return self.attend.outputs(arguments[1])
+        return self.attend.outputs(arguments.attend)
 
     def workspace_bytes(self, key: K) -> int:
         """Tell the size of a plan's buffer."""
         return self.attend.workspace_bytes(key)
 
     def recipe(
-        self, key: K, arguments: tuple[Any, A], outs: Sequence[ArrayView], buffer: int
+        self, key: K, arguments: Both[A], outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
         """Describe the schedule, then attention."""
-        attend = self.attend.recipe(key, arguments[1], outs, buffer)
-        return (*self.schedule.recipe(key, arguments[0], (), buffer), *attend) if attend else ()
+        attend = self.attend.recipe(key, arguments.attend, outs, buffer)
+        lengths = arguments.lengths
+        return (*self.schedule.recipe(key, lengths, (), buffer), *attend) if attend else ()
 
     def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: tuple[Any, A]
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: Both[A]
     ) -> Sequence[np.ndarray[Any, Any]]:
         """Compute with the lengths that came."""
-        return self.attend.reference(host, arguments[1])
+        return self.attend.reference(host, arguments.attend)
 
-    def check_values(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: tuple[Any, A]
-    ) -> None:
+    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: Both[A]) -> None:
         """Look at lengths, offsets and page numbers."""
-        self.attend.check_values(host, arguments[1])
+        self.attend.check_values(host, arguments.attend)

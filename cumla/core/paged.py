@@ -142,16 +142,26 @@ class TableOrList(Plan[K], Generic[K]):
     """
 
     _lengths = "kv_lens, qo_indptr=..."
+    _has_pages = True
     _has_list: bool | None = None  # whether the last update was for a list of pages
 
-    def _take_form(self, has_list: bool) -> None:
-        """Note the form of the last update; runs in the other one are forgotten."""
-        if self._memory is not None:
-            self._memory.ready.clear()
-        self._has_list = has_list
+    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
+        """Note the form of the lengths; runs in the other one are forgotten."""
+        super()._update(inputs, stream)
+        has_list = "kv_indptr" in inputs and self._has_pages
+        if has_list != self._has_list:
+            if self._memory is not None:
+                self._memory.ready.clear()
+            self._has_list = has_list
 
     def _run(self, inputs: Mapping[str, Any], *rest: Any) -> tuple[Any, ...]:
-        """Refuse pages in the other form than that of the last update."""
+        """Refuse pages in two forms, or in another one than that of the last update."""
+        forms = [name for name in ("block_table", "kv_indices") if name in inputs]
+        if self._has_pages and len(forms) != 1:
+            raise ValueError(
+                f"block_table: needs pages as block_table, or as kv_indices after an update with "
+                f"kv_indptr, got {'both' if forms else 'neither'}; pass one form"
+            )
         has_list = "kv_indices" in inputs
         if self._has_list not in (None, has_list):
             name, had, other = (
@@ -170,24 +180,16 @@ class TableOrList(Plan[K], Generic[K]):
 # --- checks --------------------------------------------------------------------------------------
 
 
-def check_one_form(block_table: Any, kv_indptr: Any, kv_indices: Any) -> None:
+def check_one_form(given: Mapping[str, Any]) -> None:
     """Check that pages come as a table, or as a list with its offsets."""
-    given = {"block_table": block_table, "kv_indptr": kv_indptr, "kv_indices": kv_indices}
-    names = [name for name, value in given.items() if value is not None]
+    pages = ("block_table", "kv_indptr", "kv_indices")
+    names = [name for name in pages if given.get(name) is not None]
     if names in (["block_table"], ["kv_indptr", "kv_indices"]):
         return
     wrong = names[-1] if names else "block_table"
     raise ValueError(
         f"{wrong}: pages need to come as block_table, or as kv_indptr and kv_indices, got "
         f"{' and '.join(names) or 'neither'}; pass one form"
-    )
-
-
-def not_one_form(block_table: Any) -> ValueError:
-    """Say that a plan's run got pages in both forms, or in none."""
-    return ValueError(
-        f"block_table: needs pages as block_table, or as kv_indices after an update with "
-        f"kv_indptr, got {'neither' if block_table is None else 'both'}; pass one form"
     )
 
 

@@ -10,7 +10,9 @@ import logging
 import sys
 import weakref
 from abc import ABC
+from inspect import signature
 from threading import get_ident
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -41,12 +43,15 @@ from cumla.core.operation import (
     trusted_of,
 )
 from cumla.core.overlap import refuse_overlap
+from cumla.core.spec import Sorter
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from cumla.core.arrays import ArrayView, Call
+    from cumla.core.operation import Scheduled
+    from cumla.core.spec import Spec
 
     Launch = Callable[[], None]
 
@@ -244,11 +249,43 @@ class Single:
 class Plan(Single, ABC, Generic[K]):
     """A schedule and its buffer, for every layer of a step: base of all families' plans."""
 
+    _operation: ClassVar[Scheduled[Any, Any]]
+    _lengths: ClassVar[str]  # arguments of an update, in messages
+    _hidden: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # options of no function
+    # Of `_operation`:
+    _spec: ClassVar[Spec]
     _schedule: ClassVar[Operation[Any, Any]]
     _attend: ClassVar[Operation[Any, Any]]
-    _lengths: ClassVar[str]  # arguments of an update, in messages
+    _of_run: ClassVar[tuple[str, ...]]  # arguments
+    _sorted: ClassVar[Sorter]
+    _planned: ClassVar[tuple[tuple[int, str, bool], ...]]  # lengths, and whether they are needed
 
     key: K  # the shape for which the plan was made
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = vars(cls)
+        if "_operation" in own:
+            operation = cls._operation
+            assert operation.spec is not None
+            cls._spec, cls._schedule = operation.spec, operation.schedule
+            cls._attend = operation.attend
+            planned = [a for a in cls._spec.arrays if a.name in cls._spec.planned]
+            cls._planned = tuple(
+                [(place, a.name, a.default is not None) for place, a in enumerate(planned)]
+            )
+            cls._of_run = tuple(signature(cls.run).parameters)[1:]  # type: ignore[attr-defined]
+        if "_operation" in own or "_hidden" in own:
+            cls._sorted = Sorter(cls._spec, cls._of_run, cls._hidden)
+
+    @property
+    def _batch(self) -> Any:
+        """The schedule's options."""
+        raise NotImplementedError
+
+    def _fixed(self) -> dict[str, Any]:
+        """Tell the options that runs have from the plan."""
+        raise NotImplementedError
 
     def _make(
         self,
@@ -297,8 +334,17 @@ class Plan(Single, ABC, Generic[K]):
             return True
         return stream == memory.captured and driver().is_capturing(stream)
 
-    def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
-        """Compute the schedule from arrays of lengths; `options` are the schedule's.
+    def _renew(self, *values: Any) -> None:
+        """Update the schedule; `values` are the arguments of `update`, in their order."""
+        lengths = {}
+        for place, name, is_needed in self._planned:
+            value = values[place]
+            if value is not None or is_needed:
+                lengths[name] = value
+        self._update(lengths, values[-1])
+
+    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
+        """Compute the schedule from arrays of lengths.
 
         Without any it is computed on the stream of the framework that the buffer is of.
         """
@@ -307,7 +353,7 @@ class Plan(Single, ABC, Generic[K]):
         named = tuple(inputs.items()) or ((WORKSPACE, buffer),)
         if memory is not None and self._update_again(memory, named, stream):
             return
-        call = open_call(named, stream=stream)
+        call, options = open_call(named, stream=stream), self._batch
         views: dict[str, ArrayView | None] = dict(zip(inputs, call.views, strict=False))
         packed, form = None, (form_of(call, views), options)
         if memory is not None and not check_mode():
@@ -387,37 +433,38 @@ class Plan(Single, ABC, Generic[K]):
                     f"plan.update({self._lengths}) after each change of the lengths"
                 )
 
-    def _known(
-        self,
-        arrays: tuple[Any, ...],
-        given: tuple[Any, ...],
-        outputs: dict[str, Any],
-        options: Hashable,
-        stream: Any,
-    ) -> tuple[Hashable, tuple[Any, ...] | None]:
-        """Run again what has been run: how the arrays were seen, and the results if it was.
+    def _call(self, *values: Any) -> Any:
+        """Run a layer; `values` are the arguments of `run`, in their order.
 
-        The last of the arrays is one by itself, no pair; `given` are those of the outputs that the
-        caller gave, which differ in shape.
+        What has been run is known again by what its arrays look like.
         """
-        seen = glance((*arrays, *given))
-        memory = self._memory
-        if memory is None or seen is None:
-            return None, None
-        identity = (seen, options)
-        ready = memory.ready.get(identity)
-        if ready is None or check_mode():
-            return identity, None
-        again = reopen_call(arrays[-1], self._device, stream)
-        if again.stream != memory.stream:
-            return identity, None
-        with again:
-            if not isinstance(ready, Packed):
-                if again.note_written is not None:
-                    note_written(again, given)
-                memory.run(again, ready)
-                return identity, given
-            return identity, memory.run(again, ready.run, again, outputs)
+        memory, make, identity = self._memory, self._spec.result, None
+        if memory is not None and not check_mode():
+            arrays, how = self._sorted.look(values)
+            seen = glance(arrays) if arrays else None
+            if seen is not None:
+                identity = (seen, how)
+                try:
+                    ready = memory.ready.get(identity)
+                except TypeError:  # an option that cannot be hashed
+                    identity = ready = None
+                if ready is not None:
+                    again = reopen_call(arrays[-1], self._device, values[-1])
+                    if again.stream == memory.stream:
+                        results = self._sorted.outputs_of(values)
+                        with again:
+                            if isinstance(ready, Packed):
+                                named = dict(zip(self._spec.returns, results, strict=True))
+                                results = memory.run(again, ready.run, again, named)
+                            else:
+                                if again.note_written is not None:
+                                    note_written(again, results)
+                                memory.run(again, ready)
+                        return results[0] if make is None else make(*results)
+        given = dict(zip(self._sorted.names, values, strict=True)) | self._fixed()
+        inputs, outputs, options = self._sorted(given)
+        results = self._run(inputs, outputs, options, values[-1], identity)
+        return results[0] if make is None else make(*results)
 
     def _run(
         self,

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from math import e, log2
+from math import e
 from typing import TYPE_CHECKING, Any
 
 from cumla.core.operation import run
-from cumla.merge import AttentionState, Merge, named
+from cumla.merge import MERGE, AttentionState, Merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,5 +29,6 @@ class MergeOfRanks(Merge):
 
     def __call__(self, outs: Sequence[Any], lses: Sequence[Any]) -> AttentionState:
         """Merge what all ranks have written before in the order of their streams."""
-        inputs = {**named("outs", outs), **named("lses", lses)}
-        return AttentionState(*run(self, inputs, {"out": None, "lse": None}, log2(e)))
+        new = dict.fromkeys(("out", "lse", "stream"))
+        call = MERGE.sorted({"outs": outs, "lses": lses, "lse_base": e, **new})
+        return AttentionState(*run(self, *call))

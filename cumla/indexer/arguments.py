@@ -15,6 +15,7 @@ import numpy as np
 
 from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
 from cumla.core.operation import Output
+from cumla.core.spec import Option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,6 +141,9 @@ def checked_logits_dtype(logits_dtype: Any) -> str | None:
             f"{type(logits_dtype).__qualname__}; pass its name"
         ) from None
     return _logits_dtype(logits_dtype)
+
+
+LOGITS_DTYPE = Option("logits_dtype", None, lambda _, value: checked_logits_dtype(value), "str?")
 
 
 @lru_cache(maxsize=64)

@@ -14,11 +14,10 @@ from cumla.core.arguments import (
     check_dtype,
     check_layout,
     check_written,
-    checked_flag,
 )
-from cumla.core.arrays import check_mutable, parts
-from cumla.core.operation import parts_on_host, run
+from cumla.core.operation import parts_on_host
 from cumla.core.paged import Host, Results, refuse_slots
+from cumla.core.spec import Spec, array, cache, flag, in_parts
 from cumla.indexer.arguments import FLOATS, HEAD_DIMS, one_of, pages_of
 from cumla.launch.indexer.append_indexer_cache import AppendIndexerArguments, append_indexer_launch
 from cumla.launch.kernel import Unplanned
@@ -33,6 +32,20 @@ if TYPE_CHECKING:
 __all__ = ["append_indexer_cache"]
 
 
+APPEND_INDEXER_CACHE = Spec(
+    "append_indexer_cache",
+    (
+        array("k"),
+        cache("kv_cache", in_parts("values", "scales")),
+        array("slot_mapping"),
+        flag("power_of_two_scales", False),
+    ),
+    positional=3,
+    kernels=("append_indexer_cache_",),
+)
+
+
+@APPEND_INDEXER_CACHE
 def append_indexer_cache(
     k: Any,
     kv_cache: Any,
@@ -83,24 +96,16 @@ def append_indexer_cache(
     >>> kv_cache = np.zeros((4, 64, 132), np.uint8)
     >>> cumla.append_indexer_cache(np.ones((2, 128), np.float16), kv_cache, np.array([5, 64]))
     """
-    power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
-    caches = parts("kv_cache", kv_cache, ("values", "scales"))
-    for name, array in caches.items():
-        check_mutable(name, array)
-    # The cache comes first, because its framework must know of what is written.
-    (first, cache), *written = caches.items()
-    inputs = {first: cache, "k": k, "slot_mapping": slot_mapping}
-    run(_APPEND, inputs, dict(written), power_of_two_scales, stream)
+    _APPEND.call(k, kv_cache, slot_mapping, power_of_two_scales, stream)
 
 
 _Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are powers of two
 
 
 class _Append(Unplanned[_Arguments]):
-    writes_first = True
     trusted = ("slot_mapping",)
 
-    def arguments(self, views: Views, options: bool) -> _Arguments:
+    def arguments(self, views: Views, options: Any) -> _Arguments:
         given = {name: view for name, view in views.items() if view is not None}
         k = given["k"]
         check_dtype("k", k.dtype, FLOATS)
@@ -117,7 +122,9 @@ class _Append(Unplanned[_Arguments]):
         if "kv_cache" not in given:
             check_layout("kv_cache[0]", values)
         bind({"slot_mapping": Array("tokens", WIDE)}, views, {"tokens": k.shape[0]})
-        return AppendIndexerArguments(k, values, scales, given["slot_mapping"]), options
+        return AppendIndexerArguments(
+            k, values, scales, given["slot_mapping"]
+        ), options.power_of_two_scales
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let keys lie in the cache, in slots of which only the caller knows."""
@@ -132,10 +139,9 @@ class _Append(Unplanned[_Arguments]):
         refuse_slots(host["slot_mapping"], prod(arguments[0].scales.shape))
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
-        cache = parts_on_host(host, "kv_cache")
-        rows = host["k"], cache, host["slot_mapping"]
+        rows = host["k"], parts_on_host(host, "kv_cache"), host["slot_mapping"]
         reference.append_indexer_cache(*rows, power_of_two_scales=arguments[1])
         return ()
 
 
-_APPEND = _Append()
+_APPEND = _Append(APPEND_INDEXER_CACHE)

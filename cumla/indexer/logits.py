@@ -6,14 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cumla import reference
-from cumla.core.arguments import INT32, Array, bind, check_layout, checked_flag, checked_int
-from cumla.core.operation import Operation, Output, run
+from cumla.core.arguments import INT32, Array, bind, check_layout
+from cumla.core.operation import Operation, Output
 from cumla.core.paged import Host, Results, refuse_value
+from cumla.core.spec import Out, Spec, array, flag, integer
 from cumla.indexer.arguments import (
     FLOAT32,
+    LOGITS_DTYPE,
     check_e4m3,
     check_sizes,
-    checked_logits_dtype,
     checked_pair,
     logits_output,
 )
@@ -37,6 +38,26 @@ _TABLE = {
 }
 
 
+MQA_LOGITS = Spec(
+    "mqa_logits",
+    (
+        array("q"),
+        array("kv", checked_pair, must_split=True),
+        array("weights"),
+        array("ks"),
+        array("ke"),
+        integer("max_kv_len", "leave it out for all columns", None),
+        LOGITS_DTYPE,
+        flag("clean", True),
+        Out("out"),
+    ),
+    positional=5,
+    kernels=("mqa_logits_",),
+    returns=("out",),
+)
+
+
+@MQA_LOGITS
 def mqa_logits(
     q: Any,
     kv: Any,
@@ -111,23 +132,14 @@ def mqa_logits(
     >>> cumla.mqa_logits(q.values, kv, q.scale, ks, ke).shape
     (2, 5)
     """
-    dtype = checked_logits_dtype(logits_dtype)
-    width = 0
-    if max_kv_len is not None:
-        width = checked_int("max_kv_len", max_kv_len, "leave it out for all columns")
-    inputs = {"q": q, **checked_pair("kv", kv), "weights": weights, "ks": ks, "ke": ke}
-    options = (width, dtype, checked_flag("clean", clean))
-    (logits,) = run(_LOGITS, inputs, {"out": out}, options, stream)
-    return logits
+    return _LOGITS.call(q, kv, weights, ks, ke, max_kv_len, logits_dtype, clean, out, stream)
 
 
 class _Arguments(NamedTuple):
     q: ArrayView
     k: ArrayView
     others: tuple[ArrayView, ...]  # scales of the keys, weights, ks, ke
-    width: int
-    dtype: str | None
-    clean: bool
+    options: Any
 
 
 class _Logits(Operation[_Arguments, int]):
@@ -135,7 +147,7 @@ class _Logits(Operation[_Arguments, int]):
 
     trusted = ("ks", "ke")
 
-    def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Arguments:
+    def arguments(self, views: Views, options: Any) -> _Arguments:
         q, k = views["q"], views["kv[0]"]
         assert q is not None and k is not None
         check_e4m3("q", q, "(seq_len, num_heads, head_dim)", 3)
@@ -151,7 +163,7 @@ class _Logits(Operation[_Arguments, int]):
             raise ValueError(
                 f"kv[0]: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them in parts"
             )
-        if seq_len and options[0] and not k.shape[0]:
+        if seq_len and options.max_kv_len and not k.shape[0]:
             raise ValueError(
                 f"kv[0]: needs at least one token, got shape {k.shape}; skip the call where there "
                 f"is nothing to score"
@@ -161,11 +173,12 @@ class _Logits(Operation[_Arguments, int]):
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "seq_len_kv": k.shape[0]}
         bind(_TABLE, views, sizes)
         given = cast("dict[str, ArrayView]", views)
-        return _Arguments(q, k, tuple([given[name] for name in _TABLE]), *options)
+        return _Arguments(q, k, tuple([given[name] for name in _TABLE]), options)
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
-        shape = (arguments.q.shape[0], arguments.width or arguments.k.shape[0])
-        return (logits_output(shape, arguments.dtype),)
+        options = arguments.options
+        shape = (arguments.q.shape[0], options.max_kv_len or arguments.k.shape[0])
+        return (logits_output(shape, options.logits_dtype),)
 
     def key(self, arguments: _Arguments, device: int) -> int:
         return require_hopper(device).sm_count
@@ -177,8 +190,7 @@ class _Logits(Operation[_Arguments, int]):
         if 0 in out.shape or 0 in arguments.k.shape:
             return ()
         views = MQALogitsArguments._make((arguments.q, arguments.k, *arguments.others, out))
-        compressed = arguments.width > 0
-        clean = arguments.clean
+        compressed, clean = arguments.options.max_kv_len is not None, arguments.options.clean
         return (mqa_logits_launch(views, compressed=compressed, clean=clean, sm_count=key),)
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:
@@ -189,15 +201,10 @@ class _Logits(Operation[_Arguments, int]):
             refuse_value(name, host[name], wrong, need, "the kernel would clamp it")
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
-        given = {name: array for name, array in host.items() if not name.startswith("kv[")}
-        logits = reference.mqa_logits(
-            kv=(host["kv[0]"], host["kv[1]"]),
-            max_kv_len=arguments.width or None,
-            logits_dtype=arguments.dtype,
-            clean=arguments.clean,
-            **given,
-        )
+        given: dict[str, Any] = {n: array for n, array in host.items() if not n.startswith("kv[")}
+        given |= arguments.options._asdict()
+        logits = reference.mqa_logits(kv=(host["kv[0]"], host["kv[1]"]), **given)
         return (logits,)
 
 
-_LOGITS = _Logits()
+_LOGITS = _Logits(MQA_LOGITS)

@@ -16,7 +16,7 @@ from cumla.core.arguments import (
     checked_int,
 )
 from cumla.core.arrays import open_call
-from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
+from cumla.core.operation import Both, Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import (
     BLOCK_TABLE,
     KV_LENS,
@@ -27,14 +27,15 @@ from cumla.core.paged import (
     refuse_value,
 )
 from cumla.core.plan import Plan
+from cumla.core.spec import Out, Spec, array, flag, integer
 from cumla.indexer.arguments import (
     FLOAT32,
+    LOGITS_DTYPE,
     check_e4m3,
     check_next_n,
     check_page_size,
     check_page_stride,
     check_sizes,
-    checked_logits_dtype,
     checked_pair,
     logits_output,
     pages_of,
@@ -67,6 +68,32 @@ __all__ = ["PagedMQALogitsPlan", "checked_kv_lens", "checked_paged", "named", "p
 _SHAPE = ("batch", "next_n", "num_heads", "head_dim", "page_size", "max_pages")
 
 
+def pages_or_pair(name: str, value: Any) -> dict[str, Any]:
+    """Name pages, or keys and scales apart."""
+    return checked_pair(name, value) if isinstance(value, (tuple, list)) else {name: value}
+
+
+PAGED_MQA_LOGITS = Spec(
+    "paged_mqa_logits",
+    (
+        array("q"),
+        array("kv_cache", pages_or_pair),
+        array("weights"),
+        array("block_table"),
+        array("kv_lens"),
+        integer("max_kv_len", "there is nothing to write"),
+        LOGITS_DTYPE,
+        flag("clean", True),
+        Out("out"),
+    ),
+    positional=5,
+    kernels=("paged_mqa_",),
+    returns=("out",),
+    planned=("kv_lens",),
+)
+
+
+@PAGED_MQA_LOGITS
 def paged_mqa_logits(
     q: Any,
     kv_cache: Any,
@@ -139,11 +166,9 @@ def paged_mqa_logits(
     >>> cumla.paged_mqa_logits(q, kv, scale[:, 0], table, lens, max_kv_len=64).shape
     (2, 64)
     """
-    width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
-    options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
-    inputs = named(q, kv_cache, weights, block_table) | {"kv_lens": kv_lens}
-    (logits,) = run(_PAGED, inputs, {"out": out}, options, stream)
-    return logits
+    return _PAGED.call(
+        q, kv_cache, weights, block_table, kv_lens, max_kv_len, logits_dtype, clean, out, stream
+    )
 
 
 class PagedArguments(NamedTuple):
@@ -232,8 +257,8 @@ class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
         batch, next_n, _, _ = attend.q.shape
         return batch, next_n, None
 
-    def key(self, arguments: tuple[tuple[ArrayView], PagedArguments], device: int) -> PagedMQAKey:
-        (lens,), attend = arguments
+    def key(self, arguments: Both[PagedArguments], device: int) -> PagedMQAKey:
+        (lens,), attend, _ = arguments
         return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count_of(device))
 
 
@@ -242,7 +267,7 @@ _SCHEDULE = _Schedule(
     lambda key, buffer, lens: paged_mqa_schedule_launch(key, lens, buffer, keeps_lens=True),
 )
 _ATTEND = _Attend()
-_PAGED = _Paged(_SCHEDULE, _ATTEND)
+_PAGED = _Paged(_SCHEDULE, _ATTEND, PAGED_MQA_LOGITS)
 
 
 class PagedMQALogitsPlan(Plan[PagedMQAKey]):
@@ -278,8 +303,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     (2, 128)
     """
 
-    _schedule = _SCHEDULE
-    _attend = _ATTEND
+    _operation = _PAGED
     _lengths = "kv_lens"
 
     def __init__(
@@ -355,8 +379,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         Arguments, streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`; the
         lengths are those of :func:`paged_mqa_logits`.
         """
-        key = self.key
-        self._update({"kv_lens": kv_lens}, (key.batch, key.next_n, key.per_row_lens), stream)
+        self._renew(kv_lens, stream)
 
     def run(
         self,
@@ -380,15 +403,17 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
             As in :func:`paged_mqa_logits`.
         """
-        width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
-        options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
-        arrays, outputs = (q, kv_cache, weights, block_table), {"out": out}
-        given = () if out is None else (out,)
-        seen, results = self._known(arrays, given, outputs, options, stream)
-        if results is None:
-            inputs = named(q, kv_cache, weights, block_table)
-            results = self._run(inputs, outputs, options, stream, seen)
-        return results[0]
+        return self._call(
+            q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
+        )
+
+    @property
+    def _batch(self) -> tuple[int, int, bool]:
+        key = self.key
+        return key.batch, key.next_n, key.per_row_lens
+
+    def _fixed(self) -> dict[str, Any]:
+        return {}
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
@@ -417,9 +442,8 @@ def _checked_shape(numbers: tuple[int, int, int, int, int, int], per_row_lens: A
 
 def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, Any]:
     """Name the arrays of a call; weights may be None."""
-    pair = isinstance(kv_cache, (tuple, list))
-    cache = checked_pair("kv_cache", kv_cache) if pair else {"kv_cache": kv_cache}
     given = {} if weights is None else {"weights": weights}
+    cache = pages_or_pair("kv_cache", kv_cache)
     return {"q": q, **cache, **given, "block_table": block_table}
 
 

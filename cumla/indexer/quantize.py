@@ -7,8 +7,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from cumla import reference
-from cumla.core.arguments import check_dtype, check_layout, checked_flag
-from cumla.core.operation import Output, run
+from cumla.core.arguments import check_dtype, check_layout
+from cumla.core.operation import Output
+from cumla.core.spec import Out, Spec, array, flag
 from cumla.indexer.arguments import E4M3, FLOATS
 from cumla.launch.indexer.quantize_fp8 import MOST_AXES, MOST_COLUMNS, merge_axes, quantize_launch
 from cumla.launch.kernel import Unplanned
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedRows", "quantize_fp8"]
 
 
+QUANTIZE = Spec(
+    "quantize_fp8",
+    (array("x"), flag("power_of_two_scales", False), Out("out"), Out("scale_out")),
+    positional=1,
+    kernels=("quantize_fp8_",),
+    returns=("out", "scale_out"),
+    result=QuantizedRows,
+)
+
+
+@QUANTIZE
 def quantize_fp8(
     x: Any,
     *,
@@ -79,16 +91,15 @@ def quantize_fp8(
     >>> cumla.quantize_fp8(np.full((3, 128), 896, np.float32)).scale.tolist()
     [2.0, 2.0, 2.0]
     """
-    options = checked_flag("power_of_two_scales", power_of_two_scales)
-    outputs = {"out": out, "scale_out": scale_out}
-    return QuantizedRows(*run(_QUANTIZE, {"x": x}, outputs, options, stream))
+    rows: QuantizedRows = _QUANTIZE.call(x, power_of_two_scales, out, scale_out, stream)
+    return rows
 
 
 _Arguments = tuple["ArrayView", bool]  # x, and whether scales are powers of two
 
 
 class _Quantize(Unplanned[_Arguments]):
-    def arguments(self, views: Views, options: bool) -> _Arguments:
+    def arguments(self, views: Views, options: Any) -> _Arguments:
         x = views["x"]
         assert x is not None
         check_dtype("x", x.dtype, FLOATS)
@@ -100,7 +111,7 @@ class _Quantize(Unplanned[_Arguments]):
             )
         check_layout("x", x)
         _check_axes(x, views.get("out"), views.get("scale_out"))
-        return x, options
+        return x, options.power_of_two_scales
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         shape = arguments[0].shape
@@ -116,7 +127,7 @@ class _Quantize(Unplanned[_Arguments]):
         return reference.quantize_fp8(host["x"], power_of_two_scales=arguments[1], **outs)
 
 
-_QUANTIZE = _Quantize()
+_QUANTIZE = _Quantize(QUANTIZE)
 
 
 def _check_axes(rows: ArrayView, values: ArrayView | None, scale: ArrayView | None) -> None:

@@ -82,15 +82,12 @@ class _Value(Plan[K], Generic[K]):
         self._device = gpu()
         self.key = key_on(self._device)
 
-    def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
+    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
         refuse_stream(stream)
         nbytes = 0 if self._device is None else self._attend.workspace_bytes(self.key)
-        results = emit(self._schedule, inputs, options, lambda _: nbytes, key=self.key)
+        results = emit(self._schedule, inputs, self._batch, lambda _: nbytes, key=self.key)
         self._buffer = results[WORKSPACE]
         self._held = tuple(inputs.items())
-
-    def _known(self, *_: Any) -> tuple[None, None]:
-        return None, None
 
     def _run(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *rest: Any

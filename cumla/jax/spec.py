@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import cumla
+from cumla.core import spec
 from cumla.core.arrays import WORKSPACE, ArrayView
 from cumla.core.operation import Operation, Output, unplaced
 from cumla.errors import CumlaError
@@ -76,14 +77,15 @@ def read(text: bytes) -> Spec:
 
     `CumlaError` if another version of cumla did.
     """
+    _operations()  # which loads the specs of all functions
     version, rest = json.loads(text)
     if version != cumla.__version__:
         raise CumlaError(
             f"the program was traced with cumla {version}, and this is {cumla.__version__}; trace "
             f"or export it again"
         )
-    spec = Spec._make(_rebuilt(rest))
-    return spec._replace(inputs=tuple([Buffer._make(buffer) for buffer in spec.inputs]))
+    found = Spec._make(_rebuilt(rest))
+    return found._replace(inputs=tuple([Buffer._make(buffer) for buffer in found.inputs]))
 
 
 def views_of(
@@ -96,9 +98,9 @@ def views_of(
     return views | dict.fromkeys(absent)
 
 
-def operation_of(spec: Spec) -> Operation[Any, Any]:
+def operation_of(call: Spec) -> Operation[Any, Any]:
     """Find the operation of a call."""
-    return _operations()[spec.operation]
+    return _operations()[call.operation]
 
 
 @cache
@@ -134,7 +136,11 @@ def _rebuilt(value: Any) -> Any:
     if isinstance(value, dict):
         ((name, values),) = value.items()
         module, _, kind = name.partition(":")
-        found = getattr(import_module(module), kind) if module.startswith("cumla.") else None
+        found: Any = None
+        if module == spec.__name__:
+            found = spec.SPECS[kind].Options
+        elif module.startswith("cumla."):
+            found = getattr(import_module(module), kind)
         if not isinstance(found, type) or not (is_dataclass(found) or hasattr(found, "_fields")):
             raise CumlaError(f"the program names {name}, which is no record of cumla's")
         return found(*map(_rebuilt, values))

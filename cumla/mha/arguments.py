@@ -14,6 +14,7 @@ from cumla.core.arguments import (
     check_lies,
     check_written,
 )
+from cumla.core.spec import Option, in_parts, integer
 from cumla.launch.mha.append_kv_cache import Scale
 
 if TYPE_CHECKING:
@@ -38,14 +39,18 @@ PLACES = {  # which say where the rows of tokens go
 }
 
 
-def checked_layout(kv_layout: object) -> str:
+def checked_layout(value: object, name: str = "kv_layout") -> str:
     """Return the order of axes of caches."""
-    if kv_layout not in LAYOUTS:
+    if value not in LAYOUTS:
         raise ValueError(
-            f"kv_layout: needs {' or '.join(map(repr, LAYOUTS))}, got {kv_layout!r}; pass one of "
-            f"them"
+            f"{name}: needs {' or '.join(map(repr, LAYOUTS))}, got {value!r}; pass one of them"
         )
-    return str(kv_layout)
+    return str(value)
+
+
+KV_LAYOUT = Option("kv_layout", LAYOUTS[0], lambda name, value: checked_layout(value, name), "str")
+ROTARY_OFFSET = integer("rotary_offset", "pass the first column", 0, 0)
+ANGLES = in_parts("cosines", "sines")
 
 
 def batched(view: ArrayView) -> ArrayView:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +22,10 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
     checked_max_kv_len,
-    checked_scale,
     dtype_name,
-    number_of,
 )
 from cumla.core.arrays import open_call
-from cumla.core.operation import Scheduled, run
+from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
     Attend,
@@ -39,6 +37,16 @@ from cumla.core.paged import (
     check_rows,
     checked_pages,
     refuse_value,
+)
+from cumla.core.spec import (
+    OUT_AND_LSE,
+    SOFTMAX_SCALE,
+    Factor,
+    Option,
+    Spec,
+    array,
+    flag,
+    optional,
 )
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
@@ -52,7 +60,15 @@ from cumla.launch.module import load
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
-from cumla.mha.arguments import DTYPES, E4M3, batched, checked_layout, checked_scales, swapped
+from cumla.mha.arguments import (
+    DTYPES,
+    E4M3,
+    KV_LAYOUT,
+    batched,
+    checked_layout,
+    checked_scales,
+    swapped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +92,63 @@ _SIZES = (
 )
 
 
+def _checked_softcap(name: str, value: Any) -> float:
+    """Return the bound of the scores."""
+    cap = as_number(name, value)
+    if not 1e-3 <= cap <= 1e6:
+        raise ValueError(
+            f"{name}: needs a number from 0.001 to 1000000.0, got {value}; leave it out for none"
+        )
+    return cap
+
+
+def _checked_window(name: str, value: Any) -> tuple[int, int] | None:
+    """Check a window, and return its left and right side, -1 for no bound."""
+    if value is None:
+        return None
+    pair = value if isinstance(value, (tuple, list)) else (value, None)
+    if len(pair) != 2:
+        raise ValueError(
+            f"{name}: needs one number or a pair (left, right), got {len(pair)} of them; pass -1 "
+            f"or None for a side without a bound"
+        )
+    way_out = "pass -1 or None for no bound"
+    sides = [-1 if n is None else checked_int(name, n, way_out, -1) for n in pair]
+    left, right = (min(side, MOST_TOKENS) for side in sides)
+    return left, right
+
+
+ATTENTION = Spec(
+    "attention",
+    (
+        array("q"),
+        array("k"),
+        array("v"),
+        optional("kv_lens"),
+        optional("qo_indptr"),
+        optional("block_table"),
+        optional("kv_indptr"),
+        optional("kv_indices"),
+        flag("causal", True),
+        Option("window", None, _checked_window, "int[]?"),
+        Option("softcap", None, _checked_softcap, "float?"),
+        optional("sinks"),
+        SOFTMAX_SCALE,
+        Factor("k_scale"),
+        Factor("v_scale"),
+        KV_LAYOUT,
+        *OUT_AND_LSE,
+        flag("batch_invariant", False),
+    ),
+    positional=3,
+    kernels=("mla_attention_schedule", "invariant_parts", "attention_"),
+    returns=("out", "lse"),
+    result=AttentionState,
+    planned=("kv_lens", "qo_indptr", "kv_indptr"),
+)
+
+
+@ATTENTION
 def attention(
     q: Any,
     k: Any,
@@ -203,88 +276,59 @@ def attention(
     >>> cumla.attention(q, k, v, kv_lens=lens, qo_indptr=qo_indptr, block_table=table).out.shape
     (5, 8, 64)
     """
-    numbers = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
-    options = _checked_options(causal, window, softcap, softmax_scale, kv_layout, numbers)
-    optional = {
-        "k_scale": k_scale if numbers[0] is None else None,
-        "v_scale": v_scale if numbers[1] is None else None,
-        "sinks": sinks,
-        "block_table": block_table,
-        "kv_indices": kv_indices,
-        "kv_indptr": kv_indptr,
-        "qo_indptr": qo_indptr,
-        "kv_lens": kv_lens,
-    }
-    given = {name: array for name, array in optional.items() if array is not None}
-    outputs = {"out": out, "lse": lse}
-    operation = _ATTENTION[checked_flag("batch_invariant", batch_invariant)]
-    return AttentionState(
-        *run(operation, {"q": q, "k": k, "v": v, **given}, outputs, options, stream)
+    state: AttentionState = _ATTENTION.call(
+        q,
+        k,
+        v,
+        kv_lens,
+        qo_indptr,
+        block_table,
+        kv_indptr,
+        kv_indices,
+        causal,
+        window,
+        softcap,
+        sinks,
+        softmax_scale,
+        k_scale,
+        v_scale,
+        kv_layout,
+        out,
+        lse,
+        batch_invariant,
+        stream,
     )
+    return state
 
 
-class _Options(NamedTuple):
-    causal: bool
-    window: tuple[int, int]  # left, right; -1: unbounded
-    softcap: float  # 0: none
-    softmax_scale: float | None
-    layout: str
-    factors: tuple[float | None, float | None] = (None, None)  # of e4m3, where they are numbers
-
-
-def _checked_options(
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    softmax_scale: Any,
-    kv_layout: Any,
-    factors: tuple[float | None, float | None],
-) -> _Options:
-    causal = checked_flag("causal", causal)
-    cap = 0.0 if softcap is None else as_number("softcap", softcap)
-    if not (cap == 0.0 and softcap is None) and not 1e-3 <= cap <= 1e6:
-        raise ValueError(
-            f"softcap: needs a number from 0.001 to 1000000.0, got {softcap}; leave it out for none"
-        )
-    scale = None if softmax_scale is None else checked_scale(softmax_scale, 1.0)
-    return _Options(causal, _sides(window, causal), cap, scale, checked_layout(kv_layout), factors)
-
-
-def _sides(window: Any, causal: bool) -> tuple[int, int]:
-    """Check a window: tokens on the left and on the right, -1 for all."""
-    pair = window if isinstance(window, (tuple, list)) else (window, None)
-    if len(pair) != 2:
-        raise ValueError(
-            f"window: needs one number or a pair (left, right), got {len(pair)} of them; pass -1 "
-            f"or None for a side without a bound"
-        )
-    way_out = "pass -1 or None for no bound"
-    sides = [-1 if n is None else checked_int("window", n, way_out, -1) for n in pair]
-    left, right = (min(side, MOST_TOKENS) for side in sides)
+def _sides(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    """Tell the tokens that a query sees on the left and on the right, -1 for all."""
+    left, right = window or (-1, -1)
     return left, 0 if causal else right
 
 
 class _Attend(Attend[MHAArguments, MHAKey]):
     trusted = ("block_table", "kv_indices")
 
-    def arguments(self, views: Views, options: _Options) -> MHAArguments:
+    def arguments(self, views: Views, options: Any) -> MHAArguments:
         """Check all but the lengths."""
         given = {name: view for name, view in views.items() if view is not None}
         q, k, v = (_checked_rows(name, given) for name in ("q", "k", "v"))
         has_pages = len(k.shape) == 4
-        if has_pages and options.layout == "HND":
+        if has_pages and options.kv_layout == "HND":
             k, v = swapped(k), swapped(v)
         _check_heads(q, k, v)
-        pages = _checked_form(given, has_pages, options.layout)
+        pages = _checked_form(given, has_pages, options.kv_layout)
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         if not has_pages:
             k, v = batched(k), batched(v)  # one page
-        factors = _checked_factors(given, options.factors, (k, v), pages)
+        numbers = options.k_scale, options.v_scale
+        factors = _checked_factors(given, numbers, (k, v), pages)
         scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-        window, cap = options.window, options.softcap
+        window, cap = _sides(options.window, options.causal), options.softcap or 0.0
         sinks = given.get("sinks")
         return MHAArguments(
-            *(q, k, v, pages, sinks, scale, cap, window, options.causal, options.layout),
+            *(q, k, v, pages, sinks, scale, cap, window, options.causal, options.kv_layout),
             *factors,
         )
 
@@ -333,27 +377,24 @@ class _Attend(Attend[MHAArguments, MHAKey]):
 
 
 class _Attention(Scheduled[MHAArguments, MHAKey]):
-    def __init__(self, batch_invariant: bool) -> None:
-        super().__init__(_SCHEDULE, _ATTEND)
-        self._batch_invariant = batch_invariant
-
     def batch(self, attend: MHAArguments, views: Views) -> int | None:
         return attend.q.shape[0] if len(attend.q.shape) == 4 else None
 
-    def arguments(self, views: Views, options: _Options) -> tuple[Any, MHAArguments]:
+    def arguments(self, views: Views, options: Any) -> Both[MHAArguments]:
         given = {name for name, view in views.items() if view is not None}
         q = _checked_rows("q", views)
         _check_lengths_given(given, len(q.shape), len(views["k"].shape) if views["k"] else 0)
-        lengths, attend = super().arguments(views, options)
+        found = super().arguments(views, options)
+        lengths, attend, _ = found
         if attend.pages is not None:
             check_rows(attend.pages, _batch_of(lengths, attend))
-        return lengths, attend
+        return found
 
-    def key(self, arguments: tuple[Any, MHAArguments], device: int) -> MHAKey:
-        lengths, attend = arguments
+    def key(self, arguments: Both[MHAArguments], device: int) -> MHAKey:
+        lengths, attend, options = arguments
         batch, shape = _batch_of(lengths, attend), _shape_of(attend)
         sm_count = sm_count_of(device)
-        cuts = _cuts_of(batch, attend) if self._batch_invariant else _NO_CUTS
+        cuts = _cuts_of(batch, attend) if options.batch_invariant else _NO_CUTS
         return _key(batch, shape, attend.causal, attend.window[0], device, sm_count, cuts)
 
 
@@ -593,7 +634,7 @@ _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
 
 
 _ATTEND = _Attend(attention_launch)
-_ATTENTION = (_Attention(False), _Attention(True))
+_ATTENTION = _Attention(_SCHEDULE, _ATTEND, ATTENTION)
 
 
 class AttentionPlan(TableOrList[MHAKey]):
@@ -646,8 +687,7 @@ class AttentionPlan(TableOrList[MHAKey]):
     ((5, 8, 64), (5, 8))
     """
 
-    _schedule = _SCHEDULE
-    _attend = _ATTEND
+    _operation = _ATTENTION
 
     def __init__(
         self,
@@ -672,17 +712,18 @@ class AttentionPlan(TableOrList[MHAKey]):
         stream: Any = None,
     ) -> None:
         causal = checked_flag("causal", causal)
-        self._usual = _Options(causal, _sides(window, causal), 0.0, None, "NHD")
+        self._window = _checked_window("window", window)
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         dtypes = dtype, cache_dtype
         shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
         check_device_number(device)
 
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
+        left, _ = _sides(self._window, causal)
 
         def key_on(on: int | None) -> MHAKey:
             sm_count = sm_count_of(on)
-            return _key(batch, shape, causal, self._usual.window[0], on, sm_count, cuts)
+            return _key(batch, shape, causal, left, on, sm_count, cuts)
 
         self._make(key_on, device, workspace, like, stream)
         names = ["kv_lens" if page_size else "kv_indptr=..."]
@@ -788,14 +829,24 @@ class AttentionPlan(TableOrList[MHAKey]):
         :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
         or rows without pages; without it they take ``block_table``.
         """
-        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        given = {name: array for name, array in lengths.items() if array is not None}
-        has_pages = self.key.page_size != 0
-        self._check_lengths_given(given)
-        self._update(given, self.key.batch, stream)
-        has_list = has_pages and kv_indptr is not None
-        if has_list != self._has_list:
-            self._take_form(has_list)
+        self._renew(kv_lens, qo_indptr, kv_indptr, stream)
+
+    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
+        self._check_lengths_given(inputs)
+        super()._update(inputs, stream)
+
+    @property
+    def _has_pages(self) -> bool:  # type: ignore[override]
+        return self.key.page_size != 0
+
+    @property
+    def _batch(self) -> int:
+        return self.key.batch
+
+    def _fixed(self) -> dict[str, Any]:
+        key = self.key
+        modes = {"causal": key.causal, "batch_invariant": key.batch_invariant}
+        return {"window": self._window, **modes}
 
     def _check_lengths_given(self, given: Mapping[str, Any]) -> None:
         """Check that an update has the lengths that this plan needs, and no others."""
@@ -844,30 +895,23 @@ kv_layout, out, lse, stream
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
             for, and neither for rows without pages.
         """
-        options, inputs = self._usual, {"q": q, "k": k, "v": v}
-        factors: tuple[float | None, float | None] = (None, None)
-        if k_scale is not None or v_scale is not None:
-            factors = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
-            for name, scale, number in zip(_FACTORS, (k_scale, v_scale), factors, strict=True):
-                if scale is not None and number is None:
-                    inputs[name] = scale
-        if (softcap, softmax_scale, kv_layout, factors) != (None, None, "NHD", (None, None)):
-            options = _checked_options(
-                self.key.causal, None, softcap, softmax_scale, kv_layout, factors
-            )
-            options = options._replace(window=self._usual.window)
-        if sinks is not None:
-            inputs["sinks"] = sinks
-        for name, pages in (("block_table", block_table), ("kv_indices", kv_indices)):
-            if pages is not None:
-                inputs[name] = pages
-        outputs = {"out": out, "lse": lse}
-        given = tuple([array for array in (out, lse) if array is not None])
-        arrays = tuple(inputs.values())
-        seen, results = self._known(arrays, given, outputs, (options, *inputs), stream)
-        if results is None:
-            results = self._run(inputs, outputs, options, stream, seen)
-        return AttentionState(*results)
+        state: AttentionState = self._call(
+            q,
+            k,
+            v,
+            block_table,
+            kv_indices,
+            softcap,
+            sinks,
+            softmax_scale,
+            k_scale,
+            v_scale,
+            kv_layout,
+            out,
+            lse,
+            stream,
+        )
+        return state
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         cuts = INVARIANT_SPECS if self.key.batch_invariant else ()

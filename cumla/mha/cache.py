@@ -4,21 +4,13 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import (
-    bind,
-    check_output,
-    check_own_memory,
-    checked_flag,
-    checked_int,
-    number_of,
-)
-from cumla.core.arrays import check_mutable, parts
-from cumla.core.operation import parts_on_host, run
+from cumla.core.arguments import bind, check_output, check_own_memory
+from cumla.core.operation import parts_on_host
 from cumla.core.paged import (
     page_lists,
     refuse_pages,
@@ -26,15 +18,18 @@ from cumla.core.paged import (
     refuse_slots,
     refuse_value,
 )
+from cumla.core.spec import Factor, Instead, Spec, array, cache, flag, optional
 from cumla.launch.kernel import Unplanned
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import (
+    ANGLES,
     DTYPES,
     E4M3,
+    KV_LAYOUT,
     PLACES,
+    ROTARY_OFFSET,
     batched,
     check_rotation,
-    checked_layout,
     checked_rows,
     checked_scales,
     checked_written_cache,
@@ -53,6 +48,36 @@ if TYPE_CHECKING:
 __all__ = ["append_kv_cache"]
 
 
+APPEND_KV_CACHE = Spec(
+    "append_kv_cache",
+    (
+        array("k"),
+        array("v"),
+        cache("k_cache"),
+        cache("v_cache"),
+        optional("slot_mapping"),
+        optional("batch_indices"),
+        optional("positions"),
+        optional("qo_indptr"),
+        optional("kv_lens"),
+        optional("block_table"),
+        optional("kv_indices"),
+        optional("kv_indptr"),
+        optional("cos_sin", ANGLES),
+        flag("interleaved", False),
+        ROTARY_OFFSET,
+        optional("q"),
+        Instead("q_out", of="q"),
+        Factor("k_scale"),
+        Factor("v_scale"),
+        KV_LAYOUT,
+    ),
+    positional=5,
+    kernels=("append_kv_cache_",),
+)
+
+
+@APPEND_KV_CACHE
 def append_kv_cache(
     k: Any,
     v: Any,
@@ -170,47 +195,32 @@ def append_kv_cache(
     >>> np.argwhere(k_cache[..., 0, 0]).tolist()
     [[2, 3], [5, 2]]
     """
-    layout = checked_layout(kv_layout)
-    interleaved = checked_flag("interleaved", interleaved)
-    rotary_offset = checked_int("rotary_offset", rotary_offset, "pass the first column", 0)
-    numbers = (number_of("k_scale", k_scale), number_of("v_scale", v_scale))
-    optional = {
-        "slot_mapping": slot_mapping,
-        "batch_indices": batch_indices,
-        "positions": positions,
-        "qo_indptr": qo_indptr,
-        "kv_lens": kv_lens,
-        "block_table": block_table,
-        "kv_indices": kv_indices,
-        "kv_indptr": kv_indptr,
-        "q": q,
-        "q_out": q_out,
-        "k_scale": k_scale if numbers[0] is None else None,
-        "v_scale": v_scale if numbers[1] is None else None,
-    }
-    given = {name: array for name, array in optional.items() if array is not None}
-    rotated = "q_out" if "q_out" in given else "q"
-    written = {"v_cache": v_cache}
-    if rotated in given:
-        written[rotated] = given.pop(rotated)
-    for name, array in {"k_cache": k_cache, **written}.items():
-        check_mutable(name, array)
-    table = {} if cos_sin is None else parts("cos_sin", cos_sin, ("cosines", "sines"))
-    # The cache comes first, because its framework must know of what is written.
-    inputs = {"k_cache": k_cache, "k": k, "v": v, **given, **table}
-    run(_APPEND, inputs, written, (*numbers, interleaved, rotary_offset, layout), stream)
-
-
-class _Options(NamedTuple):
-    k_number: float | None
-    v_number: float | None
-    interleaved: bool
-    rotary_offset: int
-    layout: str
+    _APPEND.call(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        batch_indices,
+        positions,
+        qo_indptr,
+        kv_lens,
+        block_table,
+        kv_indices,
+        kv_indptr,
+        cos_sin,
+        interleaved,
+        rotary_offset,
+        q,
+        q_out,
+        k_scale,
+        v_scale,
+        kv_layout,
+        stream,
+    )
 
 
 class _Append(Unplanned[AppendKVArguments]):
-    writes_first = True
     trusted = (
         "slot_mapping",
         "batch_indices",
@@ -223,9 +233,9 @@ class _Append(Unplanned[AppendKVArguments]):
     )
     in_place = MappingProxyType({"q_out": "q"})
 
-    def arguments(self, views: Views, options: tuple[Any, ...]) -> AppendKVArguments:
+    def arguments(self, views: Views, options: Any) -> AppendKVArguments:
         given = {name: view for name, view in views.items() if view is not None}
-        return _checked(given, _Options(*options))
+        return _checked(given, options)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let rows lie in the cache, in slots of which only the caller knows."""
@@ -270,10 +280,10 @@ class _Append(Unplanned[AppendKVArguments]):
         return ()
 
 
-_APPEND = _Append()
+_APPEND = _Append(APPEND_KV_CACHE)
 
 
-def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArguments:
+def _checked(views: Mapping[str, ArrayView], options: Any) -> AppendKVArguments:
     _check_combination(views)
     _check_rotated(views, options.rotary_offset)
     lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
@@ -284,8 +294,8 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
             f"v: needs the tokens and heads of k, {views['k'].shape[:-1]}, got shape "
             f"{views['v'].shape}; pass both of the same tokens"
         )
-    k_cache = checked_written_cache("k_cache", views["k_cache"], k, options.layout)
-    v_cache = checked_written_cache("v_cache", views["v_cache"], v, options.layout)
+    k_cache = checked_written_cache("k_cache", views["k_cache"], k, options.kv_layout)
+    v_cache = checked_written_cache("v_cache", views["v_cache"], v, options.kv_layout)
     if v_cache.shape[:2] != k_cache.shape[:2] or (v_cache.dtype in E4M3) != (k_cache.dtype in E4M3):
         raise ValueError(
             f"v_cache: needs as many pages of as many tokens as k_cache, {k_cache.shape[:2]} of "
@@ -319,11 +329,11 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
         kv_indptr=views.get("kv_indptr"),
         cos=cos,
         sin=sin,
-        k_scale=checked_scales("k_scale", views.get("k_scale"), options.k_number, k_cache, *told),
-        v_scale=checked_scales("v_scale", views.get("v_scale"), options.v_number, v_cache, *told),
+        k_scale=checked_scales("k_scale", views.get("k_scale"), options.k_scale, k_cache, *told),
+        v_scale=checked_scales("v_scale", views.get("v_scale"), options.v_scale, v_cache, *told),
         interleaved=options.interleaved,
         rotary_offset=options.rotary_offset,
-        layout=options.layout,
+        layout=options.kv_layout,
     )
 
 

@@ -7,13 +7,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
-from cumla.core.arguments import WIDE, Array, bind, checked_flag, checked_int
-from cumla.core.arrays import parts
-from cumla.core.operation import Output, parts_on_host, run
+from cumla.core.arguments import WIDE, Array, bind
+from cumla.core.operation import Output, parts_on_host
 from cumla.core.paged import refuse_positions
+from cumla.core.spec import REQUIRED, Input, Out, Spec, array, flag
 from cumla.launch.kernel import Unplanned
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
-from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
+from cumla.mha.arguments import (
+    ANGLES,
+    DTYPES,
+    ROTARY_OFFSET,
+    batched,
+    check_rotation,
+    checked_rows,
+    tables_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +34,32 @@ if TYPE_CHECKING:
 __all__ = ["apply_rope"]
 
 
+def _queries(name: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        raise TypeError(f"{name}: needs an array, got None; pass keys alone as q, with k=None")
+    return {name: value}
+
+
+APPLY_ROPE = Spec(
+    "apply_rope",
+    (
+        Input("q", REQUIRED, _queries, must_split=True),
+        array("k", is_nullable=True),
+        array("positions"),
+        array("cos_sin", ANGLES),
+        flag("interleaved", False),
+        ROTARY_OFFSET,
+        Out("q_out"),
+        Out("k_out", of="k"),
+    ),
+    positional=4,
+    kernels=("append_kv_cache_bfloat16", "append_kv_cache_float"),  # none of e4m3
+    returns=("q_out", "k_out"),
+    result=lambda *both: both,
+)
+
+
+@APPLY_ROPE
 def apply_rope(
     q: Any,
     k: Any,
@@ -98,20 +132,10 @@ def apply_rope(
     >>> turned[0, 0, [0, 1, 8, 9]].tolist()
     [-8.0, -9.0, 0.0, 1.0]
     """
-    interleaved = checked_flag("interleaved", interleaved)
-    rotary_offset = checked_int("rotary_offset", rotary_offset, "pass the first column", 0)
-    table = parts("cos_sin", cos_sin, ("cosines", "sines"))
-    if q is None:
-        raise TypeError("q: needs an array, got None; pass keys alone as q, with k=None")
-    keys = {} if k is None else {"k": k}
-    outputs = {"q_out": q_out}
-    if k is not None:
-        outputs["k_out"] = k_out
-    elif k_out is not None:
-        raise ValueError("k: needed with k_out, got None; pass it, or no k_out")
-    inputs = {"q": q, **keys, "positions": positions, **table}
-    results = run(_ROTATE, inputs, outputs, (interleaved, rotary_offset), stream)
-    return results[0], (None if k is None else results[1])
+    rotated: tuple[Any, Any] = _ROTATE.call(
+        q, k, positions, cos_sin, interleaved, rotary_offset, q_out, k_out, stream
+    )
+    return rotated
 
 
 class _Arguments(NamedTuple):
@@ -130,7 +154,7 @@ class _Rotate(Unplanned[_Arguments]):
     trusted = ("positions",)
     in_place = MappingProxyType({"q_out": "q", "k_out": "k"})
 
-    def arguments(self, views: Views, options: tuple[bool, int]) -> _Arguments:
+    def arguments(self, views: Views, options: Any) -> _Arguments:
         given = {name: view for name, view in views.items() if view is not None}
         q = _checked("q", given["q"], DTYPES)
         k = _checked("k", given["k"], (q.dtype,)) if "k" in given else None
@@ -143,7 +167,7 @@ class _Rotate(Unplanned[_Arguments]):
         bind({"positions": Array("tokens", WIDE)}, views, {"tokens": tokens})
         cos, sin = tables_of(given)
         assert cos is not None and sin is not None
-        check_rotation(cos, columns, options[1])
+        check_rotation(cos, columns, options.rotary_offset)
         return _Arguments(q, k, given["positions"], cos, sin, *options)
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
@@ -193,7 +217,7 @@ class _Rotate(Unplanned[_Arguments]):
         return [result for result in results if result is not None]
 
 
-_ROTATE = _Rotate()
+_ROTATE = _Rotate(APPLY_ROPE)
 
 
 def _checked(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> ArrayView:

@@ -6,23 +6,25 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cumla.core.arguments import bind, checked_flag, checked_scale, number_of
+from cumla.core.arguments import bind
 from cumla.core.arrays import open_call
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
+from cumla.core.spec import SOFTMAX_SCALE, Factor, array, flag, in_parts
 from cumla.core.state import AttentionState
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, MLAAttentionKey, MLADecodeKey
 from cumla.launch.module import load
 from cumla.mla.arguments import (
+    CACHE_PARTS,
+    ROW_PARTS,
     Columns,
     cache_of,
     check_fp8_products,
     checked_kv_scale,
     checked_query_and_cache,
-    named,
     other_cache,
 )
 
@@ -34,9 +36,13 @@ if TYPE_CHECKING:
     from cumla.core.operation import Launchable
     from cumla.launch.source import KernelSpec
 
-SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
-Options = tuple[float, float | None, bool, float, bool]
-"""softmax_scale; kv_scale if it is a number; causal; lse where nothing is visible; fp8_products."""
+_SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
+Q_AND_CACHE = (
+    array("q", in_parts(*ROW_PARTS)),
+    array("kv_cache", in_parts(*CACHE_PARTS)),
+)
+OPTIONS = (SOFTMAX_SCALE, Factor("kv_scale"), flag("fp8_products", False), flag("causal", True))
+HIDDEN = {"empty_lse": -inf}  # where nothing is visible; FlashMLA has it otherwise
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
 
 
@@ -50,7 +56,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
     """Attends to latent rows.
 
     `axes` are those of q before its columns, `definition` is the function of
-    :mod:`cumla.reference`. Options are those of `Options`.
+    :mod:`cumla.reference`.
     """
 
     def __init__(
@@ -67,17 +73,17 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         """Check the page numbers, and return them."""
         raise NotImplementedError
 
-    def arguments(self, views: Views, options: Options) -> DecodeArguments:
+    def arguments(self, views: Views, options: Any) -> DecodeArguments:
         """Check all but the lengths."""
-        softmax_scale, factor, causal, empty_lse, fp8_products = options
         columns = checked_query_and_cache(views, self._axes)
-        kv_scale = checked_kv_scale(columns, views, factor)
-        check_fp8_products(columns, fp8_products)
+        kv_scale = checked_kv_scale(columns, views, options.kv_scale)
+        check_fp8_products(columns, options.fp8_products)
         pages = self.pages(views, columns)
-        scales = columns.kv_scales, kv_scale, softmax_scale
-        return DecodeArguments(
-            *columns[:4], pages, *scales, causal, empty_lse, fp8_products=fp8_products
-        )
+        scale = _SCALE if options.softmax_scale is None else options.softmax_scale
+        scales = columns.kv_scales, kv_scale, scale
+        modes = options.causal, options.empty_lse
+        fp8: bool = options.fp8_products
+        return DecodeArguments(*columns[:4], pages, *scales, *modes, fp8_products=fp8)
 
     def value_dim(self, arguments: DecodeArguments) -> int:
         """Tell the latent columns."""
@@ -105,7 +111,6 @@ class MLAPlan(Plan[K], Generic[K]):
     """Base of the plans: what follows from a query and a cache of latent rows."""
 
     _axes: ClassVar[tuple[str, ...]]  # of q before its columns, as the key names them
-    _empty_lse = -inf  # where nothing is visible; FlashMLA has it otherwise
 
     @classmethod
     def _for_arrays(cls, arrays: dict[str, Any], stream: Any, **options: Any) -> Self:
@@ -121,36 +126,13 @@ class MLAPlan(Plan[K], Generic[K]):
         with call:
             return cls(*batch, *columns.q.shape[:-1], **options)
 
-    def _run_layer(
-        self,
-        q: Any,
-        kv_cache: Any,
-        pages: dict[str, Any],
-        softmax_scale: float | None,
-        kv_scale: Any,
-        fp8_products: bool,
-        out: Any,
-        lse: Any,
-        stream: Any,
-    ) -> AttentionState:
-        """Attend with the schedule of the last update."""
-        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-        scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
-        if fp8_products is not False:  # the default, which most runs leave it at, needs no call
-            fp8_products = checked_flag("fp8_products", fp8_products)
-        options = (scale, factor, self.key.causal, self._empty_lse, fp8_products)
-        outputs = {"out": out, "lse": lse}
-        if out is None:
-            given: tuple[Any, ...] = () if lse is None else (lse,)
-        else:
-            given = (out,) if lse is None else (out, lse)
-        factors = () if kv_scale is None or factor is not None else (kv_scale,)
-        arrays = (q, kv_cache, *factors, *pages.values())
-        seen, results = self._known(arrays, given, outputs, options, stream)
-        if results is None:
-            inputs = named(q, kv_cache, kv_scale, **pages)
-            results = self._run(inputs, outputs, options, stream, seen)
-        return AttentionState(*results)
+    def _fixed(self) -> dict[str, Any]:
+        key = self.key
+        return {"causal": key.causal, "batch_invariant": getattr(key, "batch_invariant", False)}
+
+    @property
+    def _batch(self) -> int:
+        return self.key.batch
 
     def _specs(self) -> tuple[KernelSpec, ...]:
         """List the kernels of the schedule, then the one that attends to a cache of q's dtype."""

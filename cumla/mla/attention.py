@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cumla import reference
-from cumla.core.arguments import check_device_number, checked_flag, checked_scale, number_of
-from cumla.core.operation import Scheduled, run
+from cumla.core.arguments import check_device_number, checked_flag
+from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
     Schedule,
@@ -19,8 +18,8 @@ from cumla.core.paged import (
     check_ragged_pages,
     check_rows,
     checked_pages,
-    not_one_form,
 )
+from cumla.core.spec import OUT_AND_LSE, Spec, array, optional
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mla.mla_attention import attention_launch, attention_spec
@@ -30,7 +29,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of
+from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from cumla.core.paged import Host
     from cumla.launch.source import KernelSpec
     from cumla.mla.arguments import Shape
-    from cumla.mla.attend import Options
 
 __all__ = ["MLAAttentionPlan", "mla_attention"]
 
@@ -46,6 +44,28 @@ _AXES = ("total_tokens", "num_heads")  # of q, before its columns
 _MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
 
 
+MLA_ATTENTION = Spec(
+    "mla_attention",
+    (
+        *Q_AND_CACHE,
+        array("block_table", is_nullable=True),
+        array("kv_lens"),
+        array("qo_indptr"),
+        optional("kv_indptr"),
+        optional("kv_indices"),
+        *OPTIONS,
+        *OUT_AND_LSE,
+    ),
+    positional=4,
+    kernels=("mla_attention_",),
+    returns=("out", "lse"),
+    result=AttentionState,
+    planned=("kv_lens", "qo_indptr", "kv_indptr"),
+    hidden=HIDDEN,
+)
+
+
+@MLA_ATTENTION
 def mla_attention(
     q: Any,
     kv_cache: Any,
@@ -55,10 +75,10 @@ def mla_attention(
     qo_indptr: Any,
     kv_indptr: Any = None,
     kv_indices: Any = None,
-    causal: bool = True,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
     fp8_products: bool = False,
+    causal: bool = True,
     out: Any = None,
     lse: Any = None,
     stream: Any = None,
@@ -126,17 +146,23 @@ def mla_attention(
     >>> cumla.mla_attention(q, kv_cache, table, lens, qo_indptr=qo_indptr).out.shape
     (5, 16, 512)
     """
-    causal = checked_flag("causal", causal)
-    check_one_form(block_table, kv_indptr, kv_indices)
-    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    fp8_products = checked_flag("fp8_products", fp8_products)
-    pages = {"block_table": block_table}
-    if block_table is None:
-        pages = {"kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    lengths = {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
-    inputs = named(q, kv_cache, kv_scale, **pages, **lengths)
-    options = (checked_scale(softmax_scale, SCALE), factor, causal, -inf, fp8_products)
-    return AttentionState(*run(_ATTENTION, inputs, {"out": out, "lse": lse}, options, stream))
+    state: AttentionState = _ATTENTION.call(
+        q,
+        kv_cache,
+        block_table,
+        kv_lens,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        softmax_scale,
+        kv_scale,
+        fp8_products,
+        causal,
+        out,
+        lse,
+        stream,
+    )
+    return state
 
 
 class _Attend(MLAAttend[MLAAttentionKey]):
@@ -155,14 +181,15 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
     def batch(self, attend: DecodeArguments, views: Views) -> None:
         return None  # as qo_indptr says
 
-    def arguments(self, views: Views, options: Options) -> tuple[Any, DecodeArguments]:
-        lengths, attend = super().arguments(views, options)
-        _, kv_lens, _ = lengths
-        check_rows(attend.block_table, kv_lens.shape[0])
-        return lengths, attend
+    def arguments(self, views: Views, options: Any) -> Both[DecodeArguments]:
+        check_one_form(views)
+        found = super().arguments(views, options)
+        _, kv_lens, _ = found.lengths
+        check_rows(found.attend.block_table, kv_lens.shape[0])
+        return found
 
-    def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLAAttentionKey:
-        (_, kv_lens, _), attend = arguments
+    def key(self, arguments: Both[DecodeArguments], device: int) -> MLAAttentionKey:
+        (_, kv_lens, _), attend, _ = arguments
         shape = (kv_lens.shape[0], *shape_of(attend.q, attend.kv_cache))
         cache = cache_of(attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), cache)
@@ -170,7 +197,7 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
 
 _SCHEDULE = Schedule[MLAAttentionKey](RAGGED_LENGTHS, ragged_schedule_launch)
 _ATTEND = _Attend(_AXES, attention_launch, reference.mla_attention)
-_ATTENTION = _Attention(_SCHEDULE, _ATTEND)
+_ATTENTION = _Attention(_SCHEDULE, _ATTEND, MLA_ATTENTION)
 
 
 class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
@@ -207,8 +234,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     ((5, 16, 512), (5, 16))
     """
 
-    _schedule = _SCHEDULE
-    _attend = _ATTEND
+    _operation = _ATTENTION
     _axes = _AXES
 
     def __init__(
@@ -282,13 +308,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
         without it they take ``block_table``.
         """
-        has_list = kv_indptr is not None
-        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
-        if has_list:
-            lengths["kv_indptr"] = kv_indptr
-        self._update(lengths, self.key.batch, stream)
-        if has_list != self._has_list:
-            self._take_form(has_list)
+        self._renew(kv_lens, qo_indptr, kv_indptr, stream)
 
     def run(
         self,
@@ -313,12 +333,19 @@ stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for: the other is one more ValueError.
         """
-        if (block_table is None) == (kv_indices is None):
-            raise not_one_form(block_table)
-        pages = {"kv_indices": kv_indices} if block_table is None else {"block_table": block_table}
-        return self._run_layer(
-            q, kv_cache, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
+        state: AttentionState = self._call(
+            q,
+            kv_cache,
+            block_table,
+            kv_indices,
+            softmax_scale,
+            kv_scale,
+            fp8_products,
+            out,
+            lse,
+            stream,
         )
+        return state
 
     def _check_lengths(self, host: Host) -> None:
         check_ragged_lengths(host, self.key.total_tokens, self.key.page_size, MOST_TOKENS)

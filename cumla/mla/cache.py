@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import checked_flag, number_of
-from cumla.core.arrays import check_mutable, parts
-from cumla.core.operation import parts_on_host, run
+from cumla.core.operation import parts_on_host
 from cumla.core.paged import refuse_pages, refuse_positions, refuse_slots
+from cumla.core.spec import Factor, Input, Instead, Spec, array, cache, flag, in_parts, optional
 from cumla.launch.kernel import Unplanned
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
@@ -31,6 +29,36 @@ if TYPE_CHECKING:
 __all__ = ["append_mla_cache"]
 
 
+def _one_table(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, (tuple, list)):
+        got = f"{len(value)} of them"
+        raise TypeError(f"{name}: needs one array, got {got}; join the two along the last axis")
+    return {name: value}
+
+
+APPEND_MLA_CACHE = Spec(
+    "append_mla_cache",
+    (
+        array("rows", in_parts(*ROW_PARTS)),
+        cache("kv_cache", in_parts(*CACHE_PARTS)),
+        optional("slot_mapping"),
+        optional("batch_indices"),
+        optional("positions"),
+        optional("block_table"),
+        optional("kv_indices"),
+        optional("kv_indptr"),
+        Input("cos_sin", split=_one_table),
+        flag("interleaved", True),
+        optional("q_pe"),
+        Instead("q_pe_out", of="q_pe"),
+        Factor("kv_scale"),
+    ),
+    positional=3,
+    kernels=("append_cache_", "append_fp8_cache_"),
+)
+
+
+@APPEND_MLA_CACHE
 def append_mla_cache(
     rows: Any,
     kv_cache: Any,
@@ -144,44 +172,30 @@ def append_mla_cache(
     >>> bool((out == 1).all())
     True
     """
-    if isinstance(cos_sin, (tuple, list)):
-        got = f"{len(cos_sin)} of them"
-        raise TypeError(f"cos_sin: needs one array, got {got}; join the two along the last axis")
-    interleaved = checked_flag("interleaved", interleaved)
-    number = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    optional = {
-        "slot_mapping": slot_mapping,
-        "batch_indices": batch_indices,
-        "positions": positions,
-        "block_table": block_table,
-        "kv_indices": kv_indices,
-        "kv_indptr": kv_indptr,
-        "cos_sin": cos_sin,
-        "q_pe": q_pe,
-        "q_pe_out": q_pe_out,
-        "kv_scale": None if isinstance(kv_scale, Real) else kv_scale,
-    }
-    given = {name: array for name, array in optional.items() if array is not None}
-    cache = parts("kv_cache", kv_cache, CACHE_PARTS)
-    # The cache comes first, because its framework must know of what is written.
-    first, *others = cache
-    rotated = "q_pe_out" if "q_pe_out" in given else "q_pe"
-    written = {name: cache[name] for name in others}
-    if rotated in given:
-        written[rotated] = given.pop(rotated)
-    for name, array in (cache | written).items():
-        check_mutable(name, array)
-    inputs = {first: cache[first], **parts("rows", rows, ROW_PARTS), **given}
-    run(_APPEND, inputs, written, (number, interleaved), stream)
+    _APPEND.call(
+        rows,
+        kv_cache,
+        slot_mapping,
+        batch_indices,
+        positions,
+        block_table,
+        kv_indices,
+        kv_indptr,
+        cos_sin,
+        interleaved,
+        q_pe,
+        q_pe_out,
+        kv_scale,
+        stream,
+    )
 
 
 class _Append(Unplanned[AppendArguments]):
-    writes_first = True
     trusted = tuple(NUMBERS)
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 
-    def arguments(self, views: Views, options: tuple[float | None, bool]) -> AppendArguments:
-        return checked_append_arguments(views, *options)
+    def arguments(self, views: Views, options: Any) -> AppendArguments:
+        return checked_append_arguments(views, options.kv_scale, options.interleaved)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let rows lie in the cache, in slots of which only the caller knows."""
@@ -219,4 +233,4 @@ class _Append(Unplanned[AppendArguments]):
         return ()
 
 
-_APPEND = _Append()
+_APPEND = _Append(APPEND_MLA_CACHE)

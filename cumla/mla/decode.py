@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import (
-    bind,
-    check_device_number,
-    checked_flag,
-    checked_max_kv_len,
-    checked_scale,
-    number_of,
-)
+from cumla.core.arguments import bind, check_device_number, checked_flag, checked_max_kv_len
 from cumla.core.check_mode import check_mode
-from cumla.core.operation import Scheduled, run
+from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     BLOCK_TABLE,
     KV_LENS,
@@ -29,6 +21,7 @@ from cumla.core.paged import (
     check_table_lengths,
     refuse_value,
 )
+from cumla.core.spec import OUT_AND_LSE, Spec, array, flag
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mla.choice import attend_launch, decode_spec
@@ -44,7 +37,7 @@ from cumla.mla.arguments import (
     checked_shape,
     named,
 )
-from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, shape_of
+from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
@@ -55,6 +48,26 @@ if TYPE_CHECKING:
 __all__ = ["MLADecodePlan", "mla_decode"]
 
 
+MLA_DECODE = Spec(
+    "mla_decode",
+    (
+        *Q_AND_CACHE,
+        array("block_table"),
+        array("kv_lens"),
+        *OPTIONS,
+        flag("batch_invariant", False),
+        *OUT_AND_LSE,
+    ),
+    positional=4,
+    kernels=("mla_schedule", "mla_decode_"),
+    returns=("out", "lse"),
+    result=AttentionState,
+    planned=("kv_lens",),
+    hidden=HIDDEN,
+)
+
+
+@MLA_DECODE
 def mla_decode(
     q: Any,
     kv_cache: Any,
@@ -192,14 +205,21 @@ def mla_decode(
     >>> cumla.mla_decode(q, kv_cache, block_table, kv_lens).out.shape
     (1, 1, 16, 512)
     """
-    causal = checked_flag("causal", causal)
-    operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
-    scale = checked_scale(softmax_scale, SCALE)
-    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    fp8_products = checked_flag("fp8_products", fp8_products)
-    inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_lens=kv_lens)
-    options = (scale, factor, causal, -inf, fp8_products)
-    return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
+    state: AttentionState = _DECODE.call(
+        q,
+        kv_cache,
+        block_table,
+        kv_lens,
+        softmax_scale,
+        kv_scale,
+        fp8_products,
+        causal,
+        batch_invariant,
+        out,
+        lse,
+        stream,
+    )
+    return state
 
 
 class _Attend(MLAAttend[MLADecodeKey]):
@@ -219,26 +239,22 @@ class _Attend(MLAAttend[MLADecodeKey]):
 
 
 class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
-    def __init__(self, batch_invariant: bool) -> None:
-        super().__init__(_SCHEDULE, _ATTEND)
-        self._batch_invariant = batch_invariant
-
     def batch(self, attend: DecodeArguments, views: Views) -> int:
         return attend.q.shape[0]
 
-    def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLADecodeKey:
-        _, attend = arguments
+    def key(self, arguments: Both[DecodeArguments], device: int) -> MLADecodeKey:
+        _, attend, options = arguments
         blocks = 0
-        if self._batch_invariant:  # of the longest request that the block table can name
+        if options.batch_invariant:  # of the longest request that the block table can name
             blocks = -(-attend.block_table.shape[1] * attend.kv_cache.shape[1] // BLOCK_TOKENS)
-        modes = (self._batch_invariant, blocks, None, cache_of(attend.kv_cache))
+        modes = (options.batch_invariant, blocks, None, cache_of(attend.kv_cache))
         shape = shape_of(attend.q, attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), *modes)
 
 
 _SCHEDULE = Schedule[MLADecodeKey]({"kv_lens": KV_LENS}, schedule_launch)
 _ATTEND = _Attend(QUERY_AXES, attend_launch, reference.mla_decode)
-_DECODE = (_Decode(False), _Decode(True))
+_DECODE = _Decode(_SCHEDULE, _ATTEND, MLA_DECODE)
 
 
 class MLADecodePlan(MLAPlan[MLADecodeKey]):
@@ -314,8 +330,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
     ((2, 1, 16, 512), (2, 16, 1))
     """
 
-    _schedule = _SCHEDULE
-    _attend = _ATTEND
+    _operation = _DECODE
     _axes = QUERY_AXES
     _lengths = "kv_lens"
     _variant: str | None = None  # pins the kernel that attends, in tools that compare them
@@ -435,7 +450,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
             16-bit cache in two arrays and of a broadcast FP8 cache, both with pages of whole
             64-token blocks, which the first run loads.
         """
-        self._update({"kv_lens": kv_lens}, self.key.batch, stream)
+        self._renew(kv_lens, stream)
         if self._values is not None and self.key.batch_invariant:
             lengths, most = self._values["kv_lens"], self.key.max_blocks * BLOCK_TOKENS
             if check_mode():
@@ -476,10 +491,10 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         CumlaError
             The driver refuses a launch.
         """
-        pages = {"block_table": block_table}
-        return self._run_layer(
-            q, kv_cache, pages, softmax_scale, kv_scale, fp8_products, out, lse, stream
+        state: AttentionState = self._call(
+            q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
         )
+        return state
 
     def _specs(self) -> tuple[KernelSpec, ...]:
         return schedule_spec(self.key), decode_spec(self.key)

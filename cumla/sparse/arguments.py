@@ -89,22 +89,17 @@ class _Columns(NamedTuple):
 def checked_arguments(
     given: Views,
     axes: tuple[str, ...] | None,
-    softmax_scale: float | None,
-    factor: float | None,
-    as_flash_mla: bool,
-    has_max_logits: bool = False,
+    options: Any,
 ) -> Attended:
     """Check all but the lengths of the lists.
 
-    `axes` are those of q before its columns, None for either; `factor` is the argument kv_scale if
-    that is a number; `as_flash_mla` tells whose log-sum-exp is wanted, and
-    `has_max_logits` whether the largest scores are.
+    `axes` are those of q before its columns, None for either; `options` are those of the function.
     """
     views = {name: _in_pages(name, view) for name, view in given.items()}
     q = views.get("q")
     is_narrow = q is not None and q.shape[-1:] == (VALUE_DIM,)
-    columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, factor)
-    if has_max_logits:
+    columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, options.kv_scale)
+    if options.has_max_logits:
         check_dtype("kv_cache", columns.kv_cache.dtype, (columns.q.dtype,))
     rows, num_heads = columns.q.shape[:-2], columns.q.shape[-2]
     sizes = dict(zip(QUERY_AXES if len(rows) == 2 else TOKEN_AXES, columns.q.shape, strict=False))
@@ -129,11 +124,11 @@ def checked_arguments(
         block_table=table,
         row_to_request=requests,
         sinks=views.get("sinks"),
-        softmax_scale=scale if softmax_scale is None else softmax_scale,
+        softmax_scale=scale if options.softmax_scale is None else options.softmax_scale,
         extra_kv_cache=extra,
         extra_indices=as_batch(cast("ArrayView", views["extra_indices"]), 3) if extra else None,
-        as_flash_mla=as_flash_mla,
-        has_max_logits=has_max_logits,
+        as_flash_mla=options.as_flash_mla,
+        has_max_logits=options.has_max_logits,
     )
     return Attended(columns.q, launched, columns.cache)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from cumla import reference
-from cumla.core.operation import Operation, Output, Scheduled, parts_on_host
+from cumla.core.operation import Both, Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import Host, Results, Stated
 from cumla.launch.device import sm_count_of
 from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+
+
+HIDDEN = {
+    "as_flash_mla": False,  # its log-sum-exp is without sinks, and inf for no rows
+    "has_max_logits": False,  # for query tokens without a batch, over whole rows of q's dtype
+}
 
 
 class SparseSchedule(Operation["Lengths", MLASparseKey]):
@@ -72,10 +78,7 @@ class SparseSchedule(Operation["Lengths", MLASparseKey]):
 class SparseAttend(Stated[Attended, MLASparseKey]):
     """Attends to the rows that lists name.
 
-    `axes` are those of q before its columns, None for either. Options are softmax_scale, kv_scale
-    if it is a number, and whether the log-sum-exp is FlashMLA's: without sinks, inf for no rows.
-    A fourth one may tell that max_logits come, too: of query tokens without a batch, over whole
-    rows of q's dtype.
+    `axes` are those of q before its columns, None for either.
     """
 
     # The indices tell which page numbers are used; they may have any values themselves.
@@ -85,9 +88,9 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         super().__init__()
         self._axes = axes
 
-    def arguments(self, views: Views, options: tuple[Any, ...]) -> Attended:
+    def arguments(self, views: Views, options: Any) -> Attended:
         """Check all but the lengths."""
-        return checked_arguments(views, self._axes, *options)
+        return checked_arguments(views, self._axes, options)
 
     def value_dim(self, arguments: Attended) -> int:
         """Tell the latent columns."""
@@ -157,20 +160,14 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
 class SparseAttention(Scheduled[Attended, MLASparseKey]):
     """Both, in one call."""
 
-    def __init__(
-        self, schedule: SparseSchedule, attend: SparseAttend, batch_invariant: bool
-    ) -> None:
-        super().__init__(schedule, attend)
-        self._batch_invariant = batch_invariant
-
     def batch(self, attend: Attended, views: Views) -> Rows:
         """Tell the axes of the query tokens."""
         return attend.rows
 
-    def key(self, arguments: tuple[Any, Attended], device: int) -> MLASparseKey:
+    def key(self, arguments: Both[Attended], device: int) -> MLASparseKey:
         """Tell the shape to plan for."""
-        attended = arguments[1]
-        modes = attended.cache, device, sm_count_of(device), self._batch_invariant
+        _, attended, options = arguments
+        modes = attended.cache, device, sm_count_of(device), options.batch_invariant
         a = attended.launched
         return key_of(*shape_of(a), *modes, a.has_max_logits)
 

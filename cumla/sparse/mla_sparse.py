@@ -10,21 +10,20 @@ from cumla.core.arguments import (
     check_dtype,
     checked_flag,
     checked_int,
-    checked_scale,
     dtype_name,
-    number_of,
 )
 from cumla.core.arrays import open_call
 from cumla.core.operation import run
 from cumla.core.paged import check_made_for
 from cumla.core.plan import Plan
+from cumla.core.spec import OUT_AND_LSE, SOFTMAX_SCALE, Factor, Spec, array, flag, optional
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.launch.sparse.shape import V4, MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
-from cumla.mla.attend import SCALE
+from cumla.mla.attend import Q_AND_CACHE
 from cumla.mla.fp8_caches import FP8
 from cumla.sparse.arguments import (
     TOKEN_AXES,
@@ -34,7 +33,14 @@ from cumla.sparse.arguments import (
     check_lengths,
     checked_cache,
 )
-from cumla.sparse.attend import SparseAttend, SparseAttention, SparseSchedule, key_of, shape_of
+from cumla.sparse.attend import (
+    HIDDEN,
+    SparseAttend,
+    SparseAttention,
+    SparseSchedule,
+    key_of,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,26 +49,40 @@ if TYPE_CHECKING:
 
 __all__ = ["MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"]
 
-# Arrays that may be left out; the lengths are last, because a plan's run takes none.
-_OPTIONAL = (
-    "block_table",
-    "row_to_request",
-    "sinks",
-    "extra_kv_cache",
-    "extra_indices",
-    "topk_length",
-    "extra_topk_length",
-)
 _SIZES = ("batch", "q_len", "num_heads", "topk", "extra_topk", "dtype")
+_SPARSE: dict[str, Any] = {
+    "arguments": (
+        *Q_AND_CACHE,
+        array("indices"),
+        optional("topk_length"),
+        optional("block_table"),
+        optional("row_to_request"),
+        optional("extra_kv_cache"),
+        optional("extra_indices"),
+        optional("extra_topk_length"),
+        optional("sinks"),
+        SOFTMAX_SCALE,
+        Factor("kv_scale"),
+        flag("batch_invariant", False),
+        *OUT_AND_LSE,
+    ),
+    "positional": 3,
+    "kernels": ("bound_rows", "select_rows", "mla_schedule", "mla_sparse_", "merge_states_"),
+    "returns": ("out", "lse"),
+    "result": AttentionState,
+    "planned": ("topk_length", "extra_topk_length"),
+    "hidden": HIDDEN,
+}
+MLA_SPARSE_DECODE = Spec("mla_sparse_decode", **_SPARSE)
+MLA_SPARSE_ATTENTION = Spec("mla_sparse_attention", **_SPARSE)
 _SCHEDULE = SparseSchedule()
 _ATTEND = SparseAttend(None)  # of plans, which take both forms of q
-_ATTEND_ROWS = (SparseAttend(QUERY_AXES), SparseAttend(TOKEN_AXES))
-_DECODE, _ATTENTION = (
-    tuple([SparseAttention(_SCHEDULE, attend, invariant) for invariant in (False, True)])
-    for attend in _ATTEND_ROWS
-)
+_DECODE = SparseAttention(_SCHEDULE, SparseAttend(QUERY_AXES), MLA_SPARSE_DECODE)
+_ATTENTION = SparseAttention(_SCHEDULE, SparseAttend(TOKEN_AXES), MLA_SPARSE_ATTENTION)
+_PLANNED = SparseAttention(_SCHEDULE, _ATTEND, MLA_SPARSE_DECODE)
 
 
+@MLA_SPARSE_DECODE
 def mla_sparse_decode(
     q: Any,
     kv_cache: Any,
@@ -180,14 +200,28 @@ def mla_sparse_decode(
     >>> cumla.mla_sparse_decode(q, kv_cache, indices).out.shape
     (1, 2, 16, 512)
     """
-    lengths = topk_length, extra_topk_length
-    extra = extra_kv_cache, extra_indices
-    more = _optional(block_table, row_to_request, sinks, *extra, *lengths)
-    inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
-    numbers = softmax_scale, kv_scale, batch_invariant
-    return _run(_DECODE, inputs, numbers, {"out": out, "lse": lse}, stream)
+    state: AttentionState = _DECODE.call(
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        block_table,
+        row_to_request,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        sinks,
+        softmax_scale,
+        kv_scale,
+        batch_invariant,
+        out,
+        lse,
+        stream,
+    )
+    return state
 
 
+@MLA_SPARSE_ATTENTION
 def mla_sparse_attention(
     q: Any,
     kv_cache: Any,
@@ -255,56 +289,41 @@ def mla_sparse_attention(
     >>> cumla.mla_sparse_attention(q, kv, indices).out.shape
     (3, 16, 512)
     """
-    lengths = topk_length, extra_topk_length
-    extra = extra_kv_cache, extra_indices
-    more = _optional(block_table, row_to_request, sinks, *extra, *lengths)
-    inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
-    numbers = softmax_scale, kv_scale, batch_invariant
-    return _run(_ATTENTION, inputs, numbers, {"out": out, "lse": lse}, stream)
+    state: AttentionState = _ATTENTION.call(
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        block_table,
+        row_to_request,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        sinks,
+        softmax_scale,
+        kv_scale,
+        batch_invariant,
+        out,
+        lse,
+        stream,
+    )
+    return state
 
 
 def attend_as_flash_mla(
     q: Any, kv_cache: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any
 ) -> tuple[Any, Any, Any]:
     """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp: out, lse and max_logits."""
-    more = _given(topk_length=topk_length, sinks=sinks)
-    inputs = named(q, kv_cache, None, **more, indices=indices)
-    outputs = dict.fromkeys(("out", "lse", "max_logits"))
-    options = (*_options(softmax_scale, None, as_flash_mla=True), True)
-    out, lse, max_logits = run(_ATTENTION[False], inputs, outputs, options)
+    spec = MLA_SPARSE_ATTENTION
+    inputs, outputs, options = spec.sorted(
+        {a.name: a.default for a in spec.arguments}
+        | {"q": q, "kv_cache": kv_cache, "indices": indices, "topk_length": topk_length}
+        | {"sinks": sinks, "softmax_scale": softmax_scale}
+    )
+    outputs["max_logits"] = None
+    options = options._replace(as_flash_mla=True, has_max_logits=True)
+    out, lse, max_logits = run(_ATTENTION, inputs, outputs, options)
     return out, lse, max_logits
-
-
-def _run(
-    operations: tuple[SparseAttention, ...],
-    inputs: dict[str, Any],
-    numbers: tuple[Any, Any, Any],
-    outputs: dict[str, Any],
-    stream: Any,
-) -> AttentionState:
-    """Run the first operation, or the batch-invariant one."""
-    softmax_scale, kv_scale, batch_invariant = numbers
-    operation = operations[checked_flag("batch_invariant", batch_invariant)]
-    options = _options(softmax_scale, kv_scale)
-    return AttentionState(*run(operation, inputs, outputs, options, stream))
-
-
-def _optional(*arrays: Any) -> dict[str, Any]:
-    """Name the arrays, in the order of _OPTIONAL, and leave out those that are not given."""
-    pairs = zip(_OPTIONAL, arrays, strict=False)
-    return {name: array for name, array in pairs if array is not None}
-
-
-def _given(**arrays: Any) -> dict[str, Any]:
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _options(
-    softmax_scale: Any, kv_scale: Any, as_flash_mla: bool = False
-) -> tuple[float | None, float | None, bool]:
-    """Check the numbers: None is the default scale and, of kv_scale, one that is an array."""
-    scale = None if softmax_scale is None else checked_scale(softmax_scale, SCALE)
-    return scale, None if kv_scale is None else number_of("kv_scale", kv_scale), as_flash_mla
 
 
 class MLASparsePlan(Plan[MLASparseKey]):
@@ -348,10 +367,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
     ((2, 1, 16, 512), (2, 16, 1))
     """
 
-    _schedule = _SCHEDULE
-    _attend = _ATTEND
+    _operation = _PLANNED
     _lengths = "topk_length"
-    _as_flash_mla = False  # whose log-sum-exp is without sinks, and inf for an empty list
     _columns: int | None = None  # of q, where arrays told them: which kernel prepare loads
 
     def __init__(
@@ -397,11 +414,12 @@ class MLASparsePlan(Plan[MLASparseKey]):
         Of the arrays, which are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`,
         only shapes, dtypes and device are looked at; the rest is as for the class.
         """
-        extra = _given(extra_kv_cache=extra_kv_cache, extra_indices=extra_indices)
-        arrays = named(q, kv_cache, None, indices=indices, **extra)
+        extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
+        given = {name: array for name, array in extra.items() if array is not None}
+        arrays = named(q, kv_cache, None, indices=indices, **given)
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        attended = _ATTEND.arguments(views, (None, None, False))
+        attended = _ATTEND.arguments(views, MLA_SPARSE_DECODE.defaults)
         *sizes, extra_topk, dtype = shape_of(attended.launched)
         with call:
             plan = cls(
@@ -466,8 +484,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
                 f"extra_topk_length: needs a plan with cache_dtype {V4!r}, the format that may "
                 f"have a second cache, got another; leave it out"
             )
-        lengths = _given(topk_length=topk_length, extra_topk_length=extra_topk_length)
-        self._update(lengths, (self.key.batch, self.key.q_len), stream)
+        self._renew(topk_length, extra_topk_length, stream)
 
     def run(
         self,
@@ -500,19 +517,29 @@ softmax_scale, kv_scale, out, lse, stream
         TypeError, ValueError, NotPreparedError, CumlaError
             As :meth:`cumla.MLADecodePlan.run`.
         """
-        options = _options(softmax_scale, kv_scale, self._as_flash_mla)
-        more = _optional(block_table, row_to_request, sinks, extra_kv_cache, extra_indices)
-        inputs = {**more, "indices": indices}
-        factors = () if kv_scale is None or options[1] is not None else (kv_scale,)
-        outputs = {"out": out, "lse": lse}
-        given = tuple([array for array in (out, lse) if array is not None])
-        arrays = (q, kv_cache, *inputs.values(), *factors)
-        identity = (options, *inputs, len(factors))
-        seen, results = self._known(arrays, given, outputs, identity, stream)
-        if results is None:
-            inputs = named(q, kv_cache, kv_scale, **inputs)
-            results = self._run(inputs, outputs, options, stream, seen)
-        return AttentionState(*results)
+        state: AttentionState = self._call(
+            q,
+            kv_cache,
+            indices,
+            block_table,
+            row_to_request,
+            extra_kv_cache,
+            extra_indices,
+            sinks,
+            softmax_scale,
+            kv_scale,
+            out,
+            lse,
+            stream,
+        )
+        return state
+
+    @property
+    def _batch(self) -> tuple[int, int]:
+        return self.key.batch, self.key.q_len
+
+    def _fixed(self) -> dict[str, Any]:
+        return {"batch_invariant": self.key.batch_invariant}
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         for spec in sparse_specs(self.key, self._columns):

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
-from cumla.core.arguments import INT32, Array, bind, checked_flag, checked_int
-from cumla.core.operation import Operation, Output, run
+from cumla.core.arguments import INT32, Array, bind
+from cumla.core.operation import Operation, Output
 from cumla.core.paged import Host, Results, refuse_value
+from cumla.core.spec import Option, Out, Spec, array, flag, integer, optional
 from cumla.launch.device import require_hopper
 from cumla.launch.sparse.top_k import MOST_COLUMNS, MOST_SORTED, TopKViews, top_k_launch
 from cumla.reference import TopKResult
@@ -33,6 +34,38 @@ _TABLE = {
 }
 
 
+def _checked_tie_break(name: str, value: Any) -> Any:
+    if value != "lowest":
+        raise ValueError(f'{name}: needs "lowest", got {value!r}; there is no other order')
+    return value
+
+
+TOP_K = Spec(
+    "top_k",
+    (
+        array("scores"),
+        integer("k", "there is nothing to select"),
+        optional("lengths"),
+        optional("row_starts"),
+        optional("block_table"),
+        integer("page_size", "pass the slots of a page", 1),
+        optional("row_to_request"),
+        optional("offsets"),
+        Out("out"),
+        Out("out_positions", only_given=True),
+        Out("valid_counts"),
+        flag("values", False, asks=True),
+        flag("sorted", False),
+        Option("tie_break", "lowest", _checked_tie_break, "str"),
+    ),
+    positional=2,
+    kernels=("top_k_",),
+    returns=("out", "out_positions", "values", "valid_counts"),
+    result=TopKResult,
+)
+
+
+@TOP_K
 def top_k(
     scores: Any,
     k: int,
@@ -126,47 +159,29 @@ def top_k(
     array([[2, 4],
            [1, 3]], dtype=int32)
     """
-    if tie_break != "lowest":
-        raise ValueError(f'tie_break: needs "lowest", got {tie_break!r}; there is no other order')
-    options = _Options(
-        checked_int("k", k, "there is nothing to select"),
-        checked_int("page_size", page_size, "pass the slots of a page"),
-        checked_flag("values", values),
-        checked_flag("sorted", sorted),
+    result: TopKResult = _TOP_K.call(
+        scores,
+        k,
+        lengths,
+        row_starts,
+        block_table,
+        page_size,
+        row_to_request,
+        offsets,
+        out,
+        out_positions,
+        valid_counts,
+        values,
+        sorted,
+        tie_break,
+        stream,
     )
-    named = {
-        "lengths": lengths,
-        "row_starts": row_starts,
-        "block_table": block_table,
-        "row_to_request": row_to_request,
-        "offsets": offsets,
-    }
-    inputs = {"scores": scores, **{n: array for n, array in named.items() if array is not None}}
-    outputs = {"out": out, "valid_counts": valid_counts}
-    if out_positions is not None:
-        outputs["out_positions"] = out_positions
-    if values:
-        outputs["values"] = None
-    results = run(_TOP_K, inputs, outputs, options, stream)
-    return _result(results, out_positions is not None, values)
-
-
-def _result(results: Sequence[Any], has_positions: bool, has_values: bool) -> TopKResult:
-    out, counts, *more = results
-    positions = more.pop(0) if has_positions else None
-    return TopKResult(out, positions, more.pop(0) if has_values else None, counts)
-
-
-class _Options(NamedTuple):
-    k: int
-    page_size: int
-    values: bool
-    sorted: bool
+    return result
 
 
 class _Arguments(NamedTuple):
     views: dict[str, ArrayView]
-    options: _Options
+    options: Any
     has_positions: bool
 
     @property
@@ -180,7 +195,7 @@ class _TopK(Operation[_Arguments, int]):
 
     trusted = ("lengths", "row_starts", "row_to_request")
 
-    def arguments(self, views: Views, options: _Options) -> _Arguments:
+    def arguments(self, views: Views, options: Any) -> _Arguments:
         sizes = bind(_TABLE, views, {})
         width, most = sizes["width"], MOST_COLUMNS
         if max(width, options.k) > most:
@@ -197,12 +212,10 @@ class _TopK(Operation[_Arguments, int]):
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         shape, scores = arguments.shape, arguments.views["scores"]
-        outputs = [
-            Output("out", shape, INT32, "row"),
-            Output("valid_counts", shape[:1], INT32, "elements"),
-        ]
+        outputs = [Output("out", shape, INT32, "row")]
         if arguments.has_positions:
             outputs.append(Output("out_positions", shape, INT32, "row"))
+        outputs.append(Output("valid_counts", shape[:1], INT32, "elements"))
         if arguments.options.values:
             outputs.append(Output("values", shape, (scores.dtype,), "row"))
         return tuple(outputs)
@@ -216,14 +229,14 @@ class _TopK(Operation[_Arguments, int]):
         given, options = arguments.views, arguments.options
         if given["scores"].shape[0] == 0:
             return ()
-        result = _result(outs, arguments.has_positions, options.values)
+        named = {out.name: view for out, view in zip(self.outputs(arguments), outs, strict=True)}
+        inputs: dict[str, Any] = {name: given.get(name) for name in _TABLE}
         views = TopKViews(
-            scores=given["scores"],
-            **{name: given.get(name) for name in _TABLE if name != "scores"},
-            out=result.indices,
-            positions=result.positions,
-            values=result.values,
-            valid_counts=result.valid_counts,
+            **inputs,
+            out=named["out"],
+            positions=named.get("out_positions"),
+            values=named.get("values"),
+            valid_counts=named["valid_counts"],
         )
         return (top_k_launch(views, options.k, options.page_size, options.sorted, key),)
 
@@ -246,20 +259,14 @@ class _TopK(Operation[_Arguments, int]):
             refuse_value("row_to_request", requests, wrong, need, "it would have no slots")
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
-        k, page_size, values, is_sorted = arguments.options
-        result = reference.top_k(
-            host["scores"],
-            k,
-            page_size=page_size,
-            values=values,
-            sorted=is_sorted,
-            **{name: array for name, array in host.items() if name != "scores"},
-        )
-        more = [array for array in (result.positions, result.values) if array is not None]
-        return result.indices, result.valid_counts, *more
+        given: dict[str, Any] = {**host, **arguments.options._asdict()}
+        del given["tie_break"]
+        indices, positions, values, counts = reference.top_k(**given)
+        found = indices, positions, counts, values
+        return [array for array in found if array is not None]
 
 
-_TOP_K = _TopK()
+_TOP_K = _TopK(TOP_K)
 _CLAMPED = "the kernels would clamp it"
 
 

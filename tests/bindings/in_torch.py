@@ -15,6 +15,7 @@ from tests.calls import Operation, int32
 torch = pytest.importorskip("torch")
 
 import cumla.torch as binding  # noqa: E402
+from cumla.core.spec import SPECS, Instead  # noqa: E402
 
 Arguments = dict[str, Any]
 
@@ -48,10 +49,12 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 def in_graph(operation: Operation, arguments: Arguments) -> tuple[tuple[Any, ...], Arguments]:
     """Arguments of the operation of PyTorch, by position and by name."""
-    function = binding._FUNCTIONS[operation.function.__name__]
-    given = dict(binding._argument(function, *item) for item in arguments.items())
-    if function.in_place and given.get(function.in_place[0]) is not None:
-        given[function.in_place[1]] = given[function.in_place[0]].clone()
+    spec = SPECS[operation.function.__name__]
+    forms = {argument.name: binding._form(argument) for argument in spec.arguments}
+    given = dict(binding._argument(forms[name], name, a) for name, a in arguments.items())
+    for instead in spec.rows(Instead):
+        if given.get(instead.of) is not None:
+            given[instead.name] = given[instead.of].clone()
     schema = getattr(torch.ops.cumla, operation.function.__name__).default._schema
     names = [a.name for a in schema.arguments if not a.kwarg_only and a.name in given]
     return tuple([given.pop(name) for name in names]), given

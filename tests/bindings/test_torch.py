@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves as flatten  # noqa: E402
 
 import cumla.torch as binding  # noqa: E402
 from cumla.compat import deep_gemm  # noqa: E402
+from cumla.core.spec import SPECS, Instead  # noqa: E402
 from tests.bindings.in_torch import (  # noqa: E402
     Arguments,
     assert_equal,
@@ -75,10 +76,10 @@ def some_of(names: Iterable[str], *shown: str) -> list[Any]:
 
 
 def test_every_function_has_an_operation() -> None:
-    functions = {name for name in cumla.__all__ if name.islower()} - {"prepare"}
-    assert set(binding._FUNCTIONS) == functions
     planned = {OPERATIONS[plan.operation].function.__name__ for plan in PLANS.values()}
-    assert {name for name, f in binding._FUNCTIONS.items() if f.is_planned} == planned
+    for name in SPECS:
+        assert hasattr(torch.ops.cumla, name)
+        assert hasattr(torch.ops.cumla, f"{name}_attend") == (name in planned)
 
 
 # --- functions in graphs -------------------------------------------------------------------------
@@ -104,18 +105,18 @@ def test_two_caches_of_v4(name: str) -> None:
 def test_schema_tells_what_is_written(operation: Operation) -> None:
     name = operation.function.__name__
     (whole,) = [getattr(torch.ops.cumla, name).default]
-    in_place = dict([binding._FUNCTIONS[name].in_place or ("", "")])
+    spec = SPECS[name]
+    in_place = {instead.of: instead.name for instead in spec.rows(Instead)}
     written = {in_place.get(array, array) for array in operation.in_place}
     marked = {a.name for a in whole._schema.arguments if a.alias_info}
     assert written <= marked <= written | set(in_place.values())
     if operation.outputs():
-        function = binding._FUNCTIONS[name]
-        given = [array for array in function.arrays if array in operation.outputs()]
-        overload = "default" if len(given) == len(function.arrays) else "_".join(given)
+        given = [output.name for output in spec.outputs if output.name in operation.outputs()]
+        overload = "default" if len(given) == len(spec.outputs) else "_".join(given)
         out = getattr(getattr(torch.ops.cumla, f"{name}_out"), overload)
         marked = {a.name for a in out._schema.arguments if a.alias_info}
         assert marked == set(operation.outputs())
-        assert len(out._schema.returns) == len(function.outputs) - len(given)
+        assert len(out._schema.returns) == len(spec.returns) - len(given)
 
 
 def test_one_output_of_two() -> None:
@@ -246,7 +247,7 @@ def of_batch(batch: int) -> dict[str, Arguments]:
     }
 
 
-@pytest.mark.parametrize("name", some_of(binding._FUNCTIONS, "attention", "append_kv_cache"))
+@pytest.mark.parametrize("name", some_of(SPECS, "attention", "append_kv_cache"))
 def test_batches_share_a_graph(name: str) -> None:
     function, graphs = getattr(cumla, name), CompileCounterWithBackend("aot_eager")
     constants = {"paged_mqa_logits": {"max_kv_len": 32}, "top_k": {"k": 8}}.get(name, {})

@@ -19,7 +19,7 @@ import cumla
 from cumla.core import _dlpack
 from cumla.core.arrays import glance, open_call, parts, reopen_call, to_numpy
 from cumla.core.operation import run
-from cumla.indexer.quantize import _QUANTIZE
+from cumla.indexer.quantize import _QUANTIZE, QUANTIZE
 
 ways_in = pytest.mark.parametrize(
     "look",
@@ -152,7 +152,8 @@ def quantize(x: Any) -> Any:
 
 def scales_of(x: Any) -> Any:
     """What the function does, which cumla.torch does not take into a graph."""
-    return run(_QUANTIZE, {"x": x}, {"out": None, "scale_out": None}, False)[1] + 0
+    options = QUANTIZE.defaults
+    return run(_QUANTIZE, {"x": x}, {"out": None, "scale_out": None}, options)[1] + 0
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -86,7 +86,7 @@ def launches() -> Callable[..., list[StandIn]]:
     ) -> list[StandIn]:
         named = {**merge.named("outs", outs), **merge.named("lses", lses)}
         views = {name: view(array) for name, array in named.items()}
-        arguments = merge._MERGE.arguments(views, math.log2(base))
+        arguments = merge._MERGE.arguments(views, merge.MERGE.Options(base))
         memory = np.full(4 * (out.size + lse.size), 0xFF, np.uint8)
         results = view(out), view(lse)
         recipe = merge._MERGE.recipe(memory.nbytes, arguments, results, memory.ctypes.data)
@@ -174,7 +174,7 @@ def test_ranks_that_wait_for_one_another() -> None:
         (merge._MERGE, (0, 0, *[0] * MOST_RANKS, 0)),
         (MergeOfRanks(Meeting(1, (64, 128), 7)), (2, 1, 64, 128, 0, 0, 0, 0, 0, 0, 7)),
     ):
-        arguments = operation.arguments(views, 1.0)
+        arguments = operation.arguments(views, merge.MERGE.Options(2.0))
         (launch,) = operation.recipe(0, arguments, (view(outs[0]), view(lses[0])), 0)
         stand_in = StandIn(launch)
         assert (*stand_in.fields[25:27], *stand_in.fields[507:]) == packed

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function has the arguments that its spec lists, and no others; so have the runs of plans."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.core.plan import Plan
+from cumla.core.spec import REQUIRED, SPECS, STREAM, Argument, Factor, Option, Spec
+from tests.calls import OPERATIONS, PLANS, Operation, every_operation
+
+FUNCTIONS = [name for name in cumla.__all__ if name.islower() and name != "prepare"]
+for name in cumla.__all__:
+    getattr(cumla, name)  # loads all specs
+KINDS = {  # of options in PyTorch, by their annotations
+    "bool": "bool",
+    "float": "float",
+    "int": "int",
+    "str": "str",
+    "float | None": "float?",
+    "int | None": "int?",
+    "int | Sequence[int | None] | None": "int[]?",
+    "Any": "str?",
+}
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def test_every_function_has_a_spec() -> None:
+    assert sorted(SPECS) == sorted(FUNCTIONS)
+    for name in FUNCTIONS:
+        assert SPECS[name].function is getattr(cumla, name)
+
+
+@every_spec
+def test_signatures(spec: Spec) -> None:
+    assert spec.function is not None
+    parameters = list(inspect.signature(spec.function).parameters.values())
+    found = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
+    assert found == {a.name: a.default for a in (*spec.arguments, STREAM)}
+    assert list(found) == [a.name for a in (*spec.arguments, STREAM)]
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert len(positional) == spec.positional
+    annotations = {p.name: p.annotation for p in parameters}
+    for option in spec.options:
+        if not isinstance(option, Factor):
+            assert KINDS[annotations[option.name]] == option.kind
+
+
+@every_spec
+def test_documentation_names_all_arguments(spec: Spec) -> None:
+    text = inspect.getdoc(spec.function) or ""
+    start, end = (text.index(f"{title}\n---") for title in ("Parameters", "Raises"))
+    named = {
+        name.strip()
+        for line in text[start:end].splitlines()
+        if not line.startswith(" ")
+        for name in line.partition(" :")[0].split(",")
+    }
+    assert {argument.name for argument in spec.arguments} <= named
+
+
+@every_operation
+def test_what_was_sorted_is_found_again(operation: Operation) -> None:
+    """What the binding of PyTorch makes of a call is the call."""
+    spec = SPECS[operation.function.__name__]
+    given = operation.make() | operation.outputs()
+    whole = {argument.name: None for argument in spec.arguments} | given
+    whole |= {
+        a.name: a.default for a in spec.arguments if a.name not in given and a.default is not None
+    }
+    found = spec.given(*spec.sorted(whole))
+    assert found is not None
+    for name, value in found.items():
+        expected = whole[name]
+        if isinstance(expected, tuple):
+            expected = list(expected)
+        assert value is expected or _same(value, expected)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return all(a is b for a, b in zip(one, other, strict=True))
+    return type(one) in (int, float, str) and one == other
+
+
+def plans() -> list[type[Plan[Any]]]:
+    return list(dict.fromkeys(planned.kind for planned in PLANS.values()))
+
+
+@pytest.mark.parametrize("kind", plans(), ids=lambda kind: kind.__name__)
+def test_plans(kind: type[Plan[Any]]) -> None:
+    """A run and an update together have the arguments of the function, but for what plans fix."""
+    spec = kind._spec
+    of_run, of_update, of_plan = (
+        [name for name in inspect.signature(method).parameters if name != "self"]
+        for method in (kind.run, kind.update, kind.__init__)  # type: ignore[attr-defined,misc]
+    )
+    assert of_update == [*spec.planned, "stream"]
+    known = {argument.name for argument in (*spec.arguments, STREAM)}
+    assert set(of_run) <= known
+    assert known - {*of_run, *of_update} <= set(of_plan)
+    defaults = {
+        p.name: p.default
+        for p in inspect.signature(kind.run).parameters.values()  # type: ignore[attr-defined]
+        if p.default is not p.empty
+    }
+    for argument in spec.arguments:
+        if isinstance(argument, Option) and argument.name in defaults:
+            assert defaults[argument.name] == argument.default
+
+
+def test_hidden_options() -> None:
+    """A call that no function can make is no call of the function."""
+    spec = SPECS["mla_decode"]
+    given = {a.name: a.default for a in spec.arguments} | OPERATIONS["mla_decode"].make()
+    inputs, outputs, options = spec.sorted(given)
+    assert spec.given(inputs, outputs, options) is not None
+    assert spec.given(inputs, outputs, options._replace(empty_lse=np.inf)) is None
+
+
+def test_defaults_are_not_checked() -> None:
+    """A default costs a call nothing; whatever else is equal to it is checked."""
+    seen = []
+
+    def check(name: str, value: Any) -> Any:
+        seen.append((name, value))
+        return value
+
+    made = Spec("made_up", (Option("option", False, check),), positional=0, kernels=())
+    del SPECS["made_up"]
+    for value in (False, 0, True):
+        made.sorted({"option": value})
+    assert seen == [("option", 0), ("option", True)]
+
+
+def test_arguments_are_told_apart() -> None:
+    for spec in SPECS.values():
+        names = [argument.name for argument in spec.arguments]
+        assert len(names) == len(set(names))
+        assert all(isinstance(argument, Argument) for argument in spec.arguments)
