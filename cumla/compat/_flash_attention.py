@@ -138,6 +138,7 @@ def places_of(
     page_table: Any,
     cache_batch_idx: Any,
     name: str = "k_cache",
+    table_name: str = "page_table",
 ) -> tuple[Any, Any]:
     """Return the pages and lengths of each request; a row of a contiguous cache is a page."""
     torch, batch, device = import_torch(), queries.batch, queries.rows.device
@@ -149,12 +150,15 @@ def places_of(
         table = cache_batch_idx[:, None] if table is None else _rows_at(table, cache_batch_idx)
     if table is None:
         if k_cache.shape[0] != batch:
+            way_out = "pass the keys of the same requests"
+            if name == "k_cache":
+                way_out = "pass cache_batch_idx or page_table, or other rows"
             raise ValueError(
                 f"{name}: needs a row for each of the {batch} requests of q, got shape "
-                f"{tuple(k_cache.shape)}; pass cache_batch_idx or page_table, or other rows"
+                f"{tuple(k_cache.shape)}; {way_out}"
             )
         table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    check_axes("page_table", table, "batch_size, max_num_blocks_per_seq")
+    check_axes(table_name, table, "batch_size, max_num_blocks_per_seq")
     room = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
         cache_seqlens = room
@@ -246,7 +250,7 @@ def attend_to_rows(
         queries = rows_of("q", q, cu_seqlens_q)
         options["qo_indptr"] = cu_seqlens_q
         if cu_seqlens_k is None:
-            table, seqused_k = places_of(queries, k, seqused_k, table, None, "k")
+            table, seqused_k = places_of(queries, k, seqused_k, table, None, "k", "block_table")
             options |= {"kv_lens": seqused_k, "block_table": table}
         else:
             rows_of("k", k, cu_seqlens_k)

@@ -73,7 +73,6 @@ _ATTEND = Interface(
         "kv_indptr": "cu_seqlens_k",
         "window": "window_size",
         "sinks": "s_aux",
-        "page_table": "block_table",
         "k_scale": "k_descale",
         "v_scale": "v_descale",
     },

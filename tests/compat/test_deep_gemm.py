@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepGEMM's indexer logits on the CPU: signatures, results, and what is refused."""
+"""DeepGEMM's indexer logits on the CPU: results, and what is refused."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.compat.deep_gemm_example import load_example
 torch = pytest.importorskip("torch")
 
 NUM_SMS = 132
-EMPTY = inspect.Parameter.empty
 
 
 @pytest.fixture(autouse=True)
@@ -92,57 +90,6 @@ def assert_logits(logits: Any, wanted: Any, dtype: Any = torch.float32) -> None:
     assert torch.equal(logits == -torch.inf, wanted == -torch.inf)
     rtol = 2.0**-24 if dtype == torch.float32 else 2.0**-8
     torch.testing.assert_close(logits.double(), wanted, rtol=1.001 * rtol, atol=1e-30)
-
-
-# --- signatures -----------------------------------------------------------------------------------
-
-PREFILL = {
-    "kv": EMPTY,
-    "weights": EMPTY,
-    "cu_seq_len_k_start": EMPTY,
-    "cu_seq_len_k_end": EMPTY,
-    "clean_logits": True,
-    "max_seqlen_k": 0,
-}
-PAGED = {
-    "kv_cache": EMPTY,
-    "weights": EMPTY,
-    "context_lens": EMPTY,
-    "block_table": EMPTY,
-    "schedule_meta": EMPTY,
-    "max_context_len": EMPTY,
-    "clean_logits": False,
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "wanted"),
-    [
-        (deep_gemm.fp8_mqa_logits, {"q": EMPTY} | PREFILL),
-        (
-            deep_gemm.fp8_fp4_mqa_logits,
-            {"q": EMPTY} | PREFILL | {"logits_dtype": None, "schedule_meta": None},
-        ),
-        (deep_gemm.fp8_paged_mqa_logits, {"q": EMPTY} | PAGED | {"indices": None}),
-        (
-            deep_gemm.fp8_fp4_paged_mqa_logits,
-            {"q": EMPTY} | PAGED | {"logits_dtype": None, "indices": None},
-        ),
-        (
-            deep_gemm.get_paged_mqa_logits_metadata,
-            {"context_lens": EMPTY, "block_kv": EMPTY, "num_sms": EMPTY, "indices": None},
-        ),
-        (deep_gemm.get_num_sms, {}),
-        (deep_gemm.set_num_sms, {"new_num_sms": EMPTY}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_signatures(function: Callable[..., Any], wanted: dict[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    assert {name: p.default for name, p in parameters.items()} == wanted
-    assert list(parameters) == list(wanted)
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
-    assert function.__name__ in deep_gemm.__all__
 
 
 # --- results --------------------------------------------------------------------------------------
