@@ -49,15 +49,18 @@ class Section:
         return " ".join(_word(key, value) for key, value in shape.items() if _word(key, value))
 
 
-_LETTERS = {"batch": "b", "heads": "h", "kv_len": "kv", "queries": "s", "rows": "r", "topk": "k"}
+_FORMS = {  # of numbers; the usual value of the others goes without saying
+    "batch": "b{}", "queries": "s{}", "decodes": "+ {} decodes", "heads": "h{}", "kv_len": "kv{}",
+    "extra": "+ {}", "rows": "r{}", "width": "w{}", "page": "p{}", "tokens": "t{}",
+    "parts": "{} of",
+}  # fmt: skip
+_USUAL = {"queries": 1, "decodes": 0, "lengths": "equal", "more": "", "rotated": False}
 
 
 def _word(key: str, value: Any) -> str:
-    if value is None or value is False or value == "" or (key == "queries" and value == 1):
+    if key in _USUAL and value == _USUAL[key]:
         return ""
-    if value is True:
-        return key
-    return f"{_LETTERS.get(key, '')}{value}" if isinstance(value, int) else str(value)
+    return key if value is True else _FORMS.get(key, "{}").format(value)
 
 
 def shapes(keys: str, *rows: tuple[Any, ...]) -> tuple[Shape, ...]:

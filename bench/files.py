@@ -21,8 +21,13 @@ def write(file: Path, results: Row) -> None:
     file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
+def _is_figure(cell: str) -> bool:
+    return cell.lstrip("*-")[:1].isdigit()
+
+
 def piped(table: Table) -> str:
-    """Draw a table for Markdown, its first line the headings."""
+    """Draw a table for Markdown, its first line the headings; columns of words to the left."""
     titles, *rows = table
-    rule = ["---:"] * len(titles)
+    columns = zip(*rows, strict=True) if rows else ([] for _ in titles)
+    rule = ["---:" if any(map(_is_figure, cells)) else "---" for cells in columns]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows))

@@ -277,11 +277,13 @@ def test_the_command_names_rows_and_sections(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "made.json"
-    assert command.main([str(path), "--only", "merges", "dense", "--rows", "merges 2 170*"]) == 0
+    assert (
+        command.main([str(path), "--only", "merges", "dense", "--rows", "merges 2 of t170 *"]) == 0
+    )
     assert list(json.loads(path.read_text("utf-8"))["sections"]) == ["merges"]
     rest = [section.name for section in SECTIONS if section.name != "merges"]
     assert command.main(["--tiny", "--except", *rest, "--rows", "*bfloat16"]) == 0
-    assert "merges 8 57 bfloat16: error" in capsys.readouterr().out
+    assert "merges 8 of t57 bfloat16: error" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main([])
 
