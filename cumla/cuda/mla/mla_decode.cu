@@ -1,21 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV MLA decode for sm_90a: attention of up to 64 query rows of one kv head over the blocks of one part of the
-// schedule (split/plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries
-// of different lengths (1, parts, kv heads), a row tile at each place of the schedule (RaggedTile).
+// MLA attention over a 16-bit cache: up to 64 query rows of one kv head over the KV blocks of one part of the
+// schedule (split/plan.cuh).
 //
-// Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
-// kRows each half of every block, or all four warps a quarter (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows
-// as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows, scores
-// every second block, and hands its probabilities and running maximum to the other (time lines: docs/kernels/mla.md).
-// With kSharedBlocks, compute-bound, P V of the other's block runs beside the softmax, or as comes first (frees_early).
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM. If query lengths differ it is (1,
+// parts, kv heads), and each place of the schedule is a row tile (RaggedTile).
 //
-// The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
+// Roles of the three warpgroups:
+//   warp 0, 1      load the even and the odd KV blocks of the CTA's sequence (TMA). kRows: warps 0 and 1 copy half of
+//                  every block each, or warps 0 to 3 a quarter (mla/mla_decode/pages.cuh)
+//   warp 2, 3      have L2 fetch plan and block table, then load the query rows of each request
+//   consumer 0, 1  (128 threads) hold output columns [256 c, 256 c + 256) of all 64 rows, score every second block, and
+//                  pass its probabilities and running maximum to the other consumer
+// The block counter t continues over the requests of a part: block t belongs to consumer t % 2 and stage t % 2.
+//
+// Time line with several row tiles (kSharedBlocks, compute-bound; frees_early() may change the order):
+//   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | S2=QK2, O+=P1V1 beside softmax 2 | O+=P2V2 | ...
+//   consumer 1 |          S1=QK1, O+=P0V0 beside softmax 1 | O+=P1V1 | S3=QK3, ...
+// With one row tile (memory-bound; a stage is freed as early as possible):
+//   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | O+=P1V1 | S2=QK2 | softmax 2 | O+=P2V2 | ...
+//   consumer 1 |          S1=QK1 | O+=P0V0 | softmax 1 | O+=P1V1 | O+=P2V2 | S3=QK3 | ...
+//
+// barrier                    who arrives (count)                   who waits             guards
+// full(stage, tile), 2 x 9   TMA (1); kRows: each copying thread   the block's consumer  the tile is loaded
+//                            (64 or 128), four copying warps with
+//                            one barrier per half of V
+// free(stage, third), 2 x 3  a lane per warp (4): of consumer 0,   the loaders           the third may be overwritten
+//                            1 for half 0, 1 of V; of the owner
+//                            for RoPE
+// probabilities_full(c), 2   every fourth lane of consumer c (32)  the other consumer    P, maxima, tiles of the block
+// query_full                 a lane per query warp (2); with four  consumers, warp 1     query rows are loaded
+//                            copying warps the threads of two
+//                            (64)
+// query_free                 a lane per consumer warp (8)          the query warps       query rows may be overwritten
+// named, kConsumersBarrier   both consumers (256)                  the same              sums at the end of a segment
+// named, one per consumer    its threads (128)                     the same              zeroed rows of V, votes
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448
 // Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start
 //                 (65,536 / 384 in steps of 8)
-// Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
+// Tensor work:    2,176 clocks per block; loads 73,728 B per block and CTA
 #include "mla/mla_decode/compute.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
@@ -32,18 +56,18 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// Warps that copy KV rows. Two cannot keep up in compute-bound kernels.
+// Warps that copy KV rows. In compute-bound kernels two cannot keep up.
 template <bool kSharedBlocks, PageForm kForm>
 constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
 
-// By one thread. row_warps: warps that copy rows, 0 without kRows; if there are four, two of them copy the query rows
-// as well.
+// Called by one thread. row_warps: warps that copy rows, 0 without kRows. With four, warps 2 and 3 also copy query
+// rows.
 __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
   const int arrivals = row_warps ? row_warps * 32 : 1;
   initialise_barriers(shared, arrivals, arrivals, row_warps == 4 ? 64 : 2);
 }
 
-// One warp loads a block, in kCount boxes a tile (1 with kPages), into the thirds of a stage as they become free.
+// One warp loads a block, in kCount boxes per tile, into the thirds of a stage as they become free. kPages: one box.
 template <PageForm kForm, int kCount>
 __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
                                            int parity,
@@ -66,17 +90,17 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Share
   }
 }
 
-// One warp loads the blocks of one parity into their stage. With kSharedBlocks (compute-bound) it also prefetches its
-// next block into L2, so that a load waits for L2 and not for DRAM; the last two row tiles share that. With one row
-// tile (memory-bound) prefetching only lengthens the queue of the copy engine.
+// One warp loads the blocks of one parity into their stage. With kSharedBlocks it also has L2 fetch its next block,
+// so that loads do not wait for DRAM; the last two row tiles share that. With one row tile (memory-bound) a prefetch
+// would only lengthen the queue of TMA.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
   BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
-  // Nothing begins without the query, so it does not share the bandwidth with the second block. Where that belongs to
-  // another request, the query's barrier may have gone on before.
+  // Nothing can start without the query, so the second block does not compete with it for bandwidth. A second block
+  // of another request must not wait: its query phase may be over.
   if (parity == 1 && now.valid() && now.place == part.place)
     mbarrier_wait(shared.query_full(), 0, "the first query");
 #pragma unroll 1
@@ -99,7 +123,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// The same with kRows, for all blocks in turn: one of two warps, half of the rows.
+// The same for kRows, for all blocks: each of two warps copies half of the rows.
 template <typename AnyTile>
 __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
@@ -127,9 +151,9 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-// One of four loader warps, a quarter of the rows each: in compute-bound kernels two warps cannot keep up. Warps 2 and
-// 3 also copy a request's query rows before its first block. The consumers issue the proxy fence, after their first
-// tiles (Consumer::multiply_query). Each half of a block's tiles has one barrier (Consumer::kByHalves).
+// One of four loading warps, for compute-bound kernels: each copies a quarter of the rows. Warps 2 and 3 also copy
+// the query rows of a request before its first block. Consumers issue the proxy fence (Consumer::multiply_query).
+// Each half of V has one barrier (Consumer::kByHalves).
 template <typename AnyTile>
 __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                           const Part& part,
@@ -150,7 +174,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     if constexpr (AnyTile::kHasRope) {
-      rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array once for all columns of a row
+      rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array: once for all columns
       mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
       if (p.rope_is_apart) {
         rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
@@ -204,7 +228,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   grid_dependency_wait();
 
   if constexpr (kForm != kPages || AnyTile::kIsRagged) {
-    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
+    // Each role loads the part itself. Held in common, it would cost registers that neither role has.
     if (warpgroup == 0) {
       registers_decrease<56>();
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
@@ -217,7 +241,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       compute<AnyConsumer>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
   } else {
-    // Warp 1 has nothing to load before the query is there.
+    // Until the query is loaded, warp 1 is idle.
     // model: fetching_ahead
     if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);
     const Part part = part_of_cta(p, blockIdx.y);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV MLA attention for sm_90a over caches whose latent columns are e4m3 under one factor, where the heads of a kv
-// head are a multiple of 64, with products in e4m3. It is mla_decode_fp8_64 with another computing role
-// (mla_decode_fp8_products/compute.cuh).
+// MLA attention over caches with e4m3 latent columns under one factor, for a multiple of 64 heads per kv head, with
+// e4m3 tensor-core products. It is mla_decode_fp8_64 with another consumer role
+// (mla_decode_fp8_products/compute.cuh). Loaders are those of mla_decode_fp8_64/kernel.cuh. Its barriers, too, with
+// 16 full, 16 free and 4 turns of probabilities; a lane per consumer warp frees the probabilities of up to two blocks
+// at once.
 //
 // Shared memory:  query 40,960 + P of four blocks 16,384 + ring of 16 granules 167,936 + references, factors and sums
 //                 3,584 + words 88 + barriers 320 = 229,272 B of 232,448
 // Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24
-// Tensor work:    18 + 16 products m64n64k32 a block, 1,088 clocks
+// Tensor work:    18 + 16 products m64n64k32 per block, 1,088 clocks
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "mla/mla_decode_fp8_64/page_rows.cuh"
 #include "mla/mla_decode_fp8_products/compute.cuh"
@@ -18,7 +20,7 @@ struct ProductRows : PageRows<RowForm<false, kRopeIsFp8, true>, AnyTile> {
   using Consumer = E4m3Consumer<RowForm<false, kRopeIsFp8, true>>;
 };
 
-// AnyTile is Tile, or RaggedTile where query lengths differ.
+// AnyTile is Tile, or RaggedTile if query lengths differ.
 template <bool kRopeIsFp8, typename AnyTile>
 __device__ __forceinline__ void mla_decode_fp8_products(const MlaDecodeFp8Params& p) {
   attend_64_heads<ProductRows<kRopeIsFp8, AnyTile>>(p);

@@ -1,15 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV MLA decode for sm_90a with the operands swapped (why, and roles: docs/kernels/mla.md): for at most 16 query
-// rows of a kv head, which are the N side of the products, KV rows and columns of V the M side.
+// MLA attention over a 16-bit cache for at most 16 query rows of a kv head. The operands are swapped (why:
+// docs/kernels/mla.md): query rows are the N side, KV rows and columns of V the M side.
 //
 //   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
 //
-// grid = (1, parts, kv heads), 384 threads, one CTA an SM. Of kRows warps 0 and 1 load the KV blocks.
+// grid = (1, parts, kv heads), 384 threads, one CTA per SM.
 //
-// Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and joining 14,336 + maxima 512 + sums 1,152
+// Roles and time line:
+//   warp 0      loads all blocks, tile by tile, as slots of a ring become free; kRows: warps 0, 1, half each
+//   warp 2, 3   have L2 fetch plan and block table, then load the query rows of each request
+//   consumer 0  | S0 = K0 Q | softmax 0 | O += V0 P0 | S2 ...         |  both: exchange and add up
+//   consumer 1  |       S1 = K1 Q | softmax 1 | O += V1 P1 | S3 ...   |  halves of O; store or combine
+//
+// barrier                   who arrives (count)                 who waits             guards
+// full(slot), 24            TMA (1); kRows: each copying        the block's consumer  the tile is loaded
+//                           thread (64)
+// free(slot), 24            a lane per warp of that consumer    the loaders           the tile may be overwritten
+//                           (4)
+// begun(consumer), 2        thread 0, after it has issued a     the block's consumer  the parity of full(slot)
+//                           block's loads (1)
+// query_full                a lane per query warp (2)           both consumers        query rows are loaded
+// query_free                a lane per consumer warp (8)        the query warps       query rows may be overwritten
+// named, kConsumersBarrier  both consumers (256)                the same              exchange, sums
+// named, one per consumer   its threads (128)                   the same              warp maxima, P, zeroed rows of V
+//
+// Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and combining 14,336 + maxima 512 + sums 1,152
 //                 + words 16 + barriers 416 = 231,472 B of 232,448
 // Registers:      168, of which output 64, scores 8
-// Tensor work:    36 + 32 products m64n16k16 a block, bound by reading A from shared memory
+// Tensor work:    36 + 32 products m64n16k16 per block, bound by reading A from shared memory
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode_swapped/compute.cuh"
@@ -23,7 +41,7 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// row_warps: those that copy rows; 0 without kRows.
+// row_warps: warps that copy rows; 0 without kRows.
 __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < SwappedLayout::kSlots; ++s) {
@@ -37,7 +55,7 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared,
   fence_mbarrier_init();
 }
 
-// Loads all blocks, tile by tile, into a ring of tiles as its slots become free: one thread, of kBoxes a warp.
+// One thread, or with kBoxes one warp, loads all blocks tile by tile into the ring.
 // model: swapped_ring
 template <PageForm kForm>
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
@@ -63,7 +81,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
   }
 }
 
-// kCount tiles of a block into the next slots of the ring.
+// Copies kCount tiles of a block into the next slots of the ring.
 // model: swapped_ring
 template <int kCount>
 __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const CacheColumns& from, int bytes,
@@ -81,8 +99,8 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const 
   for (int k = 0; k < kCount; ++k) mbarrier_arrive_after_copies(barriers[k]);
 }
 
-// The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to
-// know that all of what was there before has come.
+// The same for kRows: each of two warps copies half of the rows. One of them arrives at `begun`. If it has begun to
+// load into a slot, everything in the slot before has arrived.
 // model: swapped_ring
 __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared,
                                                   const Tile& tile,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
+// The consumer role of mla_decode: from scores to the stored output.
 #pragma once
 #include "mla/mla_decode/shared.cuh"
 #include "attend/reduce.cuh"
@@ -17,8 +17,8 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// What a lane keeps for max_logits: the largest scores, base 2, that it saw of its two rows. A base without members
-// where tiles have none: an unused member changes how ptxas orders instructions.
+// max_logits: the largest base-2 scores of a lane's two rows. It is an empty base for tiles without max_logits,
+// because an unused member changes the order of instructions that ptxas chooses.
 template <bool kHasMaxLogits>
 struct MaxLogits {};
 template <>
@@ -26,12 +26,11 @@ struct MaxLogits<true> {
   float max_logit[2];
 };
 
-// One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
-// eight columns the two at 2 (lane % 4).
-// kCopied: tiles were written by threads' own copies, not by TMA.
+// One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
+// more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
-  // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
+  // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
 
   const MlaDecodeParams& p;
@@ -41,10 +40,10 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   float output[128];
   float scores[32];
   u32 probabilities[16];
-  float maximum[2];          // base-2 running maximum of both rows
-  float sum[2];              // of the exponentials over the blocks this consumer owns, for the log-sum-exp,
-  float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
-  int limit[2];              // tokens that the two rows see
+  float maximum[2];          // base-2 running maximum of the two rows
+  float sum[2];              // of exponentials of this consumer's blocks, for the log-sum-exp
+  float weight[2];           // of the same as rounded 16-bit probabilities, which normalises the output
+  int limit[2];              // visible tokens of the two rows
 
   __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                       int consumer)
@@ -53,7 +52,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
 
-  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   }
@@ -71,7 +70,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // scores = query x block `t`, asynchronously.
+  // scores = query x block t, asynchronously.
   __device__ __forceinline__ void multiply_query(int t) {
     const u32 stage = shared.stage(consumer);
     const u32 phase = (t / 2) & 1;
@@ -129,7 +128,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
+  // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN.
   __device__ __forceinline__ void clear_values_past(int stage, int valid) {
     const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
     for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
@@ -147,7 +146,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
   }
 
-  // Scores of rows of block t that there are not.
+  // Masks the scores of absent rows.
   __device__ __forceinline__ void mask_absent(int t) {
     const uint4 exist = tile.exist(shared, t);
     const u32 words[4] = {exist.x, exist.y, exist.z, exist.w};
@@ -161,7 +160,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // The running maximum becomes `next`: what was summed up so far is brought to it. Rarely anything to do.
+  // Makes `next` the running maximum, and rescales what was summed so far. It rarely has work.
   __device__ __forceinline__ void rescale(const float (&next)[2]) {
     if (!__any_sync(0xffffffffu, next[0] != maximum[0] || next[1] != maximum[1])) return;
     const float factor[2] = {exp2_approx(maximum[0] - next[0]), exp2_approx(maximum[1] - next[1])};
@@ -175,7 +174,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // Of scores [kFrom, kTo) of a row, as a tree.
+  // Largest of the scores [kFrom, kTo) of a row, as a tree.
   template <int kFrom, int kTo>
   __device__ __forceinline__ float highest_of(int r) const {
     if constexpr (kTo - kFrom == 1)
@@ -184,7 +183,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       return fmaxf(highest_of<kFrom, (kFrom + kTo) / 2>(r), highest_of<(kFrom + kTo) / 2, kTo>(r));
   }
 
-  // The running maximum of the rows with this block's scores: lanes only compare theirs where one has to move.
+  // Computes the new running maximum. Lanes exchange theirs only if one exceeds the slack.
   __device__ __forceinline__ void raise_maximum(float (&next)[2]) {
     float highest[2];
     bool grown = false;
@@ -203,7 +202,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // scores[kFrom, kTo) -> probabilities relative to next, and the sum before they are rounded.
+  // Turns scores [kFrom, kTo) into probabilities relative to `next`, and adds their unrounded values to the sums.
   template <int kFrom, int kTo>
   __device__ __forceinline__ void exponentiate(const float (&next)[2], float (&block_sum)[2]) {
 #pragma unroll
@@ -216,7 +215,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // Probabilities and running maximum, for the other consumer, which may read them when they are published.
+  // Stores probabilities and running maximum for the other consumer, which may read them once they are published.
   __device__ __forceinline__ void leave(const float (&next)[2]) {
     const int store_row = warp * 16 + lane % 16;
     const u32 address = shared.probabilities + store_row * 128;
@@ -230,18 +229,17 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
   __device__ __forceinline__ void publish() {
-    // Every thread that stored a maximum arrives itself: racecheck does not see an order that goes through another
-    // lane.
+    // Each thread that stored a maximum arrives itself: racecheck does not follow an order through another lane.
     fence_proxy_async_shared();
     __syncwarp();
     if (lane % 4 == 0) mbarrier_arrive(shared.probabilities_full(consumer));
   }
 
-  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one
-  // has seen all tiles of the block arrive before, so that they are ours to read, too.
+  // Waits for the other consumer's probabilities of block t, and takes over its running maximum. The barrier also
+  // orders the block's tiles: the other consumer waited for all of them before.
   __device__ __forceinline__ void adopt(int t) {
     mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other's probabilities");  // plant: adopt
-    // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
+    // The lane that later arrives for this row loads, because racecheck needs that; then it shares with its quad.
     float next[2] = {0.0f, 0.0f};
     if (lane % 4 == 0) {
       next[0] = load_shared_float(shared.maximum(1 - consumer, row));
@@ -252,8 +250,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     rescale(next);
   }
 
-  // Block i of the segment, counter t, is this consumer's; with kPrevious, block i - 1 of the other one still waits to
-  // be multiplied here, which runs beside this block's softmax. `scored`: its scores were computed before.
+  // Computes block i of the segment, counter t, which this consumer owns. kPrevious: block i - 1 of the other
+  // consumer is multiplied here beside this block's softmax. `scored`: the scores exist already.
   template <bool kPrevious>
   __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
     if (!scored) multiply_query(t);
@@ -277,8 +275,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     raise_maximum(next);
     exponentiate<0, 16>(next, block_sum);
     if constexpr (kPrevious) {
-      // The other block's product is done about now, and its stage is wanted. A pacing store, which nobody reads, keeps
-      // sixteen exponentials between the product and its wait (docs/kernels/mla.md).
+      // The other block's product ends about here, and its stage should be freed. A pacing store that nothing reads
+      // keeps sixteen exponentials between the product and its wait (docs/kernels/mla.md).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
       warpgroup_wait<0>();
       arrive(shared.free(1 - consumer, consumer));
@@ -286,7 +284,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     exponentiate<16, 32>(next, block_sum);
     leave(next);
     rescale(next);
-    // What can wait is done beside the product, whose operand nobody may read meanwhile.
+    // The sums are computed beside the product, from copies: registers of a wgmma in flight must not be read.
     u32 copies[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
@@ -302,13 +300,13 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       sum[r] += block_sum[r];
       weight[r] += block_weight;
     }
-    // Nor are these sums left for the time after the product: one row's is enough. Others have no register for it.
+    // A pacing store keeps one row's sum before the wait. Other tiles lack the register for it.
     if constexpr (AnyTile::kIsRagged) store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), weight[1]);
     warpgroup_wait<0>();
     arrive(shared.free(consumer, consumer));
   }
 
-  // A block of the other consumer: probabilities from there.
+  // Multiplies a block of the other consumer by its probabilities.
   __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
     adopt(t);
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
@@ -319,22 +317,23 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     arrive(shared.free(1 - consumer, consumer));
   }
 
-  // Whether the other one's probabilities of block t - 1 are seen before rows of block t. Bits do not depend on it.
+  // True if the other consumer's probabilities of block t - 1 arrive before block t. No bit of the result depends on
+  // it.
   __device__ __forceinline__ bool other_comes_first(int t) const {
     bool here = false, other = false;
     while (!here && !other) {
       here = mbarrier_test(shared.full(consumer, tile_in_order(consumer, 1)), (t / 2) & 1);
       if (!here) other = mbarrier_test(shared.probabilities_full(1 - consumer), ((t - 1) / 2) & 1);
     }
-    // Warps agree: each saw for itself.
+    // Warps vote, because each has looked for itself.
     return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(other)
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(other);
   }
 
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
-    const int first = (consumer ^ t) & 1;  // own block
-    // Also without a block to score: or one loader warp could run a segment ahead of the other.
+    const int first = (consumer ^ t) & 1;  // first own block
+    // Also with no block to score. Otherwise one query warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
     if (first >= segment.blocks) arrive(shared.query_free());
     if constexpr (kSharedBlocks) {
@@ -353,7 +352,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       }
       if (i == segment.blocks && i > 0) other_block(segment, i - 1, t + i - 1);
     } else {
-      // The first blocks are scored at once: a short segment must not be a single chain.
+      // Both consumers score their first blocks at once, so that a short segment is not one chain.
       bool scored = first == 1 && segment.blocks > 1;
       if (scored) {
         multiply_query(t + 1);
@@ -370,7 +369,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     }
   }
 
-  // Sums of both consumers; then out and log-sum-exp, or a piece of them.
+  // Adds the sums of both consumers, then stores out and log-sum-exp, or a partial result.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     float total[2], inverse[2], lse[2];
 #pragma unroll
@@ -398,8 +397,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         if (consumer == 0)
           this->max_logit[r] = fmaxf(this->max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
     }
-    consumers_sync();  // the next segment writes there
-    // Said to be rare, for the order in which ptxas has the main loop: ragged queries take 0.5 % less.
+    consumers_sync();  // the next segment overwrites the sums
+    // The hint changes the order of the main loop that ptxas chooses, for the better.
     if (__builtin_expect(segment.split(), 0)) {
       write_piece(segment, inverse, lse);  // plant: piece
       LatentJoiner<T, AnyTile>(
@@ -460,12 +459,12 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
   }
 
-  // Of many lists, where copies and stores wait for each other, the lanes of a quad trade what they have of four groups
-  // of eight columns, so that each has a group. Else lane pairs trade halves of two neighbouring groups: eight bytes a
-  // lane, full 32-byte sectors; more text would cost the main loop of some kernels ten instructions.
+  // Lists with shared blocks: loads and stores compete, so the lanes of a quad exchange words until each has eight
+  // adjacent columns. Otherwise lane pairs exchange halves of two adjacent groups: eight bytes per lane, full sectors
+  // of 32 bytes. More code would cost the main loop of some kernels instructions.
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
     if constexpr (AnyTile::kIsList && kSharedBlocks) {
-      const int quad_lane = copy_of(threadIdx.x) % 4;  // read anew: ptxas would keep it over the blocks
+      const int quad_lane = copy_of(threadIdx.x) % 4;  // loaded anew: ptxas would keep it over the blocks
       const bool odd = quad_lane & 1, high = quad_lane & 2;
       out = copy_of(out + (consumer * 256 + quad_lane * 8) * 2);
       const auto policy = tile.policy(p);
@@ -486,7 +485,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       for (int j = 0; j < 32; j += 2) {
         const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
         const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);  // not trade<1>: its code differs
+        // Not trade<1>, which compiles to other code
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
         if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
       }
     }

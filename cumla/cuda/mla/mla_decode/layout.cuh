@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the decode kernels share: constants, parameters, and which blocks of which request a CTA has.
+// Shared by the MLA kernels: constants, parameters, and the loop over a CTA's segments.
 #pragma once
 #include "attend/softmax.cuh"
 #include "split/division.cuh"
@@ -20,12 +20,12 @@ constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-by
 constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
-constexpr int kConsumerBarrier = kConsumersBarrier + 1;  // named barriers, one for each consumer
+constexpr int kConsumerBarrier = kConsumersBarrier + 1;  // named barriers, one per consumer
 
-// How a block comes from its pages (mla/mla_decode/pages.cuh), which follows from the page size.
+// The ways to load a block from its pages (mla/mla_decode/pages.cuh). It follows from the page size.
 enum PageForm { kPages, kBoxes, kRows };
 
-// Latent or RoPE columns of the query or of the cache. Where both lie in one array, these are views of it.
+// Latent or RoPE columns of the query or of the cache. If one array holds both, these are views of it.
 struct QueryColumns {
   const char* base;
   i64 stride_batch, stride_token, stride_head;  // bytes
@@ -36,14 +36,13 @@ struct CacheColumns {
 };
 
 struct MlaDecodeParams {
-  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle: of kPages one of
-  // all 576 columns (another map that the first loads need costs half a microsecond), of kBoxes one of 512 and one of
-  // 64
+  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle. kPages has one
+  // map of all 576 columns, because the first load waits for its map. kBoxes has one of 512 columns and one of 64.
   TensorMap latent_map, rope_map;
-  // Of kSharedBlocks, by which L2 fetches ahead: dims the same in words of 64 bits, box (all columns, wide_rows, 1, 1),
-  // no swizzle; without the RoPE columns where rope_is_apart.
+  // kSharedBlocks, for prefetches into L2: the same dims in words of 64 bits, box (all columns, wide_rows, 1, 1), no
+  // swizzle. If rope_is_apart, it is without the RoPE columns.
   TensorMap wide_map;
-  CacheColumns latent, rope;  // of kRows
+  CacheColumns latent, rope;  // kRows
   QueryColumns q_latent, q_rope;
   char* out;
   i64 out_stride_batch, out_stride_token, out_stride_head;  // bytes
@@ -51,13 +50,13 @@ struct MlaDecodeParams {
   i64 lse_stride_batch, lse_stride_head, lse_stride_token;  // elements
   const int* block_table;
   i64 block_table_stride;  // elements
-  const Place* places;   // [batch], of the schedule's order; TilePlace where query lengths differ
+  const Place* places;   // [batch], in schedule order; TilePlace if query lengths differ
   const Part* parts_in;
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][unit][3][lane]
   float2* partial_rows;  // [kv head][row tile][part][slot][row]
-  i64 max_tokens;        // of a request: what the block table can name
-  i64 page_entries;      // of the block table, from its first to its last, or of a list of pages
+  i64 max_tokens;        // of a request: the most that the block table can name
+  i64 page_entries;      // entries of the block table, from first to last, or of a page list
   int batch;
   int parts;
   int max_pages;  // of a request: columns of the block table
@@ -65,19 +64,19 @@ struct MlaDecodeParams {
   int page_size;
   int box_rows;
   int wide_rows;
-  int rope_is_apart;  // not after the latent columns of its row
-  int q_len;  // where query lengths differ: of all requests together
+  int rope_is_apart;  // RoPE columns do not follow the latent columns of their row
+  int q_len;  // if query lengths differ: of all requests together
   int heads_per_group;
-  int row_groups;  // of 16 rows in a tile
-  int may_wait;    // all CTAs fit on the GPU at once, so that one may wait for another
+  int row_groups;  // of 16 query rows, in a tile
+  int may_wait;    // all CTAs are resident at once, so that one may wait for another
   int causal;
   int out_is_float;
   float scale_log2;  // softmax_scale * log2(e)
   Divisor by_heads_per_group, by_page_size, by_num_heads, by_q_len;
-  int batch_invariant;  // requests are cut at fixed places, one of them into any number of pieces
-  float empty_lse;      // log-sum-exp of a row that sees nothing: an infinity
+  int batch_invariant;  // requests are split at fixed positions, into any number of segments
+  float empty_lse;      // log-sum-exp of a row that sees no key: an infinity
   int sink_in_lse;
-  const float* sinks;  // of lists: a score of each head that has no value; null for none
+  const float* sinks;  // lists: a score per head without a value; null: none
   i64 sinks_stride;    // elements
 };
 
@@ -87,16 +86,17 @@ __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const Tile&, co
 }
 __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTile& tile, const Segment&, u32 entry) {
   const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
-  return at < static_cast<u64>(p.page_entries) ? p.block_table[at] : -1;  // a list may be shorter than it should be
+  // A page list may be shorter than kv_indptr says
+  return at < static_cast<u64>(p.page_entries) ? p.block_table[at] : -1;
 }
 
-constexpr int kJoinSpace = 16384;  // of a warp that joins: a unit of 32 columns of eight pieces and more
+constexpr int kJoinSpace = 16384;  // of a combining warp: room for a unit of eight partial results
 static_assert(4 * kJoinSpace <= kRopeTile * kTileBytes, "four warps use a stage, without its last tile");
 
 template <typename T, typename AnyTile>
 using LatentJoiner = Joiner<T, kValueDim, kJoinSpace, true, MlaDecodeParams, AnyTile>;
 
-// The threads of one consumer meet.
+// Barrier of the threads of one consumer.
 __device__ __forceinline__ void consumer_sync(int consumer) {
   if (consumer == 0)
     named_barrier_sync<kConsumerBarrier, kWarpgroup>();
@@ -104,12 +104,12 @@ __device__ __forceinline__ void consumer_sync(int consumer) {
     named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
 }
 
-// Order in which the tiles of a block are wanted and become free: RoPE, the owner's half of V, the other half.
+// Order in which the tiles of a block are used and freed: RoPE, the owner's half of V, the other half.
 __device__ __forceinline__ int tile_in_order(int owner, int i) {
   return i == 0 ? kRopeTile : (i - 1) ^ (owner * kHalfTiles);
 }
 
-// By a warpgroup that computes: its segments, one after the other.
+// A consumer warpgroup computes its segments in order.
 template <typename Consumer, typename Layout, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
                                         const Part& part, int last_place, int warpgroup) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loading roles of the decode kernels share: the order of the blocks, early fetches, the query rows.
+// Shared by the loading roles: the order of blocks, early prefetches, query rows.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "ptx/copy.cuh"
@@ -13,19 +13,19 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// Where a token lies: a page, and the row in it. No page, -1, brings zeros.
+// The page and row of a token. Page -1 loads zeros.
 struct PageRow {
   int page, row;
 };
 
-// Walks over every kStep-th block (1 or 2) of this CTA's sequence.
+// Iterates over every kStep-th block (1 or 2) of this CTA's sequence.
 template <int kStep, typename AnyTile>
 struct BlockCursor {
   const MlaDecodeParams& p;
   typename AnyTile::Held tile;
   const Part& part;
   const int last_place, parity;
-  int place, i, t;  // block i of the segment at a place; t: blocks of the segments before it
+  int place, i, t;  // block i of the segment at `place`; t: blocks of earlier segments
   Segment segment;
 
   __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const AnyTile& tile, const Part& part,
@@ -42,9 +42,8 @@ struct BlockCursor {
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return place <= last_place; }
-  // Page and row of the block's token `offset`, 0 for whole pages. The block table is not read past the end of the
-  // request. With pages of 64 a shift finds the entry: with 128 heads the few instructions of a division by product
-  // show in the time of a block.
+  // Page and row of the block's token `offset` (0 for kPages). It never reads the block table past the end of the
+  // request. With pages of 64 a shift replaces the division, whose instructions are visible in the time of a block.
   template <PageForm kForm>
   __device__ __forceinline__ PageRow row_of(int offset) const {
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
@@ -67,11 +66,10 @@ struct BlockCursor {
   }
 };
 
-// Prefetches into L2 what the first loads depend on, one after the other: the part, the lengths, and a few lines of the
-// block table a CTA, as far as a few instructions go.
+// Has L2 fetch what the first loads depend on: the part, the lengths, and a few lines of the block table per CTA.
 template <typename AnyTile>
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
-  constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
+  constexpr int kLine = 32, kPlaces = 16;  // entries of a line of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   if (AnyTile::kIsRagged) {
     if (thread == 1)
@@ -88,7 +86,7 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
   if (thread * kPlaces < p.batch) prefetch_l2(p.places + thread * kPlaces);
 }
 
-// 64 columns, 128 bytes, of a query row.
+// Address of 64 columns, 128 bytes, of a query row.
 __device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int column, int request, int token,
                                                   int head) {
   const bool rope = column == kRopeTile;
@@ -96,8 +94,8 @@ __device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int 
   return q.base + request * q.stride_batch + token * q.stride_token + head * q.stride_head + (rope ? 0 : column * 128);
 }
 
-// Prefetches all query rows into L2 if they are few; the CTAs share them. Which request they belong to is known only
-// one load later. `requests`: of q_len tokens each.
+// Has L2 fetch all query rows if they are few; the CTAs share them. The CTA's own request is known only one load
+// later. `requests` have q_len tokens each.
 template <bool kHasRope>
 __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int requests, int thread, int threads) {
   constexpr int kLines = kHasRope ? kTiles : kRopeTile;  // of a row
@@ -117,7 +115,7 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int r
 template <PageForm kForm, typename AnyTile, typename Layout>
 __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared, int row_warps) {
   const int warp = threadIdx.x / 32;
-  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
+  // A prefetch returns no value, so an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
   if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
   if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
@@ -130,7 +128,7 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
 }
 
-// Some warps, kLoaders, begin to copy the query rows of a request; eight lanes a row, 16 bytes each.
+// kLoaders warps issue the copies of a request's query rows: eight lanes per row, 16 bytes each.
 template <int kQueryRows, int kLoaders = 2, typename Layout, typename AnyTile>
 __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                            int request,
@@ -151,7 +149,7 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
   }
 }
 
-// Two warps: the query rows of all requests.
+// Two warps load the query rows of all requests.
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
                                            const Part& part, int last_place, int loader) {

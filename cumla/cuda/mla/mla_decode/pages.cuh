@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a block of 64 tokens comes from its pages into tiles of shared memory:
+// The ways to load a block of 64 tokens from its pages into tiles of shared memory:
 //
-//   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile
-//   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of this many rows, loaded by a warp whose
-//           lanes look up where the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows
-//           of a larger one do.
-//   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
+//   kPages  pages of a multiple of 64 tokens, all columns in one array (FP8 caches: up to three): one box per tile
+//   kBoxes  page sizes that share 8, 16, 32 or 64 tokens with 64: boxes of that many rows. The lanes of a warp look up
+//           where boxes are. The swizzle has a period of eight rows, so boxes form the tile of one large box.
+//   kRows   any other page size: eight lanes copy a row, 16 bytes each, and swizzle it
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/load.cuh"
@@ -26,8 +25,8 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Starts the loads of 64 columns of a block; with kBoxes each lane loads its own box. Rings are bound by memory and
-// faster this way than through Boxes. `rope`: the columns are the RoPE ones, known at compile time.
+// Issues the loads of 64 columns of a block. kBoxes: each lane loads its own box, which is faster than Boxes for
+// memory-bound rings. `rope`: the columns are RoPE, known at compile time.
 template <PageForm kForm>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                           const PageRow& from) {
@@ -44,7 +43,7 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
   }
 }
 
-// Page and row of each of the block's kCount boxes. Lane i looks up box i; shuffles then give every lane all of them,
+// Page and row of each of the block's kCount boxes. Lane i looks up box i. Shuffles then give every lane all boxes,
 // before the wait for a free stage.
 template <int kCount>
 struct Boxes {
@@ -58,8 +57,7 @@ struct Boxes {
     }
   }
 
-  // Begins to load some tiles, from column x of a map on, which lie one after the other, as do their barriers; by one
-  // lane.
+  // One lane issues the loads of kLoaded consecutive tiles with consecutive barriers, from column x of the map on.
   template <int kLoaded>
   __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
 #pragma unroll 1
@@ -76,8 +74,8 @@ struct Boxes {
   }
 };
 
-// The share of a block that a CTA prefetches into L2: every step-th box or row from `first` on. The last two row tiles
-// of a request share the prefetch, because they see most under a causal mask.
+// The share of a block that a CTA prefetches into L2: every step-th box or row from `first` on. The last two row
+// tiles of a request share the prefetch, because they see the most tokens under a causal mask.
 struct FetchShare {
   int first, step;  // step 1 or 2
 };
@@ -89,19 +87,19 @@ __device__ __forceinline__ FetchShare share_of_tile(int behind, int tiles) {
 __device__ __forceinline__ FetchShare share_of_grid() { return share_of_tile(gridDim.x - 1 - blockIdx.x, gridDim.x); }
 // model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const Tile&) { return share_of_grid(); }
-// With ragged queries a request may have only one tile: then nothing is prefetched, as in the kernels for one tile.
+// A request with ragged queries may have only one tile: then there is no prefetch, as in kernels for one tile.
 // model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const RaggedTile& tile) {
   const int rows = tile.q_len * p.heads_per_group;
   return share_of_tile(rows > kRowTile ? (rows - 1 - tile.first_row) / kRowTile : 2, 2);
 }
 
-// One warp prefetches its share of a block into L2. Every box occupies the copy engine and delays the loads that
-// consumers wait for, so these boxes are as wide as rows.
+// One warp prefetches its share of a block into L2. Each box occupies TMA, and delays loads that consumers wait for.
+// So these boxes are as wide as rows.
 // model: fetching_ahead
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const FetchShare& share, const PageRow& from) {
-  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes are halves of it
+  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // wide boxes are then halves of the block
 #pragma unroll 1
   for (int i = share.first; i * p.wide_rows < kBlockTokens; i += share.step) {
     const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
@@ -115,15 +113,15 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const F
   }
 }
 
-// The request at which this CTA's part begins if all requests have the same length and enough blocks.
+// The request of this CTA's part if all requests have the same length and enough blocks.
 __device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
   const u32 batch = p.batch, parts = p.parts;
   return min(2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts), batch - 1);
 }
 
-// One warp prefetches this CTA's share of its first block into L2, for whole pages. The loader takes longer, because it
-// decodes the whole record of the part before its first load. Block table entries of the guessed request are read
-// together with the record; if the guess is wrong the entry is read again.
+// One warp prefetches this CTA's share of its first block into L2, for whole pages. The loader is later, because it
+// decodes the whole part record first. The block table entries of the guessed request are loaded together with the
+// record. If the guess is wrong, the entry is loaded again.
 __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   constexpr int kLines = 4;  // of 32 entries
   const u32 guess = first_request_guessed(p);
@@ -136,7 +134,7 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
     entries[k] = 0;
     if (lane + 32 * k < p.max_pages) entries[k] = p.block_table[guess * p.block_table_stride + lane + 32 * k];
   }
-  // place, block, request and tokens; place and block where the part ends
+  // begin: place, block, request and tokens; end: place and block of the end of the part.
   const u32 request = min(max(static_cast<int>(begin.z), 0), p.batch - 1);
   const u32 block = max(static_cast<int>(begin.y), 0), token = block * kBlockTokens;
   const i64 tokens = min(static_cast<i64>(static_cast<int>(begin.w)), p.max_tokens);
@@ -152,20 +150,21 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   prefetch_block<kPages>(p, share_of_grid(), {page, static_cast<int>(token - entry * p.page_size)});
 }
 
-// Copies a share of the rows of every block; kWarps warps each have one. Lane i, modulo the share, looks up row i, two
+// Copies a share of the rows of every block, for one of kWarps warps. Lane i, modulo the share, looks up row i two
 // blocks ahead.
 template <typename AnyTile, int kWarps = 2>
 struct RowCopier {
   static constexpr int kShare = kBlockTokens / kWarps;
-  static constexpr int kOwn = kShare / 4;  // rows of which a lane copies something
+  static constexpr int kOwn = kShare / 4;  // rows of which a lane copies 16 bytes
 
   const MlaDecodeParams& p;
   const int lane, first_row;
-  // Of this lane's first 16 bytes in a tile; through a shuffle, or it would be computed anew for each copy.
+  // Offset of this lane's first 16 bytes in a tile. The shuffle stops the compiler from computing it anew for each
+  // copy.
   const u32 corner;
   BlockCursor<1, AnyTile> ahead;
   PageRow now, next, later;
-  // Of a lane's next 16 bytes of its rows; bit 4 i of exist: there is an i-th one. See locate.
+  // Addresses of this lane's next 16 bytes of its rows. Bit 4 i of `exist`: row i exists. See locate.
   const char* sources[kOwn];
   u32 exist;
 
@@ -180,7 +179,7 @@ struct RowCopier {
     later = find();
   }
 
-  // Row -1, of all lanes, where there is no block.
+  // Returns row -1 in all lanes if there is no block.
   __device__ __forceinline__ PageRow find() {
     if (!ahead.valid()) return {-1, -1};
     const PageRow at = ahead.template row_of<kRows>(first_row + lane % kShare);
@@ -188,7 +187,7 @@ struct RowCopier {
     return at;
   }
 
-  // Goes on to the next block, if there is one.
+  // Advances to the next block; false if there is none.
   __device__ __forceinline__ bool take() {
     if (next.row < 0) return false;
     now = next;
@@ -197,14 +196,13 @@ struct RowCopier {
     return true;
   }
 
-  // Bytes from the first row of the cache; -1 for a row that is to be zeros.
+  // Byte offset of a row in the cache; -1 if it is to be zeros.
   __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
     if (static_cast<u32>(at.page) >= p.num_pages) return -1;
     return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
   }
 
-  // Copies 128 bytes of each of this warp's rows, from byte `bytes` of the row on, into each of some tiles,
-  // asynchronously.
+  // Issues copies of 128 bytes of each of this warp's rows, from byte `bytes` on, to each of the given tiles.
   // model: fp8_data
   template <int kCount>
   __device__ __forceinline__ void copy(const CacheColumns& from, int bytes, const u32 (&tiles)[kCount]) const {
@@ -223,8 +221,8 @@ struct RowCopier {
     }
   }
 
-  // The same in two steps, for kernels in which a copy must not wait for addresses: this one finds where the rows
-  // begin, then any number of copies may follow.
+  // The same in two steps, so that a copy does not wait for addresses: locate() finds the rows, then any number of
+  // copies follow.
   __device__ __forceinline__ void locate(const CacheColumns& from) {
     const i64 offset = offset_of(from, now);
     const char* const own = from.base + max(offset, i64{0});
@@ -235,8 +233,8 @@ struct RowCopier {
       sources[i] = reinterpret_cast<const char*>(source) + lane % 8 * 16;
     }
   }
-  // Copies into kCount consecutive tiles. A lane's rows are 4 apart, so its swizzled chunk alternates between two
-  // addresses. Each has its own register: overwriting one that a pending copy still reads would stall.
+  // Copies to kCount consecutive tiles. A lane's rows are 4 apart, so its swizzled chunk alternates between two
+  // addresses. Each has its own register: overwriting one that a pending copy reads would stall.
   template <int kCount, int kBytes = 0>
   __device__ __forceinline__ void copy_located(u32 tiles) const {
     const u32 even = tiles + corner, odd = even ^ 64;
@@ -252,8 +250,8 @@ struct RowCopier {
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Prefetches this CTA's share of the block after next into L2. With ragged queries `ahead` has moved on by then: at
-  // the last block of a place the share is that of the next place's tile, which costs time at most.
+  // Prefetches this CTA's share of the block after next into L2. With ragged queries `ahead` may be at the next place
+  // by then, so its tile gives the share; that can only cost time.
   // model: fetching_ahead
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);

@@ -28,22 +28,22 @@ struct SharedLayout {
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
-  // Barriers: a tile of a stage is loaded, of Consumer::kByHalves all of the half that begins with it; a half (0, 1: V
-  // columns; 2: RoPE) is free again; P of a consumer is written.
+  // Barriers (table: mla/mla_decode.cu). full: a tile is loaded; with Consumer::kByHalves, the half that begins with
+  // it. free: halves 0 and 1 of V, and 2, the RoPE tile.
   __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
   __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
   __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
   __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
-  // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads
-  // of a joining CTA must agree on.
+  // Written only, within a segment: see Consumer::own_block. Between segments the first two words belong to
+  // JoinSpace.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
-  // Where tiles have max_logits: those of consumer 1, at the end of a segment.
+  // max_logits: those of consumer 1, at the end of a segment.
   __device__ __forceinline__ u32 max_logit(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
 };
 
-// One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. `first` and `second`
-// arrive for a KV tile of either half, `query` for query rows.
+// One thread initialises all barriers, because the hardware serialises such stores. `first` and `second`: arrivals
+// for a tile of either half; `query`: for query rows.
 __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int first, int second, int query) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {

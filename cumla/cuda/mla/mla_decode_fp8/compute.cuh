@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_decode_fp8: one consumer warpgroup, over the blocks of a segment, with both products of
-// each (mla/mla_decode_fp8/softmax.cuh has what comes between them, mla/mla_decode_fp8/finish.cuh what comes after the
-// last block).
+// The consumer role of mla_decode_fp8: the blocks of a segment, with both products. softmax.cuh has what is between
+// the products, finish.cuh the end of a segment.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "mla/mla_decode_fp8/products.cuh"
@@ -28,9 +27,10 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   using Softmax::read_kv_scale, Softmax::row_of, Softmax::own_token, Softmax::scale_of, Softmax::value_tile;
   using Softmax::begin, Softmax::mask_scores, Softmax::weigh;
   using Softmax::Softmax;
-  static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
+  // Registers suffice for a tile ahead, and for two groups of columns at once
+  static constexpr bool kRoomy = kQueryRows == 16;
 
-  // d (+)= a step of K x query.
+  // d (+)= half a tile of K x query.
   __device__ __forceinline__ void multiply_step(float (&d)[kSums], const KeyTile& keys, int half,
                                                 u32 (&a)[kStepRegisters],
                                                 int query_tile, bool accumulate) const {
@@ -46,7 +46,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_commit();
   }
 
-  // scores (+)= sums of e4m3 columns, `low` and `high` being the scales of this thread's two tokens.
+  // scores (+)= sums of e4m3 columns. `low` and `high` are the scales of this thread's two tokens.
   template <bool kFirst>
   __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
 #pragma unroll
@@ -62,13 +62,13 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     }
   }
 
-  // Of kv_scale; scales of tokens and groups of columns are as they are.
+  // Bounds factors that include kv_scale. Scales of tokens and groups stay as they are.
   template <bool kFirst>
   __device__ __forceinline__ static float bounded(float factor) {
     return kGrouped && !kFirst ? factor : fminf(factor, kMaxFactor);
   }
 
-  // Scores, in base 2, begin as those of the RoPE columns.
+  // Starts the base-2 scores with the RoPE columns.
   __device__ __forceinline__ void multiply_rope(u32 rope) {
     if (!Layout::kWhole && params.rope_is_fp8) {
       KeyTile keys;
@@ -91,7 +91,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     }
   }
 
-  // RoPE columns of 16 bits: fragments as well, for the order of the tokens.
+  // RoPE columns of 16 bits. They also go through registers, because of the order of tokens.
   // model: fp8_data
   __device__ __forceinline__ void multiply_rope_16(u32 rope) {
     const int token = token_at(warp * 16 + lane % 16);
@@ -109,11 +109,11 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
                                k > 0);
   }
 
-  // Where the bytes of K of this thread's two tokens begin: eight rows are a period of the swizzle.
+  // Offset of the K bytes of this thread's two tokens. The swizzle has a period of eight rows.
   // model: fp8_data
   __device__ __forceinline__ u32 key_offset() const { return Layout::chunk_of(own_token(), lane % 4); }
 
-  // Their bytes of 64 columns of K.
+  // Loads the bytes of 64 columns of K of these tokens.
   // model: fp8_data
   __device__ __forceinline__ static void load_keys(KeyTile& keys, u32 source, int tile) {
     keys.load<Layout::kRowBytes>(Layout::chunk_of_tile(source, tile));
@@ -126,7 +126,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     mbarrier_wait(shared.full(s), phase, "a KV block");
     multiply_rope(slot + Layout::kRopeOffset);
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
-    // Of sums: those of a group are added to the scores beside the next one.
+    // The sums of a group are added to the scores beside the next group.
     constexpr int kSets = kGrouped && kRoomy ? 2 : 1;
     float sums[kSets][kSums];
     u32 a[2][kStepRegisters];
@@ -136,7 +136,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     for (int k = 0; k < kValueTiles; ++k) {
       const int group = k / kTilesOfGroup;
       KeyTile next;
-      // Nothing to wait for, but without it ptxas spills registers of 32 query rows.
+      // The block is loaded already; without this wait ptxas spills registers for 32 query rows.
       if (!kRoomy && k + 1 == kValueTiles / 2) mbarrier_wait(shared.full(s), phase, "a KV block");
       if (kRoomy && k + 1 < kValueTiles) load_keys(next, source, k + 1);
 #pragma unroll
@@ -167,7 +167,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     add_to_scores<false>(sums, scale_of(slot, group, 0), scale_of(slot, group, 1));
   }
 
-  // 32 tokens of 64 columns of V, of 16 columns a row a lane.
+  // Loads 32 tokens of 64 columns of V; a lane's row address covers 16 columns.
   // model: fp8_data
   __device__ __forceinline__ void load_values(u32 (&words)[4], u32 source, int step) const {
     load_matrix_x4_transposed(
@@ -178,7 +178,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   // model: fp8_segments, fp8_data
   __device__ __forceinline__ void multiply_values(u32 s) {
     const u32 slot = shared.slot(s);
-    const u32 source = slot + Layout::chunk_of(token_at(lane), warp);  // 32 rows are periods of the swizzle
+    const u32 source = slot + Layout::chunk_of(token_at(lane), warp);  // the swizzle repeats after 32 rows
     u32 a[2][kStepRegisters], words[4];
     load_values(words, source, 0);
 #pragma unroll
@@ -207,12 +207,12 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     if (lane == 0) mbarrier_arrive(shared.free(s));  // plant: slot read
   }
 
-  // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is
-  // NaN. Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's
-  // scales clears these; others read them after a meeting (weigh).
+  // Clears the tokens past the end of a block with `valid` ones. They may hold NaN; their probabilities are 0, but 0
+  // x NaN is NaN. Each thread clears the K bytes that only it has read. One of the four threads that read a token's
+  // scales clears these; other threads read them after a barrier (weigh).
   // model: fp8_data
   __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
-    __syncwarp();  // all four have read the scales
+    __syncwarp();  // all four threads have read the scales
 #pragma unroll 1
     for (int token = own_token(), eight = 0; eight < 2; token += 8, ++eight) {
       if (token < valid) continue;
@@ -224,12 +224,12 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     }
   }
 
-  // Returns how many blocks there were. t: those of the segments before. What both consumers leave for each other at
-  // the end of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added
-  // it up. Of kRows tokens past the end are zeros already (load_kv_fp8): only their scores need a mask.
+  // Returns the number of blocks. t: blocks of earlier segments. Hazard: the exchange at the end of a segment
+  // overlaps this one's probabilities and sums. So no consumer starts before all warps have added up. With kRows,
+  // tokens past the end are zeros already (load_kv_fp8), and only their scores are masked.
   // model: fp8_segments
   __device__ __forceinline__ int compute(const Segment& segment, int t) {
-    // With one query, that it is there says as much.
+    // With one query buffer, query_full implies it.
     if (Layout::kQueries > 1 && n > 0)  // plant: end of the segment before
       mbarrier_wait(shared.query_free(n - 1), Layout::phase_of(n - 1), "the end of the segment before");
     begin();

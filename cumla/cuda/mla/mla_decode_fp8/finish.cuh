@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a segment in mla_decode_fp8: what both consumers have is added up, each its half of the columns of V, and
-// becomes out and log-sum-exp, or a piece of them.
+// The end of a segment in mla_decode_fp8: both consumers' results are added up, half of V's columns each, and stored
+// as out and log-sum-exp, or as a partial result.
 #pragma once
 #include "mla/mla_decode_fp8/compute.cuh"
 #include "attend/reduce.cuh"
@@ -20,8 +20,8 @@ template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Finisher {
   using Consumer = Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile>;
   static constexpr int kOwn = Consumer::kOwn;
-  static constexpr int kRounds = kQueryRows / 16;      // in which consumers trade halves
-  static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: for each group of columns in a half
+  static constexpr int kRounds = kQueryRows / 16;      // in which consumers exchange halves
+  static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: one per group of columns in a half
 
   Consumer& of;
   const Segment& segment;
@@ -30,11 +30,11 @@ struct Fp8Finisher {
   const AnyTile& tile = of.tile;
   const int consumer = of.consumer, warp = of.warp, lane = of.lane;
 
-  // By all threads of both consumers. `more`: the CTA has another segment to do.
+  // Called by all threads of both consumers. `more`: the CTA has another segment.
   // model: fp8_segments
   __device__ __forceinline__ void finish(bool more) {
     leave_sums();
-    consumers_sync();  // nobody needs query and probabilities any more
+    consumers_sync();  // query and probabilities are no longer used
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
@@ -78,7 +78,8 @@ struct Fp8Finisher {
   }
   __device__ __forceinline__ static void keep(u32 from, u32 to) { store_shared_float(to, load_shared_float(from)); }
 
-  // The factors of what this consumer has and of what it gets, all normalised and scaled; and the log-sum-exp.
+  // Computes the factors of this consumer's sums and of those that it receives, with normalisation and scale, and the
+  // log-sum-exp.
   __device__ __forceinline__ void find_factors(int first, float (&own)[kSets][4], float (&other)[kSets][4]) const {
     const bool writes = consumer == 0 && warp == 0 && lane < 4;
 #pragma unroll
@@ -105,7 +106,7 @@ struct Fp8Finisher {
     }
   }
 
-  // To what a consumer's sums of columns of this consumer's half are relative.
+  // The reference of a consumer's sums for the columns of this consumer's half.
   __device__ __forceinline__ float reference_of(int whose, int set, int row) const {
     return load_shared_float(kGrouped ? shared.last_group_reference(whose, consumer * 2 + set, row)
                                       : shared.last_reference(whose, row));
@@ -116,7 +117,7 @@ struct Fp8Finisher {
     return (v.x + v.y) + (v.z + v.w);
   }
 
-  // This consumer's half of the output, of 16 query rows: of both.
+  // Adds the other consumer's output to this consumer's half, for 16 query rows.
   // model: fp8_segments
   __device__ __forceinline__ void add_up(int round, const float (&all_own)[kSets][4],
                                          const float (&all_other)[kSets][4]) const {
@@ -124,7 +125,7 @@ struct Fp8Finisher {
     for (int i = 0; i < 8; ++i) {
       float* const v = of.output[i / 2] + round * 8 + i % 2 * 4;
       const float4 theirs = load_shared_float4(shared.exchange(of.n, 1 - consumer, i));
-      const int row = i % 2 * 2, set = kGrouped ? i / 4 : 0;  // two float4 of 64 columns
+      const int row = i % 2 * 2, set = kGrouped ? i / 4 : 0;  // 64 columns are two float4
       const float(&own)[4] = all_own[set], (&other)[4] = all_other[set];
       v[0] = v[0] * own[row] + theirs.x * other[row];
       v[1] = v[1] * own[row + 1] + theirs.y * other[row + 1];
@@ -140,7 +141,7 @@ struct Fp8Finisher {
       store_lse(p, tile, segment.request, Row(p, tile, row), lse);
   }
 
-  // A thread has, of each 64 columns, two neighbouring ones: 2 (lane / 4) of a warp's 16.
+  // A thread has two adjacent columns of each 64: 2 (lane / 4) of its warp's 16.
   __device__ __forceinline__ void write_output() const {
     if (segment.split())
       write_transposed_piece<kRounds, true>(p, tile, segment, of.output, consumer, warp, lane);
@@ -149,9 +150,9 @@ struct Fp8Finisher {
       for (int i = 0; i < 2 * kRounds; ++i) write_rows(8 * i, 4 * i);
   }
 
-  // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1]
-  // and v[3] of the next. In 16 bits lanes trade with the one that has the neighbouring columns: eight bytes a lane,
-  // full 32-byte sectors.
+  // Stores this thread's two rows from `first` on, whose accumulators begin at `at`: v[0] and v[2] of one row, v[1]
+  // and v[3] of the next. With 16 bits, lanes with adjacent columns exchange words: eight bytes per lane, full
+  // sectors of 32 bytes.
   // model: fp8_data
   __device__ __forceinline__ void write_rows(int first, int at) const {
     const bool odd = lane / 4 % 2;

@@ -11,28 +11,28 @@ namespace cumla::mla {
 
 using namespace split;
 
-constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
+constexpr int kScaleGroups = 4;  // of 128 latent columns, each with its own scale
 constexpr int kValueTiles = kValueDim / 64;
 // model: fp8_data
-constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
-// A packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
+constexpr int kRawColumns = 128;  // of a tile of 8-bit numbers, which has kTileBytes
+// Layout of a packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
 // model: fp8_data
 constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups,
               kPackedBytes = kPackedRope + 128;
 
-// Beside the forms of mla/mla_decode/pages.cuh two of this kernel: 64 packed rows of a page, as they lie there, and
-// packed rows that come one by one, of which some may not be there.
+// Two more forms than mla/mla_decode/pages.cuh has. kPacked: 64 consecutive packed rows of a page. kPackedRows:
+// packed rows that are loaded one by one, of which some may be absent.
 constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1), kPackedRows = static_cast<PageForm>(kRows + 2);
 
 struct MlaDecodeFp8Params {
-  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, boxes 128 bytes wide, swizzled
-  CacheColumns scales;     // of a token, one for each group of columns; none without kGrouped
-  const float* kv_scale;   // factor of e4m3 columns without such scales; null: it is kv_scale_value
+  MlaDecodeParams decode;  // e4m3 latent columns; kPages: swizzled boxes of 128 bytes
+  CacheColumns scales;     // per token, one per group of columns; unused without kGrouped
+  const float* kv_scale;   // factor of e4m3 columns that have no such scales; null: kv_scale_value
   float kv_scale_value;
-  int rope_is_fp8;       // or else bfloat16
-  TensorMap scales_map;  // of kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
-  // Of kPackedRows decode.latent are whole rows, and decode.rope is what stands for one that is not there.
-  // Of kPacked decode.latent_map is that of whole rows, in words: dims (164, page_size, ...), box (164, 64, 1, 1).
+  int rope_is_fp8;       // else bfloat16
+  TensorMap scales_map;  // kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
+  // kPackedRows: decode.latent has whole rows, and decode.rope stands in for absent ones. kPacked: decode.latent_map
+  // has whole rows in words: dims (164, page_size, ...), box (164, 64, 1, 1).
 };
 
 // Row tiles of kQueryRows: grid = (row tiles of a kv head, parts, kv heads).
@@ -46,8 +46,8 @@ struct QueryTile : Tile {
   }
 };
 
-// Where query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second
-// half may have no rows; its CTA then has no blocks, and pieces that count for nothing.
+// If query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second
+// half may have no rows. Its CTA then has no blocks, and its partial results have weight 0.
 struct HalfTile : RaggedTile {
   using Held = HalfTile;
   static constexpr int kHalf = kRowTile / 2;
@@ -71,46 +71,44 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
   return segment;
 }
 
-// Which token's columns the fragments of a block have as one of its 64 rows: neighbours are four tokens apart.
+// The token of row `place` of a block's fragments: adjacent rows are four tokens apart.
 // model: fp8_segments, fp8_data
 __device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
 
-// A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of
-// 8 or 16 bits, 16 bytes of scales a token. Tiles have rows of 128 bytes, whose eight chunks of 16 are swapped, each
-// row in its way (chunk_of): eight rows of one chunk (ldmatrix) meet in no bank, nor do the same four of a row and of
-// the one four after it (fragments of K). Of RoPE columns of 8 bits a row has half of the chunks.
+// A slot of the ring holds a block in the order of the cache: four tiles of latent columns, a tile of RoPE columns of
+// 8 or 16 bits, 16 bytes of scales per token. Tiles have rows of 128 bytes with swizzled chunks of 16 (chunk_of). No
+// bank conflict arises between eight rows of a chunk (ldmatrix), or between four chunks of rows r and r + 4
+// (fragments of K). RoPE rows of 8 bits have half of the chunks.
 //
-// Of kPacked it holds whole rows, one after the other. 656 bytes are five times all banks and 16 bytes: the same meet
-// in no bank without being swapped.
+// kPacked holds whole rows. A pitch of 656 bytes is five times all banks and 16 bytes, so no swizzle is needed.
 // model: fp8_segments, fp8_data
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 struct Fp8Layout {
   static constexpr bool kWhole = kForm == kPacked || kForm == kPackedRows;
-  static constexpr int kSlots = 4;                              // even: a slot always meets the same consumer
-  static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // from a token's latent columns to the next one's
+  static constexpr int kSlots = 4;                              // even, so that a slot always has the same consumer
+  static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // pitch of the tokens' latent columns
   static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;
   static constexpr int kScalesOffset = kWhole ? kPackedScales : kRopeOffset + kTileBytes;
-  static constexpr int kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;  // from a token's to the next one's
+  static constexpr int kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;  // pitch of the tokens' scales
   static constexpr int kSlotBytes =
       kWhole ? kBlockTokens * kPackedBytes : kScalesOffset + (kGrouped ? kBlockTokens * kNextScales : 0);
   static constexpr int kQueryTileBytes = kQueryRows * 128;  // 64 columns
-  // Tiles a consumer; where a slot has RoPE columns as a tile, two more lie in place of that.
+  // Probability tiles per consumer. If a slot has a RoPE tile, two more replace that.
   static constexpr int kOwnProbabilities = kWhole ? kScaleGroups : 2;
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
-  // Of 16 rows there is room for the next segment's query, too. Exchanges take the place of a query and of
-  // probabilities.
+  // With 16 rows there is also room for the next segment's query. Exchanges overlap a query and probabilities.
   static constexpr int kQueries = kQueryRows == 16 ? 2 : 1;
   static constexpr int kAllProbabilities = 2 * kOwnProbabilities * kQueryTileBytes;
   static constexpr int kProbabilityBytes =
       kAllProbabilities > kExchangeBytes - kQueryBytes ? kAllProbabilities : kExchangeBytes - kQueryBytes;
-  static constexpr int kMaxima = kGrouped ? 1 + kScaleGroups : 1;  // of a query row and warp
+  static constexpr int kMaxima = kGrouped ? 1 + kScaleGroups : 1;  // per query row and warp
   static constexpr int kWarps = 2 * kWarpgroup / 32;
   static_assert(kWarps * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
-  static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
+  static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // per query row and consumer
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
   static constexpr int kRowFloats = (kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;
-  static constexpr int kExistBytes = kForm == kPackedRows ? kSlots * 8 : 0;  // a bit a row
+  static constexpr int kExistBytes = kForm == kPackedRows ? kSlots * 8 : 0;  // a bit per row
   static constexpr int kBytes = kSlots * kSlotBytes + kQueries * kQueryBytes + kProbabilityBytes +
                                 kRowFloats * kQueryRows * 4 + 16 + kExistBytes + (2 * kSlots + 2 * kQueries) * 8;
 
@@ -125,43 +123,42 @@ struct Fp8Layout {
         barriers(words + 16 + kExistBytes) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
-  // Where, in a slot, a chunk of 16 bytes of the first 128 of a token lies.
+  // Offset in a slot of a chunk of 16 bytes among the first 128 bytes of a token.
   __device__ __forceinline__ static u32 chunk_of(int token, int chunk) {
     return token * kRowBytes + (kWhole ? chunk * 16 : (chunk ^ (token & 7)) << 4);
   }
-  // From a chunk of the first 64 latent columns of a block to the same one of the `tile`-th 64.
+  // Moves from a chunk of the first 64 latent columns to the same chunk of the `tile`-th 64.
   __device__ __forceinline__ static u32 chunk_of_tile(u32 chunk, int tile) {
     return kWhole ? chunk + tile * 64 : (chunk ^ (tile & 1) << 6) + (tile >> 1) * kTileBytes;
   }
-  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE tile of a slot is in use no
-  // more.
+  // Transposed: 64 tokens per query row, for a group of columns. The RoPE tile of the slot is no longer used then.
   __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {
     return kWhole || group < kOwnProbabilities
                ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
                : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
   }
-  // The query of a segment, counted from a part's first one: probabilities lie between the two.
+  // The buffer and phase of query n, counted over the segments of a part. Probabilities are between the two buffers.
   __device__ __forceinline__ static u32 buffer_of(u32 n) { return n % kQueries; }
   __device__ __forceinline__ static u32 phase_of(u32 n) { return n / kQueries & 1; }
   __device__ __forceinline__ u32 query(u32 n) const {
     return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes);
   }
-  // Where consumers leave what the other one adds up: in place of the query and of probabilities, for which the segment
-  // has no more use then; the next one waits for query_free(n) before it has (Fp8Consumer::compute).
+  // Room for what the consumers exchange. It overlaps the query and probabilities, which the segment no longer needs.
+  // The next segment waits for query_free(n) before it uses them (Fp8Consumer::compute).
   __device__ __forceinline__ u32 exchange(u32 n, int consumer, int i) const {
     const u32 place = buffer_of(n) == 0 ? first_query : probabilities;
     return place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
-  // Of a query row, by warp of both consumers: the highest value where references are raised, of scores and of those
-  // times the scales of each group of columns; the sum of exponentials over a segment.
+  // Per query row and warp of both consumers: the highest value when references are raised, of scores and of those
+  // times each group's scales; and the sum of exponentials over a segment.
   __device__ __forceinline__ u32 warp_maximum(int which, int warp, int row) const {
     return maxima + ((which * kWarps + warp) * kQueryRows + row) * 4;
   }
   __device__ __forceinline__ u32 sum(int row, int warp) const {
     return warp_maximum(kMaxima, 0, 0) + (row * kWarps + warp) * 4;
   }
-  // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their
-  // factors; the references of the segment that has ended, in the same order.
+  // Per consumer: the reference of the probabilities; the references and factors of each group of columns; the
+  // references of the segment that has ended, in the same order.
   __device__ __forceinline__ u32 reference(int consumer, int row) const {
     return sum(kQueryRows, 0) + (consumer * kReferences * kQueryRows + row) * 4;
   }
@@ -177,21 +174,21 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
     return last_reference(consumer, (1 + group) * kQueryRows + row);
   }
-  // Of a row of a query: the number by which it was divided, times the factor of scores, to the base 2.
+  // Per row of query n: its divisor, times the base-2 factor of scores.
   __device__ __forceinline__ u32 factor_of(u32 n, int row) const {
     return last_reference(2, buffer_of(n) * kQueryRows + row);
   }
-  // Of kPackedRows: which of half of a slot's rows are there.
+  // kPackedRows: a bit per row of half of a slot, set if the row exists.
   __device__ __forceinline__ u32 exist(u32 s, int half) const { return words + 16 + s * 8 + half * 4; }
-  // Barriers: a slot is loaded; it is free again.
+  // Barriers (table: mla/mla_decode_fp8.cu).
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }
   __device__ __forceinline__ u32 query_full(u32 n) const { return free(kSlots) + buffer_of(n) * 8; }
   __device__ __forceinline__ u32 query_free(u32 n) const { return query_full(0) + kQueries * 8 + buffer_of(n) * 8; }
 };
 
-// A consumer's half of the columns of a piece: of kGroups groups of rows, or of those of them that exist. Columns 2 t
-// and 2 t + 1 of eight, of query rows r and r + 8, are lane 4 r + t.
+// Stores a consumer's half of the columns of a partial result, for kGroups groups of rows or those that exist. Lane 4
+// r + t of its layout has columns 2 t and 2 t + 1 of eight, of query rows r and r + 8.
 // model: fp8_data
 template <int kGroups, bool kAll, typename AnyTile, typename Output>
 __device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p, const AnyTile& tile,
@@ -205,7 +202,7 @@ __device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p,
     const int unit = 2 * warp + pair / 4, as_lane = row * 4 + pair % 4;
     float4* const to =
         p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, group, unit, as_lane);
-    // Two columns of row `row` + j, and of the one eight after it.
+    // Two columns of row `row` + j and of row `row` + j + 8.
     auto of_row = [&](int d, int j) {
       const float* const v = output[d] + group * 8 + j;
       return float4{v[0], v[2], v[4], v[6]};

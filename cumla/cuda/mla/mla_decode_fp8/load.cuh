@@ -15,7 +15,7 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// 64 bytes of each of a warp's rows into a tile, asynchronously.
+// Issues copies of 64 bytes of each of a warp's rows to a tile.
 // model: fp8_data
 template <typename Layout, typename AnyTile>
 __device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, c
   }
 }
 
-// By each of two warps: half of the rows of every block. Rows that do not exist, or that lie after the end of a
-// request, become zeros, their scales too: nothing of them can be NaN.
+// Each of two warps copies half of the rows of every block. Rows that do not exist, or are past the end of a request,
+// become zeros, with their scales, so none of them is NaN.
 // model: fp8_segments, fp8_data
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
@@ -63,9 +63,9 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
   copy_async_wait_all();
 }
 
-// The same of pages of whole blocks, by one thread and the copy engine, whose 128-byte swizzle is that of chunk_of.
-// Pages that do not exist bring zeros, as do the columns after RoPE columns of 8 bits, of which there is half a box;
-// tokens after the end of a request whatever their page holds. Packed rows come whole, in one box.
+// The same for pages of whole blocks: one thread issues TMA, whose 128-byte swizzle is that of chunk_of. Absent
+// pages, and columns after 8-bit RoPE columns (half a box), are filled with zeros. Tokens past the end of a request
+// keep what the page holds. Packed rows are one box.
 // model: fp8_segments, fp8_data
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared,
@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
     next = now.template row_of<kPages>(0);
     const u32 s = t % Layout::kSlots, slot = shared.slot(s);
     mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
-    fence_proxy_async_shared();  // what was there has been read, and written to, in the ordinary way
+    fence_proxy_async_shared();  // orders generic reads and writes of the slot before TMA
     auto load = [&](const TensorMap& map, u32 offset, int column) {
       tma_load_4d_async(slot + offset, &map, shared.full(s), column, from.row, blockIdx.z, from.page);
     };
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
   }
 }
 
-// The highest of two magnitudes and a pair of bfloat16, as bits of float32.
+// The highest of a magnitude and of a pair of bfloat16, as bits of float32.
 __device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
   return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);
 }
@@ -109,21 +109,21 @@ __device__ __forceinline__ u32 highest_magnitude(u32 highest, const uint4& v) {
   return highest_magnitude(highest_magnitude(highest_magnitude(highest_magnitude(highest, v.x), v.y), v.z), v.w);
 }
 
-// The exponent of a row's highest magnitude, from that of each of its eight lanes.
+// The exponent of a row's highest magnitude, from its eight lanes.
 // model: fp8_data
 __device__ __forceinline__ u32 row_exponent(u32 highest) {
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-  return max(highest >> 23, 16u);  // lower ones would need a factor that is no float
+  return max(highest >> 23, 16u);  // the factor for lower ones would overflow
 }
 
-// A pair of bfloat16, times a power of two, as float16.
+// Multiplies a pair of bfloat16 by a power of two, and converts it to float16.
 __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
   const float2 v = unpack_pair<Bf16>(pair);
   return pack_pair<Fp16>(v.x * factor, v.y * factor);
 }
 
-// Four words of a chunk of a row, each to the chunk where the fragments of K have theirs.
+// Stores four words of a chunk of a row, each to the chunk where the fragments of K have theirs.
 // model: fp8_data
 __device__ __forceinline__ void store_scaled(u32 to, int row, int chunk, const u32 (&words)[4], float factor) {
 #pragma unroll
@@ -133,15 +133,15 @@ __device__ __forceinline__ void store_scaled(u32 to, int row, int chunk, const u
   }
 }
 
-// Two warps bring the query rows; eight lanes a row. What meets e4m3 columns becomes float16, each row divided by a
-// power of two so that its highest magnitude is below 2^15: nothing overflows, and what is 2^32 below that keeps all
-// its bits. Its columns go where the fragments of K have theirs (multiply_tile): of 64 columns the pair 8 t + u, as a
-// word, goes to the word 4 u + t. RoPE columns of 16 bits stay as they are.
+// Two warps load the query rows, eight lanes per row. Columns that meet e4m3 become float16. Each row is divided by a
+// power of two, so that its highest magnitude is below 2^15: nothing overflows, and numbers down to 2^-32 of it keep
+// all bits. Columns are permuted like the fragments of K: of 64 columns pair 8 t + u, as a word, goes to word 4 u +
+// t. RoPE columns of 16 bits stay as they are.
 // model: fp8_segments, fp8_data
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,
                                                const Part& part, int last_place, int loader) {
-  // A row in registers; there are not enough of them beside 32 rows, nor for the place of a ragged tile.
+  // A row is kept in registers. With 32 rows, or a ragged tile, there are too few of them.
   constexpr bool kKeeps = kQueryRows == 16 && !AnyTile::kIsRagged;
   constexpr int kAtOnce = kKeeps ? kTiles : 3;
   const MlaDecodeParams& p = params.decode;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       const u32 row_bytes = shared.query(copy_of(n)) + row * 128;
 #pragma unroll kAtOnce
       for (int k = 0; k < kTiles; ++k) {
-        const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // the latter again, from L2
+        const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // else loaded again, from L2
         const u32 to = row_bytes + k * Layout::kQueryTileBytes;
         if (k < kRopeTile || params.rope_is_fp8) {
           store_scaled(to, row, chunk, {v.x, v.y, v.z, v.w}, factor);

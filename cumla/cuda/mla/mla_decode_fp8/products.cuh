@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fragments of 8-bit tiles, converted on the way from shared memory to the tensor cores. A step is half a tile: two
-// products of 16 columns of K or of 16 tokens of V, eight registers.
+// Fragments of 8-bit tiles, converted between shared memory and the tensor cores. A step is half a tile: two products
+// of 16 columns of K or of 16 tokens of V, eight registers.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "ptx/convert.cuh"
@@ -14,8 +14,8 @@ using namespace split;
 
 constexpr int kStepRegisters = 8;
 
-// K: token lane / 4 of a warp's 16 and the one eight after it; of 64 columns 16 (lane % 4) and the 15 after that. The
-// product does not care in which order columns come if those of the query come in the same.
+// K: a lane has tokens lane / 4 and 8 more of its warp's 16, and columns 16 (lane % 4) to 15 more of 64. The product
+// does not depend on the order of columns, if the query has the same.
 // model: fp8_data
 struct KeyTile {
   uint4 low, high;
@@ -33,8 +33,8 @@ struct KeyTile {
   }
 };
 
-// V, transposed: bytes of a word are columns 2 (lane / 4) and the one after that of one token, then of the next. The
-// former are row lane / 4 of a fragment, the latter row lane / 4 + 8.
+// V, transposed: the bytes of a word are columns 2 (lane / 4) and 1 more of one token, then of the next. The first
+// column is row lane / 4 of a fragment, the second is row lane / 4 + 8.
 // model: fp8_data
 __device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kStepRegisters]) {
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax of mla_decode_fp8: a block's scores, in registers, become probabilities in shared memory, as the product
-// with V reads them, and their sums; what these are relative to is raised where a block needs it.
+// The softmax of mla_decode_fp8: scores in registers become probabilities in shared memory, for the product with V,
+// and their sums. It raises references if a block needs it.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "attend/reduce.cuh"
@@ -15,19 +15,19 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is
-// set and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared
-// with one another. Times scales, they have references for each group of columns.
+// Probabilities are stored relative to a reference, a power of two. When set, it makes the highest one at least 2^7;
+// it stays until one overflows float16. So probabilities down to 2^-21 of the highest keep all bits, and are rarely
+// compared. With scales, each group of columns has its own reference.
 // model: fp8_data
 constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
 // model: fp8_data
 constexpr float kMostProbability = 1e15f;     // before scales
 // model: fp8_data
-constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
+constexpr float kLeastGroupReference = -100;  // relative to that of the probabilities; scales of 0 set no reference
 
-// What a consumer warpgroup has, and its softmax; the products are Fp8Consumer's. Thread layout of the scores: tokens
-// 16 warp + lane / 4 and that + 8, or rather those there in the order of token_at; in every group of eight query rows
-// the two at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one after that.
+// The state and the softmax of a consumer warpgroup; Fp8Consumer has the products. Scores of a lane: rows 16 warp +
+// lane / 4 and 8 more, of the tokens token_at gives; query rows 2 (lane % 4) and 1 more of each eight. Output of a
+// lane: columns 16 warp + 2 (lane / 4) and 1 more of each 64 columns of V.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Softmax {
   using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
@@ -38,12 +38,12 @@ struct Fp8Softmax {
   const MlaDecodeParams& p;
   const Layout& shared;
   const AnyTile& tile;
-  u32 n = 0;  // which segment of the part it is
+  u32 n = 0;  // number of the segment in the part
   const int consumer, warp, lane;
   const float kv_scale;              // of all latent columns
   float output[kValueTiles][kSums];  // this consumer's half of V, then the other's
   float scores[kSums];
-  float sum[kOwn];  // of the exponentials of this thread's tokens
+  float sum[kOwn];  // of exponentials of this thread's tokens
 
   __device__ __forceinline__ Fp8Softmax(const MlaDecodeFp8Params& params, const Layout& shared, const AnyTile& tile,
                                         int consumer)
@@ -84,18 +84,18 @@ struct Fp8Softmax {
 
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
-  // Whether any thread of this consumer says so.
+  // Returns whether any thread of this consumer votes true.
   // model: fp8_segments
   __device__ __forceinline__ bool sync_any(bool vote) const {
     return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(vote)
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
   }
 
-  // This thread's token, and the one eight after it.
+  // The first token of this thread; the second is eight after it.
   // model: fp8_data
   __device__ __forceinline__ int own_token() const { return token_at(warp * 16 + lane / 4); }
 
-  // The scale of this thread's token, or of the one eight after it, and a group of columns.
+  // The scale of this thread's first or second token, for a group of columns.
   // model: fp8_data
   __device__ __forceinline__ float scale_of(u32 slot, int group, int eight) const {
     return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales +
@@ -107,10 +107,10 @@ struct Fp8Softmax {
   __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
   __device__ __forceinline__ int group_of(int pair) const { return value_tile(2 * pair) / 2; }
 
-  // Block `block` of a segment, of a request that has this many tokens from the segment's first one on.
+  // Masks block `block` of a segment. `tokens`: of the request, from the segment's first one on.
   __device__ __forceinline__ void mask_scores(int block, int tokens) {
     const int token = block * kBlockTokens + own_token();
-    const int first = copy_of(row_of(0));  // or else the limits of all rows would be kept in registers over the blocks
+    const int first = copy_of(row_of(0));  // opaque, or the limits of all rows would occupy registers over the blocks
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int limit = tokens - tile.shift_of(p, first + 8 * (i / 2) + i % 2);
@@ -119,7 +119,7 @@ struct Fp8Softmax {
     }
   }
 
-  // Of kPackedRows: rows of a slot that are not there, for which it holds zeros.
+  // kPackedRows: masks absent rows, which are zeros in the slot.
   __device__ __forceinline__ void mask_absent(u32 s) {
     const u32 exist = load_shared_u32(shared.exist(s, warp / 2)) >> own_token() % 32;
 #pragma unroll
@@ -127,11 +127,11 @@ struct Fp8Softmax {
       if (!(exist >> 8 * (i / 2 % 2) & 1)) scores[i] = -kInfinity;
   }
 
-  // The scores of a row, of this thread's token or of the one eight after it.
+  // The score of row i and of this thread's first or second token.
   __device__ __forceinline__ float score_of(int i, int eight) const { return scores[4 * (i / 2) + 2 * eight + i % 2]; }
 
-  // Four of a thread's query rows, from `first` on: multiplies what was summed up so far of 128 columns, counted from
-  // this consumer's half.
+  // Rescales the sums of 128 columns, counted from this consumer's half, for four of a thread's query rows from
+  // `first` on.
   __device__ __forceinline__ void rescale(int pair, int first, const float (&factor)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -143,7 +143,7 @@ struct Fp8Softmax {
       }
   }
 
-  // Their highest values, of one kind: of those of a thread its warp's.
+  // Stores a warp's highest values of one kind, for four query rows.
   __device__ __forceinline__ void leave_highest(int kind, int first, float (&v)[4]) const {
     max_over_column(v);
     if (lane >= 4) return;
@@ -152,7 +152,7 @@ struct Fp8Softmax {
       store_shared_float(shared.warp_maximum(kind, consumer * 4 + warp, row_of(first + k)), v[k]);
   }
 
-  // Of all warps', when they have met.
+  // Highest value over all warps, after a barrier.
   __device__ __forceinline__ float highest_of(int kind, int row) const {
     float v = load_shared_float(shared.warp_maximum(kind, consumer * 4, row));
 #pragma unroll
@@ -160,13 +160,13 @@ struct Fp8Softmax {
     return v;
   }
 
-  // Whole numbers: differences of references are exact.
+  // References are whole numbers, so their differences are exact.
   __device__ __forceinline__ static float raised(float reference, float highest) {
     return highest > reference + kReferenceSlack ? ceilf(highest) - kReferenceBelow : reference;
   }
 
-  // Raises the references where this block needs it, and brings what was summed up to the new ones: each segment begins
-  // with this. What threads read here was written before a meeting, and what they write is read after another one.
+  // Raises the references if this block needs it, and rescales the sums. Each segment begins with this. Hazard: a
+  // barrier separates each write of shared values from their reads.
   // model: fp8_segments
   __device__ __forceinline__ void raise_references(u32 slot) {
 #pragma unroll
@@ -205,7 +205,7 @@ struct Fp8Softmax {
     consumer_sync(consumer);
   }
 
-  // What is stored for each group of columns, relative to the new references.
+  // Stores the highest scaled probability of each group of columns, relative to the new references.
   __device__ __forceinline__ void leave_highest_of_groups(u32 slot, int first, const float (&reference)[4]) const {
 #pragma unroll 1
     for (int pair = 0; pair < kScaleGroups; ++pair) {
@@ -235,17 +235,17 @@ struct Fp8Softmax {
     }
   }
 
-  // By what sums of a group of columns change with its reference: in place of its first highest value, which the lane
-  // that writes here has read.
+  // The factor by which a group's sums change with its reference. It overlaps a highest value that the writing lane
+  // has read.
   __device__ __forceinline__ u32 group_change(int pair, int row) const {
     return shared.warp_maximum(1 + pair, consumer * 4, row);
   }
 
-  // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each
-  // group of columns times scales. Tells whether some are too high for their references.
+  // Turns scores into probabilities, and stores them transposed as float16 for all warps of this consumer: one tile,
+  // or one per group of columns with its scales. Returns true if one overflows its reference.
   // model: fp8_segments, fp8_data
   __device__ __forceinline__ bool store_probabilities(u32 slot, float (&p)[kSums]) const {
-    const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
+    const int tokens = 2 * warp + lane / 8 % 2;  // index of eight tokens
     const int row = lane / 16 * 8 + lane % 8;
     const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);
 #pragma unroll
@@ -269,7 +269,7 @@ struct Fp8Softmax {
           if constexpr (kGrouped) {
             const float2 factors = load_shared_float2(shared.group_factor(consumer, group, row_of(i / 2 + j / 2 * 2)));
             const float scale = j % 2 == 0 ? low : high;
-            v = {v.x * scale * factors.x, v.y * scale * factors.y};  // in this order: 0 times infinity does not come up
+            v = {v.x * scale * factors.x, v.y * scale * factors.y};  // in this order 0 x infinity cannot arise
           }
           packed[j] = pack_pair<Fp16>(v.x, v.y);
           highest = highest_f16x2(highest, packed[j]);
@@ -287,12 +287,12 @@ struct Fp8Softmax {
     return too_high;
   }
 
-  // scores -> probabilities for multiply_values, and their sums. `begins`: this consumer's first block of a segment,
-  // which always raises references.
+  // Turns scores into probabilities for multiply_values, and adds them up. `begins`: this consumer's first block of a
+  // segment, which always raises references.
   // model: fp8_segments
   __device__ __forceinline__ void weigh(u32 slot, bool begins) {
     float p[kSums];
-    consumer_sync(consumer);  // nobody reads this consumer's probabilities of before, nor RoPE columns
+    consumer_sync(consumer);  // earlier probabilities and RoPE columns are no longer read
     if (begins || sync_any(store_probabilities(slot, p))) {
       raise_references(slot);
       store_probabilities(slot, p);

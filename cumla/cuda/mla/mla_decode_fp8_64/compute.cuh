@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_decode_fp8_64: one consumer warpgroup, from the scores of its blocks to the sums of its
-// half of V's columns over all blocks.
+// The consumer role of mla_decode_fp8_64: from the scores of its blocks to the sums of its half of V's columns over
+// all blocks.
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
@@ -17,19 +17,19 @@ namespace cumla::mla {
 using namespace attend;
 using namespace ptx;
 
-// Probabilities are stored relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, where both consumers go by
-// the same ones: those of block t are raised, if need be, by its owner, after the ones of block t - 1 were published.
-// Those in e4m3 (Form::kE4m3Products) lie between 2^-9, where its numbers have a bit, and 448.
+// Probabilities are relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, but both consumers share it. The
+// owner of block t raises it, if necessary, after those of block t - 1 were published. With Form::kE4m3Products,
+// probabilities are between 2^-9, the smallest e4m3 number, and 448.
 constexpr float kBelow = 7.0f, kSlack = 15.0f, kSlackInE4m3 = 8.75f;
-// The exponent of a row's highest scale is bounded, so that it can be taken out and put in again.
+// Bounds of the exponent of a row's highest scale, so that it can be divided out and multiplied in again.
 constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
-// What is left of the highest scale is below 2^7: times 448, the highest e4m3 number, that is finite in float16. A
-// scale other than 0 that is 2^18 lower has all its bits, and products with numbers from 1/4 on have.
+// After division the highest scale is below 2^7; times 448, the highest e4m3 number, it is finite in float16. A scale
+// 2^18 lower still has all its bits, and so have its products with numbers from 1/4 on.
 constexpr int kHeadroom = 6;
 constexpr float kLeastScale = 1.0f / (1 << (18 - kHeadroom));
 
-// Thread layout of scores: rows token_at(lane / 4) of granule `warp` and that + 8; in every group of eight heads the
-// two at 2 (lane % 4). Of the output, of 64 columns: 16 warp + 2 (lane / 4) and the one after that.
+// Scores of a lane: rows token_at(lane / 4) and 8 more of granule `warp`; heads 2 (lane % 4) and 1 more of each
+// eight. Output of a lane: columns 16 warp + 2 (lane / 4) and 1 more of each 64.
 template <typename RowsForm>
 struct Heads64Consumer {
   using Form = RowsForm;
@@ -44,11 +44,11 @@ struct Heads64Consumer {
   float output[kValueHalf][kHeads / 2];
   float sum[kHeadsOfThread];  // of this consumer's blocks and this thread's rows
   float scores[kHeads / 2];
-  float row_shift[2];         // of this thread's rows: -infinity if there is none, or else what comes next
-  float row_exponent[2];      // by what their scales were divided, base 2; these and what follows of kGrouped
-  float row_factor[2];        // by what their scores are divided
-  u32 row_scales[2];          // of them: the scales of group lane % 4, relative to that
-  bool is_wide;               // one of them is, see kWide
+  float row_shift[2];         // of this thread's rows: -infinity if absent, else row_exponent
+  float row_exponent[2];      // kGrouped: base-2 logarithm of the divisor of their scales
+  float row_factor[2];        // kGrouped: divisor of their scores
+  u32 row_scales[2];          // kGrouped: the relative scales of group lane % 4
+  bool is_wide;               // one of the rows is wide, see kWide
 
   __device__ __forceinline__ Heads64Consumer(const MlaDecodeParams& p, const Layout& shared, float kv_scale,
                                              int consumer)
@@ -70,7 +70,7 @@ struct Heads64Consumer {
     for (int i = 0; i < kHeadsOfThread; ++i) sum[i] = 0.0f;
   }
 
-  // The highest scale of a row, of which the sign does not matter; NaN if one of them is.
+  // Bits of the highest scale of a row, without sign; NaN if one of them is NaN.
   __device__ __forceinline__ static u32 highest_scale(const uint4& bits) {
     return max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu), max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu));
   }
@@ -78,12 +78,12 @@ struct Heads64Consumer {
     return min(max(highest >> 23, kLeastExponent), kMostExponent);
   }
 
-  // By what a row's scales are multiplied.
+  // The factor of a row's scales.
   __device__ __forceinline__ static float inverse_of(u32 bounded) {
     return __uint_as_float((254 + kHeadroom - bounded) << 23);
   }
 
-  // A row's scales for its fragments of V, as pairs of float16: relative to a power of two, whose exponent it finds.
+  // Computes the relative scales of a row for V's fragments, as pairs of float16, and the exponent of their divisor.
   __device__ __forceinline__ void find_relative_scales(const uint4& bits, u32 (&pairs)[kScaleGroups], float& exponent) {
     const u32 bounded = bounded_exponent(highest_scale(bits));
     const float inverse = inverse_of(bounded);
@@ -97,8 +97,8 @@ struct Heads64Consumer {
     }
   }
 
-  // A scale for scores, not so low that it cannot be divided by: what is 2^-40 of the row's highest one, or less,
-  // counts for nothing beside that.
+  // The least divisor for scores of a row. Scales below 2^-40 of the row's highest one are raised to that; their
+  // columns are negligible.
   __device__ __forceinline__ static u32 least_divisor(const uint4& bits) {
     const u32 highest = highest_scale(bits);
     return max(highest - min(highest, 40u << 23), kLeastExponent << 23);
@@ -107,9 +107,9 @@ struct Heads64Consumer {
     return __uint_as_float((bits & 0x80000000u) | max(bits & 0x7fffffffu, least));
   }
 
-  // scores = a block's rows x query, but for a factor of each row and each head. RoPE columns come first. What a group
-  // of columns adds up is relative to its scales: before the next one all is divided by that one's. Where latent
-  // columns have one factor that RoPE columns do not have, these come last, and what there is is multiplied by it.
+  // scores = a block's rows x query, up to a factor per row and head. RoPE columns are first. The sums are relative
+  // to the scale of the current group of columns: before each group they are divided by its scale. If only latent
+  // columns have a factor, RoPE columns are last, and the sums before them are multiplied by it.
   __device__ __forceinline__ void multiply_query(u32 t) {
     constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = !kGrouped && !kRopeIsFp8;
     const GranulePlace<Layout> place(kGranules * t + warp);
@@ -147,7 +147,7 @@ struct Heads64Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) least[e] = least_divisor(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales));
     }
-    float divisor[2] = {first_divisor(), first_divisor()};  // of the group of columns whose products are summed up
+    float divisor[2] = {first_divisor(), first_divisor()};  // of the group of columns whose products are being added
 #pragma unroll
     for (int k = 0; k < kValueTiles + kRopeIsFp8; ++k) {
       constexpr int kFirst = kRopeIsFp8;  // of latent columns
@@ -210,7 +210,7 @@ struct Heads64Consumer {
     warpgroup_wait<0>();
     keep_behind_wait(scores);
   }
-  // Where, in a row, the k-th 64 columns lie that meet the query: RoPE columns of 8 bits come first.
+  // Offset in a row of the k-th 64 columns that meet the query. RoPE columns of 8 bits are first.
   __device__ __forceinline__ static int column_of(int k) {
     return Form::kRopeIsFp8 ? (k == 0 ? Form::kRope : (k - 1) * 64) : k * 64;
   }
@@ -230,8 +230,9 @@ struct Heads64Consumer {
     return score;
   }
 
-  // scores -> probabilities, relative to the references and times the powers of two of their rows, for all warps; and
-  // their sums without the latter. Tells whether some are too high for float16. `wide`: they become bfloat16.
+  // Turns scores into probabilities, relative to the references and times the powers of two of their rows, for all
+  // warps. Also returns their sums without the powers of two. True: some overflow float16. `wide`: they become
+  // bfloat16.
   template <bool kAgain>
   __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread],
                                                       bool wide = false) const {
@@ -272,9 +273,9 @@ struct Heads64Consumer {
     constexpr u32 kHalfInfinity = 0x7c00;
     return (highest & 0x7fff) >= kHalfInfinity || (highest >> 16) >= kHalfInfinity;
   }
-  // A score relative to its reference. Once a block was too high, large ones are as raise_references found the highest:
-  // from 2^27 on the exact product is farther from the rounded one than float16 has room for. Beside a small one the
-  // shift would take bits of it.
+  // A score relative to its reference. After an overflow (kAgain) large scores are rounded like the highest one in
+  // raise_references. From 2^27 on, the exact product differs from the rounded one by more than float16 can hold.
+  // Small scores stay exact, because adding the shift would cost them bits.
   template <bool kAgain>
   __device__ __forceinline__ static float relative(float s, float factor, float shift, float reference) {
     const float exact = __fmaf_rn(s, factor, shift - reference);
@@ -287,7 +288,7 @@ struct Heads64Consumer {
     return __int_as_float((static_cast<int>(x) + 127) << 23);
   }
 
-  // Raises the references where this block needs it, and leaves by what they change.
+  // Raises the references if this block needs it, and stores the factors by which sums change.
   __device__ __forceinline__ void raise_references(int parity) const {
     float highest[kHeadsOfThread];
 #pragma unroll
@@ -320,7 +321,7 @@ struct Heads64Consumer {
     consumer_sync(consumer);
   }
 
-  // This consumer's block t becomes probabilities. `is_first`: of the segment.
+  // Turns this consumer's block t into probabilities. `is_first`: the first block of the segment.
   __device__ __forceinline__ void weigh(u32 t, bool is_first) {
     const int parity = t & 1;
     if (!is_first) {
@@ -329,7 +330,7 @@ struct Heads64Consumer {
     }
     mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
     if constexpr (kGrouped) {
-      // For V's products, which take pairs of tokens: [group][granule][pair][8 later][token of the pair].
+      // V's products take pairs of tokens, so the table is [group][granule][pair][8 later][token of the pair].
       const u32 table = shared.table(parity) + ((lane % 4 * kGranules + warp) * 4 + lane / 8) * 8 + lane / 4 % 2 * 2;
 #pragma unroll
       for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
@@ -391,13 +392,13 @@ struct Heads64Consumer {
     if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
   }
 
-  static constexpr int kValueGroups = kValueHalf / 2;  // of columns that have a scale
+  static constexpr int kValueGroups = kValueHalf / 2;  // groups of columns with a scale
 
-  // Where V's columns of this warp begin in a granule, by lanes that load them.
+  // Offset in a granule of this warp's columns of V, per loading lane.
   __device__ __forceinline__ u32 values_offset() const {
     return token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
   }
-  // In the ring, the k-th slot of a block.
+  // The k-th slot of a block in the ring.
   __device__ __forceinline__ static u32 slot_of(u32 first_slot, int k) {
     return first_slot + k < Layout::kSlots ? first_slot + k : first_slot + k - Layout::kSlots;
   }
@@ -407,7 +408,7 @@ struct Heads64Consumer {
     if (lane == 0) mbarrier_arrive(shared.free(slot));  // plant: slot read
   }
 
-  // The products of a wide block are a loop: unrolled code here slowed few lists by 6 to 9 %.
+  // The products of a wide block are a loop: unrolled code here slows calls with few lists.
   __device__ __forceinline__ void multiply_wide(u32 t) {
     const u32 offset = values_offset(), first_slot = GranulePlace<Layout>(kGranules * t).slot;
 #pragma unroll 1
@@ -480,7 +481,7 @@ struct Heads64Consumer {
     for (int d = 0; d < kValueHalf; ++d) keep_behind_wait(output[d]);
   }
 
-  // Fragments of V as bfloat16, times scales that float16 cannot hold.
+  // Converts fragments of V to bfloat16, times scales that float16 cannot hold.
   __device__ __forceinline__ void scale_widely(u32 (&x)[kStepRegisters], u32 rows, int group) const {
     float scale[2][2];
 #pragma unroll
@@ -499,7 +500,7 @@ struct Heads64Consumer {
     }
   }
 
-  // `t`: blocks of the segments before. Returns how many there were.
+  // `t`: blocks of earlier segments. Returns the number of blocks.
   __device__ __forceinline__ int compute(int blocks, u32 t) {
     begin();
     const int first = (consumer ^ t) & 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a segment in mla_decode_fp8_64: sums of all warps, then out and log-sum-exp, or a piece of them.
+// The end of a segment in mla_decode_fp8_64: sums of all warps, then out and log-sum-exp, or a partial result.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
 #include "attend/reduce.cuh"
@@ -25,7 +25,7 @@ struct Heads64Finisher {
   const MlaDecodeParams& p = of.p;
   const int consumer = of.consumer, warp = of.warp, lane = of.lane;
 
-  // By all threads of both consumers. `more`: the CTA has another segment to do.
+  // Called by all threads of both consumers. `more`: the CTA has another segment.
   __device__ __forceinline__ void finish(bool more) {
     leave_sums();
     consumers_sync();
@@ -43,7 +43,7 @@ struct Heads64Finisher {
     }
   }
 
-  // All at once: one after the other they would have a branch each.
+  // All heads at once: separate calls would have a branch each.
   __device__ __forceinline__ void leave_sums() {
     sum_over_column(of.sum);
     if (lane < 4) {
@@ -53,7 +53,7 @@ struct Heads64Finisher {
     }
   }
 
-  // A thread a head: the log-sum-exp, and by what the output is multiplied.
+  // A thread per head computes the log-sum-exp and the factor of the output.
   __device__ __forceinline__ void find_factors() const {
     const int head = threadIdx.x - kWarpgroup;
     if (head < kHeads) {
@@ -75,7 +75,7 @@ struct Heads64Finisher {
     consumers_sync();
   }
 
-  // A sum may be as high as references are low: exponents, which are whole numbers as references are, are added first.
+  // A large sum and a low reference would cancel badly. So their whole exponents are added first.
   __device__ __forceinline__ static float lse_of(float reference, float total) {
     const u32 bits = __float_as_uint(total), exponent = bits >> 23;
     if (exponent == 0 || exponent >= 255) return reference + log2_approx(total);
@@ -92,8 +92,8 @@ struct Heads64Finisher {
     }
   }
 
-  // Eight heads at a time, each thread two of them; in 16 bits lanes trade with the one that has the neighbouring
-  // columns: eight bytes a lane, full 32-byte sectors.
+  // Stores eight heads at a time, two per thread. With 16 bits, lanes with adjacent columns exchange words: eight
+  // bytes per lane, full sectors of 32 bytes.
   __device__ __forceinline__ void write_rows() const {
     const bool odd = lane / 4 % 2;
     const int column = consumer * 256 + warp * 16 + lane / 4 * 2, own = 2 * (lane % 4);

@@ -1,19 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of 64 heads of a query token a CTA to rows of e4m3 latent columns: no copy of the rows in 16 bits, no
-// cluster. Operands are swapped, and both products take A from registers, converted on the way, as in
-// mla/mla_decode_fp8.cu.
+// MLA attention of 64 heads of a query token per CTA over rows with e4m3 latent columns. There is no 16-bit copy of
+// the rows and no cluster. Operands are swapped. Both products take A from registers, where it is converted, as in
+// mla/mla_decode_fp8.cu. One factor for the whole cache is applied to query and output.
 //
-// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM.
 //
-// Warpgroup 0 loads: each warp a granule of 16 rows of every block, a row a lane in bulk copies. Warpgroups 1 and 2
-// compute: consumer c has the columns [256 c, 256 c + 256) of V and scores every second block. Reasons, time line, what
-// scales of rows act on, and kWide: docs/kernels/mla-fp8.md. One factor for the whole cache is one of query and
-// output.
+// Roles and time line:
+//   warps 0 to 3   load a granule of 16 rows of every block each, a row per lane by bulk copies
+//   consumer 0, 1  own columns [256 c, 256 c + 256) of V, and score every second block; both load the query
+//   consumer 0 | S0 | softmax 0 | O+=V0P0 |           S2 | softmax 2 | O+=V1P1 | O+=V2P2 | ...
+//   consumer 1 |      S1 | softmax 1 | O+=V0P0 | O+=V1P1 | S3 | softmax 3 | ...
+//
+// barrier                      who arrives (count)          who waits                     guards
+// full(slot), 13               lane 0 of the loading warp,  the owner's warp of the       the granule and its `exist`
+//                              with the bytes of its        granule                       word
+//                              copies (1)
+// free(slot), 13               a lane per warp of both      the loading warp              the granule may be
+//                              consumers (8)                                              overwritten
+// probabilities_full(turn), 2  thread 0 of the owner,       both consumers                P, table, references,
+//                              after a barrier of its                                     granules of the block
+//                              consumer (1)
+// probabilities_free(turn), 2  a lane per consumer warp     the owner                     P may be overwritten
+//                              (8)
+// named, kConsumersBarrier     both consumers (256)         the same                      query, sums, end of a
+//                                                                                         segment
+// named, one per consumer      its threads (128)            the same                      P, references, votes
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
 //                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448
 // Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24: together the 3 x 168 of the start
-// Tensor work:    36 + 32 products m64n64k16 a block, 2,176 clocks
+// Tensor work:    36 + 32 products m64n64k16 per block, 2,176 clocks
+// docs/kernels/mla-fp8.md explains what scales act on, kWide, and the reasons.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
 #include "mla/mla_decode_fp8_64/finish.cuh"
@@ -46,7 +63,8 @@ __device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
   return last_place_of(p, part_of_cta(p, copy_of(blockIdx.y)));
 }
 
-// How many blocks a segment has, its query in shared memory. By all threads of both consumers.
+// Loads the query of a segment to shared memory, and returns the number of blocks. Called by all threads of both
+// consumers.
 template <typename Form, typename AnyTile>
 __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consumer, int place) {
   const MlaDecodeParams& p = consumer.p;
@@ -60,18 +78,18 @@ __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consum
   return segment.blocks;
 }
 
-// Part, segment and tile are found again: kept over the blocks they would cost registers that there are not.
+// Part, segment and tile are computed again. Kept over the blocks they would cost registers.
 template <typename Form, typename AnyTile>
 __device__ __forceinline__ void finish_segment(Heads64Consumer<Form>& consumer, int place, bool more) {
   const MlaDecodeParams& p = consumer.p;
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
   Heads64Finisher<Form, AnyTile>{consumer, tile, segment}.finish(more);
-  consumers_sync();  // the next query lies where this one was, and sums where these are
+  consumers_sync();  // the next query and its sums overwrite these
 }
 
-// Rows tells what rows are made of (Form), which tiles there are (Tile), who computes (Consumer: Heads64Consumer, or
-// what is derived from it), and loads the granules of a warp.
+// Rows defines the format of rows (Form), the tiles (Tile), who computes (Consumer: Heads64Consumer, or derived from
+// it), and loads the granules of a warp.
 template <typename Rows>
 __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -81,7 +99,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   const typename Form::Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) initialise_barriers(shared);
-  if (threadIdx.x / 64 == 1) {  // not by more threads: a line that all fetch is a queue before the first load
+  if (threadIdx.x / 64 == 1) {  // only two warps: if all threads fetch a line, they queue before the first load
     prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
     if (AnyTile::kIsList) prefetch_queries<true>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
     if (!AnyTile::kIsRagged) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);

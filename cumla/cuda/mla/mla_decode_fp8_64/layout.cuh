@@ -11,7 +11,7 @@ using namespace split;
 
 constexpr int kHeads = 64;  // of a row tile
 constexpr int kHeadsOfThread = kHeads / 4;
-constexpr int kGranuleRows = 16;  // cache rows that a barrier of the ring stands for: those of a warp of scores
+constexpr int kGranuleRows = 16;  // cache rows per barrier of the ring, and per warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
 template <bool kE4m3Products>
@@ -19,10 +19,10 @@ struct Heads64Layout {
   static constexpr int kSlots = kE4m3Products ? 16 : 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
   static_assert(8 * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
-  // 64 columns, in e4m3 128 of them; RoPE columns are the last tile.
+  // A tile has 64 columns, in e4m3 128. RoPE columns are the last tile.
   static constexpr int kQueryTileBytes = kHeads * 128, kQueryTiles = kE4m3Products ? kRopeTile / 2 + 1 : kTiles;
   static constexpr int kProbabilityBytes = kHeads * kBlockTokens * (kE4m3Products ? 1 : 2);
-  static constexpr int kTurns = kE4m3Products ? 4 : 2;  // blocks whose probabilities there are at once
+  static constexpr int kTurns = kE4m3Products ? 4 : 2;  // blocks whose probabilities exist at once
   static constexpr int kTableBytes = kE4m3Products ? 0 : kScaleGroups * kBlockTokens * 2;
   static constexpr int kFloats = (1 + kTurns + 1 + 8) * kHeads;
   static constexpr int kWordsBytes = 8 + 4 * kTurns + 4 * (kSlots + kSlots % 2);
@@ -41,42 +41,41 @@ struct Heads64Layout {
         barriers(words + kWordsBytes) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
-  // Of a block, kTurns of which take turns: transposed, a row of 64 tokens for each head.
+  // Probabilities of a block, kTurns of which alternate; transposed: 64 tokens per head.
   __device__ __forceinline__ u32 probabilities(int turn) const {
     return first_probabilities + turn * kProbabilityBytes;
   }
-  // Of the same: scales as float16 in the order of V's fragments, for each group of columns.
+  // Scales of the same block as float16, in the order of V's fragments, per group of columns.
   __device__ __forceinline__ u32 table(int turn) const { return tables + turn * kTableBytes; }
-  // To what the probabilities of a head are relative.
+  // The reference of a head's probabilities.
   __device__ __forceinline__ u32 reference(int head) const { return references + head * 4; }
-  // By what the reference of a head has changed with a block.
+  // The factor by which a block has changed the sums of a head.
   __device__ __forceinline__ u32 factor(int turn, int head) const { return reference(kHeads + turn * kHeads + head); }
-  // By what products with a head's query become scores in base 2.
+  // The factor that turns products with a head's query into base-2 scores.
   __device__ __forceinline__ u32 score_factor(int head) const { return factor(kTurns, head); }
-  // Of a warp of both consumers and a head: the highest score of a block, the sum of a segment.
+  // Per warp of both consumers and head: the highest score of a block, or the sum of a segment.
   __device__ __forceinline__ u32 of_warp(int warp, int head) const {
     return score_factor(kHeads + warp * kHeads + head);
   }
-  // What is unusual about a block: a set of Unusual. Two words before it are those of joining.
+  // A set of Unusual per block. The two words before it belong to JoinSpace.
   __device__ __forceinline__ u32 unusual(int turn) const { return words + 8 + turn * 4; }
-  // Which rows of a slot are there, a bit each.
+  // A bit per row of a slot, set if the row exists.
   __device__ __forceinline__ u32 exist(u32 s) const { return words + 8 + 4 * kTurns + s * 4; }
-  // Barriers: a slot is loaded; it is free again; probabilities are written; they have been read.
+  // Barriers (table: mla/mla_decode_fp8_64/kernel.cuh).
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
   __device__ __forceinline__ u32 probabilities_full(int turn) const { return free(kSlots + turn); }
   __device__ __forceinline__ u32 probabilities_free(int turn) const { return probabilities_full(kTurns + turn); }
 };
 
-// What a row of the cache is made of, each as the packed rows have it but for RoPE columns of 8 bits behind latent
-// columns without scales: as arrays in one piece have those. kE4m3Products: products of e4m3 columns are computed in
-// e4m3.
+// The format of a cache row. Shared memory has the layout of packed rows, except that 8-bit RoPE columns follow
+// latent columns without scales directly. kE4m3Products: products of e4m3 columns are computed in e4m3.
 template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false>
 struct RowForm {
   static_assert(!(kHasScales && kInE4m3), "scales of each token would need probabilities for each of them");
   static constexpr bool kE4m3Products = kInE4m3;
   using Layout = Heads64Layout<kE4m3Products>;
-  static constexpr bool kGrouped = kHasScales;  // a scale for each 128 latent columns
+  static constexpr bool kGrouped = kHasScales;  // a scale per 128 latent columns
   static constexpr bool kRopeIsFp8 = kHasFp8Rope;
   static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;
   static constexpr int kScaleBytes = kGrouped ? 4 * kScaleGroups : 0, kRopeBytes = kRopeIsFp8 ? 64 : 128;
@@ -84,18 +83,18 @@ struct RowForm {
 };
 
 enum Unusual : u32 {
-  kRaised = 1,  // references have changed: what was summed up changes by factors
-  kWide = 2,    // scales of a row differ by more than float16 bears: V and probabilities as bfloat16
+  kRaised = 1,  // references have changed, so sums change by factors
+  kWide = 2,    // scales of a row exceed the range of float16: V and probabilities are bfloat16
 };
 
-// The number of a block's granule, over all blocks of a CTA, in the ring.
+// The slot and phase of a granule, whose number counts over all blocks of a CTA.
 template <typename Layout>
 struct GranulePlace {
   u32 slot, phase;
 
   __device__ __forceinline__ explicit GranulePlace(u32 granule)
       : slot(granule % Layout::kSlots), phase(granule / Layout::kSlots & 1) {}
-  // To the same granule of the next block.
+  // Moves to the same granule of the next block.
   __device__ __forceinline__ void advance() {
     slot += kGranules;
     if (slot >= Layout::kSlots) {

@@ -14,10 +14,10 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-// What stands for a row that is not there.
+// Stands in for an absent row.
 __device__ uint4 zero_row[kPackedBytes / 16];
 
-// A warp's granule of a block is on its way: a row a lane, from where `copy` copies it. `exist`: which rows there are.
+// A warp issues the loads of its granule of a block: a row per lane, by `copy`. `exist`: a bit per visible row.
 template <typename Form, typename Copy>
 __device__ __forceinline__ void load_granule(const typename Form::Layout& shared,
                                              const GranulePlace<typename Form::Layout>& at, u32 exist, Copy copy) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_granule(const typename Form::Layout& shared
   if (lane < kGranuleRows) copy(shared.slot(at.slot) + lane * kPackedBytes, shared.full(at.slot));
 }
 
-// Four pairs of bfloat16, times a power of two, as e4m3.
+// Converts four pairs of bfloat16, times a power of two, to e4m3.
 __device__ __forceinline__ void store_e4m3(u32 to, const u32 (&words)[4], float factor) {
   u32 packed[2];
 #pragma unroll
@@ -42,17 +42,17 @@ __device__ __forceinline__ void store_e4m3(u32 to, const u32 (&words)[4], float 
   store_shared_float2(to, {__uint_as_float(packed[0]), __uint_as_float(packed[1])});
 }
 
-// By all threads of both consumers: the query of a segment, eight lanes a head. As in load_query_fp8 each row becomes
-// float16, divided by a power of two, in the order of K's fragments; its RoPE columns are divided, too, and stay
-// bfloat16. For products in e4m3 it becomes that, in the order in which it was; if it holds an infinity, a row of NaN.
-// `factor_of_all`: of the scores beside softmax_scale.
+// All threads of both consumers load the query of a segment, eight lanes per head. As in load_query_fp8, rows become
+// float16, divided by a power of two, in the order of K's fragments; RoPE columns are divided and stay bfloat16. For
+// e4m3 products, rows become e4m3 in their own order; an infinity makes a row NaN. `factor_of_all`: of the scores,
+// beside softmax_scale.
 template <typename Form, typename AnyTile>
 __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const typename Form::Layout& shared,
                                               const AnyTile& tile, int request, float factor_of_all) {
   using Layout = typename Form::Layout;
   constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup);
-  constexpr u32 kExponent = Form::kE4m3Products ? 7 : 14;  // of a row's highest magnitude, when it is divided
-  const int thread = copy_of(threadIdx.x) - kWarpgroup;  // read anew, or addresses are kept over blocks
+  constexpr u32 kExponent = Form::kE4m3Products ? 7 : 14;  // of a row's highest magnitude after division
+  const int thread = copy_of(threadIdx.x) - kWarpgroup;  // loaded anew: ptxas would keep addresses over the blocks
   const int chunk = thread % 8;
   uint4 kept[kRounds][kTiles];
 #pragma unroll

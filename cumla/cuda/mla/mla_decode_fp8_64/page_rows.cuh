@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of a paged cache of any form and page size, for kernel.cuh.
+// Rows of a paged cache of any form and page size, for kernel.cuh.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
 #include "mla/mla_decode_fp8_64/load.cuh"
@@ -12,8 +12,8 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// A row tile has heads of one query token, all of which see as much. Rows come in as many copies as they lie apart;
-// pages that do not exist have rows of zeros, as in all MLA kernels.
+// A row tile has heads of one query token, which all see the same tokens. Each separate array of a row is one copy.
+// Absent pages have rows of zeros, as in all MLA kernels.
 template <typename RowsForm, typename AnyTile>
 struct PageRows {
   using Params = MlaDecodeFp8Params;
@@ -32,7 +32,7 @@ struct PageRows {
     return other.base - first.base == behind && other.stride_page == first.stride_page &&
            other.stride_row == first.stride_row && other.stride_head == first.stride_head;
   }
-  // Whether a row is one piece of memory, in the order in which shared memory has it.
+  // True if a row is contiguous, in the order of shared memory.
   __device__ __forceinline__ static bool is_whole(const Params& params) {
     const MlaDecodeParams& p = params.decode;
     return Form::kRope + Form::kRopeBytes == Form::kBytes && lie_together(p.latent, p.rope, Form::kRope) &&

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_decode_fp8_products: rows go to the tensor cores as they are, and meet a query and
-// probabilities in e4m3.
+// The consumer role of mla_decode_fp8_products: e4m3 rows go to the tensor cores as they are. Query and probabilities
+// are e4m3, too.
 //
-// Products take half of the time then, and a softmax as long as ever. One consumer's products run beside the other's
+// Products take half of the time, the softmax as long as before. One consumer's products run beside the other's
 // softmax:
 //
 //   consumer 0:  softmax0  O += V0 P0, S2               softmax2  O += V1 P1, O += V2 P2, S4
 //   consumer 1:            softmax1  O += V0 P0, O += V1 P1, S3             softmax3 ...
 //
-// V's fragments (docs/kernels/mla-fp8.md): neighbours in a register are tokens i and i + 8 of a granule. In this order
-// probabilities lie, too.
+// V's fragments (docs/kernels/mla-fp8.md) have tokens i and i + 8 of a granule side by side. Probabilities have the
+// same order.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
 #include "ptx/convert.cuh"
@@ -22,8 +22,8 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-// Output, scores, sums and references are those of a Heads64Consumer, in its thread layout, but that rows are lane / 4
-// of granule `warp` and that + 8.
+// Output, scores, sums and references are those of Heads64Consumer, in its thread layout, except that rows are lane /
+// 4 and 8 more of granule `warp`.
 template <typename Form>
 struct E4m3Consumer : Heads64Consumer<Form> {
   using Base = Heads64Consumer<Form>;
@@ -40,7 +40,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   __device__ __forceinline__ static int turn_of(u32 t) { return t % Layout::kTurns; }
   __device__ __forceinline__ static u32 phase_of(u32 t) { return t / Layout::kTurns & 1; }
 
-  // `t`: blocks of the segments before. Returns how many there were.
+  // `t`: blocks of earlier segments. Returns the number of blocks.
   __device__ __forceinline__ int compute(int blocks, u32 t) {
     this->begin();
     const int first = (consumer ^ t) & 1;
@@ -67,13 +67,13 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     return blocks;
   }
 
-  // Begins scores = a block's rows x query, in e4m3. What is loaded behind a product comes when that is done, too late
-  // for the next one: so fragments come a step before.
+  // Issues scores = a block's rows x query, in e4m3. Fragments are loaded a step ahead: a load issued after a product
+  // completes only after that.
   __device__ __forceinline__ void multiply_query(u32 t) {
     const u32 rows = rows_of(t);
     u32 a[kBuffers][kStepRegisters];
 #pragma unroll
-    for (int i = 0; i < kHeads / 2; ++i) scores[i] = 0.0f;  // what was there needs no registers any more
+    for (int i = 0; i < kHeads / 2; ++i) scores[i] = 0.0f;  // the old values then need no registers
     load_pair(a[0], rows);
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
@@ -86,7 +86,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
       });
     }
   }
-  // Then the scores are there, but for a factor of each head.
+  // Completes the scores, up to a factor per head.
   __device__ __forceinline__ void finish_scores(u32 t) {
     warpgroup_wait<0>();
     keep_behind_wait(scores);
@@ -112,7 +112,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     for (int e = 0; e < 2; ++e) row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
   }
 
-  // Where a lane reads its part of the fragments of K; the granule is there then.
+  // The address of a lane's fragments of K, once the granule is loaded.
   __device__ __forceinline__ u32 rows_of(u32 t) const {
     const GranulePlace<Layout> place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
@@ -136,7 +136,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     warpgroup_commit();
   }
 
-  // The granules of a block, and the probabilities of block t and of the one before, are in use no more.
+  // Frees the granules of a block, and the probabilities of block t and the one before.
   __device__ __forceinline__ void free_granules(u32 slot) const {
 #pragma unroll
     for (int i = 0; i < kGranules; ++i) mbarrier_arrive(shared.free(slot + i));
@@ -146,7 +146,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     if (of_this) mbarrier_arrive(shared.probabilities_free(turn_of(t)));
   }
 
-  // This consumer's block t becomes probabilities. `is_first`: of the segment.
+  // Turns this consumer's block t into probabilities. `is_first`: the first block of the segment.
   __device__ __forceinline__ void weigh(u32 t, bool is_first) {
     const int turn = turn_of(t), before = turn_of(t - 1);
     if (!is_first) {
@@ -168,8 +168,8 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     for (int i = 0; i < kHeadsOfThread; ++i) sum[i] += block_sum[i];
   }
 
-  // scores -> probabilities, relative to the references, for all warps, and their sums, as rounded: the output is an
-  // average of rows then, however few count. Tells whether some are too high, as high as numbers of e4m3 can be.
+  // Turns scores into probabilities relative to the references, for all warps, and sums them as rounded: so the
+  // output is an average of rows. Returns true if some reach the largest e4m3 number.
   template <bool kAgain>
   __device__ __forceinline__ bool store_probabilities(int turn, float (&block_sum)[kHeadsOfThread]) const {
     const u32 to = shared.probabilities(turn) + lane * kBlockTokens + (swizzled_chunk<kBlockTokens>(lane, warp) << 4);
@@ -187,7 +187,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
       }
       const u32 bytes = pack_e4m3x4(v[0][0], v[0][1], v[1][0], v[1][1]);
       packed[i / 4 % 4] = __byte_perm(bytes, 0, 0x3120);
-      u32 first, second;  // as rounded: of either token, of both heads
+      u32 first, second;  // rounded, of the first and second token, each of both heads
       expand_e4m3x4(bytes, first, second);
       highest = highest_f16x2(highest_f16x2(highest, first), second);
       const float2 both = unpack_pair<Fp16>(add_f16x2(first, second));
@@ -201,8 +201,8 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     return (highest & 0xffff) >= kMost || highest >> 16 >= kMost;
   }
 
-  // output += V x probabilities of block t; its granules are free when all is loaded. Products add up one
-  // block, and float32 adds up all (why: docs/kernels/mla-fp8.md).
+  // output += V x probabilities of block t; its granules are free once they are loaded. A product sums one block, and
+  // float32 sums the blocks (why: docs/kernels/mla-fp8.md).
   __device__ __forceinline__ void multiply_values(u32 t) {
     const int turn = turn_of(t);
     mbarrier_wait(shared.probabilities_full(turn), phase_of(t), "probabilities");
@@ -232,7 +232,7 @@ struct E4m3Consumer : Heads64Consumer<Form> {
     }
   }
 
-  // A of a product for each pair of granules, of 64 columns of V.
+  // Loads operand A, 64 columns of V, for both pairs of granules.
   __device__ __forceinline__ static void load_values(u32 (&a)[kStepRegisters], u32 source) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

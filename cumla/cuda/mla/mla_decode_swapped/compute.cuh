@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_decode_swapped: one consumer warpgroup, from its first scores to the stored output.
+// The consumer role of mla_decode_swapped: from scores to the stored output.
 #pragma once
 #include "mla/mla_decode_swapped/layout.cuh"
 #include "attend/reduce.cuh"
@@ -17,9 +17,8 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8;
-// in every group of eight query rows the two at 2 (lane % 4). kCopied: tiles were written by threads' own copies, not
-// by TMA.
+// One consumer warpgroup. A lane's accumulators are of tokens, or columns of V, 16 warp + lane / 4 and 8 more; query
+// rows 2 (lane % 4) and 1 more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kCopied>
 struct SwappedConsumer {
   static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
@@ -29,14 +28,14 @@ struct SwappedConsumer {
   const SwappedLayout& shared;
   const Tile& tile;
   const int consumer, warp, lane;
-  SlotPlace place;     // of this consumer's next block
-  u32 begun = 0;       // parity of its number among this consumer's
+  SlotPlace place;     // slots of this consumer's next block
+  u32 begun = 0;       // parity of that block's number among this consumer's blocks
   float output[kValueTiles][2 * kOwn];  // this consumer's half of V, then the other's
   float scores[2 * kOwn];
   u32 probabilities[kOwn];
   float maximum[kOwn];     // base-2 running maximum
-  float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
-  float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
+  float sum[kOwn];         // of exponentials of this thread's tokens, for the log-sum-exp
+  float weight[kOwn];      // of the same as rounded 16-bit probabilities, which normalises the output
 
   // model: swapped_ring
   __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
@@ -69,7 +68,7 @@ struct SwappedConsumer {
   // model: swapped_ring
   __device__ __forceinline__ void multiply_query() {
     SlotPlace at = place;
-    // Without this, a tile of the other consumer could pass for one of this block (docs/kernels/mla.md).
+    // Without this wait, a tile of the other consumer could pass for one of this block (docs/kernels/mla.md).
     mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");
     begun ^= 1;
 #pragma unroll
@@ -90,12 +89,12 @@ struct SwappedConsumer {
     if (lane == 0) mbarrier_arrive(shared.free(place.slot));
   }
 
-  // Slot of 64 columns of V, counted from this consumer's half: after RoPE.
+  // Slot of 64 columns of V, counted from this consumer's half. V follows the RoPE tile.
   __device__ __forceinline__ u32 slot_of_value(int d) const {
     return place.ahead(1 + (d ^ consumer * kHalfTiles)).slot;
   }
 
-  // output += V x probabilities; each half of V is free as soon as it is multiplied.
+  // output += V x probabilities. Each half of V is freed as soon as its products are done.
   __device__ __forceinline__ void multiply_values() {
     warpgroup_arrive();
 #pragma unroll
@@ -115,7 +114,7 @@ struct SwappedConsumer {
     if (lane < kHalfTiles) mbarrier_arrive(shared.free(slot_of_value(kHalfTiles + lane)));
   }
 
-  // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
+  // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN.
   __device__ __forceinline__ void clear_values_past(int valid) const {
     for (int i = valid * 64 + threadIdx.x % kWarpgroup; i < kBlockTokens * 64; i += kWarpgroup)
       store_shared_zero_16(shared.slot(slot_of_value(i % 64 / 8)) + (i / 64) * 128 + (i % 8) * 16);
@@ -132,7 +131,7 @@ struct SwappedConsumer {
     }
   }
 
-  // What was summed up so far, relative to `next` from now on. Rarely anything to do.
+  // Makes `next` the running maximum, and rescales what was summed so far. It rarely has work.
   __device__ __forceinline__ void rescale(const float (&next)[kOwn]) {
     bool moved = false;
 #pragma unroll
@@ -152,7 +151,7 @@ struct SwappedConsumer {
     }
   }
 
-  // The running maximum of the query rows with this block's scores: over a thread's two tokens, its warp's, all.
+  // Computes the new running maximum: over a thread's two tokens, then its warp's, then all.
   __device__ __forceinline__ void raise_maximum(float (&next)[kOwn]) const {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(scores[4 * (i / 2) + i % 2], scores[4 * (i / 2) + 2 + i % 2]);
@@ -180,8 +179,8 @@ struct SwappedConsumer {
     return highest > maximum + kMaximumSlack ? highest : maximum;
   }
 
-  // scores -> probabilities relative to the running maximum, and their sums before and after rounding
-  // (why both: docs/kernels/mla.md).
+  // Turns scores into probabilities relative to the running maximum, and sums them before and after rounding (why
+  // both: docs/kernels/mla.md).
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
     for (int i = 0; i < 2 * kOwn; i += 2) {
@@ -197,16 +196,16 @@ struct SwappedConsumer {
     }
   }
 
-  // Transposed, for all warps of this consumer.
+  // Stores the transpose, for all warps of this consumer.
   __device__ __forceinline__ void store_probabilities() const {
-    const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
+    const int tokens = 2 * warp + lane / 8 % 2;  // index of eight tokens
     const int row = lane / 16 * 8 + lane % 8;
     store_matrix_x4_transposed(shared.probabilities_of(consumer) + row * 128 + ((tokens ^ (row & 7)) << 4),
                                probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
     fence_proxy_async_shared();
   }
 
-  // t: blocks of the segments before.
+  // t: blocks of the earlier segments.
   // model: swapped_ring
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin();
@@ -229,10 +228,10 @@ struct SwappedConsumer {
     }
   }
 
-  // Both consumers' output, each of its half of V; then out and log-sum-exp, or a piece of them.
+  // Adds up the outputs of both consumers, a half of V each. Then stores out and log-sum-exp, or a partial result.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     leave_sums();
-    consumers_sync();  // nobody needs query and probabilities any more; plant: exchange
+    consumers_sync();  // query and probabilities are no longer used; plant: exchange
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* const of = output[kHalfTiles + i / 2] + i % 2 * 4;
@@ -255,7 +254,7 @@ struct SwappedConsumer {
 
   __device__ __forceinline__ void leave_sums() {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2)  // not sum_over_column: ptxas would order the two otherwise
+    for (int step = 4; step < 32; step *= 2)  // not sum_over_column, with which ptxas orders instructions differently
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], step);
@@ -270,7 +269,7 @@ struct SwappedConsumer {
     }
   }
 
-  // This consumer's half of the output, of both and normalised.
+  // Adds the other consumer's output to this consumer's half, and normalises it.
   __device__ __forceinline__ void add_up(float (&lse)[kOwn]) {
     float of_own[kOwn], of_other[kOwn];
 #pragma unroll
@@ -316,8 +315,8 @@ struct SwappedConsumer {
     }
   }
 
-  // Lanes 4 apart trade values, after which a thread has what it would have of a product with the query rows on the M
-  // side: columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
+  // Lanes 4 apart exchange values. Then a thread has the layout of a product with query rows on the M side: columns
+  // c, c + 1 of query rows r and r + 8. `as_lane` is the lane of that layout.
   __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
@@ -327,7 +326,7 @@ struct SwappedConsumer {
     for (int d = 0; d < kHalfTiles; ++d)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of two that are 8 after them
+        const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of the two 8 rows later
         const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
         const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
         v[half][d] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};

@@ -12,7 +12,7 @@ using namespace split;
 constexpr int kSwappedRows = 16;  // query rows
 
 struct SwappedLayout {
-  static constexpr int kSlots = 24;  // of the ring, a tile each
+  static constexpr int kSlots = 24;  // of the ring, one tile each
   static constexpr int kQueryTileBytes = kSwappedRows * 128;  // 64 columns
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kWarps = 2 * kWarpgroup / 32;
@@ -30,17 +30,16 @@ struct SwappedLayout {
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kTileBytes; }
-  // Transposed: a row of 64 tokens for each query row.
+  // Transposed: 64 tokens for each query row.
   __device__ __forceinline__ u32 probabilities_of(int consumer) const {
     return probabilities + consumer * kSwappedRows * 128;
   }
-  // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no
-  // more use then.
+  // Room for what the consumers exchange. It overlaps query and probabilities, which a segment no longer needs then.
   __device__ __forceinline__ u32 exchange(int consumer, int i) const {
     return query + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
-  // Of a query row, by warp of both consumers: the highest score of a block; sums of exponentials, and of rounded
-  // probabilities, over a segment. By consumer: its running maximum.
+  // Per query row and warp of both consumers: the highest score of a block; the sums of exponentials and of rounded
+  // probabilities over a segment. Per consumer: its running maximum.
   __device__ __forceinline__ u32 warp_maximum(int warp,
                                               int row) const { return maxima + (warp * kSwappedRows + row) * 4; }
   __device__ __forceinline__ u32 sum(int row, int warp) const { return sums + (row * kWarps + warp) * 4; }
@@ -48,7 +47,7 @@ struct SwappedLayout {
   __device__ __forceinline__ u32 maximum(int consumer, int row) const {
     return sum(2 * kSwappedRows, 0) + (consumer * kSwappedRows + row) * 4;
   }
-  // Barriers: a slot is loaded; is free again; the loads of a consumer's next block have all begun.
+  // Barriers (table: mla/mla_decode_swapped.cu).
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
   __device__ __forceinline__ u32 begun(int consumer) const { return free(kSlots) + consumer * 8; }
@@ -56,6 +55,6 @@ struct SwappedLayout {
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };
 
-using SlotPlace = ptx::RingPlace<SwappedLayout::kSlots>;  // where a run of tiles begins
+using SlotPlace = ptx::RingPlace<SwappedLayout::kSlots>;  // slots of a run of tiles
 
 }  // namespace cumla::mla

@@ -17,15 +17,13 @@ struct ScheduleParams {
   int batch;
   int parts;
   int num_tickets;
-  int fixed_cost;  // of a request or of a segment of one, in blocks
-  // Of splitting, in blocks: a second prologue, and combining; also the imbalance that is accepted instead
-  int cut_cost;
+  int fixed_cost;  // of a request or a segment, in blocks
+  int cut_cost;    // blocks that splitting costs: a second prologue, combining; also the imbalance accepted instead
   int piece_cost;  // of a partial result, in blocks: it is stored, counted and combined
   int min_blocks;  // packed, shares: no split is closer to an end of its request
   int min_share;   // least cost of a share, or least blocks of a segment
   int min_saving;  // in blocks; apart: a request is split only if that makes its longest segment so much shorter
-  // Of a request: the summed cost fits an int; batch-invariant: the longest one that the parts can hold
-  int max_tokens;
+  int max_tokens;  // longest request: its cost fits an int; batch-invariant: the parts suffice for it
   int piece_blocks;  // batch-invariant: requests are split at multiples of it
   Divisor by_parts;
 };

@@ -85,7 +85,7 @@ __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, i
 __device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
-  // Of the request of a key
+  // The slot of a key's request
   auto slot_of = [&](u32 key) { return trial * slots + 255 - static_cast<int>(key >> 1 & 0xff); };
   u32 cost[kPartsOfLane], rests = 0;  // rests: two bits per part
   int placed = min(others, p.batch);
