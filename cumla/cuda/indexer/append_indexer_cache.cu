@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises the indexer keys of new tokens to e4m3, and writes them and their scales into the pages of a cache.
+// Quantises the indexer keys of new tokens to e4m3, and appends them with their scales to the pages of a cache.
 //
-// 128 threads, in teams of head_dim / 16 lanes, one a token: each lane holds two octets of the row. The row is on its
-// way before the slot is looked up. Pages are powers of two of tokens.
+// grid = (blocks of tokens), 128 threads, in teams of head_dim / 16 lanes. Pages have a power of two of tokens.
 //
-// In flight: 2 x 16 B a thread, 64 KiB an SM with sixteen CTAs; from float32 2 x 32 B.
+// Roles and time line: a team has one token, and a lane two octets of its row:
+//   load the row | load the slot | largest magnitude by shuffles | scale | quantise, store
+// Barriers: none; teams are within a warp.
+//
+// Budget: 2 x 16 B of loads in flight per thread, 64 KiB per SM with sixteen CTAs; with float32 rows 2 x 32 B.
 #include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -17,7 +20,7 @@ using namespace rows;
 constexpr int kAppendIndexerThreads = 128;
 constexpr int kHeld = 2;  // octets of a lane
 
-// Strides are bytes everywhere.
+// All strides are in bytes.
 struct PagedRows {
   char* data;
   i64 stride_page, stride_row;
@@ -34,7 +37,7 @@ struct AppendIndexerCacheParams {
   i64 slots_stride;
   PagedRows values, scales;
   i64 tokens, num_slots;
-  int slots_are_wide;  // 64 bits each, else 32
+  int slots_are_wide;  // 64-bit slots, else 32
   int page_size_log2, team_log2, power_of_two;
 };
 

@@ -1,14 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// Indexer logits of new tokens for sm_90a:
+// Indexer logits of new tokens:
 //
 //   logits[i, j] = k_scale[j] sum_h weights[i, h] max(q[i, h] . k[j], 0)        ks[i] <= j < ke[i], else -inf
 //
-// Operands are swapped: tokens are the M side of a product. grid = as many CTAs as multiprocessors, 384 threads. Items,
-// shares, reasons, roles, time lines and budgets, and what is so while spans change: docs/kernels/indexer.md.
+// grid = one CTA per SM, 384 threads. Tokens are the M side of the products. An item is 512 columns, (query, head)
+// pairs. Each CTA finds its share of all items itself; docs/kernels/indexer.md explains shares, and spans that change
+// meanwhile.
+//
+// Roles and time line:
+//   warp 0         announces each segment, then loads its blocks into a ring: keys by TMA, scales by cp.async
+//   warp 1         writes -inf where nothing is visible
+//   warp 2, 3      load the queries and weights of the next segment, and where its logits go
+//   consumer 0 | A0 = K0 Qa | B0 = K0 Qb       | A1 = K1 Qa       | B1 = K1 Qb       |     columns   0-255
+//              |            | logits of A0     | logits of B0     | logits of A1     |
+//   consumer 1 | the same with columns 256-511
+//
+// barrier                who arrives (count)                 who waits              guards
+// full(slot), 10         TMA, and the lanes of warp 0 with   the block's consumers  keys and scales are loaded
+//                        their copies (33); paged: a lane
+//                        per box of the block (1 to 4)
+// free(slot), 10         a lane per warp of each consumer    warp 0                 the slot may be overwritten
+//                        of the block (4 or 8)
+// query_full(buffer), 2  the threads of warps 2 and 3 (64)   both consumers         queries, weights, targets of a
+//                                                                                   segment
+// query_free(buffer), 2  all threads of both consumers       warps 2 and 3          these may be overwritten
+//                        (256)
+// announced(n), 11       lane 0 of warp 0 (1)                warps 2 and 3          announcement n; the last has no
+//                                                                                   blocks
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + scratch 128 + announcements 176
 //                 + barriers 280 = 220,520 B
-// Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
+// Registers:      consumers 224 (accumulators 128, weights 64), others 56
 #include "indexer/mqa_logits/layout.cuh"
 #include "indexer/mqa_logits/load.cuh"
 #include "indexer/mqa_logits/roles.cuh"
@@ -24,9 +46,9 @@ namespace cumla::indexer {
 using namespace ptx;
 using namespace split;
 
-// Strides are bytes.
+// Strides are in bytes.
 struct MqaLogitsParams {
-  TensorMap keys;  // dims (head_dim, seq_len_kv), box (head_dim, 64), swizzle as wide as a row
+  TensorMap keys;  // dims (head_dim, seq_len_kv), box (head_dim, 64), swizzle of the width of a row
   LogitsParams logits;
   const char* q;
   i64 q_stride_row;
@@ -65,7 +87,7 @@ struct QueryTiles {
     return span;
   }
 
-  // Blocks with something that a row of the item sees, and what is between them.
+  // The range of blocks from the first to the last that some row of the item sees.
   __device__ __forceinline__ void blocks_of(int item, int& first, int& blocks) const {
     int begin = kMaxTokens, end = 0;
     const int rows = rows_of(item);
@@ -82,14 +104,14 @@ struct QueryTiles {
   }
 };
 
-constexpr int kItemCost = 1;  // of changing items, in blocks: the pipeline of products runs dry
+constexpr int kItemCost = 1;  // of a change of items, in blocks: the pipeline of products runs dry
 
 struct ShareScratch {
   i64 warp_costs[kLogitsThreads / 32];
   Place places[2];
 };
 
-// What this CTA has, of shares that cost the same. All threads; each counts the blocks of consecutive items.
+// This CTA's share, if shares cost the same. Called by all threads; each counts the blocks of consecutive items.
 template <typename Work>
 __device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, ShareScratch& scratch) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -118,7 +140,7 @@ __device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, Shar
   for (int i = 0; i < 2; ++i) {
     i64 target = total * (blockIdx.x + i) / gridDim.x - before;
     if (target < 0 || target >= cost) continue;
-    // Lengths are read again; should they have changed meanwhile, the search ends with this thread's items.
+    // Lengths are read again. If they have changed meanwhile, the search must end with this thread's items.
     int item = first_item;
     for (work.blocks_of(item, first, blocks); target >= blocks + kItemCost && item + 1 < last_item;
          work.blocks_of(++item, first, blocks))
@@ -129,14 +151,15 @@ __device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, Shar
   return {work, scratch.places[0], scratch.places[1]};
 }
 
-// All threads, before the kernels before are done: which tokens the rows see, into L2. Of very many rows the first.
+// All threads prefetch the spans of the rows into L2, before the wait for earlier kernels; of very many rows the
+// first ones.
 __device__ __forceinline__ void prefetch_spans(const MqaLogitsParams& p) {
   const i64 at = static_cast<i64>(threadIdx.x) * 128;
   if (at < (p.seq_len - 1) * p.ks_stride + 4) prefetch_l2(p.ks + at);
   if (at < (p.seq_len - 1) * p.ke_stride + 4) prefetch_l2(p.ke + at);
 }
 
-// One warp: the blocks of all segments, as slots of the ring become free.
+// One warp loads the blocks of all segments as slots of the ring become free.
 template <typename Shape>
 __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const LogitsLayout<Shape>& shared,
                                             SegmentCursor<QueryTiles<Shape>> cursor) {

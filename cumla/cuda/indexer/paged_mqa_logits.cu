@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Indexer logits over a paged cache for sm_90a, for the last next_n tokens of each request:
+// Indexer logits over a paged cache, for the last next_n tokens of each request:
 //
 //   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)    j < length of row i
 //
-// and -inf after it. Operands as in mqa_logits. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384
-// threads, one CTA a multiprocessor; an item is a request.
+// and -inf after that. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384 threads, one CTA per SM. An
+// item is a request.
 //
-// Roles, and who takes what: docs/kernels/indexer.md.
+// Roles and time line are those of indexer/mqa_logits.cu, except that warp 0 loads boxes of pages, with scales by
+// bulk copies. With one tile of columns each consumer takes every second block. The barrier table of mqa_logits.cu
+// holds, with 12 slots or 10.
 //
 // Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
 //                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B
-// Registers:      224 of a consumer, of which accumulators 64 or 128, weights 16, 32 or 64; 56 of the others
+// Registers:      consumers 224 (accumulators 64 or 128, weights 16, 32 or 64), others 56
 #include "indexer/mqa_logits/layout.cuh"
 #include "indexer/mqa_logits/load.cuh"
 #include "indexer/mqa_logits/roles.cuh"
@@ -25,9 +27,9 @@ namespace cumla::indexer {
 
 using namespace ptx;
 
-// Strides are bytes.
+// Strides are in bytes.
 struct PagedMqaParams {
-  // Dims (head_dim, page_size, num_pages), box (head_dim, min(page_size, 64), 1), swizzle as wide as a row.
+  // Dims (head_dim, page_size, num_pages), box (head_dim, min(page_size, 64), 1), swizzle of the width of a row.
   TensorMap keys;
   LogitsParams logits;
   ContextLengths lengths;
@@ -44,7 +46,7 @@ struct PagedMqaParams {
 
 struct Requests {
   const PagedMqaParams& p;
-  mutable int tokens = 0;  // of the request whose blocks were asked for last: the loading warp reads a length once
+  mutable int tokens = 0;  // of the last request given to blocks_of: the loading warp reads a length once
 
   __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * p.lengths.next_n; }
   __device__ __forceinline__ int rows_of(int) const { return p.lengths.next_n; }
@@ -62,21 +64,21 @@ struct Requests {
   }
 };
 
-// Where a part begins; the last one ends after all requests. A plan that was never updated holds anything.
+// The beginning of a part; the last one ends after all requests. A plan that was never updated holds arbitrary bits.
 __device__ __forceinline__ Place bound_of(const PagedMqaParams& p, int part) {
   const Place place = p.bounds[part];
   return {min(max(place.item, 0), p.lengths.batch), place.item < p.lengths.batch ? max(place.block, 0) : 0};
 }
 
-// All threads, before the kernels before are done: where this CTA begins and how long requests are, into L2.
+// All threads prefetch this CTA's bounds and the lengths into L2, before the wait for earlier kernels.
 __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
   const i64 at = static_cast<i64>(threadIdx.x) * 128;
   if (at < (p.lengths.batch - 1) * p.lengths.stride_request + 4) prefetch_l2(p.lengths.data + at);
   if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
 }
 
-// The warps that load queries: query and weights of the first request into L2, while the loading warp waits for its
-// length. Should that be 0, another request is next, and this was for nothing.
+// The query warps prefetch query and weights of the first request into L2, while the loading warp waits for its
+// length. If the length is 0, the prefetch was for nothing.
 __device__ __forceinline__ void prefetch_query(const PagedMqaParams& p, int item) {
   const int head = static_cast<int>(threadIdx.x) - 64;
   if (item >= p.lengths.batch || head < 0 || head >= p.logits.num_heads) return;
@@ -89,30 +91,30 @@ __device__ __forceinline__ void prefetch_query(const PagedMqaParams& p, int item
   }
 }
 
-// One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several
-// boxes; a lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to
-// ask for a block in far less time than the block takes to come.
+// One warp loads the blocks of all segments as slots of the ring become free. A block of small pages has several
+// boxes. A lane has every 32nd box, and four lanes at a time load theirs. Hazard: this loop must not divide, because
+// one warp must issue blocks much faster than they arrive.
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
                                            SegmentCursor<Requests> cursor) {
   const int lane = threadIdx.x % 32;
   const int log2_of_box = p.log2_of_page < 6 ? p.log2_of_page : 6;  // tokens
-  const int log2_of_boxes = 6 - log2_of_box;                        // in a block
+  const int log2_of_boxes = 6 - log2_of_box;                        // of the boxes in a block
   const u32 box_bytes = Shape::kDim << log2_of_box, scale_bytes = 4u << log2_of_box;
-  auto entry_of = [&](int item, u32 token) {  // of the block table; there is one for any item and token
+  auto entry_of = [&](int item, u32 token) {  // of the block table; clamped, so that it exists
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
   };
-  // Tokens are read once, but for pages that requests share. As ordinary lines they would push logits out of L2, and
-  // DRAM would turn from reading to writing and back all the time.
+  // Tokens are read once, except in pages that requests share. As ordinary lines they would evict logits from L2, and
+  // DRAM would alternate between reading and writing.
   const u64 policy = evict_first_policy();
-  u32 loaded = 0;  // blocks before the segment
+  u32 loaded = 0;  // blocks of earlier segments
   Segment segment;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
     const Place expected = cursor.at;
-    const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
-    // While the length comes.
+    const u32 own = lane << log2_of_box;  // this lane's first token, counted from the segment's first one
+    // Loaded together with the length.
     int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);
     if (!announce_next(shared, cursor, n, segment)) return;
     const u32 first_token = segment.first * kBlockTokens;
@@ -134,7 +136,7 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
         if (lane / 4 * 4 == four && box < boxes) {  // plant: loaders
           const u32 full = shared.full(slot);
           mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
-          fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
+          fence_proxy_async_shared();  // orders the generic reads of the earlier scales before the copies
           mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
           if (token < tokens) {
             tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page, policy);
@@ -162,7 +164,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
 
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
-  __syncthreads();  // barriers are made while the bounds come
+  __syncthreads();  // barriers are initialised while the bounds are loaded
   prefetch_query(p, cursor.at.item);
   do_segments(p.logits, work, shared, [&] { load_pages(p, shared, cursor); });
 }

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// What paged_mqa_schedule and paged_mqa_logits agree on: how many tokens the rows of a request see.
+// The visible tokens of a request's rows, for paged_mqa_schedule and paged_mqa_logits.
 #pragma once
 #include "indexer/mqa_logits/layout.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::indexer {
 
-// Strides are bytes.
+// Strides are in bytes.
 struct ContextLengths {
   const char* data;  // int
   i64 stride_request, stride_row;
   int batch;
   int next_n;
-  int per_row;      // a length for each row; else a request's, of which its last row sees all
+  int per_row;      // a length per row; else per request, all of which its last row sees
   int most_tokens;  // that a request can have
 };
 
-// Of a row that has this length, or whose request has.
+// Visible tokens of a row with this length, or whose request has it.
 __device__ __forceinline__ int visible_of(const ContextLengths& l, int length, int row) {
   length = min(max(length, 0), kMaxTokens);
   return min(max(l.per_row ? length : length - l.next_n + row + 1, 0), l.most_tokens);
@@ -30,7 +30,7 @@ __device__ __forceinline__ int visible_tokens(const ContextLengths& l, int reque
   return visible_of(l, length_of(l, request, row), row);
 }
 
-// That some row of a request sees.
+// Tokens that some row of a request sees.
 __device__ __forceinline__ int tokens_of(const ContextLengths& l, int request) {
   int tokens = visible_tokens(l, request, l.next_n - 1);
   if (l.per_row)

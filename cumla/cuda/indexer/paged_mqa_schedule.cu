@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Deals the blocks of 64 tokens of all requests out to parts, one for each CTA of paged_mqa_logits, as contiguous
-// ranges. A request costs its blocks and one more, for its query; all parts cost the same, give or take one. Part i
-// begins where the summed cost reaches i / parts of the whole. tests/launch/indexer/paged_mqa_schedule_mirror.py does
-// the same in NumPy, as its oracle. One CTA, of as few threads as have a request each; a thread has consecutive
-// requests, then some of the parts.
+// Assigns the blocks of 64 tokens of all requests to parts, one per CTA of paged_mqa_logits, as contiguous ranges.
+//
+// A request costs its blocks, and one more for its query. All parts cost the same, within one: part i begins where
+// the summed cost reaches i / parts of the total. tests/launch/indexer/paged_mqa_schedule_mirror.py is its oracle in
+// NumPy.
+//
+// Roles: one CTA, with about a thread per request, at most 1,024. A thread has consecutive requests, then some of the
+// parts.
+//   time line: read lengths, sum up costs | B | prefix sums | B | find the bounds of the parts
+// Barriers: B is __syncthreads of all threads; it guards the sums of the warps, then `starts`. There are no
+// mbarriers.
+// Budget: 8,448 B of shared memory with 1,024 threads.
 #include "indexer/paged_mqa_plan.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"
@@ -17,12 +24,12 @@ using namespace split;
 struct PagedMqaScheduleParams {
   ContextLengths lengths;
   Place* bounds;  // [parts + 1]
-  int* kept;      // [batch], or [batch, next_n]: copies of the lengths, for paged_mqa_logits; null: none are kept
+  int* kept;      // [batch] or [batch, next_n]: copies of the lengths for paged_mqa_logits; null: no copies
   int parts;
   int unused;
 };
 
-// Of the kept lengths, or those of the caller where none are kept.
+// The kept lengths, or those of the caller if none are kept.
 __device__ __forceinline__ ContextLengths kept_lengths(const PagedMqaScheduleParams& p) {
   ContextLengths lengths = p.lengths;
   if (p.kept == nullptr) return lengths;
@@ -38,7 +45,7 @@ __device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
   return cost_of_tokens(tokens_of(l, request));
 }
 
-// Reads the lengths of a request once: what follows, and the logits, see the copies, whatever changes the originals.
+// Reads the lengths of a request once. This kernel and the logits then use the copies, even if the originals change.
 __device__ __forceinline__ int cost_of_kept(const PagedMqaScheduleParams& p, int request) {
   const int rows = p.lengths.per_row ? p.lengths.next_n : 1;
   int tokens = 0;
@@ -82,7 +89,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
       continue;
     }
     const i64 target = total * part / p.parts;
-    int owner = 0;  // the last thread that begins at or before the target, and has requests
+    int owner = 0;  // the last thread with requests that begins at or before the target
 #pragma unroll
     for (int step = kThreads / 2; step > 0; step /= 2)
       if ((owner + step) * per_thread < batch && starts[owner + step] <= target) owner += step;
@@ -92,7 +99,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
       p.bounds[part] = {request, static_cast<int>(left)};
       continue;
     }
-    // Lengths are read again; should those of the caller have changed meanwhile, no request follows the last one.
+    // Lengths are read again. If those of the caller have changed meanwhile, the loop must end at the last request.
     int of_request = cost_of(lengths, request);
     while (left >= of_request && request + 1 < batch) {
       left -= of_request;

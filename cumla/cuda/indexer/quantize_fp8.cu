@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises rows to e4m3, each with a float32 scale of its own.
+// Quantises rows to e4m3, each with its own float32 scale.
 //
-// 256 threads, in teams of a power of two of them. A team takes a row: each of its members holds up to four octets of
-// it in registers, so that the row is read once; the largest magnitude goes round the team, through shared memory where
-// that is more than a warp.
+// grid = (blocks of rows), 256 threads, in teams of a power of two. A team has a row, and a thread up to four octets
+// of it.
 //
-// In flight: 4 x 16 B a thread, 64 KiB an SM with four CTAs; from float32 4 x 32 B. Shared memory: 32 B.
+// Time line: load the row | largest magnitude by shuffles | B, if a team has several warps | scale | quantise, store
+// Barrier: B is one __syncthreads of all threads. It guards the magnitudes of the warps. There are no mbarriers.
+//
+// Budget: 4 x 16 B of loads in flight per thread, 64 KiB per SM with four CTAs; with float32 4 x 32 B. Shared memory:
+// 32 B.
 #include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -16,13 +19,13 @@ using namespace ptx;
 using namespace rows;
 
 constexpr int kQuantizeThreads = 256;
-constexpr int kMostHeld = 4;  // octets
-constexpr int kMostAxes = 4;  // before the last one
+constexpr int kMostHeld = 4;  // octets of a thread
+constexpr int kMostAxes = 4;  // before the last axis
 
 struct QuantizeFp8Params {
   const char* x;
   char *values, *scales;
-  i64 sizes[kMostAxes];  // padded in front with 1; strides are bytes
+  i64 sizes[kMostAxes];  // padded in front with 1; strides are in bytes
   i64 x_strides[kMostAxes], value_strides[kMostAxes], scale_strides[kMostAxes];
   i64 rows;
   int octets, team_log2, power_of_two, unused;
@@ -48,7 +51,7 @@ __device__ __forceinline__ RowOffsets find_row(const QuantizeFp8Params& p, i64 r
   return offsets;
 }
 
-// Of a team of several warps, by the whole block.
+// Maximum over a team of several warps. The whole block must call it.
 __device__ __forceinline__ float largest_of_warps(float largest, int team_log2) {
   __shared__ float of_warps[kQuantizeThreads / 32];
   const int warp = threadIdx.x / 32, warps = 1 << (team_log2 - 5);

@@ -1,18 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of queries of different lengths to keys and values in pages, by the ragged schedule (split/plan.cuh): each
-// CTA has a part, and attends for one row tile after another, 64 query rows of a kv head, to the blocks of its part.
-// A grid as HeadTile has it, 384 threads, or 512 with most of e4m3, one CTA an SM.
+// Attention over paged keys and values with queries of different lengths, by the ragged schedule (split/plan.cuh).
+// Each CTA has a part: 64 query rows of a kv head at a time, over the blocks of its part.
 //
-// Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
-// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted on their way
-// by warpgroups 0 and 3 (attention/e4m3.cuh). Warpgroups 1 and 2 compute, every second block each, or with 512 columns
-// all blocks and half of the value columns each (docs/kernels/mha.md).
+// grid: see HeadTile; 384 threads, with e4m3 of up to 192 key columns 512; one CTA per SM.
 //
-// The block counter runs on over the tiles of a part: block t is of consumer t % 2, or both, and of stage t % kStages.
+// Roles:
+//   warp 0         loads keys and values by TMA, one box per lane
+//   warp 2, 3      copy the query rows of each row tile, 32 each
+//   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block each
+//   warpgroup 0, 3 e4m3: load and convert the blocks of one consumer each (attention/e4m3.cuh)
+//   consumer 0, 1  every second block each; with 512 columns all blocks, and half of the value columns each
+// The block counter t continues over the tiles of a part: block t belongs to consumer t % 2, or both, and to stage
+// t % kStages.
 //
-// Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
-//                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages; 512 columns:
-//                one stage, exchange 9,216 for joining; 207,616 B
+// Time line:
+//   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | S2=QK2 | softmax 2 | O+=P2V2 | ...
+//   consumer 1 |   S1=QK1 | softmax 1 | O+=P1V1 | S3=QK3 | softmax 3 | O+=P3V3 | ...
+//   end of a row tile: exchange halves of the outputs | add them | store, or combine
+//
+// barrier                      who arrives (count)          who waits                     guards
+// keys_full(stage),            TMA (1); rows: each copying  the block's consumer, or      the tiles are loaded
+// values_full(stage)           thread (128); e4m3: a lane   both
+//                              per converting warp (4)
+// keys_free(stage),            a lane per warp of that      the loaders                   the tiles may be overwritten
+// values_free(stage)           consumer (4), or of both
+//                              (8)
+// query_full                   the threads of warps 2 and   both consumers                query rows are loaded
+//                              3 (64)
+// query_free                   a lane per consumer warp     warps 2 and 3                 query rows may be
+//                              (8)                                                        overwritten
+// named, kConsumersBarrier     both consumers (256)         the same                      exchange, sums
+// named, one per consumer      its threads (128)            the same                      zeroed rows of V
+//
+// Shared memory: query 8,192 per 64 columns + stages of as much for keys and for values + exchange of 64 x value
+//                columns x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
+//                512 columns: one stage, exchange 9,216 for combining; 207,616 B
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
 //                200 and 104 with 256 columns
@@ -34,7 +56,7 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// One warp loads keys and values by boxes, each lane its own of a block.
+// One warp loads keys and values; each lane loads its own box of a block.
 template <typename Layout>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                            const Part& part, int last_place) {
@@ -88,7 +110,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Lay
   copy_async_wait_all();
 }
 
-// All four warps load keys and values row by row, the last two of them the query rows before.
+// All four warps load keys and values row by row. The last two load the query rows first.
 template <typename Layout>
 __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                           const Part& part, int last_place) {

@@ -1,14 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of few query rows, 8 or 16 of a kv head, by the ragged schedule (split/plan.cuh): each CTA has a part, and
-// attends for one row tile after another to the blocks of its part. A grid as HeadTile has it, 384 threads, one CTA
-// an SM.
+// Attention of 8 or 16 query rows of a kv head, by the ragged schedule (split/plan.cuh). Each CTA has a part, and
+// computes one row tile at a time over the blocks of its part.
 //
-// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it kStages chunks ahead, and has a
-// running maximum, sums and an output of its own. Warp 11 brings the query rows; warps 0 to 7 add up what all have of a
-// tile, and write results or join pieces (mha/attention_decode/join.cuh). Operands are swapped: tokens, then value
-// columns, are the M side of products, query rows the N side. Reasons and time line: docs/kernels/mha-decode.md.
+// grid: see HeadTile; 384 threads, one CTA per SM. Operands are swapped: tokens, then value columns, are the M side
+// of mma.sync products, and query rows the N side.
 //
-// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B a step, of one step or all (joining uses them, too),
+// Roles and time line:
+//   warp w      every twelfth chunk of 16 tokens, with its own maximum, sums and output:
+//               copy kStages chunks ahead | S' = K Q' | softmax | P' by movmatrix | O' += V' P'
+//   warp 11     also copies the query rows, and narrows bfloat16 rows for e4m3
+//   warps 0-7   also add up what all warps have of a tile, and store or combine (mha/attention_decode/join.cuh)
+//
+// barrier                   who arrives (count)               who waits              guards
+// full(warp, stage)         lane 0 of the warp, with the      the warp               a chunk is loaded
+//                           bytes of TMA (1); its own
+//                           cp.async copies use no barrier
+// sums_full                 a lane per warp that has left     warps 0 to 7; warp 11  the outputs of a turn; the tile's
+//                           its output (12)                                          query is free
+// sums_free                 a lane per warp that has added    all warps              the outputs may be overwritten
+//                           up (8)
+// query_copied              the lanes of warp 11, after       warp 11                query rows to be narrowed
+//                           their copies (32)
+// query_full(slot)          warp 11: a lane after narrowing   all warps              query rows and scales
+//                           (1), or all after their copies
+//                           (32)
+// named, kConsumersBarrier  warps 0 to 7, while they combine  the same               the ticket's answer, sums
+//                           (256)
+//
+// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B per step, of one step or all (combining uses them, too),
 //                statistics, query rows of one tile or three
 // Registers:     168
 #include "mha/attention/layout.cuh"
@@ -32,7 +51,8 @@ using namespace split;
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
-  constexpr bool kNarrows = kE4m3 && kIsBf16<T>, kAhead = Layout::kQuerySlots > 1;  // query rows
+  // Narrows query rows; copies them ahead
+  constexpr bool kNarrows = kE4m3 && kIsBf16<T>, kAhead = Layout::kQuerySlots > 1;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -63,13 +83,13 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     place = part.place;
     last_place = last_place_of(p, part);
   }
-  u32 boxed = 0, phases = 0;  // a bit for each stage
+  u32 boxed = 0, phases = 0;  // a bit per stage
   int chunks = 0;
   HeadTile tile(p);
   Segment segment;
   Attender<T, kKeys, kValues, kRows, kE4m3> attender(p, shared, tile);
   if (place <= last_place) segment = chunks_at<kRows>(p, tile, place, chunks);
-  // Of this tile, or of the next one.
+  // Copies the query of this tile, or of the next one.
   const auto copy_query = [&](int later) {
     if (warp != kQueryWarp || place + later > last_place) return false;
     HeadTile of = tile;
@@ -79,7 +99,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     return kNarrows;
   };
   ChunksAhead<Layout, kRows> ahead(p, shared, tile, segment, chunks, place, last_place);
-  // Text that runs for the first time is slow, so it is short, where registers allow that.
+  // Code that runs for the first time is slow. So it is a loop, if registers allow that.
   constexpr int kOnce = Layout::kHoldsQuery ? 1 : Layout::kStages;
   ChunkEntry first[Layout::kStages];
 #pragma unroll kOnce
@@ -92,7 +112,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   ChunkRow rows[Layout::kStages];
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) rows[s] = ahead.look_up(first[s]);
-  bool narrows = copy_query(0);  // while the page numbers come
+  bool narrows = copy_query(0);  // while the page numbers are loaded
 #pragma unroll kOnce
   for (int s = 0; s < Layout::kStages; ++s) {
     ChunkRow at = rows[0];
@@ -106,7 +126,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
 
   if (kAhead && narrows) attender.narrow_query(0);
   int stage = 0, chunk = warp;
-  bool owes = false;  // results of the tile before
+  bool owes = false;  // the results of the tile before are still to be stored
 #pragma unroll 1
   while (place <= last_place) {
     if (!kAhead && warp == kQueryWarp) {
@@ -117,8 +137,8 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       if (narrows) attender.narrow_query(attender.tiles);
     }
     attender.begin(segment, attender.tiles);
-    narrows = kAhead && copy_query(1);  // where those of two tiles before were, which all warps have left
-    bool has_duty = owes || narrows;  // after the first chunk
+    narrows = kAhead && copy_query(1);  // to the slot of two tiles before, which all warps have left
+    bool has_duty = owes || narrows;  // to be done after the first chunk
     while (true) {
       const int end = has_duty ? min(chunk + 1, chunks) : chunks;
 #pragma unroll 1
@@ -141,12 +161,12 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       has_duty = false;
       if (narrows) attender.narrow_query(attender.tiles + 1);
       if (!owes) continue;
-      HeadTile before(p);  // read anew: registers are scarce
+      HeadTile before(p);  // computed again, because registers are scarce
       int unused;
       chunks_at<kRows>(p, before, place - 1, unused);
       attender.settle(before);
     }
-    chunk -= chunks;  // which warp has a chunk depends on the tiles before, so calls with batch_invariant go elsewhere
+    chunk -= chunks;  // the warp of a chunk depends on earlier tiles, so batch_invariant calls use another kernel
     const bool more = place < last_place;
     owes = attender.finish(segment, more, [&] {
       if (!kAhead) narrows = copy_query(1);

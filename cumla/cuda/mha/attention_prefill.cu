@@ -1,23 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of many query rows: each CTA attends for one whole row tile after another, 64 query rows of a kv head for
-// each consumer, to all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 or 512
-// threads, one CTA an SM.
+// Attention of many query rows: each CTA computes whole row tiles, 64 query rows of a kv head per consumer, over all
+// visible keys. No tile is split.
 //
-// The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. Each CTA begins with the tile of
-// its own number and takes the next ones from a counter (in which order: docs/kernels/mha-prefill.md).
+// grid = one CTA per SM, 384 or 512 threads. The schedule (split/ragged_schedule.cu, in one part) lists the row
+// tiles. A CTA begins with the tile of its own number, and takes the next ones from a counter (order:
+// docs/kernels/mha-prefill.md).
 //
-// Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
-// pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The
-// other warpgroups, two, or three with 64 columns, have 64 query rows each and work through the blocks of all tiles
-// without a break, in each tile from the last to the first. They take turns: while one issues its products the others
-// make probabilities. Time lines, and why the end of a tile is short: docs/kernels/mha-prefill.md.
+// Roles and time line:
+//   warp 0         loads keys by TMA
+//   warp 1         loads values by TMA
+//   warp 2         takes tiles from the counter, and announces them
+//   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block; warp 0 announces
+//   consumers      two, or three with 64 columns: 64 query rows each, which they copy themselves. They compute the
+//                  blocks of all tiles without a break, from the last to the first of a tile
 //
-// Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
-// and some four other instructions for each at 128 a clock 512.
-// Shared memory: query 8,192 a 64 columns and consumer + output 8,192 a consumer + 2 stages of keys and values
+//   consumer 0 | products | softmax  | products | softmax  | ...     they alternate by named barriers
+//   consumer 1 | softmax  | products | softmax  | products | ...
+// The last products of a tile run with the first scores of the next one; its output is stored beside other products.
+//
+// barrier                         who arrives (count)             who waits            guards
+// keys_full(stage),               TMA (1); rows: each copying     all consumers        the tiles are loaded
+// values_full(stage)              thread (128)
+// keys_free(stage),               a lane per consumer warp (4     the loader           the tiles may be overwritten
+// values_free(stage)              per consumer)
+// item_full(n), 4                 the announcing lane (1)         loaders, consumers   announcement n
+// item_free(n), 4                 each thread that has read it    the announcing lane  announcement n may be
+//                                 (32 per warp)                                        overwritten
+// wanted                          lane 0 of the key loader, with  the announcing lane  when the next tile is taken
+//                                 the last loads of a tile (1)
+// begun                           lane 0 of the key loader,       the value loader     order of the first loads
+//                                 after the first keys (1)
+// named, kTogether                all consumers (128 each)        the same             zeroed rows of V past the end
+// named, kTurns + c               the consumer before and         consumer c           its turn to issue products
+//                                 consumer c (256)
+// named, kOwn + c                 the threads of consumer c       the same             query rows, votes, zeroed rows
+//                                 (128)                                                before windows
+//
+// Shared memory: query 8,192 per 64 columns and consumer + output 8,192 per consumer + 2 stages of keys and values
 //                + announcements 256 + barriers 256
 // Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56; of three
 //                consumers 160, loaders 32
+// Work of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 per clock are 1,024
 #include "mha/attention/layout.cuh"
 #include "mha/attention_prefill/compute.cuh"
 #include "mha/attention_prefill/layout.cuh"

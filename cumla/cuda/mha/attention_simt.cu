@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention without tensor cores: one warp per query row, for float32 queries, keys and values. Every product and sum
-// is float32; a row's keys are added up in their order.
+// Attention in float32 without tensor cores: one warp per query row. The keys of a row are added in their order.
 //
-// grid = (8 per place of the ragged schedule, 1, kv heads), 256 threads: the i-th CTA of a place has 8 of its 64 rows.
-// The schedule has one part, whose end tells how many places there are. A lane has 4 columns in each group of 128, of
-// the query, of keys and of values.
+// grid = (8 per place of the ragged schedule, 1, kv heads), 256 threads. CTA i of a place has 8 of its 64 rows. The
+// schedule has one part, whose end is the number of places.
 //
-// Registers: query and output 32, four keys or values in flight 64
+// Roles: each warp attends for one row. A lane has 4 columns in each group of 128, of query, keys and values.
+//   time line of a warp: load 4 keys | scores by shuffles | new maximum | load 4 values | weigh and add | ... | store
+// Barriers: none. Warps are independent; shuffles are the only exchange.
+//
+// Registers: query and output 32, four keys or values in flight 64. Shared memory: none.
 #include "mha/attention/layout.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -23,7 +25,7 @@ using namespace split;
 
 constexpr int kWarps = 8;    // of a CTA
 constexpr int kGroups = 4;   // of 128 columns
-constexpr int kAtOnce = 4;   // keys
+constexpr int kAtOnce = 4;   // keys loaded at once
 
 // A lane's columns of a row; columns that do not exist are 0.
 struct LaneColumns {
@@ -45,7 +47,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
   return value;
 }
 
-// The score of a key to the base 2, in all lanes.
+// Base-2 score of a key, in all lanes.
 __device__ __forceinline__ float score_of(const AttentionParams& p, const LaneColumns& query, const LaneColumns& key) {
   float sum = 0.0f;
 #pragma unroll
@@ -62,7 +64,7 @@ __device__ __forceinline__ const char* row_in(const Columns& of, int page, int r
   return of.base + page * of.stride_page + row * of.stride_row + blockIdx.z * of.stride_head;
 }
 
-// One warp attends for a row of a tile, to the keys that it sees.
+// One warp attends for a row of a tile, over its visible keys.
 __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
                                        int row) {
   const Row from(p, tile, row);
@@ -104,7 +106,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
     for (int i = 0; i < kAtOnce; ++i) loaded[i].load(values[i], p.value_columns);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // Of a score of -inf, which only infinite keys have, the weight is 0 whatever the maximum is.
+      // Only infinite keys give a score of -inf. Its weight is 0, also if the maximum is -inf.
       const float w = weight[i] == -kInfinity ? 0.0f : exp2_approx(weight[i] - maximum);
       sum += w;
 #pragma unroll
@@ -140,7 +142,7 @@ __device__ __forceinline__ void attention_simt(const AttentionParams& p) {
   tile.move_to(p, at);
   Segment segment = {};
   segment.tokens = min(static_cast<i64>(min(max(at.tokens, 0), kMaxTokens)), p.max_tokens);
-  if (p.block_table == nullptr)  // no more rows than there are
+  if (p.block_table == nullptr)  // no more rows than exist
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
   const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
   if (row < tile.rows) attend(p, tile, segment, row);

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts row tiles at fixed positions, so that a request gets the same bits whatever else is in the batch.
+// Splits row tiles at fixed positions, so that the bits of a request do not depend on the rest of the batch.
 //
-// Runs after split/ragged_schedule.cu with one part, which lists the row tiles and says how many there are. A request
-// whose query rows of a kv head are one tile, as in decoding, is cut every piece_blocks blocks, counted from its first
-// key; other tiles stay whole. Each piece is a part of its own, in the order of the tiles; the parts that are left are
-// empty. One CTA.
+// It runs after split/ragged_schedule.cu with one part, which lists the row tiles and their number. A request whose
+// query rows of a kv head are one tile, as in decoding, is split every piece_blocks blocks from its first key. Other
+// tiles stay whole. Each segment has its own part, in the order of tiles; the remaining parts are empty.
+//
+// Roles: one CTA of 1,024 threads, each of which has a tile at a time and writes its parts.
+// Barriers: __syncthreads, all threads. The first guards the number of tiles, which part 0 holds and will lose; those
+// of block_exclusive_sum guard warp_sums, of which two alternate. There are no mbarriers.
+// Budget: 64 registers per thread, 256 B of shared memory.
 #include "split/plan.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"
@@ -17,7 +21,7 @@ using namespace split;
 
 struct InvariantPartsParams {
   const TilePlace* places;
-  Part* parts_out;  // [parts]; the first one holds the number of tiles
+  Part* parts_out;  // [parts]; the first one holds the number of tiles on entry
   Ticket* tickets;  // [num_tickets]
   int max_places;
   int parts;
@@ -39,15 +43,15 @@ __device__ __forceinline__ void invariant_parts(const InvariantPartsParams& p) {
   grid_dependency_wait();
   const int tiles = min(max(p.parts_out[0].end_place, 0), p.max_places);
   for (int i = threadIdx.x; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
-  __syncthreads();  // all have read the number of tiles
-  int begin = 0;    // parts of the tiles before
+  __syncthreads();  // all threads have read the number of tiles
+  int begin = 0;    // begin: parts of earlier tiles
   for (int first = 0, turn = 0; first < tiles; first += kScheduleThreads, turn ^= 1) {
     const int place = first + threadIdx.x;
     const bool exists = place < tiles;
     const int tokens = exists ? p.places[place].tokens : 0, pieces = exists ? pieces_of(p, p.places[place]) : 0;
     int all;
     const int start = begin + block_exclusive_sum(pieces, warp_sums[turn], all);
-    const int last = min(start + pieces, p.parts) - 1;  // there are enough, unless lengths fall
+    const int last = min(start + pieces, p.parts) - 1;  // parts suffice unless lengths decrease
     for (int index = start; index <= last; ++index) {
       const int block = (index - start) * p.piece_blocks;
       const bool ends = index == last;

@@ -2,8 +2,8 @@
 // MLA attention over a 16-bit cache: up to 64 query rows of one kv head over the KV blocks of one part of the
 // schedule (split/plan.cuh).
 //
-// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM. If query lengths differ it is (1,
-// parts, kv heads), and each place of the schedule is a row tile (RaggedTile).
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM. If query lengths differ it is
+// (1, parts, kv heads), and each place of the schedule is a row tile (RaggedTile).
 //
 // Roles of the three warpgroups:
 //   warp 0, 1      load the even and the odd KV blocks of the CTA's sequence (TMA). kRows: warps 0 and 1 copy half of

@@ -2,8 +2,8 @@
 // MLA attention over caches with e4m3 latent columns: under one factor, or (kGrouped) under a scale per token and 128
 // columns. RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped the operands are swapped; 16 or 32 query rows.
 //
-// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM. If query lengths differ it is (2,
-// parts, kv heads): half of a row tile at each place of the schedule (HalfTile).
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM. If query lengths differ it is
+// (2, parts, kv heads): half of a row tile at each place of the schedule (HalfTile).
 //
 // Roles and time line:
 //   warp 0         loads all blocks by TMA; single rows: warps 0 and 1, half of the rows each

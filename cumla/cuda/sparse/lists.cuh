@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of cache rows as the caller gives them, one for each query token.
+// Lists of cache rows, as the caller gives them: one per query token.
 //
-// An entry is the number of a slot, page * page_size + row, or with a block table a position in the pages of the list's
-// request. Any other number is an entry that is absent.
+// An entry is a slot, page * page_size + row. With a block table it is a position in the pages of the list's request.
+// Any other number is an absent entry.
 #pragma once
 #include "split/division.cuh"
 #include "ptx/copy.cuh"
@@ -17,17 +17,17 @@ struct Lists {
   i64 indices_stride_batch, indices_stride_token;  // elements
   const int* block_table;  // null: entries are slots
   i64 block_table_stride;  // elements
-  const int* requests;     // of the lists; null: their batch index
+  const int* requests;     // request of each list; null: its batch index
   i64 requests_stride_batch, requests_stride_token;  // elements
   int num_requests, max_pages, num_pages;
-  int page_step, row_step;  // from a page and from a row to the next one, in the unit in which rows are numbered
+  int page_step, row_step;  // between pages, and between rows, in the unit of row numbers
   int page_size;
   Divisor by_page_size;
 
   __device__ __forceinline__ const int* entries_of(int batch, int token) const {
     return indices + batch * indices_stride_batch + token * indices_stride_token;
   }
-  // Of a list. With a block table it may not exist.
+  // The request of a list. With a block table it may not exist.
   __device__ __forceinline__ int request_of(int batch, int token) const {
     return requests == nullptr ? batch : requests[batch * requests_stride_batch + token * requests_stride_token];
   }
@@ -39,15 +39,15 @@ struct Lists {
   }
 };
 
-// An entry on its way to the number of a row: its page is loaded where the table has it.
+// An entry whose page is being loaded from the table.
 struct Lookup {
   int page, row;
 };
 
 struct List {
   const int* entries;
-  const int* pages;  // of its request
-  bool exists;       // or else no entry does
+  const int* pages;  // of the list's request
+  bool exists;       // else all entries are absent
 
   __device__ __forceinline__ List(const Lists& p, int batch, int token)
       : entries(p.entries_of(batch, token)) {
@@ -65,7 +65,7 @@ struct List {
     if (pages != nullptr) found.page = found.page < p.max_pages ? pages[found.page] : -1;
     return found;
   }
-  // The number of the row; -1 if there is none.
+  // The number of the row; -1: absent.
   __device__ __forceinline__ static int row_of(const Lists& p, const Lookup& found) {
     return static_cast<u32>(found.page) < p.num_pages ? found.page * p.page_step + found.row * p.row_step : -1;
   }
@@ -83,22 +83,22 @@ __device__ __forceinline__ void prefetch_lists(const Params& p, const Lists& lis
                    (list - request * p.q_len) * lists.indices_stride_token + (first - list * lines) * 32);
 }
 
-// Walks over a lane's entries of a list, one of every block of 64, two blocks ahead with entries, one with their pages.
+// Walks over a lane's entries of a list, one per block of 64. Entries are loaded two blocks ahead, pages one.
 struct ListWalk {
   const List list;
   const int* entry;
-  int left;  // entries from the one on that is loaded next
+  int left;  // remaining entries, from the next one to be loaded
   int loaded;
   Lookup found;
 
-  // From the entry `first` on, of `length`.
+  // Starts at entry `first` of `length`.
   __device__ __forceinline__ ListWalk(const Lists& p, const List& list, int first, int length)
       : list(list), entry(list.entries + first), left(list.exists ? length - first : 0) {
     const int now = load();
     loaded = load();
     found = list.look_up(p, now);
   }
-  // The number of the next row; -1 if there is none.
+  // The number of the next row; -1: absent.
   __device__ __forceinline__ int next(const Lists& p) {
     const int row = List::row_of(p, found);
     found = list.look_up(p, loaded);

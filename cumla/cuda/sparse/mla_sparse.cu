@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token to its own list of cache rows, for caches in 16 bits: mla/mla_decode.cu, whose
-// rows come one by one (kRows), with lists in place of pages (sparse/selected.cuh). Roles, time line, shared memory
-// and registers are those of that kernel. Rows have 576 columns, or 512, all of which are values. Some forms give
-// max_logits, too: 256 bytes of shared memory more, 232,416 in all, and two registers of a consumer's thread.
+// MLA attention of each query token over its own list of rows of a 16-bit cache: mla/mla_decode.cu with single rows
+// (kRows), and lists in place of pages (sparse/selected.cuh).
+//
+// Roles, time line, barriers, shared memory and registers: mla/mla_decode.cu. Rows have 576 columns, or 512, which
+// are all values. Forms with max_logits take 256 B more shared memory, 232,416 B, and two more registers of a
+// consumer's thread.
 #include "mla/mla_decode.cu"
 #include "sparse/selected.cuh"
 
@@ -16,18 +18,18 @@ struct ValueTile : SelectedTile<kRowTile> {
 };
 
 struct MlaSparseMaxLogitsParams : MlaDecodeParams {
-  float* max_logits;          // as lse lies, natural units
+  float* max_logits;          // layout of lse, natural units
   float* partial_max_logits;  // [row tile][part][slot][row], base 2
 };
 
-// Rows whose largest score is an output, too. Params are those above.
+// Tiles whose largest score per row is an output. Params are MlaSparseMaxLogitsParams.
 template <typename AnyTile>
 struct MaxLogitsTile : AnyTile {
   using Held = MaxLogitsTile;
   static constexpr bool kHasMaxLogits = true;
   using AnyTile::AnyTile;
 
-  // Known when it is compiled, or bfloat16 kernels of one row tile spill registers: no list has a causal mask.
+  // Lists have no causal mask. As a constant it keeps bfloat16 kernels with one row tile from spilling registers.
   __device__ __forceinline__ static int shift_of(const MlaDecodeParams&, int) { return 0; }
   __device__ __forceinline__ static float* partial_max_logit(const MlaDecodeParams& p, i64 piece, int row) {
     return static_cast<const MlaSparseMaxLogitsParams&>(p).partial_max_logits + piece * p.row_groups * kRowGroup + row;
@@ -40,7 +42,7 @@ struct MaxLogitsTile : AnyTile {
   }
 };
 
-// kSharedBlocks: as there. AnyTile: SelectedTile<kRowTile>, ValueTile, or MaxLogitsTile of either.
+// kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile, or MaxLogitsTile of either.
 template <typename T, bool kSharedBlocks, typename AnyTile>
 __device__ __forceinline__ void mla_sparse(const MlaDecodeParams& p) {
   mla_decode<T, kSharedBlocks, kRows, AnyTile>(p);

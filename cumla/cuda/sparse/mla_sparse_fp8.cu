@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token to its own list of cache rows, for caches with e4m3 columns: mla/mla_decode_fp8.cu,
-// whose rows come one by one (kRows), with lists in place of pages (sparse/selected.cuh). Roles, time line, shared
-// memory and registers are those of that kernel.
+// MLA attention of each query token over its own list of rows of an e4m3 cache: mla/mla_decode_fp8.cu with single
+// rows (kRows, kPackedRows), and lists in place of pages (sparse/selected.cuh).
+//
+// Roles, time line, barriers, shared memory and registers: mla/mla_decode_fp8.cu.
 #include "mla/mla_decode_fp8.cu"
 #include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
@@ -23,8 +24,7 @@ struct MlaSparseFp8Params : MlaDecodeFp8Params {
   Lists lists;
 };
 
-// Lists as the caller gave them, of packed rows, which come whole: by each of two warps half of the rows of every
-// block, a bulk copy a lane.
+// The caller's lists of packed rows. Each of two warps loads half of the rows of every block, one bulk copy per lane.
 template <int kTileRows>
 struct PackedListTile : ListTile<kTileRows> {
   using Held = PackedListTile;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token to its own list of cache rows, for packed FP8 rows (656 bytes) and more than 16
-// heads: mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages.
-// grid = (row tiles of up to 64 heads, parts, 1).
+// MLA attention of each query token over its own list of packed FP8 rows (656 bytes), for more than 16 heads:
+// mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages.
+//
+// grid = (row tiles of up to 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
@@ -13,7 +14,7 @@ namespace cumla::sparse {
 using namespace ptx;
 
 struct MlaSparsePackedParams {
-  MlaDecodeParams decode;  // latent: whole rows, of 656 bytes
+  MlaDecodeParams decode;  // latent: whole rows of 656 bytes
   Lists lists;
 };
 

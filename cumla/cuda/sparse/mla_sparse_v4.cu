@@ -1,19 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token to its own list of rows in DeepSeek-V4's format: 448 e4m3 columns with a scale for
-// each 64, a power of two, and 64 bfloat16 RoPE columns; all 512 are key and value. A list may go on in a second cache.
+// MLA attention of each query token over its own list of rows in DeepSeek-V4's format: 448 e4m3 columns with a power
+// of two per 64, and 64 bfloat16 RoPE columns. All 512 columns are keys and values. A list may continue in a second
+// cache.
 //
-// 512 threads. Warpgroups 1 and 2 are the consumers of mla/mla_decode.cu, in its order of products for shared blocks;
-// the tile of RoPE columns, which V4's rows have among the others, does not exist for them. Two warpgroups load:
+// grid = (row tiles, parts, 1), 512 threads, one CTA per SM.
 //
-//   3  finds rows, and copies their bfloat16 columns and the query rows
-//   0  converts e4m3 columns to bfloat16, which holds every product of an e4m3 number and such a scale
+// Roles and time line:
+//   warps 12-15    finders, 16 rows of every block each: entry -> page -> address and scales of the row, in a ring of
+//                  four blocks, each step a block ahead of the next; then copies of bfloat16 columns and query rows
+//   warps 0 to 3   converters, 16 rows of every block each: 448 e4m3 columns -> registers, half a block ahead -> times
+//                  their scales, as bfloat16 -> tile
+//   consumer 0, 1  those of mla/mla_decode.cu with shared blocks, without a RoPE tile
+// Why there are two loading roles: docs/kernels/mla_sparse.md.
 //
-// How far each is ahead, and why there are two: docs/kernels/mla_sparse.md.
+// barrier                    who arrives (count)               who waits             guards
+// found(slot), 4             a lane per finding warp (4)       the converters        addresses and scales of a block's
+//                                                                                    rows
+// used(slot), 4              a lane per converting warp (4)    the finders           these may be overwritten
+// full(stage, tile), halves  a lane per converting warp (4);   the block's consumer  the half is loaded
+//                            in the second half each finding
+//                            lane, too (132)
+// free(stage, third)         a lane per warp of the consumer   converters, finders   the half may be overwritten
+//                            (4)
+// query_full                 each finding lane (128)           both consumers        query rows are loaded
+// query_free                 a lane per consumer warp (8)      the finders           query rows may be overwritten
+// probabilities_full, named  as in mla/mla_decode.cu
 //
-// Shared memory:  as mla/mla_decode.cu; the ring of rows lies in the RoPE tile of stage 0
+// Shared memory:  that of mla/mla_decode.cu; the ring of rows is in the RoPE tile of stage 0
 // Registers:      consumers 200, converters 64, finders 48: together the 4 x 128 of the start. With 512 threads no
-//                 single product may have 256 columns (kWideProducts).
-// Converters:     some 1,000 instructions a warp and block, beside 2,048 clocks of tensor work
+//                 product may have 256 columns (kWideProducts).
 #include "mla/mla_decode.cu"
 #include "sparse/mla_sparse_v4/load.cuh"
 #include "sparse/selected.cuh"

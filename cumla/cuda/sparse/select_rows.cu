@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention to lists of cache rows needs before it: how long each list may be, and which of its entries exist.
+// Prepares attention over lists of cache rows, in two kernels.
 //
-// bound_rows: the lengths of all lists, for the schedule, or how many tokens each query token sees. A thread a list.
-// select_rows: of each list the entries that name a row of the cache, in their order, one after the other, and how many
-// they are. A CTA a list, kListEntries of it at a time (how: docs/kernels/mla_sparse.md).
+// bound_rows   clamps the lengths of all lists for the schedule; a thread per list
+// select_rows  makes lists compact: the entries that exist, in order, and their number; a CTA per list
+//
+// Roles and time line of select_rows, 8 warps, kListEntries entries at a time (docs/kernels/mla_sparse.md):
+//   each lane: load 8 entries | load their pages | count by ballots | B | offsets from the warps' counts | store
+// Barrier: B is __syncthreads of all 256 threads. It guards warp_counts, of which two alternate, so one per turn
+// suffices. There are no mbarriers.
+// Budget: 256 threads, 64 B of shared memory.
 #include "sparse/lists.cuh"
 #include "split/division.cuh"
 #include "ptx/sync.cuh"
@@ -15,26 +20,26 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kSelectWarps = 8, kSelectThreads = 32 * kSelectWarps;
-constexpr int kLaneEntries = 8;  // that a lane reads at once
+constexpr int kLaneEntries = 8;  // entries that a lane loads at once
 constexpr int kListEntries = kSelectThreads * kLaneEntries;
 
 struct BoundRowsParams {
   const int* lengths;  // null: all lists are full
   i64 lengths_stride_batch, lengths_stride_token;  // elements
   int* bounds;         // [rows]
-  const int* others;   // [rows], or null: bounds of other lists, after which these go on
-  int* sums;           // [rows], with these: of both
-  float4* zeros;       // [num_zeros], to become zeros
+  const int* others;   // [rows], or null: bounds of other lists, which these continue
+  int* sums;           // [rows], if there are others: bounds of both
+  float4* zeros;       // [num_zeros], to be cleared
   int rows, entries, num_zeros;
   int q_len;
   Divisor by_q_len;
-  int causal;  // lengths are those of requests, of which the last q_len tokens have the lists
+  int causal;  // lengths are those of requests; their last q_len tokens have the lists
   int unused;
 };
 
 struct SelectRowsParams {
   Lists lists;
-  const int* bounds;  // [rows]: entries after that many are not looked at
+  const int* bounds;  // [rows]: entries from there on are ignored
   int* selected;      // [rows][entries]
   int* counts;        // [rows]
   int entries;
@@ -70,7 +75,7 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   const List list(p.lists, batch, row - batch * p.q_len);
   const u32 entries = p.entries;
   int begin = 0, turn = 0;
-  u32 length = entries;  // until it has come, beside the first entries
+  u32 length = entries;  // until the length is loaded, together with the first entries
 #pragma unroll 1
   for (u32 first = 0; first < length; first += kListEntries, turn ^= 1) {  // the last turn may end beyond 2^31
     int rows[kLaneEntries];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A list of cache rows in place of pages: what the MLA kernels need to attend to it. Each query token has a list, and
-// each list a place of the schedule, as a request of the dense kernels.
+// MLA over a list of cache rows instead of pages. Each query token has a list. Each list has a place in the schedule,
+// like a request of the dense kernels.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/pages.cuh"
@@ -13,8 +13,8 @@ namespace cumla::sparse {
 using namespace mla;
 using namespace split;
 
-// Some of the heads of a query token: grid = (row tiles, parts, 1). Its list is as the caller gave it
-// (sparse/lists.cuh). tile_rows: fewer than kTileRows where few lists are cut by heads, too (MLASparseKey.row_tile).
+// Some heads of a query token: grid = (row tiles, parts, 1). Its list is the caller's (sparse/lists.cuh). tile_rows:
+// less than kTileRows if few lists are also split by heads (MLASparseKey.row_tile).
 template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;
@@ -41,22 +41,22 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, ListTile
   return segment;
 }
 
-constexpr int kRowsInL2 = 36 << 10;  // of the cache, of queries or of results
+constexpr int kRowsInL2 = 36 << 10;  // rows of the cache, of queries or of results that L2 holds
 
-// The same where the list is what sparse/select_rows.cu leaves: block_table is [places][block_table_stride] numbers of
-// rows, all of which exist, and after the last list lie the lengths of all. Rows are numbered in steps of the cache's
-// stride_page, as pages of one token are. The schedule was made for lists at least as long.
+// The same for lists that sparse/select_rows.cu made compact. block_table is [places][block_table_stride] row
+// numbers, all of which exist; the lengths of all lists follow. Rows are numbered in steps of the cache's
+// stride_page, like pages of one token. The schedule was made for lists of at least these lengths.
 template <int kTileRows>
 struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
   using ListTile<kTileRows>::ListTile;
 
-  // Many query rows are not to take L2 from the cache.
+  // Many query rows must not evict the cache's rows from L2.
   template <typename Params>
   __device__ __forceinline__ static u64 policy(const Params& p) {
     return static_cast<i64>(p.batch) * p.heads_per_group > kRowsInL2 ? evict_first_policy() : evict_normal_policy();
   }
-  // Where nothing is fetched ahead, and rows come from beyond L2 (docs/kernels/mla_sparse.md).
+  // For rows from DRAM without prefetches (docs/kernels/mla_sparse.md).
   template <typename Params>
   __device__ __forceinline__ static bool frees_early(const Params& p) {
     return gridDim.x == 1 && p.num_pages > kRowsInL2;
@@ -79,8 +79,8 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, Selected
   return segment;
 }
 
-// The row tiles of a list share what L2 fetches ahead. A single one has nobody to fetch for, and rows of a small cache
-// are in L2 soon: there fetching only delays the copies (docs/kernels/mla_sparse.md).
+// The row tiles of a list share the prefetches into L2. A single tile needs none. Rows of a small cache are soon in
+// L2, where a prefetch only delays the copies (docs/kernels/mla_sparse.md).
 template <int kTileRows>
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const SelectedTile<kTileRows>&) {
   return gridDim.x > 1 && p.num_pages > kRowsInL2 ? share_of_grid() : FetchShare{kBlockTokens, 1};

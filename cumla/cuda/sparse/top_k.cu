@@ -1,17 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // The k largest scores of each row: exact, deterministic, ties by the lowest position, positions ascending.
 //
-// A block, or a cluster of blocks, takes a row:
+// grid = blocks, or clusters of up to eight blocks, one per row; 512 or 1,024 threads.
 //
-//   1. count the keys by their upper 11 bits; find the bin in which the k-th key lies
-//   2. while the keys up to that bin do not fit into the list: count those of the bin by their next bits, over all keys
+// Time line, all threads:
+//   1. count the keys by their upper 11 bits; find the bin of the k-th key
+//   2. while the keys up to that bin do not fit the list: count those of the bin by their next bits, over all keys
 //   3. put the keys up to the bin into the list, in the order of their positions
-//   4. the cluster's first block makes the passes that are left over the list, and writes what is chosen
+//   4. the cluster's first block makes the remaining passes over the list, and writes the chosen entries
+// Step 2 is rare, because a bin of the first pass is a quarter of an octave. More: docs/kernels/top_k.md.
 //
-// Step 2 is rare: a bin of the first pass is a quarter of an octave. All else: docs/kernels/top_k.md.
+// barrier                                 who arrives               who waits  guards
+// __syncthreads                           all threads of a block    the same   counters, sums of bins and of warps,
+//                                                                              `found`, the list
+// cluster_sync, after counting and after  all threads of a cluster  the same   counters of other blocks; the first
+// listing                                                                      block's list
+// There are no mbarriers.
 //
-// Shared memory: 25 KB of counters, the list (8 B an entry), kStored x 16 B a thread. Registers: 4 kHeld a thread for
-// keys. Rows of at most k scores are not read at all, unless values or their order are asked for.
+// Shared memory: 25 KB of counters, the list (8 B per entry), kStored x 16 B per thread
+// Registers:     4 kHeld per thread for keys
+// Rows of at most k scores are not read, unless values or their order are wanted.
 #include "sparse/top_k/finish.cuh"
 #include "ptx/sync.cuh"
 
@@ -62,9 +70,9 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
   const bool fits = listed <= kMost;
   const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
   const Choice choice = threshold.choice();
-  if (!fits) {  // the chosen keys alone
+  if (!fits) {  // only the chosen keys
     if (threshold.is_whole()) block = {before, 0};
-    threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all that are listed
+    threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all listed keys are chosen
     listed = wanted;
   }
 #pragma unroll 1

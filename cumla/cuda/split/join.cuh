@@ -9,7 +9,6 @@
 //
 // A share consists of items: units of 32 columns of one row group. If there are few items, several warps divide the
 // partial results of one.
-// of one.
 #pragma once
 #include "split/meeting.cuh"
 #include "split/output.cuh"

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mqa_logits and paged_mqa_logits: one consumer warpgroup, from its products to the stored
-// logits.
+// The consumer role of mqa_logits and paged_mqa_logits: from the products to the stored logits.
 #pragma once
 #include "indexer/mqa_logits/layout.cuh"
 #include "ptx/convert.cuh"
@@ -13,25 +12,25 @@ namespace cumla::indexer {
 
 using namespace ptx;
 
-// A unit is one product, a block by a tile. Units go in turns to two sets of accumulators, or one for 256 columns
-// (docs/kernels/indexer.md). With two tiles of its own a consumer multiplies each block by both in turn.
+// A unit is one product, of a block and a tile. Units alternate between two sets of accumulators; units of 256
+// columns have one set (docs/kernels/indexer.md). A consumer with two tiles multiplies each block by both.
 //
-// Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
-// 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
+// A lane's accumulators are of tokens 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
+// These two columns belong to one query row. Of a set of kSide query rows side by side, a lane has one.
 template <typename Shape>
 struct LogitsConsumer {
   static constexpr int kTiles = Shape::kTakesTurns ? 1 : Shape::kTiles / 2;  // of one consumer
   static constexpr int kSets = Shape::kSets;
   static constexpr int kOwn = Shape::kTile / 4;      // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
-  static constexpr int kOwnOfSet = kOwn / kSets;     // of these, of one query row
+  static constexpr int kOwnOfSet = kOwn / kSets;     // those of one query row
   static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
-  static constexpr bool kKeepsTargets = kSets == 1;  // in registers; else they would not fit
-  // That have accumulators; two of 256 columns would not fit.
+  static constexpr bool kKeepsTargets = kSets == 1;  // in registers; with more sets they would not fit
+  // Units that have accumulators; two of 256 columns would not fit.
   static constexpr int kUnits = Shape::kTile == 256 ? 1 : 2;
-  static constexpr u32 kStep = Shape::kTakesTurns ? 2 : 1;    // from one of this consumer's blocks to the next
+  static constexpr u32 kStep = Shape::kTakesTurns ? 2 : 1;    // between this consumer's blocks
   static_assert(kUnits == 2 || kTiles == 1, "two tiles go in turns to two sets of accumulators");
 
-  // Where token 0 of a query row would go, and which tokens it sees.
+  // The address of a query row's token 0 in the output, and the tokens that the row sees.
   struct Target {
     u64 out;
     int begin;
@@ -41,7 +40,7 @@ struct LogitsConsumer {
   const LogitsLayout<Shape>& shared;
   const int consumer, warp, lane;
   const bool out_is_bf16;
-  RingPlace<Shape::kStages> multiplied, finished;  // the next block to multiply, and to make logits of
+  RingPlace<Shape::kStages> multiplied, finished;  // the next block to multiply, and the next one to finish
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
@@ -65,8 +64,8 @@ struct LogitsConsumer {
     }
   }
 
-  // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8
-  // too.
+  // The token whose logit this lane stores (it holds partial sums of two). If it has a query row alone, it also
+  // stores that of the token eight later.
   __device__ __forceinline__ int token_in_block() const {
     return 16 * warp + lane / 4 + (kLanes == 1 ? 0 : lane % 2 * 8);
   }
@@ -78,7 +77,7 @@ struct LogitsConsumer {
     return {static_cast<u64>(words.y) << 32 | words.x, static_cast<int>(words.z), words.w - words.z};
   }
 
-  // What a segment's units have in common.
+  // Loads what all units of a segment share.
   __device__ __forceinline__ void load_segment() {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -93,7 +92,7 @@ struct LogitsConsumer {
     }
   }
 
-  // accumulators = block x tile, begun.
+  // Issues accumulators = block x tile.
   template <int kParity>
   __device__ __forceinline__ void multiply() {
     if (kTiles == 1 || kParity == 0)
@@ -109,7 +108,7 @@ struct LogitsConsumer {
     if (kTiles == 1 || kParity == 1) multiplied.advance(kStep);
   }
 
-  // Accumulators -> logits. The product is done; with it, or with that by the other tile, the block's slot is free.
+  // Turns accumulators into logits. Called after the product. After the block's last tile its slot is freed.
   template <int kParity>
   __device__ __forceinline__ void finish() {
     constexpr int kTile = kTiles == 2 ? kParity : 0;
@@ -151,13 +150,13 @@ struct LogitsConsumer {
     }
   }
 
-  // Two neighbours each have a part of two sums: one gets the whole of the first, the other of the second.
+  // Two neighbouring lanes have parts of two sums. One gets the first sum, the other the second.
   __device__ __forceinline__ float take_half(float low, float high) const {
     const bool second = lane % 2;
     return (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
   }
 
-  // Of four lanes with one sum the first two store it, a token each.
+  // If four lanes have the same sum, the first two store it, one token each.
   __device__ __forceinline__ void store(const Target& target, int token, float logit) const {
     const bool valid = static_cast<u32>(token - target.begin) < target.count && (kLanes < 4 || lane % 4 < 2);
     const u64 out = target.out + static_cast<i64>(token) * (out_is_bf16 ? 2 : 4);
@@ -165,7 +164,7 @@ struct LogitsConsumer {
     store_global_low_half_if(valid && out_is_bf16, out, pack_pair<Bf16>(logit, 0.0f));
   }
 
-  // All units of a segment into one set of accumulators.
+  // Computes all units of a segment with one set of accumulators.
   __device__ __forceinline__ void score_singly(int units) {
 #pragma unroll 1
     for (; units > 0; --units) {
@@ -175,7 +174,7 @@ struct LogitsConsumer {
     }
   }
 
-  // All units of a segment, of which there are some, in turns into two sets of accumulators.
+  // Computes all units of a segment, at least one, with two alternating sets of accumulators.
   __device__ __forceinline__ void score_in_pairs(int units) {
     multiply<0>();
     int left = units;
@@ -188,7 +187,7 @@ struct LogitsConsumer {
       warpgroup_wait<1>();
       finish<1>();
     }
-    if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
+    if (left == 2) {  // always so with two tiles; the test stays, because ptxas would serialise the products without it
       multiply<1>();
       warpgroup_wait<1>();
       finish<0>();
@@ -200,9 +199,9 @@ struct LogitsConsumer {
     }
   }
 
-  // All segments that the query warps announce.
+  // Computes all segments that the query warps announce.
   __device__ __forceinline__ void run() {
-    u32 before = 0;  // blocks of the segments before, as far as it matters
+    u32 before = 0;  // blocks of earlier segments, modulo 2^32
 #pragma unroll 1
     for (u32 n = 0;; ++n) {
       buffer = n % 2;
@@ -219,7 +218,7 @@ struct LogitsConsumer {
       else if (mine > 0)
         score_in_pairs(mine * kTiles);
       before += blocks;
-      mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
+      mbarrier_arrive(shared.query_free(buffer));  // each lane arrives for what it read itself
     }
   }
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What mqa_logits and paged_mqa_logits share: the words of their walk, parameters, shared memory.
+// Shared by mqa_logits and paged_mqa_logits: shapes, parameters, shared memory, and the walk over segments.
 //
-// Items and blocks are those of docs/kernels/indexer.md; what a CTA has of one item is a segment.
+// Items and blocks are defined in docs/kernels/indexer.md. A segment is what a CTA has of one item.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -9,28 +9,28 @@ namespace cumla::indexer {
 
 constexpr int kBlockTokens = 64;  // the M side of a product
 constexpr int kLogitsThreads = 3 * kWarpgroup;
-constexpr int kMaxTokens = 0x7fffffc0;  // the end of the last block still fits an int
+constexpr int kMaxTokens = 0x7fffffc0;  // the end of the last block fits an int
 
-// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a
-// product's accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to
-// four, as there are, so that fewer lanes, or none, have to add up what they have of a row.
+// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. Four lanes
+// have two of every eight columns of the accumulators each. Up to four query rows are interleaved in these eight
+// columns, so that fewer lanes have to add up their sums of a row.
 template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_>
 struct LogitsShape {
   static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
   static constexpr int kDim = kDim_;        // bytes of a row of q and k
   static constexpr int kTile = kTile_;      // the N side of a product
   static constexpr int kTiles = kTiles_;    // of an item
-  static constexpr int kStages = kStages_;  // of the ring, a block each
+  static constexpr int kStages = kStages_;  // of the ring, one block each
   static constexpr int kColumns = kTiles * kTile;              // of an item
-  static constexpr int kTileRows = kTile / kHeads;             // query rows
+  static constexpr int kTileRows = kTile / kHeads;             // query rows of a tile
   static constexpr int kRows = kTiles * kTileRows;             // of an item
   static constexpr int kSide = kTileRows < 4 ? kTileRows : 4;  // query rows side by side in eight columns
-  static constexpr int kSets = kTileRows / kSide;              // of such rows in a tile, one after the other
+  static constexpr int kSets = kTileRows / kSide;              // groups of such rows in a tile
   static constexpr int kHeadsSide = 8 / kSide;                 // heads of a query row in eight columns
   static constexpr int kSetColumns = kSide * kHeads;
-  // Each consumer every second block; else tiles of its own, all blocks.
+  // With one tile each consumer takes every second block; otherwise its own tiles, with all blocks.
   static constexpr bool kTakesTurns = kTiles == 1;
-  // Else a round of the other consumer could pass for one of its own (docs/kernels/indexer.md).
+  // An odd ring would let a round of the other consumer pass for one of its own (docs/kernels/indexer.md).
   static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
 
   __device__ __forceinline__ static int row_of(int column) {
@@ -41,7 +41,7 @@ struct LogitsShape {
   }
 };
 
-// Strides are bytes everywhere.
+// All strides are in bytes.
 struct LogitsParams {
   const char* weights;  // float
   i64 weights_stride_row, weights_stride_head;
@@ -50,12 +50,12 @@ struct LogitsParams {
   i64 rows, width;  // of out
   i64 q_stride_head;
   int num_heads;
-  int out_is_bf16;  // else float
-  int clean;        // write -inf to what is not visible
+  int out_is_bf16;  // else float32
+  int clean;        // write -inf to invisible columns
   int unused;
 };
 
-// Tokens [begin, end) that a query row sees; `shift` of them have no column.
+// Visible tokens [begin, end) of a query row; `shift` is subtracted from a token to get its column.
 struct Span {
   int begin, end, shift;
 };
@@ -68,18 +68,17 @@ struct Segment {
   int item, first, blocks;
 };
 
-// Blocks that tokens before `end` are in; end is positive, 2^31 - 1 at most.
+// Number of blocks with tokens before `end`, which is 1 to 2^31 - 1.
 __device__ __forceinline__ int blocks_before(int end) { return (end - 1) / kBlockTokens + 1; }
 
-// Walks over the segments of a CTA, which has what is between two places. Work knows the items. Lengths may change
-// while a kernel runs: one warp walks, lane 0's reading counts, and all others learn from that warp what the segments
-// are.
+// Walks over a CTA's segments, which are between two places. Work knows the items. Hazard: lengths may change while a
+// kernel runs. So only one warp walks, lane 0's values count, and all others learn the segments from that warp.
 template <typename Work>
 struct SegmentCursor {
   const Work& work;
   Place at, end;
 
-  // False at the end; empty segments are left out.
+  // False at the end. Empty segments are skipped.
   __device__ __forceinline__ bool next(Segment& segment) {
 #pragma unroll 1
     for (; at.item < end.item || (at.item == end.item && end.block > 0); at = {at.item + 1, 0}) {
@@ -109,8 +108,8 @@ struct LogitsLayout {
   static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
                                         2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
-  // Announcements of segments. When one is written the ring has room for all but kStages of the blocks before it, and
-  // each segment has a block: the segment announced kStages + 1 earlier is done, and its announcement has been read.
+  // Announcements of segments. When n is written, at most kStages blocks before it are not yet freed, and each
+  // segment has a block. So segment n - kStages - 1 is done, and its announcement has been read.
   static constexpr int kAnnouncements = Shape::kStages + 1;
   static constexpr int kBytes =
       kScratchOffset + kScratchBytes + kAnnouncements * (16 + 8) + (2 * Shape::kStages + 4) * 8;
@@ -129,15 +128,14 @@ struct LogitsLayout {
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
   __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }
-  // Of the two segments that are in shared memory; a target is 16 bytes of a query row: where its token 0 would go
-  // (u64), and which tokens it sees (begin, end).
+  // Buffers for two segments. A target is 16 bytes of a query row: the address of its token 0 in out (u64), and the
+  // tokens that it sees (begin, end).
   __device__ __forceinline__ u32 query_of(u32 buffer) const { return query + buffer * kQueryBytes; }
   __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
   __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }
   __device__ __forceinline__ u32 segment_of(u32 buffer) const { return segments + buffer * 16; }
   __device__ __forceinline__ u32 announcement(u32 place) const { return announcements + place * 16; }
-  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed; a segment is
-  // announced.
+  // Barriers (table: indexer/mqa_logits.cu).
   __device__ __forceinline__ u32 full(u32 slot) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(u32 slot) const { return full(Shape::kStages + slot); }
   __device__ __forceinline__ u32 query_full(u32 buffer) const { return free(Shape::kStages + buffer); }

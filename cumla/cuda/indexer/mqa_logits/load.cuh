@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Roles beside the products: the query rows of each segment come, -inf goes where nothing is visible.
+// Roles beside the products: they load the query rows of each segment, and write -inf where nothing is visible.
 #pragma once
 #include "indexer/mqa_logits/layout.cuh"
 #include "ptx/copy.cuh"
@@ -16,7 +16,8 @@ constexpr int kQueryWarps = 2;
 
 constexpr int kInitWarps = 4;
 
-// All threads: one lane of each of the last warps initialises its share. Lanes of one warp would be serialised.
+// Called by all threads. One lane of each of the last warps initialises its share, because lanes of one warp would be
+// serialised.
 template <typename Shape>
 __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& shared, int arrivals) {
   constexpr int kConsumers = Shape::kTakesTurns ? 1 : 2;  // of a block
@@ -27,16 +28,15 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
     mbarrier_init(shared.full(s), arrivals);
     mbarrier_init(shared.free(s), kConsumers * 4);  // plant: block read, arrivals
   }
-  // query_full(2) is query_free(0): not by a condition, for synccheck counts an initialisation that a predicate turns
-  // off.
+  // query_full(2) is query_free(0). A predicated initialisation would be counted by synccheck even if it is off.
   mbarrier_init(shared.query_full(part), part < 2 ? kQueryWarps * 32 : 2 * kWarpgroup);
 #pragma unroll 1
   for (int a = part; a < shared.kAnnouncements; a += kInitWarps) mbarrier_init(shared.announced(a), 1);
   fence_mbarrier_init();
 }
 
-// One warp, that which loads blocks: goes on to segment n of the CTA and announces it to the warps that load queries.
-// The last announcement is of a segment without blocks.
+// The warp that loads blocks advances to segment n of the CTA, and announces it to the query warps. The last
+// announcement has no blocks.
 template <typename Shape, typename Work>
 __device__ __forceinline__ bool announce_next(const LogitsLayout<Shape>& shared, SegmentCursor<Work>& cursor, u32 n,
                                               Segment& segment) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ Segment load_announced(u32 announcement) {
   return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z)};
 }
 
-// Two warps load what the consumers need of one segment. Columns that do not exist get zeros for q and weights, so
-// their part of a sum is 0 whatever the token holds; rows that do not exist see nothing.
+// Two warps load what the consumers need for one segment. Columns that do not exist get zeros for q and weights, so
+// they add 0. Rows that do not exist see nothing.
 template <typename Shape, typename Work>
 __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
                                            const Segment& segment, u32 buffer) {
@@ -100,8 +100,7 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
   }
 }
 
-// Two warps: all announced segments in turn, two at most that the consumers have not finished; an empty one is the
-// last.
+// Two warps load all announced segments, at most two ahead of the consumers. An empty segment is the last.
 template <typename Shape, typename Work>
 __device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work,
                                              const LogitsLayout<Shape>& shared) {
@@ -121,11 +120,11 @@ __device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& 
     }
     copy_async_wait_all();
     fence_proxy_async_shared();
-    mbarrier_arrive(shared.query_full(buffer));  // every lane for what it wrote itself
+    mbarrier_arrive(shared.query_full(buffer));  // each lane arrives for what it wrote itself
   }
 }
 
-// One warp writes -inf to columns [begin, end) of a row, 16 bytes a lane where these are aligned.
+// One warp writes -inf to columns [begin, end) of a row, 16 bytes per lane where aligned.
 template <typename Word>
 __device__ __forceinline__ void fill_columns(char* row, i64 begin, i64 end, Word value, u32 values) {
   const int lane = threadIdx.x % 32;
@@ -141,7 +140,7 @@ __device__ __forceinline__ void fill_columns(char* row, i64 begin, i64 end, Word
   for (; at < last; at += 32 * sizeof(Word)) *reinterpret_cast<Word*>(at) = value;
 }
 
-// One warp of each CTA writes -inf outside of what rows see. Stretches of columns are dealt out to the CTAs in turn.
+// One warp of each CTA writes -inf to invisible columns. Stretches of columns go to the CTAs round robin.
 template <typename Work>
 __device__ __forceinline__ void fill_outside(const LogitsParams& p, const Work& work) {
   constexpr int kStretch = 4096;
@@ -157,7 +156,7 @@ __device__ __forceinline__ void fill_outside(const LogitsParams& p, const Work& 
     const i64 visible = span.begin - span.shift, hidden = span.end - span.shift;
     char* const out = p.out + row * p.out_stride;
 #pragma unroll 1
-    for (int side = 0; side < 2; ++side) {  // before what is visible, and after
+    for (int side = 0; side < 2; ++side) {  // before the visible columns, and after them
       const i64 from = side == 0 ? begin : max(begin, hidden), to = side == 0 ? min(end, visible) : end;
       if (from >= to) continue;
       if (p.out_is_bf16)

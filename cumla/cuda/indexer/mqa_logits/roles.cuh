@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who does what in mqa_logits and paged_mqa_logits, and with how many registers.
+// The roles of mqa_logits and paged_mqa_logits, and their registers.
 #pragma once
 #include "indexer/mqa_logits/compute.cuh"
 #include "indexer/mqa_logits/layout.cuh"
@@ -11,7 +11,7 @@ namespace cumla::indexer {
 
 using namespace ptx;
 
-// All threads: each its part of all segments of the CTA. One warp runs `load_blocks`, which walks over the segments,
+// Called by all threads, for all segments of the CTA. One warp runs `load_blocks`, which walks over the segments,
 // announces them and fills the ring.
 template <typename Shape, typename Work, typename LoadBlocks>
 __device__ __forceinline__ void do_segments(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,

@@ -23,16 +23,17 @@ using namespace split;
 
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;
 
-// One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
-// 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA. kScaled: keys and values have factors.
+// One consumer warpgroup. A lane has rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each
+// eight. kCopied: threads copied the tiles, not TMA. kScaled: keys and values have scales.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
 struct Consumer {
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
-  using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // of values and of probabilities
+  using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // type of values and of probabilities
   static constexpr bool kDivided = Layout::kDivided;
-  static constexpr int kHalf = kValueTiles * 4, kGroups = kDivided ? kHalf : 2 * kHalf;  // of eight value columns
-  static constexpr bool kSkipsRows = kGroups <= 16;  // has registers for it
-  static constexpr int kOwnTiles = kGroups / 8;  // of values, which it multiplies
+  // Groups of eight value columns
+  static constexpr int kHalf = kValueTiles * 4, kGroups = kDivided ? kHalf : 2 * kHalf;
+  static constexpr bool kSkipsRows = kGroups <= 16;  // registers suffice for it
+  static constexpr int kOwnTiles = kGroups / 8;  // value tiles that this consumer multiplies
 
   const AttentionParams& p;
   const Layout& shared;
@@ -43,7 +44,7 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2], seen_by_all;
-  float key_factor, value_factor;  // kScaled: of scores, to the base 2, or of what is capped; of values
+  float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
   __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                       int consumer)
@@ -52,15 +53,15 @@ struct Consumer {
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
 
-  // Whether its warp has this one of a thread's two rows. What is computed of others is dropped.
+  // True if the warp has row r of a thread's two rows. Results of other rows are discarded.
   __device__ __forceinline__ bool has_rows(int r) const { return !kSkipsRows || tile.rows > warp * 16 + 8 * r; }
 
-  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   }
 
-  // Factors of a product of query and key, to the base 2: p.scale_log2 is that of what is capped where there is a cap.
+  // Base-2 factor of a product of query and key. With a cap, p.scale_log2 is the factor of capped scores.
   __device__ __forceinline__ float score_factor() const {
     return kScaled && p.to_softcap == 0.0f ? key_factor : p.scale_log2;
   }
@@ -75,7 +76,7 @@ struct Consumer {
       key_factor = fminf(fmaxf(factor, kMinFactor), kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
-    // The first row's end is the least, the last row's beginning the greatest.
+    // The first row has the least end, the last row the greatest beginning.
     seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -115,7 +116,7 @@ struct Consumer {
     return shared.values(stage) + (kDivided ? consumer * kOwnTiles * kTileBytes : 0);
   }
 
-  // Rows past the end of the request, or before all windows, may hold NaN: their probabilities are 0, and 0 x NaN is
+  // Rows past the end of the request, or before all windows, may hold NaN. Their probabilities are 0, but 0 x NaN is
   // NaN.
   __device__ __forceinline__ void clear_values(int stage, int first, int end) const {
     constexpr int kChunks = kOwnTiles * 8;
@@ -128,7 +129,7 @@ struct Consumer {
       named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
   }
 
-  // What remains to be multiplied is scale_log2, which is softcap * log2(e) then.
+  // The remaining factor is scale_log2, which is softcap * log2(e) with a cap.
   __device__ __forceinline__ void cap_scores() {
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
@@ -148,7 +149,7 @@ struct Consumer {
       }
   }
 
-  // Scores of kRows of the two rows become weights.
+  // Turns the scores of kRows of the two rows into weights.
   template <int kRows>
   __device__ __forceinline__ void weigh() {
     raise_maximum<kRows>();
@@ -221,7 +222,7 @@ struct Consumer {
       if constexpr (kCopied) fence_proxy_async_shared();
       const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;
       if (valid < kBlockTokens) clear_values(stage, max(valid, 0), kBlockTokens);
-      if (i == 0 && p.window_left >= 0) {  // no other block has rows before all windows
+      if (i == 0 && p.window_left >= 0) {  // only this block has rows before all windows
         const int hidden = seen_by(p, tile, segment.tokens, 0).first - (segment.begin + i) * kBlockTokens;
         if (hidden > 0) clear_values(stage, 0, min(hidden, kBlockTokens));
       }
@@ -231,12 +232,12 @@ struct Consumer {
     arrive(shared.query_free());
   }
 
-  // Where a group of eight columns of the half that goes to the other consumer lies.
+  // Address of a group of eight columns in the half that goes to consumer `to`.
   __device__ __forceinline__ u32 exchanged(int to, int j) const {
     return shared.exchange() + ((to * kHalf + j) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
 
-  // Sinks count last: weights relative to them would lose the bits that 16 bits do not have.
+  // Sinks are added last: relative to a large sink, 16-bit weights would lose bits.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     float sink[2];
 #pragma unroll
@@ -257,8 +258,8 @@ struct Consumer {
       exchange(half, lse, sink);
     if (segment.split()) {
       write_piece(segment, half, lse);
-      // Tiles that threads have written (kScaled) are known to be read by the consumer whose stages they are in: each
-      // joins in one of its own.
+      // Hazard: the other consumer may still read stages that converting threads wrote for it (kScaled). So each
+      // consumer combines in a stage of its own.
       constexpr bool kOwnStages = kScaled && Layout::kBuffers > 1;
       constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
       constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
@@ -271,7 +272,7 @@ struct Consumer {
     }
   }
 
-  // Where consumers divide the columns, each has the sums of all blocks.
+  // kDivided: each consumer has the sums of all blocks.
   __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2],
                                             const float (&sink)[2]) const {
     static_assert(!kScaled, "values have no factors here");
@@ -287,7 +288,7 @@ struct Consumer {
     }
   }
 
-  // Elsewhere they exchange halves of their outputs, and add up.
+  // Otherwise consumers exchange halves of their outputs, and add them.
   __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2],
                                            const float (&sink)[2]) const {
 #pragma unroll
@@ -325,7 +326,7 @@ struct Consumer {
         half[4 * j + e] = (own[e >> 1] * mine + other[e >> 1] * theirs[e]) * inverse[e >> 1];
       }
     }
-    consumers_sync();  // the next tile writes there, and so does joining
+    consumers_sync();  // the next tile, and combining, overwrite the exchange
   }
 
   __device__ __forceinline__ void write_piece(const Segment& segment, const float (&half)[kHalf * 4],

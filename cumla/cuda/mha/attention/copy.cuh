@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How warps copy rows of keys, values and queries to tiles in shared memory: 64 columns of 16 bits a tile, 128-byte
+// Copies rows of keys, values and queries to tiles in shared memory: 64 columns of 16 bits per tile, 128-byte
 // swizzle.
 #pragma once
 #include "mha/attention/layout.cuh"
@@ -13,7 +13,7 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// Rows of a block by one warp, four at a time, eight lanes each; lane k has the offset of the k-th. Tiles are
+// One warp copies kRows rows of a block: four at a time, eight lanes each. Lane k has the offset of row k. Tiles are
 // kTileBytes apart.
 template <int kTiles, int kTileBytes, int kRows>
 __device__ __forceinline__ void copy_rows(const char* base, i64 own, int first_row, int columns, u32 tiles) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_rows(const char* base, i64 own, int first_r
   }
 }
 
-// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart.
+// A warp copies kRows query rows of a tile to `tiles`, which are 8,192 bytes apart.
 template <int kTiles, int kRows>
 __device__ __forceinline__ void copy_query(const AttentionParams& p, const RaggedTile& tile, int first_row, u32 tiles) {
   const int row = first_row + threadIdx.x % kRows;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How two warpgroups, or one with 256 columns, load keys and values that are e4m3 numbers, and convert them to 16 bits,
-// each the blocks of one consumer (docs/kernels/mha.md, e4m3 keys and values). Values become float16.
-// Both types of 16 bits have all e4m3 numbers, and NaN stays NaN.
+// Loading e4m3 keys and values: two warpgroups, or one with 256 columns, convert them to 16 bits, for one consumer
+// each (docs/kernels/mha.md, e4m3 keys and values). Values become float16. Both 16-bit types hold all e4m3 numbers,
+// and NaN stays NaN.
 //
-// The consumers fence what threads wrote before wgmma reads it.
+// Consumers fence these generic writes before wgmma reads them.
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/tile.cuh"
@@ -17,7 +17,7 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// Four e4m3 numbers as pairs of 16-bit numbers.
+// Converts four e4m3 numbers to 16-bit pairs.
 template <typename T>
 __device__ __forceinline__ void widen(u32 packed, u32& low, u32& high) {
   expand_e4m3x4(packed, low, high);
@@ -28,18 +28,18 @@ __device__ __forceinline__ void widen(u32 packed, u32& low, u32& high) {
   }
 }
 
-// Where the rows of a lane lie, in bytes; -1 for rows of zeros.
+// Byte offsets of a lane's rows; -1 for rows of zeros.
 struct RowOffsets {
   i64 row[2];
 };
 
-// 16 rows of a block, 64 columns a tile, by one warp. A lane has 16 columns of each tile, of rows lane / 4 and
-// lane / 4 + 8 (why: docs/kernels/mha.md).
+// 16 rows of a block, copied and converted by one warp. A lane has 16 columns of each tile, of rows lane / 4 and lane
+// / 4 + 8 (why: docs/kernels/mha.md).
 template <int kTiles>
 struct RawRows {
   static constexpr int kBytes = 2 * kTiles * kWarpgroup * 16;
 
-  const u32 raw;  // a thread's numbers of a row and tile lie 2 KiB apart
+  const u32 raw;  // a thread's numbers of a row and tile are 2 KiB apart
 
   __device__ __forceinline__ explicit RawRows(u32 block) : raw(block + threadIdx.x % kWarpgroup * 16) {}
 
@@ -55,7 +55,7 @@ struct RawRows {
       }
   }
 
-  // Into tiles of 64 rows of 128 bytes, with a swizzle as wide; `first_row` is a multiple of 16.
+  // Converts to tiles of 64 rows of 128 bytes with the 128-byte swizzle. `first_row` is a multiple of 16.
   template <typename T>
   __device__ __forceinline__ void convert(u32 tiles, int tile_bytes, int first_row) const {
     const int row = threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2 ^ row;
@@ -81,8 +81,8 @@ struct RawRows {
   }
 };
 
-// The next block of this warpgroup whose page numbers are to be copied, each of 16 lanes one: two words for each row of
-// a block, the page number and the row in its page, or -1 where there is none.
+// The next block of this warpgroup whose page numbers are copied, one per lane of 16. Each row of a block has two
+// words: the page number, and the row in its page or -1.
 template <int kLoaders>
 struct BlockAhead {
   const AttentionParams& p;
@@ -97,7 +97,7 @@ struct BlockAhead {
     segment.blocks = 0;
   }
 
-  // Of the words of this warp's rows.
+  // `words`: those of this warp's rows.
   __device__ __forceinline__ void copy_pages_async(u32 words) {
     while (block >= segment.blocks && place < last_place) {
       block -= segment.blocks;
@@ -110,7 +110,8 @@ struct BlockAhead {
       if (block < segment.blocks)  // past the last block there are no tokens
         entry = entry_of(p, tile, segment.tokens, (segment.begin + block) * kBlockTokens + warp * 16 + lane, row);
       const bool has_number = entry >= 0 && p.block_table != nullptr;
-      copy_4_async(words + lane * 8, p.block_table + (has_number ? entry : 0), has_number);  // else 0, the one page
+      // Else 0, the number of the only page
+      copy_4_async(words + lane * 8, p.block_table + (has_number ? entry : 0), has_number);
       store_shared_u32(words + lane * 8 + 4, entry < 0 ? ~0u : row);
     }
     block += kLoaders;
@@ -140,8 +141,8 @@ struct PagedRows {
   }
 };
 
-// One of kLoaders warpgroups. The last two warps of the first one copy the query rows, too, each
-// before the first block of a row tile.
+// One of kLoaders warpgroups. The last two warps of the first one also copy the query rows, before the first block of
+// a row tile.
 template <typename T, typename Layout>
 __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                           const Part& part, int last_place, int parity) {
@@ -177,11 +178,11 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
 #pragma unroll 1
     for (t += (t ^ parity) % kLoaders; t < end; t += kLoaders, slot = slot + 1 < kAhead ? slot + 1 : 0) {
       const int stage = t % Layout::kStages;
-      const int before = t - Layout::kBuffers;  // the block that was where this one goes
+      const int before = t - Layout::kBuffers;  // the block whose buffer this one takes
       const int freed = before % Layout::kStages, phase = before / Layout::kStages & 1;
       const Keys keys(shared.raw_keys(first_slot + slot));
       const Values values(shared.raw_values(first_slot + slot));
-      copy_async_wait<2 * kAhead - 1>();  // keys, and page numbers
+      copy_async_wait<2 * kAhead - 1>();  // keys and page numbers
       __syncwarp();
       const PagedRows rows(p, words(slot));
       if (before >= 0) mbarrier_wait(shared.keys_free(freed), phase, "a free stage of keys");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters of attention, and which keys a query row sees, in which pages.
+// Parameters of attention, the keys that a query row sees, and their pages.
 #pragma once
 #include "attend/score.cuh"
 #include "attend/softmax.cuh"
@@ -29,12 +29,12 @@ struct Columns {
   i64 stride_page, stride_row, stride_head;
 };
 
-// One factor, one per kv head, or one per request and kv head; strides in elements.
+// One scale, one per kv head, or one per request and kv head. Strides are in elements.
 struct Scales {
-  const float* data;  // null: `value`
+  const float* data;  // null: `value` is the scale
   i64 stride_request, stride_head;
   float value;
-  int requests;  // that have factors of their own
+  int requests;  // number of requests with their own scales
 
   __device__ __forceinline__ float of(int request, int kv_head) const {
     if (data == nullptr) return value;
@@ -45,14 +45,14 @@ struct Scales {
 struct AttentionParams {
   static constexpr int sink_in_lse = 1;
   TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64 or 128, box_rows, 1, 1)
-  Columns keys, values;          // of pages whose rows are copied one by one
+  Columns keys, values;          // for pages whose rows are copied one by one
   const char* q;
   i64 q_stride_batch, q_stride_token, q_stride_head;
   char* out;
   i64 out_stride_batch, out_stride_token, out_stride_head;
   float* lse;
   i64 lse_stride_batch, lse_stride_head, lse_stride_token;
-  const int* block_table;  // null: keys and values are rows without pages
+  const int* block_table;  // null: keys and values are ragged rows without pages
   i64 block_table_stride;
   const float* sinks;  // [num_heads], or null
   const Place* places;
@@ -61,7 +61,7 @@ struct AttentionParams {
   float4* partial_out;
   float2* partial_rows;
   i64 max_tokens;    // of a request
-  i64 page_entries;  // of the block table, from its first to its last, or of a list of pages
+  i64 page_entries;  // entries of the block table, from first to last, or of a page list
   int batch;
   int parts;
   int num_pages;
@@ -69,7 +69,7 @@ struct AttentionParams {
   int box_rows;
   int key_columns, value_columns;
   int q_len;         // of all requests together
-  int tokens_apart;  // of a request, where q, out and lse have an axis of requests; else 0
+  int tokens_apart;  // tokens per request if q, out and lse have an axis of requests, else 0
   int heads_per_group;
   int row_groups;
   int may_wait;
@@ -83,16 +83,16 @@ struct AttentionParams {
   float empty_lse;
   Scales key_scale, value_scale;  // of e4m3
   int num_kv_heads;
-  int is_of_chunks;  // of a mixed batch, which may have none
+  int is_of_chunks;  // this launch has the chunks of a mixed batch, which may have none
 };
 
 __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
-  const int request = quotient(token, p.by_tokens_apart);  // 0 if tokens_apart is
+  const int request = quotient(token, p.by_tokens_apart);  // 0 if tokens_apart is 0
   return {request, token - request * p.tokens_apart};
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
 
-// As split::store_lse does it for tiles with sinks.
+// As split::store_lse for tiles with sinks.
 __device__ __forceinline__ float natural_lse(const AttentionParams& p, float sink, float lse) {
   return lse == -kInfinity ? p.empty_lse : fabsf(lse) >= kMostSink ? sink : lse * kLn2;
 }
@@ -105,8 +105,8 @@ __device__ __forceinline__ void store_lse(const AttentionParams& p, const AnyTil
       natural_lse(p, is_sink ? p.sinks[to.head] : lse, lse);
 }
 
-// A row tile where grid = (kv heads, parts, 1), so that CTAs which read the same pages are neighbours, or (1, parts, kv
-// heads), so that those are which join pieces (attention_launch).
+// A row tile. grid = (kv heads, parts, 1) makes CTAs that read the same pages neighbours; (1, parts, kv heads) makes
+// those neighbours that combine (attention_launch).
 struct HeadTile : RaggedTile {
   using Held = HeadTile;
 
@@ -114,7 +114,7 @@ struct HeadTile : RaggedTile {
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.x + blockIdx.z; }
 };
 
-// A query row of a tile, of any kv head, as the arrays have it.
+// The token and head of a tile's query row, as indices of the arrays.
 struct Query {
   int head;
   TokenPlace at;
@@ -126,14 +126,14 @@ struct Query {
   }
 };
 
-// The sink of a row, base 2; -inf if there is none. It counts once: in the first piece of a row tile.
+// Base-2 sink of a row; -inf if there is none. It counts once: in the first partial result of a row tile.
 __device__ __forceinline__ float sink_of(const AttentionParams& p, const HeadTile& tile, const Segment& segment,
                                          int row) {
   const bool counts = row < tile.rows && (!segment.split() || segment.first_part == blockIdx.y);
   return p.sinks != nullptr && counts ? bounded_sink(p.sinks[Row(p, tile, row).head]) : -kInfinity;
 }
 
-// Tokens of the request that a row of a tile sees: [first, end).
+// Visible keys [first, end) of a row of a tile.
 struct Seen {
   int first, end;
 };
@@ -151,12 +151,12 @@ __device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTi
   return seen_from(p, tokens, position_of(p, tile, tokens, row));
 }
 
-// The segment at a place, without the blocks that lie before all windows.
+// The segment at a place, without the blocks before all windows.
 __device__ __forceinline__ Segment visible_segment(const AttentionParams& p, RaggedTile& tile, const Part& part,
                                                    int place) {
   Segment segment = segment_of(p, tile, part, place);
   int end = segment.begin + segment.blocks;
-  if (p.block_table == nullptr) {  // no more rows than there are
+  if (p.block_table == nullptr) {  // no more rows than exist
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
     end = max(min(end, blocks_of(max(segment.tokens - tile.least_shift, 0))), segment.begin);
   }
@@ -165,8 +165,8 @@ __device__ __forceinline__ Segment visible_segment(const AttentionParams& p, Rag
   return segment;
 }
 
-// Which entry of the table has the page number of a token of the request; -1 if there is no such token. Rows without
-// pages have one page, and no table.
+// The block table entry of a token of the request; -1 if there is no such token. Rows without pages have one page and
+// no table.
 __device__ __forceinline__ i64 entry_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
                                         int& row) {
   if (p.block_table == nullptr) {
@@ -193,10 +193,9 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
   return is_page(p, page) ? page : -1;
 }
 
-// Prefetches into L2 what the first loads depend on, one after the other: a CTA its part, all CTAs together the places
-// and the block table, as far as one line a thread goes; and sinks, for which the end of a tile would wait. That reads
-// nothing: an earlier kernel may still write there.
-// thread: below 32.
+// Has L2 fetch what the first loads depend on. Each CTA prefetches its part; all CTAs together the places and the
+// block table, one line per thread; and the sinks, which the end of a tile needs. A prefetch returns no value, so an
+// earlier kernel may still write there. thread: below 32.
 __device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread) {
   constexpr int kPlaces = 128 / sizeof(TilePlace), kEntries = 128 / sizeof(int);  // of a line
   const i64 line = (i64{blockIdx.y} * gridDim.x * gridDim.z + HeadTile::kv_head()) * 32 + thread;
@@ -207,8 +206,8 @@ __device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thre
   if (p.block_table != nullptr && line * kEntries < p.page_entries) prefetch_l2(p.block_table + line * kEntries);
 }
 
-// The request of a tile, where factors are told apart by it: then either q has an axis of requests, or their rows of
-// the block table tell it.
+// The request of a tile, for scales per request. Either q has an axis of requests, or the tile's block table row is
+// it.
 __device__ __forceinline__ int request_of(const AttentionParams& p, const RaggedTile& tile) {
   return p.tokens_apart == 0 ? static_cast<int>(tile.pages) : quotient(tile.q_begin, p.by_tokens_apart);
 }

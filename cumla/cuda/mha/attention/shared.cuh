@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of attention, and the registers of its warpgroups, which go with it.
+// Shared memory of attention, and the registers of its warpgroups.
 #pragma once
 #include "split/plan.cuh"
 #include "ptx/types.cuh"
@@ -14,19 +14,19 @@ constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-by
 template <int kKeyTiles, int kValueTiles, bool kE4m3>
 struct SharedLayout {
   static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
-  // Whether consumers divide the value columns, not the blocks: each has the scores of all blocks then.
+  // True if consumers divide the value columns, not the blocks. Each then has the scores of all blocks.
   static constexpr bool kDivided = kValueTiles > 4;
-  // Even: each consumer, and each of two loading warpgroups, has stages of its own. Or one, of both consumers.
+  // Even, so that each consumer and each of two loading warpgroups has its own stages; or one, for both consumers.
   static constexpr int kStages = kDivided ? 1 : kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
-  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
-  static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // warpgroups
+  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // that the stages share
+  static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // loading warpgroups
   static constexpr int kLoaderRegisters = !kE4m3 ? 56 : kLoaders > 1 ? 80 : 104;
   static constexpr int kConsumerRegisters = !kE4m3 ? 224 : kLoaders > 1 ? 176 : 200;
   static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 4 ? 4 : kTiles > 2 ? 6 : 8;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = kDivided ? 8192 + 1024 : 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
-  static constexpr int kPagesBytes = kBlockTokens * 8;  // of a block
+  static constexpr int kPagesBytes = kBlockTokens * 8;  // page numbers and rows of a block
   static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
                                 kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
   static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a warp of attention_decode does with a chunk: scores, softmax, and the product with the values.
+// A warp of attention_decode and one chunk: scores, softmax, and the product with the values.
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "mha/attention_decode/layout.cuh"
@@ -20,21 +20,21 @@ __device__ __forceinline__ const char* query_row(const AttentionParams& p, const
   return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
 }
 
-// A scale that was copied into shared memory, if it is not a number.
+// The scale of keys or values: a parameter, or the number that was copied to shared memory.
 __device__ __forceinline__ float loaded_scale(const Scales& scale, u32 from) {
   return scale.data == nullptr ? scale.value : load_shared_float(from);
 }
 
-// What a warp has of a row tile. Lane 4 g + q has the query of row g, scores and outputs of rows 2 q and 2 q + 1, of
-// each eight rows.
+// A warp's state of a row tile. For each eight rows, lane 4 g + q has the query of row g, and the results of rows 2 q
+// and 2 q + 1.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 struct ChunkAttender {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
   using Unit = typename TypeIf<kE4m3, Fp16, T>::Type;  // of the products
   static constexpr int kEights = kRows / 8;
-  static constexpr int kReads = Layout::kKeyRow / 64;  // of 16 bytes of a key, by a lane
+  static constexpr int kReads = Layout::kKeyRow / 64;  // 16-byte loads of a key by a lane
   static constexpr int kSteps = kE4m3 ? 4 : 2;         // products of each
-  static constexpr bool kNarrows = kE4m3 && kIsBf16<T>;  // query rows
+  static constexpr bool kNarrows = kE4m3 && kIsBf16<T>;  // narrows query rows
 
   const AttentionParams& p;
   const Layout& shared;
@@ -45,13 +45,13 @@ struct ChunkAttender {
   float output[kEights][kValues / 16][4];
   float scores[kEights][4];
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
-  float factor[kEights][2];  // of scores, to the base 2, or of what is capped
-  Seen common;  // what all rows see
+  float factor[kEights][2];  // of scores (base 2), or of the argument of the cap
+  Seen common;  // keys that all rows see
 
   __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const HeadTile& tile)
       : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  // Which eight columns the words 4 i to 4 i + 3 of a lane have: those of the keys' words.
+  // The group of eight columns of a lane's query words 4 i to 4 i + 3. It matches the lane's key words.
   __device__ __forceinline__ int query_piece(int i) const {
     constexpr int kColumns = 16 / Layout::kUnit;
     return ((4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns) / 8;
@@ -63,7 +63,7 @@ struct ChunkAttender {
     copy_4_async(to, scale.data + request * scale.stride_request + of.index * scale.stride_head, true);
   }
 
-  // One warp copies the query rows of a tile and its scales, to be taken by all in its turn.
+  // One warp copies the query rows and scales of a tile.
   __device__ __forceinline__ void copy_query_async(const HeadTile& of, u32 tiles) const {
     const u32 slot = tiles % Layout::kQuerySlots;
 #pragma unroll
@@ -83,7 +83,7 @@ struct ChunkAttender {
     mbarrier_arrive_after_copies(kNarrows ? shared.query_copied() : shared.query_full(slot));
   }
 
-  // The same warp, later: bfloat16 rows become float16.
+  // The same warp later converts bfloat16 rows to float16.
   __device__ __forceinline__ void narrow_query(u32 tiles) const {
     const u32 slot = tiles % Layout::kQuerySlots;
     mbarrier_wait(shared.query_copied(), tiles & 1, "copied query rows");
@@ -114,8 +114,9 @@ struct ChunkAttender {
     return load_shared_16(shared.query(query_slot, n * 8 + lane / 4, query_piece(i)));
   }
 
-  // Of a row as float16, by the highest exponent among a lane's numbers: the power of two that brings its largest one
-  // to 2^14, and what undoes it. Of tiny numbers, and where there is an infinity, less is done.
+  // Scales a row to float16: `up` is the power of two that brings its largest number to 2^14, `down` the inverse. The
+  // exponent is clamped for tiny rows, and for rows with an infinity. `highest`: the highest exponent among a lane's
+  // numbers.
   struct Narrowed {
     float up, down;
 
@@ -126,7 +127,7 @@ struct ChunkAttender {
       up = __uint_as_float((127 + 127 + 14 - exponent) << 23);
       down = __uint_as_float((exponent - 14) << 23);
     }
-    // As bits: those of larger numbers are larger.
+    // The highest exponent of a pair. Bits of larger numbers are larger.
     __device__ __forceinline__ static u32 highest_of(u32 pair) {
       return max(pair << 16 & 0x7f800000u, pair & 0x7f800000u);
     }
@@ -136,7 +137,7 @@ struct ChunkAttender {
     }
   };
 
-  // tiles: how many the CTA has done.
+  // tiles: the CTA's tiles so far.
   __device__ __forceinline__ void begin(const Segment& segment, u32 tiles) {
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     query_slot = tiles % Layout::kQuerySlots;
@@ -170,7 +171,7 @@ struct ChunkAttender {
   }
 
   __device__ __forceinline__ void multiply_keys(u32 keys) {
-    constexpr int kTurns = kEights > 1 ? 1 : 2;  // each product waits for the one before
+    constexpr int kTurns = kEights > 1 ? 1 : 2;  // two chains, because each product waits for the one before
     float products[kTurns][kEights][4];
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
@@ -275,7 +276,7 @@ struct ChunkAttender {
       }
   }
 
-  // Probabilities as operands of the second product.
+  // Computes the probabilities as operands of the second product.
   __device__ __forceinline__ void exponentiate(u32 (&probabilities)[kEights][2]) {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
@@ -299,7 +300,7 @@ struct ChunkAttender {
       mma_m16n8k16<Unit>(output[n][i], a[0], a[1], a[2], a[3], probabilities[n][0], probabilities[n][1]);
   }
 
-  // `words`: of the four tokens, the same columns each. Products i and, of e4m3, i + 1 are of columns in pairs.
+  // `words`: the same columns of four tokens. Product i, with e4m3 also i + 1, has pairs of these columns.
   __device__ __forceinline__ void multiply_word(int i, const u32 (&words)[4], const u32 (&probabilities)[kEights][2]) {
     u32 a[4];
     if constexpr (kE4m3) {
@@ -321,13 +322,13 @@ struct ChunkAttender {
   }
 
   __device__ __forceinline__ void multiply_values(u32 chunk, const u32 (&probabilities)[kEights][2]) {
-    constexpr int kEach = kE4m3 ? 2 : 1;  // products of a word
+    constexpr int kEach = kE4m3 ? 2 : 1;  // products per word
     const int g = lane / 4, q = lane % 4;
-    const auto place = [&](int e, int i) {  // of the e-th of a lane's four tokens
+    const auto place = [&](int e, int i) {  // of token e of a lane's four
       return chunk + Layout::kKeyBytes +
              Layout::template place<Layout::kValueRow>(token_of_row(2 * q + e % 2) + e / 2 * 8, i);
     };
-    if constexpr (Layout::kValueRow == 64) {  // eight bytes a lane
+    if constexpr (Layout::kValueRow == 64) {  // eight bytes per lane
       float2 v[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) v[e] = load_shared_float2(place(e, g / 2) + g % 2 * 8);

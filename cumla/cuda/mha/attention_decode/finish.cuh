@@ -20,7 +20,7 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// A quad of lanes stores eight columns of a row, each lane two.
+// A quad of lanes stores eight columns of a row, two per lane.
 template <typename T, typename Params, typename AnyTile>
 __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile, int request, int row, int quad_lane,
                                            int column, float a, float b) {
@@ -33,13 +33,14 @@ __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile,
     *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
 }
 
-// Adds up what the warps have of a row tile, 64 columns of eight rows a step: results, or a piece of them. Adder w has
-// the columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in row g.
+// Adds up the warps' outputs of a row tile, 64 columns of eight rows per step, and stores results or a partial
+// result. Adder w has the columns of lanes 4 w to 4 w + 3. Its lane 4 g + q has columns 2 q and 2 q + 1 of these in
+// row g.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 struct Adder {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
-  static constexpr int kRounds = kValues / 64;    // steps of eight rows
-  static constexpr int kEach = kDecodeWarps / 4;  // of the warps, whose outputs a lane adds up
+  static constexpr int kRounds = kValues / 64;    // steps per eight rows
+  static constexpr int kEach = kDecodeWarps / 4;  // warps whose outputs a lane adds
 
   const AttentionParams& p;
   const Layout& shared;
@@ -48,14 +49,14 @@ struct Adder {
   const u32 number;  // of the tile
   const int adder, lane;
 
-  // Read anew: what follows from it would be kept over the chunks.
+  // Reads threadIdx anew, so that values derived from it hold no registers during the chunks.
   __device__ __forceinline__ static int thread_here() { return copy_of(threadIdx.x); }
   __device__ __forceinline__ Adder(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                    const Segment& segment, u32 number)
       : p(p), shared(shared), tile(tile), segment(segment), number(number), adder(thread_here() / 32),
         lane(thread_here() % 32) {}
 
-  // Steps first to last, when all warps have left what they have of them.
+  // Adds up steps first to last, once all warps have stored their outputs of these.
   __device__ __forceinline__ void add(int first, int last, u32 parity) const {
     mbarrier_wait(shared.sums_full(), parity, "the results of all warps");
     float own[kEach], inverse;
@@ -66,7 +67,7 @@ struct Adder {
     }
   }
 
-  // The next results may be left.
+  // Lets the warps store their next outputs.
   __device__ __forceinline__ void release() const {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.sums_free());  // plant: sums read
@@ -84,8 +85,8 @@ struct Adder {
     return kE4m3 && kValues > 64 ? round / 2 * 128 + g * 16 + round % 2 * 8 : round * 64 + g * 8;
   }
 
-  // Each lane of a quad weighs every fourth warp's output of row lane / 4, relative to the highest score of all. Gives
-  // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
+  // Each lane of a quad computes the weights of every fourth warp's output of row lane / 4, relative to the highest
+  // maximum. Returns the factor that normalises their sum. `is_first`: also stores the row's log-sum-exp.
   __device__ __forceinline__ float weigh_warps(int n, float (&own)[kEach], bool is_first) const {
     const int row = n * 8 + lane / 4;
     float highest = kLowest, total = 0.0f, rounded = 0.0f;
@@ -105,7 +106,7 @@ struct Adder {
     rounded = sum_of_quad(rounded);
     float lse = log_sum_exp(highest, total);
     float inverse = inverse_of_sum(rounded);
-    take_sink(p, sink_of(p, tile, segment, row), inverse, lse);  // counts last, as in attention
+    take_sink(p, sink_of(p, tile, segment, row), inverse, lse);  // added last, as in attention
     if (is_first && adder == 0 && lane % 4 == 0 && row < tile.rows) {
       if (segment.split())
         *piece_row(row).lse = lse;
@@ -115,7 +116,8 @@ struct Adder {
     return kE4m3 ? inverse * loaded_scale(p.value_scale, shared.scale(number, true)) : inverse;
   }
 
-  // Each lane of a quad adds up eight columns of its warps; then they trade, so that each has the sums of two.
+  // Each lane of a quad adds up eight columns of its warps. Then lanes exchange, so that each has the sums of two
+  // columns.
   __device__ __forceinline__ void add_warps(int step, const float (&own)[kEach], float inverse) const {
     const int q = lane % 4, n = step / kRounds, round = step % kRounds;
     float sums[8];
@@ -144,7 +146,7 @@ struct Adder {
     return PieceRow<kValues>(p, tile, blockIdx.y, segment.slot, row);
   }
 
-  // Two columns of a row each, of `column` and the seven after it.
+  // Each lane stores two columns of a row, of `column` and the seven after it.
   __device__ __forceinline__ void store(int n, int column, float a, float b) const {
     const int row = n * 8 + lane / 4;
     if (!segment.split())
@@ -154,7 +156,7 @@ struct Adder {
   }
 };
 
-// What a warp does with a row tile: its chunks, and the end.
+// A warp and a row tile: its chunks, and the end.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
 struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
   using Base = ChunkAttender<T, kKeys, kValues, kRows, kE4m3>;
@@ -166,9 +168,9 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
   using AdderOf = Adder<T, kKeys, kValues, kRows, kE4m3>;
   static constexpr int kRounds = kValues / 64;
 
-  u32 tiles = 0;  // of which warps have left what they have, in kTurns turns each
+  u32 tiles = 0;  // tiles whose outputs the warps have stored, in kTurns turns each
 
-  // Leaves what the warp has, and adds up what all have; whether that is still to be done, by settle().
+  // Stores the warp's output, and adds up all of them. Returns true if settle() must still do that.
   template <typename Copy>
   __device__ __forceinline__ bool finish(const Segment& segment, bool more, const Copy& copy_next) {
     const bool adds = warp < kJoinWarps, later = Layout::kAllAtOnce && more && !segment.split();
@@ -203,7 +205,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     return adds && later;
   }
 
-  // Of a tile that is whole.
+  // Adds up a tile that is not split.
   __device__ __forceinline__ void settle(const HeadTile& left) const {
     const Segment whole = {};
     const AdderOf adder(p, shared, left, whole, tiles - 1);
@@ -211,7 +213,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
     adder.release();
   }
 
-  // All warps have left the tile before.
+  // Waits until all warps have left the tile before.
   __device__ __forceinline__ void wait_for_all() const {
     mbarrier_wait(shared.sums_full(), tiles * Layout::kTurns - 1 & 1, "all warps");
   }

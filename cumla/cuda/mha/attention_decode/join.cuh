@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How pieces of few rows are joined: a share is whole rows (docs/kernels/mha-decode.md).
+// Combines partial results of few rows: a share is whole rows (docs/kernels/mha-decode.md).
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/join.cuh"
@@ -15,7 +15,7 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// Where a row of a piece lies in a plan's buffer: its columns, and its base-2 log-sum-exp.
+// Addresses of a row of a partial result: its columns, and its base-2 log-sum-exp.
 template <int kValues>
 struct PieceRow {
   float* columns;
@@ -28,11 +28,11 @@ struct PieceRow {
   }
 };
 
-// `sums`: shared memory of kJoinWarps * kRoom bytes that nobody uses meanwhile.
+// `sums`: kJoinWarps * kRoom bytes of shared memory, not used otherwise meanwhile.
 template <typename T, int kValues>
 struct RowJoiner : Meeting<AttentionParams> {
-  static constexpr int kRuns = (kValues + 127) / 128;  // of four columns of a lane
-  static constexpr int kAtOnce = 8;                    // pieces
+  static constexpr int kRuns = (kValues + 127) / 128;  // of four columns per lane
+  static constexpr int kAtOnce = 8;                    // partial results
   static constexpr int kRoom = kValues * 4 + 16;
 
   const u32 sums;
@@ -45,7 +45,8 @@ struct RowJoiner : Meeting<AttentionParams> {
         sums(sums),
         tile(tile) {}
 
-  // Called by all threads of the joining warps, their piece stored. `more`: the CTA has another request to do.
+  // Called by all threads of the combining warps, after their partial result is stored. `more`: the CTA has another
+  // request.
   // model: join
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
@@ -72,7 +73,7 @@ struct RowJoiner : Meeting<AttentionParams> {
   }
 
  private:
-  // By one thread of a CTA whose share is empty: it has nothing to wait for, and nobody has to do its share.
+  // Called by one thread of a CTA with an empty share. It does not wait, and no other CTA has to combine its share.
   // model: join
   __device__ __forceinline__ Role count_in(u32* arrived) const {
     const u32 before = atomic_add_acq_rel(arrived, 1);
@@ -81,7 +82,7 @@ struct RowJoiner : Meeting<AttentionParams> {
     return kLast;
   }
 
-  // What a warp has of a row, relative to a base-2 maximum.
+  // A warp's sum of a row, relative to a base-2 maximum.
   struct Sum {
     float4 v[kRuns];
     float weight, maximum;
@@ -103,7 +104,8 @@ struct RowJoiner : Meeting<AttentionParams> {
     }
   };
 
-  // Rows share, share + pieces, and so on. How many warps divide the pieces of a row follows from the share alone.
+  // Combines rows share, share + pieces, ... The share alone decides how many warps divide the partial results of a
+  // row.
   __device__ __forceinline__ void join_rows(int share) const {
     int shift = 3;
     while (share + (kJoinWarps >> shift) * pieces < tile.rows) --shift;
@@ -118,7 +120,7 @@ struct RowJoiner : Meeting<AttentionParams> {
     }
     consumers_sync();
     if (row < tile.rows && helper == 0) store(row, add_helpers(own, helpers));
-    consumers_sync();  // the next share's sums come there
+    consumers_sync();  // the sums of the next share go there
   }
 
   __device__ __forceinline__ int column_of(int r) const { return r * 128 + lane * 4; }
@@ -134,7 +136,7 @@ struct RowJoiner : Meeting<AttentionParams> {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const int i = first + k * step;
-        const int slots = i == 0 ? segment.first_slot : 2 * i;  // after that of the first part
+        const int slots = i == 0 ? segment.first_slot : 2 * i;  // slots after slot 0 of the first part
         lse[k] = i < pieces ? load_l2_float(base.lse + slots * kRowGroup) : -kInfinity;
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a warp of attention_decode loads its chunks of keys and values, some ahead.
+// Loads of a warp of attention_decode: its chunks of keys and values, some ahead.
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "mha/attention_decode/layout.cuh"
@@ -16,7 +16,7 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// The segment at a place, and how many chunks of it some row sees. The part is read anew: registers are scarce.
+// The segment at a place, and the number of chunks that some row sees. The part is loaded anew: registers are scarce.
 template <int kRows>
 __device__ __forceinline__ Segment chunks_at(const AttentionParams& p, HeadTile& tile, int place, int& chunks) {
   const Segment segment = visible_segment(p, tile, part_of_cta(p, blockIdx.y), place);
@@ -27,7 +27,8 @@ __device__ __forceinline__ Segment chunks_at(const AttentionParams& p, HeadTile&
   return segment;
 }
 
-// One warp copies 16 rows of kRowBytes, of which the first `bytes` exist; lane k has the offset of row k, -1 for zeros.
+// One warp copies 16 rows of kRowBytes, of which the first `bytes` exist. Lane k has the offset of row k, -1 for
+// zeros.
 template <typename Layout, int kRowBytes>
 __device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes, u32 to) {
   constexpr int kLanes = Layout::template tile_bytes<kRowBytes>() / 16, kAtOnce = 32 / kLanes;
@@ -44,29 +45,29 @@ __device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes,
   }
 }
 
-// The token whose offset a lane has: number and row of its page; the row is -1 where there is no token.
+// Page number and row of a lane's token; row -1: no token.
 struct ChunkRow {
-  static constexpr int kNone = -2;  // no chunk, for all lanes
+  static constexpr int kNone = -2;  // no chunk, in all lanes
   int number, row;
 };
-// The same before the page is looked up.
+// The same before the page number is loaded.
 struct ChunkEntry {
   i64 entry;
   int row;
 };
 
-// A warp's chunks, in the order in which it multiplies them: every twelfth of all that the part has.
+// A warp's chunks in order: every twelfth chunk of the part.
 template <typename Layout, int kRows>
 struct ChunksAhead {
   const AttentionParams& p;
   const Layout& shared;
   const int last_place, warp, lane;
   HeadTile tile;
-  int tokens, seen;  // of the request; the first that some row sees
+  int tokens, seen;  // tokens of the request; first one that some row sees
   int place;
-  u32 token, end;  // where the next chunk begins, and where those of the segment end
+  u32 token, end;  // beginning of the next chunk; end of the segment's chunks
 
-  // From a tile on; first_place: of it.
+  // first_place: the place of `tile`.
   __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                          const Segment& segment, int chunks, int first_place, int last_place)
       : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
@@ -93,7 +94,7 @@ struct ChunksAhead {
     if (static_cast<int>(token - end) >= 0) return at;
     const int own = token + lane % kChunk;
     at.entry = entry_of(p, tile, tokens, own, at.row);
-    // What lies before all windows comes as zeros, for it may hold NaN.
+    // Tokens before all windows are loaded as zeros, because they may hold NaN.
     if (at.entry < 0 || own < seen) at.row = -1;
     return at;
   }
@@ -102,7 +103,7 @@ struct ChunksAhead {
     return {at.entry < 0 || p.block_table == nullptr ? 0 : p.block_table[at.entry], at.row};
   }
 
-  // A whole chunk of one page comes by the copy engine, which is told in what is returned; any other one row by row.
+  // A chunk within one page is loaded by TMA, and true is returned. Other chunks are copied row by row.
   __device__ __forceinline__ bool copy_async(const ChunkRow& at, int stage, bool was_boxed) const {
     if (at.row == ChunkRow::kNone) return was_boxed;
     const u32 to = shared.chunk(warp, stage);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A consumer warpgroup of attention_prefill: its products, in turns with the others.
+// A consumer warpgroup of attention_prefill: its products, in turns with the other consumers.
 #pragma once
 #include "mha/attention/copy.cuh"
 #include "mha/attention/layout.cuh"
@@ -17,9 +17,9 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr float kMostAdded = 4096.0f;  // of weights by an old maximum: a thread's of a row and block
+constexpr float kMostAdded = 4096.0f;  // sum of a thread's weights of a row and block, relative to an old maximum
 
-// One consumer warpgroup. kCopied: tiles were written by threads' own copies, not by TMA.
+// One consumer warpgroup. kCopied: threads copied the tiles, not TMA.
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>
 struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers> {
   using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers>;
@@ -32,7 +32,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   using Softmax::Softmax;
   static constexpr int kThreads = kConsumers * kWarpgroup;
 
-  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   }
@@ -64,7 +64,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     warpgroup_commit();
   }
 
-  // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN. All consumers.
+  // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN. All consumers take
+  // part.
   __device__ __forceinline__ void clear_values_past(int stage, int valid) const {
     constexpr int kChunks = kValueTiles * 8;
     for (int i = valid * kChunks + threadIdx.x - kWarpgroup; i < kBlock * kChunks; i += kThreads)
@@ -74,8 +75,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     named_barrier_sync<kTogether, kThreads>();
   }
 
-  // The same of rows before all windows of an item, in its first block, which is block t of all tiles. Each consumer
-  // clears them all, and none waits for another.
+  // The same for rows before all windows of an item, in its first block; t counts the blocks of all tiles. Each
+  // consumer clears all of them, and waits for no other.
   __device__ __forceinline__ void clear_values_before_windows(u32 n, u32 t, int block) const {
     constexpr int kChunks = kValueTiles * 8;
     if (__builtin_expect(p.window_left < 0, 1)) return;
@@ -105,7 +106,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     return named_barrier_any<kOwn + 2, kWarpgroup>(vote);
   }
 
-  // Begins to copy the query rows of an item, after the last products with those of the item before.
+  // Issues the copies of an item's query rows. It must follow the last products with the query rows of the item
+  // before.
   __device__ __forceinline__ void fetch_query(u32 n) const {
     mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
     const Item item = read_item(shared, n);
@@ -119,7 +121,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     meet();
   }
 
-  // Turns go round: each barrier is between who gives and who takes.
+  // Turns are circular. Each named barrier has one consumer that gives the turn and one that takes it.
   __device__ __forceinline__ void take_turn() const {
     if (consumer == 0)
       named_barrier_sync<kTurns, 2 * kWarpgroup>();
@@ -146,7 +148,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     if constexpr (kCopied) fence_proxy_async_shared();
   }
 
-  // Scores of block t, and then the products with values of block t - 1; who waits knows when it is their turn.
+  // Scores of block t, then the products with values of block t - 1. The caller waits for both.
   __device__ __forceinline__ void issue_both(u32 t, bool has_values) {
     take_turn();
     issue_scores(t % Layout::kStages);
@@ -166,8 +168,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     arrive(shared.values_free((t - 1) % Layout::kStages));
   }
 
-  // Block t is the t-th of all tiles. Without branches around products, which ptxas would not let overlap: before the
-  // first block, and after the last one, they are of whatever memory holds, and dropped.
+  // t counts the blocks of all tiles. Hazard: wgmma must not be inside a branch, because ptxas then serialises it.
+  // The products before the first and after the last block read stale memory; their results are discarded.
   __device__ __forceinline__ void work() {
     if (consumer == kConsumers - 1) give_turn();
 #pragma unroll
@@ -184,8 +186,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
-      // Before the first item ends there is nothing to end: its own record stands for that of the one before, and
-      // nothing of what comes out is stored.
+      // In the first round no item has ended. The first item's own record stands in for it, and nothing is stored.
       const Ending ending = end_rows(n == 0 ? n : n - 1, t > 0);
       look(item);
       warpgroup_wait<0>();
@@ -223,8 +224,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         issue_both(t, true);
         warpgroup_wait<1>();
         keep_behind_wait(scores);
-        // Maxima seldom grow once each row has one: scores are weighed by those there are, and computed again if
-        // weights come out too large. Not of the last block, because its query is overwritten meanwhile.
+        // The maximum rarely grows once each row has one. So scores are weighed with the old maximum, and computed
+        // again if weights are too large. The last block cannot be computed again, because its query is overwritten.
         bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
         if (block == blocks.first) fetch_query(n + 1);
 #pragma unroll 1
@@ -232,8 +233,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
           mask(n, block);
           grown = raises && raise_maximum();
           exponentiate();
-          // ptxas moves the wait for the products with values up to the last branch: this vote's. All warps take the
-          // same one, for they must wait at the same place.
+          // ptxas moves the wait for the products with values up to the last branch, which is this vote. All warps
+          // vote, because they must wait at the same instruction.
           grown = any(raises ? grown : !(fmaxf(added[0], added[1]) < kMostAdded));
           if (raises || !grown) break;
           issue_scores(t % Layout::kStages);
@@ -257,7 +258,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       }
       clear_values_before_windows(n, t - 1, blocks.first);
     }
-    if (consumer == 0) take_turn();  // which the last one gave
+    if (consumer == 0) take_turn();  // takes the turn that the last consumer gave
     copy_async_wait_all();
   }
 };

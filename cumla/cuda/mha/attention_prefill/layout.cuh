@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of attention_prefill, the names of its barriers, and the row tiles that are announced there.
+// Shared memory of attention_prefill, the numbers of its named barriers, and the announced row tiles.
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/tile.cuh"
@@ -11,8 +11,8 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr int kItems = 4;  // announcements: of the tile that is written, the next one, that after it, and one more
-constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; whose turn it is; of each one
+constexpr int kItems = 4;  // announcements: of the tile being stored, the next one, the one after that, and a spare
+constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; of turns; of each consumer
 
 template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
 struct PrefillLayout {
@@ -43,14 +43,14 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 begun() const { return wanted() + 8; }
 };
 
-// A row tile of a kv head. After the last one comes one without rows.
+// A row tile of a kv head. An item without rows ends the list.
 struct Item {
   int tokens, first_row, q_len, q_begin;
   i64 pages;
   int head, rows;
 };
 
-// The tile of 64 rows that a consumer has.
+// The tile of 64 rows of a consumer.
 __device__ __forceinline__ RaggedTile tile_of(const AttentionParams& p, const Item& item, int consumer) {
   RaggedTile tile(p);
   tile.index = item.head;
@@ -62,7 +62,7 @@ __device__ __forceinline__ RaggedTile tile_of(const AttentionParams& p, const It
   return tile;
 }
 
-// Blocks that rows of an item see, [first, end). One where they see nothing: its scores are all masked.
+// Blocks [first, end) that rows of an item see. If they see nothing it is one block, all of whose scores are masked.
 template <int kBlock>
 __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const Item& item) {
   const RaggedTile tile = tile_of(p, item, 0);
@@ -71,7 +71,7 @@ __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const I
   return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock + 1)};
 }
 
-// The n-th item, between its announcement and this thread's arrival at item_free.
+// Reads item n. Valid between its announcement and this thread's arrival at item_free.
 template <typename Layout>
 __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
   const uint4 a = load_shared_16(shared.item(n)), b = load_shared_16(shared.item(n) + 16);

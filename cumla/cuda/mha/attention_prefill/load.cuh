@@ -17,24 +17,24 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// Of the keys and values of a section: those that late CTAs still read lie there, too.
+// Keys and values of a section. The rest of L2 holds those that late CTAs still read.
 constexpr u64 kBytesInL2 = 12 << 20;
-constexpr u32 kSortedTiles = 1024;  // by the schedule, at most
+constexpr u32 kSortedTiles = 1024;  // the schedule sorts no more
 
-// Takes items: the first one by the CTA's number, the others from the counter. One lane.
+// Takes items: the first by the CTA's number, the others from the counter. One lane.
 template <typename Layout>
 struct Dealer {
   const AttentionParams& p;
   const TilePlace* const places;
   u32 tiles, total, heads_of_section;
-  u32 early;  // places whose tiles go first, of all heads
+  u32 early;  // places whose tiles come before the sections, for all heads
 
   __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
-    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // 0 without queries; anything in a plan without update
-    total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
-    // The other requests are taken to be like the first one. Sections are alike, and have a tile for almost each CTA:
-    // or long tiles of a small last one would begin when all others end.
+    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // 0 without queries; arbitrary in a plan without an update
+    total = tiles * p.num_kv_heads;  // the launcher keeps it below 2^31
+    // Other requests are assumed to be like the first. Sections are equal, and have a tile for almost each CTA.
+    // Otherwise long tiles of a small last section would start when all others end.
     const u32 heads = p.num_kv_heads;
     const u64 requests = max(p.q_len / max(places[0].q_len, 1), 1), tokens = max(places[0].tokens, 64);
     const u64 bytes = requests * tokens * (p.key_columns + p.value_columns) * 2 * heads;
@@ -43,7 +43,7 @@ struct Dealer {
     sections = min(sections, max(total / max(gridDim.x / 8 * 7, 1u), 1u));
     while (heads % sections != 0) --sections;
     heads_of_section = heads / sections;
-    // What begins late would end last.
+    // The longest tiles go first, because one that starts late would end last.
     const bool are_long = tiles > 0 && tiles <= kSortedTiles && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
     early = are_long ? min((gridDim.x + heads - 1) / heads, tiles) : 0;
   }
@@ -71,7 +71,7 @@ struct Dealer {
   __device__ __forceinline__ Item next(u32 n) const {
     const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
     if (at >= total) {
-      // When all that had an item have asked in vain, for the next launch.
+      // The last CTA that asks in vain resets the counter for the next launch.
       if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
       return {};
     }
@@ -83,7 +83,7 @@ struct Dealer {
     return item_of(places[tiles - 1 - early - place], first_head + rest - place * heads_of_section);
   }
 
-  // Announces the next item, the n-th of this CTA. False after the last one.
+  // Announces item n of this CTA. False after the last one.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
     const Item item = next(n);
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
@@ -97,7 +97,7 @@ struct Dealer {
   }
 };
 
-// A loading warp uses what it read once.
+// Reads item n once, for a loading warp.
 template <typename Layout>
 __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
@@ -106,9 +106,9 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   return item;
 }
 
-// One warp loads the keys, or the values, by boxes, each lane its own of a block. The next item is wanted with the last
-// loads of this one, and not before, so that it goes to who is the first to be done. The first keys of all come alone:
-// when all CTAs begin, what L2 can deliver is what they wait for.
+// One warp loads the keys, or the values; each lane loads its own box of a block. It asks for the next item only with
+// the last loads of this one, so that the first CTA to finish gets it. The first keys are loaded alone, because all
+// CTAs wait for L2 then.
 template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
   const int first = threadIdx.x % 32 * p.box_rows;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
   }
 }
 
-// All four warps load keys and values row by row; lane 0 of warp 0 also deals.
+// All four warps load keys and values row by row. Lane 0 of warp 0 also announces items.
 template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
 __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
   constexpr int kRows = kBlock / 4;  // of a warp

@@ -16,8 +16,8 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// What a consumer warpgroup has, and its softmax; the products are PrefillConsumer's. Rows of a thread:
-// 16 warp + lane / 4 and that + 8; in every group of eight columns the two at 2 (lane % 4).
+// The state and the softmax of a consumer warpgroup; PrefillConsumer has the products. A lane has rows 16 warp + lane
+// / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers>
 struct PrefillSoftmax {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
@@ -29,8 +29,8 @@ struct PrefillSoftmax {
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
   float maximum[2], sum[2], factor[2], added[2];
-  Seen seen_by_all;  // tokens that all rows see
-  int position[2];   // of the rows of this thread, in the request
+  Seen seen_by_all;  // keys that all rows see
+  int position[2];   // of this thread's rows, in the request
 
   __device__ __forceinline__ PrefillSoftmax(const AttentionParams& p, const Layout& shared, int consumer)
       : p(p), shared(shared), consumer(consumer),
@@ -38,10 +38,10 @@ struct PrefillSoftmax {
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
 
-  // What the rows see, without a branch.
+  // Computes what the rows see, without a branch.
   __device__ __forceinline__ void look(const Item& item) {
     const RaggedTile tile = tile_of(p, item, consumer);
-    // The first row's end is the least, the last row's beginning the greatest.
+    // The first row has the least end, the last row the greatest beginning.
     seen_by_all = {seen_by(p, tile, item.tokens, 63).first, max(seen_by(p, tile, item.tokens, 0).end, 0)};
 #pragma unroll
     for (int r = 0; r < 2; ++r) position[r] = position_of(p, tile, item.tokens, row + 8 * r);
@@ -57,8 +57,8 @@ struct PrefillSoftmax {
     }
   }
 
-  // scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler does not join with its
-  // neighbours': it takes registers for all that it sees together.
+  // Caps scores; scale_log2 is then softcap * log2(e). copy_of keeps these branches apart: merged by the compiler,
+  // they would need registers for all scores at once.
   __device__ __forceinline__ void cap(float* few) const {
     const float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
     if (__builtin_expect(to_softcap == 0.0f, 1)) return;
@@ -66,7 +66,7 @@ struct PrefillSoftmax {
     for (int i = 0; i < 32; ++i) few[i] = tanh_of(few[i] * to_softcap);
   }
 
-  // Which of a thread's scores of a row, two in every eight tokens, are of tokens before this one: a bit each.
+  // A bit per score of a thread's row (two of each eight tokens): set if it is of a token before this one.
   __device__ __forceinline__ static u32 scores_before(int token) {
     const int within = min(max(token, 0), kBlock);
     return static_cast<u32>((u64{1} << (within / 8 * 2 + min(within % 8, 2))) - 1);
@@ -89,7 +89,7 @@ struct PrefillSoftmax {
     }
   }
 
-  // Raises the maximum of each row; the factor of what was added up before is left in `factor`. True if one is not 1.
+  // Raises the maximum of each row, and leaves the factor of earlier sums in `factor`. Returns true if one is not 1.
   __device__ __forceinline__ bool raise_maximum() {
     bool grown = false;
 #pragma unroll
@@ -108,7 +108,7 @@ struct PrefillSoftmax {
     return grown;
   }
 
-  // Scores become weights, float32; the sums of a thread's are left in `added`.
+  // Turns scores into float32 weights. `added` holds the sums of this thread's weights.
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) added[r] = 0.0f;
@@ -127,12 +127,12 @@ struct PrefillSoftmax {
     keep_before_products(probabilities);
   }
 
-  // How the rows of the item before end, but for their outputs: computed while products run, and therefore without a
-  // branch. Lanes 0 to 15 of a warp have a row each, and so have the others once more.
+  // Final statistics of the previous item, without its output. They are computed while wgmma runs, so they must be
+  // branch-free. Lanes 0 to 15 of a warp have a row each; lanes 16 to 31 repeat them.
   struct Ending {
     int rows;
     float inverse[2];  // of the rows of this thread's products
-    u64 out;           // of the row lane % 16 of the warp
+    u64 out;           // of row lane % 16 of the warp
   };
   __device__ __forceinline__ Ending end_rows(u32 n, bool exists) const {
     const RaggedTile tile = tile_of(p, read_item(shared, n), consumer);
@@ -143,7 +143,7 @@ struct PrefillSoftmax {
     Ending ending;
     ending.rows = exists ? tile.rows : 0;
     const bool is_row = of_tile < ending.rows;
-    // The sink counts last, so that the weight of a row's only key is 1, without a rounding.
+    // The sink is added last, so that the weight of a row's only key is exactly 1.
     const float given = load_global_float_if(is_row && p.sinks != nullptr, p.sinks + to.head, -kInfinity);
     const float sink = bounded_sink(given), highest = fmaxf(highest_score, sink);
     const float rescaled = exp2_approx(highest_score - highest);
@@ -160,7 +160,7 @@ struct PrefillSoftmax {
     return ending;
   }
 
-  // Of two numbers that the lanes of a quad share, for its two rows, the one of row lane % 16.
+  // Returns the number of row lane % 16. `upper` and `lower` belong to the two rows of a quad.
   __device__ __forceinline__ float of_rows(float upper, float lower) const {
     const float of_upper = __shfl_sync(0xffffffffu, upper, lane % 8 * 4);
     const float of_lower = __shfl_sync(0xffffffffu, lower, lane % 8 * 4);
@@ -188,8 +188,8 @@ struct PrefillSoftmax {
     }
   }
 
-  // 64 columns at a time: as the products leave them, four lanes have 32 bytes of a row, and a store touches eight
-  // lines. Through shared memory eight lanes have a line.
+  // Stores 64 columns at a time. In the layout of the products four lanes have 32 bytes of a row, so a store touches
+  // eight lines. Through shared memory eight lanes have a whole line.
   __device__ __forceinline__ void write_rows(const Ending& ending) const {
     const float (&inverse)[2] = ending.inverse;
     const u32 staged = shared.out(4 * consumer + warp);

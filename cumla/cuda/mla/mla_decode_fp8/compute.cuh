@@ -224,9 +224,10 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     }
   }
 
-  // Returns the number of blocks. t: blocks of earlier segments. Hazard: the exchange at the end of a segment
-  // overlaps this one's probabilities and sums. So no consumer starts before all warps have added up. With kRows,
-  // tokens past the end are zeros already (load_kv_fp8), and only their scores are masked.
+  // Returns the number of blocks. t: blocks of earlier segments.
+  // Hazard: the exchange at the end of a segment overlaps this one's probabilities and sums. So no consumer starts
+  // before all warps have added up. With kRows, tokens past the end are zeros already (load_kv_fp8), and only their
+  // scores are masked.
   // model: fp8_segments
   __device__ __forceinline__ int compute(const Segment& segment, int t) {
     // With one query buffer, query_full implies it.

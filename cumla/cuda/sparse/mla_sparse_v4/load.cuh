@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The roles of mla_sparse_v4 that bring rows of e4m3 and bfloat16 columns into tiles of bfloat16.
+// The loading roles of mla_sparse_v4: rows with e4m3 and bfloat16 columns become bfloat16 tiles.
 #pragma once
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
@@ -19,11 +19,11 @@ using namespace ptx;
 struct V4Tile : ListTile<kRowTile> {
   using Held = V4Tile;
   static constexpr bool kHasRope = false, kHasAbsent = true;
-  static constexpr bool kWideProducts = false;  // more registers than 512 threads start with
-  int first_entries;                            // of the list that name rows of the first cache
+  static constexpr bool kWideProducts = false;  // they need more registers than 512 threads start with
+  int first_entries;                            // entries of the list that name rows of the first cache
 
   __device__ __forceinline__ explicit V4Tile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
-  // Which rows of block t there are: of each 16 the lowest bits of a word.
+  // A bit per row of block t: for each 16 rows the lowest bits of a word.
   __device__ __forceinline__ static uint4 exist(const SharedLayout& shared, int t);
 };
 
@@ -32,14 +32,14 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, V4Tile& 
   tile.first_entries = p.block_table[segment.request * p.q_len + tile.q_begin];
   return segment;
 }
-// An entry's place in its list.
+// Returns the entry's index in its list; rows are found later.
 __device__ __forceinline__ int page_of(const MlaDecodeParams&, const V4Tile&, const Segment&, u32 entry) {
   return entry;
 }
 
 constexpr int kV4Tiles = 7;                      // of 64 e4m3 columns; the eighth tile is bfloat16
 constexpr int kV4RowBytes = kV4Tiles * 64 + 128;
-constexpr int kV4ScaleBytes = 8;                 // an exponent a tile, and one byte more
+constexpr int kV4ScaleBytes = 8;                 // an exponent per tile, and one more byte
 
 // A page has all its rows, then the scales of all.
 struct V4Cache {
@@ -51,10 +51,10 @@ struct V4Cache {
 };
 
 struct MlaSparseV4Params {
-  MlaDecodeParams decode;  // block_table: how many entries of each list are of the first cache; latent: a row of zeros
-  V4Cache caches[2];       // lists of the second one, by slots, go on after those of the first
+  MlaDecodeParams decode;  // block_table: entries of each list in the first cache; latent: a row of zeros
+  V4Cache caches[2];       // lists of the second cache, by slots, continue those of the first
 
-  // What finding rows needs of one of them.
+  // Selects the members that finding rows needs, without branches.
   __device__ __forceinline__ V4Cache cache(bool second) const {
     const V4Cache &a = caches[0], &b = caches[1];
     V4Cache one = a;
@@ -73,8 +73,8 @@ struct MlaSparseV4Params {
   }
 };
 
-// The RoPE tile of stage 0 is not needed as such. It holds a ring of blocks' rows, and its barriers: rows are found,
-// and have been used; and which rows there are. Joining uses the tiles before it (kJoinSpace).
+// The consumers do not use the RoPE tile of stage 0. It holds the ring of rows, the barriers found() and used(), and
+// the bits of rows that exist. Combining uses the tiles before it (kJoinSpace).
 struct V4Layout : SharedLayout {
   static constexpr int kSlots = 4;
 
@@ -85,15 +85,15 @@ struct V4Layout : SharedLayout {
   }
   __device__ __forceinline__ u32 found(int slot) const { return row(kSlots, 0) + slot * 8; }
   __device__ __forceinline__ u32 used(int slot) const { return found(kSlots) + slot * 8; }
-  // Which of a finding warp's rows of a block there are, a bit each. A block is found when the one kSlots before it has
-  // been converted, for which that kStages before it had been multiplied.
+  // A bit per row of a finding warp. Eight words are enough: a block is found after block t - kSlots was converted,
+  // and that was after block t - kSlots - kStages was multiplied.
   __device__ __forceinline__ u32 exist(int t, int warp) const {
     static_assert(kSlots + kStages <= 8);
     return used(kSlots) + t % 8 * 16 + warp * 4;
   }
 };
 
-// Read by the lane that arrives when the block has been multiplied, for the sake of racecheck.
+// The lane that arrives after the block's products loads, because racecheck needs that.
 __device__ __forceinline__ uint4 V4Tile::exist(const SharedLayout& shared, int t) {
   uint4 words = {};
   if (threadIdx.x % 32 == 0) words = load_shared_16(static_cast<const V4Layout&>(shared).exist(t, 0));
@@ -101,7 +101,8 @@ __device__ __forceinline__ uint4 V4Tile::exist(const SharedLayout& shared, int t
           __shfl_sync(0xffffffffu, words.z, 0), __shfl_sync(0xffffffffu, words.w, 0)};
 }
 
-// A lane of each converting warp arrives for half of a block's tiles; for the second half each finding lane as well.
+// A lane of each converting warp arrives for each half of a block's tiles; for the second half each finding lane,
+// too.
 __device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int warps) {
 #pragma unroll
   for (int slot = 0; slot < V4Layout::kSlots; ++slot) {
@@ -111,17 +112,18 @@ __device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int 
   initialise_barriers(shared, warps, warps + warps * 32, warps * 32);  // plant: V4 tiles, arrivals
 }
 
-// One of four warps that find 16 rows of every block, up to three blocks ahead, and copy their bfloat16 columns, which
-// need no conversion. Lanes find row lane % 16: an entry, then its page, then the row, each a block ahead of the next.
+// One of four warps that find 16 rows of every block, up to three blocks ahead, and copy their bfloat16 columns.
+// Lanes find row lane % 16: an entry, then its page, then the row, each a block ahead of the next.
 struct V4Finder {
   const MlaSparseV4Params& p;
   const V4Layout& shared;
   const int first_row;
   BlockCursor<1, V4Tile> ahead;
-  // In place of a request, which is never negative here: slots of the second cache, or there is no block.
+  // Values in place of a request, which is never negative here: slots of the second cache; no block.
   static constexpr int kSecond = -1, kNoBlock = -2;
-  static constexpr int kNone = 2, kEnd = 3;  // in place of a cache: after the last block, and after that
-  // Of this lane's rows of the block that is found next, and of the one after it, whose page is not looked up yet.
+  static constexpr int kNone = 2, kEnd = 3;  // values in place of a cache: after the last block, and after that
+  // State of this lane's rows: of the block that is found next, and of the one after it, whose page is not loaded
+  // yet.
   Lookup found;
   int cache, later_entry, later_request;
 
@@ -153,8 +155,8 @@ struct V4Finder {
     found = List::look_up(lists, lists.pages_of(later_request), later_entry);
     load_entry();
   }
-  // Leaves address and scales of the rows of block t; a row that there is not is zeros. After the last block there is
-  // one of odd addresses, at once.
+  // Stores address and scales of the rows of block t; absent rows are zeros. After the last block one block of odd
+  // addresses follows, at once, as an end mark.
   __device__ __forceinline__ void find(int t) {
     if (cache == kEnd) return;
     const int slot = t % V4Layout::kSlots;
@@ -172,9 +174,9 @@ struct V4Finder {
     const u32 exist = __ballot_sync(0xffffffffu, exists);
     go_on();
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
-    __syncwarp();  // all lanes have copied what was there
+    __syncwarp();  // all lanes have copied the earlier rows of the slot
     if (threadIdx.x % 32 < 16) {
-      if (gridDim.x > 1 && exists) prefetch_bulk_l2(columns, kV4RowBytes);  // row tiles share it
+      if (gridDim.x > 1 && exists) prefetch_bulk_l2(columns, kV4RowBytes);  // other row tiles read the row, too
       store_shared_16(shared.row(slot, first_row + threadIdx.x % 32),
                       {static_cast<u32>(address), static_cast<u32>(address >> 32), scales.x, scales.y});
     }
@@ -182,7 +184,7 @@ struct V4Finder {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.found(slot));  // plant: V4 rows found
   }
-  // Whether block t, which has been found, exists; and its bfloat16 columns.
+  // True if block t, which has been found, is not the end mark. copy(): its bfloat16 columns.
   __device__ __forceinline__ bool exists(int t) const {
     return (load_shared_u32(shared.row(t % V4Layout::kSlots, first_row)) & 1) == 0;
   }
@@ -207,19 +209,19 @@ struct V4Finder {
   }
 };
 
-// The four finding warps. They also copy the query rows of a list before its first block, of the first list behind its
-// first block: nothing of a short list may wait in line. The first two blocks are copied as soon as they are found.
+// The four finding warps. They also copy the query rows of a list before its first block; for the first list after
+// its first block, so that a short list does not wait. The first two blocks are copied as soon as they are found.
 __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V4Layout& shared, V4Tile& tile,
                                         const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
   V4Finder finder(params, shared, tile, part, last_place, warp);
   constexpr int kAhead = V4Layout::kSlots - 2;
-  int place = part.place, blocks = 0;  // of the lists before place
+  int place = part.place, blocks = 0;  // blocks of earlier lists
 #pragma unroll 1
   for (int found = 0;; ++found) {
     finder.find(found);
-    const int t = found < 2 ? found : found - kAhead;  // whose columns are copied
-    if (t < min(found, 2)) continue;  // blocks 2 to 4 are found one after the other
+    const int t = found < 2 ? found : found - kAhead;  // the block whose columns are copied
+    if (t < min(found, 2)) continue;  // blocks 2 to 4 are found without copies
     const bool exists = finder.exists(t);
 #pragma unroll 1
     for (; place <= last_place && (t >= max(blocks, 1) || !exists); ++place) {
@@ -235,21 +237,21 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
   copy_async_wait_all();
 }
 
-// One of four warps that convert 16 rows of every block. A lane has, of rows lane / 4 and that + 8, 16 e4m3 columns
-// of each tile, from column 16 (lane % 4) on. They wait in registers, half a block of them: when a tile has become
-// bfloat16, in shared memory, that of the next half is on its way to the same registers.
+// One of four warps that convert 16 rows of every block. A lane has 16 e4m3 columns of each tile, from column 16
+// (lane % 4) on, of rows lane / 4 and 8 more. Half a block waits in registers. When a tile is stored as bfloat16,
+// that of the next half is loaded into the same registers.
 struct V4Converter {
   static constexpr int kHalfBytes = kHalfTiles * 64;
 
   const V4Layout& shared;
-  const int row, chunk;    // the first of this lane's rows, its columns
-  const char* columns[2];  // of this lane's rows: where the half begins that is loaded
+  const int row, chunk;    // this lane's first row; its columns
+  const char* columns[2];  // of this lane's rows: the half that is loaded next
   uint4 bytes[kHalfTiles][2];
 
   __device__ __forceinline__ V4Converter(const V4Layout& shared, int warp)
       : shared(shared), row(warp * 16 + threadIdx.x % 32 / 4), chunk(threadIdx.x % 4) {}
 
-  // What is loaded from now on is of block t: whether it exists; if not, that is zeros.
+  // Starts loading block t. Returns false if it is the end mark, which then loads zeros.
   __device__ __forceinline__ bool begin(int t) {
     const int slot = t % V4Layout::kSlots;
     mbarrier_wait(shared.found(slot), t / V4Layout::kSlots & 1, "rows");
@@ -264,7 +266,7 @@ struct V4Converter {
 #pragma unroll
     for (int g = 0; g < 2; ++g) bytes[k][g] = load_global_16(reinterpret_cast<const uint4*>(columns[g] + k * 64));
   }
-  // What has been loaded of tile k of a half becomes bfloat16, times the scales.
+  // Stores tile k of a half as bfloat16, times its scales.
   __device__ __forceinline__ void store_tile(u32 tiles, int k, const u32 (&exponents)[2]) const {
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
@@ -289,8 +291,8 @@ struct V4Converter {
     high = multiply_pairs<Bf16>(pack_pair<Bf16>(b.x, b.y), scale);
   }
 
-  // Half a block, which has been loaded: of block turn / 2 first the one that its owner wants first. The half that
-  // comes next is loaded, with the second half that of the next block: whether that exists. One text for all
+  // Stores half a block, which has been loaded: of block turn / 2 first the half that its owner uses first. Loads the
+  // next half; after a second half that of the next block, if it exists. One code path serves all halves
   // (docs/kernels/mla_sparse.md).
   __device__ __forceinline__ bool hand_over(int turn) {
     const bool second = turn & 1;
@@ -313,7 +315,7 @@ struct V4Converter {
     for (int k = 0; k < kHalfTiles; ++k) {
       if (k < kV4Tiles - kHalfTiles || half == 0) store_tile(tiles, k, exponents);
       if (k < kV4Tiles - kHalfTiles || next_half == 0) load_tile(k);
-      if (k == 1) __syncwarp();  // or more is converted at once than there are registers for
+      if (k == 1) __syncwarp();  // limits how much is converted at once, and so the registers
     }
     fence_proxy_async_shared();
     __syncwarp();

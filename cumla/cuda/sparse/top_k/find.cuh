@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// In which bin of a histogram the need-th key lies: two steps, over the sums of the bins of each warp, then over the
-// bins of the one that has it.
+// Finds the bin of a histogram that has the need-th key, in two steps: over the sums of the bins of each warp, then
+// over the bins of one warp.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ int lane_that_reaches(u32 inclusive, u32 need) {
   return max(__ffs(static_cast<int>(__ballot_sync(kAll, inclusive >= need))) - 1, 0);
 }
 
-// Each warp sums its bins up. All threads have counted.
+// Each warp adds up its bins. All threads must have counted.
 template <int kThreads>
 __device__ __forceinline__ void sum_bins(Head& head, int pass) {
   constexpr int kOfWarp = kBins / (kThreads / 32), kOfLane = kOfWarp / 32;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void sum_bins(Head& head, int pass) {
   if (threadIdx.x % 32 == 0) head.coarse[pass][threadIdx.x / 32] = sum;
 }
 
-// By one warp, or by each for itself. `load` reads a counter of block `rank` of `cluster`.
+// Called by one warp, or by each for itself. `load` reads a counter of block `rank` of `cluster`.
 template <int kThreads, typename Load>
 __device__ __forceinline__ Found find_bin(const Head& head, int pass, u32 need, int rank, int cluster, Load load) {
   constexpr int kWarps = kThreads / 32, kOfLane = kBins / kThreads;
@@ -84,7 +84,7 @@ __device__ __forceinline__ Found find_bin(const Head& head, int pass, u32 need, 
   return found;
 }
 
-// Over this block's keys alone; by all threads, which have counted.
+// Finds the bin over this block's keys. Called by all threads, after counting.
 template <int kThreads>
 __device__ __forceinline__ Found find_in_block(Head& head, int pass, u32 need) {
   __syncthreads();
@@ -93,7 +93,7 @@ __device__ __forceinline__ Found find_in_block(Head& head, int pass, u32 need) {
   return find_bin<kThreads>(head, pass, need, 0, 1, [](const u32& counter, int) { return counter; });
 }
 
-// Over the keys of all blocks of the cluster. One warp reads theirs; its block waits for it.
+// Finds the bin over the keys of all blocks of the cluster. One warp of each block reads the other blocks' counters.
 template <int kThreads>
 __device__ __forceinline__ Found find_in_cluster(Head& head, int pass, u32 need, int rank, int cluster) {
   __syncthreads();
@@ -107,7 +107,7 @@ __device__ __forceinline__ Found find_in_cluster(Head& head, int pass, u32 need,
     if (threadIdx.x == 0) head.found = found;
   }
   __syncthreads();
-  return head.found;  // overwritten behind the next pass's waits
+  return head.found;  // the next pass has barriers before it overwrites this
 }
 
 }  // namespace cumla::sparse

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a list of entries in shared memory, in the order of their positions, to the outputs: by one block.
+// From a list of entries in shared memory, in the order of positions, to the outputs: by one block.
 #pragma once
 #include "sparse/top_k/rows.cuh"
 
 namespace cumla::sparse {
 
-// What is known of the k-th key after a pass: its upper bits, how many keys with these bits are needed, and are there.
+// The k-th key after a pass: its upper bits; how many keys with these bits are needed, and exist.
 struct Threshold {
   u32 prefix, need, count;
-  int pass;  // the last one that was made
+  int pass;  // the last pass made
 
   __device__ __forceinline__ bool is_whole() const { return need == count; }
   __device__ __forceinline__ void narrow(int pass_made, const Found& found) {
@@ -43,7 +43,7 @@ struct Output {
     pages = exists ? p.max_pages : 0;
   }
 
-  // The index of a position; -1 where there is none.
+  // The index of a position; -1 if there is none.
   __device__ __forceinline__ int index_of(int position) const {
     i64 index = position + offset;
     if (p.block_table != nullptr) {
@@ -61,7 +61,7 @@ struct Output {
     if (p.values != nullptr) copy_value(slot, position);
   }
 
-  // Slots from the row's length on, some threads' share.
+  // Fills the slots from the row's length on; `thread` has every `threads`-th.
   __device__ __forceinline__ void fill(int thread, int threads) const {
 #pragma unroll 1
     for (int slot = row.length + thread; slot < p.k; slot += threads) {
@@ -96,7 +96,7 @@ __device__ constexpr int power_of_two_from(int count) {
   return power;
 }
 
-// Sorts entries; those after the first `count` are anything. `size` is a power of two.
+// Sorts entries, of which those from `count` on are arbitrary. `size` is a power of two.
 template <int kThreads>
 __device__ __forceinline__ void sort_entries(u64* list, int count, int size) {
 #pragma unroll 1
@@ -117,8 +117,8 @@ __device__ __forceinline__ void sort_entries(u64* list, int count, int size) {
   __syncthreads();
 }
 
-// The rest of a row: makes the passes that are left over the `count` entries of a list, and writes those that are
-// chosen, to slots from the first on. All threads have seen the list.
+// Finishes a row: makes the remaining passes over the `count` entries of a list, and writes the chosen ones to slots
+// from `first_slot` on. All threads must have seen the list.
 template <typename Element, int kThreads>
 __device__ __forceinline__ void finish(Head& head, u64* list, int count, int first_slot, Threshold threshold,
                                        const TopKParams& p) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores as keys: 32 bits whose order is that of the scores, the largest first.
+// Keys: 32 bits whose unsigned order is that of the scores, the largest score first.
 //
-// A key is 0 for NaN, then come inf, positive numbers, zero of either sign, negative numbers and -inf; kNoKey is none
-// of them. 16-bit scores have the keys of the same numbers in float32.
+// A key is 0 for NaN; then inf, positive numbers, zero of either sign, negative numbers and -inf. kNoKey is none of
+// them. 16-bit scores have the keys of the same float32 numbers.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 key_of(u32 float_bits) {
   return bits ^ (0x7fffffffu & ~static_cast<u32>(static_cast<int>(bits) >> 31));
 }
 
-// Four neighbouring scores as they lie in memory; 16-bit ones in the first two words.
+// Four neighbouring scores as stored; 16-bit ones in the first two words.
 template <typename Element>
 __device__ __forceinline__ uint4 load_quad(const char* address) {
   if constexpr (kElementBytes<Element> == 4) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ const char* scores_of(const TopKParams& p, const Row&
   return p.scores + row.index * p.scores_stride + static_cast<i64>(row.start) * kElementBytes<Element>;
 }
 
-// How a row is dealt out: warps, in the order of blocks, take neighbouring segments, groups of 128 scores, of which a
-// lane holds four. Groups begin where four scores can be loaded at once, which may be up to three before the row.
+// The share of a thread in a row. Warps, in the order of blocks, take neighbouring segments of groups of 128 scores;
+// a lane has four of a group. Groups begin at an aligned score, up to three before the row.
 template <typename Element, int kThreads>
 struct Share {
   const char* origin;  // of position 0
@@ -86,9 +86,9 @@ struct Share {
   __device__ __forceinline__ const char* at(int position) const {
     return origin + static_cast<i64>(position) * kElementBytes<Element>;
   }
-  // Whether four scores from there on belong to the row.
+  // True if the four scores from there on belong to the row.
   __device__ __forceinline__ bool is_whole(int position) const { return position >= 0 && position + 4 <= length; }
-  // Keys of four scores of which some are beyond the row's ends: those are not read.
+  // Loads keys of four scores that reach past an end of the row, without reading those past it.
   __device__ __forceinline__ void load_ends(int position, u32 (&keys)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host packs for top_k, and what lies where in shared memory.
+// Parameters and shared memory of top_k.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -14,10 +14,10 @@ struct TopKParams {
   int *out, *positions;
   char* values;
   int* valid_counts;
-  i64 scores_stride, table_stride, out_stride, positions_stride;  // bytes; entries of the others
+  i64 scores_stride, table_stride, out_stride, positions_stride;  // scores in bytes, the others in entries
   i64 lengths_stride, row_starts_stride, requests_stride, offsets_stride, counts_stride;  // entries
   int width, k, page_size, max_pages, requests;
-  int cluster_log2;  // blocks of a row
+  int cluster_log2;  // of the blocks per row
   int is_sorted, unused;
 };
 
@@ -26,7 +26,7 @@ constexpr int kPasses = 3, kBins = 2048;
 __device__ __forceinline__ int shift_of(int pass) { return pass == 0 ? 21 : pass == 1 ? 10 : 0; }
 __device__ __forceinline__ int bits_of(int pass) { return pass == 2 ? 10 : 11; }
 
-// The bin of a key in a pass, and whether it is counted there: whether the passes before chose its upper bits.
+// The bin of a key in a pass. A key counts only if its upper bits are those that earlier passes chose.
 struct Digit {
   u32 prefix;
   int shift, bits;
@@ -37,7 +37,7 @@ struct Digit {
   __device__ __forceinline__ u32 of(u32 key) const { return key >> shift & ((1u << bits) - 1); }
 };
 
-// What a bin of a pass tells: keys before it, keys in it; and how many of both are in blocks of lower rank.
+// The bin of a pass: keys before it, keys in it, and both counts for blocks of lower rank.
 struct Found {
   u32 bin, before, count, lower_before, lower_count;
 };
@@ -50,9 +50,9 @@ struct Row {
 struct Head {
   u32 histogram[kPasses][kBins];
   u32 coarse[kPasses][32];  // sums over the bins of a warp
-  u32 sums[2][32];          // of the keys of a warp
+  u32 sums[2][32];          // over the keys of a warp
   Found found;
-  Row row;  // here, and not in registers, while keys take these
+  Row row;  // in shared memory, because keys take the registers
 };
 static_assert(sizeof(Head) % 16 == 0, "what follows is moved 16 bytes at a time");
 

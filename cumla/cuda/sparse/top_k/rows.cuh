@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's keys: counted in passes, and put into a list in the order of their positions. `Resident` reads the scores
-// once and keeps the keys in registers and shared memory; `Streamed` reads them again for every pass.
+// A row's keys: counted in passes, and put into a list in the order of positions. `Resident` reads the scores once
+// and keeps the keys in registers and shared memory. `Streamed` reads them for every pass.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/sync.cuh"
@@ -9,12 +9,12 @@
 
 namespace cumla::sparse {
 
-// An entry of a list: the key above, the position below.
+// An entry of a list: key in the upper half, position in the lower.
 __device__ __forceinline__ u64 entry_of(u32 key, int position) {
   return static_cast<u64>(key) << 32 | static_cast<u32>(position);
 }
 
-// Where the entries of a block that has a row to itself go: all that come have room.
+// The list of a block that has a row alone: all entries fit.
 struct Own {
   u32 entries;  // shared-window address
 
@@ -22,7 +22,7 @@ struct Own {
   __device__ __forceinline__ void put(u32 place, u64 entry) const { store_shared_u64(entries + place * 8, entry); }
 };
 
-// Where entries go: places from `begin` on, in the cluster's first block. Others are left out.
+// Entries `begin` to `begin` + `capacity` of a list, in the cluster's first block. Others are dropped.
 template <bool kClustered>
 struct Window {
   u32 entries, begin, capacity;
@@ -39,17 +39,17 @@ struct Window {
   }
 };
 
-// Which keys are chosen: all before `limit`, and of those that equal it the first `ties`.
+// The chosen keys: all before `limit`, and the first `ties` of those that equal it.
 struct Choice {
   u32 limit, ties;
 };
 
-// What lies before a thread's keys: chosen ones, and such as equal the limit.
+// Counts of the keys before a thread's: chosen ones, and ones that equal the limit.
 struct Before {
   u32 chosen, equal;
 };
 
-// Turns a warp's own counts into what lies before it in its block, and adds that to what lies before the block.
+// Turns a warp's own counts into the counts before it: in its block, plus those before the block.
 template <int kThreads, bool kTies>
 __device__ __forceinline__ Before before_warp(Head& head, Before own, Before block) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -64,12 +64,13 @@ __device__ __forceinline__ Before before_warp(Head& head, Before own, Before blo
   return block;
 }
 
-// Puts the chosen keys of a block into a list, group by group. `each` runs a function of four keys and the position of
-// the first for all groups of a thread, in the order of their positions.
+// Puts the chosen keys of a block into a list, group by group. `each` calls a function with four keys and the
+// position of the first, for all groups of a thread in the order of positions.
 template <int kThreads, typename Each, typename Out>
 __device__ __forceinline__ void place_by_group(Head& head, const Choice& choice, Before block, const Out& list,
                                                Each each) {
-  const auto kinds = [&](const u32 (&keys)[4]) {  // how many are chosen and, above, how many equal the limit
+  // Chosen keys in the lower half, keys that equal the limit in the upper
+  const auto kinds = [&](const u32 (&keys)[4]) {
     u32 both = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) both += keys[i] < choice.limit ? 1u : keys[i] == choice.limit ? 1u << 16 : 0u;
@@ -101,7 +102,7 @@ __device__ __forceinline__ void place_by_group(Head& head, const Choice& choice,
   });
 }
 
-// Groups of four keys a thread: kHeld in registers, kStored in shared memory.
+// Groups of four keys per thread: kHeld in registers, kStored in shared memory.
 template <typename Element, int kThreads, int kHeld, int kStored>
 struct Resident {
   static constexpr int kGroups = kHeld + kStored, kWords = (kGroups + 3) / 4;
@@ -113,7 +114,7 @@ struct Resident {
   __device__ __forceinline__ Resident(const char* scores, int length, int rank, int cluster, unsigned char* memory)
       : share(scores, length, rank, cluster), stored(reinterpret_cast<uint4*>(memory) + threadIdx.x) {}
 
-  // Runs f(keys, group) for all groups that the row has.
+  // Calls f(keys, group) for all groups of the row.
   template <typename F>
   __device__ __forceinline__ void each(F f) {
 #pragma unroll
@@ -124,7 +125,7 @@ struct Resident {
       if (g < share.groups) with_stored(f, g);
   }
 
-  // The same with less code: where it is rare, or needs no group's number when it is compiled.
+  // The same with less code, for rare calls and those that need no constant group number.
   template <typename F>
   __device__ __forceinline__ void each_rolled(F f) {
 #pragma unroll
@@ -134,7 +135,7 @@ struct Resident {
     for (int g = kHeld; g < min(kGroups, share.groups); ++g) with_stored(f, g);
   }
 
-  // Loads the row; the first pass's bins of its keys are counted. The counters are zero.
+  // Loads the row, and counts its keys in the bins of the first pass. The counters are zero on entry.
   __device__ __forceinline__ void load_and_count(u32 counters) {
     if constexpr (kStored > 0) {
 #pragma unroll
@@ -181,10 +182,10 @@ struct Resident {
     });
   }
 
-  // Puts the keys before a limit into a list; `before` such keys are in blocks of lower rank.
+  // Puts the keys before a limit into a list. `before`: such keys in blocks of lower rank.
   template <typename Out>
   __device__ __forceinline__ void place(Head& head, u32 limit, u32 before, const Out& list) {
-    u32 counts[kWords] = {}, own = 0;  // of each group, eight bits; of all
+    u32 counts[kWords] = {}, own = 0;  // per group, eight bits each; and their sum
     each([&](const u32 (&keys)[4], int g) {
       u32 n = 0;
 #pragma unroll
@@ -196,7 +197,7 @@ struct Resident {
     u32 first = before_warp<kThreads, false>(head, {own, 0}, {before, 0}).chosen;
     u32 sums = 0;
     each([&](const u32 (&keys)[4], int g) {
-      u32& lower = counts[g / 4];  // in lanes of lower number, at most 124 of a group
+      u32& lower = counts[g / 4];  // in lower lanes: at most 124 of a group
       if (g % 4 == 0) {
         const u32 inclusive = split::warp_inclusive_sum(lower);
         sums = __shfl_sync(kAll, inclusive, 31);
@@ -251,7 +252,7 @@ struct Streamed {
   __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*)
       : share(scores, length, rank, cluster) {}
 
-  // Runs f(keys, position of the first).
+  // Calls f(keys, position of the first).
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
 #pragma unroll 1
