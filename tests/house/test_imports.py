@@ -32,7 +32,7 @@ LAYERS = (
     ("cumla._choices", "cumla._serving"),
     (
         *("cumla.compat", "cumla.torch", "cumla.jax", "cumla.distributed"),
-        *("cumla.vllm", "cumla.sglang"),
+        *("cumla.vllm", "cumla.sglang", "cumla.transformers"),
     ),
     ("cumla.bench",),
     ("cumla.cli", "cumla.__main__"),
