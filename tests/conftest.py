@@ -30,6 +30,7 @@ from tests import selection
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 sys.modules["cumla_cubins"] = None  # type: ignore[assignment] - as if it were not installed
@@ -50,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Say what --exhaustive is, and how many examples hypothesis tries where a test does not."""
     selection.exhaustive = config.getoption("exhaustive")
-    if os.environ.get("PYTEST_XDIST_WORKER", "")[-1:] in ("1", "3", "5", "7", "9"):
+    if WORKER % 2:
         with contextlib.suppress(ImportError):
             import torch  # noqa: F401 - others begin with JAX: none compiles what another one does
     with contextlib.suppress(ImportError):
@@ -61,6 +62,25 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("cumla")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the modules from the last one on, in every other process.
+
+    Where nothing is compiled yet, each then compiles and rewrites half of them, not all.
+    """
+    folders = [Path(argument) for argument in session.config.args if WORKER % 2]
+    for folder in folders:
+        for path in sorted(folder.rglob("test_*.py"), reverse=True):
+            if GPU_TESTS not in path.resolve().parents:
+                with contextlib.suppress(Exception, pytest.skip.Exception):  # told of later
+                    importlib.import_module(module_name(path))
+
+
+def module_name(path: Path) -> str:
+    """Name a module of tests as pytest does."""
+    return ".".join(path.resolve().relative_to(GPU_TESTS.parents[1]).with_suffix("").parts)
+
+
 class GpuTests(pytest.Module):
     """A module of which several processes run nothing: one of them imports it.
 
@@ -68,8 +88,7 @@ class GpuTests(pytest.Module):
     """
 
     def collect(self) -> list[pytest.Item]:
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        if crc32(self.name.encode()) % PROCESSES == worker:
+        if crc32(self.name.encode()) % PROCESSES == WORKER:
             with contextlib.suppress(pytest.skip.Exception):
                 self._import_as_it_is()
                 super().collect()
@@ -79,8 +98,7 @@ class GpuTests(pytest.Module):
         """Its assertions are not rewritten, which takes longer than to import it."""
         hook = [finder for finder in sys.meta_path if isinstance(finder, AssertionRewritingHook)]
         with mock.patch("sys.meta_path", [f for f in sys.meta_path if f not in hook]):
-            name = ".".join(self.path.relative_to(GPU_TESTS.parents[1]).with_suffix("").parts)
-            importlib.import_module(name)
+            importlib.import_module(module_name(self.path))
 
 
 class GpuTest(pytest.Item):
