@@ -151,6 +151,39 @@ def test_no_toolkit_header_licence_first_and_no_long_lines(path: Path):
         assert (ROOT / name.strip('"')).is_file(), f"{name} is not relative to cumla/cuda"
 
 
+def opening(path: Path, seen: frozenset[Path] = frozenset()) -> str:
+    """The comment that a file begins with, and those of the CUDA files that it names."""
+    text = path.read_text()
+    own = text[: len(text) - len(re.sub(r"\A(?://.*\n)+", "", text))]
+    named = {ROOT / name for name in re.findall(r"\b[\w/]+/\w+\.cuh?\b", own)} - seen - {path}
+    return own + "".join(opening(other, seen | named | {path}) for other in named)
+
+
+def barriers(path: Path) -> set[str]:
+    """Names of the mbarriers that a kernel initialises, in its file or in one that it includes."""
+    text, todo, seen = "", [path], {path}
+    while todo:
+        text += todo.pop().read_text()
+        found = {ROOT / name for name in re.findall(r'#include "([^"]+)"', text)} - seen
+        todo += sorted(found)
+        seen |= found
+    return set(re.findall(r"\bmbarrier_init\(shared\.(\w+)\(", strip_comments(text)))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.cu")), ids=lambda path: path.name)
+def test_kernel_opens_with_its_barriers_and_budget(path: Path):
+    text = opening(path)
+    assert re.search(r"\b[Bb]arrier", text)
+    assert re.search(r"\bBudget:|\bRegisters:", text)
+    cells = re.findall(r"^// (\S.*?)  ", text, re.MULTILINE)  # the first ones of the rows
+    table = {name for cell in cells for name in re.findall(r"\w+", cell)}
+    assert barriers(path) <= table, "barriers without a row in the table of the opening comment"
+
+
+def test_there_are_barriers_to_look_at():
+    assert {"full", "free", "query_full", "query_free"} <= barriers(ROOT / "mla/mla_decode.cu")
+
+
 GOOD = """\
 // PTX ISA: Some Section: st
 // More words.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and maxima over the lanes that share a query row. The layout of the scores decides which lanes these are. Rows
-// x keys: a quad of lanes has a row. Keys x rows: the eight lanes with the same lane % 4 have a column.
+// Sums and maxima over the lanes that share a query row. The layout of the scores decides which lanes these are.
+// Rows x keys: a quad of lanes has a row. Keys x rows: the eight lanes with the same lane % 4 have a column.
 #pragma once
 #include "ptx/types.cuh"
 

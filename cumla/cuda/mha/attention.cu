@@ -8,7 +8,7 @@
 //   warp 0         loads keys and values by TMA, one box per lane
 //   warp 2, 3      copy the query rows of each row tile, 32 each
 //   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block each
-//   warpgroup 0, 3 e4m3: load and convert the blocks of one consumer each (attention/e4m3.cuh)
+//   warpgroup 0, 3 e4m3: load and convert the blocks of one consumer each (mha/attention/e4m3.cuh)
 //   consumer 0, 1  every second block each; with 512 columns all blocks, and half of the value columns each
 // The block counter t continues over the tiles of a part: block t belongs to consumer t % 2, or both, and to stage
 // t % kStages.
@@ -35,7 +35,7 @@
 // Shared memory: query 8,192 per 64 columns + stages of as much for keys and for values + exchange of 64 x value
 //                columns x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                512 columns: one stage, exchange 9,216 for combining; 207,616 B
-//                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
+//                e4m3: fewer stages, and after the barriers raw blocks of half a stage (mha/attention/e4m3.cuh)
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
 //                200 and 104 with 256 columns
 #include "mha/attention/compute.cuh"

@@ -27,7 +27,7 @@ constexpr int kTableRowBytes = 64 * 4;  // at most; float32 has the longest
 struct AppendCacheParams {
   Rows latent_rows, rope_rows;
   Pages latent_cache, rope_cache;
-  Indices slots;                      // null: slots follow from the positions, by
+  Indices slots;                      // null: slots follow from positions, in the pages of the requests
   Indices batch_indices;              // the request of each token
   Indices positions;                  // of the token in its request; also the angle of the rotation
   const char* page_numbers;           // i32: a block table of num_entries columns, or a page list of num_entries

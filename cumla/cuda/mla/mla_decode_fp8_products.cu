@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention over caches with e4m3 latent columns under one factor, for a multiple of 64 heads per kv head, with
 // e4m3 tensor-core products. It is mla_decode_fp8_64 with another consumer role
-// (mla_decode_fp8_products/compute.cuh). Loaders and barriers are those of mla_decode_fp8_64/kernel.cuh, with 16
-// slots and 4 turns of probabilities. A lane per consumer warp frees the probabilities of up to two blocks at once.
+// (mla/mla_decode_fp8_products/compute.cuh). Loaders and barriers are those of mla/mla_decode_fp8_64/kernel.cuh, with
+// 16 slots and 4 turns of probabilities. A lane per consumer warp frees the probabilities of up to two blocks at
+// once.
 //
 // Shared memory:  query 40,960 + P of four blocks 16,384 + ring of 16 granules 167,936 + references, factors and sums
 //                 3,584 + words 88 + barriers 320 = 229,272 B of 232,448

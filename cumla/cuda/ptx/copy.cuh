@@ -224,7 +224,7 @@ __device__ __forceinline__ void store_global_float4(void* destination, float a, 
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// Loads only if `valid`, and returns `otherwise` if not. It is a predicate, not a branch.
+// Loads only if `valid`; returns `otherwise` if not. Predicated.
 __device__ __forceinline__ float load_global_float_if(bool valid, const float* source, float otherwise) {
   float value;
   asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\nmov.f32 %0, %3;\n@valid ld.global.f32 %0, [%1];\n}"
@@ -235,7 +235,7 @@ __device__ __forceinline__ float load_global_float_if(bool valid, const float* s
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// Stores only if `valid`. It is a predicate, not a branch.
+// Stores only if `valid`; predicated.
 __device__ __forceinline__ void store_global_float_if(bool valid, u64 destination, float value) {
   asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.f32 [%0], %1;\n}" ::"l"(destination),
                "f"(value), "r"(static_cast<int>(valid))
@@ -243,7 +243,7 @@ __device__ __forceinline__ void store_global_float_if(bool valid, u64 destinatio
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// Stores the lower half of `word`, only if `valid`. It is a predicate, not a branch.
+// Stores the lower half of `word` only if `valid`; predicated.
 __device__ __forceinline__ void store_global_low_half_if(bool valid, u64 destination, u32 word) {
   asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.b16 [%0], %1;\n}" ::"l"(destination),
                "h"(static_cast<unsigned short>(word)), "r"(static_cast<int>(valid))

@@ -9,7 +9,7 @@ namespace cumla::rows {
 
 using namespace ptx;
 
-constexpr int kOctet = 8;  // elements: 16 bytes in 16 bits each
+constexpr int kOctet = 8;  // elements; 16 bytes if each has 16 bits
 
 // An octet of a row of Bf16, Fp16 or Fp32. The compiler may reorder `load`. Several `load_early` stay together,
 // before their first use.

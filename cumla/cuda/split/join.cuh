@@ -332,7 +332,8 @@ struct Joiner : Meeting<Params> {
         take_sink(p, r == 0 ? sum.sink[0] : sum.sink[1], scale, with_sink);
       }
       const int half = unit / Work::kHalfUnits, in_half = unit % Work::kHalfUnits;
-      const int first = half * (kValueDim / 16) + (kShort ? in_half : in_half * kUnitGroups);  // eight
+      // Index of its first group of eight columns
+      const int first = half * (kValueDim / 16) + (kShort ? in_half : in_half * kUnitGroups);
 #pragma unroll
       for (int j = 0; j < kUnitGroups; j += 2) {
         const float4 &v = sum.v[j], &w = sum.v[j + 1];

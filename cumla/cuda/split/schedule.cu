@@ -27,7 +27,7 @@ namespace cumla::split {
 
 using namespace ptx;
 
-// Parts of a request of its own parts, whose segments have at most `size` blocks.
+// Parts of a request that has its own ones. Its segments have at most `size` blocks.
 __device__ __forceinline__ int pieces_of(const ScheduleParams& p, int tokens, int size) {
   const int blocks = blocks_of(tokens);
   return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);

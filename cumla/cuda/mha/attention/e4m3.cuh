@@ -33,8 +33,8 @@ struct RowOffsets {
   i64 row[2];
 };
 
-// 16 rows of a block, copied and converted by one warp. A lane has 16 columns of each tile, of rows lane / 4 and lane
-// / 4 + 8 (why: docs/kernels/mha.md).
+// 16 rows of a block, copied and converted by one warp. A lane has 16 columns of each tile, of rows lane / 4 and
+// lane / 4 + 8 (why: docs/kernels/mha.md).
 template <int kTiles>
 struct RawRows {
   static constexpr int kBytes = 2 * kTiles * kWarpgroup * 16;

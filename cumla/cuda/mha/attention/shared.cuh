@@ -18,7 +18,7 @@ struct SharedLayout {
   static constexpr bool kDivided = kValueTiles > 4;
   // Even, so that each consumer and each of two loading warpgroups has its own stages; or one, for both consumers.
   static constexpr int kStages = kDivided ? 1 : kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
-  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // that the stages share
+  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // buffers that the stages share
   static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // loading warpgroups
   static constexpr int kLoaderRegisters = !kE4m3 ? 56 : kLoaders > 1 ? 80 : 104;
   static constexpr int kConsumerRegisters = !kE4m3 ? 224 : kLoaders > 1 ? 176 : 200;

@@ -32,7 +32,7 @@ struct DecodeLayout {
   // True if shared memory holds the sums of all steps, and registers suffice to add them up during the next tile.
   static constexpr bool kAllAtOnce = kLeast + (kSteps - 1) * kStepBytes <= kSharedMost && (kRows == 8 || kKeys == 64);
   static constexpr int kAtOnce = kAllAtOnce ? kSteps : 1, kTurns = kSteps / kAtOnce, kSumsBytes = kAtOnce * kStepBytes;
-  static_assert(kStages >= 2, "chunks come ahead");  // chunks are loaded ahead
+  static_assert(kStages >= 2, "chunks come ahead");
 
   u32 base;
 

@@ -17,7 +17,8 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr float kMostAdded = 4096.0f;  // sum of a thread's weights of a row and block, relative to an old maximum
+// Bound of the sum of a thread's weights of a row and block, relative to an old maximum
+constexpr float kMostAdded = 4096.0f;
 
 // One consumer warpgroup. kCopied: threads copied the tiles, not TMA.
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>

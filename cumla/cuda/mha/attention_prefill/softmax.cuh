@@ -16,8 +16,8 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// The state and the softmax of a consumer warpgroup; PrefillConsumer has the products. A lane has rows 16 warp + lane
-// / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
+// The state and the softmax of a consumer warpgroup; PrefillConsumer has the products. A lane has
+// rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers>
 struct PrefillSoftmax {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;

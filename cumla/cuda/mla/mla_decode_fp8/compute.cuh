@@ -207,8 +207,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     if (lane == 0) mbarrier_arrive(shared.free(s));  // plant: slot read
   }
 
-  // Clears the tokens past the end of a block with `valid` ones. They may hold NaN; their probabilities are 0, but 0
-  // x NaN is NaN. Each thread clears the K bytes that only it has read. One of the four threads that read a token's
+  // Clears the tokens past the end of a block with `valid` ones. They may hold NaN; their probabilities are 0, but
+  // 0 x NaN is NaN. Each thread clears the K bytes that only it has read. One of the four threads that read a token's
   // scales clears these; other threads read them after a barrier (weigh).
   // model: fp8_data
   __device__ __forceinline__ void clear_past(u32 slot, int valid) const {

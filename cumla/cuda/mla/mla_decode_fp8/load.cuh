@@ -135,8 +135,8 @@ __device__ __forceinline__ void store_scaled(u32 to, int row, int chunk, const u
 
 // Two warps load the query rows, eight lanes per row. Columns that meet e4m3 become float16. Each row is divided by a
 // power of two, so that its highest magnitude is below 2^15: nothing overflows, and numbers down to 2^-32 of it keep
-// all bits. Columns are permuted like the fragments of K: of 64 columns pair 8 t + u, as a word, goes to word 4 u +
-// t. RoPE columns of 16 bits stay as they are.
+// all bits. Columns are permuted like the fragments of K: of 64 columns pair 8 t + u, as a word, goes to word
+// 4 u + t. RoPE columns of 16 bits stay as they are.
 // model: fp8_segments, fp8_data
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,

@@ -15,9 +15,9 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
-// Probabilities are stored relative to a reference, a power of two. When set, it makes the highest one at least 2^7;
-// it stays until one overflows float16. So probabilities down to 2^-21 of the highest keep all bits, and are rarely
-// compared. With scales, each group of columns has its own reference.
+// Probabilities are stored relative to a reference, a power of two. Setting it makes the highest probability at least
+// 2^7. It stays until a probability overflows float16. So probabilities down to 2^-21 of the highest keep all bits,
+// and are rarely compared. With scales, each group of columns has its own reference.
 // model: fp8_data
 constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
 // model: fp8_data
@@ -25,9 +25,9 @@ constexpr float kMostProbability = 1e15f;     // before scales
 // model: fp8_data
 constexpr float kLeastGroupReference = -100;  // relative to that of the probabilities; scales of 0 set no reference
 
-// The state and the softmax of a consumer warpgroup; Fp8Consumer has the products. Scores of a lane: rows 16 warp +
-// lane / 4 and 8 more, of the tokens token_at gives; query rows 2 (lane % 4) and 1 more of each eight. Output of a
-// lane: columns 16 warp + 2 (lane / 4) and 1 more of each 64 columns of V.
+// The state and the softmax of a consumer warpgroup; Fp8Consumer has the products. Scores of a lane:
+// rows 16 warp + lane / 4 and 8 more, of the tokens token_at gives; query rows 2 (lane % 4) and 1 more of each eight.
+// Output of a lane: columns 16 warp + 2 (lane / 4) and 1 more of each 64 columns of V.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Softmax {
   using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;

@@ -22,8 +22,8 @@ namespace cumla::mla {
 
 using namespace ptx;
 
-// Output, scores, sums and references are those of Heads64Consumer, in its thread layout, except that rows are lane /
-// 4 and 8 more of granule `warp`.
+// Output, scores, sums and references are those of Heads64Consumer, in its thread layout, except that rows are
+// lane / 4 and 8 more of granule `warp`.
 template <typename Form>
 struct E4m3Consumer : Heads64Consumer<Form> {
   using Base = Heads64Consumer<Form>;

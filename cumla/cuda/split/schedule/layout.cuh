@@ -22,7 +22,7 @@ struct ScheduleParams {
   int piece_cost;  // of a partial result, in blocks: it is stored, counted and combined
   int min_blocks;  // packed, shares: no split is closer to an end of its request
   int min_share;   // least cost of a share, or least blocks of a segment
-  int min_saving;  // in blocks; apart: a request is split only if that makes its longest segment so much shorter
+  int min_saving;  // a request is split only if its longest segment gets at least this much shorter, in blocks
   int max_tokens;  // longest request: its cost fits an int; batch-invariant: the parts suffice for it
   int piece_blocks;  // batch-invariant: requests are split at multiples of it
   Divisor by_parts;

@@ -77,11 +77,12 @@ __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, i
 }
 
 // One warp puts the sorted requests into `others` parts, each into the cheapest part that may take it; of equal ones,
-// the lowest number. A lane keeps every 32nd part as cost << 8 | number. 1. The first requests find empty parts. 2.
-// The next ones go to the parts in order of cost, all at once. This ends at a part that is not cheaper than some part
-// with two requests. One request at a time would give the same result. 3. The others go one at a time. The chain from
-// one request to the next is a few instructions and a reduction. Lane i keeps the part of the i-th of 32 requests,
-// and their ranks are computed afterwards, all at once.
+// the lowest number. A lane keeps every 32nd part as cost << 8 | number.
+// 1. The first requests find empty parts.
+// 2. The next ones go to the parts in order of cost, all at once. This ends at a part that is not cheaper than some
+// part with two requests. One request at a time would give the same result.
+// 3. The others go one at a time. The chain from one request to the next is a few instructions and a reduction. Lane
+// i keeps the part of the i-th of 32 requests, and their ranks are computed afterwards, all at once.
 __device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
