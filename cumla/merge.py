@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
+from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
 from cumla.core.spec import OUT_AND_LSE, Option, Spec, array
 from cumla.core.state import AttentionState
@@ -32,10 +33,11 @@ def checked_base(name: str, value: Any) -> float:
     """Return the base of logarithms."""
     if not isinstance(value, Real):
         raise TypeError(
-            f"{name}: needs a number, math.e or 2, got {type(value).__qualname__}; pass one of them"
+            f"{arg(name)}: needs a number, math.e or 2, got {type(value).__qualname__}; pass one "
+            f"of them"
         )
     if value not in (e, 2):
-        raise ValueError(f"{name}: needs math.e or 2, got {value}; convert the logarithms")
+        raise ValueError(f"{arg(name)}: needs math.e or 2, got {value}; convert the logarithms")
     return float(value)
 
 
@@ -45,7 +47,7 @@ def named(name: str, arrays: Any) -> dict[str, Any]:
         return {name: arrays}
     if not arrays:
         raise ValueError(
-            f"{name}: needs at least one partial result, got an empty sequence; skip the call "
+            f"{arg(name)}: needs at least one partial result, got an empty sequence; skip the call "
             f"where there is nothing to merge"
         )
     return {f"{name}[{i}]": array for i, array in enumerate(arrays)}
@@ -243,8 +245,8 @@ def _apart(name: str, views: Views) -> list[ArrayView]:
         return [v for n, v in views.items() if v is not None and n.startswith(f"{name}[")]
     if not view.shape or view.shape[0] == 0:
         raise ValueError(
-            f"{name}: needs a leading axis of at least one partial result, got shape {view.shape}; "
-            f"stack them, or pass a sequence of arrays"
+            f"{arg(name)}: needs a leading axis of at least one partial result, got shape "
+            f"{view.shape}; stack them, or pass a sequence of arrays"
         )
     shape, strides = view.shape[1:], view.strides[1:]
     return [
@@ -257,26 +259,27 @@ def _check_outs(views: list[ArrayView]) -> None:
     first = views[0]
     if len(first.shape) not in (3, 4):
         raise ValueError(
-            f"outs[0]: needs axes (tokens, heads, head_dim) or (batch, q_len, heads, head_dim), "
-            f"got shape {first.shape}; reshape it (an array that is no sequence of arrays needs a "
-            f"leading axis of partial results)"
+            f"{arg('outs[0]')}: needs axes (tokens, heads, head_dim) or (batch, q_len, heads, "
+            f"head_dim), got shape {first.shape}; reshape it (an array that is no sequence of "
+            f"arrays needs a leading axis of partial results)"
         )
     check_dtype("outs[0]", first.dtype, _DTYPES, "convert all of outs")
     if first.shape[-1] % 8 or not first.shape[-1]:
         raise ValueError(
-            f"outs[0]: needs a head_dim that is a multiple of 8, got shape {first.shape}; pad the "
-            f"last axis"
+            f"{arg('outs[0]')}: needs a head_dim that is a multiple of 8, got shape "
+            f"{first.shape}; pad the last axis"
         )
     for i, view in enumerate(views):
         name = f"outs[{i}]"
         if view.dtype != first.dtype:
             raise TypeError(
-                f"{name}: needs the dtype of outs[0], {first.dtype}, got {view.dtype}; convert it"
+                f"{arg(name)}: needs the dtype of {arg('outs[0]')}, {first.dtype}, got "
+                f"{view.dtype}; convert it"
             )
         if view.shape != first.shape:
             raise ValueError(
-                f"{name}: needs the shape of outs[0], {first.shape}, got {view.shape}; all are "
-                f"results for the same queries and heads"
+                f"{arg(name)}: needs the shape of {arg('outs[0]')}, {first.shape}, got "
+                f"{view.shape}; all are results for the same queries and heads"
             )
         check_layout(name, view)
 
@@ -284,8 +287,8 @@ def _check_outs(views: list[ArrayView]) -> None:
 def _check_lses(views: list[ArrayView], outs: list[ArrayView]) -> None:
     if len(views) != len(outs):
         raise ValueError(
-            f"lses: needs one array for each of the {len(outs)} outs, got {len(views)}; pass both "
-            f"of each partial result"
+            f"{arg('lses')}: needs one array for each of the {len(outs)} {arg('outs')}, got "
+            f"{len(views)}; pass both of each partial result"
         )
     *batch, tokens, heads, _ = outs[0].shape
     shape = (*batch, heads, tokens) if batch else (tokens, heads)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cumla.core.names import arg
+
 
 class ArrayView(NamedTuple):
     """What a kernel needs to know of an array.
@@ -124,7 +126,7 @@ def ordinal(name: str, device_type: int, device_id: int) -> int | None:
     if device_type in _CPU_DEVICES:
         return None
     raise ValueError(
-        f"{name}: needs an array on a CUDA device or on the CPU, got one on the DLPack device "
+        f"{arg(name)}: needs an array on a CUDA device or on the CPU, got one on the DLPack device "
         f"type {int(device_type)}; copy it to a CUDA device first"
     )
 
@@ -145,11 +147,11 @@ class Imported:
                 break
         else:
             raise TypeError(
-                f"{name}: __dlpack__ must return a fresh DLPack capsule, got {capsule!r}"
+                f"{arg(name)}: __dlpack__ must return a fresh DLPack capsule, got {capsule!r}"
             )
         if layout is ManagedTensorVersioned and managed.major > _DLPACK_VERSION[0]:
             raise TypeError(
-                f"{name}: its DLPack capsule has version {managed.major}.{managed.minor}, and "
+                f"{arg(name)}: its DLPack capsule has version {managed.major}.{managed.minor}, and "
                 f"1.x is the newest that can be read; pass an array of PyTorch, CuPy or JAX"
             )
         view = _view_of_tensor(name, managed.tensor)
@@ -180,15 +182,16 @@ def _view_of_tensor(name: str, tensor: Any) -> ArrayView:
     dtype = DTYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise TypeError(
-            f"{name}: its element type is unknown (DLPack type code {tensor.code}, {tensor.bits} "
-            f"bits, {tensor.lanes} lanes); pass it as one of {', '.join(DTYPES.values())}"
+            f"{arg(name)}: its element type is unknown (DLPack type code {tensor.code}, "
+            f"{tensor.bits} bits, {tensor.lanes} lanes); pass it as one of "
+            f"{', '.join(DTYPES.values())}"
         )
     ndim, itemsize = tensor.ndim, tensor.bits // 8
     shape = tuple(tensor.shape[:ndim]) if ndim else ()
     if not tensor.data and 0 not in shape:
         raise ValueError(
-            f"{name}: needs an array with memory, got one at address 0; pass the array that holds "
-            f"the values"
+            f"{arg(name)}: needs an array with memory, got one at address 0; pass the array that "
+            f"holds the values"
         )
     if ndim and tensor.strides:
         strides = tuple([stride * itemsize for stride in tensor.strides[:ndim]])
@@ -208,5 +211,5 @@ def import_array(name: str, array: Any, stream: int | None) -> Imported:
         except TypeError:  # a producer older than DLPack 1.0
             capsule = array.__dlpack__(stream=number)
     except (BufferError, RuntimeError) as error:
-        raise ValueError(f"{name}: its producer does not export it: {error}") from error
+        raise ValueError(f"{arg(name)}: its producer does not export it: {error}") from error
     return Imported(name, capsule)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
+from cumla.core.names import arg
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -89,17 +90,24 @@ def _bind_axes(name: str, view: ArrayView, row: Array, bound: dict[str, int]) ->
                 break
         else:
             return
-    known = ", ".join(f"{s} {bound[s]}" for _, s, _ in axes if s in bound)
+    known = ", ".join(f"{arg(s)} {bound[s]}" for _, s, _ in axes if s in bound)
     raise ValueError(
-        f"{name}: needs shape {_in_shape(axes)}{known and f' with {known}'}, got {view.shape}; "
-        f"{row.way_out}"
+        f"{arg(name)}: needs shape {_in_shape(axes)}{known and f' with {known}'}, got "
+        f"{view.shape}; {row.way_out}"
     )
 
 
 def _in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
     """Write axes as a shape: (batch + 1,)."""
-    texts = [text.replace("+", " + ").replace("*", " * ") for text, _, _ in axes]
+    texts = [_axis(text) for text, _, _ in axes]
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _axis(text: str) -> str:
+    for sign in "+*":
+        if sign in text:
+            return f" {sign} ".join(map(arg, text.split(sign)))
+    return arg(text)
 
 
 def check_dtype(
@@ -107,7 +115,7 @@ def check_dtype(
 ) -> None:
     """Check that a dtype is one of some."""
     if dtype not in dtypes:
-        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {dtype}; {way_out}")
+        raise TypeError(f"{arg(name)}: needs {' or '.join(dtypes)}, got {dtype}; {way_out}")
 
 
 def check_shape(
@@ -115,7 +123,7 @@ def check_shape(
 ) -> None:
     """Check a shape whose axes are named in a message."""
     if view.shape != shape:
-        raise ValueError(f"{name}: needs shape {axes} = {shape}, got {view.shape}; {way_out}")
+        raise ValueError(f"{arg(name)}: needs shape {axes} = {shape}, got {view.shape}; {way_out}")
 
 
 def check_lies(name: str, view: ArrayView, lies: str) -> None:
@@ -128,13 +136,13 @@ def check_lies(name: str, view: ArrayView, lies: str) -> None:
     size = numpy_dtype(view.dtype).itemsize
     if view.ptr % size or any(stride % size for stride in view.strides):
         raise ValueError(
-            f"{name}: needs an address and strides that are multiples of {size} bytes, got address "
-            f"{view.ptr:#x} and strides {view.strides}; copy it"
+            f"{arg(name)}: needs an address and strides that are multiples of {size} bytes, got "
+            f"address {view.ptr:#x} and strides {view.strides}; copy it"
         )
     if lies == "row" and view.shape[-1] > 1 and view.strides[-1] != size:
         raise ValueError(
-            f"{name}: needs contiguous rows, got a stride of {view.strides[-1]} bytes on the last "
-            f"axis; make a contiguous copy"
+            f"{arg(name)}: needs contiguous rows, got a stride of {view.strides[-1]} bytes on the "
+            f"last axis; make a contiguous copy"
         )
 
 
@@ -148,19 +156,19 @@ def check_layout(name: str, view: ArrayView) -> None:
     itemsize = numpy_dtype(view.dtype).itemsize
     if view.strides[-1] != itemsize:
         raise ValueError(
-            f"{name}: needs a contiguous last axis, got a stride of {view.strides[-1]} bytes for "
-            f"{itemsize}-byte elements; make a contiguous copy"
+            f"{arg(name)}: needs a contiguous last axis, got a stride of {view.strides[-1]} bytes "
+            f"for {itemsize}-byte elements; make a contiguous copy"
         )
     if view.ptr % _ALIGNMENT:
         raise ValueError(
-            f"{name}: needs an address that is a multiple of {_ALIGNMENT} bytes, got "
+            f"{arg(name)}: needs an address that is a multiple of {_ALIGNMENT} bytes, got "
             f"{view.ptr:#x}; copy the array, or slice it at such a multiple"
         )
     for axis, (size, stride) in enumerate(zip(view.shape[:-1], view.strides, strict=False)):
         if size > 1 and (stride % _ALIGNMENT or stride < 0):
             raise ValueError(
-                f"{name}: needs strides that are multiples of {_ALIGNMENT} bytes and not negative, "
-                f"got {stride} on axis {axis}; pad the rows, or make a contiguous copy"
+                f"{arg(name)}: needs strides that are multiples of {_ALIGNMENT} bytes and not "
+                f"negative, got {stride} on axis {axis}; pad the rows, or make a contiguous copy"
             )
 
 
@@ -171,7 +179,7 @@ def check_output(
     way_out = "allocate it so or leave it out"
     check_dtype(name, view.dtype, dtypes, way_out)
     if view.shape != shape:
-        raise ValueError(f"{name}: needs shape {shape}, got {view.shape}; {way_out}")
+        raise ValueError(f"{arg(name)}: needs shape {shape}, got {view.shape}; {way_out}")
     check_own_memory(name, view)
     check_lies(name, view, lies)
 
@@ -189,7 +197,7 @@ def check_own_memory(name: str, view: ArrayView) -> None:
         if size > 1 and stride < reach:
             kind = "an array whose elements overlap" if stride else "a broadcast array"
             raise ValueError(
-                f"{name}: needs memory of its own for each element, got {kind} with strides "
+                f"{arg(name)}: needs memory of its own for each element, got {kind} with strides "
                 f"{view.strides}; copy it"
             )
         reach += (size - 1) * stride
@@ -199,8 +207,8 @@ def check_written(name: str, view: ArrayView) -> None:
     """Memory that is written to in place."""
     if view.read_only:
         raise ValueError(
-            f"{name}: needs an array that can be written to, got a read-only one; pass the array "
-            f"that owns the memory"
+            f"{arg(name)}: needs an array that can be written to, got a read-only one; pass the "
+            f"array that owns the memory"
         )
     check_own_memory(name, view)
 
@@ -239,7 +247,7 @@ def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _wrong_option(name, "an int", value, "convert it")
     if value < least:
-        raise ValueError(f"{name}: needs a number from {least}, got {value}; {way_out}")
+        raise ValueError(f"{arg(name)}: needs a number from {least}, got {value}; {way_out}")
     return value
 
 
@@ -248,14 +256,15 @@ def checked_max_kv_len(batch_invariant: bool, max_kv_len: object) -> int:
     if not batch_invariant:
         if max_kv_len is not None:
             raise ValueError(
-                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
-                f"any length; leave it out"
+                f"{arg('max_kv_len')}: needs batch_invariant=True, got {max_kv_len} for a plan "
+                f"that serves any length; leave it out"
             )
         return 0
     if max_kv_len is None:
         raise ValueError(
-            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
-            "serve, got None; pass it, it sizes the plan's buffer"
+            f"{arg('max_kv_len')}: needs the length of the longest request that a "
+            f"{arg('batch_invariant')} plan is to serve, got None; pass it, it sizes the plan's "
+            f"buffer"
         )
     return checked_int("max_kv_len", max_kv_len, "nothing to plan for")
 
@@ -304,7 +313,7 @@ def _wrong_option(name: str, need: str, value: object, way_out: str) -> TypeErro
     got = type(value).__qualname__
     if isinstance(value, (str, int, float, np.generic)):  # no array: that may lie on a GPU
         got += f" {value!r:.40}" if isinstance(value, str) else f" {value}"
-    return TypeError(f"{name}: needs {need}, got {got}; {way_out}")
+    return TypeError(f"{arg(name)}: needs {need}, got {got}; {way_out}")
 
 
 _NO_ARRAYS = (Number, np.generic, str, bytes, tuple, list, dict, set)
@@ -319,8 +328,8 @@ def number_of(name: str, factor: Any) -> float | None:
     low, high = _FACTOR_RANGE
     if not low <= float(factor) <= high:
         raise ValueError(
-            f"{name}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the factor by "
-            f"which quantised rows give the rows"
+            f"{arg(name)}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the "
+            f"factor by which quantised rows give the rows"
         )
     return float(np.float32(factor))
 
@@ -333,7 +342,8 @@ def checked_scale(softmax_scale: Any, default: float, name: str = "softmax_scale
     low, high = _SCALES
     if not low <= scale <= high:
         raise ValueError(
-            f"{name}: needs a number from {low} to {high}, got {scale}; put any other factor into q"
+            f"{arg(name)}: needs a number from {low} to {high}, got {scale}; put any other factor "
+            f"into {arg('q')}"
         )
     return scale
 

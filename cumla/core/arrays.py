@@ -35,6 +35,7 @@ from cumla.core.frameworks import (
     recognise,
     torch_framework,
 )
+from cumla.core.names import arg
 from cumla.errors import NotPreparedError
 
 WORKSPACE = "workspace"  # name of the memory that the launches of a call share
@@ -261,8 +262,8 @@ def _views_of_outputs(
                 raise _device_mismatch(first_name, device, name, view.device)
             if view.read_only:
                 raise ValueError(
-                    f"{name}: needs an array that can be written to, got a read-only one; pass a "
-                    f"copy, or call without {name}="
+                    f"{arg(name)}: needs an array that can be written to, got a read-only one; "
+                    f"pass a copy, or call without {arg(name)}="
                 )
         found.append(view)
     return found
@@ -354,7 +355,7 @@ def parts(name: str, value: object, names: tuple[str, ...]) -> dict[str, object]
         listed = _in_prose(names[:needed])
         rest = f", maybe with {_in_prose(names[needed:])}".replace("?", "")
         raise ValueError(
-            f"{name}: needs one array, or a tuple or list of {listed}"
+            f"{arg(name)}: needs one array, or a tuple or list of {listed}"
             f"{rest if needed < len(names) else ''}, got {len(value)} of them; pass each part as "
             f"one array"
         )
@@ -373,17 +374,17 @@ def check_mutable(name: str, array: object) -> None:
     """Refuse an array of JAX where it is to be written to in place, and nothing is returned."""
     if framework_of(name, array).immutable:
         raise TypeError(
-            f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
-            f"an array of CuPy, PyTorch or NumPy, the other arguments may be JAX's, or call the "
-            f"function of that name in cumla.jax, which returns it"
+            f"{arg(name)}: JAX arrays are immutable and cannot be written to; keep what is "
+            f"written in an array of CuPy, PyTorch or NumPy, the other arguments may be JAX's, or "
+            f"call the function of that name in cumla.jax, which returns it"
         )
 
 
 def immutable_output(name: str) -> TypeError:
     """Say that an array of JAX cannot be written to where the result comes back."""
     return TypeError(
-        f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= and take "
-        f"the result that comes back"
+        f"{arg(name)}: JAX arrays are immutable and cannot be written to; call without "
+        f"{arg(name)}= and take the result that comes back"
     )
 
 
@@ -396,8 +397,8 @@ def _device_mismatch(
     first: str, first_device: int | None, name: str, device: int | None
 ) -> ValueError:
     return ValueError(
-        f"{name}: needs to be where {first} is, on {place_name(first_device)}, got an array on "
-        f"{place_name(device)}; copy one of them"
+        f"{arg(name)}: needs to be where {arg(first)} is, on {place_name(first_device)}, got an "
+        f"array on {place_name(device)}; copy one of them"
     )
 
 
@@ -406,8 +407,9 @@ def _wrong_output(name: str, output: object, framework: Framework, first: str) -
         return immutable_output(name)
     # It could be written to, but nothing would make its framework wait for the write.
     return TypeError(
-        f"{name}: needs an array of the framework of {first}, got {type(output).__module__}."
-        f"{type(output).__qualname__}; convert it, or call without {name}="
+        f"{arg(name)}: needs an array of the framework of {arg(first)}, got "
+        f"{type(output).__module__}.{type(output).__qualname__}; convert it, or call without "
+        f"{arg(name)}="
     )
 
 
@@ -489,8 +491,8 @@ def to_numpy(name: str, array: object) -> np.ndarray[Any, Any]:
     device = framework.device(name, array) if view is None else view.device
     if device is not None:
         raise ValueError(
-            f"{name}: needs an array on the CPU, got one on {place_name(device)}; copy it to the "
-            f"host"
+            f"{arg(name)}: needs an array on the CPU, got one on {place_name(device)}; copy it to "
+            f"the host"
         )
     return framework.to_numpy(name, array)
 

@@ -22,6 +22,7 @@ import numpy as np
 from cumla.core._cupy import import_cupy
 from cumla.core._dlpack import ArrayView, Imported, import_array, numpy_dtype, ordinal
 from cumla.core._lend import lend
+from cumla.core.names import arg
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -104,7 +105,7 @@ class Framework:
         try:
             device_type, device_id = array.__dlpack_device__()
         except (BufferError, RuntimeError) as error:
-            raise ValueError(f"{name}: its device cannot be told: {error}") from error
+            raise ValueError(f"{arg(name)}: its device cannot be told: {error}") from error
         return ordinal(name, device_type, device_id)
 
     def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
@@ -209,17 +210,17 @@ class _Torch(Allocator):
             for name, array in named:
                 if array.requires_grad:
                     raise RuntimeError(
-                        f"{name}: needs a tensor that requires no gradient, got one that does; no "
-                        f"gradients flow through cumla: call under torch.no_grad() or "
-                        f"torch.inference_mode(), or pass {name}.detach()"
+                        f"{arg(name)}: needs a tensor that requires no gradient, got one that "
+                        f"does; no gradients flow through cumla: call under torch.no_grad() or "
+                        f"torch.inference_mode(), or pass {arg(name)}.detach()"
                     )
         if self._forward._current_level >= 0:
             for name, array in named:
                 if self._forward.unpack_dual(array).tangent is not None:
                     raise RuntimeError(
-                        f"{name}: needs a tensor without a tangent, got a dual one; no derivatives "
-                        f"flow through cumla: call under torch.inference_mode(), or pass "
-                        f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+                        f"{arg(name)}: needs a tensor without a tangent, got a dual one; no "
+                        f"derivatives flow through cumla: call under torch.inference_mode(), or "
+                        f"pass torch.autograd.forward_ad.unpack_dual({arg(name)}).primal"
                     )
 
     def _is_traced(self) -> bool:
@@ -248,7 +249,7 @@ class _Torch(Allocator):
             raise self._not_dense(name, array, error) from error
         shape = tuple(array.shape)
         if shape and type(shape[0]) is not int:
-            raise TypeError(f"{name}: cumla runs eagerly, got torch.jit.trace; {_OUTSIDE}")
+            raise TypeError(f"{arg(name)}: cumla runs eagerly, got torch.jit.trace; {_OUTSIDE}")
         dtype, to_bytes = self._dtypes.get(array.dtype) or self._learn(array.dtype)
         if array.is_cuda:
             device = array.get_device()
@@ -259,15 +260,15 @@ class _Torch(Allocator):
             if there.type == "meta":
                 way_out = "it has no memory: make one there, and fill it"
             raise ValueError(
-                f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
+                f"{arg(name)}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
                 f"{way_out}"
             )
         if ptr < _SUSPECT:
             self._check_memory(name, array, ptr)
         if array.is_neg():
             raise ValueError(
-                f"{name}: needs a tensor whose memory holds its values, got one with the "
-                f"negative bit, as of x.conj().imag; pass {name}.resolve_neg()"
+                f"{arg(name)}: needs a tensor whose memory holds its values, got one with the "
+                f"negative bit, as of x.conj().imag; pass {arg(name)}.resolve_neg()"
             )
         return ArrayView(ptr, shape, tuple(map(to_bytes, strides)), dtype, device)
 
@@ -312,9 +313,9 @@ class _Torch(Allocator):
             pass
         kind = type(array).__qualname__
         raise ValueError(
-            f"{name}: needs a tensor with memory, got a {kind} without: a wrapper around other "
-            f"tensors, or one whose storage was freed (resize_(0), as FSDP does); pass the tensor "
-            f"that holds the values, or bring its storage back first"
+            f"{arg(name)}: needs a tensor with memory, got a {kind} without: a wrapper around "
+            f"other tensors, or one whose storage was freed (resize_(0), as FSDP does); pass the "
+            f"tensor that holds the values, or bring its storage back first"
         )
 
     def _not_dense(self, name: str, array: Any, error: RuntimeError) -> TypeError:
@@ -325,12 +326,12 @@ class _Torch(Allocator):
             wrapped = False
         if wrapped:
             return TypeError(
-                f"{name}: needs a dense tensor with memory of its own, got one inside torch.vmap "
-                f"or torch.func.grad; cumla has neither batching rules nor gradients: pass the "
-                f"whole batch in one call, outside the transformed function"
+                f"{arg(name)}: needs a dense tensor with memory of its own, got one inside "
+                f"torch.vmap or torch.func.grad; cumla has neither batching rules nor gradients: "
+                f"pass the whole batch in one call, outside the transformed function"
             )
         return TypeError(
-            f"{name}: needs a dense tensor with memory of its own, got a {array.layout} one "
+            f"{arg(name)}: needs a dense tensor with memory of its own, got a {array.layout} one "
             f"({str(error).splitlines()[0]}); convert it, e.g. with .to_dense()"
         )
 
@@ -402,8 +403,8 @@ class _CuPy(Allocator):
             data, shape = array.data, array.shape
             if not data.ptr and 0 not in shape:
                 raise ValueError(
-                    f"{name}: needs an array with memory, got one at address 0; pass the array "
-                    f"that holds the values"
+                    f"{arg(name)}: needs an array with memory, got one at address 0; pass the "
+                    f"array that holds the values"
                 )
             dtype = _dtype_name(array.dtype)
             views.append(ArrayView(data.ptr, shape, array.strides, dtype, data.device_id))
@@ -493,16 +494,16 @@ class _Jax(Framework):
     def check_numbers(name: str, array: Any) -> None:
         if not isinstance(array.dtype, np.dtype):
             raise TypeError(
-                f"{name}: needs an array of numbers, got JAX's {array.dtype}; pass the numbers of "
-                f"a key, jax.random.key_data({name}), if they are meant"
+                f"{arg(name)}: needs an array of numbers, got JAX's {array.dtype}; pass the "
+                f"numbers of a key, jax.random.key_data({arg(name)}), if they are meant"
             )
 
     @staticmethod
     def check_memory(name: str, array: Any) -> None:
         if array.is_deleted():
             raise ValueError(
-                f"{name}: needs an array with memory, got one deleted or donated; use the array "
-                f"that the donating call returned"
+                f"{arg(name)}: needs an array with memory, got one deleted or donated; use the "
+                f"array that the donating call returned"
             )
 
     def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
@@ -581,7 +582,7 @@ def framework_of(name: str, array: object) -> Framework:
 
 
 def _sharded(name: str, got: str, way_out: str) -> ValueError:
-    return ValueError(f"{name}: needs an array on one device, got {got}; {way_out}")
+    return ValueError(f"{arg(name)}: needs an array on one device, got {got}; {way_out}")
 
 
 def _is_instance(array: object, module: str, kind: str) -> bool:
@@ -596,8 +597,8 @@ def recognise(name: str, array: object) -> Framework:
     if _is_instance(array, "torch", "Tensor"):
         if parents & {"FakeTensor", "FunctionalTensor"}:
             raise TypeError(
-                f"{name}: needs a tensor with memory, got a {kind.__name__}, which torch.compile "
-                f"and torch.export trace with; {_IMPORT}"
+                f"{arg(name)}: needs a tensor with memory, got a {kind.__name__}, which "
+                f"torch.compile and torch.export trace with; {_IMPORT}"
             )
         if "DTensor" in parents:
             raise _sharded(name, "a DTensor, which is sharded", f"pass {name}.to_local()")
@@ -609,7 +610,7 @@ def recognise(name: str, array: object) -> Framework:
     elif _is_instance(array, "jax", "Array"):
         if "Tracer" in parents:
             raise Traced(
-                f"{name}: needs an array with memory, got a JAX tracer ({kind.__name__}); use "
+                f"{arg(name)}: needs an array with memory, got a JAX tracer ({kind.__name__}); use "
                 f"cumla.jax inside jax.jit, where plans and functions that write in place differ; "
                 f"{NO_DSA_PLAN}",
                 "cumla.jax",
@@ -635,6 +636,6 @@ def _no_array(name: str, array: object) -> TypeError:
     elif _is_instance(array, "torch.fx", "Proxy") or kind.__name__ == "ShapeDtypeStruct":
         way_out = f"it has no memory: {_OUTSIDE}"
     return TypeError(
-        f"{name}: needs an array of CuPy, PyTorch, JAX or NumPy, or one with __dlpack__, got "
+        f"{arg(name)}: needs an array of CuPy, PyTorch, JAX or NumPy, or one with __dlpack__, got "
         f"{got}; {way_out}"
     )

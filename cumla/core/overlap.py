@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
+from cumla.core.names import arg
 
 _LARGEST = 16  # bytes of the largest element, a complex128
 _BEYOND = 1 << 64
@@ -64,8 +65,8 @@ def share_memory(one: ArrayView, two: ArrayView) -> bool:
 
 def _overlap(output: str, other: str) -> ValueError:
     return ValueError(
-        f"{output}: needs memory of its own, got memory that {other} uses too; pass another "
-        f"array, or a copy of one of the two"
+        f"{arg(output)}: needs memory of its own, got memory that {arg(other)} uses too; pass "
+        f"another array, or a copy of one of the two"
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from cumla.core.arguments import INT32, Array, bind
+from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
 from cumla.core.plan import Plan
 
@@ -159,8 +160,9 @@ class TableOrList(Plan[K], Generic[K]):
         forms = [name for name in ("block_table", "kv_indices") if name in inputs]
         if self._has_pages and len(forms) != 1:
             raise ValueError(
-                f"block_table: needs pages as block_table, or as kv_indices after an update with "
-                f"kv_indptr, got {'both' if forms else 'neither'}; pass one form"
+                f"{arg('block_table')}: needs pages as {arg('block_table')}, or as "
+                f"{arg('kv_indices')} after an update with {arg('kv_indptr')}, got "
+                f"{'both' if forms else 'neither'}; pass one form"
             )
         has_list = "kv_indices" in inputs
         if self._has_list not in (None, has_list):
@@ -171,8 +173,9 @@ class TableOrList(Plan[K], Generic[K]):
             )
             update = f"{self._lengths}, kv_indptr=..." if has_list else self._lengths
             raise ValueError(
-                f"{name}: needs a plan that was updated {'with' if has_list else 'without'} "
-                f"kv_indptr, got one updated {had}; pass {other}, or call plan.update({update})"
+                f"{arg(name)}: needs a plan that was updated {'with' if has_list else 'without'} "
+                f"{arg('kv_indptr')}, got one updated {had}; pass {arg(other)}, or call "
+                f"plan.update({update})"
             )
         return super()._run(inputs, *rest)
 
@@ -188,8 +191,8 @@ def check_one_form(given: Mapping[str, Any]) -> None:
         return
     wrong = names[-1] if names else "block_table"
     raise ValueError(
-        f"{wrong}: pages need to come as block_table, or as kv_indptr and kv_indices, got "
-        f"{' and '.join(names) or 'neither'}; pass one form"
+        f"{arg(wrong)}: pages need to come as {arg('block_table')}, or as {arg('kv_indptr')} and "
+        f"{arg('kv_indices')}, got {' and '.join(names) or 'neither'}; pass one form"
     )
 
 
@@ -201,7 +204,7 @@ def checked_pages(views: Views) -> ArrayView:
         pages = views["kv_indices"]
     elif pages.shape[0] > 1 and pages.strides[0] < 0:  # entries count from the first row's
         raise ValueError(
-            f"block_table: needs rows in the order of memory, got a stride of "
+            f"{arg('block_table')}: needs rows in the order of memory, got a stride of "
             f"{pages.strides[0]} bytes between them; make a contiguous copy"
         )
     assert pages is not None
@@ -212,8 +215,8 @@ def check_rows(pages: ArrayView, batch: int) -> None:
     """Check that a table has a row for each request; a list of pages has none."""
     if len(pages.shape) == 2 and pages.shape[0] != batch:
         raise ValueError(
-            f"block_table: needs shape (batch, max_pages) with batch {batch}, got {pages.shape}; "
-            f"{ENTRY}"
+            f"{arg('block_table')}: needs shape (batch, max_pages) with batch {batch}, got "
+            f"{pages.shape}; {ENTRY}"
         )
 
 
@@ -222,13 +225,15 @@ def check_made_for(names: Sequence[str], made: tuple[Any, ...], got: tuple[Any, 
     other = {n: (m, g) for n, m, g in zip(names, made, got, strict=True) if m != g}
     if other:
         rows = other.get("total_tokens", (0, 0))
-        pad = "pad q with rows to total_tokens, or " if rows[1] < rows[0] else ""
+        pad = f"pad {arg('q')} with rows to total_tokens, or " if rows[1] < rows[0] else ""
         need, found = [
-            ", ".join(f"{name} {pair[i]}" for name, pair in other.items()) for i in (0, 1)
+            ", ".join(f"{arg(name)} {pair[i]}" for name, pair in other.items()) for i in (0, 1)
         ]
+        is_swapped = "head_dim_v" in names and "num_kv_heads" in other
+        layout = f"pass {arg('kv_layout')}, or " if is_swapped else ""
         raise ValueError(
             f"plan: made for {need}, got {found}; {pad}"
-            f"{'pass kv_layout, or ' * ('head_dim_v' in names and 'num_kv_heads' in other)}"
+            f"{layout}"
             f"make a plan for this shape{' (q_len 0: q of three axes)' if 'q_len' in other else ''}"
         )
 
@@ -249,7 +254,7 @@ def refuse_value(
         place = tuple(places[0].tolist())
         needed = need if isinstance(need, str) else need(*place)
         raise ValueError(
-            f"{name}[{', '.join(map(str, place))}]: needs {needed}, got {values[place]}; "
+            f"{arg(name)}[{', '.join(map(str, place))}]: needs {needed}, got {values[place]}; "
             f"{otherwise}"
         )
 
@@ -324,8 +329,8 @@ def check_ragged_pages(
     pages, indptr = host["kv_indices"], host["kv_indptr"]
     if indptr[-1] > len(pages):
         raise ValueError(
-            f"kv_indices: needs kv_indptr[-1] = {indptr[-1]} pages, got {len(pages)}; pass the "
-            f"whole list"
+            f"{arg('kv_indices')}: needs kv_indptr[-1] = {indptr[-1]} pages, got {len(pages)}; "
+            f"pass the whole list"
         )
     used = np.zeros(len(pages), bool)
     counts = -(-lengths.astype(np.int64) // page_size)

@@ -31,6 +31,7 @@ from cumla.core.arrays import (
     to_numpy,
 )
 from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
+from cumla.core.names import arg
 from cumla.core.operation import (
     Operation,
     Packed,
@@ -428,8 +429,8 @@ class Plan(Single, ABC, Generic[K]):
             if changed.size:
                 at = tuple(changed[0])
                 raise ValueError(
-                    f"{name}[{', '.join(map(str, at))}]: needs the value that the plan was updated "
-                    f"with, {self._values[name][at]}, got {values[at]}; call "
+                    f"{arg(name)}[{', '.join(map(str, at))}]: needs the value that the plan was "
+                    f"updated with, {self._values[name][at]}, got {values[at]}; call "
                     f"plan.update({self._lengths}) after each change of the lengths"
                 )
 
@@ -575,7 +576,7 @@ def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Ca
     for name, call in calls.items():
         if call.device != place:
             raise ValueError(
-                f"{name}: needs an array on {place_name(place)} ({reason}), got one on "
+                f"{arg(name)}: needs an array on {place_name(place)} ({reason}), got one on "
                 f"{place_name(call.device)}; let device, like and workspace name one place"
             )
     if workspace is not None and place is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
+from cumla.core.names import arg
 from cumla.core.operation import Output
 from cumla.core.spec import Option
 
@@ -43,16 +44,16 @@ def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]
     name, row_bytes = "kv_cache", head_dim + _SCALE_BYTES
     if cache.dtype != "uint8":
         raise TypeError(
-            f"{name}: needs uint8, got {cache.dtype}; view its bytes, or pass keys and scales as a "
-            f"pair"
+            f"{arg(name)}: needs uint8, got {cache.dtype}; view its bytes, or pass keys and "
+            f"scales as a pair"
         )
     pages = _without_head_axis(name, cache, row_bytes, f"{head_dim} values and the scale")
     num_pages, page_size, _ = pages.shape
     page_stride, *inner = pages.strides
     if inner != [row_bytes, 1]:
         raise ValueError(
-            f"{name}: needs pages whose bytes are contiguous, got strides {cache.strides}; only "
-            f"the pages may lie apart"
+            f"{arg(name)}: needs pages whose bytes are contiguous, got strides {cache.strides}; "
+            f"only the pages may lie apart"
         )
     check_page_stride(name, pages)
     keys = pages._replace(
@@ -93,13 +94,14 @@ def _without_head_axis(name: str, cache: ArrayView, columns: int, holds: str) ->
         )
     if len(view.shape) != 3 or view.shape[2] != columns:
         raise ValueError(
-            f"{name}: needs shape (num_pages, page_size, {columns}), or (num_pages, page_size, 1, "
-            f"{columns}), for the {holds} of a token, got {cache.shape}; allocate it so"
+            f"{arg(name)}: needs shape (num_pages, page_size, {columns}), or (num_pages, "
+            f"page_size, 1, {columns}), for the {holds} of a token, got {cache.shape}; allocate "
+            f"it so"
         )
     if view.shape[0] == 0:
         raise ValueError(
-            f"{name}: needs at least one page, got shape {cache.shape}; skip the call where there "
-            f"is no cache"
+            f"{arg(name)}: needs at least one page, got shape {cache.shape}; skip the call where "
+            f"there is no cache"
         )
     check_page_size(name, view.shape[1])
     return view
@@ -109,8 +111,8 @@ def check_page_size(name: str, page_size: int) -> None:
     """Check the tokens of a page."""
     if page_size not in _PAGE_SIZES:
         raise ValueError(
-            f"{name}: needs a page size of {one_of(_PAGE_SIZES)} tokens, got {page_size}; allocate "
-            f"the cache so"
+            f"{arg(name)}: needs a page size of {one_of(_PAGE_SIZES)} tokens, got {page_size}; "
+            f"allocate the cache so"
         )
 
 
@@ -137,7 +139,7 @@ def checked_logits_dtype(logits_dtype: Any) -> str | None:
         hash(logits_dtype)
     except TypeError:
         raise TypeError(
-            f"logits_dtype: needs {' or '.join(_LOGITS_DTYPES)}, got "
+            f"{arg('logits_dtype')}: needs {' or '.join(_LOGITS_DTYPES)}, got "
             f"{type(logits_dtype).__qualname__}; pass its name"
         ) from None
     return _logits_dtype(logits_dtype)
@@ -156,7 +158,8 @@ def _logits_dtype(logits_dtype: Any) -> str:
     name = got.removeprefix("torch.")
     if name not in _LOGITS_DTYPES:
         raise TypeError(
-            f"logits_dtype: needs {' or '.join(_LOGITS_DTYPES)}, got {got}; convert the result"
+            f"{arg('logits_dtype')}: needs {' or '.join(_LOGITS_DTYPES)}, got {got}; convert the "
+            f"result"
         )
     return name
 
@@ -179,8 +182,8 @@ def check_next_n(name: str, next_n: int) -> None:
     """Check the queries of a request."""
     if next_n > _MOST_NEXT_N:
         raise ValueError(
-            f"{name}: needs at most {_MOST_NEXT_N} queries of a request, got next_n {next_n}; pass "
-            f"them in several calls, or as requests of their own"
+            f"{arg(name)}: needs at most {_MOST_NEXT_N} queries of a request, got {arg('next_n')} "
+            f"{next_n}; pass them in several calls, or as requests of their own"
         )
 
 
@@ -188,14 +191,14 @@ def check_e4m3(name: str, view: ArrayView, axes: str, count: int) -> None:
     """Check dtype and rank of queries or keys."""
     _check_e4m3_dtype(name, view)
     if len(view.shape) != count:
-        raise ValueError(f"{name}: needs axes {axes}, got shape {view.shape}; reshape it")
+        raise ValueError(f"{arg(name)}: needs axes {axes}, got shape {view.shape}; reshape it")
 
 
 def _check_e4m3_dtype(name: str, view: ArrayView) -> None:
     if view.dtype not in E4M3:
         raise TypeError(
-            f"{name}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {view.dtype}; quantise it, "
-            f"e.g. with cumla.quantize_fp8"
+            f"{arg(name)}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {view.dtype}; "
+            f"quantise it, e.g. with cumla.quantize_fp8"
         )
 
 
@@ -203,12 +206,12 @@ def checked_pair(name: str, value: Any) -> dict[str, Any]:
     """Name the two of a pair of keys and scales."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(
-            f"{name}: needs a pair of arrays, keys and their scales, got "
+            f"{arg(name)}: needs a pair of arrays, keys and their scales, got "
             f"{type(value).__module__}.{type(value).__qualname__}; pass (k, scale)"
         )
     if len(value) != 2:
         raise ValueError(
-            f"{name}: needs a pair of arrays, keys and their scales, got {len(value)}; pass "
+            f"{arg(name)}: needs a pair of arrays, keys and their scales, got {len(value)}; pass "
             f"(k, scale)"
         )
     return {f"{name}[{i}]": part for i, part in enumerate(value)}

@@ -15,6 +15,7 @@ from cumla.core.arguments import (
     check_layout,
     check_written,
 )
+from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import Host, Results, refuse_slots
 from cumla.core.spec import Spec, array, cache, flag, in_parts
@@ -111,8 +112,8 @@ class _Append(Unplanned[_Arguments]):
         check_dtype("k", k.dtype, FLOATS)
         if len(k.shape) != 2 or k.shape[1] not in HEAD_DIMS:
             raise ValueError(
-                f"k: needs shape (tokens, head_dim) with head_dim {one_of(HEAD_DIMS)}, got "
-                f"{k.shape}; reshape it, or pad its rows and the cache's with zeros"
+                f"{arg('k')}: needs shape (tokens, head_dim) with head_dim {one_of(HEAD_DIMS)}, "
+                f"got {k.shape}; reshape it, or pad its rows and the cache's with zeros"
             )
         check_layout("k", k)
         for name, view in given.items():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cumla import reference
 from cumla.core.arguments import INT32, Array, bind, check_layout
+from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
 from cumla.core.paged import Host, Results, refuse_value
 from cumla.core.spec import Out, Spec, array, flag, integer
@@ -156,17 +157,18 @@ class _Logits(Operation[_Arguments, int]):
         check_sizes("q", num_heads, "q", head_dim)
         if k.shape[1] != head_dim:
             raise ValueError(
-                f"kv[0]: needs q's head_dim {head_dim} as its last axis, got shape {k.shape}; pass "
-                f"keys and queries of one model"
+                f"{arg('kv[0]')}: needs {arg('q')}'s head_dim {head_dim} as its last axis, got "
+                f"shape {k.shape}; pass keys and queries of one model"
             )
         if k.shape[0] > MOST_TOKENS:
             raise ValueError(
-                f"kv[0]: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them in parts"
+                f"{arg('kv[0]')}: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them "
+                f"in parts"
             )
         if seq_len and options.max_kv_len and not k.shape[0]:
             raise ValueError(
-                f"kv[0]: needs at least one token, got shape {k.shape}; skip the call where there "
-                f"is nothing to score"
+                f"{arg('kv[0]')}: needs at least one token, got shape {k.shape}; skip the call "
+                f"where there is nothing to score"
             )
         check_layout("q", q)
         check_layout("kv[0]", k)

@@ -16,6 +16,7 @@ from cumla.core.arguments import (
     checked_int,
 )
 from cumla.core.arrays import open_call
+from cumla.core.names import arg
 from cumla.core.operation import Both, Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import (
     BLOCK_TABLE,
@@ -453,7 +454,7 @@ def checked_paged(
     """Check the arrays of a call, by name, but for its lengths; weights may be missing."""
     given = {name: view for name, view in views.items() if view is not None}
     q = given["q"]
-    check_e4m3("q", q, "(batch, next_n, num_heads, head_dim)", 4)
+    check_e4m3("q", q, f"(batch, {arg('next_n')}, num_heads, head_dim)", 4)
     batch, next_n, num_heads, head_dim = q.shape
     check_sizes("q", num_heads, "q", head_dim)
     check_next_n("q", next_n)
@@ -462,7 +463,7 @@ def checked_paged(
     if "kv_cache" not in given:
         if keys.strides[1:] != (head_dim, 1):
             raise ValueError(
-                f"kv_cache[0]: needs pages whose keys are contiguous, got strides "
+                f"{arg('kv_cache[0]')}: needs pages whose keys are contiguous, got strides "
                 f"{given['kv_cache[0]'].strides}; only the pages may lie apart"
             )
         check_page_stride("kv_cache[0]", keys)
@@ -471,8 +472,8 @@ def checked_paged(
     table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": BLOCK_TABLE}
     if bind(table, given, sizes)["max_pages"] == 0:
         raise ValueError(
-            f"block_table: needs at least one column, got shape {given['block_table'].shape}; skip "
-            f"the call where there is no cache"
+            f"{arg('block_table')}: needs at least one column, got shape "
+            f"{given['block_table'].shape}; skip the call where there is no cache"
         )
     return PagedArguments(q, keys, scales, given.get("weights"), given["block_table"], *options)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout
+from cumla.core.names import arg
 from cumla.core.operation import Output
 from cumla.core.spec import Out, Spec, array, flag
 from cumla.indexer.arguments import E4M3, FLOATS
@@ -106,8 +107,8 @@ class _Quantize(Unplanned[_Arguments]):
         columns = x.shape[-1] if x.shape else 0
         if columns % 16 or not 0 < columns <= MOST_COLUMNS:
             raise ValueError(
-                f"x: needs a last axis of a multiple of 16 columns, up to {MOST_COLUMNS}, got "
-                f"shape {x.shape}; pad it with zeros, or cut it into rows"
+                f"{arg('x')}: needs a last axis of a multiple of 16 columns, up to "
+                f"{MOST_COLUMNS}, got shape {x.shape}; pad it with zeros, or cut it into rows"
             )
         check_layout("x", x)
         _check_axes(x, views.get("out"), views.get("scale_out"))
@@ -147,6 +148,7 @@ def _check_axes(rows: ArrayView, values: ArrayView | None, scale: ArrayView | No
     )
     if len(merged) > MOST_AXES:
         raise ValueError(
-            f"x: needs at most {MOST_AXES} axes before the last that are not contiguous in x, out "
-            f"and scale_out alike, got {len(merged)} in shape {rows.shape}; make contiguous copies"
+            f"{arg('x')}: needs at most {MOST_AXES} axes before the last that are not contiguous "
+            f"in x, out and {arg('scale_out')} alike, got {len(merged)} in shape {rows.shape}; "
+            f"make contiguous copies"
         )

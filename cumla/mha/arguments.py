@@ -14,6 +14,7 @@ from cumla.core.arguments import (
     check_lies,
     check_written,
 )
+from cumla.core.names import arg
 from cumla.core.spec import Option, in_parts, integer
 from cumla.launch.mha.append_kv_cache import Scale
 
@@ -43,7 +44,7 @@ def checked_layout(value: object, name: str = "kv_layout") -> str:
     """Return the order of axes of caches."""
     if value not in LAYOUTS:
         raise ValueError(
-            f"{name}: needs {' or '.join(map(repr, LAYOUTS))}, got {value!r}; pass one of them"
+            f"{arg(name)}: needs {' or '.join(map(repr, LAYOUTS))}, got {value!r}; pass one of them"
         )
     return str(value)
 
@@ -72,8 +73,9 @@ def checked_rows(
     columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
     if not columns or columns % _OCTET or columns > MAX_HEAD_DIM or not view.shape[-2]:
         raise ValueError(
-            f"{name}: needs shape {lead} with at least one head and a multiple of {_OCTET} columns "
-            f"up to {MAX_HEAD_DIM}, got {view.shape}; reshape it, or pad the columns with zeros"
+            f"{arg(name)}: needs shape {lead} with at least one head and a multiple of {_OCTET} "
+            f"columns up to {MAX_HEAD_DIM}, got {view.shape}; reshape it, or pad the columns with "
+            f"zeros"
         )
     check_layout(name, view)
     return batched(view)
@@ -88,9 +90,9 @@ def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: s
     if len(pages.shape) != 4 or pages.shape[2:] != (heads, columns) or 0 in pages.shape:
         axes = ("page_size", heads) if layout == "NHD" else (heads, "page_size")
         raise ValueError(
-            f"{name}: needs shape (num_pages, {axes[0]}, {axes[1]}, {columns}) for kv_layout "
-            f"{layout!r} and these rows, got {view.shape}; pass the cache of this layer, and its "
-            f"kv_layout"
+            f"{arg(name)}: needs shape (num_pages, {axes[0]}, {axes[1]}, {columns}) for "
+            f"{arg('kv_layout')} {layout!r} and these rows, got {view.shape}; pass the cache of "
+            f"this layer, and its {arg('kv_layout')}"
         )
     check_written(name, view)
     check_layout(name, view)
@@ -113,7 +115,7 @@ def checked_scales(
     if view is None and number is None:
         return Scale()
     if cache.dtype not in E4M3:
-        raise ValueError(f"{name}: needs an e4m3 cache, got {cache.dtype}; leave it out")
+        raise ValueError(f"{arg(name)}: needs an e4m3 cache, got {cache.dtype}; leave it out")
     if view is None:
         return Scale(1.0 if number is None else number)
     heads = cache.shape[2]
@@ -123,7 +125,7 @@ def checked_scales(
         return Scale(view=view)
     if view.shape not in ((), (1,), (heads,)):
         raise ValueError(
-            f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) "
+            f"{arg(name)}: needs shape (1,), ({heads},), or (batch, {heads}) "
             f"{told if batch is None else f'with batch {batch}'}, got {view.shape}; pass as many "
             f"factors"
         )
@@ -148,16 +150,17 @@ def tables_of(views: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView] | t
             _check_table(name, view, "(max_position, rotary_dim / 2)")
         if sin.shape != cos.shape or sin.dtype != cos.dtype:
             raise ValueError(
-                f"cos_sin[1]: needs shape and dtype of cos_sin[0], {cos.shape} {cos.dtype}, got "
-                f"{sin.shape} {sin.dtype}; pass cosines and sines of the same table"
+                f"{arg('cos_sin[1]')}: needs shape and dtype of {arg('cos_sin[0]')}, {cos.shape} "
+                f"{cos.dtype}, got {sin.shape} {sin.dtype}; pass cosines and sines of the same "
+                f"table"
             )
         return cos, sin
     _check_table("cos_sin", whole, "(max_position, rotary_dim)")
     positions, columns = whole.shape
     if columns % 2:
         raise ValueError(
-            f"cos_sin: needs as many sines as cosines in a row, got shape {whole.shape}; join the "
-            f"two tables along the last axis"
+            f"{arg('cos_sin')}: needs as many sines as cosines in a row, got shape {whole.shape}; "
+            f"join the two tables along the last axis"
         )
     half = whole._replace(shape=(positions, columns // 2))
     return half, half._replace(ptr=whole.ptr + columns // 2 * whole.strides[1])
@@ -171,7 +174,8 @@ def _check_table(name: str, view: ArrayView, shape: str) -> None:
         is_cis = len(view.shape) == 3 and view.shape[2] == 2  # a reshape would mix the angles
         way_out = "pass the pair (table[..., 0], table[..., 1])" if is_cis else "reshape it"
         raise ValueError(
-            f"{name}: needs shape {shape}, a row for each position, got {view.shape}; {way_out}"
+            f"{arg(name)}: needs shape {shape}, a row for each position, got {view.shape}; "
+            f"{way_out}"
         )
     check_lies(name, view, "elements")
 
@@ -181,8 +185,8 @@ def check_rotation(cos: ArrayView, columns: int, rotary_offset: int) -> None:
     rotary_dim = 2 * cos.shape[1]
     if rotary_dim % (2 * _OCTET) or rotary_offset % _OCTET or rotary_offset + rotary_dim > columns:
         raise ValueError(
-            f"cos_sin: needs rotary_dim a multiple of {2 * _OCTET} and rotary_offset one of "
-            f"{_OCTET}, together at most the {columns} columns of a head, got rotary_dim "
-            f"{rotary_dim} and rotary_offset {rotary_offset}; pass the table of this model, with "
-            f"each angle once"
+            f"{arg('cos_sin')}: needs rotary_dim a multiple of {2 * _OCTET} and "
+            f"{arg('rotary_offset')} one of {_OCTET}, together at most the {columns} columns of a "
+            f"head, got rotary_dim {rotary_dim} and {arg('rotary_offset')} {rotary_offset}; pass "
+            f"the table of this model, with each angle once"
         )

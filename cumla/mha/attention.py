@@ -25,6 +25,7 @@ from cumla.core.arguments import (
     dtype_name,
 )
 from cumla.core.arrays import open_call
+from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
@@ -97,7 +98,8 @@ def _checked_softcap(name: str, value: Any) -> float:
     cap = as_number(name, value)
     if not 1e-3 <= cap <= 1e6:
         raise ValueError(
-            f"{name}: needs a number from 0.001 to 1000000.0, got {value}; leave it out for none"
+            f"{arg(name)}: needs a number from 0.001 to 1000000.0, got {value}; leave it out for "
+            f"none"
         )
     return cap
 
@@ -109,8 +111,8 @@ def _checked_window(name: str, value: Any) -> tuple[int, int] | None:
     pair = value if isinstance(value, (tuple, list)) else (value, None)
     if len(pair) != 2:
         raise ValueError(
-            f"{name}: needs one number or a pair (left, right), got {len(pair)} of them; pass -1 "
-            f"or None for a side without a bound"
+            f"{arg(name)}: needs one number or a pair (left, right), got {len(pair)} of them; "
+            f"pass -1 or None for a side without a bound"
         )
     way_out = "pass -1 or None for no bound"
     sides = [-1 if n is None else checked_int(name, n, way_out, -1) for n in pair]
@@ -450,13 +452,13 @@ def _key(
     key = MHAKey(batch, *sizes, *modes)
     if key.total_tokens * key.heads_per_group > _MOST_ROWS:
         raise ValueError(
-            f"q: needs fewer query tokens, or heads, than a schedule can hold, got "
+            f"{arg('q')}: needs fewer query tokens, or heads, than a schedule can hold, got "
             f"{key.total_tokens} tokens; cut the call in two"
         )
     if key.batch_invariant and key.parts > MOST_PARTS:
         raise ValueError(
-            f"batch_invariant: needs at most {MOST_PARTS} pieces of requests, got {key.parts}; "
-            f"lower a plan's max_kv_len, pass fewer pages, or fewer requests at once"
+            f"{arg('batch_invariant')}: needs at most {MOST_PARTS} pieces of requests, got "
+            f"{key.parts}; lower a plan's max_kv_len, pass fewer pages, or fewer requests at once"
         )
     return key
 
@@ -489,7 +491,7 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
         elif columns > most:
             way_out = "keep this cache in 16 bits" if view.dtype in E4M3 else "more do not fit"
         raise ValueError(
-            f"{name}: needs shape {axes} with a multiple of {step} columns up to {most}, got "
+            f"{arg(name)}: needs shape {axes} with a multiple of {step} columns up to {most}, got "
             f"{view.shape}; {way_out}"
         )
     check_layout(name, view)
@@ -507,28 +509,30 @@ def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
     """Check that queries, keys and values fit together; pages have the order of NHD."""
     if (k.dtype in E4M3) != (v.dtype in E4M3):
         raise TypeError(
-            f"v: needs the kind of numbers of k, {k.dtype}, got {v.dtype}; pass both of one layer"
+            f"{arg('v')}: needs the kind of numbers of {arg('k')}, {k.dtype}, got {v.dtype}; pass "
+            f"both of one layer"
         )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
-            f"k: needs the {q.shape[-1]} columns of q, got shape {k.shape}; pass the cache of this "
-            f"layer"
+            f"{arg('k')}: needs the {q.shape[-1]} columns of {arg('q')}, got shape {k.shape}; "
+            f"pass the cache of this layer"
         )
     if len(v.shape) != len(k.shape) or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
-            f"v: needs the pages, tokens and heads of k, {k.shape[:-1]}, got shape {v.shape}; pass "
-            f"both of one layer"
+            f"{arg('v')}: needs the pages, tokens and heads of {arg('k')}, {k.shape[:-1]}, got "
+            f"shape {v.shape}; pass both of one layer"
         )
     if (0 in k.shape[-3:-1] and len(k.shape) == 4) or not k.shape[-2]:
         raise ValueError(
-            f"k: needs at least one token a page and one kv head, got shape {k.shape}; skip the "
-            f"call where there is no cache"
+            f"{arg('k')}: needs at least one token a page and one kv head, got shape {k.shape}; "
+            f"skip the call where there is no cache"
         )
     num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
     if not num_heads or num_heads % num_kv_heads:
         raise ValueError(
-            f"q: needs a multiple of the {num_kv_heads} kv heads of k, got {num_heads} heads in "
-            f"shape {q.shape}; check the axes of k (kv_layout) and of q"
+            f"{arg('q')}: needs a multiple of the {num_kv_heads} kv heads of {arg('k')}, got "
+            f"{num_heads} heads in shape {q.shape}; check the axes of {arg('k')} "
+            f"({arg('kv_layout')}) and of {arg('q')}"
         )
 
 
@@ -559,16 +563,18 @@ def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | Non
     if has_pages:
         if ("block_table" in names and len(names) > 1) or not names & {"block_table", "kv_indices"}:
             raise ValueError(
-                f"block_table: needs page numbers as block_table, or as kv_indptr and kv_indices, "
-                f"got {' and '.join(sorted(names)) or 'neither'}; pass one form, which for a "
+                f"{arg('block_table')}: needs page numbers as {arg('block_table')}, or as "
+                f"{arg('kv_indptr')} and {arg('kv_indices')}, got "
+                f"{' and '.join(sorted(names)) or 'neither'}; pass one form, which for a "
                 f"contiguous cache (slots, max_len, ...) is a block table of one column"
             )
         return checked_pages(given)
     if names - {"kv_indptr"} or layout != "NHD":
         raise ValueError(
-            f"k: rows without pages, of shape {given['k'].shape if given['k'] else ()}, take "
-            f"kv_indptr alone and kv_layout 'NHD', got {' and '.join(sorted(names))} and "
-            f"{layout!r}; pass pages with four axes, or leave these out"
+            f"{arg('k')}: rows without pages, of shape {given['k'].shape if given['k'] else ()}, "
+            f"take {arg('kv_indptr')} alone and {arg('kv_layout')} 'NHD', got "
+            f"{' and '.join(sorted(names))} and {layout!r}; pass pages with four axes, or leave "
+            f"these out"
         )
     return None
 
@@ -579,21 +585,21 @@ def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
         need = "offsets of the requests for q of three axes" if q_axes == 3 else "q of three axes"
         way_out = "pass it, or q as (batch, q_len, ...)" if q_axes == 3 else "leave it out"
         got = "None" if q_axes == 3 else f"q of {q_axes} axes"
-        raise ValueError(f"qo_indptr: needs {need}, got {got}; {way_out}")
+        raise ValueError(f"{arg('qo_indptr')}: needs {need}, got {got}; {way_out}")
     if k_axes == 3 and "kv_indptr" not in given:
         raise ValueError(
-            "kv_indptr: needed for k and v without pages, to tell the rows of each request, got "
-            "None; pass it"
+            f"{arg('kv_indptr')}: needed for {arg('k')} and {arg('v')} without pages, to tell the "
+            f"rows of each request, got None; pass it"
         )
     if k_axes == 4 and "kv_lens" not in given:
         raise ValueError(
-            "kv_lens: needed for keys in pages, got None; pass it, or k and v as rows, of three "
-            "axes, with kv_indptr"
+            f"{arg('kv_lens')}: needed for keys in pages, got None; pass it, or {arg('k')} and "
+            f"{arg('v')} as rows, of three axes, with {arg('kv_indptr')}"
         )
     if k_axes == 4 and ("kv_indptr" in given) != ("kv_indices" in given):
         raise ValueError(
-            "kv_indptr: needs kv_indices beside it for keys in pages, got one of them; pass both, "
-            "or block_table"
+            f"{arg('kv_indptr')}: needs {arg('kv_indices')} beside it for keys in pages, got one "
+            f"of them; pass both, or {arg('block_table')}"
         )
 
 
@@ -853,8 +859,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         key = self.key
         if key.q_len and "qo_indptr" in given:
             raise ValueError(
-                f"qo_indptr: needs a plan without q_len, got one for {key.q_len} query tokens of "
-                f"each request; leave it out"
+                f"{arg('qo_indptr')}: needs a plan without q_len, got one for {key.q_len} query "
+                f"tokens of each request; leave it out"
             )
         needed = {
             "qo_indptr": (not key.q_len, "a plan without q_len, to tell the queries of each"),
@@ -866,7 +872,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         }
         for name, (is_needed, why) in needed.items():
             if is_needed and name not in given:
-                raise ValueError(f"{name}: needed for {why} request, got None; pass it")
+                raise ValueError(f"{arg(name)}: needed for {why} request, got None; pass it")
 
     def run(
         self,
@@ -950,21 +956,21 @@ def _checked_shape(
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if value % step or value > most:
             raise ValueError(
-                f"{name}: needs a multiple of {step} up to {most}, got {value}; "
+                f"{arg(name)}: needs a multiple of {step} up to {most}, got {value}; "
                 f"{'keep caches in 16 bits' if most < value <= 512 else 'pad with zeros'}"
             )
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads: needs a multiple of num_kv_heads {num_kv_heads}, got {num_heads}; check "
-            f"the two"
+            f"{arg('num_heads')}: needs a multiple of num_kv_heads {num_kv_heads}, got "
+            f"{num_heads}; check the two"
         )
     checked_int("batch", batch, "pass the number of requests", 0)
     checked_int("total_tokens", total_tokens, "pass the most query tokens of a step", 0)
     checked_int("page_size", page_size, "pass 0 for rows without pages", 0)
     if q_len is not None and checked_int("q_len", q_len, "leave it out") * batch != total_tokens:
         raise ValueError(
-            f"total_tokens: needs batch * q_len = {batch * q_len}, got {total_tokens}; pass that "
-            f"number, or no q_len"
+            f"{arg('total_tokens')}: needs batch * q_len = {batch * q_len}, got {total_tokens}; "
+            f"pass that number, or no q_len"
         )
     sizes = total_tokens, num_heads, num_kv_heads, head_dim, head_dim_v
     return *sizes, page_size, dtype, cache_dtype, q_len or 0

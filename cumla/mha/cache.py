@@ -10,6 +10,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.arguments import bind, check_output, check_own_memory
+from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import (
     page_lists,
@@ -291,16 +292,16 @@ def _checked(views: Mapping[str, ArrayView], options: Any) -> AppendKVArguments:
     v = checked_rows("v", views["v"], (k.dtype,), lead, "convert it, or k")
     if v.shape[:3] != k.shape[:3] or len(views["v"].shape) != len(views["k"].shape):
         raise ValueError(
-            f"v: needs the tokens and heads of k, {views['k'].shape[:-1]}, got shape "
-            f"{views['v'].shape}; pass both of the same tokens"
+            f"{arg('v')}: needs the tokens and heads of {arg('k')}, {views['k'].shape[:-1]}, got "
+            f"shape {views['v'].shape}; pass both of the same tokens"
         )
     k_cache = checked_written_cache("k_cache", views["k_cache"], k, options.kv_layout)
     v_cache = checked_written_cache("v_cache", views["v_cache"], v, options.kv_layout)
     if v_cache.shape[:2] != k_cache.shape[:2] or (v_cache.dtype in E4M3) != (k_cache.dtype in E4M3):
         raise ValueError(
-            f"v_cache: needs as many pages of as many tokens as k_cache, {k_cache.shape[:2]} of "
-            f"{k_cache.dtype}, got {v_cache.shape[:2]} of {v_cache.dtype}; pass two caches of one "
-            f"layer"
+            f"{arg('v_cache')}: needs as many pages of as many tokens as {arg('k_cache')}, "
+            f"{k_cache.shape[:2]} of {k_cache.dtype}, got {v_cache.shape[:2]} of {v_cache.dtype}; "
+            f"pass two caches of one layer"
         )
     sizes = {"tokens": k.shape[0] * k.shape[1]}
     if "kv_lens" in views and "qo_indptr" not in views:
@@ -340,7 +341,10 @@ def _checked(views: Mapping[str, ArrayView], options: Any) -> AppendKVArguments:
 def _check_combination(views: Mapping[str, ArrayView]) -> None:
     """Check that exactly one form says where the rows go."""
     if "qo_indptr" in views and "kv_lens" not in views:
-        raise ValueError("kv_lens: needs lengths beside qo_indptr, got None; pass both or none")
+        raise ValueError(
+            f"{arg('kv_lens')}: needs lengths beside {arg('qo_indptr')}, got None; pass both or "
+            f"none"
+        )
     tables = {n for n in ("block_table", "kv_indices", "kv_indptr") if n in views}
     told = {n for n in ("batch_indices", "positions", "kv_lens") if n in views}
     if "slot_mapping" in views:
@@ -349,29 +353,32 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
             unused |= told & {"kv_lens"}  # which would tell the positions to rotate by
         if unused:
             raise ValueError(
-                f"{min(unused)}: needs a call without slot_mapping, which tells where the rows go, "
-                f"got both; leave one of them out"
+                f"{arg(min(unused))}: needs a call without {arg('slot_mapping')}, which tells "
+                f"where the rows go, got both; leave one of them out"
             )
     elif "kv_lens" not in told and not told >= {"batch_indices", "positions"}:
         raise ValueError(
-            f"slot_mapping: needs slots, or kv_lens, or batch_indices and positions, which tell "
-            f"where the rows go, got {' and '.join(sorted(told)) or 'none of them'}; pass one form"
+            f"{arg('slot_mapping')}: needs slots, or {arg('kv_lens')}, or {arg('batch_indices')} "
+            f"and positions, which tell where the rows go, got "
+            f"{' and '.join(sorted(told)) or 'none of them'}; pass one form"
         )
     elif tables not in ({"block_table"}, {"kv_indices", "kv_indptr"}):
         raise ValueError(
-            f"block_table: needs block_table, or both kv_indices and kv_indptr, where there is no "
-            f"slot_mapping, got {' and '.join(sorted(tables)) or 'none of them'}; pass one form"
+            f"{arg('block_table')}: needs {arg('block_table')}, or both {arg('kv_indices')} and "
+            f"{arg('kv_indptr')}, where there is no {arg('slot_mapping')}, got "
+            f"{' and '.join(sorted(tables)) or 'none of them'}; pass one form"
         )
     if told >= {"kv_lens", "batch_indices"}:
         raise ValueError(
-            "batch_indices: needs a call without kv_lens, which tells the requests, got both; "
-            "leave one of them out"
+            f"{arg('batch_indices')}: needs a call without {arg('kv_lens')}, which tells the "
+            f"requests, got both; leave one of them out"
         )
     is_uniform = len(views["k"].shape) == 4
     if "kv_lens" in views and is_uniform == ("qo_indptr" in views):
         need = "a call without it for k of four axes" if is_uniform else "offsets of the requests"
         raise ValueError(
-            f"qo_indptr: needs {need}, beside kv_lens, got k of shape {views['k'].shape}; "
+            f"{arg('qo_indptr')}: needs {need}, beside {arg('kv_lens')}, got {arg('k')} of shape "
+            f"{views['k'].shape}; "
             f"{'leave it out' if is_uniform else 'pass it, or k as (batch, q_len, ...)'}"
         )
 
@@ -381,17 +388,22 @@ def _check_rotated(views: Mapping[str, ArrayView], rotary_offset: int) -> None:
     is_rotated = "cos_sin" in views or "cos_sin[0]" in views
     for name, is_given in (("q", "q" in views), ("rotary_offset", rotary_offset)):
         if is_given and not is_rotated:
-            raise ValueError(f"cos_sin: needed with {name}, got None; pass it, or no {name}")
+            raise ValueError(
+                f"{arg('cos_sin')}: needed with {arg(name)}, got None; pass it, or no {arg(name)}"
+            )
     if "q_out" in views and "q" not in views:
-        raise ValueError("q: needed with q_out, got None; pass it, or no q_out")
+        raise ValueError(
+            f"{arg('q')}: needed with {arg('q_out')}, got None; pass it, or no {arg('q_out')}"
+        )
     if is_rotated and not {"positions", "kv_lens"} & set(views):
         raise ValueError(
-            "positions: needed with cos_sin, unless kv_lens tells them, got None; pass it"
+            f"{arg('positions')}: needed with {arg('cos_sin')}, unless {arg('kv_lens')} tells "
+            f"them, got None; pass it"
         )
     if "positions" in views and "batch_indices" not in views and not is_rotated:
         raise ValueError(
-            "positions: needs batch_indices to tell where the rows go, or cos_sin to rotate them, "
-            "got neither; leave it out, or pass one of them"
+            f"{arg('positions')}: needs {arg('batch_indices')} to tell where the rows go, or "
+            f"{arg('cos_sin')} to rotate them, got neither; leave it out, or pass one of them"
         )
 
 
@@ -409,8 +421,8 @@ def _checked_queries(
         len(views["k"].shape),
     ):
         raise ValueError(
-            f"q: needs tokens and columns of k, whose shape is {views['k'].shape}, got "
-            f"{given.shape}; pass the queries of the same tokens"
+            f"{arg('q')}: needs tokens and columns of {arg('k')}, whose shape is "
+            f"{views['k'].shape}, got {given.shape}; pass the queries of the same tokens"
         )
     if "q_out" not in views:
         check_own_memory("q", given)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
 from cumla.core.arguments import WIDE, Array, bind
+from cumla.core.names import arg
 from cumla.core.operation import Output, parts_on_host
 from cumla.core.paged import refuse_positions
 from cumla.core.spec import REQUIRED, Input, Out, Spec, array, flag
@@ -36,7 +37,9 @@ __all__ = ["apply_rope"]
 
 def _queries(name: str, value: Any) -> dict[str, Any]:
     if value is None:
-        raise TypeError(f"{name}: needs an array, got None; pass keys alone as q, with k=None")
+        raise TypeError(
+            f"{arg(name)}: needs an array, got None; pass keys alone as {arg('q')}, with k=None"
+        )
     return {name: value}
 
 
@@ -161,8 +164,8 @@ class _Rotate(Unplanned[_Arguments]):
         tokens, _, columns = q.shape
         if k is not None and (k.shape[0], k.shape[2]) != (tokens, columns):
             raise ValueError(
-                f"k: needs tokens and columns of q, whose shape is {q.shape}, got {k.shape}; pass "
-                f"the keys of the same tokens"
+                f"{arg('k')}: needs tokens and columns of {arg('q')}, whose shape is {q.shape}, "
+                f"got {k.shape}; pass the keys of the same tokens"
             )
         bind({"positions": Array("tokens", WIDE)}, views, {"tokens": tokens})
         cos, sin = tables_of(given)
@@ -223,7 +226,7 @@ _ROTATE = _Rotate(APPLY_ROPE)
 def _checked(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> ArrayView:
     if len(view.shape) != 3:
         raise ValueError(
-            f"{name}: needs shape (tokens, heads, head_dim), got {view.shape}; reshape it"
+            f"{arg(name)}: needs shape (tokens, heads, head_dim), got {view.shape}; reshape it"
         )
     checked_rows(name, view, dtypes, "(tokens, heads, head_dim)")
     return view

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from cumla.core._dlpack import numpy_dtype
 from cumla.core.arguments import Views, check_dtype, check_layout, checked_int, dtype_name
 from cumla.core.arrays import parts
+from cumla.core.names import arg
 from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, is_v4, relabelled, unpacked
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, V4_BYTES, VALUE_DIM
@@ -68,8 +69,8 @@ def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> 
         if scaled:
             got = f"scales for each row beside RoPE columns of {columns.kv_rope.dtype}"
         raise ValueError(
-            f"kv_scale: needs a cache with e4m3 columns that have no scales of their own, got "
-            f"{got}; leave it out"
+            f"{arg('kv_scale')}: needs a cache with e4m3 columns that have no scales of their "
+            f"own, got {got}; leave it out"
         )
     if kv_scale is not None:
         return kv_scale
@@ -82,8 +83,8 @@ def check_fp8_products(columns: Columns, fp8_products: bool) -> None:
     """Refuse products in FP8 of a cache that is not."""
     if fp8_products and cache_of(columns.kv_cache) == "same":
         raise ValueError(
-            f"fp8_products: needs a kv_cache of {FP8}, or of its bits as uint8, got "
-            f"{columns.kv_cache.dtype}; leave it out"
+            f"{arg('fp8_products')}: needs a {arg('kv_cache')} of {FP8}, or of its bits as uint8, "
+            f"got {columns.kv_cache.dtype}; leave it out"
         )
 
 
@@ -143,7 +144,7 @@ def check_one_head(name: str, cache: ArrayView) -> None:
     """Refuse a cache of several kv heads."""
     if cache.shape[2] != 1:
         raise ValueError(
-            f"{name}: needs one kv head, got {cache.shape[2]}; pass the heads one by one"
+            f"{arg(name)}: needs one kv head, got {cache.shape[2]}; pass the heads one by one"
         )
 
 
@@ -155,7 +156,7 @@ def checked_v4(name: str, cache: ArrayView) -> ArrayView:
     check_one_head(name, cache)
     pages, size = cache.shape[:2]
     if 0 in (pages, size):
-        raise ValueError(f"{name}: needs at least one token, got shape {cache.shape}; skip it")
+        raise ValueError(f"{arg(name)}: needs at least one token, got shape {cache.shape}; skip it")
     step, row, _, column = cache.strides
     wrong = (
         column != 1
@@ -166,7 +167,7 @@ def checked_v4(name: str, cache: ArrayView) -> ArrayView:
     )
     if wrong:
         raise ValueError(
-            f"{name}: needs contiguous pages, at multiples of 16 bytes, got address "
+            f"{arg(name)}: needs contiguous pages, at multiples of 16 bytes, got address "
             f"{cache.ptr:#x} and strides {cache.strides}; allocate (num_pages, n) bytes, n a "
             f"multiple of 16, and pass a view"
         )
@@ -177,8 +178,8 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
     """Check ranks, dtypes and sizes; the cache with its head axis."""
     if "kv_cache" in given and is_v4(given["kv_cache"]):  # whose queries have 512 columns
         raise ValueError(
-            f"kv_cache: needs {HEAD_DIM} columns, or {PACKED_BYTES} bytes, got V4's slots of "
-            f"{V4_BYTES}; pass them to mla_sparse_decode or mla_sparse_attention"
+            f"{arg('kv_cache')}: needs {HEAD_DIM} columns, or {PACKED_BYTES} bytes, got V4's "
+            f"slots of {V4_BYTES}; pass them to mla_sparse_decode or mla_sparse_attention"
         )
     for name, view in given.items():
         if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
@@ -189,16 +190,16 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
         needed = view.shape[-2:] if name.startswith("q") else view.shape
         if 0 in needed:
             raise ValueError(
-                f"{name}: needs at least one {'head' if name.startswith('q') else 'token'}, got "
-                f"shape {view.shape}; skip the call where there is nothing to attend"
+                f"{arg(name)}: needs at least one {'head' if name.startswith('q') else 'token'}, "
+                f"got shape {view.shape}; skip the call where there is nothing to attend"
             )
     _check_dtypes(given)  # after the widths: parts that are swapped may have dtypes of their own
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
     for first, other in pairs:
         if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
             raise ValueError(
-                f"{other}: needs the first axes of {first}, {given[first].shape[:-1]}, got "
-                f"{given[other].shape[:-1]}; pass both parts of the same rows"
+                f"{arg(other)}: needs the first axes of {arg(first)}, {given[first].shape[:-1]}, "
+                f"got {given[other].shape[:-1]}; pass both parts of the same rows"
             )
 
 
@@ -213,8 +214,8 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
     if cached.dtype in E4M3:
         if query.dtype != DTYPES[0]:
             raise TypeError(
-                f"{first}: needs {DTYPES[0]} with {cache} of {cached.dtype}, got {query.dtype}; "
-                f"convert it first"
+                f"{arg(first)}: needs {DTYPES[0]} with {arg(cache)} of {cached.dtype}, got "
+                f"{query.dtype}; convert it first"
             )
         allowed |= {
             cache: E4M3,
@@ -223,16 +224,16 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
         }
     elif "kv_cache[2]" in given:
         raise TypeError(
-            f"kv_cache[2]: needs kv_cache[0] of {' or '.join(E4M3)}, got {cached.dtype}; leave it "
-            f"out"
+            f"{arg('kv_cache[2]')}: needs {arg('kv_cache[0]')} of {' or '.join(E4M3)}, got "
+            f"{cached.dtype}; leave it out"
         )
     for name, view in others:
         if view.dtype != query.dtype and allowed[name] == (query.dtype,):
-            need, way_out = f"{first}'s dtype {query.dtype}", "convert one of them"
+            need, way_out = f"{arg(first)}'s dtype {query.dtype}", "convert one of them"
             if name == cache and (view.dtype == "int8" or view.dtype.startswith("float8")):
                 need += f", or {' or '.join(E4M3)}"
                 way_out = "convert it, or pass .view(uint8) of e4m3 bits"
-            raise TypeError(f"{name}: needs {need}, got {view.dtype}; {way_out}")
+            raise TypeError(f"{arg(name)}: needs {need}, got {view.dtype}; {way_out}")
         check_dtype(name, view.dtype, allowed[name])
 
 
@@ -241,8 +242,8 @@ def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> st
     if name.startswith("q"):
         hint = ", with q_len 1 where each request has one query" if "q_len" in query_axes else ""
         return (
-            f"{name}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), got "
-            f"shape {view.shape}; reshape it{hint}"
+            f"{arg(name)}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), "
+            f"got shape {view.shape}; reshape it{hint}"
         )
     return heads_problem(name, "num_pages, page_size", columns, view)
 
@@ -250,8 +251,8 @@ def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> st
 def heads_problem(name: str, lead: str, columns: int, view: ArrayView) -> str:
     """Say that an array has another number of axes than `lead`, an optional one, and columns."""
     return (
-        f"{name}: needs axes ({lead}, num_kv_heads, {columns}), or the same without num_kv_heads, "
-        f"got shape {view.shape}; reshape it"
+        f"{arg(name)}: needs axes ({lead}, num_kv_heads, {columns}), or the same without "
+        f"num_kv_heads, got shape {view.shape}; reshape it"
     )
 
 
@@ -259,26 +260,26 @@ def _columns_problem(name: str, view: ArrayView) -> str:
     widths = f"{VALUE_DIM} latent + {ROPE_DIM} RoPE"
     if name == "kv_cache[2]":
         return (
-            f"{name}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
+            f"{arg(name)}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
             f"shape {view.shape}; pass one for each row and 128 columns"
         )
     if name == "kv_cache" and view.dtype == "uint8":
         return (
-            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({widths}),"
+            f"{arg(name)}: needs a last axis of {HEAD_DIM} e4m3 numbers ({widths}),"
             f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
             f" of the parts where they lie apart"
         )
     nbytes = view.shape[-1] * numpy_dtype(view.dtype).itemsize
     if name == "kv_cache" and nbytes == PACKED_BYTES:
-        return f"{name}: needs packed rows as uint8, got {view.dtype}; pass a view as uint8"
+        return f"{arg(name)}: needs packed rows as uint8, got {view.dtype}; pass a view as uint8"
     if name in ("q", "kv_cache"):
         return (
-            f"{name}: needs a last axis of {HEAD_DIM} ({widths}), got shape "
+            f"{arg(name)}: needs a last axis of {HEAD_DIM} ({widths}), got shape "
             f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
         )
     swapped = ": these look swapped" if (view.shape[-1], name[-3:]) == (ROPE_DIM, "[0]") else ""
     return (
-        f"{name}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
+        f"{arg(name)}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
         f"{VALUE_DIM} latent columns, then {ROPE_DIM} RoPE ones{swapped}"
     )
 
@@ -345,7 +346,7 @@ def other_cache(q: ArrayView, kv_cache: ArrayView) -> ValueError:
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads: needs a multiple of num_kv_heads, got {num_heads} query heads and "
-            f"{num_kv_heads} kv heads; pad the query heads, or check the axes of kv_cache: "
-            f"(num_pages, page_size, num_kv_heads, {HEAD_DIM})"
+            f"{arg('num_heads')}: needs a multiple of num_kv_heads, got {num_heads} query heads "
+            f"and {num_kv_heads} kv heads; pad the query heads, or check the axes of "
+            f"{arg('kv_cache')}: (num_pages, page_size, num_kv_heads, {HEAD_DIM})"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.core.arguments import check_device_number, checked_flag
+from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
@@ -366,7 +367,7 @@ def _key(
     key = MLAAttentionKey(*shape, causal, device, sm_count, cache)
     if key.num_places > _MOST_PLACES:
         raise ValueError(
-            f"total_tokens: needs fewer query tokens, or heads, than a schedule can hold, got "
-            f"{key.total_tokens}; cut the call in two"
+            f"{arg('total_tokens')}: needs fewer query tokens, or heads, than a schedule can "
+            f"hold, got {key.total_tokens}; cut the call in two"
         )
     return key

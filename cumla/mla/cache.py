@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla import reference
+from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import refuse_pages, refuse_positions, refuse_slots
 from cumla.core.spec import Factor, Input, Instead, Spec, array, cache, flag, in_parts, optional
@@ -32,7 +33,9 @@ __all__ = ["append_mla_cache"]
 def _one_table(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, (tuple, list)):
         got = f"{len(value)} of them"
-        raise TypeError(f"{name}: needs one array, got {got}; join the two along the last axis")
+        raise TypeError(
+            f"{arg(name)}: needs one array, got {got}; join the two along the last axis"
+        )
     return {name: value}
 
 

@@ -17,6 +17,7 @@ from cumla.core.arguments import (
     check_own_memory,
     check_written,
 )
+from cumla.core.names import arg
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, checked_v4, columns_apart, heads_problem, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, is_v4, unpacked, v4_apart
@@ -77,7 +78,7 @@ def _check_scale(view: ArrayView | None, number: float | None, cache: _Cache) ->
         return
     if cache.latent.dtype not in E4M3 or cache.scales is not None:
         raise ValueError(
-            f"kv_scale: needs an e4m3 cache with one scale for all of it, got "
+            f"{arg('kv_scale')}: needs an e4m3 cache with one scale for all of it, got "
             f"{'scales for each row' if cache.scales else cache.latent.dtype}; leave it out"
         )
     if view is not None:
@@ -91,29 +92,32 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
         for name in by_request:
             if name in views:
                 raise ValueError(
-                    f"{name}: needs a call without slot_mapping, which tells where the rows go, "
-                    f"got both; leave one of them out"
+                    f"{arg(name)}: needs a call without {arg('slot_mapping')}, which tells where "
+                    f"the rows go, got both; leave one of them out"
                 )
     else:
         for name in ("batch_indices", "positions"):
             if name not in views:
                 raise ValueError(
-                    f"{name}: needed where there is no slot_mapping, to tell where the rows go, "
-                    f"got None; pass it, or slot_mapping"
+                    f"{arg(name)}: needed where there is no {arg('slot_mapping')}, to tell where "
+                    f"the rows go, got None; pass it, or {arg('slot_mapping')}"
                 )
         pages = {name for name in by_request[1:] if name in views}
         if pages not in ({"block_table"}, {"kv_indices", "kv_indptr"}):
             raise ValueError(
-                f"block_table: needs either block_table or both kv_indices and kv_indptr beside "
-                f"batch_indices, got {' and '.join(sorted(pages)) or 'none of them'}; pass one form"
+                f"{arg('block_table')}: needs either {arg('block_table')} or both "
+                f"{arg('kv_indices')} and {arg('kv_indptr')} beside {arg('batch_indices')}, got "
+                f"{' and '.join(sorted(pages)) or 'none of them'}; pass one form"
             )
     for name, needed in (("cos_sin", "positions"), ("q_pe", "cos_sin"), ("q_pe_out", "q_pe")):
         if name in views and needed not in views:
-            raise ValueError(f"{needed}: needed with {name}, got None; pass it, or no {name}")
+            raise ValueError(
+                f"{arg(needed)}: needed with {arg(name)}, got None; pass it, or no {arg(name)}"
+            )
     if "positions" in views and not {"batch_indices", "cos_sin"} & set(views):
         raise ValueError(
-            "positions: needs batch_indices to tell where the rows go, or cos_sin to rotate them, "
-            "got neither; leave it out, or pass one of them"
+            f"{arg('positions')}: needs {arg('batch_indices')} to tell where the rows go, or "
+            f"{arg('cos_sin')} to rotate them, got neither; leave it out, or pass one of them"
         )
 
 
@@ -153,7 +157,7 @@ def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
         raise ValueError(heads_problem(name, "num_pages, page_size", columns, given))
     if 0 in view.shape:
         raise ValueError(
-            f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
+            f"{arg(name)}: needs at least one element on every axis, got shape {given.shape}; skip "
             f"the call where there is no cache"
         )
     check_written(name, view)
@@ -165,15 +169,16 @@ def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> Arr
     name = "kv_cache[2]"
     if latent.dtype not in E4M3 or rope.dtype not in DTYPES:
         raise TypeError(
-            f"{name}: needs kv_cache[0] of {' or '.join(E4M3)} and kv_cache[1] of "
-            f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out "
-            f"where one kv_scale serves all rows, or pass parts of these dtypes"
+            f"{arg(name)}: needs {arg('kv_cache[0]')} of {' or '.join(E4M3)} and "
+            f"{arg('kv_cache[1]')} of {' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; "
+            f"leave it out where one {arg('kv_scale')} serves all rows, or pass parts of these "
+            f"dtypes"
         )
     check_dtype(name, given.dtype, ("float32",))
     if with_head_axis(given, 4).shape != (*latent.shape[:3], SCALES):
         raise ValueError(
-            f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {SCALES} scales, got "
-            f"shape {given.shape}; pass three parts of the same rows"
+            f"{arg(name)}: needs the axes of {arg('kv_cache[0]')}, {latent.shape[:3]}, and "
+            f"{SCALES} scales, got shape {given.shape}; pass three parts of the same rows"
         )
     return _checked_part(name, given, SCALES)
 
@@ -198,15 +203,15 @@ def _checked_rows(
     checked = {}
     for name, (given, columns) in _columns_of("rows", views, latent).items():
         if given.dtype not in (*dtypes, "float32"):
-            raise TypeError(f"{name}: needs {need}, got {given.dtype}; convert it first")
+            raise TypeError(f"{arg(name)}: needs {need}, got {given.dtype}; convert it first")
         _check_columns(name, given, columns, latent)
         view = with_head_axis(given, 3)
         if len(view.shape) != 3:
             raise ValueError(heads_problem(name, "tokens", columns, given))
         if view.shape[1] != num_kv_heads:
             raise ValueError(
-                f"{name}: needs the {num_kv_heads} kv heads of kv_cache, got shape {given.shape}; "
-                f"pass a row for each"
+                f"{arg(name)}: needs the {num_kv_heads} kv heads of {arg('kv_cache')}, got shape "
+                f"{given.shape}; pass a row for each"
             )
         check_layout(name, view)
         checked[name] = view
@@ -232,12 +237,13 @@ def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     ((name, rope),) = others
     if rope.dtype != latent.dtype and not (latent.dtype in E4M3 and rope.dtype in DTYPES):
         raise TypeError(
-            f"{name}: needs the dtype of {first}, {latent.dtype}, got {rope.dtype}; convert it"
+            f"{arg(name)}: needs the dtype of {arg(first)}, {latent.dtype}, got {rope.dtype}; "
+            f"convert it"
         )
     if rope.shape[:-1] != lead:
         raise ValueError(
-            f"{name}: needs the axes of {first}, {lead}, and {ROPE_DIM} columns, got shape "
-            f"{rope.shape}; pass two parts of the same rows"
+            f"{arg(name)}: needs the axes of {arg(first)}, {lead}, and {ROPE_DIM} columns, got "
+            f"shape {rope.shape}; pass two parts of the same rows"
         )
     return latent, rope
 
@@ -253,7 +259,8 @@ def _check_columns(name: str, view: ArrayView, columns: int, latent: int) -> Non
         if columns == latent and view.shape[-1:] == (ROPE_DIM,):
             way_out = "these look swapped: pass the latent ones first"
         raise ValueError(
-            f"{name}: needs a last axis of {columns} ({form}), got shape {view.shape}; {way_out}"
+            f"{arg(name)}: needs a last axis of {columns} ({form}), got shape {view.shape}; "
+            f"{way_out}"
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from cumla import reference
 from cumla.core.arguments import bind, check_device_number, checked_flag, checked_max_kv_len
 from cumla.core.check_mode import check_mode
+from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     BLOCK_TABLE,
@@ -508,9 +509,9 @@ def _key(
     key = MLADecodeKey(*shape, causal and shape[1] > 1, device, sm_count, *modes)
     if key.batch_invariant and key.parts > MOST_PARTS:
         raise ValueError(
-            f"batch_invariant: needs at most {MOST_PARTS} pieces of requests, got {key.parts}: "
-            f"{key.batch} requests of up to {key.max_blocks * BLOCK_TOKENS} tokens, cut every "
-            f"{piece_blocks(key.row_groups) * BLOCK_TOKENS}; lower a plan's max_kv_len, pass fewer "
-            f"columns of block_table, or fewer requests at once"
+            f"{arg('batch_invariant')}: needs at most {MOST_PARTS} pieces of requests, got "
+            f"{key.parts}: {key.batch} requests of up to {key.max_blocks * BLOCK_TOKENS} tokens, "
+            f"cut every {piece_blocks(key.row_groups) * BLOCK_TOKENS}; lower a plan's max_kv_len, "
+            f"pass fewer columns of {arg('block_table')}, or fewer requests at once"
         )
     return key

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from cumla.core.arguments import check_dtype
+from cumla.core.names import arg
 from cumla.mla.shape import (
     PACKED_BYTES,
     ROPE_DIM,
@@ -75,8 +76,9 @@ def check_factor(name: str, view: ArrayView) -> None:
     """Check a factor that is an array, which only a kernel looks into."""
     check_dtype(name, view.dtype, ("float32",))
     if prod(view.shape) != 1:
-        raise ValueError(f"{name}: needs one element, got shape {view.shape}; pass one number")
+        raise ValueError(f"{arg(name)}: needs one element, got shape {view.shape}; pass one number")
     if view.ptr % 4:
         raise ValueError(
-            f"{name}: needs an address that is a multiple of 4 bytes, got {view.ptr:#x}; copy it"
+            f"{arg(name)}: needs an address that is a multiple of 4 bytes, got {view.ptr:#x}; "
+            f"copy it"
         )

@@ -20,6 +20,7 @@ from cumla.core.arguments import (
     check_lies,
     dtype_name,
 )
+from cumla.core.names import arg
 from cumla.core.paged import BLOCK_TABLE, Host, refuse_value
 from cumla.launch.sparse.mla_sparse import SparseArguments
 from cumla.launch.sparse.shape import PACKED, V4
@@ -140,8 +141,8 @@ def check_entries(topk: int, extra_topk: int) -> None:
     """Refuse lists that 32 bits cannot count."""
     if topk + extra_topk > MOST_ENTRIES:
         raise ValueError(
-            f"topk: needs at most {MOST_ENTRIES} entries, those of a second cache included, got "
-            f"{topk} + {extra_topk}; attend in parts and merge the results"
+            f"{arg('topk')}: needs at most {MOST_ENTRIES} entries, those of a second cache "
+            f"included, got {topk} + {extra_topk}; attend in parts and merge the results"
         )
 
 
@@ -153,22 +154,25 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
         for name, view in zip(names[1:], (lists, lengths), strict=True):
             if view is not None:
                 raise ValueError(
-                    f"{name}: needs an extra_kv_cache, whose slots it is about, got None; pass it"
+                    f"{arg(name)}: needs an {arg('extra_kv_cache')}, whose slots it is about, got "
+                    f"None; pass it"
                 )
         return None
     if lists is None:
         raise ValueError(
-            "extra_indices: needed with extra_kv_cache, got None; pass a list for each query token"
+            f"{arg('extra_indices')}: needed with {arg('extra_kv_cache')}, got None; pass a list "
+            f"for each query token"
         )
     if cache != V4:
         raise ValueError(
-            f"extra_kv_cache: needs a kv_cache of {V4_BYTES} bytes per slot beside it, got one in "
-            f"another format; attend to both and merge the results by cumla.merge_attention_states"
+            f"{arg('extra_kv_cache')}: needs a {arg('kv_cache')} of {V4_BYTES} bytes per slot "
+            f"beside it, got one in another format; attend to both and merge the results by "
+            f"cumla.merge_attention_states"
         )
     if whole.shape[-1:] != (V4_BYTES,):
         raise ValueError(
-            f"extra_kv_cache: needs slots of {V4_BYTES} bytes, as kv_cache has, got shape "
-            f"{whole.shape}; write them by cumla.append_mla_cache"
+            f"{arg('extra_kv_cache')}: needs slots of {V4_BYTES} bytes, as {arg('kv_cache')} has, "
+            f"got shape {whole.shape}; write them by cumla.append_mla_cache"
         )
     return checked_v4("extra_kv_cache", with_head_axis(whole, 4))
 
@@ -180,7 +184,7 @@ def checked_cache(cache_dtype: Any, dtype: Any = None) -> str:
         return cache_dtype
     if dtype_name(cache_dtype) not in (None, FP8, *DTYPES):
         raise TypeError(
-            f"cache_dtype: needs q's dtype, {FP8}, {PACKED!r} or {V4!r}, got "
+            f"cache_dtype: needs {arg('q')}'s dtype, {FP8}, {PACKED!r} or {V4!r}, got "
             f"{dtype_name(cache_dtype)}; say {PACKED!r} of rows of {PACKED_BYTES} bytes, {V4!r} of "
             f"slots of {V4_BYTES}"
         )
@@ -216,8 +220,8 @@ def _checked_columns(views: Views, axes: tuple[str, ...] | None, factor: float |
     if whole is not None and is_v4(whole):
         raise ValueError(
             f"{'q' if 'q' in views else 'q[0]'}: needs one array of {VALUE_DIM} columns with "
-            f"kv_cache of {V4_BYTES} bytes per slot, got shape {query.shape}; join or slice the "
-            f"columns"
+            f"{arg('kv_cache')} of {V4_BYTES} bytes per slot, got shape {query.shape}; join or "
+            f"slice the columns"
         )
     columns = checked_query_and_cache(views, _axes_of(query, axes))
     check_one_head("kv_cache", columns.kv_cache)
@@ -232,46 +236,49 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | 
     axes = _axes_of(q, axes)
     if len(q.shape) != len(axes) + 1:
         raise ValueError(
-            f"q: needs {len(axes) + 1} axes ({', '.join(axes)}, {VALUE_DIM}), got shape {q.shape}; "
-            f"reshape it"
+            f"{arg('q')}: needs {len(axes) + 1} axes ({', '.join(axes)}, {VALUE_DIM}), got shape "
+            f"{q.shape}; reshape it"
         )
     check_dtype("q", q.dtype, DTYPES)
     check_layout("q", q)
     if q.shape[-2] == 0:
-        raise ValueError(f"q: needs at least one head, got shape {q.shape}; skip the call")
+        raise ValueError(f"{arg('q')}: needs at least one head, got shape {q.shape}; skip the call")
     if whole is None:
         raise ValueError(
-            f"kv_cache: needs one array beside queries of {VALUE_DIM} columns, got several; pass "
-            f"rows of {VALUE_DIM} columns, or queries of {HEAD_DIM}"
+            f"{arg('kv_cache')}: needs one array beside queries of {VALUE_DIM} columns, got "
+            f"several; pass rows of {VALUE_DIM} columns, or queries of {HEAD_DIM}"
         )
     whole = with_head_axis(whole, 4)
     if len(whole.shape) != 4:
         raise ValueError(heads_problem("kv_cache", "num_pages, page_size", VALUE_DIM, whole))
     if factor is not None or views.get("kv_scale") is not None:
         raise ValueError(
-            "kv_scale: needs a cache with e4m3 columns that have no scales of their own, got rows "
-            f"of {VALUE_DIM} columns; leave it out"
+            f"{arg('kv_scale')}: needs a cache with e4m3 columns that have no scales of their "
+            f"own, got rows of {VALUE_DIM} columns; leave it out"
         )
     if whole.shape[-1] == V4_BYTES:
         check_dtype("kv_cache", whole.dtype, E4M3)
         if q.dtype != DTYPES[0]:
             raise TypeError(
-                f"q: needs {DTYPES[0]} with kv_cache of {V4_BYTES} bytes per slot, got {q.dtype}; "
-                f"convert it first"
+                f"{arg('q')}: needs {DTYPES[0]} with {arg('kv_cache')} of {V4_BYTES} bytes per "
+                f"slot, got {q.dtype}; convert it first"
             )
         return _Columns(q, None, checked_v4("kv_cache", whole), None, None, 1.0, V4)
     if whole.shape[-1] != VALUE_DIM:
         raise ValueError(
-            f"kv_cache: needs a last axis of {VALUE_DIM}, or of the {V4_BYTES} bytes of V4's "
-            f"slots, beside queries of {VALUE_DIM} columns, got shape {whole.shape}; pass rows as "
-            f"wide as the queries"
+            f"{arg('kv_cache')}: needs a last axis of {VALUE_DIM}, or of the {V4_BYTES} bytes of "
+            f"V4's slots, beside queries of {VALUE_DIM} columns, got shape {whole.shape}; pass "
+            f"rows as wide as the queries"
         )
     if whole.dtype != q.dtype:
         raise TypeError(
-            f"kv_cache: needs q's dtype {q.dtype}, got {whole.dtype}; convert one of them"
+            f"{arg('kv_cache')}: needs {arg('q')}'s dtype {q.dtype}, got {whole.dtype}; convert "
+            f"one of them"
         )
     if 0 in whole.shape:
-        raise ValueError(f"kv_cache: needs at least one token, got shape {whole.shape}; skip it")
+        raise ValueError(
+            f"{arg('kv_cache')}: needs at least one token, got shape {whole.shape}; skip it"
+        )
     check_layout("kv_cache", whole)
     check_one_head("kv_cache", whole)
     return _Columns(q, None, whole, None, None, 1.0, "same")
@@ -298,15 +305,15 @@ def _checked_places(views: Views, rows: Rows) -> tuple[ArrayView | None, ArrayVi
     if table is None:
         if requests is not None:
             raise ValueError(
-                "row_to_request: needs a block_table, whose rows it names, got None; leave it out, "
-                "for the indices are slots of the cache"
+                f"{arg('row_to_request')}: needs a {arg('block_table')}, whose rows it names, got "
+                f"None; leave it out, for the indices are slots of the cache"
             )
         return None, None
     if requests is None:
         if len(rows) == 1:
             raise ValueError(
-                "row_to_request: needed with block_table, to tell the request of each query token, "
-                "got None; pass it"
+                f"{arg('row_to_request')}: needed with {arg('block_table')}, to tell the request "
+                f"of each query token, got None; pass it"
             )
         bind({"block_table": BLOCK_TABLE}, views, {"batch": rows[0]})
         return table, None
@@ -336,7 +343,7 @@ def spread(name: str, view: ArrayView, rows: Rows) -> ArrayView:
         if len(rows) == 1:
             axes = f"(total_tokens,) with total_tokens {rows[0]}"
         raise ValueError(
-            f"{name}: needs shape {axes}, got {view.shape}; pass a number for each query token"
+            f"{arg(name)}: needs shape {axes}, got {view.shape}; pass a number for each query token"
         )
     check_lies(name, view, "elements")
     return view._replace(shape=rows if len(rows) == 2 else (1, *rows), strides=strides)

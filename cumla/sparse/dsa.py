@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from cumla.core.arguments import INT32, checked_flag, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
+from cumla.core.names import Naming, arg
 from cumla.core.operation import Output, run
 from cumla.core.paged import refuse_value
 from cumla.core.plan import Single, Workspace
@@ -97,20 +97,16 @@ class _Attention(MLASparsePlan):
         columns, page_size = table.shape[1], kv_cache.shape[1]
         if columns * page_size < self.most:
             raise ValueError(
-                f"block_table: needs pages for max_kv_len = {self.most} tokens, got {columns} of "
-                f"{page_size}, kv_cache's page size; pass the table of kv_cache, or make the plan "
-                f"with the max_kv_len that it holds"
+                f"{arg('block_table')}: needs pages for max_kv_len = {self.most} tokens, got "
+                f"{columns} of {page_size}, {arg('kv_cache')}'s page size; pass the table of "
+                f"{arg('kv_cache')}, or make the plan with the max_kv_len that it holds"
             )
 
 
 _VISIBLE = _Visible()
-_INDEX_NAMES = {
-    "q": "index_q",
-    "kv_cache": "index_cache",
-    "weights": "index_weights",
-    "next_n": "q_len",
-}
-_ANY_INDEX_NAME = re.compile(rf"(?<![\w.])({'|'.join(_INDEX_NAMES)})(?!\w)")
+_INDEX = Naming(
+    {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights", "next_n": "q_len"}
+)
 
 
 class DSAPlan(Single):
@@ -210,11 +206,9 @@ class DSAPlan(Single):
     ) -> None:
         topk = checked_int("topk", topk, "there is nothing to select")
         arrays = named_index(index_q, index_cache, None, block_table)
-        try:
+        with _INDEX:
             call = open_call(tuple(arrays.items()), stream=stream)
             shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
-        except (TypeError, ValueError) as error:
-            raise _with_index_names(error) from None
         batch, q_len, _, _, page_size, max_pages = shape
         most = max_pages * page_size
         if max_kv_len is not None:
@@ -285,10 +279,8 @@ class DSAPlan(Single):
         """
         self.indices = self._lengths = None  # and so it stays if a check below raises
         self._follow(stream)
-        try:
+        with _INDEX:
             self._logits_plan.update(kv_lens, stream=stream)
-        except (TypeError, ValueError) as error:
-            raise _with_index_names(error) from None
         inputs = {"plan": self._chosen, "kv_lens": kv_lens}
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
@@ -324,10 +316,8 @@ class DSAPlan(Single):
         self._follow(stream)
         arrays = index_q, index_cache, index_weights, block_table
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
-        try:
+        with _INDEX:
             logits = self._logits_plan.run(*arrays, **options, stream=stream)
-        except (TypeError, ValueError) as error:
-            raise _with_index_names(error) from None
         found = top_k(logits, self._shape[2], lengths=self._lengths, stream=stream, **self._lists)
         self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
         self._note_use(stream)
@@ -364,13 +354,13 @@ out, lse, stream
         chosen = self.indices if indices is None else indices
         if chosen is None:
             raise ValueError(
-                "indices: needs a selection of this step, got none since plan.update; call "
-                "plan.select before, or pass indices="
+                f"{arg('indices')}: needs a selection of this step, got none since plan.update; "
+                f"call plan.select before, or pass indices="
             )
         if block_table is None:
             raise ValueError(
-                "block_table: needs the pages of each request, of which indices are positions, got "
-                "None; pass the table of kv_cache"
+                f"{arg('block_table')}: needs the pages of each request, of which indices are "
+                f"positions, got None; pass the table of {arg('kv_cache')}"
             )
         options = {"softmax_scale": softmax_scale, "kv_scale": kv_scale, "sinks": sinks}
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
@@ -387,8 +377,8 @@ out, lse, stream
     def _check_updated(self) -> None:
         if self._lengths is None:
             raise ValueError(
-                "plan: needs an update, got none that succeeded; call plan.update(kv_lens) "
-                "before plan.select and plan.run"
+                f"plan: needs an update, got none that succeeded; call "
+                f"plan.update({arg('kv_lens')}) before plan.select and plan.run"
             )
 
     def _follow(self, stream: Any) -> None:
@@ -411,15 +401,9 @@ def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> N
     assert query is not None
     if query.shape[:-2] != lead:
         raise ValueError(
-            f"q: needs shape (batch, q_len, num_heads, 576 or 512) with batch {lead[0]} and q_len "
-            f"{lead[1]}, as index_q has, got {query.shape}; reshape one of them"
+            f"{arg('q')}: needs shape (batch, q_len, num_heads, 576 or 512) with batch {lead[0]} "
+            f"and q_len {lead[1]}, as index_q has, got {query.shape}; reshape one of them"
         )
-
-
-def _with_index_names(error: TypeError | ValueError) -> TypeError | ValueError:
-    """Give the arrays of the indexer the names that they have in calls of a DSAPlan."""
-    kind = TypeError if isinstance(error, TypeError) else ValueError
-    return kind(_ANY_INDEX_NAME.sub(lambda found: _INDEX_NAMES[found[0]], str(error)))
 
 
 def _in_one_row(lengths: ArrayView) -> ArrayView:
@@ -427,8 +411,8 @@ def _in_one_row(lengths: ArrayView) -> ArrayView:
     (batch, q_len), (step, inner) = lengths.shape, lengths.strides
     if batch > 1 and q_len > 1 and step != q_len * inner:
         raise ValueError(
-            f"kv_lens: needs lengths in equal steps of memory, got strides {lengths.strides} of "
-            f"shape {lengths.shape}; make a contiguous copy"
+            f"{arg('kv_lens')}: needs lengths in equal steps of memory, got strides "
+            f"{lengths.strides} of shape {lengths.shape}; make a contiguous copy"
         )
     return lengths._replace(shape=(batch * q_len,), strides=(inner if q_len > 1 else step,))
 

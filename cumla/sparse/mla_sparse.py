@@ -13,6 +13,7 @@ from cumla.core.arguments import (
     dtype_name,
 )
 from cumla.core.arrays import open_call
+from cumla.core.names import arg
 from cumla.core.operation import run
 from cumla.core.paged import check_made_for
 from cumla.core.plan import Plan
@@ -481,8 +482,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         """
         if extra_topk_length is not None and self.key.cache != V4:
             raise ValueError(
-                f"extra_topk_length: needs a plan with cache_dtype {V4!r}, the format that may "
-                f"have a second cache, got another; leave it out"
+                f"{arg('extra_topk_length')}: needs a plan with cache_dtype {V4!r}, the format "
+                f"that may have a second cache, got another; leave it out"
             )
         self._renew(topk_length, extra_topk_length, stream)
 
@@ -564,7 +565,7 @@ def _checked_sizes(
     check_entries(topk, extra_topk)
     if extra_topk and cache != V4:
         raise ValueError(
-            f"extra_topk: needs cache_dtype {V4!r}, the format that may have a second cache, got "
-            f"another; leave it out"
+            f"{arg('extra_topk')}: needs cache_dtype {V4!r}, the format that may have a second "
+            f"cache, got another; leave it out"
         )
     return batch, q_len, num_heads, topk, extra_topk

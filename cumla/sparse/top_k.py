@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
 from cumla.core.arguments import INT32, Array, bind
+from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
 from cumla.core.paged import Host, Results, refuse_value
 from cumla.core.spec import Option, Out, Spec, array, flag, integer, optional
@@ -200,11 +201,14 @@ class _TopK(Operation[_Arguments, int]):
         width, most = sizes["width"], MOST_COLUMNS
         if max(width, options.k) > most:
             name, number = ("scores", width) if width > most else ("k", options.k)
-            raise ValueError(f"{name}: needs at most {most} columns, got {number}; cut the rows")
+            raise ValueError(
+                f"{arg(name)}: needs at most {most} columns, got {number}; cut the rows"
+            )
         if options.sorted and min(options.k, width) > MOST_SORTED:
             raise ValueError(
-                f"sorted: needs k, or the columns of scores, up to {MOST_SORTED}, got k "
-                f"{options.k} and {width} columns; sort the values that come back"
+                f"{arg('sorted')}: needs {arg('k')}, or the columns of scores, up to "
+                f"{MOST_SORTED}, got {arg('k')} {options.k} and {width} columns; sort the values "
+                f"that come back"
             )
         _check_places(views, sizes, options.page_size)
         given = {name: view for name in _TABLE if (view := views.get(name)) is not None}
@@ -279,10 +283,11 @@ def _check_places(views: Views, sizes: dict[str, int], page_size: int) -> None:
         ):
             if is_given:
                 raise ValueError(
-                    f"{name}: needs block_table, got none; pass the table, or leave it out"
+                    f"{arg(name)}: needs {arg('block_table')}, got none; pass the table, or leave "
+                    f"it out"
                 )
     elif requests is None and sizes["requests"] != sizes["rows"]:
         raise ValueError(
-            f"block_table: needs a row for each of the {sizes['rows']} rows of scores, got shape "
-            f"{table.shape}; pass row_to_request"
+            f"{arg('block_table')}: needs a row for each of the {sizes['rows']} rows of scores, "
+            f"got shape {table.shape}; pass {arg('row_to_request')}"
         )

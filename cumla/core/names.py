@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caller's names of arguments, in messages: functions of other libraries have other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+_Names = tuple[Mapping[str, str], Any]  # and those of the caller's caller, or None
+_names: ContextVar[_Names | None] = ContextVar("names", default=None)
+
+
+def arg(name: str) -> str:
+    """Return the caller's name of an argument, or of a part of one, such as ``kv_cache[0]``."""
+    found = _names.get()
+    while found is not None:
+        names, found = found
+        if name in names:
+            name = names[name]
+        else:
+            argument, bracket, part = name.partition("[")
+            name = f"{names.get(argument, argument)}{bracket}{part}"
+    return name
+
+
+class Naming:
+    """A ``with`` block in whose messages arguments have the names to which `names` lead."""
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def __enter__(self) -> None:
+        _names.set((self._names, _names.get()))
+
+    def __exit__(self, *error: object) -> None:
+        found = _names.get()
+        assert found is not None
+        _names.set(found[1])
