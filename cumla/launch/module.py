@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_FITTING = (
+    "NVRTC 12.9 and 13.0 fit all kernels: pip install 'nvidia-cuda-nvrtc-cu12==12.9.*', or "
+    "'nvidia-cuda-nvrtc==13.0.*' for CUDA 13"
+)
 # Shared memory of a block on compute capability 9.0, in bytes, static and dynamic together.
 _SMEM_LIMIT = 227 * 1024
 
@@ -110,9 +114,10 @@ def _ready(spec: KernelSpec, device: int, function: Any) -> LoadedKernel:
     if function.local_size_bytes and not debug_build():
         _log.warning(
             "kernel %s uses %d bytes of local memory a thread, which makes it slow: the NVRTC that "
-            "compiled it did not fit it into registers; another version may",
+            "compiled it did not fit it into registers; %s",
             spec.entry,
             function.local_size_bytes,
+            _FITTING,
         )
     return LoadedKernel(handle=function.kernel.ptr, spec=spec, device=device, owner=function)
 
@@ -356,7 +361,12 @@ def compile_to_cubin(spec: KernelSpec, *, debug: bool = False) -> CompiledKernel
     kernel = _read_resources(spec, cubin, log)
     problems = _over_budget(kernel)
     if problems and not debug:
-        raise CompilationError(f"kernel {spec.entry} compiles, but {'; '.join(problems)}", log)
+        major, minor = bindings_nvrtc_version()
+        raise CompilationError(
+            f"kernel {spec.entry} compiles, but with NVRTC {major}.{minor} {'; '.join(problems)}; "
+            f"{_FITTING}",
+            log,
+        )
     return kernel
 
 

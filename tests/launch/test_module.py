@@ -239,6 +239,7 @@ def test_local_memory_is_warned_of(cupy, small, caplog):
     cupy.local_bytes = 24
     load(small, 0, capturing=never)
     assert "small_f32 uses 24 bytes of local memory" in caplog.text
+    assert "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'" in caplog.text
 
 
 def test_debug_build_on_demand(cupy, small, monkeypatch):
