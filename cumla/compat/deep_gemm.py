@@ -150,7 +150,7 @@ def fp8_fp4_mqa_logits(
     check_axes("kv[0]", keys, "seq_len_kv, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_int("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
-    clean = _flag(clean_logits)
+    clean = clean_logits if type(clean_logits) is bool else _flag(clean_logits)
     out = None
     if not is_traced():  # a graph makes it without padding
         out = _padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype)
@@ -238,7 +238,7 @@ def fp8_fp4_paged_mqa_logits(
     check_axes("q", queries, "batch, next_n, num_heads, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_int("max_context_len", max_context_len, "there is nothing to write")
-    clean = _flag(clean_logits)
+    clean = clean_logits if type(clean_logits) is bool else _flag(clean_logits)
     if is_traced():  # graphs compute the schedule in the call
         arrays = queries, kv_cache, weights, block_table, context_lens
         traced: torch.Tensor = paged_mqa_logits(

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cumla.compat._arguments import check_axes, check_tensors
+from cumla.compat._arguments import check_axes, check_given, check_tensors
 from cumla.compat._table import Interface
 from cumla.compat._torch import positions_of
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
@@ -338,9 +338,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         scale, factors, v_factor = _scales(sm_scale, head_dim, cache_dtype, scales)
         with names:
             check_tensors(q=q, k=k, v=v)
-            for name, tensor in (("sinks", sinks), ("out", out), ("lse", lse)):
-                if tensor is not None:
-                    check_tensors(**{name: tensor})
+            if not (sinks is None and out is None and lse is None):
+                check_given(sinks=sinks, out=out, lse=lse)
             check_axes("q", q, _Q)
             for name, rows in (("k", k), ("v", v)) if shape.page_size else ():
                 self._check_heads(name, rows)
