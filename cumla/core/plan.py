@@ -13,7 +13,17 @@ from abc import ABC
 from inspect import signature
 from threading import get_ident
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeVar,
+    cast,
+)
 
 import numpy as np
 
@@ -309,6 +319,22 @@ class Plan(Single, ABC, Generic[K]):
             with call:
                 nbytes = self._attend.workspace_bytes(self.key)
                 self._memory = PlanMemory(call, nbytes, workspace)
+
+    @classmethod
+    def _from(cls, arrays: dict[str, Any], stream: Any, **options: Any) -> Self:
+        """Make a plan for the shapes of arrays, with a buffer of the framework of the first."""
+        call = open_call(tuple(arrays.items()), stream=stream)
+        numbers = cls._numbers(dict(zip(arrays, call.views, strict=True)), options)
+        place: dict[str, Any] = {"like": next(iter(arrays.values())), "stream": stream}
+        with call:
+            return cls(**numbers, **options, **place)
+
+    @classmethod
+    def _numbers(
+        cls, views: dict[str, ArrayView | None], options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Tell the numbers that the class takes from the arrays of `from_arrays`."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Compile and load the plan's kernels: later calls do not wait, nor fail under capture.

@@ -15,7 +15,6 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
 )
-from cumla.core.arrays import open_call
 from cumla.core.names import arg
 from cumla.core.operation import Both, Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import (
@@ -345,14 +344,13 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
-        call = open_call(tuple(arrays.items()), stream=stream)
-        views = dict(zip(arrays, call.views, strict=True))
-        batch, next_n, num_heads, head_dim, page_size, max_pages = checked_paged(views).shape
-        (lens,) = _SCHEDULE.arguments(views, (batch, next_n, None))
-        options = {"workspace": workspace, "like": q, "stream": stream}
-        options |= {"page_size": page_size, "per_row_lens": len(lens.shape) == 2}
-        with call:
-            return cls(batch, next_n, num_heads, head_dim, max_pages=max_pages, **options)
+        return cls._from(arrays, stream, workspace=workspace)
+
+    @classmethod
+    def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
+        numbers = dict(zip(_SHAPE, checked_paged(views).shape, strict=True))
+        (lens,) = _SCHEDULE.arguments(views, (numbers["batch"], numbers["next_n"], None))
+        return numbers | {"per_row_lens": len(lens.shape) == 2}
 
     @staticmethod
     def workspace_bytes(

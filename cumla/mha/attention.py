@@ -24,7 +24,6 @@ from cumla.core.arguments import (
     checked_max_kv_len,
     dtype_name,
 )
-from cumla.core.arrays import open_call
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
@@ -760,39 +759,36 @@ class AttentionPlan(TableOrList[MHAKey]):
         arrays = {"q": q, "k": k, "v": v}
         if qo_indptr is not None:
             arrays["qo_indptr"] = qo_indptr
-        call = open_call(tuple(arrays.items()), stream=stream)
-        views = dict(zip(arrays, call.views, strict=True))
-        rows = [_checked_rows(name, views) for name in ("q", "k", "v")]
-        if layout == "HND" and len(rows[1].shape) == 4:
-            rows[1:] = map(swapped, rows[1:])
-        _check_heads(*rows)
-        q_view, k_view, v_view = rows
-        lead = q_view.shape[:-2]
-        if len(lead) == 1:
-            _check_lengths_given({name for name in arrays if name != "k"}, 3, 0)
-            sizes = bind({"qo_indptr": RAGGED_LENGTHS["qo_indptr"]}, views, {})
-            batch, q_len = sizes["batch"], None
-        else:
-            batch, q_len = lead
-        with call:
-            return cls(
-                batch,
-                prod(lead),
-                *q_view.shape[-2:],
-                num_kv_heads=k_view.shape[-2],
-                head_dim_v=v_view.shape[-1],
-                page_size=k_view.shape[1] if len(k_view.shape) == 4 else 0,
-                q_len=q_len,
-                dtype=q_view.dtype,
-                cache_dtype=_E4M3 if k_view.dtype in E4M3 else None,
-                causal=causal,
-                window=window,
-                batch_invariant=batch_invariant,
-                max_kv_len=max_kv_len,
-                workspace=workspace,
-                like=q,
-                stream=stream,
-            )
+        options: dict[str, Any] = {"causal": causal, "window": window, "kv_layout": layout}
+        options |= {"batch_invariant": batch_invariant}
+        options |= {"max_kv_len": max_kv_len, "workspace": workspace}
+        return cls._from(arrays, stream, **options)
+
+    @classmethod
+    def _numbers(
+        cls, views: dict[str, ArrayView | None], options: dict[str, Any]
+    ) -> dict[str, Any]:
+        q, k, v = (_checked_rows(name, views) for name in ("q", "k", "v"))
+        if options.pop("kv_layout") == "HND" and len(k.shape) == 4:
+            k, v = swapped(k), swapped(v)
+        _check_heads(q, k, v)
+        *lead, num_heads, head_dim = q.shape
+        batch, q_len = lead[0], lead[1] if len(lead) == 2 else None
+        if q_len is None:
+            _check_lengths_given({name for name in views if name != "k"}, 3, 0)
+            batch = bind({"qo_indptr": RAGGED_LENGTHS["qo_indptr"]}, views, {})["batch"]
+        return {
+            "batch": batch,
+            "total_tokens": prod(lead),
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "num_kv_heads": k.shape[-2],
+            "head_dim_v": v.shape[-1],
+            "page_size": k.shape[1] if len(k.shape) == 4 else 0,
+            "q_len": q_len,
+            "dtype": q.dtype,
+            "cache_dtype": _E4M3 if k.dtype in E4M3 else None,
+        }
 
     @staticmethod
     def workspace_bytes(

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from cumla.core.arguments import bind
-from cumla.core.arrays import open_call
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
@@ -113,18 +112,13 @@ class MLAPlan(Plan[K], Generic[K]):
     _axes: ClassVar[tuple[str, ...]]  # of q before its columns, as the key names them
 
     @classmethod
-    def _for_arrays(cls, arrays: dict[str, Any], stream: Any, **options: Any) -> Self:
-        """Make a plan for the shapes of a query, a cache, and offsets where they tell the batch."""
-        call = open_call(tuple(arrays.items()), stream=stream)
-        views = dict(zip(arrays, call.views, strict=True))
+    def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
         columns = checked_query_and_cache(views, cls._axes)
-        batch = bind({"qo_indptr": QO_INDPTR}, views, {}).values()
+        batch = bind({"qo_indptr": QO_INDPTR}, views, {})
         _, page_size, num_kv_heads, _ = columns.kv_cache.shape
-        options |= {"num_kv_heads": num_kv_heads, "page_size": page_size, "stream": stream}
-        options |= {"dtype": columns.q.dtype, "cache_dtype": columns.kv_cache.dtype}
-        options["like"] = next(iter(arrays.values()))
-        with call:
-            return cls(*batch, *columns.q.shape[:-1], **options)
+        sizes = dict(zip(cls._axes, columns.q.shape, strict=False)) | batch
+        sizes |= {"num_kv_heads": num_kv_heads, "page_size": page_size}
+        return sizes | {"dtype": columns.q.dtype, "cache_dtype": columns.kv_cache.dtype}
 
     def _fixed(self) -> dict[str, Any]:
         key = self.key

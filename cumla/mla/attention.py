@@ -279,7 +279,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
-        return cls._for_arrays(arrays, stream, causal=causal, workspace=workspace)
+        return cls._from(arrays, stream, causal=causal, workspace=workspace)
 
     @staticmethod
     def workspace_bytes(

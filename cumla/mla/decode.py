@@ -390,7 +390,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         """
         options = {"causal": causal, "workspace": workspace, "max_kv_len": max_kv_len}
         arrays = named(q, kv_cache, None)
-        return cls._for_arrays(arrays, stream, batch_invariant=batch_invariant, **options)
+        return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
 
     @staticmethod
     def workspace_bytes(

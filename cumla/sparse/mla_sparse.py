@@ -12,7 +12,6 @@ from cumla.core.arguments import (
     checked_int,
     dtype_name,
 )
-from cumla.core.arrays import open_call
 from cumla.core.names import arg
 from cumla.core.operation import run
 from cumla.core.paged import check_made_for
@@ -26,6 +25,7 @@ from cumla.launch.sparse.shape import V4, MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import Q_AND_CACHE
 from cumla.mla.fp8_caches import FP8
+from cumla.mla.shape import HEAD_DIM
 from cumla.sparse.arguments import (
     TOKEN_AXES,
     Attended,
@@ -46,6 +46,7 @@ from cumla.sparse.attend import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host
 
 __all__ = ["MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"]
@@ -418,23 +419,17 @@ class MLASparsePlan(Plan[MLASparseKey]):
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
         given = {name: array for name, array in extra.items() if array is not None}
         arrays = named(q, kv_cache, None, indices=indices, **given)
-        call = open_call(tuple(arrays.items()), stream=stream)
-        views = dict(zip(arrays, call.views, strict=True))
-        attended = _ATTEND.arguments(views, MLA_SPARSE_DECODE.defaults)
-        *sizes, extra_topk, dtype = shape_of(attended.launched)
-        with call:
-            plan = cls(
-                *sizes,
-                extra_topk=extra_topk,
-                dtype=dtype,
-                cache_dtype={"same": None, "e4m3": FP8}.get(attended.cache, attended.cache),
-                batch_invariant=batch_invariant,
-                workspace=workspace,
-                like=next(iter(arrays.values())),
-                stream=stream,
-            )
-        plan._columns = attended.launched.columns
+        options = {"batch_invariant": batch_invariant, "workspace": workspace}
+        plan = cls._from(arrays, stream, **options)
+        plan._columns = HEAD_DIM if isinstance(q, (tuple, list)) else q.shape[-1]
         return plan
+
+    @classmethod
+    def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
+        attended = _ATTEND.arguments(views, MLA_SPARSE_DECODE.defaults)
+        cache = {"same": None, "e4m3": FP8}.get(attended.cache, attended.cache)
+        numbers = dict(zip(_SIZES, shape_of(attended.launched), strict=True))
+        return numbers | {"cache_dtype": cache}
 
     @staticmethod
     def workspace_bytes(
