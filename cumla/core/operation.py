@@ -30,7 +30,6 @@ from cumla.core.arrays import (
 from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
 from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap
-from cumla.core.spec import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -156,7 +155,7 @@ class Operation(ABC, Generic[A, K]):
                     for name, place, part in ready.written:
                         value: Any = None if place is None else values[place]
                         written[name] = value if part is None else value[part]
-                    with reopen_call(first_of(arrays), ready.device, values[-1]) as call:
+                    with reopen_call(arrays[0], ready.device, values[-1]) as call:
                         return spec.returned(ready.packed.run(call, written), written)
         inputs, outputs, options = spec.sorted(dict(zip(spec.sorted.names, values, strict=True)))
         results = run(self, inputs, outputs, options, values[-1], looked)

@@ -328,9 +328,31 @@ class Sorter:
                 arrays.append(argument.name)
         if len(self._looks) >= _MOST_LOOKS:
             self._looks.clear()
+        split = [name for name in arrays if isinstance(values[self.names.index(name)], _PARTS)]
         found = Look(next(_numbers), self._getter(arrays), self._getter(options))
+        if split:
+            found = self._apart(found, self._getter(split))
         self._looks[types] = found
         return found
+
+    @staticmethod
+    def _apart(look: Look, parts_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Look:
+        """Take arrays in parts one by one, and count the parts."""
+        number, arrays_of, options_of = look
+
+        def flat(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            found: list[Any] = []
+            for array in arrays_of(values):
+                if isinstance(array, _PARTS):
+                    found.extend(array)
+                else:
+                    found.append(array)
+            return tuple(found)
+
+        def counted(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*options_of(values), *map(len, parts_of(values)))
+
+        return Look(number, flat, counted)
 
     def _getter(self, names: Sequence[str]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
         """Make the function that picks the values of some names."""
@@ -358,9 +380,3 @@ _numbers = count()
 def _record(name: str, fields: Sequence[str]) -> Any:
     """Make a class of records."""
     return namedtuple(name, fields, module=__name__)
-
-
-def first_of(arrays: tuple[Any, ...]) -> Any:
-    """Return the first array of a call, which may be in parts."""
-    first = arrays[0]
-    return first[0] if isinstance(first, _PARTS) else first

@@ -37,7 +37,7 @@ TESTS = Path(__file__).resolve().parents[2]
 RUNTIME = (
     *(f"cumla.launch.{name}" for name in ("device", "kernel", "module", "tensor_map")),
     *(f"cumla.core.{name}" for name in ("arrays", "check_mode", "frameworks", "operation")),
-    *(f"cumla.core.{name}" for name in ("overlap", "paged", "plan")),
+    *(f"cumla.core.{name}" for name in ("overlap", "paged", "plan", "spec")),
     *(f"cumla.core._{name}" for name in ("cupy", "dlpack", "driver", "lend", "lifetime")),
     *(f"cumla.jax.{name}" for name in ("call", "execute", "fallback", "handler", "plans")),
     *("cumla.sparse.dsa", "cumla.torch"),
