@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+import sys
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -95,6 +98,7 @@ GROUPS = (
         "cumla.compat",
     ),
 )
+_HEADER = re.compile(r"^\{\{ header (\S+) \}\}$", re.MULTILINE)
 _WITH_SUBMODULES = ("flashinfer", "auto_deploy")
 _OWN_PAGE = ("cumla", "cumla.compat")  # modules of which each name has a page; others have one
 
@@ -134,7 +138,8 @@ def api_pages() -> dict[str, str]:
         see = f"In use: [the guide](../{group.guide})."
         if group.module in _OWN_PAGE:
             for full in full_names(group):
-                pages[f"api/{short(full)}.md"] = _page([full], see)
+                table = arguments(short(full))
+                pages[f"api/{short(full)}.md"] = _page([full], table + see)
                 index.append(f"* [`{full}`]({short(full)}.md)")
         else:
             path = f"{short(group.module)}.md"
@@ -159,6 +164,61 @@ def _directive(name: str, options: list[str]) -> str:
     more = ["show_submodules: true"] if name.rpartition(".")[2] in _WITH_SUBMODULES else []
     lines = [f"      {option}" for option in (*options, *more)]
     return "\n".join([f"::: {name}", *(["    options:", *lines] if lines else [])])
+
+
+def arguments(name: str) -> str:
+    """Make the table of a function's arguments from its spec; nothing if it has none."""
+    spec = specs().get(name)
+    if spec is None:
+        return ""
+    rows = ["## Arguments at a glance", "", "| argument | is | default |", "|---|---|---|"]
+    for number, argument in enumerate(spec.arguments):
+        default = "required" if argument.default is _spec().REQUIRED else f"`{argument.default!r}`"
+        what = _kind(argument) + ("; None is allowed" if _is_nullable(argument) else "")
+        named = "" if number < spec.positional else ", by name"
+        rows.append(f"| `{argument.name}` | {what}{named} | {default} |")
+    if spec.planned:
+        names = ", ".join(f"`{each}`" for each in spec.planned)
+        rows += [
+            "",
+            f"The schedule follows from the values of {names}: a plan takes them in `update`.",
+        ]
+    return "\n".join(rows) + "\n\n"
+
+
+def _is_nullable(argument: Any) -> bool:
+    return bool(getattr(argument, "is_nullable", False))
+
+
+def _kind(argument: Any) -> str:
+    spec = _spec()
+    parts = ", or a tuple of parts" if getattr(argument, "is_list", False) else ""
+    match argument:
+        case spec.Cache():
+            return f"array{parts}, written in place"
+        case spec.Input():
+            return f"array{parts}"
+        case spec.Out():
+            return "output: an array to write to, else a new one"
+        case spec.Instead():
+            return f"output in place of `{argument.of}`, which is written otherwise"
+        case spec.Factor():
+            return "number or array"
+    kinds = {"bool": "flag", "int": "integer", "str": "name", "float": "number"}
+    return kinds.get(argument.kind.rstrip("?").removesuffix("[]"), argument.kind)
+
+
+def _spec() -> ModuleType:
+    return importlib.import_module("cumla.core.spec")
+
+
+def specs() -> dict[str, Any]:
+    """Return the specs of all public functions, by name."""
+    sys.path.insert(0, str(ROOT))
+    cumla = importlib.import_module("cumla")
+    for name in cumla.__all__:
+        getattr(cumla, name)  # loads the module
+    return dict(_spec().SPECS)
 
 
 def example_pages() -> dict[str, str]:
@@ -199,6 +259,25 @@ def navigation() -> list[Any]:
 def generated() -> dict[str, str]:
     """Make all pages that are in no commit."""
     return api_pages() | example_pages() | {"support/index.md": load("support").page()}
+
+
+def header(file: str) -> str:
+    """Return the comment that a CUDA file opens with, after its licence."""
+    lines = (ROOT / "cumla/cuda" / file).read_text(encoding="utf-8").splitlines()[1:]
+    comment = [line[3:] for line in takewhile(lambda line: line.startswith("//"), lines)]
+    if not comment:
+        raise ValueError(f"cumla/cuda/{file} opens with no comment")
+    return "\n".join(comment)
+
+
+def with_headers(markdown: str) -> str:
+    """Put the comments of CUDA files into a page, where it says `{{ header FILE }}`."""
+    return _HEADER.sub(lambda match: f"```text\n{header(match[1])}\n```", markdown)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in one page."""
+    return with_headers(markdown)
 
 
 def load(name: str) -> ModuleType:

@@ -228,6 +228,14 @@ def test_the_code_is_where_the_overview_of_kernels_says() -> None:
             assert all(part in found for part in name.split(".")), (where, name)
 
 
+def test_pages_of_kernels_show_how_their_files_open() -> None:
+    pages = load("pages")
+    made = [pages.with_headers(page.read_text("utf-8")) for page in (DOCS / "kernels").glob("*.md")]
+    assert not [text for text in made if "{{" in text]
+    (text,) = [text for text in made if text.startswith("# MLA: mla_decode")]
+    assert text.count("who arrives (count)") == text.count("\n## mla_decode")
+
+
 def test_tables_of_kernels_have_their_shared_memory() -> None:
     """A row names entry points, with * for a dtype, and the bytes of each."""
     rows = [
