@@ -150,7 +150,8 @@ class Operation(ABC, Generic[A, K]):
                     ready = self.ready.get(looked)
                 except TypeError:  # an option that cannot be hashed
                     looked = ready = None
-                if ready is not None:
+                # The first call keeps what it found here before it launches, which may fail.
+                if isinstance(ready, _Ready):
                     written: dict[str, Any] = {}
                     for name, place, part in ready.written:
                         value: Any = None if place is None else values[place]

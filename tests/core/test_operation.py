@@ -1021,6 +1021,22 @@ def test_frameworks_are_told_of_what_ready_runs_write(
         assert told == []
 
 
+@every_operation
+def test_a_call_that_failed_to_launch_can_be_made_again(
+    operation: Operation, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found in order is kept before memory is allocated, which may fail."""
+    given = {name: cupy.like(value) for name, value in operation.make().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(core.Packed, "placed", lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                operation.function(**given)
+    assert not bindings.launched
+    operation.function(**given)
+    assert bindings.launched
+
+
 # --- how much a call does -------------------------------------------------------------------------
 
 
