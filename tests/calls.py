@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -75,6 +76,11 @@ def picked(arguments: Arguments, names: tuple[str, ...]) -> Arguments:
 
 
 def numbers(*shape: int, dtype: Any = BF16) -> Any:
+    return _numbers(shape, np.dtype(dtype)).copy()
+
+
+@cache
+def _numbers(shape: tuple[int, ...], dtype: Any) -> Any:
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 
