@@ -263,7 +263,7 @@ def _check_outs(views: list[ArrayView]) -> None:
             f"head_dim), got shape {first.shape}; reshape it (an array that is no sequence of "
             f"arrays needs a leading axis of partial results)"
         )
-    check_dtype("outs[0]", first.dtype, _DTYPES, "convert all of outs")
+    check_dtype("outs[0]", first.dtype, _DTYPES, f"convert {arg('all of outs')}")
     if first.shape[-1] % 8 or not first.shape[-1]:
         raise ValueError(
             f"{arg('outs[0]')}: needs a head_dim that is a multiple of 8, got shape "

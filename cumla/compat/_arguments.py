@@ -9,6 +9,7 @@ from opcode import opmap
 from typing import Any, NoReturn
 
 from cumla.compat._torch import import_torch
+from cumla.core.names import arg
 
 __all__ = [
     "check_axes",
@@ -39,7 +40,7 @@ def check_tensors(**tensors: Any) -> None:
             if hasattr(tensor, "__dlpack__"):  # an array of another framework
                 way_out += ", or call cumla's own functions, which take it"
             raise TypeError(
-                f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; "
+                f"{arg(name)}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; "
                 f"{way_out}"
             )
 
@@ -53,7 +54,7 @@ def check_axes(name: str, tensor: Any, *forms: str) -> None:
     """Check the number of axes against forms such as ``"batch, next_n"``."""
     if len(tensor.shape) not in [form.count(",") + 1 for form in forms]:
         wanted, shape = " or ".join(f"({form})" for form in forms), tuple(tensor.shape)
-        raise ValueError(f"{name}: needs axes {wanted}, got shape {shape}; reshape it")
+        raise ValueError(f"{arg(name)}: needs axes {wanted}, got shape {shape}; reshape it")
 
 
 def check_integers(kinds: tuple[str, ...] = ("int32", "int64"), /, **tensors: Any) -> None:
@@ -61,7 +62,9 @@ def check_integers(kinds: tuple[str, ...] = ("int32", "int64"), /, **tensors: An
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in kinds:
-            raise TypeError(f"{name}: needs {' or '.join(kinds)}, got {dtype}; convert it first")
+            raise TypeError(
+                f"{arg(name)}: needs {' or '.join(kinds)}, got {dtype}; convert it first"
+            )
 
 
 def check_new_rows(**pairs: tuple[Any, Any]) -> None:
@@ -71,7 +74,7 @@ def check_new_rows(**pairs: tuple[Any, Any]) -> None:
     for name, (rows, cache) in pairs.items():
         if cache.dtype.itemsize > 1 and rows.dtype != cache.dtype:
             need, got = (str(tensor.dtype).removeprefix("torch.") for tensor in (cache, rows))
-            raise TypeError(f"{name}: needs the cache's dtype {need}, got {got}; convert it")
+            raise TypeError(f"{arg(name)}: needs the cache's dtype {need}, got {got}; convert it")
 
 
 def missing_from(module: str, library: str) -> Callable[[str], NoReturn]:
@@ -98,5 +101,5 @@ def refuse_gradients(**tensors: Any) -> None:
             if tensor is not None and tensor.requires_grad:
                 raise NotImplementedError(
                     f"{name}: requires a gradient, and cumla has no backward pass; call this under "
-                    f"torch.no_grad(), or pass {name}.detach()"
+                    f"torch.no_grad(), or pass {arg(name)}.detach()"
                 )

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cumla.compat._torch import is_traced
+from cumla.core import names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,16 +58,9 @@ class Interface:
         return nullcontext() if is_traced() else self
 
     def __enter__(self) -> None:
-        return None
+        names.enter(self.names)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if error is not None and isinstance(error, (TypeError, ValueError)):
-            raise (self.errors or type(error))(self._renamed(str(error))) from None
-
-    def _renamed(self, message: str) -> str:
-        """Put the caller's names into a message."""
-        if not self.names:
-            return message
-        longest_first = "|".join(map(re.escape, sorted(self.names, key=len, reverse=True)))
-        pattern = rf"(?<![\w.])({longest_first})(?!\w)"
-        return re.sub(pattern, lambda found: self.names[found[0]], message)
+        names.leave()
+        if self.errors is not None and isinstance(error, (TypeError, ValueError)):
+            raise self.errors(str(error)) from None

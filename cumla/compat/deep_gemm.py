@@ -182,7 +182,9 @@ def get_paged_mqa_logits_metadata(
     check_tensors(context_lens=context_lens)
     check_axes("context_lens", context_lens, "batch", "batch, next_n")
     with _LOGITS:
-        (schedule,) = run(_METADATA, {"kv_lens": context_lens}, {"schedule_meta": None}, num_sms)
+        (schedule,) = run(
+            _METADATA, {"context_lens": context_lens}, {"schedule_meta": None}, num_sms
+        )
     return schedule
 
 
@@ -257,9 +259,9 @@ class _Metadata(Operation[tuple["ArrayView", int], PagedMQAKey]):
     """Deals the blocks of all requests out, into a tensor that the caller keeps."""
 
     def arguments(self, views: Views, options: int) -> tuple[ArrayView, int]:
-        lens = views["kv_lens"]
+        lens = views["context_lens"]
         assert lens is not None
-        checked_kv_lens(views, *_rows(lens))
+        checked_kv_lens({"kv_lens": lens}, *_rows(lens))
         return lens, options
 
     def outputs(self, arguments: tuple[ArrayView, int]) -> tuple[Output, ...]:

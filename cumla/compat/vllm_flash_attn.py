@@ -28,6 +28,7 @@ from cumla.compat._arguments import (
 )
 from cumla.compat._flash_attention import attend_to_rows, factors_of, no_metadata, options_of
 from cumla.compat._table import Interface
+from cumla.core.names import arg
 from cumla.mha.cache import append_kv_cache
 
 if TYPE_CHECKING:
@@ -234,8 +235,8 @@ def reshape_and_cache_flash(
         for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
             if (cache.dtype.itemsize == 1) != is_fp8:
                 raise ValueError(
-                    f"{name}: needs the dtype that kv_cache_dtype {kv_cache_dtype!r} says, got "
-                    f"{cache.dtype}; name the one of the cache"
+                    f"{arg(name)}: needs the dtype that kv_cache_dtype {kv_cache_dtype!r} says, "
+                    f"got {cache.dtype}; name the one of the cache"
                 )
         check_new_rows(key=(key, key_cache), value=(value, value_cache))
         append_kv_cache(key[:slots], value[:slots], key_cache, value_cache, slot_mapping, **scales)

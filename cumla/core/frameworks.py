@@ -196,7 +196,9 @@ class _Torch(Allocator):
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         if self._compiles():
-            raise TypeError(f"{named[0][0]}: cumla runs eagerly, got torch.compile; {_DISABLE}")
+            raise TypeError(
+                f"{arg(named[0][0])}: cumla runs eagerly, got torch.compile; {_DISABLE}"
+            )
         if (self._modes() or self._has_mode()) and self._is_traced():
             raise self.traced(named[0][0])
         with self._plainly():

@@ -12,7 +12,10 @@ _names: ContextVar[_Names | None] = ContextVar("names", default=None)
 
 
 def arg(name: str) -> str:
-    """Return the caller's name of an argument, or of a part of one, such as ``kv_cache[0]``."""
+    """Return the caller's name of an argument, or of a part of one, such as ``kv_cache[0]``.
+
+    A caller may have its own words for a phrase as well.
+    """
     found = _names.get()
     while found is not None:
         names, found = found
@@ -24,6 +27,18 @@ def arg(name: str) -> str:
     return name
 
 
+def enter(names: Mapping[str, str]) -> None:
+    """Let messages have the names to which `names` lead, until :func:`leave`."""
+    _names.set((names, _names.get()))
+
+
+def leave() -> None:
+    """Let messages have the names of before the last :func:`enter`."""
+    found = _names.get()
+    assert found is not None
+    _names.set(found[1])
+
+
 class Naming:
     """A ``with`` block in whose messages arguments have the names to which `names` lead."""
 
@@ -33,9 +48,7 @@ class Naming:
         self._names = names
 
     def __enter__(self) -> None:
-        _names.set((self._names, _names.get()))
+        enter(self._names)
 
     def __exit__(self, *error: object) -> None:
-        found = _names.get()
-        assert found is not None
-        _names.set(found[1])
+        leave()

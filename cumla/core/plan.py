@@ -455,9 +455,10 @@ class Plan(Single, ABC, Generic[K]):
             if changed.size:
                 at = tuple(changed[0])
                 raise ValueError(
-                    f"{arg(name)}[{', '.join(map(str, at))}]: needs the value that the plan was "
-                    f"updated with, {self._values[name][at]}, got {values[at]}; call "
-                    f"plan.update({self._lengths}) after each change of the lengths"
+                    f"{arg(name)}[{', '.join(map(str, at))}]: needs the value "
+                    f"{arg('that the plan was updated with')}, {self._values[name][at]}, got "
+                    f"{values[at]}; "
+                    f"{arg(f'call plan.update({self._lengths}) after each change of the lengths')}"
                 )
 
     def _call(self, *values: Any) -> Any:

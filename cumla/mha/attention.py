@@ -344,7 +344,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         if a.pages is None:
             _check_lengths(host, tokens, 1)
             if "kv_indptr" in host:
-                need = f"an offset from 0 to {page_size}, the rows of k"
+                need = f"an offset from 0 to {page_size}, the rows of {arg('k')}"
                 bounds = host["kv_indptr"]
                 wrong = bounds > page_size
                 refuse_value("kv_indptr", bounds, wrong, need, "the kernels would clamp it")
@@ -474,7 +474,7 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
         check_dtype(name, view.dtype, DTYPES)
     else:
         of_q = (q.dtype,) if q.dtype == "float32" else (q.dtype, *E4M3)
-        check_dtype(name, view.dtype, of_q, "convert it, or q")
+        check_dtype(name, view.dtype, of_q, f"convert it, or {arg('q')}")
     axes = {
         "q": "(total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)",
         "k": "(num_pages, page_size, num_kv_heads, head_dim) or (total_kv, num_kv_heads, head_dim)",
@@ -530,8 +530,8 @@ def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
     if not num_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"{arg('q')}: needs a multiple of the {num_kv_heads} kv heads of {arg('k')}, got "
-            f"{num_heads} heads in shape {q.shape}; check the axes of {arg('k')} "
-            f"({arg('kv_layout')}) and of {arg('q')}"
+            f"{num_heads} heads in shape {q.shape}; check the axes of "
+            f"{arg('k (kv_layout)')} and of {arg('q')}"
         )
 
 
@@ -581,9 +581,15 @@ def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | Non
 def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
     """Check that lengths are there, and those only that mean something."""
     if (q_axes == 3) != ("qo_indptr" in given):
-        need = "offsets of the requests for q of three axes" if q_axes == 3 else "q of three axes"
-        way_out = "pass it, or q as (batch, q_len, ...)" if q_axes == 3 else "leave it out"
-        got = "None" if q_axes == 3 else f"q of {q_axes} axes"
+        need = (
+            f"offsets of the requests for {arg('q')} of three axes"
+            if q_axes == 3
+            else f"{arg('q')} of three axes"
+        )
+        way_out = (
+            f"pass it, or {arg('q')} as (batch, q_len, ...)" if q_axes == 3 else "leave it out"
+        )
+        got = "None" if q_axes == 3 else f"{arg('q')} of {q_axes} axes"
         raise ValueError(f"{arg('qo_indptr')}: needs {need}, got {got}; {way_out}")
     if k_axes == 3 and "kv_indptr" not in given:
         raise ValueError(

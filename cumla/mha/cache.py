@@ -257,7 +257,7 @@ class _Append(Unplanned[AppendKVArguments]):
             bounds = host["qo_indptr"].astype(np.int64)
             wrong = (bounds < 0) | (bounds > a.tokens)
             wrong[1:] |= np.diff(bounds) < 0
-            need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of k"
+            need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of {arg('k')}"
             refuse_value("qo_indptr", host["qo_indptr"], wrong, need)
         if "kv_lens" in host:
             _check_lengths(host, a)
@@ -289,7 +289,7 @@ def _checked(views: Mapping[str, ArrayView], options: Any) -> AppendKVArguments:
     _check_rotated(views, options.rotary_offset)
     lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
     k = checked_rows("k", views["k"], DTYPES, lead)
-    v = checked_rows("v", views["v"], (k.dtype,), lead, "convert it, or k")
+    v = checked_rows("v", views["v"], (k.dtype,), lead, f"convert it, or {arg('k')}")
     if v.shape[:3] != k.shape[:3] or len(views["v"].shape) != len(views["k"].shape):
         raise ValueError(
             f"{arg('v')}: needs the tokens and heads of {arg('k')}, {views['k'].shape[:-1]}, got "
@@ -312,7 +312,7 @@ def _checked(views: Mapping[str, ArrayView], options: Any) -> AppendKVArguments:
     if cos is not None:
         check_rotation(cos, k.shape[3], options.rotary_offset)
     batch = None if "slot_mapping" in views else sizes.get("batch")
-    told = (batch, "where there is no slot_mapping")
+    told = (batch, f"where there is no {arg('slot_mapping')}")
     return AppendKVArguments(
         q=q,
         q_out=q_out,
@@ -375,7 +375,11 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
         )
     is_uniform = len(views["k"].shape) == 4
     if "kv_lens" in views and is_uniform == ("qo_indptr" in views):
-        need = "a call without it for k of four axes" if is_uniform else "offsets of the requests"
+        need = (
+            f"a call without it for {arg('k')} of four axes"
+            if is_uniform
+            else "offsets of the requests"
+        )
         raise ValueError(
             f"{arg('qo_indptr')}: needs {need}, beside {arg('kv_lens')}, got {arg('k')} of shape "
             f"{views['k'].shape}; "
@@ -413,8 +417,8 @@ def _checked_queries(
     if "q" not in views:
         return None, None
     given = views["q"]
-    lead = "of k with num_heads in place of num_kv_heads,"
-    q = checked_rows("q", given, (k.dtype,), lead, "convert it, or k")
+    lead = f"of {arg('k')} with num_heads in place of num_kv_heads,"
+    q = checked_rows("q", given, (k.dtype,), lead, f"convert it, or {arg('k')}")
     if (q.shape[:2], q.shape[3], len(given.shape)) != (
         k.shape[:2],
         k.shape[3],
@@ -453,9 +457,9 @@ def _check_lengths(host: Host, a: AppendKVArguments) -> None:
                 for weights in (None, ahead % period == 0, (ahead - new[of]) % period == 0)
             )
             wrong = (tokens > 0) & (late == tokens) & (fit == 0)
-            need = f"the new tokens included, as {name} has them"
+            need = f"the new tokens included, as {arg(name)} has them"
             refuse_value("kv_lens", lens, wrong, need, "their positions would be too small")
     if a.cos is not None and "positions" not in host:
         rows = a.cos.shape[0]
-        need = f"at most {rows} tokens, the rows of cos_sin"
+        need = f"at most {rows} tokens, the rows of {arg('cos_sin')}"
         refuse_value("kv_lens", lens, (new > 0) & (lens > rows), need)

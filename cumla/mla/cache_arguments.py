@@ -199,7 +199,7 @@ def _checked_rows(
     if cache.rope.dtype in E4M3:  # throughout: any of the others
         dtypes, need = DTYPES, f"{', '.join(DTYPES)} or float32 for an e4m3 cache"
     else:
-        dtypes, need = (dtype,), f"kv_cache's dtype {dtype}, or float32"
+        dtypes, need = (dtype,), f"{arg('kv_cache')}'s dtype {dtype}, or float32"
     checked = {}
     for name, (given, columns) in _columns_of("rows", views, latent).items():
         if given.dtype not in (*dtypes, "float32"):

@@ -341,7 +341,8 @@ def spread(name: str, view: ArrayView, rows: Rows) -> ArrayView:
     else:
         axes = f"(batch,) or (batch, q_len) with batch {rows[0]} and q_len {rows[-1]}"
         if len(rows) == 1:
-            axes = f"(total_tokens,) with total_tokens {rows[0]}"
+            tokens = arg("total_tokens")
+            axes = f"({tokens},) with {tokens} {rows[0]}"
         raise ValueError(
             f"{arg(name)}: needs shape {axes}, got {view.shape}; pass a number for each query token"
         )
@@ -379,7 +380,7 @@ def check_places(host: Host, arguments: Attended) -> None:
     requests = np.broadcast_to(np.arange(batch)[:, None], (batch, q_len))
     if "row_to_request" in host:
         given, last = host["row_to_request"], len(table) - 1
-        need = f"a row of block_table up to {last}, or below 0 for none"
+        need = f"a row of {arg('block_table')} up to {last}, or below 0 for none"
         refuse_value("row_to_request", given, given > last, need, "its list would be empty")
         requests = on_rows(given, (batch, q_len))
     num_pages, page_size = arguments.launched.kv_cache.shape[:2]

@@ -259,7 +259,10 @@ class _TopK(Operation[_Arguments, int]):
             refuse_value("lengths", lengths, wrong, need, _CLAMPED)
         if requests is not None:
             last = arguments.views["block_table"].shape[0] - 1
-            wrong, need = requests > last, f"a row of block_table up to {last}, or below 0 for none"
+            wrong, need = (
+                requests > last,
+                f"a row of {arg('block_table')} up to {last}, or below 0 for none",
+            )
             refuse_value("row_to_request", requests, wrong, need, "it would have no slots")
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:

@@ -205,6 +205,7 @@ def test_parts_of_the_metadata_are_thread_blocks(monkeypatch: pytest.MonkeyPatch
     views = dict(
         zip((*arrays, "out"), open_call((*arrays.items(), ("out", out))).views, strict=True)
     )
+    views["context_lens"] = views["kv_lens"]
     for operation, options, written, blocks in (
         (deep_gemm._METADATA, 100, "schedule_meta", 1),
         (deep_gemm._SCORES, (50, None, False), "out", 100),

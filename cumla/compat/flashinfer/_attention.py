@@ -31,6 +31,7 @@ from cumla.compat.flashinfer.page import get_seq_lens
 from cumla.compat.flashinfer.rope import Frequencies
 from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.check_mode import check_mode
+from cumla.core.names import arg
 from cumla.core.paged import refuse_value
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
@@ -203,8 +204,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         for name in self._names.buffers.values():
             if use_cuda_graph and given[name] is None:
                 raise ValueError(
-                    f"{name}: needs a tensor with use_cuda_graph, got None; pass one with room for "
-                    f"the largest step"
+                    f"{arg(name)}: needs a tensor with use_cuda_graph, got None; pass one with "
+                    f"room for the largest step"
                 )
         buffers = {name: (theirs, given[theirs]) for name, theirs in self._names.buffers.items()}
         super().__init__(workspace, use_cuda_graph, buffers, self._names.arrays, "q")
@@ -413,7 +414,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         need, axis = self._planned_shape().num_kv_heads, -3 if self._kv_layout == "HND" else -2
         if rows.ndim > 2 and rows.shape[axis] != need:
             raise ValueError(
-                f"{name}: needs the {need} kv heads of the plan on axis {axis} with kv_layout "
+                f"{arg(name)}: needs the {need} kv heads of the plan on axis {axis} with kv_layout "
                 f"{self._kv_layout!r}, got shape {tuple(rows.shape)}; pass the cache of this "
                 f"layer, or make the wrapper with its kv_layout"
             )
@@ -426,8 +427,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             return rows
         if not rows.ndim or rows.shape[0] != batch * q_len:
             raise ValueError(
-                f"{name}: needs {q_len} rows for each of the {batch} requests of the plan, got "
-                f"shape {tuple(rows.shape)}; pass what was planned, or plan with q_len_per_req"
+                f"{arg(name)}: needs {q_len} rows for each of the {batch} requests of the plan, "
+                f"got shape {tuple(rows.shape)}; pass what was planned, or plan with q_len_per_req"
             )
         return rows.unflatten(0, (batch, q_len))
 
@@ -562,7 +563,7 @@ def _one_of(known: tuple[str, str], name: str, given: Mapping[str, Any]) -> str:
     """Return one of two words, the first where the argument is not among those given."""
     value: str = given.get(name, known[0])
     if value not in known:
-        raise ValueError(f"{name}: needs {' or '.join(map(repr, known))}, got {value!r}")
+        raise ValueError(f"{arg(name)}: needs {' or '.join(map(repr, known))}, got {value!r}")
     return value
 
 
@@ -574,8 +575,8 @@ def _said(causal: bool, options: Options) -> dict[str, Any]:
 def _check_type(name: str, tensor: Any, planned: str, dtype: Any) -> None:
     if tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: needs {planned} of the plan, {dtype}, got {tensor.dtype}; convert it, or "
-            f"plan for it"
+            f"{arg(name)}: needs {planned} of the plan, {dtype}, got {tensor.dtype}; convert it, "
+            f"or plan for it"
         )
 
 

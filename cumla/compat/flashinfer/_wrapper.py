@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cumla.compat._arguments import check_axes, check_integers, check_tensors
 from cumla.compat._table import Interface
 from cumla.core.arrays import open_call
+from cumla.core.names import arg
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -92,17 +93,18 @@ class Planned(ABC, Generic[P, S]):
         _check_lengths(name, buffer, axes)
         if name_of(buffer.dtype) != "int32":
             raise ValueError(
-                f"{name}: needs int32, in which CUDA graphs read it, got {buffer.dtype}; allocate "
-                f"it so"
+                f"{arg(name)}: needs int32, in which CUDA graphs read it, got {buffer.dtype}; "
+                f"allocate it so"
             )
         if not buffer.is_contiguous():
             raise ValueError(
-                f"{name}: needs contiguous numbers, got strides {buffer.stride()}; allocate it so"
+                f"{arg(name)}: needs contiguous numbers, got strides {buffer.stride()}; allocate "
+                f"it so"
             )
         if buffer.device != self.device:
             raise ValueError(
-                f"{name}: needs a tensor on {self.device}, where float_workspace_buffer is, got "
-                f"one on {buffer.device}; move it there"
+                f"{arg(name)}: needs a tensor on {self.device}, where float_workspace_buffer is, "
+                f"got one on {buffer.device}; move it there"
             )
 
     @property
@@ -134,8 +136,8 @@ class Planned(ABC, Generic[P, S]):
             first = self._said.get(name, value)
             if value != first:
                 raise ValueError(
-                    f"{name}: needs {first}, as in the first plan of this wrapper, got {value}; "
-                    f"with use_cuda_graph make a wrapper for each"
+                    f"{arg(name)}: needs {first}, as in the first plan of this wrapper, got "
+                    f"{value}; with use_cuda_graph make a wrapper for each"
                 )
 
     def _keep(self, arrays: dict[str, Any]) -> None:
@@ -245,10 +247,12 @@ def factor_of(name: str, scale: Any, what: str) -> float:
     elif hasattr(scale, "numel") and scale.numel() != 1:
         got = f"a tensor of shape {tuple(scale.shape)}"
     if got is not None:
-        raise ValueError(f"{name}: needs a number{what}, got {got}; pass float(...)")
+        raise ValueError(f"{arg(name)}: needs a number{what}, got {got}; pass float(...)")
     number = float(scale)
     if not 0 < number < inf:
-        raise ValueError(f"{name}: needs a number above 0, got {scale}; quantise with such a one")
+        raise ValueError(
+            f"{arg(name)}: needs a number above 0, got {scale}; quantise with such a one"
+        )
     return number
 
 

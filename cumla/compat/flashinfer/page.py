@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cumla.compat._arguments import check_integers, check_new_rows, check_tensors, missing_from
 from cumla.compat._table import Interface
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
+from cumla.core.names import arg
 from cumla.mha.cache import append_kv_cache
 from cumla.mla.cache import append_mla_cache
 
@@ -155,7 +156,7 @@ def get_batch_indices_positions(
     for name, output in given.items():
         if tuple(output.shape) != (nnz,):
             raise RuntimeError(
-                f"{name}: needs shape ({nnz},), an entry for each token, got "
+                f"{arg(name)}: needs shape ({nnz},), an entry for each token, got "
                 f"{tuple(output.shape)}; pass another"
             )
     torch = sys.modules["torch"]

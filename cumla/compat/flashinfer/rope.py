@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.compat._arguments import check_axes, check_integers, check_tensors, missing_from
 from cumla.compat._table import Interface
 from cumla.compat._torch import positions_of
+from cumla.core.names import arg
 from cumla.mha.rope import apply_rope as rotate
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _rotate_from_cache(
             check_axes(name, rows, "tokens, heads * head_size")
             if head_size < 1 or rows.shape[1] % head_size:
                 raise ValueError(
-                    f"{name}: needs a multiple of head_size {head_size} columns, got shape "
+                    f"{arg(name)}: needs a multiple of head_size {head_size} columns, got shape "
                     f"{tuple(rows.shape)}; pass the columns of a head"
                 )
         q, k, q_out, k_out = (x.unflatten(1, (-1, head_size)) for x in (query, key, *outputs))
