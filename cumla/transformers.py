@@ -56,13 +56,12 @@ def _parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     return [part for one in inner for part in _parts(one)]
 
 
-_PLAIN = {
-    one.__code__
-    for one in (
-        *(causal_mask_function, bidirectional_mask_function),
-        *(sliding_window_overlay(1), sliding_window_bidirectional_overlay(1)),
-    )
-}
+_CAUSAL = causal_mask_function.__code__
+_FULL = bidirectional_mask_function.__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_WINDOWS = sliding_window_bidirectional_overlay(1).__code__
+# The third axis of what `mask` returns tells kinds of attention apart, so that no layer reads it.
+_IS_CAUSAL, _IS_FULL, _HAS_WINDOW = 1, 2, 3  # and more by the tokens on each side of a window
 
 
 def mask(
@@ -76,47 +75,81 @@ def mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor | None:
-    """Return which keys exist, ``(batch_size, 1, 1, 2)`` int32: begin and end; None if all do.
+    """Return which keys exist, ``(batch_size, 1, kind, 2)`` int32: begin and end; None if all do.
 
     The attention itself hides later keys and those before a window. Transformers passes masks with
-    four axes on as they are.
+    four axes on as they are. With an `attention_mask` on the GPU the host waits for it, once.
 
     Raises
     ------
     NotImplementedError
-        The model masks more than that, or a request has keys on both sides of padding.
+        The model masks more than that, a request has keys on both sides of padding, or padding
+        follows keys in windows to both sides.
     """
-    unknown = [part for part in _parts(mask_function) if part.__code__ not in _PLAIN]
+    parts = _parts(mask_function)
+    unknown = [part for part in parts if part.__code__ not in (_CAUSAL, _FULL, _WINDOW, _WINDOWS)]
     if unknown:
         names = ", ".join(sorted({part.__qualname__ for part in unknown}))
         raise NotImplementedError(
             f"attention_mask: cumla's attention is causal or full, with windows and padding, got a "
             f"mask of {names}; {_ELSE}"
         )
-    end = q_offset + q_length - kv_offset
+    codes = [part.__code__ for part in parts]
+    is_causal = _CAUSAL in codes
+    kind = _IS_CAUSAL if is_causal else _IS_FULL
+    if _WINDOWS in codes:
+        (side,) = (cell.cell_contents for cell in parts[codes.index(_WINDOWS)].__closure__ or ())
+        kind = _HAS_WINDOW + side
+    if (_WINDOWS if is_causal else _WINDOW) in codes:
+        raise NotImplementedError(
+            f"attention_mask: cumla's windows are of causal attention, or to both sides, got "
+            f"another one; {_ELSE}"
+        )
+    last = q_offset + q_length - kv_offset  # where queries end among the keys
+    if kind >= _HAS_WINDOW and (isinstance(last, torch.Tensor) or last != kv_length):
+        raise NotImplementedError(
+            f"attention_mask: windows to both sides need a query for each of {kv_length} keys, got "
+            f"{q_length}; {_ELSE}"
+        )
+    end: Any = last if is_causal else kv_length
+    may_be_all = not isinstance(end, torch.Tensor) and end == kv_length and kind < _HAS_WINDOW
     if attention_mask is None:
-        if not isinstance(end, torch.Tensor) and end == kv_length:
-            return None
-        return _bounds(batch_size, 0, end, device)
-    real = attention_mask[:, -kv_length:].to(torch.bool)
+        return None if may_be_all else _bounds(batch_size, kind, 0, end, device)
+    real = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     seen = real.cumsum(-1)
     first = (seen == 0).sum(-1)
-    if q_length > 1 and not torch.compiler.is_compiling():
-        # Padding after the last token is hidden by causality; padding between tokens is not.
+    behind = (seen < seen[:, -1:]).sum(-1) + 1  # the last key
+    if not _is_recorded(real):
+        # Padding after the last key: causality hides it, else it is cut off, with its positions.
         holes = (seen > 0) & (seen < seen[:, -1:]) & ~real
-        if bool(holes.any()):
+        cut = (behind < kv_length) & (kind >= _HAS_WINDOW)
+        is_all = real.all() & (real.shape[-1] == kv_length)
+        has_holes, is_cut, is_all = torch.stack((holes.any(), cut.any(), is_all)).tolist()
+        if has_holes or is_cut:
+            got = "a mask with padding between them" if has_holes else "one with padding after them"
             raise NotImplementedError(
                 "attention_mask: cumla's attention needs the tokens of a request side by side, got "
-                f"a mask with padding between them; pad on the left, or {_ELSE}"
+                f"{got}; pad on the left, or {_ELSE}"
             )
-    return _bounds(batch_size, first, end, real.device)
+        if is_all and may_be_all:
+            return None
+    if not is_causal:
+        end = torch.maximum(first, behind)
+    return _bounds(batch_size, kind, first, end, real.device)
 
 
-def _bounds(batch: int, first: Any, end: Any, device: Any) -> torch.Tensor:
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Tell whether values cannot be looked at, because a graph or a compiler records the call."""
+    if torch.compiler.is_compiling():
+        return True
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _bounds(batch: int, kind: int, first: Any, end: Any, device: Any) -> torch.Tensor:
     bounds = torch.empty(batch, 2, dtype=torch.int32, device=device)
     bounds[:, 0] = first
     bounds[:, 1] = end
-    return bounds[:, None, None]
+    return bounds[:, None, None].expand(-1, -1, kind, -1)
 
 
 def attention(
@@ -135,8 +168,9 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as Transformers asks: ``(batch, heads, tokens, columns)`` in, tokens before heads out.
 
-    `attention_mask` is what :func:`mask` returned. `sliding_window` counts the query's own token;
-    `s_aux` are sinks. The rest is as in :func:`cumla.attention`, whose errors are raised.
+    `attention_mask` is what :func:`mask` returned; it says whether attention is causal, else the
+    module does. `sliding_window` counts the query's own token; `s_aux` are sinks. The rest is as in
+    :func:`cumla.attention`, whose errors are raised.
 
     Raises
     ------
@@ -154,16 +188,24 @@ def attention(
             f"dropout: cumla computes inference, got {dropout}; call model.eval(), or {_ELSE}"
         )
     bounds = attention_mask
-    if bounds is not None and (bounds.dtype, bounds.shape) != (torch.int32, (len(key), 1, 1, 2)):
+    kind = 0 if bounds is None else bounds.shape[-2]
+    if bounds is not None and (bounds.dtype, bounds.shape) != (torch.int32, (len(key), 1, kind, 2)):
         raise NotImplementedError(
             f"attention_mask: cumla's attention needs one of (batch, tokens), got a mask of shape "
             f"{tuple(bounds.shape)}; pass one with two axes, or {_ELSE}"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = kind == _IS_CAUSAL if kind else causal
     window: Any = None
-    if sliding_window is not None:
-        left = sliding_window - 1 if causal else sliding_window
-        window = left if causal else (left, left)
+    if causal and sliding_window is not None:
+        window = sliding_window - 1
+    elif kind >= _HAS_WINDOW:  # by the mask: modules count the query's own token, or do not
+        window = kind - _HAS_WINDOW, kind - _HAS_WINDOW
+    elif sliding_window is not None and key.shape[2] > 1:
+        raise NotImplementedError(
+            f"sliding_window: cumla's attention takes a window to both sides from the model's "
+            f"mask, which has none, got {sliding_window}; {_ELSE}"
+        )
     pages, keys = _keys(key, value, bounds)
     state = cumla.attention(
         query.transpose(1, 2),
@@ -203,6 +245,8 @@ def _keys(
 
 def _step(part: torch.Tensor) -> int | None:
     """Count the rows from a request to the next one, of ``(batch, heads, tokens, columns)``."""
+    if not part.stride(2):
+        return None
     step, rest = divmod(part.stride(0), part.stride(2))
     return None if rest or part.stride(3) != 1 else step
 

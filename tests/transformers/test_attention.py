@@ -150,24 +150,62 @@ def test_padding_and_windows(
         function = and_masks(overlay(window), causal_mask_function)
     offset = torch.tensor(end - tokens) if room else end - tokens
     bounds = ours.mask(3, tokens, size, offset, 0, function, given)
-    assert (bounds is None) == (padding is None and not room)
+    assert (bounds is None) == (not room and not any(padding or ()))
     out, weights = ours.attention(MODULE, q, k, v, bounds, scaling=0.25, sliding_window=window)
     assert weights is None
     wanted = expected(q, k, v, list(padding or (0, 0, 0)), end, window, True)
     torch.testing.assert_close(out.double(), wanted, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("window", [None, 2])
-def test_encoders(ours: Any, window: int | None) -> None:
-    q, k, v = rows(2, 4, 7, 1), rows(2, 2, 7, 2), rows(2, 2, 7, 3)
+@pytest.mark.parametrize("queries", [7, 1, 3])
+def test_encoders(ours: Any, queries: int, window: int | None, padding: str | None) -> None:
+    """Also cross attention, whose queries are fewer; of a window the mask tells the sides."""
+    q, k, v = rows(2, 4, queries, 1), rows(2, 2, 7, 2), rows(2, 2, 7, 3)
     function = bidirectional_mask_function
     if window is not None:
         function = and_masks(bidirectional_overlay(window), bidirectional_mask_function)
-    bounds = ours.mask(2, 7, 7, 0, 0, function)
-    options: dict[str, Any] = {"scaling": 0.25, "sliding_window": window, "is_causal": False}
-    out, _ = ours.attention(MODULE, q, k, v, bounds, **options)
-    wanted = expected(q, k, v, [0, 0], 7, window, False)
-    torch.testing.assert_close(out.double(), wanted, atol=2e-6, rtol=1e-5)
+    given, begin, end = None, 0, 7
+    if padding is not None:
+        given = torch.ones(2, 7)
+        begin, end = (3, 7) if padding == "left" else (0, 4)
+        given[1, :begin] = given[1, end:] = 0
+        k[1, :, :begin] = v[1, :, end:] = float("nan")
+    options: dict[str, Any] = {"scaling": 0.25, "sliding_window": window and window + 1}
+    if window is not None and (queries < 7 or padding == "right"):
+        with pytest.raises(
+            NotImplementedError, match=r"^attention_mask: .*(both sides|after them)"
+        ):
+            ours.mask(2, queries, 7, 0, 0, function, given)
+        return
+    bounds = ours.mask(2, queries, 7, 0, 0, function, given)
+    assert (bounds is None) == (padding is None and window is None)
+    module = SimpleNamespace(is_causal=bounds is not None)  # the mask says whether it is
+    out, _ = ours.attention(module, q, k, v, bounds, **options)
+    for request, (first, last) in enumerate([(0, 7), (begin, end)]):
+        one, keys, values = (part[request : request + 1] for part in (q, k, v))
+        wanted = expected(one, keys, values, [first], last, window, False)
+        seen = slice(begin if request and queries == 7 else 0, None)  # others are padding
+        torch.testing.assert_close(
+            out[request : request + 1, seen].double(), wanted[:, seen], atol=2e-6, rtol=1e-5
+        )
+
+
+def test_windows_of_a_mask_that_has_none_are_refused(ours: Any) -> None:
+    q, k, v = rows(1, 4, 7, 1), rows(1, 2, 7, 2), rows(1, 2, 7, 3)
+    with pytest.raises(NotImplementedError, match=r"^sliding_window: .*from the model's mask"):
+        ours.attention(MODULE, q, k, v, None, sliding_window=3, is_causal=False)
+
+
+def test_a_mask_may_be_longer_than_the_keys(ours: Any) -> None:
+    """A cache for a window has the last keys, and a mask may have room for later ones."""
+    given = torch.zeros(2, 12)
+    given[0, :9] = given[1, 3:9] = 1
+    bounds = ours.mask(2, 1, 4, 8, 5, causal_mask_function, given)
+    assert bounds is None  # of keys 5 to 8, which all exist
+    bounds = ours.mask(2, 1, 7, 8, 2, causal_mask_function, given)
+    assert bounds[:, 0, 0].tolist() == [[0, 7], [1, 7]]
 
 
 def test_sinks_and_soft_caps_reach_cumla(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +230,8 @@ def test_other_masks_are_refused(ours: Any) -> None:
     holes = torch.tensor([[1, 0, 1, 1]])
     with pytest.raises(NotImplementedError, match=r"^attention_mask: .* side by side, .*the left"):
         ours.mask(1, 4, 4, 0, 0, causal_mask_function, holes)
+    with pytest.raises(NotImplementedError, match=r"^attention_mask: .* side by side, .*the left"):
+        ours.mask(1, 1, 4, 3, 0, causal_mask_function, holes)  # decoding of what was padded right
     q, k, v = rows(1, 4, 2, 1), rows(1, 2, 5, 2), rows(1, 2, 5, 3)
     with pytest.raises(NotImplementedError, match=r"^attention_mask: .* got a mask of shape"):
         ours.attention(MODULE, q, k, v, torch.zeros(1, 1, 2, 5))

@@ -87,3 +87,46 @@ def test_generate(name: str, is_padded: bool, cache: dict[str, Any]) -> None:
     assert torch.equal(ours.sequences, theirs.sequences)
     for one, other in zip(ours.logits, theirs.logits, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "bart"])
+def test_encoders(name: str, padding: str | None) -> None:
+    """Full attention, windows to both sides, and cross attention."""
+    import cumla.transformers  # noqa: F401  (registers the name)
+
+    sizes = SIZES | {"pad_token_id": 0}
+    if name == "modernbert":
+        sizes |= {"local_attention": 8, "bos_token_id": 1, "eos_token_id": 1}
+        sizes |= {"cls_token_id": 1, "sep_token_id": 1}
+    if name == "bart":
+        sizes = {"d_model": 64, "vocab_size": 256, "max_position_embeddings": 64}
+        sizes |= {f"{one}_layers": 2 for one in ("encoder", "decoder")}
+        sizes |= {f"{one}_attention_heads": 4 for one in ("encoder", "decoder")}
+        sizes |= {f"{one}_ffn_dim": 64 for one in ("encoder", "decoder")}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
+    ids = torch.randint(3, 256, (3, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padding is not None:
+        mask[1, :7] = mask[2, :15] = 0
+        mask = mask if padding == "left" else mask.flip(1)
+    found: list[Any] = []
+    for implementation in ("eager", "cumla"):
+        model.set_attn_implementation(implementation)
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        if name == "bart":
+            given |= {"decoder_input_ids": ids[:, :6]}
+        if (name, padding, implementation) == ("modernbert", "right", "cumla"):
+            with pytest.raises(NotImplementedError, match=r"padding after them; pad on the left"):
+                model(**given)
+            return
+        with torch.no_grad():
+            hidden = model(**given).last_hidden_state
+        found.append(hidden if name == "bart" else hidden[mask.bool()])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
