@@ -41,8 +41,8 @@ def read(path: Path) -> Row:
     if changed := kernels.changed(record["kernels"]):
         names = ", ".join(changed[:5]) + (" and others" if len(changed) > 5 else "")
         raise StaleRecordError(
-            f"{path.name} of {record['date'][:10]} is older than the kernels: {names} compiled to "
-            f"other machine code when it was measured, or nothing says that it did not; {AGAIN}"
+            f"{path.name} of {record['date'][:10]} is older than the kernels: the evidence does "
+            f"not say that {names} still compile to the machine code that was measured; {AGAIN}"
         )
     return record
 
