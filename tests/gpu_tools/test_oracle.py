@@ -17,7 +17,7 @@ import pytest
 from cumla import reference
 from cumla.launch import module
 from cumla.launch.mla.shape import VARIANTS
-from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
+from cumla.launch.source import OPTIONS, KernelSpec
 from tests.gpu.tools import emulation, oracle, variants
 from tests.gpu.tools.cases import (
     FACTORS,
@@ -481,7 +481,7 @@ def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None
     assert set(variants.stems_of(edits)) == {stem for edit in edits for stem in edit.stems}
     texts = edited(name, page_size)
     assert texts
-    assert all(text != translation_unit(spec) for spec, text in texts.items())
+    assert all(text != variants.text_of(spec) for spec, text in texts.items())
 
 
 @pytest.mark.exhaustive

@@ -359,9 +359,12 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)
 
 
+text_of = functools.cache(translation_unit)  # of one entry point, as it is
+
+
 def edited_text(spec: KernelSpec, *edits: Edit) -> str:
     """The translation unit of one entry point after the edits."""
-    text = translation_unit(spec)
+    text = text_of(spec)
     for edit in edits:
         text = edit.apply(text)
     return text
