@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.core.spec import SPECS, Cache, Instead
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -30,7 +31,6 @@ class Operation(NamedTuple):
     make: Callable[[], Arguments]
     outputs: Callable[[], Arguments]  # those that the function would allocate
     kernels: tuple[str, ...]  # that the call launches
-    in_place: tuple[str, ...] = ()  # arguments that are written to
     integers: tuple[str, ...] = ()  # arguments that the check mode looks at
     any_values: tuple[str, ...] = ()  # of these: all values are in order
     empty: tuple[tuple[str, ...], ...] = ()  # cut to nothing on their first axes
@@ -39,16 +39,33 @@ class Operation(NamedTuple):
     def __call__(self, **changes: Any) -> Any:
         return self.function(**self.make() | changes)
 
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """Arguments that are written to and not returned."""
+        spec, given = SPECS[self.function.__name__], self.make()
+        rotated = [instead.of for instead in spec.rows(Instead) if instead.of in given]
+        return (*[cache.name for cache in spec.rows(Cache)], *rotated)
+
 
 class Planned(NamedTuple):
     """A plan, with what it takes from the arguments of its operation's call."""
 
     operation: str
     kind: Any
-    made_of: tuple[str, ...]  # by from_arrays
-    updated_with: tuple[str, ...]
     numbers: Arguments  # by the class
     updates: int = 1  # kernels that an update launches, the first of the call's
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """What `from_arrays` takes of the call."""
+        names = inspect.signature(self.kind.from_arrays).parameters
+        return tuple(picked(OPERATIONS[self.operation].make(), tuple(names)))
+
+    @property
+    def updated_with(self) -> tuple[str, ...]:
+        """What an update takes of the call."""
+        operation = OPERATIONS[self.operation]
+        return tuple(picked(operation.make(), SPECS[operation.function.__name__].planned))
 
     def make(self, arguments: Arguments, **options: Any) -> Any:
         return self.kind.from_arrays(**picked(arguments, self.made_of), **options)
@@ -513,7 +530,6 @@ OPERATIONS = {
         rows,
         dict,
         ("append_cache_bfloat16",),
-        in_place=("kv_cache", "q_pe"),
         integers=("slot_mapping", "positions"),
         empty=(("rows", "slot_mapping", "positions", "q_pe"),),
     ),
@@ -522,7 +538,6 @@ OPERATIONS = {
         rows_by_request,
         dict,
         ("append_cache_bfloat16",),
-        in_place=("kv_cache",),
         integers=("batch_indices", "positions", "block_table"),
         empty=(("rows", "batch_indices", "positions"),),
     ),
@@ -531,7 +546,6 @@ OPERATIONS = {
         rows_of_v4,
         dict,
         ("append_fp8_cache_v4",),
-        in_place=("kv_cache",),
         integers=("batch_indices", "positions", "block_table"),
         empty=(("rows", "batch_indices", "positions"),),
     ),
@@ -540,7 +554,6 @@ OPERATIONS = {
         keys_and_values,
         dict,
         ("append_kv_cache_bfloat16",),
-        in_place=("k_cache", "v_cache"),
         integers=("slot_mapping",),
         empty=(("k", "v", "slot_mapping"),),
         shares=IN_CACHES,
@@ -550,7 +563,6 @@ OPERATIONS = {
         last_tokens,
         dict,
         ("append_kv_cache_fp8_bfloat16",),
-        in_place=("k_cache", "v_cache", "q"),
         integers=("qo_indptr", "kv_lens", "block_table", "k_scale", "v_scale"),
         empty=(
             ("k", "v", "q"),
@@ -572,7 +584,6 @@ OPERATIONS = {
         keys,
         dict,
         ("append_indexer_cache_bfloat16",),
-        in_place=("kv_cache",),
         integers=("slot_mapping",),
         empty=(("k", "slot_mapping"),),
     ),
@@ -613,73 +624,53 @@ PLANS = {
     "MLADecodePlan": Planned(
         "mla_decode",
         cumla.MLADecodePlan,
-        ("q", "kv_cache"),
-        ("kv_lens",),
         {"batch": 2, "q_len": 2, "num_heads": 16},
     ),
     "MLAAttentionPlan": Planned(
         "mla_attention",
         cumla.MLAAttentionPlan,
-        ("q", "kv_cache", "qo_indptr"),
-        ("kv_lens", "qo_indptr"),
         {"batch": 2, "total_tokens": 8, "num_heads": 16},
     ),
     "MLAAttentionPlan of a list": Planned(
         "mla_attention of a list",
         cumla.MLAAttentionPlan,
-        ("q", "kv_cache", "qo_indptr"),
-        ("kv_lens", "qo_indptr", "kv_indptr"),
         {"batch": 2, "total_tokens": 8, "num_heads": 16},
     ),
     "AttentionPlan": Planned(
         "attention",
         cumla.AttentionPlan,
-        ("q", "k", "v", "qo_indptr"),
-        ("kv_lens", "qo_indptr"),
         KEYS_IN_PAGES,
     ),
     "AttentionPlan of a list": Planned(
         "attention of a list",
         cumla.AttentionPlan,
-        ("q", "k", "v", "qo_indptr"),
-        ("kv_lens", "qo_indptr", "kv_indptr"),
         KEYS_IN_PAGES,
     ),
     "AttentionPlan of rows": Planned(
         "attention of rows",
         cumla.AttentionPlan,
-        ("q", "k", "v", "qo_indptr"),
-        ("qo_indptr", "kv_indptr"),
         KEYS_IN_PAGES | {"page_size": 0},
     ),
     "AttentionPlan of equal queries": Planned(
         "attention of equal queries",
         cumla.AttentionPlan,
-        ("q", "k", "v"),
-        ("kv_lens",),
         KEYS_IN_PAGES | {"total_tokens": 4, "q_len": 2, "page_size": 3},
     ),
     "MLASparsePlan": Planned(
         "mla_sparse_decode",
         cumla.MLASparsePlan,
-        ("q", "kv_cache", "indices"),
-        ("topk_length",),
         {"batch": 2, "q_len": 2, "num_heads": 16, "topk": 5},
         updates=2,
     ),
     "MLASparsePlan of tokens": Planned(
         "mla_sparse_attention",
         cumla.MLASparsePlan,
-        ("q", "kv_cache", "indices"),
-        ("topk_length",),
         {"batch": 1, "q_len": 4, "num_heads": 16, "topk": 5},
         updates=2,
     ),
     "PagedMQALogitsPlan": Planned(
         "paged_mqa_logits",
         cumla.PagedMQALogitsPlan,
-        ("q", "kv_cache", "block_table", "kv_lens"),
-        ("kv_lens",),
         {
             "batch": 2,
             "next_n": 3,

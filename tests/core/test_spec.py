@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +91,40 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) in (int, float, str) and one == other
 
 
+@cache
+def parsed(path: str) -> ast.Module:
+    return ast.parse(Path(path).read_text("utf-8"))
+
+
+def passes_on(function: Any) -> tuple[list[str], list[str]]:
+    """The parameters of a function, and what its last statement passes on, in their orders."""
+    code = function.__code__
+    (node,) = [
+        node
+        for node in ast.walk(parsed(code.co_filename))
+        if isinstance(node, ast.FunctionDef)
+        and code.co_firstlineno in (node.lineno, *[d.lineno for d in node.decorator_list])
+    ]
+    calls = [
+        call
+        for statement in node.body
+        for call in ast.walk(statement)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("call", "_call", "_renew")
+    ]
+    assert len(calls) == 1
+    assert not calls[0].keywords
+    names = [ast.unparse(argument) for argument in calls[0].args]
+    return [name for name in inspect.signature(function).parameters if name != "self"], names
+
+
+@every_spec
+def test_functions_pass_their_arguments_on(spec: Spec) -> None:
+    parameters, passed = passes_on(spec.function)
+    assert parameters == passed
+
+
 def plans() -> list[type[Plan[Any]]]:
     return list(dict.fromkeys(planned.kind for planned in PLANS.values()))
 
@@ -101,6 +138,10 @@ def test_plans(kind: type[Plan[Any]]) -> None:
         for method in (kind.run, kind.update, kind.__init__)  # type: ignore[attr-defined,misc]
     )
     assert of_update == [*spec.planned, "stream"]
+    for method in (kind.run, kind.update):  # type: ignore[attr-defined]
+        parameters, passed = passes_on(method)
+        assert parameters == passed
+    assert spec.planned == tuple([a.name for a in spec.arrays if a.name in spec.planned])
     known = {argument.name for argument in (*spec.arguments, STREAM)}
     assert set(of_run) <= known
     assert known - {*of_run, *of_update} <= set(of_plan)
