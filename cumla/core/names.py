@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any
 
-_Names = tuple[Mapping[str, str], Any]  # and those of the caller's caller, or None
-_names: ContextVar[_Names | None] = ContextVar("names", default=None)
+# `names`: those of the caller, and those of its caller, or None. TorchDynamo traces no ContextVar.
+_local = threading.local()
 
 
 def arg(name: str) -> str:
@@ -16,7 +16,7 @@ def arg(name: str) -> str:
 
     A caller may have its own words for a phrase as well.
     """
-    found = _names.get()
+    found: Any = getattr(_local, "names", None)
     while found is not None:
         names, found = found
         if name in names:
@@ -29,14 +29,12 @@ def arg(name: str) -> str:
 
 def enter(names: Mapping[str, str]) -> None:
     """Let messages have the names to which `names` lead, until :func:`leave`."""
-    _names.set((names, _names.get()))
+    _local.names = (names, getattr(_local, "names", None))
 
 
 def leave() -> None:
     """Let messages have the names of before the last :func:`enter`."""
-    found = _names.get()
-    assert found is not None
-    _names.set(found[1])
+    _local.names = _local.names[1]
 
 
 class Naming:
