@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cumla.compat._torch import is_traced
-from cumla.core import names
+from cumla.core.names import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,9 +58,9 @@ class Interface:
         return nullcontext() if is_traced() else self
 
     def __enter__(self) -> None:
-        names.enter(self.names)
+        local.names = (self.names, getattr(local, "names", None))
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        names.leave()
+        local.names = local.names[1]
         if self.errors is not None and isinstance(error, (TypeError, ValueError)):
             raise self.errors(str(error)) from None

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-# `names`: those of the caller, and those of its caller, or None. TorchDynamo traces no ContextVar.
-_local = threading.local()
+local = threading.local()
+"""`names` of the caller, and those of its caller, or None. TorchDynamo traces no `ContextVar`."""
 
 
 def arg(name: str) -> str:
@@ -16,7 +16,7 @@ def arg(name: str) -> str:
 
     A caller may have its own words for a phrase as well.
     """
-    found: Any = getattr(_local, "names", None)
+    found: Any = getattr(local, "names", None)
     while found is not None:
         names, found = found
         if name in names:
@@ -25,16 +25,6 @@ def arg(name: str) -> str:
             argument, bracket, part = name.partition("[")
             name = f"{names.get(argument, argument)}{bracket}{part}"
     return name
-
-
-def enter(names: Mapping[str, str]) -> None:
-    """Let messages have the names to which `names` lead, until :func:`leave`."""
-    _local.names = (names, getattr(_local, "names", None))
-
-
-def leave() -> None:
-    """Let messages have the names of before the last :func:`enter`."""
-    _local.names = _local.names[1]
 
 
 class Naming:
@@ -46,7 +36,7 @@ class Naming:
         self._names = names
 
     def __enter__(self) -> None:
-        enter(self._names)
+        local.names = (self._names, getattr(local, "names", None))
 
     def __exit__(self, *error: object) -> None:
-        leave()
+        local.names = local.names[1]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import cumla
+from cumla.core.spec import SPECS, Cache, Instead
 from cumla.jax.call import Reference, refuse_outputs
 
 __all__ = ["append_indexer_cache", "append_kv_cache", "append_mla_cache"]
@@ -51,10 +52,9 @@ def append_mla_cache(
     >>> jnp.argwhere(kv_cache[..., 0]).tolist()
     [[0, 5], [1, 0]]
     """
-    refuse_outputs({"q_pe_out": options.get("q_pe_out")})
-    arguments = {"rows": rows, "slot_mapping": slot_mapping, **options}
-    cache, q_pe = _written(cumla.append_mla_cache, arguments, {"kv_cache": kv_cache, "q_pe": q_pe})
-    return cache if q_pe is None else (cache, q_pe)
+    given = {"rows": rows, "kv_cache": kv_cache, "slot_mapping": slot_mapping, "q_pe": q_pe}
+    cache, *rotated = _written(cumla.append_mla_cache, given | options)
+    return (cache, *rotated) if rotated else cache
 
 
 def append_kv_cache(
@@ -100,11 +100,8 @@ def append_kv_cache(
     >>> jnp.argwhere(k_cache[..., 0, 0]).tolist()
     [[0, 3], [1, 0]]
     """
-    refuse_outputs({"q_out": options.get("q_out")})
-    arguments = {"k": k, "v": v, "slot_mapping": slot_mapping, **options}
-    written = {"k_cache": k_cache, "v_cache": v_cache, "q": q}
-    *caches, q = _written(cumla.append_kv_cache, arguments, written)
-    return tuple(caches) if q is None else (*caches, q)
+    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
+    return _written(cumla.append_kv_cache, given | {"slot_mapping": slot_mapping} | options)
 
 
 def append_indexer_cache(k: Any, kv_cache: Any, slot_mapping: Any, **options: Any) -> Any:
@@ -137,15 +134,17 @@ def append_indexer_cache(k: Any, kv_cache: Any, slot_mapping: Any, **options: An
     >>> k = jnp.ones((2, 128), jnp.bfloat16)
     >>> kv_cache = cumla.jax.append_indexer_cache(k, kv_cache, jnp.array([0, 200]))
     """
-    arguments = {"k": k, "slot_mapping": slot_mapping, **options}
-    (cache,) = _written(cumla.append_indexer_cache, arguments, {"kv_cache": kv_cache})
+    given = {"k": k, "kv_cache": kv_cache, "slot_mapping": slot_mapping}
+    (cache,) = _written(cumla.append_indexer_cache, given | options)
     return cache
 
 
-def _written(
-    function: Callable[..., None], arguments: dict[str, Any], written: dict[str, Any]
-) -> list[Any]:
-    """Call a function that writes in place; the new arrays of `written`, in their forms."""
-    references = {name: jax.tree.map(Reference, value) for name, value in written.items()}
-    function(**arguments, **references)
-    return [jax.tree.map(lambda one: one.value, given) for given in references.values()]
+def _written(function: Callable[..., None], given: dict[str, Any]) -> tuple[Any, ...]:
+    """Call a function that writes in place; what it writes to comes back new, in its form."""
+    spec = SPECS[function.__name__]
+    refuse_outputs({instead.name: given.get(instead.name) for instead in spec.rows(Instead)})
+    names = [cache.name for cache in spec.rows(Cache)]
+    names += [other.of for other in spec.rows(Instead) if given.get(other.of) is not None]
+    references = {name: jax.tree.map(Reference, given[name]) for name in names}
+    function(**given | references)
+    return tuple([jax.tree.map(lambda one: one.value, new) for new in references.values()])
