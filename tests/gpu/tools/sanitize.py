@@ -887,10 +887,12 @@ def _kind(head: str) -> str:
 
 
 def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
-    """What each tool found, with what it made of the planted bugs."""
+    """What each tool found that has a log, with what it made of the planted bugs."""
     result: dict[str, dict[str, Any]] = {}
     for tool, plant in RUNS:
         path = folder / log_name(tool, plant)
+        if not (folder / log_name(tool, None)).exists():
+            continue
         found = read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
         if plant is None:
             result[tool] = found | {"planted": {}}
@@ -921,7 +923,10 @@ def summarise(folder: Path, evidence: Path) -> bool:
                 wrong.add(stem)
                 print(f"{'':<10} {stem}: {problem}")
     run.complete()
-    return not wrong
+    missing = [tool for tool in record.TOOLS if not (folder / log_name(tool, None)).exists()]
+    if missing:
+        print(f"without a log of {', '.join(missing)}")
+    return not wrong and not missing
 
 
 def main() -> None:
