@@ -278,26 +278,8 @@ def attention(
     (5, 8, 64)
     """
     state: AttentionState = _ATTENTION.call(
-        q,
-        k,
-        v,
-        kv_lens,
-        qo_indptr,
-        block_table,
-        kv_indptr,
-        kv_indices,
-        causal,
-        window,
-        softcap,
-        sinks,
-        softmax_scale,
-        k_scale,
-        v_scale,
-        kv_layout,
-        out,
-        lse,
-        batch_invariant,
-        stream,
+        *(q, k, v, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, causal, window, softcap),
+        *(sinks, softmax_scale, k_scale, v_scale, kv_layout, out, lse, batch_invariant, stream),
     )
     return state
 
@@ -904,20 +886,8 @@ kv_layout, out, lse, stream
             for, and neither for rows without pages.
         """
         state: AttentionState = self._call(
-            q,
-            k,
-            v,
-            block_table,
-            kv_indices,
-            softcap,
-            sinks,
-            softmax_scale,
-            k_scale,
-            v_scale,
-            kv_layout,
-            out,
-            lse,
-            stream,
+            *(q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, k_scale, v_scale),
+            *(kv_layout, out, lse, stream),
         )
         return state
 

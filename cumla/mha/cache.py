@@ -197,27 +197,9 @@ def append_kv_cache(
     [[2, 3], [5, 2]]
     """
     _APPEND.call(
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        batch_indices,
-        positions,
-        qo_indptr,
-        kv_lens,
-        block_table,
-        kv_indices,
-        kv_indptr,
-        cos_sin,
-        interleaved,
-        rotary_offset,
-        q,
-        q_out,
-        k_scale,
-        v_scale,
-        kv_layout,
-        stream,
+        *(k, v, k_cache, v_cache, slot_mapping, batch_indices, positions, qo_indptr, kv_lens),
+        *(block_table, kv_indices, kv_indptr, cos_sin, interleaved, rotary_offset, q, q_out),
+        *(k_scale, v_scale, kv_layout, stream),
     )
 
 

@@ -148,20 +148,8 @@ def mla_attention(
     (5, 16, 512)
     """
     state: AttentionState = _ATTENTION.call(
-        q,
-        kv_cache,
-        block_table,
-        kv_lens,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        softmax_scale,
-        kv_scale,
-        fp8_products,
-        causal,
-        out,
-        lse,
-        stream,
+        *(q, kv_cache, block_table, kv_lens, qo_indptr, kv_indptr, kv_indices, softmax_scale),
+        *(kv_scale, fp8_products, causal, out, lse, stream),
     )
     return state
 
@@ -335,16 +323,8 @@ stream
             asks for: the other is one more ValueError.
         """
         state: AttentionState = self._call(
-            q,
-            kv_cache,
-            block_table,
-            kv_indices,
-            softmax_scale,
-            kv_scale,
-            fp8_products,
-            out,
-            lse,
-            stream,
+            *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, out),
+            *(lse, stream),
         )
         return state
 

@@ -176,20 +176,8 @@ def append_mla_cache(
     True
     """
     _APPEND.call(
-        rows,
-        kv_cache,
-        slot_mapping,
-        batch_indices,
-        positions,
-        block_table,
-        kv_indices,
-        kv_indptr,
-        cos_sin,
-        interleaved,
-        q_pe,
-        q_pe_out,
-        kv_scale,
-        stream,
+        *(rows, kv_cache, slot_mapping, batch_indices, positions, block_table, kv_indices),
+        *(kv_indptr, cos_sin, interleaved, q_pe, q_pe_out, kv_scale, stream),
     )
 
 

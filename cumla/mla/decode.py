@@ -207,18 +207,8 @@ def mla_decode(
     (1, 1, 16, 512)
     """
     state: AttentionState = _DECODE.call(
-        q,
-        kv_cache,
-        block_table,
-        kv_lens,
-        softmax_scale,
-        kv_scale,
-        fp8_products,
-        causal,
-        batch_invariant,
-        out,
-        lse,
-        stream,
+        *(q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal),
+        *(batch_invariant, out, lse, stream),
     )
     return state
 

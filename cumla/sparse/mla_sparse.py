@@ -203,22 +203,9 @@ def mla_sparse_decode(
     (1, 2, 16, 512)
     """
     state: AttentionState = _DECODE.call(
-        q,
-        kv_cache,
-        indices,
-        topk_length,
-        block_table,
-        row_to_request,
-        extra_kv_cache,
-        extra_indices,
-        extra_topk_length,
-        sinks,
-        softmax_scale,
-        kv_scale,
-        batch_invariant,
-        out,
-        lse,
-        stream,
+        *(q, kv_cache, indices, topk_length, block_table, row_to_request, extra_kv_cache),
+        *(extra_indices, extra_topk_length, sinks, softmax_scale, kv_scale, batch_invariant, out),
+        *(lse, stream),
     )
     return state
 
@@ -292,22 +279,9 @@ def mla_sparse_attention(
     (3, 16, 512)
     """
     state: AttentionState = _ATTENTION.call(
-        q,
-        kv_cache,
-        indices,
-        topk_length,
-        block_table,
-        row_to_request,
-        extra_kv_cache,
-        extra_indices,
-        extra_topk_length,
-        sinks,
-        softmax_scale,
-        kv_scale,
-        batch_invariant,
-        out,
-        lse,
-        stream,
+        *(q, kv_cache, indices, topk_length, block_table, row_to_request, extra_kv_cache),
+        *(extra_indices, extra_topk_length, sinks, softmax_scale, kv_scale, batch_invariant, out),
+        *(lse, stream),
     )
     return state
 
@@ -514,19 +488,8 @@ softmax_scale, kv_scale, out, lse, stream
             As :meth:`cumla.MLADecodePlan.run`.
         """
         state: AttentionState = self._call(
-            q,
-            kv_cache,
-            indices,
-            block_table,
-            row_to_request,
-            extra_kv_cache,
-            extra_indices,
-            sinks,
-            softmax_scale,
-            kv_scale,
-            out,
-            lse,
-            stream,
+            *(q, kv_cache, indices, block_table, row_to_request, extra_kv_cache, extra_indices),
+            *(sinks, softmax_scale, kv_scale, out, lse, stream),
         )
         return state
 

@@ -161,21 +161,8 @@ def top_k(
            [1, 3]], dtype=int32)
     """
     result: TopKResult = _TOP_K.call(
-        scores,
-        k,
-        lengths,
-        row_starts,
-        block_table,
-        page_size,
-        row_to_request,
-        offsets,
-        out,
-        out_positions,
-        valid_counts,
-        values,
-        sorted,
-        tie_break,
-        stream,
+        *(scores, k, lengths, row_starts, block_table, page_size, row_to_request, offsets, out),
+        *(out_positions, valid_counts, values, sorted, tie_break, stream),
     )
     return result
 

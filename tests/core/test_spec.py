@@ -115,7 +115,10 @@ def passes_on(function: Any) -> tuple[list[str], list[str]]:
     ]
     assert len(calls) == 1
     assert not calls[0].keywords
-    names = [ast.unparse(argument) for argument in calls[0].args]
+    names = []
+    for argument in calls[0].args:
+        group = argument.value.elts if isinstance(argument, ast.Starred) else [argument]
+        names += [ast.unparse(one) for one in group]
     return [name for name in inspect.signature(function).parameters if name != "self"], names
 
 
