@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that are on or off: a bool of Python or NumPy, and nothing that is merely true or false.
 
-Every such option of every public operation and plan is here: a new one without a call fails
+Those of functions are found in their specs. A new one of a plan without a call fails
 `test_every_flag_is_here`.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.core.spec import SPECS
 from tests.calls import E4M3, OPERATIONS, PLANS, Arguments, arrays_of, refused
 from tests.sparse.dsa_cases import MADE_OF, Step
 
@@ -48,25 +49,10 @@ def of_plan(name: str, **options: Any) -> tuple[Call, Call, Call]:
 
 def calls() -> Iterator[tuple[str, str, Call]]:
     """Name every function with a flag, the flag, and a call."""
-    for name, flag in (
-        ("mla_decode", "causal"),
-        ("mla_decode", "batch_invariant"),
-        ("mla_attention", "causal"),
-        ("mla_sparse_decode", "batch_invariant"),
-        ("mla_sparse_attention", "batch_invariant"),
-        ("attention", "causal"),
-        ("attention", "batch_invariant"),
-        ("mqa_logits", "clean"),
-        ("paged_mqa_logits", "clean"),
-        ("append_mla_cache", "interleaved"),
-        ("append_kv_cache", "interleaved"),
-        ("apply_rope", "interleaved"),
-        ("quantize_fp8", "power_of_two_scales"),
-        ("append_indexer_cache", "power_of_two_scales"),
-        ("top_k", "values"),
-        ("top_k", "sorted"),
-    ):
-        yield name, flag, of_function(name)
+    for name, spec in SPECS.items():
+        for option in spec.options:
+            if option.kind == "bool" and option.name != "fp8_products":
+                yield name, option.name, of_function(name)
     for name in ("MLADecodePlan", "AttentionPlan"):
         for flag, longest in (("causal", {}), ("batch_invariant", {"max_kv_len": 64})):
             made, from_arrays, size = of_plan(name, **longest)

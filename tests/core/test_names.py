@@ -8,7 +8,8 @@ import pytest
 
 import cumla
 from cumla.core.names import Naming, arg
-from tests.calls import OPERATIONS, refused
+from cumla.core.spec import SPECS
+from tests.calls import OPERATIONS, Operation, arrays_of, every_operation, refused, with_array
 
 
 def test_names_and_parts() -> None:
@@ -47,3 +48,17 @@ def test_messages() -> None:
             cumla.mla_decode(**given | {"kv_lens": given["kv_lens"][:1]})
         with refused(TypeError, "seq_lens: needs an array of CuPy"):
             cumla.mla_decode(**given | {"kv_lens": [1, 2]})
+
+
+@every_operation
+def test_all_messages(operation: Operation) -> None:
+    """Whatever is wrong has the caller's name."""
+    spec, given = SPECS[operation.function.__name__], operation.make() | operation.outputs()
+    names = {a.name: f"their_{a.name}" for a in spec.arguments}
+    wrong = [{option.name: object()} for option in spec.options if option.name != "tie_break"]
+    for name, array in arrays_of(given):
+        for other in ("text", array.astype(np.complex64), array[..., None, None, None]):
+            wrong.append(with_array(given, name, other))
+    for changes in wrong:
+        with Naming(names), pytest.raises((TypeError, ValueError), match=r"^their_"):
+            operation.function(**given | changes)
