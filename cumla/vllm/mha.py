@@ -137,7 +137,8 @@ def _plans_of(form: Form, spec: Any, vllm_config: Any, device: torch.device) -> 
     if divides_steps(vllm_config):  # parts of a step run beside each other, with a builder each
         return make()
     sizes = spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype
-    key = id(vllm_config), str(device), form, *sizes  # a builder keeps its vllm_config
+    # All that plans are made with: captured steps may outlive a model, whose id another one gets.
+    key = id(vllm_config), str(device), form, *sizes, vllm_config.model_config.dtype
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS[key] = make()

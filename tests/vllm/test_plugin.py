@@ -401,6 +401,11 @@ def test_groups_of_layers_of_one_form_share_a_schedule(
                 assert layers(steps).count("schedule") == 0
     again = groups[1].step(lens, offsets, 2)  # lengths in the same arrays may be others
     assert all(again.steps[form] is not steps[1].steps[form] for form in again.steps)
+    plans = groups[1].builder._plans
+    assert all((plans[form] is first.builder._plans[form]) is not ubatching for form in plans)
+    first.builder.vllm_config.model_config.dtype = torch.float16  # as of a later model
+    later = first.another_group().builder._plans
+    assert all(plans[form] is not later[form] for form in plans)
 
 
 @pytest.mark.parametrize("starts", [(0, 1, 2), (0, 2, 4), (0, 1, 4)])
