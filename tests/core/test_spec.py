@@ -30,7 +30,8 @@ KINDS = {  # of options in PyTorch, by their annotations
     "int | Sequence[int | None] | None": "int[]?",
     "Any": "str?",
 }
-every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+NAMES = sorted(SPECS)  # which are in the order of the imports, another one in each process
+every_spec = pytest.mark.parametrize("spec", [SPECS[name] for name in NAMES], ids=NAMES)
 
 
 def test_every_function_has_a_spec() -> None:
