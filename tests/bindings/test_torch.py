@@ -247,7 +247,7 @@ def of_batch(batch: int) -> dict[str, Arguments]:
     }
 
 
-@pytest.mark.parametrize("name", some_of(SPECS, "attention", "append_kv_cache"))
+@pytest.mark.parametrize("name", some_of(sorted(SPECS), "attention", "append_kv_cache"))
 def test_batches_share_a_graph(name: str) -> None:
     function, graphs = getattr(cumla, name), CompileCounterWithBackend("aot_eager")
     constants = {"paged_mqa_logits": {"max_kv_len": 32}, "top_k": {"k": 8}}.get(name, {})

@@ -49,7 +49,7 @@ def of_plan(name: str, **options: Any) -> tuple[Call, Call, Call]:
 
 def calls() -> Iterator[tuple[str, str, Call]]:
     """Name every function with a flag, the flag, and a call."""
-    for name, spec in SPECS.items():
+    for name, spec in sorted(SPECS.items()):
         for option in spec.options:
             if option.kind == "bool" and option.name != "fp8_products":
                 yield name, option.name, of_function(name)
