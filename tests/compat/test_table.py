@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cumla.compat._table import Interface
+from cumla.core.names import arg
 
 torch = pytest.importorskip("torch")
 
@@ -26,17 +27,22 @@ TABLE = Interface(
 
 @pytest.mark.parametrize("error", [TypeError, ValueError])
 def test_errors_have_the_names_and_the_kind_of_the_caller(error: type[Exception]) -> None:
-    message = "q[0]: needs the rows of q and kv_lens, got a.q, qk and max_kv_lens"
+    def message() -> str:
+        return (
+            f"{arg('q[0]')}: needs the rows of {arg('q')} and {arg('kv_lens')}, got a.q, qk and "
+            "max_kv_lens"
+        )
+
     with pytest.raises(RuntimeError) as caught, TABLE():
-        raise error(message)
+        raise error(message())
     assert str(caught.value) == (
         "q_nope: needs the rows of query and seq_lens, got a.q, qk and max_kv_lens"
     )
     assert caught.value.__suppress_context__
     with pytest.raises(error, match=r"^q\[0\]"), Interface():
-        raise error(message)
+        raise error(message())
     with pytest.raises(error, match=r"^rows: needs the rows of query"), named():
-        raise error(message)
+        raise error(message())
     with pytest.raises(KeyError), TABLE:  # others pass unchanged
         raise KeyError("q")
 
