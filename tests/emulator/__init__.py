@@ -30,7 +30,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.core import _driver, frameworks
+from cumla.core import _cupy, _driver, frameworks
 from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.operation import Address, Ready
 from cumla.launch import device, module
@@ -201,6 +201,8 @@ def emulated_gpu(multiprocessors: int = 4, *, always: bool = False) -> Iterator[
     gpu = DeviceProperties("emulated", (9, 0), multiprocessors, 232448, 50 << 20)
     real = {"properties": device.properties, "load": module.load, "driver": _driver.driver}
     put = {"properties": lambda ordinal: gpu, "load": lambda *a, **o: None, "driver": FakeDriver}
+    real["current_device"] = _cupy.current_device  # which would import the real CuPy
+    put["current_device"] = lambda: 0
     with contextlib.ExitStack() as stack:
         cupy = sys.modules.pop("cupy", None)  # another test's, without a GPU
         if cupy is not None:
