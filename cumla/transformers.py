@@ -20,17 +20,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import (
-    AttentionMaskInterface,
-    bidirectional_mask_function,
-    causal_mask_function,
-    sliding_window_bidirectional_overlay,
-    sliding_window_overlay,
-)
-
 import cumla
+from cumla.errors import MissingDependencyError
+
+try:
+    import torch
+    from transformers import AttentionInterface
+    from transformers.masking_utils import (
+        AttentionMaskInterface,
+        bidirectional_mask_function,
+        causal_mask_function,
+        sliding_window_bidirectional_overlay,
+        sliding_window_overlay,
+    )
+except ImportError as error:
+    problem = (
+        f"transformers: cumla.transformers needs Transformers, with its mask functions ({error})"
+    )
+    raise MissingDependencyError(problem, "pip install torch transformers") from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

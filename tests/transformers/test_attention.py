@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cumla.errors import MissingDependencyError
 from tests.bindings.stand_in import standing_in
 
 torch = pytest.importorskip("torch")
@@ -85,6 +86,16 @@ def ours() -> Iterator[Any]:
 
 def test_importing_registers_the_name(ours: Any) -> None:
     assert registered == {"cumla.attention": ours.attention, "cumla.mask": ours.mask}
+
+
+@pytest.mark.parametrize("missing", ["transformers", "transformers.masking_utils"])
+def test_what_is_missing_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old version has no mask functions."""
+    monkeypatch.delitem(sys.modules, "cumla.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AttentionInterface=Interface))
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(MissingDependencyError, match=r"^transformers: .*\bpip install torch trans"):
+        import_module("cumla.transformers")
 
 
 MODULE = SimpleNamespace(is_causal=True)
