@@ -7,21 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from cumla.core.arguments import check_device_number
-from cumla.core.plan import Plan
+from cumla.core.plan import Single
 from cumla.core.spec import SPECS
 from cumla.launch import all_specs
 from cumla.launch.device import current_device, require_hopper
 from cumla.launch.module import load
-from cumla.sparse.dsa import DSAPlan
 
 __all__ = ["prepare"]
 
 _SUCH_AS = "such as cumla.append_mla_cache"
 
 
-def prepare(
-    *plans_or_functions: Plan[Any] | DSAPlan | Callable[..., Any], device: int | None = None
-) -> None:
+def prepare(*plans_or_functions: Single | Callable[..., Any], device: int | None = None) -> None:
     """Compile and load kernels: later calls do not wait for it, nor fail under stream capture.
 
     Parameters
@@ -53,7 +50,7 @@ def prepare(
         )
     begins: list[str] = []
     for i, given in enumerate(plans_or_functions):
-        if isinstance(given, (Plan, DSAPlan)):
+        if isinstance(given, Single):
             continue
         # By the public function itself: others have its name, such as that of cumla.reference.
         spec = SPECS.get(getattr(given, "__name__", ""))
@@ -67,7 +64,7 @@ def prepare(
         device = current_device() if device is None else device
         require_hopper(device)
     for given in plans_or_functions:
-        if isinstance(given, (Plan, DSAPlan)):
+        if isinstance(given, Single):
             given.prepare()
     for kernel in all_specs() if begins else ():
         if kernel.entry.startswith(tuple(begins)):

@@ -70,6 +70,7 @@ from cumla.core.frameworks import (
     framework_of_type,
     torch_framework,
 )
+from cumla.core.names import arg
 from cumla.core.operation import (
     Ready,
     Scheduled,
@@ -415,7 +416,7 @@ def _traced(name: str, tensor: Any) -> TypeError:
     if type(tensor) not in _WITHOUT_MEMORY:
         return torch_framework().traced(name)
     kind = type(tensor).__name__
-    text = f"{name}: needs a tensor with memory, got a {kind}; {NO_PLANS}{NO_DSA_PLAN}"
+    text = f"{arg(name)}: needs a tensor with memory, got a {kind}; {NO_PLANS}{NO_DSA_PLAN}"
     return Traced(text, __name__)
 
 

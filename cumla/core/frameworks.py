@@ -238,7 +238,7 @@ class _Torch(Allocator):
     @staticmethod
     def traced(name: str) -> TypeError:
         """Make the error of a tensor with memory in such a mode, or what enters the graph."""
-        got = f"{name}: cumla runs eagerly, got a call under make_fx or a FakeTensorMode; "
+        got = f"{arg(name)}: cumla runs eagerly, got a call under make_fx or a FakeTensorMode; "
         if "cumla.torch" in sys.modules:
             return Traced(f"{got}{NO_PLANS}{NO_DSA_PLAN}", "cumla.torch")
         return TypeError(f"{got}{_IMPORT}")

@@ -339,7 +339,8 @@ def run(
     with call:
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
-            operation.ready.keep(identity, known)
+            if looked is None or known.packed is None:
+                operation.ready.keep(identity, known)
         if looked is not None and known.packed is not None:
             operation.ready.keep(looked, known)
         if operation.writes_first and call.note_written is not None:

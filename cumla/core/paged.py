@@ -269,7 +269,7 @@ def refuse_positions(
     positions: np.ndarray[Any, Any], count: int, otherwise: str = _SKIPPED
 ) -> None:
     """Raise for the first position that is not one of `count` in the table of angles."""
-    need = f"a row of cos_sin, up to {count - 1}, or below 0"
+    need = f"a row of {arg('cos_sin')}, up to {count - 1}, or below 0"
     refuse_value("positions", positions, positions >= count, need, otherwise)
 
 

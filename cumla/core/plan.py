@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from abc import ABC
+from abc import ABC, abstractmethod
 from inspect import signature
 from threading import get_ident
 from types import MappingProxyType
@@ -246,8 +246,12 @@ class PlanMemory:
         raise _never_updated(lengths)
 
 
-class Single:
-    """Base of what is never copied: a copy would write to the same memory."""
+class Single(ABC):
+    """Base of what holds a schedule, and is never copied: a copy would write to the same memory."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Compile and load all kernels."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""
@@ -257,7 +261,7 @@ class Single:
         )
 
 
-class Plan(Single, ABC, Generic[K]):
+class Plan(Single, Generic[K]):
     """A schedule and its buffer, for every layer of a step: base of all families' plans."""
 
     _operation: ClassVar[Scheduled[Any, Any]]
