@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cumla.core._cupy import compile_in_memory, compiles_in_memory
@@ -284,12 +285,20 @@ def _refuse_if_shared(path: str | Path) -> None:
 def why_cache_is_shared() -> str | None:
     """Say why nothing is loaded from CuPy's cache folder, nor kept there; None if it is.
 
-    The group may write there: CuPy makes the folder as the umask says.
+    The group may write there: CuPy makes the folder as the umask says. Its files are looked at once
+    a process: nobody else can add one later, unless the folder itself is shared.
     """
-    folder, names = str(cache_dir()), ["."]
-    with suppress(OSError):  # not there, or it may be read but not listed
-        names += sorted(os.listdir(folder))
-    paths = [os.path.normpath(os.path.join(folder, name)) for name in names]
+    folder = str(cache_dir())
+    why = why_shared(folder, 0o002)
+    if why is None:
+        with suppress(OSError):  # not there, or it may be read but not listed
+            why = _why_files_are_shared(folder)
+    return why
+
+
+@cache
+def _why_files_are_shared(folder: str) -> str | None:
+    paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
     return next((why for path in paths if (why := why_shared(path, 0o002)) is not None), None)
 
 

@@ -495,6 +495,39 @@ class TestCacheOfOthers:
             assert f"got {at} of user 1001 with mode 755" in warning
             assert "in a folder of your own" in warning
 
+    def test_files_are_looked_at_once(self, small, cache, tmp_path, monkeypatch, caplog):
+        """A folder may hold thousands; the folder itself is looked at each time."""
+        looked, real = [], os.stat
+
+        def stat(path, **how):
+            looked.append(str(path))
+            return real(path, **how)
+
+        monkeypatch.setattr(os, "stat", stat)
+        assert self.load_two(small, caplog) == (True, [])
+        assert looked.count(str(cache / "one.cubin")) == 1
+        other = tmp_path / "other"
+        other.mkdir(mode=0o755)
+        (other / "two.cubin").write_bytes(b"image")
+        monkeypatch.setenv("CUPY_CACHE_DIR", str(other))
+        assert self.load_two(replace(small, threads=64), caplog) == (True, [])
+        assert looked.count(str(other / "two.cubin")) == 1
+        other.chmod(0o777)
+        found, (warning,) = self.load_two(replace(small, threads=96), caplog)
+        assert not found
+        assert f"got {other} of user" in warning
+
+    def test_a_folder_that_appears_later(self, small, cache, monkeypatch, caplog):
+        monkeypatch.setenv("CUPY_CACHE_DIR", str(cache / "later"))
+        assert self.load_two(small, caplog) == (True, [])
+        (cache / "later").mkdir(mode=0o755)
+        at = cache / "later" / "planted.cubin"
+        at.write_bytes(b"image")
+        at.chmod(0o777)
+        found, (warning,) = self.load_two(replace(small, threads=64), caplog)
+        assert not found
+        assert f"got {at} of user" in warning
+
     def test_a_folder_that_cannot_be_listed(self, small, cache, monkeypatch, caplog):
         def refuse(path):
             raise PermissionError(f"[Errno 13] Permission denied: {path}")
