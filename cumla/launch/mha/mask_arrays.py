@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of attention knows of a mask: where its arrays lie, and their form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["FORMS", "MOST_WORDS", "NO_MASK", "MaskArrays"]
+
+FORMS = ("none", "rows", "tree")
+MOST_WORDS = 8  # of 32 keys each, that a row of a tree may have
+
+
+class MaskArrays(NamedTuple):
+    """Addresses of the arrays of a mask, 0 for one that is not given; all are contiguous.
+
+    Query row t of a call, counted over all requests, has element t of `start`, `end` and `tree`.
+    Positions are those of keys in their request, any int32, which kernels clamp.
+    """
+
+    start: int = 0  # (total_tokens,) int32: first visible key; 0: key 0
+    # (total_tokens,) int32: last visible key, inclusive; 0: the causal end, or the last key.
+    end: int = 0
+    prefix_len: int = 0  # (batch,) int32: keys before it are visible besides; 0: no such keys
+    tree: int = 0  # (total_tokens, words) uint32: bit i of word w is key tree_start + 32 w + i
+    tree_start: int = 0  # (batch,) int32: the first key of the bits; 0: kv_len - q_len
+    words: int = 0  # of a row of `tree`, at most MOST_WORDS
+    form: str = "none"  # of FORMS: "rows" has no tree, "tree" has one, "none" has no array
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no mask."""
+        return self.form == "none"
+
+
+NO_MASK = MaskArrays()
