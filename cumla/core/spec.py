@@ -12,7 +12,7 @@ from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from numbers import Real
 from operator import itemgetter
 from types import MappingProxyType
@@ -27,6 +27,8 @@ Split = Callable[[str, Any], dict[str, Any]]
 """Names the arrays that an argument consists of."""
 Check = Callable[[str, Any], Any]
 """Returns an option in its one form, or raises an error with its name."""
+Getter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""Picks some of the arguments of a call."""
 Sorted = tuple[dict[str, Any], dict[str, Any], Any]
 """Inputs, arrays to write to, and options, as `cumla.core.operation.run` takes them."""
 
@@ -308,8 +310,8 @@ class Sorter:
     def look(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Hashable]:
         """List the arrays among the arguments of a call, and all else that it is known again by.
 
-        `values` are those of `names`. An option counts with its type, because 1 equals True. All
-        loops run in C.
+        `values` are those of `names`. An option counts with its type, and with those of the values
+        in a tuple, because 3.0 equals 3 and 1 equals True. All loops run in C.
         """
         types = tuple(map(type, values))
         look = self._looks.get(types) or self._look(types, values)
@@ -328,15 +330,26 @@ class Sorter:
                 arrays.append(argument.name)
         if len(self._looks) >= _MOST_LOOKS:
             self._looks.clear()
-        split = [name for name in arrays if isinstance(values[self.names.index(name)], _PARTS)]
         found = Look(next(_numbers), self._getter(arrays), self._getter(options))
-        if split:
+        given = dict(zip(self.names, values, strict=True))
+        if several := [name for name in options if isinstance(given[name], tuple)]:
+            found = self._with_types(found, self._getter(several))
+        if split := [name for name in arrays if isinstance(given[name], _PARTS)]:
             found = self._apart(found, self._getter(split))
         self._looks[types] = found
         return found
 
     @staticmethod
-    def _apart(look: Look, parts_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Look:
+    def _with_types(look: Look, several_of: Getter) -> Look:
+        """Count the types of what is in options that are tuples."""
+
+        def typed(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*look.options_of(values), *map(type, chain(*several_of(values))))
+
+        return look._replace(options_of=typed)
+
+    @staticmethod
+    def _apart(look: Look, parts_of: Getter) -> Look:
         """Take arrays in parts one by one, and count the parts."""
         number, arrays_of, options_of = look
 
@@ -354,7 +367,7 @@ class Sorter:
 
         return Look(number, flat, counted)
 
-    def _getter(self, names: Sequence[str]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    def _getter(self, names: Sequence[str]) -> Getter:
         """Make the function that picks the values of some names."""
         places = [self.names.index(name) for name in names]
         if len(places) > 1:
@@ -369,8 +382,8 @@ class Look(NamedTuple):
     """How calls are looked at whose arguments have the same types."""
 
     number: int  # its own
-    arrays_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    options_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    arrays_of: Getter
+    options_of: Getter
 
 
 _MOST_LOOKS = 256

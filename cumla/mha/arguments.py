@@ -46,7 +46,7 @@ def checked_layout(value: object, name: str = "kv_layout") -> str:
         raise ValueError(
             f"{arg(name)}: needs {' or '.join(map(repr, LAYOUTS))}, got {value!r}; pass one of them"
         )
-    return str(value)
+    return LAYOUTS[LAYOUTS.index(value)]  # str() of an enumeration's member is another one
 
 
 KV_LAYOUT = Option("kv_layout", LAYOUTS[0], lambda name, value: checked_layout(value, name), "str")
