@@ -246,7 +246,7 @@ def selected() -> Arguments:
         "q": numbers(2, 2, 16, 576),
         "kv_cache": numbers(6, 64, 1, 576),
         "indices": int32(*LISTS),
-        "topk_length": int32(5, 3),
+        "topk_lens": int32(5, 3),
     }
 
 
@@ -256,7 +256,7 @@ def selected_of_tokens() -> Arguments:
         "q": numbers(4, 16, 576),
         "kv_cache": numbers(6, 64, 1, 576),
         "indices": int32(*LISTS).reshape(4, 5) // 2,
-        "topk_length": int32(5, 3, 0, 4),
+        "topk_lens": int32(5, 3, 0, 4),
         "block_table": int32([0, 1, 2], [3, 4, 5]),
         "row_to_request": int32(1, 0, 1, 0),
         "sinks": numbers(16, dtype=np.float32),
@@ -417,8 +417,8 @@ def scores() -> Arguments:
     values[2] = np.round(values[2])
     return {
         "scores": values,
-        "k": 8,
-        "lengths": int32(5, 40, 30),
+        "topk": 8,
+        "row_lens": int32(5, 40, 30),
         "row_starts": int32(0, 0, 3),
         "block_table": int32([7, 1, 0], [2, -1, 4]),
         "page_size": 16,
@@ -496,18 +496,18 @@ OPERATIONS = {
         selected,
         lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
         ("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
-        integers=("topk_length", "indices"),
+        integers=("topk_lens", "indices"),
         any_values=("indices",),
-        empty=(("q", "indices", "topk_length"),),
+        empty=(("q", "indices", "topk_lens"),),
     ),
     "mla_sparse_attention": Operation(
         cumla.mla_sparse_attention,
         selected_of_tokens,
         lambda: {"out": aligned((4, 16, 512)), "lse": aligned((4, 16), np.float32)},
         ("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
-        integers=("topk_length", "row_to_request", "block_table", "indices"),
+        integers=("topk_lens", "row_to_request", "block_table", "indices"),
         any_values=("indices",),
-        empty=(("q", "indices", "topk_length", "row_to_request"),),
+        empty=(("q", "indices", "topk_lens", "row_to_request"),),
     ),
     "mqa_logits": Operation(
         cumla.mqa_logits,
@@ -597,10 +597,10 @@ OPERATIONS = {
     "top_k": Operation(
         cumla.top_k,
         scores,
-        lambda: {"out": aligned((3, 8), np.int32), "valid_counts": aligned((3,), np.int32)},
+        lambda: {"out": aligned((3, 8), np.int32), "counts": aligned((3,), np.int32)},
         ("top_k_short_float32",),
-        integers=("row_starts", "lengths", "row_to_request"),
-        empty=(("scores", "lengths", "row_starts", "row_to_request", "offsets"),),
+        integers=("row_starts", "row_lens", "row_to_request"),
+        empty=(("scores", "row_lens", "row_starts", "row_to_request", "offsets"),),
     ),
     "merge_attention_states": Operation(
         cumla.merge_attention_states,
@@ -673,7 +673,7 @@ PLANS = {
         cumla.PagedMQALogitsPlan,
         {
             "batch": 2,
-            "next_n": 3,
+            "q_len": 3,
             "num_heads": 8,
             "head_dim": 32,
             "max_pages": 3,

@@ -158,7 +158,7 @@ def top_k(lab: Lab, rows: int, width: int, lengths: str) -> Case:
     out, counts = lab.empty(rows, top, dtype="int32"), lab.empty(rows, dtype="int32")
 
     def run() -> Any:
-        cumla.top_k(scores, top, lengths=lens, out=out, valid_counts=counts)
+        cumla.top_k(scores, top, row_lens=lens, out=out, counts=counts)
         return out
 
     def error(got: Any) -> float:

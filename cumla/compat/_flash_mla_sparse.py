@@ -32,7 +32,13 @@ _VALUE_DIM = 512
 _PACKED = {HEAD_DIM: PACKED_BYTES, _VALUE_DIM: V4_BYTES}
 """Bytes of a row in FlashMLA's FP8 formats, by the columns of q: V32 and MODEL1."""
 _SPARSE = Interface(
-    {"kv_cache": "kv", "softmax_scale": "sm_scale", "total_tokens": "s_q", "sinks": "attn_sink"}
+    {
+        "kv_cache": "kv",
+        "softmax_scale": "sm_scale",
+        "total_tokens": "s_q",
+        "sinks": "attn_sink",
+        "topk_lens": "topk_length",
+    }
 )
 
 
@@ -174,9 +180,7 @@ def flash_mla_sparse_fwd(
     with _SPARSE():
         scale = checked_scale(as_number("softmax_scale", sm_scale), 1.0)
         if is_traced():  # graphs take public functions
-            state = mla_sparse_attention(
-                q, kv, indices, topk_length=topk_length, softmax_scale=scale
-            )
+            state = mla_sparse_attention(q, kv, indices, topk_lens=topk_length, softmax_scale=scale)
             found, lse = with_sink(*state, attn_sink)
             max_logits = None
         else:

@@ -78,7 +78,7 @@ _OTHER_GPUS = (
 )
 _LOGITS = Interface(
     {"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end", "kv_lens": "context_lens"}
-    | {"max_kv_len": "max_context_len"},
+    | {"max_kv_len": "max_context_len", "q_len": "next_n", "batch*q_len": "batch*next_n"},
     refused=dict.fromkeys(("schedule_meta", "indices", "q[1]"), _OTHER_GPUS),
 )
 

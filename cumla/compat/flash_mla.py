@@ -74,7 +74,7 @@ _SECOND_CACHE = (
 _SPARSE = "belongs to sparse attention, whose calls have indices; "
 _UPDATES = (  # of the check mode
     "call plan.update(kv_lens) after each change of the lengths",
-    "call plan.update(topk_length) after each change of the lengths",
+    "call plan.update(topk_lens) after each change of the lengths",
 )
 _CALL = Interface(
     {
@@ -83,6 +83,8 @@ _CALL = Interface(
         "extra_kv_cache": "extra_k_cache",
         "extra_indices": "extra_indices_in_kvcache",
         "sinks": "attn_sink",
+        "topk_lens": "topk_length",
+        "extra_topk_lens": "extra_topk_length",
         "that the plan was updated with": "of the metadata object's first call",
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     },
@@ -292,7 +294,7 @@ def _attend_sparsely(
     cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
     second, extra_topk = extra.checked(d_qk)
     if is_traced():
-        second |= {"topk_length": topk_length, "extra_topk_length": extra.extra_topk_length}
+        second |= {"topk_lens": topk_length, "extra_topk_lens": extra.extra_topk_length}
         found, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
         found, per_head = with_sink(found, lse.transpose(1, 2), attn_sink)
         return written(out, found), per_head.transpose(1, 2)
@@ -303,7 +305,7 @@ def _attend_sparsely(
 
     def updated() -> MLASparsePlan:
         plan = FlashMLASparsePlan.from_arrays(q, cache, indices, **second)
-        plan.update(topk_length, extra_topk_length=extra.extra_topk_length)
+        plan.update(topk_length, extra_topk_lens=extra.extra_topk_length)
         return plan
 
     with _CALL:

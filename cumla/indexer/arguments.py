@@ -30,7 +30,7 @@ E4M3 = ("float8_e4m3fn", "uint8")  # the latter with the bits of the former
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT32 = ("float32",)
 _LOGITS_DTYPES = ("float32", "bfloat16")
-_MOST_NEXT_N = 8
+_MOST_QUERIES = 8
 _SCALE_BYTES = 4  # of a token
 
 
@@ -178,12 +178,12 @@ def check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -
         )
 
 
-def check_next_n(name: str, next_n: int) -> None:
+def check_q_len(name: str, q_len: int) -> None:
     """Check the queries of a request."""
-    if next_n > _MOST_NEXT_N:
+    if q_len > _MOST_QUERIES:
         raise ValueError(
-            f"{arg(name)}: needs at most {_MOST_NEXT_N} queries of a request, got {arg('next_n')} "
-            f"{next_n}; pass them in several calls, or as requests of their own"
+            f"{arg(name)}: needs at most {_MOST_QUERIES} queries of a request, got {arg('q_len')} "
+            f"{q_len}; pass them in several calls, or as requests of their own"
         )
 
 

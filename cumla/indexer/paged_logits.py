@@ -12,7 +12,6 @@ from cumla.core.arguments import (
     bind,
     check_device_number,
     check_layout,
-    checked_flag,
     checked_int,
 )
 from cumla.core.names import arg
@@ -32,9 +31,9 @@ from cumla.indexer.arguments import (
     FLOAT32,
     LOGITS_DTYPE,
     check_e4m3,
-    check_next_n,
     check_page_size,
     check_page_stride,
+    check_q_len,
     check_sizes,
     checked_pair,
     logits_output,
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedMQALogitsPlan", "checked_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
 
-_SHAPE = ("batch", "next_n", "num_heads", "head_dim", "page_size", "max_pages")
+_SHAPE = ("batch", "q_len", "num_heads", "head_dim", "page_size", "max_pages")
 
 
 def pages_or_pair(name: str, value: Any) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def paged_mqa_logits(
     Parameters
     ----------
     q : array
-        ``(batch, next_n, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits: the newest
+        ``(batch, q_len, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits: the newest
         tokens of each request, up to 8; in the rest as in :func:`mqa_logits`.
     kv_cache : array or pair of arrays
         ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1, or keys
@@ -125,14 +124,14 @@ def paged_mqa_logits(
         64 or 128; the keys of a page are contiguous, and pages lie any multiple of 16 bytes apart.
         Slots that no query sees may hold anything, NaN included.
     weights : array
-        ``(batch * next_n, num_heads)`` float32, with q's scale folded in. Any strides.
+        ``(batch * q_len, num_heads)`` float32, with q's scale folded in. Any strides.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries after a request's last page are
         never used; a page number outside ``[0, num_pages)`` in a used entry counts as the nearest
         that there is.
     kv_lens : array
-        ``(batch,)`` int32: cached tokens of each request, the next_n newest included; query i sees
-        ``kv_lens - (next_n - 1 - i)`` of them. Or ``(batch, next_n)`` int32: how many each
+        ``(batch,)`` int32: cached tokens of each request, the q_len newest included; query i sees
+        ``kv_lens - (q_len - 1 - i)`` of them. Or ``(batch, q_len)`` int32: how many each
         query sees. What a query sees by that is clamped to ``[0, max_pages * page_size]`` and to
         max_kv_len.
     max_kv_len : int
@@ -140,14 +139,14 @@ def paged_mqa_logits(
     logits_dtype, clean : optional
         As in :func:`mqa_logits`.
     out : array, optional
-        ``(batch * next_n, max_kv_len)``, as in :func:`mqa_logits`.
+        ``(batch * q_len, max_kv_len)``, as in :func:`mqa_logits`.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
     Returns
     -------
     array
-        The logits, an array of q's framework: row ``b * next_n + i`` is query i of request b.
+        The logits, an array of q's framework: row ``b * q_len + i`` is query i of request b.
 
     Raises
     ------
@@ -186,9 +185,9 @@ class PagedArguments(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
         """What a plan is made for: the first fields of its key."""
-        batch, next_n, num_heads, head_dim = self.q.shape
+        batch, q_len, num_heads, head_dim = self.q.shape
         page_size, max_pages = self.k_cache.shape[1], self.block_table.shape[1]
-        return batch, next_n, num_heads, head_dim, page_size, max_pages
+        return batch, q_len, num_heads, head_dim, page_size, max_pages
 
 
 class _Schedule(Schedule[PagedMQAKey]):
@@ -200,7 +199,7 @@ class _Schedule(Schedule[PagedMQAKey]):
     def recipe(
         self, key: PagedMQAKey, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        return super().recipe(key, arguments, outs, buffer) if key.next_n else ()
+        return super().recipe(key, arguments, outs, buffer) if key.q_len else ()
 
 
 class _Attend(Operation[PagedArguments, PagedMQAKey]):
@@ -212,8 +211,8 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         return checked_paged(views, options)
 
     def outputs(self, arguments: PagedArguments) -> tuple[Output, ...]:
-        batch, next_n, _, _ = arguments.q.shape
-        return (logits_output((batch * next_n, arguments.width), arguments.dtype),)
+        batch, q_len, _, _ = arguments.q.shape
+        return (logits_output((batch * q_len, arguments.width), arguments.dtype),)
 
     def workspace_bytes(self, key: PagedMQAKey) -> int:
         return plan_bytes(key)
@@ -254,8 +253,8 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
 
 class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
     def batch(self, attend: PagedArguments, views: Views) -> tuple[int, int, bool | None]:
-        batch, next_n, _, _ = attend.q.shape
-        return batch, next_n, None
+        batch, q_len, _, _ = attend.q.shape
+        return batch, q_len, None
 
     def key(self, arguments: Both[PagedArguments], device: int) -> PagedMQAKey:
         (lens,), attend, _ = arguments
@@ -278,14 +277,14 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 
     Parameters
     ----------
-    batch, next_n, num_heads, head_dim : int
-        As in ``q`` ``(batch, next_n, num_heads, head_dim)``.
+    batch, q_len, num_heads, head_dim : int
+        As in ``q`` ``(batch, q_len, num_heads, head_dim)``.
     max_pages : int
         Columns of the block table.
     page_size : int
         Tokens of a cache page: 16, 32, 64 or 128.
-    per_row_lens : bool
-        Whether lengths come as ``(batch, next_n)`` instead of ``(batch,)``.
+    kv_lens_shape : tuple of int, optional
+        ``(batch,)``, or ``(batch, q_len)`` where each query has a length of its own.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`, with which it may share a workspace.
 
@@ -309,20 +308,20 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     def __init__(
         self,
         batch: int,
-        next_n: int,
+        q_len: int,
         num_heads: int,
         head_dim: int,
         *,
         max_pages: int,
         page_size: int = 64,
-        per_row_lens: bool = False,
+        kv_lens_shape: Sequence[int] | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
-        shape = _checked_shape(numbers, per_row_lens)
+        numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
+        shape = _checked_shape(numbers, kv_lens_shape)
         check_device_number(device)
         place = (device, workspace, like, stream)
         self._make(lambda on: PagedMQAKey(*shape, sm_count_of(on)), *place)
@@ -349,27 +348,27 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
         numbers = dict(zip(_SHAPE, checked_paged(views).shape, strict=True))
-        (lens,) = _SCHEDULE.arguments(views, (numbers["batch"], numbers["next_n"], None))
-        return numbers | {"per_row_lens": len(lens.shape) == 2}
+        (lens,) = _SCHEDULE.arguments(views, (numbers["batch"], numbers["q_len"], None))
+        return numbers | {"kv_lens_shape": lens.shape}
 
     @staticmethod
     def workspace_bytes(
         batch: int,
-        next_n: int,
+        q_len: int,
         num_heads: int,
         head_dim: int,
         *,
         max_pages: int,
         page_size: int = 64,
-        per_row_lens: bool = False,
+        kv_lens_shape: Sequence[int] | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, from numbers as for the class.
 
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
-        numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
-        shape = _checked_shape(numbers, per_row_lens)
+        numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
+        shape = _checked_shape(numbers, kv_lens_shape)
         return plan_bytes(PagedMQAKey(*shape, checked_sm_count(sm_count)))
 
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
@@ -409,14 +408,14 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     @property
     def _batch(self) -> tuple[int, int, bool]:
         key = self.key
-        return key.batch, key.next_n, key.per_row_lens
+        return key.batch, key.q_len, key.per_row_lens
 
     def _fixed(self) -> dict[str, Any]:
         return {}
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
-        logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.next_n, 1))
+        logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.q_len, 1))
         for spec in (paged_mqa_schedule_spec(key), logits):
             load(spec, device, capturing=capturing)
 
@@ -427,16 +426,23 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 Shape = tuple[int, int, int, int, int, int, bool]
 
 
-def _checked_shape(numbers: tuple[int, int, int, int, int, int], per_row_lens: Any) -> Shape:
+def _checked_shape(numbers: tuple[int, int, int, int, int, int], kv_lens_shape: Any) -> Shape:
     """Check a shape that was given in numbers, to make a plan for it."""
     for name, value in zip(_SHAPE, numbers, strict=True):
-        least = 0 if name in ("batch", "next_n") else 1
+        least = 0 if name in ("batch", "q_len") else 1
         checked_int(name, value, "nothing to plan for", least=least)
-    _, next_n, num_heads, head_dim, page_size, _ = numbers
+    batch, q_len, num_heads, head_dim, page_size, _ = numbers
     check_sizes("num_heads", num_heads, "head_dim", head_dim)
-    check_next_n("next_n", next_n)
+    check_q_len("q_len", q_len)
     check_page_size("page_size", page_size)
-    return *numbers, checked_flag("per_row_lens", per_row_lens)
+    shapes = (batch,), (batch, q_len)
+    lens = shapes[0] if kv_lens_shape is None else kv_lens_shape
+    if not isinstance(lens, (tuple, list)) or tuple(lens) not in shapes:
+        raise ValueError(
+            f"kv_lens_shape: needs {shapes[0]}, or {shapes[1]} with a length of each query, got "
+            f"{lens!r}; pass the shape of {arg('kv_lens')}"
+        )
+    return *numbers, len(lens) == 2
 
 
 def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, Any]:
@@ -452,10 +458,10 @@ def checked_paged(
     """Check the arrays of a call, by name, but for its lengths; weights may be missing."""
     given = {name: view for name, view in views.items() if view is not None}
     q = given["q"]
-    check_e4m3("q", q, f"(batch, {arg('next_n')}, num_heads, head_dim)", 4)
-    batch, next_n, num_heads, head_dim = q.shape
+    check_e4m3("q", q, f"(batch, {arg('q_len')}, num_heads, head_dim)", 4)
+    batch, q_len, num_heads, head_dim = q.shape
     check_sizes("q", num_heads, "q", head_dim)
-    check_next_n("q", next_n)
+    check_q_len("q", q_len)
     check_layout("q", q)
     keys, scales = pages_of(given, head_dim)
     if "kv_cache" not in given:
@@ -466,8 +472,8 @@ def checked_paged(
             )
         check_page_stride("kv_cache[0]", keys)
         check_layout("kv_cache[1]", scales)
-    sizes = {"batch*next_n": batch * next_n, "num_heads": num_heads, "batch": batch}
-    table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": BLOCK_TABLE}
+    sizes = {"batch*q_len": batch * q_len, "num_heads": num_heads, "batch": batch}
+    table = {"weights": Array("batch*q_len num_heads", FLOAT32), "block_table": BLOCK_TABLE}
     if bind(table, given, sizes)["max_pages"] == 0:
         raise ValueError(
             f"{arg('block_table')}: needs at least one column, got shape "
@@ -476,17 +482,15 @@ def checked_paged(
     return PagedArguments(q, keys, scales, given.get("weights"), given["block_table"], *options)
 
 
-def checked_kv_lens(
-    views: Views, batch: int, next_n: int, per_row: bool | None = None
-) -> ArrayView:
+def checked_kv_lens(views: Views, batch: int, q_len: int, per_row: bool | None = None) -> ArrayView:
     """Check lengths: one for each request, or one for each query; None: either."""
     view = views["kv_lens"]
     assert view is not None
     has_rows = len(view.shape) == 2 if per_row is None else per_row
-    of_queries = Array("batch next_n", INT32, way_out="give each query its length")
+    of_queries = Array("batch q_len", INT32, way_out="give each query its length")
     lens = of_queries if has_rows else KV_LENS
     if per_row is not None and len(view.shape) == 2 - per_row:
-        way_out = f"{lens.way_out}, or make a plan with per_row_lens={not per_row}"
+        way_out = f"{lens.way_out}, or make a plan for lengths of this shape"
         lens = lens._replace(way_out=way_out)
-    bind({"kv_lens": lens}, views, {"batch": batch, "next_n": next_n})
+    bind({"kv_lens": lens}, views, {"batch": batch, "q_len": q_len})
     return view

@@ -148,7 +148,7 @@ def check_entries(topk: int, extra_topk: int) -> None:
 
 def _checked_extra(views: Views, cache: str) -> ArrayView | None:
     """Check a second cache, and that its lists come with it."""
-    names = ("extra_kv_cache", "extra_indices", "extra_topk_length")
+    names = ("extra_kv_cache", "extra_indices", "extra_topk_lens")
     whole, lists, lengths = (views.get(name) for name in names)
     if whole is None:
         for name, view in zip(names[1:], (lists, lengths), strict=True):
@@ -363,10 +363,10 @@ def on_rows(numbers: np.ndarray[Any, Any], rows: Rows) -> np.ndarray[Any, Any]:
 
 def check_lengths(host: Host, topk: int, extra_topk: int) -> None:
     """Raise for the first length of a list that is out of range."""
-    for name, most in (("topk_length", topk), ("extra_topk_length", extra_topk)):
+    for name, most in (("topk_lens", topk), ("extra_topk_lens", extra_topk)):
         lengths = host.get(name)
         if lengths is not None:
-            need = f"a length from 0 to {name.removesuffix('_length')} = {most}"
+            need = f"a length from 0 to {name.removesuffix('_lens')} = {most}"
             wrong = (lengths < 0) | (lengths > most)
             refuse_value(name, lengths, wrong, need, "the kernels would clamp it")
 
@@ -384,7 +384,7 @@ def check_places(host: Host, arguments: Attended) -> None:
         refuse_value("row_to_request", given, given > last, need, "its list would be empty")
         requests = on_rows(given, (batch, q_len))
     num_pages, page_size = arguments.launched.kv_cache.shape[:2]
-    lengths = on_rows(host.get("topk_length", np.full(batch, topk)), (batch, q_len))
+    lengths = on_rows(host.get("topk_lens", np.full(batch, topk)), (batch, q_len))
     index = host["indices"].reshape(batch, q_len, topk)
     column = index // page_size
     seen = (np.arange(topk) < lengths[..., None]) & (index >= 0) & (column < table.shape[1])

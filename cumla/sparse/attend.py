@@ -48,7 +48,7 @@ class SparseSchedule(Operation["Lengths", MLASparseKey]):
     Its arguments are views of the lengths, None for full lists; options are the query tokens' axes.
     """
 
-    trusted = ("topk_length", "extra_topk_length")
+    trusted = ("topk_lens", "extra_topk_lens")
 
     def arguments(self, views: Views, options: Rows) -> Lengths:
         """Check the lengths."""
@@ -124,7 +124,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         a, rows = arguments.launched, arguments.rows
         is_batch = len(rows) == 2
         definition = reference.mla_sparse_decode if is_batch else reference.mla_sparse_attention
-        named = ("topk_length", "extra_topk_length", "row_to_request")
+        named = ("topk_lens", "extra_topk_lens", "row_to_request")
         sinks = host.get("sinks") if a.as_flash_mla else None  # which its lse is without
         others = ["block_table", "extra_kv_cache", "extra_indices", "out", "lse"]
         others += [] if a.as_flash_mla else ["sinks"]
@@ -149,10 +149,10 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
             lse[lse == -inf] = inf
         if not a.has_max_logits:
             return state
-        lengths = given.get("topk_length")
+        lengths = given.get("topk_lens")
         return *state, largest_scores(
             *(host[name] for name in ("q", "kv_cache", "indices")),
-            topk_length=lengths,
+            topk_lens=lengths,
             softmax_scale=a.softmax_scale,
         )
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cumla.core.arguments import INT32, checked_flag, checked_int
+from cumla.core.arguments import INT32, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
 from cumla.core.names import Naming, arg
 from cumla.core.operation import Output, run
 from cumla.core.paged import refuse_value
 from cumla.core.plan import Single, Workspace
 from cumla.core.state import AttentionState
-from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_paged
+from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_kv_lens, checked_paged
 from cumla.indexer.paged_logits import named as named_index
 from cumla.launch.device import require_hopper
 from cumla.launch.kernel import Unplanned
@@ -104,9 +104,7 @@ class _Attention(MLASparsePlan):
 
 
 _VISIBLE = _Visible()
-_INDEX = Naming(
-    {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights", "next_n": "q_len"}
-)
+_INDEX = Naming({"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"})
 
 
 class DSAPlan(Single):
@@ -142,8 +140,9 @@ class DSAPlan(Single):
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
-    per_row_lens : bool
-        Whether the lengths of an update are ``(batch, q_len)`` instead of ``(batch,)``.
+    kv_lens : array, optional
+        As of ``update``, of which only the shape is looked at: ``(batch,)`` by default, or
+        ``(batch, q_len)``.
     extra_kv_cache, extra_indices : array, optional
         As in :func:`cumla.mla_sparse_decode`, beside a kv_cache in DeepSeek-V4's format: the cache
         of the window, and ``(batch, q_len, extra_topk)`` int32 slots of it.
@@ -183,7 +182,7 @@ class DSAPlan(Single):
     >>> window["extra_indices"] = np.arange(256, dtype=np.int32).reshape(2, 1, 128)
     >>> made_of = (q, compressed, index_q, index_cache, block_table)
     >>> plan = cumla.DSAPlan(*made_of, topk=32, **window)
-    >>> plan.update(np.array([100, 7], np.int32), extra_topk_length=np.array([128, 31], np.int32))
+    >>> plan.update(np.array([100, 7], np.int32), extra_topk_lens=np.array([128, 31], np.int32))
     >>> indices = plan.select(index_q, index_cache, weights, block_table)
     >>> plan.run(q, compressed, block_table, **window, sinks=np.zeros(16, np.float32)).out.shape
     (2, 1, 16, 512)
@@ -199,16 +198,20 @@ class DSAPlan(Single):
         *,
         topk: int,
         max_kv_len: int | None = None,
-        per_row_lens: bool = False,
+        kv_lens: Any = None,
         extra_kv_cache: Any = None,
         extra_indices: Any = None,
         stream: Any = None,
     ) -> None:
         topk = checked_int("topk", topk, "there is nothing to select")
         arrays = named_index(index_q, index_cache, None, block_table)
+        if kv_lens is not None:
+            arrays["kv_lens"] = kv_lens
         with _INDEX:
             call = open_call(tuple(arrays.items()), stream=stream)
-            shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
+            views = dict(zip(arrays, call.views, strict=True))
+            shape = checked_paged(views).shape
+            lens_shape = shape[:1] if kv_lens is None else checked_kv_lens(views, *shape[:2]).shape
         batch, q_len, _, _, page_size, max_pages = shape
         most = max_pages * page_size
         if max_kv_len is not None:
@@ -217,7 +220,6 @@ class DSAPlan(Single):
         self._width = ceil(most / page_size) * page_size  # rows of logits that begin at 16 bytes
         self._seen = q_len, (most, min(most, topk))
         self._shape = batch, q_len, topk
-        per_row = checked_flag("per_row_lens", per_row_lens)
         self._device = call.device
         self._writes = call.framework != "jax"  # JAX's arrays cannot be written to
         rows = batch * q_len
@@ -227,18 +229,19 @@ class DSAPlan(Single):
             self._lists: dict[str, Any] = {}
             self._memory: Workspace | None = None
             if self._writes:
+                counts_shape = (rows, 1) if len(lens_shape) == 2 else (batch, q_len)
                 for name in ("visible", "counts"):
-                    self._own[name] = _new(call, (rows, 1) if per_row else (batch, q_len), "int32")
+                    self._own[name] = _new(call, counts_shape, "int32")
                 self._own["logits"] = _new(call, (rows, self._width), "float32")
                 self._lists["out"] = self._chosen.reshape(rows, topk)
-                self._lists["valid_counts"] = self._own["counts"].reshape(rows)
+                self._lists["counts"] = self._own["counts"].reshape(rows)
                 if call.device is not None:
                     self._memory = Workspace((self._chosen, *self._own.values()), call)
         self._logits_plan = PagedMQALogitsPlan(
             *shape[:4],
             max_pages=max_pages,
             page_size=page_size,
-            per_row_lens=per_row,
+            kv_lens_shape=lens_shape,
             like=index_q,
             stream=stream,
         )
@@ -263,16 +266,16 @@ class DSAPlan(Single):
                 if spec.entry == f"top_k_{name}_float32":
                     load(spec, self._device, capturing=lambda: False)
 
-    def update(self, kv_lens: Any, *, extra_topk_length: Any = None, stream: Any = None) -> None:
+    def update(self, kv_lens: Any, *, extra_topk_lens: Any = None, stream: Any = None) -> None:
         """Compute both schedules for these lengths, on the device, and keep the lengths there.
 
         Parameters
         ----------
         kv_lens : array
             ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Query
-            token i sees ``kv_lens - (q_len - 1 - i)`` of them. With `per_row_lens` contiguous
-            ``(batch, q_len)``: how many each query token sees, as compressed tokens need it.
-        extra_topk_length : array, optional
+            token i sees ``kv_lens - (q_len - 1 - i)`` of them. Or contiguous ``(batch, q_len)``
+            of a plan made for that: how many each query token sees, as compressed tokens need it.
+        extra_topk_lens : array, optional
             As in :meth:`cumla.MLASparsePlan.update`: entries of the lists of `extra_indices`.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`.
@@ -285,7 +288,7 @@ class DSAPlan(Single):
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
         counts = counts.reshape(*self._shape[:2])
-        self._attend_plan.update(counts, extra_topk_length=extra_topk_length, stream=stream)
+        self._attend_plan.update(counts, extra_topk_lens=extra_topk_lens, stream=stream)
         self._lengths = visible.reshape(-1)
         self._note_use(stream)
 
@@ -318,7 +321,7 @@ class DSAPlan(Single):
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
         with _INDEX:
             logits = self._logits_plan.run(*arrays, **options, stream=stream)
-        found = top_k(logits, self._shape[2], lengths=self._lengths, stream=stream, **self._lists)
+        found = top_k(logits, self._shape[2], row_lens=self._lengths, stream=stream, **self._lists)
         self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
         self._note_use(stream)
         return self.indices

@@ -56,12 +56,12 @@ _SPARSE: dict[str, Any] = {
     "arguments": (
         *Q_AND_CACHE,
         array("indices"),
-        optional("topk_length"),
+        optional("topk_lens"),
         optional("block_table"),
         optional("row_to_request"),
         optional("extra_kv_cache"),
         optional("extra_indices"),
-        optional("extra_topk_length"),
+        optional("extra_topk_lens"),
         optional("sinks"),
         SOFTMAX_SCALE,
         Factor("kv_scale"),
@@ -72,7 +72,7 @@ _SPARSE: dict[str, Any] = {
     "kernels": ("bound_rows", "select_rows", "mla_schedule", "mla_sparse_", "merge_states_"),
     "returns": ("out", "lse"),
     "result": AttentionState,
-    "planned": ("topk_length", "extra_topk_length"),
+    "planned": ("topk_lens", "extra_topk_lens"),
     "hidden": HIDDEN,
 }
 MLA_SPARSE_DECODE = Spec("mla_sparse_decode", **_SPARSE)
@@ -90,12 +90,12 @@ def mla_sparse_decode(
     kv_cache: Any,
     indices: Any,
     *,
-    topk_length: Any = None,
+    topk_lens: Any = None,
     block_table: Any = None,
     row_to_request: Any = None,
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
-    extra_topk_length: Any = None,
+    extra_topk_lens: Any = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
@@ -138,7 +138,7 @@ def mla_sparse_decode(
         negative, or names no slot of the cache (one outside of the table, or of a page outside of
         the cache), counts as absent, wherever in the list it stands. A row that is named twice
         counts twice. The order of a list changes results by rounding alone.
-    topk_length : array, optional
+    topk_lens : array, optional
         ``(batch,)`` or ``(batch, q_len)`` int32: entries of each list. What lies at and beyond is
         never looked at. Clamped to ``[0, topk]``; topk by default.
     block_table : array, optional
@@ -150,8 +150,8 @@ def mla_sparse_decode(
     extra_kv_cache, extra_indices : array, optional
         A second cache in V4's format, beside a kv_cache in the same, with pages of any size, and
         ``(batch, q_len, extra_topk)`` int32: slots of it. One softmax goes over both lists.
-    extra_topk_length : array, optional
-        As topk_length, of extra_indices.
+    extra_topk_lens : array, optional
+        As topk_lens, of extra_indices.
     sinks : array, optional
         ``(num_heads,)`` float32, contiguous: a score per head that takes part in the sum of weights
         and has no value. It is not multiplied by softmax_scale, and lse includes it. -inf has no
@@ -163,7 +163,7 @@ def mla_sparse_decode(
         Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
     batch_invariant : bool
         Give a query token the same bits whatever else is in the call: other query tokens, their
-        number, its place among them, and what comes after `topk_length` entries of its list.
+        number, its place among them, and what comes after `topk_lens` entries of its list.
     out, lse : array, optional
         ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
         q_len)`` float32, written and returned, as in :func:`cumla.mla_decode`.
@@ -203,8 +203,8 @@ def mla_sparse_decode(
     (1, 2, 16, 512)
     """
     state: AttentionState = _DECODE.call(
-        *(q, kv_cache, indices, topk_length, block_table, row_to_request, extra_kv_cache),
-        *(extra_indices, extra_topk_length, sinks, softmax_scale, kv_scale, batch_invariant, out),
+        *(q, kv_cache, indices, topk_lens, block_table, row_to_request, extra_kv_cache),
+        *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, batch_invariant, out),
         *(lse, stream),
     )
     return state
@@ -216,12 +216,12 @@ def mla_sparse_attention(
     kv_cache: Any,
     indices: Any,
     *,
-    topk_length: Any = None,
+    topk_lens: Any = None,
     block_table: Any = None,
     row_to_request: Any = None,
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
-    extra_topk_length: Any = None,
+    extra_topk_lens: Any = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
@@ -245,14 +245,14 @@ def mla_sparse_attention(
     indices : array
         ``(total_tokens, topk)`` or ``(total_tokens, 1, topk)`` int32: the list of each query token,
         as in :func:`cumla.mla_sparse_decode`.
-    topk_length : array, optional
+    topk_lens : array, optional
         ``(total_tokens,)`` int32: entries of each list; topk by default.
     block_table : array, optional
         ``(requests, max_pages)`` int32: page numbers of each request, whose positions the indices
         then are.
     row_to_request : array, optional
         ``(total_tokens,)`` int32, with block_table and only then: the request of each query token.
-    extra_kv_cache, extra_indices, extra_topk_length : array, optional
+    extra_kv_cache, extra_indices, extra_topk_lens : array, optional
         As in :func:`cumla.mla_sparse_decode`: lists ``(total_tokens, extra_topk)``.
     sinks, softmax_scale, kv_scale, batch_invariant, stream
         As in :func:`cumla.mla_sparse_decode`.
@@ -279,21 +279,21 @@ def mla_sparse_attention(
     (3, 16, 512)
     """
     state: AttentionState = _ATTENTION.call(
-        *(q, kv_cache, indices, topk_length, block_table, row_to_request, extra_kv_cache),
-        *(extra_indices, extra_topk_length, sinks, softmax_scale, kv_scale, batch_invariant, out),
+        *(q, kv_cache, indices, topk_lens, block_table, row_to_request, extra_kv_cache),
+        *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, batch_invariant, out),
         *(lse, stream),
     )
     return state
 
 
 def attend_as_flash_mla(
-    q: Any, kv_cache: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any
+    q: Any, kv_cache: Any, indices: Any, topk_lens: Any, sinks: Any, softmax_scale: Any
 ) -> tuple[Any, Any, Any]:
     """Attend as `mla_sparse_attention`, with FlashMLA's log-sum-exp: out, lse and max_logits."""
     spec = MLA_SPARSE_ATTENTION
     inputs, outputs, options = spec.sorted(
         {a.name: a.default for a in spec.arguments}
-        | {"q": q, "kv_cache": kv_cache, "indices": indices, "topk_length": topk_length}
+        | {"q": q, "kv_cache": kv_cache, "indices": indices, "topk_lens": topk_lens}
         | {"sinks": sinks, "softmax_scale": softmax_scale}
     )
     outputs["max_logits"] = None
@@ -344,7 +344,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
     """
 
     _operation = _PLANNED
-    _lengths = "topk_length"
+    _lengths = "topk_lens"
     _columns: int | None = None  # of q, where arrays told them: which kernel prepare loads
 
     def __init__(
@@ -428,17 +428,17 @@ class MLASparsePlan(Plan[MLASparseKey]):
         return _ATTEND.workspace_bytes(key)
 
     def update(
-        self, topk_length: Any = None, *, extra_topk_length: Any = None, stream: Any = None
+        self, topk_lens: Any = None, *, extra_topk_lens: Any = None, stream: Any = None
     ) -> None:
         """Compute the schedule for these lengths of the lists, on the device.
 
         Parameters
         ----------
-        topk_length : array, optional
+        topk_lens : array, optional
             ``(batch,)`` or ``(batch, q_len)`` int32, or ``(q_len,)`` where batch is 1, as in
             :func:`mla_sparse_decode`; None for lists that are full. The runs that follow look at no
             entry beyond.
-        extra_topk_length : array, optional
+        extra_topk_lens : array, optional
             The same of the lists of a second cache, also where extra_topk is 0 and they are empty.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`; without lengths the current stream of the
@@ -449,12 +449,12 @@ class MLASparsePlan(Plan[MLASparseKey]):
         TypeError, ValueError, CumlaError
             As :meth:`cumla.MLADecodePlan.update`.
         """
-        if extra_topk_length is not None and self.key.cache != V4:
+        if extra_topk_lens is not None and self.key.cache != V4:
             raise ValueError(
-                f"{arg('extra_topk_length')}: needs a plan with cache_dtype {V4!r}, the format "
+                f"{arg('extra_topk_lens')}: needs a plan with cache_dtype {V4!r}, the format "
                 f"that may have a second cache, got another; leave it out"
             )
-        self._renew(topk_length, extra_topk_length, stream)
+        self._renew(topk_lens, extra_topk_lens, stream)
 
     def run(
         self,

@@ -27,7 +27,7 @@ __all__ = ["TopKResult", "top_k"]
 _OF_ROWS = Array("rows", INT32, way_out="give each row of scores its entry")
 _TABLE = {
     "scores": Array("rows width", ("float32", "bfloat16", "float16"), "row"),
-    "lengths": _OF_ROWS,
+    "row_lens": _OF_ROWS,
     "row_starts": _OF_ROWS,
     "block_table": Array("requests max_pages", INT32, "row"),
     "row_to_request": _OF_ROWS,
@@ -45,8 +45,8 @@ TOP_K = Spec(
     "top_k",
     (
         array("scores"),
-        integer("k", "there is nothing to select"),
-        optional("lengths"),
+        integer("topk", "there is nothing to select"),
+        optional("row_lens"),
         optional("row_starts"),
         optional("block_table"),
         integer("page_size", "pass the slots of a page", 1),
@@ -54,14 +54,14 @@ TOP_K = Spec(
         optional("offsets"),
         Out("out"),
         Out("out_positions", only_given=True),
-        Out("valid_counts"),
+        Out("counts"),
         flag("values", False, asks=True),
         flag("sorted", False),
         Option("tie_break", "lowest", _checked_tie_break, "str"),
     ),
     positional=2,
     kernels=("top_k_",),
-    returns=("out", "out_positions", "values", "valid_counts"),
+    returns=("out", "out_positions", "values", "counts"),
     result=TopKResult,
 )
 
@@ -69,9 +69,9 @@ TOP_K = Spec(
 @TOP_K
 def top_k(
     scores: Any,
-    k: int,
+    topk: int,
     *,
-    lengths: Any = None,
+    row_lens: Any = None,
     row_starts: Any = None,
     block_table: Any = None,
     page_size: int = 1,
@@ -79,13 +79,13 @@ def top_k(
     offsets: Any = None,
     out: Any = None,
     out_positions: Any = None,
-    valid_counts: Any = None,
+    counts: Any = None,
     values: bool = False,
     sorted: bool = False,
     tie_break: str = "lowest",
     stream: Any = None,
 ) -> TopKResult:
-    """Select the k largest scores of each row: the tokens that sparse attention attends to.
+    """Select the topk largest scores of each row: the tokens that sparse attention attends to.
 
     The selection is exact, whatever the scores are, and deterministic: of equal scores those at the
     lowest positions are taken, NaN is larger than any number, -0 equals 0. Positions count from the
@@ -99,11 +99,12 @@ def top_k(
         ``(rows, width)`` float32, bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy, for example
         the logits of :func:`cumla.paged_mqa_logits`; up to 2 ** 30 columns. Rows contiguous, any
         stride between them, which need not be a multiple of 16 bytes.
-    k : int
+    topk : int
         How many to select, from 1. More than a row has leave the rest of its places empty.
-    lengths, row_starts : array, optional
-        ``(rows,)`` int32: row i has the scores ``row_starts[i] <= j < row_starts[i] + lengths[i]``;
-        no others are read, and none of a row that has at most k, unless they are to be sorted.
+    row_lens, row_starts : array, optional
+        ``(rows,)`` int32: row i has the scores ``row_starts[i] <= j < row_starts[i] +
+        row_lens[i]``. No others are read, and none of a row that has at most topk, unless they are
+        to be sorted.
         Starts are clamped to ``[0, width]``, lengths to ``[0, width - start]``. From 0 to the end
         without them.
     block_table : array, optional
@@ -120,9 +121,10 @@ def top_k(
         ``(rows,)`` int32, added to the positions of each row, for example where a request's keys
         begin among those of all.
     out, out_positions : array, optional
-        ``(rows, k)`` int32, rows contiguous; written and returned. Positions are written only where
-        an array for them is given. Of the framework of scores; JAX's arrays cannot be written to.
-    valid_counts : array, optional
+        ``(rows, topk)`` int32, rows contiguous; written and returned. Positions are written only
+        where an array for them is given. Of the framework of scores; JAX's arrays cannot be
+        written to.
+    counts : array, optional
         ``(rows,)`` int32; written and returned.
     values : bool
         Return the scores at the positions, too.
@@ -138,7 +140,7 @@ def top_k(
     -------
     TopKResult
         ``indices``, slots with a block table and positions plus offsets without one, ``positions``
-        or None, ``values`` or None, and ``valid_counts``, the number of places of each row that are
+        or None, ``values`` or None, and ``counts``, the number of places of each row that are
         taken; the others have indices and positions -1 and values -inf. An index that int32 does
         not hold, or that the table does not have, is -1. Arrays of the framework of scores.
 
@@ -161,8 +163,8 @@ def top_k(
            [1, 3]], dtype=int32)
     """
     result: TopKResult = _TOP_K.call(
-        *(scores, k, lengths, row_starts, block_table, page_size, row_to_request, offsets, out),
-        *(out_positions, valid_counts, values, sorted, tie_break, stream),
+        *(scores, topk, row_lens, row_starts, block_table, page_size, row_to_request, offsets, out),
+        *(out_positions, counts, values, sorted, tie_break, stream),
     )
     return result
 
@@ -175,27 +177,27 @@ class _Arguments(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Of the indices."""
-        return self.views["scores"].shape[0], self.options.k
+        return self.views["scores"].shape[0], self.options.topk
 
 
 class _TopK(Operation[_Arguments, int]):
     """Selects; its key is the number of multiprocessors."""
 
-    trusted = ("lengths", "row_starts", "row_to_request")
+    trusted = ("row_lens", "row_starts", "row_to_request")
 
     def arguments(self, views: Views, options: Any) -> _Arguments:
         sizes = bind(_TABLE, views, {})
         width, most = sizes["width"], MOST_COLUMNS
-        if max(width, options.k) > most:
-            name, number = ("scores", width) if width > most else ("k", options.k)
+        if max(width, options.topk) > most:
+            name, number = ("scores", width) if width > most else ("topk", options.topk)
             raise ValueError(
                 f"{arg(name)}: needs at most {most} columns, got {number}; cut the rows"
             )
-        if options.sorted and min(options.k, width) > MOST_SORTED:
+        if options.sorted and min(options.topk, width) > MOST_SORTED:
             raise ValueError(
-                f"{arg('sorted')}: needs {arg('k')}, or the columns of scores, up to "
-                f"{MOST_SORTED}, got {arg('k')} {options.k} and {width} columns; sort the values "
-                f"that come back"
+                f"{arg('sorted')}: needs {arg('topk')}, or the columns of scores, up to "
+                f"{MOST_SORTED}, got {arg('topk')} {options.topk} and {width} columns; sort the "
+                f"values that come back"
             )
         _check_places(views, sizes, options.page_size)
         given = {name: view for name in _TABLE if (view := views.get(name)) is not None}
@@ -206,7 +208,7 @@ class _TopK(Operation[_Arguments, int]):
         outputs = [Output("out", shape, INT32, "row")]
         if arguments.has_positions:
             outputs.append(Output("out_positions", shape, INT32, "row"))
-        outputs.append(Output("valid_counts", shape[:1], INT32, "elements"))
+        outputs.append(Output("counts", shape[:1], INT32, "elements"))
         if arguments.options.values:
             outputs.append(Output("values", shape, (scores.dtype,), "row"))
         return tuple(outputs)
@@ -227,14 +229,14 @@ class _TopK(Operation[_Arguments, int]):
             out=named["out"],
             positions=named.get("out_positions"),
             values=named.get("values"),
-            valid_counts=named["valid_counts"],
+            counts=named["counts"],
         )
-        return (top_k_launch(views, options.k, options.page_size, options.sorted, key),)
+        return (top_k_launch(views, options.topk, options.page_size, options.sorted, key),)
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:
         width = arguments.views["scores"].shape[1]
         starts, lengths, requests = (
-            host.get(name) for name in ("row_starts", "lengths", "row_to_request")
+            host.get(name) for name in ("row_starts", "row_lens", "row_to_request")
         )
         if starts is not None:
             wrong = (starts < 0) | (starts > width)
@@ -243,7 +245,7 @@ class _TopK(Operation[_Arguments, int]):
             most = width - (0 if starts is None else starts)
             wrong = (lengths < 0) | (lengths > most)
             need = f"a length from 0 to the end of the row, at {width}"
-            refuse_value("lengths", lengths, wrong, need, _CLAMPED)
+            refuse_value("row_lens", lengths, wrong, need, _CLAMPED)
         if requests is not None:
             last = arguments.views["block_table"].shape[0] - 1
             wrong, need = (

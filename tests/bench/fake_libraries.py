@@ -152,13 +152,13 @@ def _transform(
     dsa_graph_safe: bool = False,
 ) -> Any:
     assert len(table) == (len(scores) if row_to_batch is None else 1)
-    return table.flatten()[cumla.top_k(scores, top, lengths=lens).indices.long()]
+    return table.flatten()[cumla.top_k(scores, top, row_lens=lens).indices.long()]
 
 
 flash_infer_top_k = SimpleNamespace(
     top_k_page_table_transform=_transform,
     top_k_ragged_transform=lambda scores, begins, lens, top: (
-        cumla.top_k(scores, top, lengths=lens).indices + begins[:, None]
+        cumla.top_k(scores, top, row_lens=lens).indices + begins[:, None]
     ),
 )
 
@@ -166,12 +166,12 @@ flash_infer_top_k = SimpleNamespace(
 def _one_batch(scores: Any, lens: Any, out: Any, memory: Any, top: int, width: int) -> None:
     assert width == scores.shape[1]
     assert memory.numel() == 1 << 20
-    out.copy_(cumla.top_k(scores, top, lengths=lens).indices)
+    out.copy_(cumla.top_k(scores, top, row_lens=lens).indices)
 
 
-def _a_row_each(scores: Any, next_n: int, lens: Any, out: Any, *last: int) -> None:
+def _a_row_each(scores: Any, q_len: int, lens: Any, out: Any, *last: int) -> None:
     assert last == (len(scores), *scores.stride(), out.shape[1])
-    out.copy_(cumla.top_k(scores, out.shape[1], lengths=lens).indices)
+    out.copy_(cumla.top_k(scores, out.shape[1], row_lens=lens).indices)
 
 
 vllm_operators = SimpleNamespace(

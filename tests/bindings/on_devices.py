@@ -31,7 +31,7 @@ SHARES = {
     "mla_decode, heads": Shares("mla_decode", {"q": 2}, (2, 1)),
     "mla_attention, heads": Shares("mla_attention", {"q": 1}, (1, 1)),
     "mla_sparse_decode, batch": Shares(
-        "mla_sparse_decode", dict.fromkeys(("q", "indices", "topk_length"), 0), (0, 0)
+        "mla_sparse_decode", dict.fromkeys(("q", "indices", "topk_lens"), 0), (0, 0)
     ),
     "attention, heads": Shares("attention", {"q": 1, "k": 2, "v": 2, "sinks": 0}, (1, 1)),
     "attention, batch": Shares("attention of equal queries", _REQUESTS, (0, 0)),

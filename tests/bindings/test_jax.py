@@ -175,7 +175,7 @@ def test_two_caches_of_v4(name: str) -> None:
     expected = eager(operation)
     assert_same(operation, jax.jit(function)(**arrays), expected)
     names = ("q", "kv_cache", "indices", "extra_kv_cache", "extra_indices")
-    lengths = ("topk_length", "extra_topk_length")
+    lengths = ("topk_lens", "extra_topk_lens")
 
     @jax.jit
     def step(arrays: Arguments) -> list[Any]:
@@ -565,7 +565,7 @@ def test_what_to_call_in_place_of_a_plan_of_sparse_attention() -> None:
     def step(given: Arguments, lens: Any) -> Any:
         arrays = (given[name] for name in SELECTED_FROM)
         logits = paged_logits(*arrays, lens, max_kv_len=Step().capacity)
-        found = select(logits, Step.topk, lengths=lens).indices.reshape(positions.shape)
+        found = select(logits, Step.topk, row_lens=lens).indices.reshape(positions.shape)
         q, kv_cache, block_table = (given[name] for name in ATTENDED)
         return found, *attend(q, kv_cache, found, block_table=block_table)
 

@@ -185,7 +185,7 @@ def of_batch(batch: int) -> dict[str, Arguments]:
     by_request = {"batch_indices": slots, "positions": slots, "block_table": each}
     states = [numbers(tokens, 4, 64) for _ in range(3)]
     lists = np.arange(tokens * 6, dtype=np.int32).reshape(tokens, 6) % 30
-    numbered = {"topk_length": lists[:, 3], "row_to_request": lists[:, 0] % batch}
+    numbered = {"topk_lens": lists[:, 3], "row_to_request": lists[:, 0] % batch}
     return {
         "mla_decode": {"q": numbers(batch, 2, 4, 576), "kv_cache": cache, **lengths},
         "mla_attention": {"q": numbers(tokens, 4, 576), "kv_cache": cache, **lengths, **offsets},
@@ -193,7 +193,7 @@ def of_batch(batch: int) -> dict[str, Arguments]:
             "q": numbers(batch, 3, 4, 576),
             "kv_cache": cache,
             "indices": lists.reshape(batch, 3, 6),
-            "topk_length": lists[:batch, 3],
+            "topk_lens": lists[:batch, 3],
             "block_table": each,
         },
         "mla_sparse_attention": {
@@ -250,7 +250,7 @@ def of_batch(batch: int) -> dict[str, Arguments]:
 @pytest.mark.parametrize("name", some_of(sorted(SPECS), "attention", "append_kv_cache"))
 def test_batches_share_a_graph(name: str) -> None:
     function, graphs = getattr(cumla, name), CompileCounterWithBackend("aot_eager")
-    constants = {"paged_mqa_logits": {"max_kv_len": 32}, "top_k": {"k": 8}}.get(name, {})
+    constants = {"paged_mqa_logits": {"max_kv_len": 32}, "top_k": {"topk": 8}}.get(name, {})
     call = compiled(lambda given: function(**given, **constants), backend=graphs)
     for batch in (2, 3, 7):
         eager, traced = (tensors(of_batch(batch)[name]) for _ in range(2))

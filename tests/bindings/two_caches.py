@@ -28,10 +28,10 @@ def _decode() -> Arguments:
         "indices": int32(
             [[0, 150, -1, 3, 3], [9, 1, 8, 4, 7]], [[5, 192, 6, 48, 2], [1, 2, 3, 4, 0]]
         ),
-        "topk_length": int32(5, 3),
+        "topk_lens": int32(5, 3),
         "extra_kv_cache": _slots(20, 2, 1),
         "extra_indices": int32([[0, 39, -1], [3, 3, 40]], [[5, 6, 7], [8, 9, 10]]),
-        "extra_topk_length": int32([3, 0], [2, 1]),
+        "extra_topk_lens": int32([3, 0], [2, 1]),
     }
 
 
@@ -41,7 +41,7 @@ def _tokens() -> Arguments:
     for name in ("q", "indices", "extra_indices"):
         given[name] = given[name].reshape(4, *given[name].shape[2:])
     places = {"block_table": int32([2, 0], [1, 1]), "row_to_request": int32(0, 1, 1, 0)}
-    lengths = {"topk_length": int32(5, 3, 0, 4), "extra_topk_length": int32(3, 0, 2, 1)}
+    lengths = {"topk_lens": int32(5, 3, 0, 4), "extra_topk_lens": int32(3, 0, 2, 1)}
     return given | places | lengths | {"sinks": numbers(16, dtype=np.float32)}
 
 

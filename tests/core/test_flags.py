@@ -17,7 +17,6 @@ import pytest
 import cumla
 from cumla.core.spec import SPECS
 from tests.calls import E4M3, OPERATIONS, PLANS, Arguments, arrays_of, refused
-from tests.sparse.dsa_cases import MADE_OF, Step
 
 NO_FLAGS = [("yes", "str 'yes'"), ("", "str ''"), (2, "int 2"), (0, "int 0"), (None, "NoneType")]
 NO_FLAGS += [(np.int64(1), "int64 1"), (np.ones(1, bool), "ndarray")]
@@ -79,16 +78,7 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     yield name, "batch_invariant", made
     yield f"{name}.from_arrays", "batch_invariant", from_arrays
     yield f"{name}.workspace_bytes", "batch_invariant", size
-    step = Step(q_len=1).arguments()
-    yield (
-        "DSAPlan",
-        "per_row_lens",
-        Call(cumla.DSAPlan, lambda: {k: step[k] for k in MADE_OF} | {"topk": 5}),
-    )
     name = "PagedMQALogitsPlan"
-    made, _, size = of_plan(name)
-    yield name, "per_row_lens", made
-    yield f"{name}.workspace_bytes", "per_row_lens", size
     planned, operation = PLANS[name], OPERATIONS["paged_mqa_logits"]
     plan = planned.ready(operation.make())
     run = Call(plan.run, lambda: planned.inputs(operation.make() | operation.outputs()))

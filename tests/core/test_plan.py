@@ -125,7 +125,7 @@ def test_updates_check_the_lengths(planned: Planned) -> None:
 def test_numbers_of_a_plan(planned: Planned) -> None:
     kind, sizes = planned.kind, planned.sizes()
     for name in planned.numbers:
-        least = int(name not in ("batch", "q_len", "next_n", "total_tokens", "topk"))
+        least = int(name not in ("batch", "q_len", "q_len", "total_tokens", "topk"))
         if kind is cumla.AttentionPlan and name in ("page_size", "q_len"):
             least = int(name == "q_len")
         for value, error, need in (

@@ -243,7 +243,7 @@ def lists(parallel: ContextParallel) -> None:
     slots = parallel.slots(kv.own_table, requests, positions.flatten()).view(shape).int()
     slots = slots.sort(descending=True).values
     held = (slots >= 0).sum(-1, dtype=torch.int32)
-    partial = cumla.mla_sparse_decode(q, *kv.own, slots, topk_length=held)
+    partial = cumla.mla_sparse_decode(q, *kv.own, slots, topk_lens=held)
     compare(parallel, parallel.merge(*partial), whole, False)
 
 

@@ -38,7 +38,7 @@ def test_selection(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
             result = cumla.top_k(
                 cupy.asarray(scores),
                 k,
-                lengths=cupy.asarray(lengths),
+                row_lens=cupy.asarray(lengths),
                 values=True,
                 sorted=is_sorted,
             )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.tools.indexer_cases import BATCHES, MEANS, NEXT_NS, samples, steps
+from tests.gpu.tools.indexer_cases import BATCHES, MEANS, Q_LENS, samples, steps
 from tests.gpu.tools.indexer_problem import (
     RANGES,
     Paged,
@@ -38,12 +38,12 @@ def missing_pairs(points: Sequence[tuple[Any, ...]]) -> set[tuple[int, Any, int,
 
 
 def test_the_grids_cover_every_pair_and_every_step() -> None:
-    prefills, decoding = samples(), [step for step in steps() if step.next_n in NEXT_NS]
+    prefills, decoding = samples(), [step for step in steps() if step.q_len in Q_LENS]
     assert missing_pairs(prefills) == set()
     assert missing_pairs(decoding) == set()
     assert missing_pairs([("a", 1, 2), ("b", 1, 3)]) == {(0, "a", 2, 3), (0, "b", 2, 2)}
-    wanted = set(itertools.product(BATCHES, NEXT_NS, MEANS))
-    assert {(step.batch, step.next_n, step.mean) for step in decoding} == wanted
+    wanted = set(itertools.product(BATCHES, Q_LENS, MEANS))
+    assert {(step.batch, step.q_len, step.mean) for step in decoding} == wanted
     assert len(decoding) == len(wanted)
     for points in (prefills, steps()):
         assert len({point.name for point in points}) == len(points)

@@ -162,10 +162,10 @@ PREFILL = [
 ]
 ALL_PAGES = "shape (num_pages, page_size, 36), or (num_pages, page_size, 1, 36), for the 32 values"
 PAGED = [
-    wrong("q", np.zeros((6, 8, 32), E4M3), "axes (batch, next_n, num_heads, head_dim), got shape"),
-    wrong("q", np.zeros((2, 9, 8, 32), E4M3), "at most 8 queries of a request, got next_n 9; pass"),
+    wrong("q", np.zeros((6, 8, 32), E4M3), "axes (batch, q_len, num_heads, head_dim), got shape"),
+    wrong("q", np.zeros((2, 9, 8, 32), E4M3), "at most 8 queries of a request, got q_len 9; pass"),
     wrong(
-        "weights", np.zeros((2, 8), F32), "shape (batch * next_n, num_heads) ... 6 ... got (2, 8)"
+        "weights", np.zeros((2, 8), F32), "shape (batch * q_len, num_heads) ... 6 ... got (2, 8)"
     ),
     *(
         wrong_type("kv_cache", aligned((6, 16, 36), dtype), f"uint8, got {dtype}; view its bytes")
@@ -322,11 +322,16 @@ def test_a_plan_for_the_length_of_each_query() -> None:
     wanted = cumla.paged_mqa_logits(**given)
     plan = PLAN.ready(given)
     assert plan.key.per_row_lens
+    like = given["q"]
+    assert PLAN.kind(**PLAN.numbers, kv_lens_shape=(2, 3), like=like).key == plan.key
+    for shape in ((3,), [2, 2], 2):
+        with refused(ValueError, "kv_lens_shape: needs (2,), or (2, 3) with a length of each qu"):
+            PLAN.kind(**PLAN.numbers, kv_lens_shape=shape, like=like)
     np.testing.assert_array_equal(plan.run(**PLAN.inputs(given)), wanted)
     with refused(TypeError, "kv_lens: needs int32, got int64"):
         plan.update(lengths.astype(np.int64))
     for shape in ((2,), (2, 2), (3, 3)):
-        message = f"kv_lens: needs shape (batch, next_n) ... got {shape}; give each query its len"
+        message = f"kv_lens: needs shape (batch, q_len) ... got {shape}; give each query its len"
         with refused(ValueError, message):
             plan.update(i32(*shape))
     with refused(ValueError, "kv_lens: needs shape (batch,) with batch 2, got (2, 3); give each"):
@@ -338,7 +343,7 @@ def test_a_plan_for_the_length_of_each_query() -> None:
     [
         ("num_heads", 24, "8, 16, 32 or 64 heads, got 24; pad"),
         ("head_dim", 256, "a head_dim of 32, 64 or 128, got 256"),
-        ("next_n", 9, "at most 8 queries of a request, got next_n 9"),
+        ("q_len", 9, "at most 8 queries of a request, got q_len 9"),
         ("page_size", 1, "a page size of 16, 32, 64 or 128 tokens, got 1"),
     ],
 )
@@ -355,15 +360,15 @@ def test_plans_that_are_refused(name: str, value: int, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "next_n"), [(8, 32, 1), (16, 64, 2), (64, 128, 1), (64, 128, 4)]
+    ("heads", "head_dim", "q_len"), [(8, 32, 1), (16, 64, 2), (64, 128, 1), (64, 128, 4)]
 )
 def test_the_shape_chooses_the_kernels(
-    heads: int, head_dim: int, next_n: int, cupy: FakeCuPy, bindings: FakeBindings
+    heads: int, head_dim: int, q_len: int, cupy: FakeCuPy, bindings: FakeBindings
 ) -> None:
     """Of one shape the call and the plan have the same."""
     steps = pages() | {
-        "q": aligned((2, next_n, heads, head_dim), E4M3),
-        "weights": aligned((2 * next_n, heads), F32),
+        "q": aligned((2, q_len, heads, head_dim), E4M3),
+        "weights": aligned((2 * q_len, heads), F32),
         "kv_cache": aligned((6, 16, 1, head_dim + 4), U8),
     }
     given = {name: cupy.like(value) for name, value in steps.items()}

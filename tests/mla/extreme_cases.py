@@ -47,7 +47,7 @@ def attend_to_zeros(xp: Any, form: str, heads: int, operation: str) -> None:
                 out, lse = cumla.mla_attention(tokens, cache, table, lens, **options)
             else:
                 lists = np.tile(np.arange(256, dtype=np.int32), (3, 1, 1))
-                options["topk_length"] = lens
+                options["topk_lens"] = lens
                 out, lse = cumla.mla_sparse_decode(there[0], cache, xp.asarray(lists), **options)
             with np.errstate(divide="ignore"):
                 expected = np.log(np.array(LENS, np.float64))

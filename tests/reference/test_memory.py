@@ -86,7 +86,7 @@ def test_mla(module: Any, form: str, caches: Callable[..., list[Any]]) -> None:
         np.testing.assert_array_equal(ragged.out, decoded.out[0])
         lists = np.tile((page_size + SLOTS).astype(np.int32), (1, 2, 1))
         lengths = np.array([[TOKENS - 1, TOKENS]], np.int32)
-        listed = module.mla_sparse_decode(q, cache, lists, topk_length=lengths)
+        listed = module.mla_sparse_decode(q, cache, lists, topk_lens=lengths)
         np.testing.assert_array_equal(listed.out, decoded.out)
         results.append(decoded)
     np.testing.assert_array_equal(results[0].out, results[1].out)

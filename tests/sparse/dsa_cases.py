@@ -99,7 +99,7 @@ class Step:
         visible = self.visible(kv_lens, most)
         arrays = (given[name] for name in SELECTED_FROM)
         logits = reference.paged_mqa_logits(*arrays, visible, max_kv_len=self.capacity)
-        found = reference.top_k(logits, self.topk, lengths=visible.ravel())
+        found = reference.top_k(logits, self.topk, row_lens=visible.ravel())
         return found.indices.reshape(self.batch, self.q_len, self.topk)
 
     def expected(

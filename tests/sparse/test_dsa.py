@@ -98,7 +98,7 @@ def test_the_step_of_v4(of: Step, check: str, monkeypatch: pytest.MonkeyPatch) -
         (int32(CAPACITY, 0, 21), int32(11, 3, 0)),
         (int32(4, 16, 0), np.arange(of.batch * of.q_len, dtype=np.int32).reshape(3, -1)),
     ):
-        options = {"extra_topk_length": recent}
+        options = {"extra_topk_lens": recent}
         plan.update(kv_lens, **options)
         for layer in (given, of.arguments(seed=1)):
             indices = np.array(select(plan, layer))
@@ -117,7 +117,7 @@ def test_one_cache_of_v4() -> None:
 def test_lengths_of_query_tokens(of: Step) -> None:
     """As compressed tokens have them, of which a draft may see as many as the token before."""
     given, most = of.arguments(), 40
-    plan = plan_of(given, per_row_lens=True, max_kv_len=most)
+    plan = plan_of(given, kv_lens=int32(*[[0] * of.q_len] * 3), max_kv_len=most)
     some = int32([7, 8], [33, 33], [CAPACITY, 0]), int32([2**31 - 1, 20], [-5, 1], [16, 41])
     for kv_lens in (lengths[:, : of.q_len] for lengths in some):
         got = step(plan, given, kv_lens.copy())
@@ -231,7 +231,7 @@ REFUSED = [
     *(wrong_type("topk", n, "an int, got") for n in (True, 2.0, "20", None)),
     wrong("max_kv_len", 0, "a number from 1, got 0; leave it out"),
     wrong_type("max_kv_len", 10.5, "an int, got float"),
-    wrong_type("per_row_lens", 1, "True or False, got int 1; pass one of"),
+    wrong("kv_lens", int32(1, 2), "shape (batch,) with batch 3, got (2,); give each request of"),
     *(
         wrong(
             "q",
@@ -252,7 +252,7 @@ REFUSED = [
 
 @all_of(REFUSED)
 def test_plans_that_are_refused(refusal: Refusal) -> None:
-    options = {"topk": TOPK, "max_kv_len": None, "per_row_lens": False}
+    options = {"topk": TOPK, "max_kv_len": None, "kv_lens": None}
     changed = {name: refusal.changes.get(name, value) for name, value in options.items()}
     with refused(refusal.error, refusal.message):
         plan_of(STEP.arguments() | refusal.changes, **changed)
@@ -315,25 +315,25 @@ def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_of(given, extra_indices=None)
     with refused(ValueError, "extra_indices: needs shape (batch, q_len, extra_topk) with batch 3"):
         plan_of(given, extra_indices=window["extra_indices"][:2])
-    with refused(ValueError, "extra_topk_length: needs a plan with cache_dtype 'v4', the format"):
-        plan_of(packed).update(LENS, extra_topk_length=LENS)
+    with refused(ValueError, "extra_topk_lens: needs a plan with cache_dtype 'v4', the format"):
+        plan_of(packed).update(LENS, extra_topk_lens=LENS)
     plan = plan_of(given)
-    with refused(ValueError, "extra_topk_length: needs shape (batch,) or (batch, q_len) with bat"):
-        plan.update(LENS, extra_topk_length=LENS[:2])
+    with refused(ValueError, "extra_topk_lens: needs shape (batch,) or (batch, q_len) with bat"):
+        plan.update(LENS, extra_topk_lens=LENS[:2])
     with refused(ValueError, "plan: needs an update, got none that succeeded"):
         select(plan, given)  # the indexer's schedule was computed, that of attention was not
     step(plan, given, LENS)
     with refused(ValueError, "plan: made for extra_topk "):
         run(plan, given, extra_kv_cache=None, extra_indices=None)
     monkeypatch.setenv("CUMLA_CHECK", "1")
-    with refused(ValueError, "extra_topk_length[1]: needs a length from 0 to extra_topk = 11, got"):
-        plan.update(LENS, extra_topk_length=int32(11, 12, 0))
+    with refused(ValueError, "extra_topk_lens[1]: needs a length from 0 to extra_topk = 11, got"):
+        plan.update(LENS, extra_topk_lens=int32(11, 12, 0))
 
 
 def test_lengths_of_query_tokens_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(STEP_2.arguments(), per_row_lens=True)
     both = np.stack([LENS, LENS], axis=1)
-    got = "got (3,); give each query its length, or make a plan with per_row_lens=False"
+    plan = plan_of(STEP_2.arguments(), kv_lens=both)
+    got = "got (3,); give each query its length, or make a plan for lengths of this shape"
     with refused(ValueError, f"kv_lens: needs shape (batch, q_len) with batch 3, q_len 2, {got}"):
         plan.update(LENS)
     with refused(ValueError, "kv_lens: needs lengths in equal steps of memory, got strides (4, "):
@@ -350,17 +350,18 @@ def test_lengths_of_query_tokens_that_are_refused(monkeypatch: pytest.MonkeyPatc
 class OnGpu:
     """A plan, and the arrays of its calls."""
 
-    def __init__(self, cupy: FakeCuPy, of: Step = STEP_2, **options: Any) -> None:
+    def __init__(
+        self, cupy: FakeCuPy, of: Step = STEP_2, each: bool = False, **options: Any
+    ) -> None:
         q_len = of.q_len
         self.given = {n: cupy.like(array) for n, array in of.arguments().items()}
-        each = options.get("per_row_lens", False)
         self.kv_lens = cupy.ndarray((3, q_len), "int32") if each else cupy.like(LENS)
-        self.lengths = {"extra_topk_length": cupy.like(LENS)} if of.window else {}
+        self.lengths = {"extra_topk_lens": cupy.like(LENS)} if of.window else {}
         self.results = {
             "out": cupy.ndarray((3, q_len, 4, 512), BF16),
             "lse": cupy.ndarray((3, 4, q_len), "float32"),
         }
-        self.plan = plan_of(self.given, **options)
+        self.plan = plan_of(self.given, kv_lens=self.kv_lens, **options)
 
     def step(self, layers: int = 1, **options: Any) -> None:
         self.plan.update(self.kv_lens, **self.lengths, **options)
@@ -369,13 +370,13 @@ class OnGpu:
             run(self.plan, self.given, **self.results, **options)
 
 
-@pytest.mark.parametrize("per_row_lens", [False, True])
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("of", [STEP, STEP_2, V4, V4_2], ids=["s1", "s2", "v4-s1", "v4-s2"])
 def test_a_captured_step_allocates_nothing(
-    of: Step, per_row_lens: bool, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+    of: Step, each: bool, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
 ) -> None:
     """And prepare() has loaded all that it launches; a ready step launches the same."""
-    gpu = OnGpu(cupy, of, per_row_lens=per_row_lens)
+    gpu = OnGpu(cupy, of, each)
     cumla.prepare(gpu.plan)
     loaded, allocated = list(cupy.compiled), list(cupy.allocated)
     driver.capturing.add(0)
@@ -458,12 +459,12 @@ def test_the_kernels_make_the_step(of: Step) -> None:
     host = of.arguments()
     with emulated_gpu() as cupy:
         given = {name: cupy.like(array) for name, array in host.items()}
-        plan = plan_of(given, per_row_lens=of.v4)
+        plan = plan_of(given, kv_lens=cupy.like(of.visible(LENS) if of.v4 else LENS))
         for kv_lens in (LENS, int32(0, CAPACITY, 21)):
             seen, recent = of.visible(kv_lens) if of.v4 else kv_lens, int32(11, 0, 4)
-            there = {"extra_topk_length": cupy.like(recent)} if of.v4 else {}
+            there = {"extra_topk_lens": cupy.like(recent)} if of.v4 else {}
             plan.update(cupy.like(seen), **there)
-            lengths = {"extra_topk_length": recent} if of.v4 else {}
+            lengths = {"extra_topk_lens": recent} if of.v4 else {}
             indices, out, lse = of.expected(host, seen, **lengths)
             np.testing.assert_array_equal(select(plan, given), indices)
             state = run(plan, given)

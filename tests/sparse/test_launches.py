@@ -96,7 +96,7 @@ def test_a_batch_as_it_comes(cupy: FakeCuPy, handed: Handed) -> None:
 @pytest.mark.parametrize("head_axis", [False, True])
 def test_tokens_are_a_batch_of_one(cupy: FakeCuPy, handed: Handed, head_axis: bool) -> None:
     arguments = tokens(
-        topk_length=int32(*range(TOKENS)),
+        topk_lens=int32(*range(TOKENS)),
         block_table=int32([0, 1], [2, 3]),
         row_to_request=int32(0, 1, 0, 1, 0, 1),
         sinks=numbers(HEADS, dtype=np.float32),
@@ -121,11 +121,11 @@ def test_numbers_of_requests_are_those_of_their_tokens(cupy: FakeCuPy, handed: H
     table = int32([0, 1], [2, 3], [0, 0])
     call(
         cupy,
-        batched(topk_length=int32(1, 2), block_table=table, row_to_request=int32(0, 2)),
+        batched(topk_lens=int32(1, 2), block_table=table, row_to_request=int32(0, 2)),
     )
     for view in (handed.lengths, handed.arguments.row_to_request):
         assert (view.shape, view.strides) == ((2, 3), (4, 0))
-    call(cupy, batched(topk_length=int32([1, 2, 3], [4, 5, 6])))
+    call(cupy, batched(topk_lens=int32([1, 2, 3], [4, 5, 6])))
     assert (handed.lengths.shape, handed.lengths.strides) == ((2, 3), (12, 4))
 
 
@@ -182,9 +182,9 @@ def test_lengths_and_none_in_turn(cupy: FakeCuPy, handed: Handed) -> None:
     lengths = cupy.like(int32(1, 2))
     plan = cumla.MLASparsePlan.from_arrays(**given)
     seen = []
-    for topk_length in (None, lengths, None, lengths):
+    for topk_lens in (None, lengths, None, lengths):
         handed.lengths = "nothing new"
-        plan.update(topk_length)
+        plan.update(topk_lens)
         seen.append(handed.lengths)
     assert seen[0] is None
     assert seen[1].ptr == lengths.data.ptr

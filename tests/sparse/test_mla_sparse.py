@@ -34,7 +34,7 @@ def decode(**changes: Any) -> dict[str, Any]:
         "q": numbers(*Q),
         "kv_cache": numbers(*CACHE),
         "indices": int32(*LISTED),
-        "topk_length": int32(5, 3),
+        "topk_lens": int32(5, 3),
         **changes,
     }
 
@@ -53,7 +53,7 @@ def flat(arguments: dict[str, Any]) -> dict[str, Any]:
     tokens = dict(arguments)
     for name in ("q", "indices"):
         tokens[name] = arguments[name].reshape(4, *arguments[name].shape[2:])
-    for name in {"topk_length", "row_to_request"} & set(tokens):
+    for name in {"topk_lens", "row_to_request"} & set(tokens):
         array = arguments[name]
         tokens[name] = (array if array.ndim == 2 else np.repeat(array, 2)).reshape(4)
     return tokens
@@ -61,14 +61,14 @@ def flat(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def inputs(arguments: dict[str, Any]) -> dict[str, Any]:
     """What a plan's run takes."""
-    return {name: array for name, array in arguments.items() if name != "topk_length"}
+    return {name: array for name, array in arguments.items() if name != "topk_lens"}
 
 
 def plan_of(arguments: dict[str, Any], **options: Any) -> cumla.MLASparsePlan:
     """Make a plan, and update it."""
     made_of = [arguments[name] for name in ("q", "kv_cache", "indices")]
     plan = cumla.MLASparsePlan.from_arrays(*made_of, **options)
-    plan.update(arguments.get("topk_length"))
+    plan.update(arguments.get("topk_lens"))
     return plan
 
 
@@ -146,7 +146,7 @@ def test_layouts_that_are_fine() -> None:
         {"kv_cache": gaps},
         {"kv_cache": [np.ascontiguousarray(part) for part in pair]},
         {"indices": wide[..., 2:7]},
-        {"topk_length": int32([5, 5], [3, 3])},
+        {"topk_lens": int32([5, 5], [3, 3])},
     ):
         given = arguments | changes
         assert_same(cumla.mla_sparse_decode(**given), want)
@@ -162,7 +162,7 @@ def test_empty_calls() -> None:
     """No query tokens, and no entries."""
     for shape in ((0, 2), (2, 0)):
         given = {"q": numbers(*shape, 16, 576), "indices": np.zeros((*shape, 5), np.int32)}
-        arguments = decode(topk_length=np.zeros(shape[0], np.int32)) | given
+        arguments = decode(topk_lens=np.zeros(shape[0], np.int32)) | given
         for state in (
             cumla.mla_sparse_decode(**arguments),
             plan_of(arguments).run(**inputs(arguments)),
@@ -213,7 +213,7 @@ REFUSED = [
         for dtype in ("int64", "uint32", "float32")
         for name, shape in (
             ("indices", LISTS),
-            ("topk_length", (2,)),
+            ("topk_lens", (2,)),
             ("block_table", (3, 3)),
             ("row_to_request", (2, 2)),
         )
@@ -250,7 +250,7 @@ REFUSED = [
             zeros(*s, dtype="i4"),
             f"shape (batch,) or (batch, q_len) with batch 2 and q_len 2, got {s}; pass a number",
         )
-        for name in ("topk_length", "row_to_request")
+        for name in ("topk_lens", "row_to_request")
         for s in ((), (1,), (3,), (2, 1), (1, 2), (2, 2, 1))
     ),
     *(
@@ -284,7 +284,7 @@ REFUSED = [
         wrong(name, shifted(array, 2), "an address and strides that are multiples of 4 bytes")
         for name, array in (
             ("indices", int32(*LISTED)),
-            ("topk_length", int32(5, 3)),
+            ("topk_lens", int32(5, 3)),
             ("row_to_request", int32([0, 2], [2, 1])),
             ("lse", zeros(2, 16, 2, dtype="f4")),
         )
@@ -304,12 +304,12 @@ def test_refusals(refusal: Refusal) -> None:
     arguments = placed() | refusal.changes
     with refused(refusal.error, refusal.message):
         cumla.mla_sparse_decode(**arguments)
-    if refusal.changes.get("topk_length", 0) is None:
+    if refusal.changes.get("topk_lens", 0) is None:
         return
     plan = plan_of(placed())
     with refused(refusal.error, refusal.message):
-        if "topk_length" in refusal.changes:
-            plan.update(arguments["topk_length"])
+        if "topk_lens" in refusal.changes:
+            plan.update(arguments["topk_lens"])
         else:
             plan.run(**inputs(arguments))
 
@@ -326,7 +326,7 @@ OF_TOKENS = [
             zeros(*s, dtype="i4"),
             f"shape (total_tokens,) with total_tokens 4, got {s}; pass a number for each",
         )
-        for name in ("topk_length", "row_to_request")
+        for name in ("topk_lens", "row_to_request")
         for s in ((1,), (2,), (2, 2), (4, 1), (1, 4))
     ),
     Refusal(
@@ -385,18 +385,18 @@ def test_updates() -> None:
     arguments = decode()
     given = inputs(arguments)
     plan = cumla.MLASparsePlan(2, 2, 16, 5, like=arguments["q"])
-    with refused(ValueError, "plan: never updated; call plan.update(topk_length) before the first"):
+    with refused(ValueError, "plan: never updated; call plan.update(topk_lens) before the first"):
         plan.run(**given)
     lengths = int32(5, 3)
-    for topk_length in (None, lengths, int32([1, 2], [0, 9]), None):
-        plan.update(topk_length)
-        want = cumla.mla_sparse_decode(**given, topk_length=topk_length)
+    for topk_lens in (None, lengths, int32([1, 2], [0, 9]), None):
+        plan.update(topk_lens)
+        want = cumla.mla_sparse_decode(**given, topk_lens=topk_lens)
         assert_same(plan.run(**given), want)
     plan.update(lengths)
     lengths[...] = 0
     assert_same(plan.run(**given), cumla.mla_sparse_decode(**arguments))
     other = given | {"indices": given["indices"][:, ::-1].copy()}
-    assert_same(plan.run(**other), cumla.mla_sparse_decode(**other, topk_length=int32(5, 3)))
+    assert_same(plan.run(**other), cumla.mla_sparse_decode(**other, topk_lens=int32(5, 3)))
 
 
 def test_a_plan_of_one_request_takes_both_forms() -> None:
@@ -409,8 +409,8 @@ def test_a_plan_of_one_request_takes_both_forms() -> None:
         one, other = plan.run(**given), plan.run(**given | batched)
         assert_same(one, cumla.AttentionState(other.out[0], other.lse[0].T))
         each = np.broadcast_to(lengths.reshape(-1), 4).copy()
-        assert_same(one, cumla.mla_sparse_attention(**given, topk_length=each))
-    with refused(ValueError, "topk_length: needs shape (batch,) or (batch, q_len) ... got (3,)"):
+        assert_same(one, cumla.mla_sparse_attention(**given, topk_lens=each))
+    with refused(ValueError, "topk_lens: needs shape (batch,) or (batch, q_len) ... got (3,)"):
         plan.update(int32(1, 2, 3))
     wide = plan_of(decode())
     with refused(ValueError, "plan: made for batch 2, q_len 2, got batch 1, q_len 4; make a plan"):
@@ -492,10 +492,10 @@ def test_dtypes_of_plans() -> None:
     [
         ({}, None),
         ({"indices": int32(*LISTED) * 1000}, None),  # they may have any values
-        ({"topk_length": int32(0, 5)}, None),
+        ({"topk_lens": int32(0, 5)}, None),
         ({"row_to_request": int32([0, -1], [-7, 1])}, None),
-        ({"topk_length": int32(5, 6)}, "topk_length[1]: needs a length from 0 to topk = 5, got 6"),
-        ({"topk_length": int32([5, 0], [-1, 3])}, "topk_length[1, 0]: needs ... got -1; the kern"),
+        ({"topk_lens": int32(5, 6)}, "topk_lens[1]: needs a length from 0 to topk = 5, got 6"),
+        ({"topk_lens": int32([5, 0], [-1, 3])}, "topk_lens[1, 0]: needs ... got -1; the kern"),
         (
             {"row_to_request": int32([0, 3], [0, 0])},
             "row_to_request[0, 1]: needs a row of block_table up to 2, or below 0 ... got 3",
@@ -510,7 +510,7 @@ def test_dtypes_of_plans() -> None:
 def test_check_mode(
     changes: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = placed(indices=int32(*LISTED) // 2, topk_length=int32(5, 3)) | changes
+    arguments = placed(indices=int32(*LISTED) // 2, topk_lens=int32(5, 3)) | changes
     cumla.mla_sparse_decode(**arguments)
     monkeypatch.setenv("CUMLA_CHECK", "1")
     tokens = flat(arguments)
@@ -533,8 +533,8 @@ def test_check_mode_finds_lengths_that_have_changed(monkeypatch: pytest.MonkeyPa
     arguments = decode()
     plan = plan_of(arguments)
     plan.run(**inputs(arguments))
-    arguments["topk_length"][1] = 1
-    with refused(ValueError, "topk_length[1]: needs the value that the plan was updated with, 3"):
+    arguments["topk_lens"][1] = 1
+    with refused(ValueError, "topk_lens[1]: needs the value that the plan was updated with, 3"):
         plan.run(**inputs(arguments))
     plan.update()
     plan.run(**inputs(arguments))

@@ -39,9 +39,9 @@ REFUSALS = [
     wrong("scores", aligned((3, 40), np.float32, 2), "an address and strides that are multiples"),
     *(
         wrong(name, int32(1, 2), "shape (rows,) with rows 3, got (2,); give each row of scores")
-        for name in ("lengths", "row_starts", "row_to_request", "offsets")
+        for name in ("row_lens", "row_starts", "row_to_request", "offsets")
     ),
-    wrong_type("lengths", np.zeros(3, np.int64), "int32, got int64; convert it first"),
+    wrong_type("row_lens", np.zeros(3, np.int64), "int32, got int64; convert it first"),
     wrong("block_table", int32(1, 2, 3), "shape (requests, max_pages), got (3,); reshape it"),
     Refusal(
         {"row_to_request": None},
@@ -58,15 +58,15 @@ REFUSALS = [
         ValueError,
         "page_size: needs block_table, got none; pass the table, or leave it out",
     ),
-    *(wrong(name, 0, "a number from 1, got 0; ") for name in ("k", "page_size")),
-    wrong_type("k", 2.0, "an int, got float 2.0; convert it"),
-    wrong("k", (1 << 30) + 1, "at most 1073741824 columns, got 1073741825; cut the rows"),
+    *(wrong(name, 0, "a number from 1, got 0; ") for name in ("topk", "page_size")),
+    wrong_type("topk", 2.0, "an int, got float 2.0; convert it"),
+    wrong("topk", (1 << 30) + 1, "at most 1073741824 columns, got 1073741825; cut the rows"),
     wrong("tie_break", "highest", "\"lowest\", got 'highest'; there is no other order"),
     wrong("out_positions", aligned((3, 9), np.int32), "shape (3, 8), got (3, 9); allocate it so"),
     Refusal(
-        {"scores": aligned((3, 8193), np.float32), "k": 8193, "sorted": True},
+        {"scores": aligned((3, 8193), np.float32), "topk": 8193, "sorted": True},
         ValueError,
-        "sorted: needs k, or the columns of scores, up to 8192, got k 8193 and 8193 columns; sort",
+        "sorted: needs topk, or the columns of scores, up to 8192, got topk 8193 and 8193 columns",
     ),
 ]
 
@@ -96,7 +96,7 @@ def test_all_that_comes_back(is_sorted: bool) -> None:
     np.testing.assert_array_equal(positions, want)
     np.testing.assert_array_equal(result.indices, want + offsets[:, None])
     np.testing.assert_array_equal(result.values, values_at(x, want))
-    assert result.valid_counts.tolist() == [12] * 4
+    assert result.counts.tolist() == [12] * 4
     assert cumla.top_k(x, 12)[1:3] == (None, None)
 
 
@@ -104,7 +104,7 @@ def test_rows_of_no_width_and_of_fewer_than_k() -> None:
     none = cumla.top_k(np.zeros((2, 0), np.float32), 3, values=True)
     assert none.indices.tolist() == [[-1] * 3] * 2
     assert none.values.tolist() == [[-np.inf] * 3] * 2
-    assert none.valid_counts.tolist() == [0, 0]
+    assert none.counts.tolist() == [0, 0]
     assert cumla.top_k(np.ones((1, 2), np.float32), 3).indices.tolist() == [[0, 1, -1]]
 
 
@@ -112,8 +112,8 @@ def test_rows_of_no_width_and_of_fewer_than_k() -> None:
     ("name", "value", "message"),
     [
         ("row_starts", int32(0, 41, 0), "row_starts[1]: needs a column from 0 to 40, got 41"),
-        ("lengths", int32(5, 40, 38), "lengths[2]: needs a length from 0 to the end of the row"),
-        ("lengths", int32(-1, 0, 0), "lengths[0]: needs a length from 0 to the end of the row"),
+        ("row_lens", int32(5, 40, 38), "row_lens[2]: needs a length from 0 to the end of the row"),
+        ("row_lens", int32(-1, 0, 0), "row_lens[0]: needs a length from 0 to the end of the row"),
         ("row_to_request", int32(0, 1, 2), "row_to_request[2]: needs a row of block_table up to 1"),
     ],
 )

@@ -30,7 +30,7 @@ from tests.calls import (
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 BATCH, Q_LEN, HEADS = 2, 2, 3
 TOKENS = BATCH * Q_LEN
-LENGTHS = ("topk_length", "extra_topk_length")
+LENGTHS = ("topk_lens", "extra_topk_lens")
 
 
 def value_of_code(code: int) -> float:
@@ -131,8 +131,8 @@ def twice(extra_topk: int = 5, page_size: int = 2, **changes: Any) -> dict[str, 
     given = {
         "extra_kv_cache": extra.cache,
         "extra_indices": lists(extra.count, extra_topk, seed=4),
-        "topk_length": int32(9, 3),
-        "extra_topk_length": int32(2, extra_topk),
+        "topk_lens": int32(9, 3),
+        "extra_topk_lens": int32(2, extra_topk),
     }
     return decode(**given) | changes
 
@@ -173,7 +173,7 @@ def found(given: dict[str, Any], prefix: str = "") -> list[Any]:
         ).reshape(-1)
     topk = indices.shape[-1]
     named = []
-    for token, length in enumerate(each(given.get(f"{prefix}topk_length"), topk)):
+    for token, length in enumerate(each(given.get(f"{prefix}topk_lens"), topk)):
         slots = []
         for index in indices.reshape(TOKENS, topk)[token, :length].tolist():
             page = index // page_size
@@ -226,7 +226,7 @@ def inputs(given: dict[str, Any]) -> dict[str, Any]:
 
 def updated(plan: Any, given: dict[str, Any]) -> Any:
     """Update a plan, also one whose second lists are empty."""
-    plan.update(given.get("topk_length"), extra_topk_length=given.get("extra_topk_length"))
+    plan.update(given.get("topk_lens"), extra_topk_lens=given.get("extra_topk_lens"))
     return plan
 
 
@@ -274,7 +274,7 @@ def assert_right(given: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("dtype", [BF16, np.dtype("f2")], ids=str)
 def test_rows_of_512_columns(dtype: Any) -> None:
     """By slots and by positions, in pages and without, with sinks; results in q's dtype."""
-    given = narrow(dtype, topk_length=int32(9, 4))
+    given = narrow(dtype, topk_lens=int32(9, 4))
     assert_right(given)
     assert_right(given | {"sinks": np.array([0.5, -np.inf, 3], np.float32)})
     assert_right(given | {"softmax_scale": 0.1})
@@ -297,7 +297,7 @@ def test_positions_of_requests(make: Any) -> None:
     ):
         given = make(**places)
         given["indices"] = given["indices"] % 26 - 1  # some of them outside of the tables
-        assert_right(given | {"topk_length": int32([9, 3], [0, 5])})
+        assert_right(given | {"topk_lens": int32([9, 3], [0, 5])})
 
 
 def test_a_plan_of_16_bits_serves_both_widths() -> None:
@@ -323,7 +323,7 @@ def test_slots_of_v4(page_size: int, dtype: Any) -> None:
     indices[0, 0] = -1
     indices[0, 1, ::2] = [INT_MIN, -1, slots.count, INT_MAX, INT_MIN + 1, slots.count + 1]
     indices[1, :, 7:] = [2147480000, -7, 0, INT_MAX, INT_MIN]  # 0 is a slot, maybe of NaN
-    given = decode(kv_cache=slots.cache, indices=indices, topk_length=int32([12, 12], [7, 7]))
+    given = decode(kv_cache=slots.cache, indices=indices, topk_lens=int32([12, 12], [7, 7]))
     state = assert_right(given)
     assert np.isfinite(state.out).all()
     assert not state.out[0, 0].any() and np.isneginf(state.lse[0, :, 0]).all()
@@ -353,10 +353,10 @@ def test_pages_without_padding_and_of_one_slot() -> None:
 def test_sinks() -> None:
     for make in (decode, twice):
         state = assert_right(make(sinks=np.array([-np.inf, -3, 1], np.float32)))
-        nothing = make(indices=np.full((BATCH, Q_LEN, 9), -1, np.int32), topk_length=int32(9, 0))
+        nothing = make(indices=np.full((BATCH, Q_LEN, 9), -1, np.int32), topk_lens=int32(9, 0))
         nothing |= {"sinks": np.array([-np.inf, -2, 1], np.float32)}
         if make is twice:
-            nothing["extra_topk_length"] = int32(0, 0)
+            nothing["extra_topk_lens"] = int32(0, 0)
         state = assert_right(nothing)
         np.testing.assert_array_equal(
             state.lse, np.broadcast_to(nothing["sinks"][:, None], state.lse.shape)
@@ -412,7 +412,7 @@ def test_exponents(exponent: int, accumulate: Any) -> None:
 def test_an_entry_less_shows() -> None:
     """The comparison would notice one."""
     for name in ("indices", "extra_indices"):
-        given = twice(topk_length=None, extra_topk_length=None)
+        given = twice(topk_lens=None, extra_topk_lens=None)
         given = {name: array for name, array in given.items() if array is not None}
         shorter = given | {name: given[name][..., :-1]}
         with pytest.raises(AssertionError):
@@ -456,9 +456,9 @@ def test_one_softmax_over_two_lists(extra_topk: int, page_size: int) -> None:
     given = twice(extra_topk, page_size)
     assert_right(given)
     lengths = (
-        {"extra_topk_length": int32([0, 100], [3, -1])},
-        {"topk_length": int32([9, 0], [1, 12]), "extra_topk_length": int32([0, 0], [1, 2])},
-        {"topk_length": int32(0, 0)},
+        {"extra_topk_lens": int32([0, 100], [3, -1])},
+        {"topk_lens": int32([9, 0], [1, 12]), "extra_topk_lens": int32([0, 0], [1, 2])},
+        {"topk_lens": int32(0, 0)},
     )
     for changes in lengths:
         assert_right(given | changes)
@@ -565,9 +565,9 @@ def test_updates() -> None:
     plan = plan_of(given)
     for lengths in (
         {},
-        {"topk_length": int32(1, 2)},
-        {"extra_topk_length": int32([1, 0], [9, -1])},
-        {"topk_length": int32([0, 3], [3, 0]), "extra_topk_length": int32(4, 0)},
+        {"topk_lens": int32(1, 2)},
+        {"extra_topk_lens": int32([1, 0], [9, -1])},
+        {"topk_lens": int32([0, 3], [3, 0]), "extra_topk_lens": int32(4, 0)},
     ):
         plan.update(**lengths)
         want = cumla.mla_sparse_decode(**inputs(given), **lengths)
@@ -614,15 +614,15 @@ def test_a_plan_of_two_caches_needs_both() -> None:
         plan.run(**without_extra(inputs(twice())))
     with refused(ValueError, "extra_indices: needed with extra_kv_cache, got None; pass a list"):
         plan.run(**{n: a for n, a in inputs(twice()).items() if n != "extra_indices"})
-    with refused(ValueError, "extra_topk_length: needs a plan with cache_dtype 'v4', the format"):
-        plan_of(narrow()).update(int32(1, 2), extra_topk_length=int32(1, 2))
+    with refused(ValueError, "extra_topk_lens: needs a plan with cache_dtype 'v4', the format"):
+        plan_of(narrow()).update(int32(1, 2), extra_topk_lens=int32(1, 2))
     for lengths, error, message in (
         (int32(1, 2, 3), ValueError, "shape (batch,) or (batch, q_len) ... got (3,); pass a num"),
         (np.ones(2, np.int64), TypeError, "int32, got int64; convert it first"),
         (shifted(int32(1, 2), 2), ValueError, "an address and strides that are multiples of 4"),
     ):
-        with refused(error, f"extra_topk_length: needs {message}"):
-            plan.update(extra_topk_length=lengths)
+        with refused(error, f"extra_topk_lens: needs {message}"):
+            plan.update(extra_topk_lens=lengths)
 
 
 NUMBERS = {"batch": 2, "q_len": 1, "num_heads": 64, "topk": 64, "cache_dtype": "v4"}
@@ -789,7 +789,7 @@ OF_TWO = [
     Refusal(
         {"extra_kv_cache": None, "extra_indices": None},
         ValueError,
-        "extra_topk_length: needs an extra_kv_cache, whose slots it is about, got None; pass it",
+        "extra_topk_lens: needs an extra_kv_cache, whose slots it is about, got None; pass it",
     ),
     Refusal(
         {"kv_cache": narrow()["kv_cache"]},
@@ -810,9 +810,9 @@ OF_TWO = [
     wrong_type("extra_indices", zeros(2, 2, 5, dtype="i8"), "int32, got int64; convert it first"),
     wrong("extra_indices", every_other(lists(14, 5)), "contiguous rows, got a stride of 8 bytes"),
     wrong("extra_indices", shifted(lists(14, 5), 2), "an address and strides that are multiples"),
-    wrong_type("extra_topk_length", zeros(2, dtype="i8"), "int32, got int64; convert it first"),
+    wrong_type("extra_topk_lens", zeros(2, dtype="i8"), "int32, got int64; convert it first"),
     *(
-        wrong("extra_topk_length", zeros(*s, dtype="i4"), "shape (batch,) or (batch, q_len) with")
+        wrong("extra_topk_lens", zeros(*s, dtype="i4"), "shape (batch,) or (batch, q_len) with")
         for s in ((), (1,), (3,), (2, 1), (2, 2, 1))
     ),
 ]
@@ -841,16 +841,16 @@ def test_outputs_share_no_memory(name: str) -> None:
     [
         ({}, None),
         ({"extra_indices": lists(14, 5) * 1000 - 5000}, None),  # they may have any values
-        ({"extra_topk_length": int32([0, 5], [5, 0])}, None),
+        ({"extra_topk_lens": int32([0, 5], [5, 0])}, None),
         (
-            {"extra_topk_length": int32(5, 6)},
-            "extra_topk_length[1]: needs a length from 0 to extra_topk = 5, got 6; the kernels",
+            {"extra_topk_lens": int32(5, 6)},
+            "extra_topk_lens[1]: needs a length from 0 to extra_topk = 5, got 6; the kernels",
         ),
         (
-            {"extra_topk_length": int32([5, 0], [-1, 3])},
-            "extra_topk_length[1, 0]: needs a length from 0 to extra_topk = 5, got -1; the kernels",
+            {"extra_topk_lens": int32([5, 0], [-1, 3])},
+            "extra_topk_lens[1, 0]: needs a length from 0 to extra_topk = 5, got -1; the kernels",
         ),
-        ({"topk_length": int32(10, 0)}, "topk_length[0]: needs a length from 0 to topk = 9, got 1"),
+        ({"topk_lens": int32(10, 0)}, "topk_lens[0]: needs a length from 0 to topk = 9, got 1"),
     ],
 )
 def test_check_mode(
@@ -877,6 +877,6 @@ def test_check_mode_finds_lengths_that_have_changed(monkeypatch: pytest.MonkeyPa
     given = twice()
     plan = plan_of(given)
     plan.run(**inputs(given))
-    given["extra_topk_length"][1] = 1
-    with refused(ValueError, "extra_topk_length[1]: needs the value that the plan was updated wi"):
+    given["extra_topk_lens"][1] = 1
+    with refused(ValueError, "extra_topk_lens[1]: needs the value that the plan was updated wi"):
         plan.run(**inputs(given))

@@ -29,6 +29,8 @@ _TOP_K = Interface(
         "block_table": "src_page_table",
         "row_to_request": "row_to_batch",
         "out_positions": "out_raw_indices",
+        "topk": "k",
+        "row_lens": "lengths",
     },
     RuntimeError,
 )
@@ -98,7 +100,7 @@ def top_k_page_table_transform(
     may have any stride. Page numbers below 0 give -1. page_table_row_starts is row_starts by
     default only with pages of one score.
     """
-    check_tensors(input=input, src_page_table=src_page_table, lengths=lengths)
+    check_tensors(input=input, src_page_table=src_page_table, row_lens=lengths)
     _check_tie_break(tie_break)
     offsets = page_table_row_starts
     if offsets is None and row_starts is not None:
@@ -114,7 +116,7 @@ def top_k_page_table_transform(
         found = select(
             input,
             k,
-            lengths=lengths,
+            row_lens=lengths,
             row_starts=row_starts,
             block_table=src_page_table,
             page_size=page_size,
@@ -140,10 +142,10 @@ def top_k_ragged_transform(
 
     Differences from FlashInfer are those of `top_k_page_table_transform`.
     """
-    check_tensors(input=input, offsets=offsets, lengths=lengths)
+    check_tensors(input=input, offsets=offsets, row_lens=lengths)
     _check_tie_break(tie_break)
     with _TOP_K():
-        found = select(input, k, lengths=lengths, row_starts=row_starts, offsets=offsets)
+        found = select(input, k, row_lens=lengths, row_starts=row_starts, offsets=offsets)
     return found.indices
 
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
 
 
-def _shape(num_heads: int, head_dim: int, next_n: int) -> LogitsShape:
+def _shape(num_heads: int, head_dim: int, q_len: int) -> LogitsShape:
     """Choose the products: as few columns as hold all rows of a request, but 64 at least."""
     heads = max(num_heads, _FEWEST_HEADS)
-    columns = next_n * heads
+    columns = q_len * heads
     tile = 64 if columns <= 64 else 128 if columns <= 128 else 256
     return LogitsShape(heads, head_dim, tile, 1 if columns <= tile else 2)
 
@@ -44,23 +44,23 @@ _SPECS = {shape: _spec(shape) for shape in _SHAPES}  # several shapes are equal
 SPECS = tuple(_SPECS.values())
 
 
-def paged_mqa_logits_spec(num_heads: int, head_dim: int, next_n: int) -> KernelSpec:
+def paged_mqa_logits_spec(num_heads: int, head_dim: int, q_len: int) -> KernelSpec:
     """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
-    return _SPECS[_shape(num_heads, head_dim, next_n)]
+    return _SPECS[_shape(num_heads, head_dim, q_len)]
 
 
 class PagedMQAArguments(NamedTuple):
     """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays."""
 
-    q: ArrayView  # (batch, next_n, num_heads, head_dim) e4m3, rows on 16-byte boundaries
+    q: ArrayView  # (batch, q_len, num_heads, head_dim) e4m3, rows on 16-byte boundaries
     k_cache: ArrayView  # (num_pages, page_size, head_dim) e4m3, rows on 16-byte boundaries
     # (num_pages, page_size) float32, pages contiguous and on 16-byte boundaries.
     scale_cache: ArrayView
-    weights: ArrayView  # (batch * next_n, num_heads) float32
-    kv_lens: ArrayView  # (batch,) or (batch, next_n) int32
+    weights: ArrayView  # (batch * q_len, num_heads) float32
+    kv_lens: ArrayView  # (batch,) or (batch, q_len) int32
     block_table: ArrayView  # (batch, max_blocks) int32, rows contiguous
     buffer: int  # address of the plan's buffer
-    out: ArrayView  # (batch * next_n, max_kv_len) float32 or bfloat16, rows contiguous
+    out: ArrayView  # (batch * q_len, max_kv_len) float32 or bfloat16, rows contiguous
 
 
 def paged_mqa_logits_launch(
@@ -84,5 +84,5 @@ def paged_mqa_logits_launch(
         "num_pages": num_pages,
         "log2_of_page": page_size.bit_length() - 1,
     }
-    spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.next_n)
+    spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.q_len)
     return launch_of(spec, (key.num_sms, 1, 1), values)

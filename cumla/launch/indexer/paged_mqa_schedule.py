@@ -22,8 +22,8 @@ _PLACE_BYTES = constant("indexer/paged_mqa_schedule", "sizeof(Place)")
 class PagedMQAKey(NamedTuple):
     """The shape for which a plan is made."""
 
-    batch: int  # q is (batch, next_n, num_heads, head_dim)
-    next_n: int
+    batch: int  # q is (batch, q_len, num_heads, head_dim)
+    q_len: int
     num_heads: int
     head_dim: int
     page_size: int  # tokens of a cache page
@@ -44,15 +44,15 @@ def schedule_bytes(key: PagedMQAKey) -> int:
 
 def plan_bytes(key: PagedMQAKey) -> int:
     """Tell the size of a plan's buffer: the schedule, and the lengths that it was made of."""
-    lens = key.batch * (key.next_n if key.per_row_lens else 1)
+    lens = key.batch * (key.q_len if key.per_row_lens else 1)
     return schedule_bytes(key) + 4 * lens
 
 
 def kept_lens(key: PagedMQAKey, like: ArrayView, buffer: int) -> ArrayView:
     """Tell where the lengths lie in a plan's buffer, on the device of another array."""
     per_row = key.per_row_lens
-    shape = (key.batch, key.next_n) if per_row else (key.batch,)
-    strides = (4 * key.next_n, 4) if per_row else (4,)
+    shape = (key.batch, key.q_len) if per_row else (key.batch,)
+    strides = (4 * key.q_len, 4) if per_row else (4,)
     at = buffer + schedule_bytes(key)
     return like._replace(ptr=at, shape=shape, strides=strides, dtype="int32")
 
@@ -65,7 +65,7 @@ def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> di
         "stride_request": strides[0],
         "stride_row": strides[1] if key.per_row_lens else 0,
         "batch": key.batch,
-        "next_n": key.next_n,
+        "next_n": key.q_len,
         "per_row": key.per_row_lens,
         "most_tokens": most_tokens,
     }
@@ -81,7 +81,7 @@ def paged_mqa_schedule_launch(
 ) -> Launch:
     """Describe how to compute the schedule for these lengths into the plan's buffer.
 
-    `kv_lens` are ``(batch,)`` or ``(batch, next_n)`` int32. `buffer` is the address of
+    `kv_lens` are ``(batch,)`` or ``(batch, q_len)`` int32. `buffer` is the address of
     ``plan_bytes(key)`` bytes, a multiple of 8. Where `keeps_lens`, the lengths are copied there,
     after the schedule; else ``schedule_bytes`` are enough.
     """

@@ -81,35 +81,35 @@ SPECS = tuple(_SPECS.values())
 
 
 class TopKViews(NamedTuple):
-    """Arrays of one call, on the GPU; all but the first, out and valid_counts may be missing."""
+    """Arrays of one call, on the GPU; all but the first, out and counts may be missing."""
 
     scores: ArrayView  # (rows, width), rows contiguous
-    lengths: ArrayView | None  # (rows,) int32, as all below but values
+    row_lens: ArrayView | None  # (rows,) int32, as all below but values
     row_starts: ArrayView | None
     block_table: ArrayView | None  # (requests, max_pages), rows contiguous
     row_to_request: ArrayView | None
     offsets: ArrayView | None
-    out: ArrayView  # (rows, k), rows contiguous
-    positions: ArrayView | None  # (rows, k), rows contiguous
-    values: ArrayView | None  # (rows, k) of the scores' dtype, contiguous
-    valid_counts: ArrayView  # (rows,)
+    out: ArrayView  # (rows, topk), rows contiguous
+    positions: ArrayView | None  # (rows, topk), rows contiguous
+    values: ArrayView | None  # (rows, topk) of the scores' dtype, contiguous
+    counts: ArrayView  # (rows,)
 
 
 def top_k_launch(
-    views: TopKViews, k: int, page_size: int, is_sorted: bool, sm_count: int
+    views: TopKViews, topk: int, page_size: int, is_sorted: bool, sm_count: int
 ) -> Launch:
     """Describe how to select, from at least one row of up to `MOST_COLUMNS` scores.
 
-    Where they are to be sorted, k or the width is at most `MOST_SORTED`.
+    Where they are to be sorted, topk or the width is at most `MOST_SORTED`.
     """
     scores, table = views.scores, views.block_table
     rows, width = scores.shape
-    name, cluster = choose(rows, _keys(views), min(k, width), is_sorted, sm_count)
+    name, cluster = choose(rows, _keys(views), min(topk, width), is_sorted, sm_count)
     requests, max_pages = (0, 0) if table is None else table.shape
     values = {
         "scores": scores.ptr,
         "scores_stride": scores.strides[0],
-        **_entries("lengths", "lengths_stride", views.lengths),
+        **_entries("lengths", "lengths_stride", views.row_lens),
         **_entries("row_starts", "row_starts_stride", views.row_starts),
         **_entries("block_table", "table_stride", table),
         **_entries("row_to_request", "requests_stride", views.row_to_request),
@@ -117,9 +117,9 @@ def top_k_launch(
         **_entries("out", "out_stride", views.out),
         **_entries("positions", "positions_stride", views.positions),
         "values": 0 if views.values is None else views.values.ptr,
-        **_entries("valid_counts", "counts_stride", views.valid_counts),
+        **_entries("valid_counts", "counts_stride", views.counts),
         "width": width,
-        "k": k,
+        "k": topk,
         "page_size": page_size,
         "max_pages": max_pages,
         "requests": requests,

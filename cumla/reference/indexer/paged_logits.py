@@ -35,41 +35,41 @@ def paged_mqa_logits(
 
     Parameters
     ----------
-    q : ndarray of float8_e4m3fn or uint8, shape (batch, next_n, num_heads, head_dim)
+    q : ndarray of float8_e4m3fn or uint8, shape (batch, q_len, num_heads, head_dim)
         Queries of the newest tokens of each request.
     kv_cache : ndarray of uint8, shape (num_pages, page_size, head_dim + 4), or pair of ndarray
         As in :func:`append_indexer_cache`.
-    weights : ndarray of float32, shape (batch * next_n, num_heads)
+    weights : ndarray of float32, shape (batch * q_len, num_heads)
         As in :func:`mqa_logits`.
     block_table : ndarray of integers, shape (batch, max_pages)
         Page numbers of each request, in the order of its tokens.
-    kv_lens : ndarray of integers, shape (batch,) or (batch, next_n)
+    kv_lens : ndarray of integers, shape (batch,) or (batch, q_len)
         Cached tokens of each request, those of the queries included: query ``i`` sees the first
-        ``kv_lens[b] - (next_n - 1 - i)``. Or how many each query sees.
+        ``kv_lens[b] - (q_len - 1 - i)``. Or how many each query sees.
     max_kv_len : int
         Columns of the result.
     logits_dtype, clean, out
-        As in :func:`mqa_logits`; out is ``(batch * next_n, max_kv_len)``.
+        As in :func:`mqa_logits`; out is ``(batch * q_len, max_kv_len)``.
 
     Returns
     -------
     ndarray
         As of :func:`mqa_logits`.
     """
-    batch, next_n, _, head_dim = q.shape
+    batch, q_len, _, head_dim = q.shape
     keys, scales = split_cache(kv_cache, head_dim)
     num_pages, page_size = scales.shape
     seen = kv_lens.astype(np.int64)
     if seen.ndim == 1:
-        seen = seen[:, None] - np.arange(next_n)[::-1]
+        seen = seen[:, None] - np.arange(q_len)[::-1]
     seen = np.clip(seen, 0, min(block_table.shape[1] * page_size, max_kv_len))
 
-    out = output((batch * next_n, max_kv_len), logits_dtype, clean, out)
+    out = output((batch * q_len, max_kv_len), logits_dtype, clean, out)
     tables = np.clip(block_table, 0, num_pages - 1)
     for b, (queries, table, lengths) in enumerate(zip(as_e4m3(q), tables, seen, strict=True)):
         longest = int(lengths.max(initial=0))
         k, scale = cached_rows(keys, table, longest), cached_rows(scales, table, longest)
         for i, length in enumerate(lengths.tolist()):
-            row = b * next_n + i
+            row = b * q_len + i
             out[row, :length] = logits_of(queries[i], weights[row], k[:length], scale[:length])
     return out

@@ -23,12 +23,12 @@ def mla_sparse_decode(
     kv_cache: Array | Sequence[Array],
     indices: Array,
     *,
-    topk_length: Array | None = None,
+    topk_lens: Array | None = None,
     block_table: Array | None = None,
     row_to_request: Array | None = None,
     extra_kv_cache: Array | None = None,
     extra_indices: Array | None = None,
-    extra_topk_length: Array | None = None,
+    extra_topk_lens: Array | None = None,
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
@@ -47,7 +47,7 @@ def mla_sparse_decode(
         Absorbed queries.
     indices : ndarray of int32, shape (batch, q_len, topk)
         The list of each query token.
-    topk_length, row_to_request, extra_topk_length : ndarray of int32, optional
+    topk_lens, row_to_request, extra_topk_lens : ndarray of int32, optional
         As in :func:`mla_sparse_attention`, of each request or of each query token: ``(batch,)`` or
         ``(batch, q_len)``. By default request b of the table is that of ``q[b]``.
     kv_cache, block_table, extra_kv_cache, extra_indices, sinks, softmax_scale, kv_scale, \
@@ -83,16 +83,16 @@ batch_invariant, accumulate
             [part[b] for part in parts],
             kv_cache,
             indices[b],
-            topk_length=None if topk_length is None else _of_request(topk_length, b, q_len),
+            topk_lens=None if topk_lens is None else _of_request(topk_lens, b, q_len),
             block_table=block_table,
             row_to_request=None
             if row_to_request is None
             else _of_request(row_to_request, b, q_len),
             extra_kv_cache=extra_kv_cache,
             extra_indices=None if extra_indices is None else extra_indices[b],
-            extra_topk_length=None
-            if extra_topk_length is None
-            else _of_request(extra_topk_length, b, q_len),
+            extra_topk_lens=None
+            if extra_topk_lens is None
+            else _of_request(extra_topk_lens, b, q_len),
             sinks=sinks,
             softmax_scale=softmax_scale,
             kv_scale=kv_scale,
@@ -109,12 +109,12 @@ def mla_sparse_attention(
     kv_cache: Array | Sequence[Array],
     indices: Array,
     *,
-    topk_length: Array | None = None,
+    topk_lens: Array | None = None,
     block_table: Array | None = None,
     row_to_request: Array | None = None,
     extra_kv_cache: Array | None = None,
     extra_indices: Array | None = None,
-    extra_topk_length: Array | None = None,
+    extra_topk_lens: Array | None = None,
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
@@ -137,7 +137,7 @@ def mla_sparse_attention(
     ``block_table[r, i // page_size]``, r being the request of the query token. It names no row, and
     counts as absent wherever it stands, if it is negative, beyond the table's columns, or of a page
     outside of the cache; so does every index of a token whose request is outside of the table. A
-    row that is named twice counts twice. Entries at and beyond topk_length, which is clamped to
+    row that is named twice counts twice. Entries at and beyond topk_lens, which is clamped to
     ``[0, topk]``, are not looked at. Nothing else of the cache is read: what no entry names may
     hold anything, NaN included.
 
@@ -155,9 +155,9 @@ def mla_sparse_attention(
         take 0 for it, which is at most 448 * 2^-127 away.
     indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
         The list of each query token.
-    topk_length, block_table, row_to_request, extra_kv_cache, extra_indices : optional
+    topk_lens, block_table, row_to_request, extra_kv_cache, extra_indices : optional
         As in :func:`cumla.mla_sparse_attention`.
-    extra_topk_length, sinks, softmax_scale, kv_scale, batch_invariant, out, lse : optional
+    extra_topk_lens, sinks, softmax_scale, kv_scale, batch_invariant, out, lse : optional
         As there. batch_invariant makes no difference: each query token is computed on its own.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
@@ -181,12 +181,12 @@ def mla_sparse_attention(
     columns = sum(part.shape[-1] for part in parts)
     scale = columns**-0.5 if softmax_scale is None else softmax_scale
     cache = _cache_of(kv_cache, kv_scale)
-    caches = [(cache, _selections(cache, indices, topk_length, block_table, row_to_request))]
+    caches = [(cache, _selections(cache, indices, topk_lens, block_table, row_to_request))]
     if extra_kv_cache is not None:
         if extra_indices is None:
             raise ValueError("extra_indices: needed with extra_kv_cache; pass them")
         extra = _cache_of(extra_kv_cache, None)
-        caches.append((extra, _selections(extra, extra_indices, extra_topk_length, None, None)))
+        caches.append((extra, _selections(extra, extra_indices, extra_topk_lens, None, None)))
     dtype = np.dtype(accumulate)
     for i in range(tokens):
         query = np.concatenate([part[i] for part in parts], axis=-1)
@@ -200,7 +200,7 @@ def largest_scores(
     kv_cache: Array,
     indices: Array,
     *,
-    topk_length: Array | None = None,
+    topk_lens: Array | None = None,
     softmax_scale: float,
 ) -> Array:
     """Give the largest score of each query token and head, ``(total_tokens, num_heads)`` float32.
@@ -209,7 +209,7 @@ def largest_scores(
     """
     scores = np.full(q.shape[:2], -np.inf, np.float32)
     cache = _cache_of(kv_cache, None)
-    for i, where in enumerate(_selections(cache, indices, topk_length, None, None)):
+    for i, where in enumerate(_selections(cache, indices, topk_lens, None, None)):
         rows = cache.rows_at(*where, np.dtype(np.float64))[:, 0]
         if len(rows):
             scores[i] = softmax_scale * (q[i].astype(np.float64) @ rows.T).max(axis=-1)
@@ -247,7 +247,7 @@ def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None)
 def _selections(
     cache: Cache | V4Cache,
     indices: Array,
-    topk_length: Array | None,
+    topk_lens: Array | None,
     block_table: Array | None,
     row_to_request: Array | None,
 ) -> Iterator[tuple[Array, Array]]:
@@ -255,7 +255,7 @@ def _selections(
     num_pages, page_size = cache.ckv.shape[:2]
     topk = indices.shape[-1]
     for i, entries in enumerate(indices.reshape(prod(indices.shape[:-1]), topk)):
-        length = topk if topk_length is None else min(max(int(topk_length[i]), 0), topk)
+        length = topk if topk_lens is None else min(max(int(topk_lens[i]), 0), topk)
         index = entries[:length].astype(np.int64)
         page, slot = np.divmod(index[index >= 0], page_size)
         if block_table is not None:

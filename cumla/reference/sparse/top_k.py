@@ -15,27 +15,27 @@ class TopKResult(NamedTuple):
 
     Attributes
     ----------
-    indices : array of int32, shape (rows, k)
+    indices : array of int32, shape (rows, topk)
         What is selected: positions, or what they were translated to; -1 after the last one.
-    positions : array of int32, shape (rows, k), or None
+    positions : array of int32, shape (rows, topk), or None
         Positions in their row, in the same places.
-    values : array, shape (rows, k), or None
+    values : array, shape (rows, topk), or None
         The scores there; -inf after the last one.
-    valid_counts : array of int32, shape (rows,)
-        How many of the k places of a row are taken: its length, or k.
+    counts : array of int32, shape (rows,)
+        How many of the topk places of a row are taken: its length, or topk.
     """
 
     indices: Any
     positions: Any
     values: Any
-    valid_counts: Any
+    counts: Any
 
 
 def top_k(
     scores: Array,
-    k: int,
+    topk: int,
     *,
-    lengths: Array | None = None,
+    row_lens: Array | None = None,
     row_starts: Array | None = None,
     block_table: Array | None = None,
     page_size: int = 1,
@@ -43,11 +43,11 @@ def top_k(
     offsets: Array | None = None,
     out: Array | None = None,
     out_positions: Array | None = None,
-    valid_counts: Array | None = None,
+    counts: Array | None = None,
     values: bool = False,
     sorted: bool = False,
 ) -> TopKResult:
-    """Select the k largest scores of each row, of equal ones those at the lowest positions.
+    """Select the topk largest scores of each row, of equal ones those at the lowest positions.
 
     NaN is larger than any number, and -0 equals 0. Positions count from a row's start, and are
     ascending; with sorted scores are descending, and positions of equal scores ascending.
@@ -55,8 +55,8 @@ def top_k(
     Parameters
     ----------
     scores : ndarray of float32, bfloat16 or float16, shape (rows, width)
-    lengths, row_starts : ndarray of int32, shape (rows,), optional
-        The scores of row i are ``scores[i, row_starts[i]:row_starts[i] + lengths[i]]``. Starts are
+    row_lens, row_starts : ndarray of int32, shape (rows,), optional
+        The scores of row i are ``scores[i, row_starts[i]:row_starts[i] + row_lens[i]]``. Starts are
         clamped to [0, width], lengths to [0, width - start].
     block_table : ndarray of int32, shape (requests, max_pages), optional
         The index of place p is ``block_table[request, p // page_size] * page_size + p %
@@ -64,7 +64,7 @@ def top_k(
         the entry is below 0.
     offsets : ndarray of int32, shape (rows,), optional
         Added to positions. Indices that are no int32 from 0 on are -1.
-    k, page_size, row_to_request, out, out_positions, valid_counts, values, sorted : optional
+    topk, page_size, row_to_request, out, out_positions, counts, values, sorted : optional
         As in :func:`cumla.top_k`.
 
     Returns
@@ -79,17 +79,17 @@ def top_k(
     array([[2, 4]], dtype=int32)
     """
     rows, width = scores.shape
-    out = np.empty((rows, k), np.int32) if out is None else out
-    valid_counts = np.empty(rows, np.int32) if valid_counts is None else valid_counts
-    selected = np.empty((rows, k), scores.dtype) if values else None
+    out = np.empty((rows, topk), np.int32) if out is None else out
+    counts = np.empty(rows, np.int32) if counts is None else counts
+    selected = np.empty((rows, topk), scores.dtype) if values else None
     for row in range(rows):
         start = 0 if row_starts is None else int(np.clip(row_starts[row], 0, width))
         most = width - start
-        length = most if lengths is None else int(np.clip(lengths[row], 0, most))
+        length = most if row_lens is None else int(np.clip(row_lens[row], 0, most))
         of_row = scores[row, start : start + length]
-        chosen = _chosen(_keys(of_row), k, sorted)
+        chosen = _chosen(_keys(of_row), topk, sorted)
         count = len(chosen)
-        valid_counts[row] = count
+        counts[row] = count
         places = chosen + (0 if offsets is None else int(offsets[row]))
         if block_table is not None:
             request = row if row_to_request is None else int(row_to_request[row])
@@ -101,7 +101,7 @@ def top_k(
             out_positions[row, :count], out_positions[row, count:] = chosen, -1
         if selected is not None:
             selected[row, :count], selected[row, count:] = of_row[chosen], -np.inf
-    return TopKResult(out, out_positions, selected, valid_counts)
+    return TopKResult(out, out_positions, selected, counts)
 
 
 def _keys(scores: Array) -> Array:

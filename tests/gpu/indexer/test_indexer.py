@@ -215,9 +215,9 @@ def test_prefill_beyond_32_bits(dtype: str, clean: bool, record_figures: Report)
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: step.name)
 def test_paged(step: Step, record_figures: Report) -> None:
-    problem = Paged(cp, *step[:8], seed=step.batch + step.next_n)
+    problem = Paged(cp, *step[:8], seed=step.batch + step.q_len)
     columns = int(problem.lengths.max()) + 11
-    out = Rows(cp, step.batch * step.next_n, columns, step.dtype)
+    out = Rows(cp, step.batch * step.q_len, columns, step.dtype)
     options = {"max_kv_len": columns, "clean": step.clean}
     assert cumla.paged_mqa_logits(*problem.arrays, **options, out=out.array) is out.array
     most = 24 if step.mean < 65536 else 4
@@ -230,12 +230,12 @@ def test_paged(step: Step, record_figures: Report) -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("next_n", [1, 2, 4, 8])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 8])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_paged_of_every_shape(
-    heads: int, dim: int, next_n: int, page_size: int, record_figures: Report
+    heads: int, dim: int, q_len: int, page_size: int, record_figures: Report
 ) -> None:
-    problem = Paged(cp, 7, next_n, 600, heads, dim, page_size)
+    problem = Paged(cp, 7, q_len, 600, heads, dim, page_size)
     logits = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1000)
     record_figures(problem.check(logits))
 
@@ -247,17 +247,17 @@ def test_paged_of_every_form(form: str, page_size: int) -> None:
     problem.check(cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1300))
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "dim"), list(itertools.product(HEADS, DIMS)))
 def test_paged_against_what_was_quantised(
-    heads: int, dim: int, next_n: int, record_figures: Report
+    heads: int, dim: int, q_len: int, record_figures: Report
 ) -> None:
     """Real numbers again, the keys quantised into pages by the kernel that fills caches."""
-    rng = np.random.default_rng(next_n)
+    rng = np.random.default_rng(q_len)
     lengths = np.array([1300, 64, 0, 2047, 900], np.int32)
-    q = rng.standard_normal((5, next_n, heads, dim), np.float32)
+    q = rng.standard_normal((5, q_len, heads, dim), np.float32)
     k = rng.standard_normal((5, 2048, dim), np.float32)
-    weights = rng.standard_normal((5 * next_n, heads), np.float32)
+    weights = rng.standard_normal((5 * q_len, heads), np.float32)
     table = rng.permutation(5 * 32).astype(np.int32).reshape(5, 32)
     slots = (table.astype(np.int64)[:, :, None] * 64 + np.arange(64)).reshape(5, 2048)
     slots[np.arange(2048) >= lengths[:, None]] = -1  # skipped
@@ -272,9 +272,9 @@ def test_paged_against_what_was_quantised(
         cp.asarray(lengths),
         max_kv_len=2048,
     )
-    by_request = weights.reshape(5, next_n, heads)
+    by_request = weights.reshape(5, q_len, heads)
     wanted = np.concatenate([unquantised(*one) for one in zip(q, k, by_request, strict=True)])
-    seen = np.maximum(lengths[:, None] + np.arange(next_n) - next_n + 1, 0)
+    seen = np.maximum(lengths[:, None] + np.arange(q_len) - q_len + 1, 0)
     record_figures(check_unquantised(logits.get(), wanted, seen.reshape(-1)))
 
 
@@ -311,10 +311,10 @@ def test_paged_of_fewer_columns_than_tokens(clean: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-def test_paged_with_nothing_to_see(next_n: int, batch: int) -> None:
+@pytest.mark.parametrize("q_len", [1, 2, 3, 4])
+def test_paged_with_nothing_to_see(q_len: int, batch: int) -> None:
     for lengths in (np.zeros(batch, np.int64), np.full(batch, -7)):
-        problem = Paged(cp, batch, next_n, 0, lengths=np.zeros(batch, np.int64))
+        problem = Paged(cp, batch, q_len, 0, lengths=np.zeros(batch, np.int64))
         given = cp.asarray(lengths.astype(np.int32))
         logits = cumla.paged_mqa_logits(*problem.inputs, given, max_kv_len=70)
         assert bool(cp.isneginf(logits).all())
@@ -350,15 +350,15 @@ def test_paged_of_garbage() -> None:
 @pytest.mark.parametrize("batch", [1, 2, 7, 131, 132, 133, 256, 1000, 3000])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_the_schedule_equals_its_mirror(batch: int, per_row: bool) -> None:
-    max_pages, next_n = 200, 3
+    max_pages, q_len = 200, 3
     sms = cp.cuda.Device().attributes["MultiProcessorCount"]
-    options = {"max_pages": max_pages, "per_row_lens": per_row}
-    nbytes = cumla.PagedMQALogitsPlan.workspace_bytes(batch, next_n, 64, 128, **options)
+    shape = (batch, q_len) if per_row else (batch,)
+    options = {"max_pages": max_pages, "kv_lens_shape": shape}
+    nbytes = cumla.PagedMQALogitsPlan.workspace_bytes(batch, q_len, 64, 128, **options)
     buffer = cp.full(nbytes, 0xFF, dtype=cp.uint8)
-    plan = cumla.PagedMQALogitsPlan(batch, next_n, 64, 128, **options, workspace=buffer)
-    key = PagedMQAKey(batch, next_n, 64, 128, 64, max_pages, per_row, sms)
+    plan = cumla.PagedMQALogitsPlan(batch, q_len, 64, 128, **options, workspace=buffer)
+    key = PagedMQAKey(batch, q_len, 64, 128, 64, max_pages, per_row, sms)
     rng = np.random.default_rng(batch)
-    shape = (batch, next_n) if per_row else (batch,)
     for lengths in (
         np.zeros(shape),
         rng.integers(0, 13_000, shape),
@@ -379,7 +379,7 @@ def test_the_schedule_equals_its_mirror(batch: int, per_row: bool) -> None:
 # --- the same bits --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["prefill", "paged", "paged next_n 4"])
+@pytest.mark.parametrize("kind", ["prefill", "paged", "paged q_len 4"])
 def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
     if kind == "prefill":
         problem = Prefill(cp, 400, 3000, 64, 128, "packed")
@@ -390,7 +390,7 @@ def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
         columns = 4000
         options = {"max_kv_len": columns}
         call = functools.partial(cumla.paged_mqa_logits, *step.arrays, **options)
-        shape = (33 * step.next_n, columns)
+        shape = (33 * step.q_len, columns)
     want, got = call(), cp.empty(shape, dtype=cp.float32)
     wrong = cp.zeros(1, dtype=cp.uint32)
     stream = cp.cuda.Stream(non_blocking=True)
@@ -720,10 +720,10 @@ def in_deep_gemms_order(torch: Any, problem: Paged) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("next_n", [1, 2, 4])
-def test_decoding_of_deep_gemms_example(torch: Any, next_n: int, per_row: bool) -> None:
+@pytest.mark.parametrize("q_len", [1, 2, 4])
+def test_decoding_of_deep_gemms_example(torch: Any, q_len: int, per_row: bool) -> None:
     """A schedule copied into a buffer that a graph reads, for other lengths at each replay."""
-    problem = Paged(cp, 24, next_n, 3000, per_row=per_row)
+    problem = Paged(cp, 24, q_len, 3000, per_row=per_row)
     tensors = in_deep_gemms_order(torch, problem)
     lengths = tensors[3]
     step = load_example().DecodeStep("cuda")
@@ -743,7 +743,7 @@ def test_decoding_of_deep_gemms_example(torch: Any, next_n: int, per_row: bool) 
         now = lengths.cpu().numpy().astype(np.int64)
         problem.seen = now
         if not per_row:
-            problem.seen = np.maximum(now[:, None] + np.arange(next_n) - next_n + 1, 0)
+            problem.seen = np.maximum(now[:, None] + np.arange(q_len) - q_len + 1, 0)
         problem.check(cp.from_dlpack(captured))
 
 

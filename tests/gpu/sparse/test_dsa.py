@@ -69,7 +69,7 @@ class Layers:
         **options: Any,
     ) -> None:
         """A step, with windows of `recent` tokens; the layer `shared` selects as the one before."""
-        plan.update(kv_lens, extra_topk_length=recent, **options)
+        plan.update(kv_lens, extra_topk_lens=recent, **options)
         for layer, given in enumerate(self.given):
             if layer != shared:
                 plan.select(*(given[name] for name in SELECTED_FROM), **options)
@@ -131,7 +131,7 @@ def test_steps(of: Step) -> None:
 def test_steps_of_v4(of: Step) -> None:
     """Selected tokens, a window and sinks in one softmax; lengths of each query token."""
     layers, most, k = Layers(of), of.capacity, of.topk
-    plan = layers.plan(per_row_lens=True)
+    plan = layers.plan(kv_lens=cp.zeros((len(layers.given[0]["block_table"]), of.q_len), np.int32))
     rng = np.random.default_rng(0)
     sinks = rng.standard_normal(of.heads, np.float32)
     for lengths in ((most, k, k + 1), (k - 1, most - 63, 3), (-9, 2**31 - 1, of.page)):
@@ -139,7 +139,7 @@ def test_steps_of_v4(of: Step) -> None:
         recent = rng.integers(-1, of.window + 2, kv_lens.shape, np.int32)
         given = {"sinks": cp.asarray(sinks), "recent": cp.asarray(recent)}
         layers.run(plan, cp.asarray(kv_lens), **given)
-        layers.check(kv_lens, sinks=sinks, extra_topk_length=recent)
+        layers.check(kv_lens, sinks=sinks, extra_topk_lens=recent)
 
 
 def test_below_topk_it_is_dense_attention() -> None:
@@ -173,7 +173,7 @@ def test_a_graph_of_three_layers_with_changing_lengths(of: Step) -> None:
         graph = stream.end_capture()
     for i, lengths in enumerate((LENS, LENS + 1, int32(512, 100, 101), int32(0, 1, 64))):
         kv_lens.set(lengths)
-        window = {"extra_topk_length": int32(128, i, 127 - i)} if recent is not None else {}
+        window = {"extra_topk_lens": int32(128, i, 127 - i)} if recent is not None else {}
         for new in window.values():
             recent.set(new)
         cp.cuda.Device().synchronize()

@@ -113,7 +113,7 @@ def test_every_tail(form: str, heads: int, record_figures: Report) -> None:
     ends = np.array([1, 2, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 127, 128, 129, 191, 193, 255])
     case = SparseCase(batch=len(ends), q_len=2, heads=heads, topk=256, form=form)
     problem = make_sparse(cp, case)
-    record_figures(attend_and_check(with_lists(problem, topk_length=ends.astype(np.int32))))
+    record_figures(attend_and_check(with_lists(problem, topk_lens=ends.astype(np.int32))))
 
 
 @pytest.mark.parametrize(("form", "heads"), [("bfloat16", 64), ("packed", 16), ("packed", 128)])
@@ -345,7 +345,7 @@ ENDS = np.array([2048, 130, 1500, 64, 2000, 0], np.int32)
 
 def invariant_problem(form: str, heads: int) -> SparseProblem:
     problem = make_sparse(cp, SparseCase(batch=6, heads=heads, topk=2048, form=form))
-    return with_lists(problem, topk_length=ENDS)
+    return with_lists(problem, topk_lens=ENDS)
 
 
 def with_room(problem: SparseProblem, topk: int) -> cumla.AttentionState:
@@ -364,7 +364,7 @@ def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
     record_figures(check(problem, whole))
     for requests in ([4], [5, 1, 4, 3]):
         index = cp.asarray(np.array(requests))
-        given = {name: problem.arguments[name][index] for name in ("indices", "topk_length")}
+        given = {name: problem.arguments[name][index] for name in ("indices", "topk_lens")}
         given["q"] = typed(problem.q_bits[index][:, None], problem.case.dtype)
         got = cumla.mla_sparse_decode(**problem.arguments | given, batch_invariant=True)
         for a, b in zip(got, whole, strict=True):
@@ -394,7 +394,7 @@ def test_a_plan_over_layers(form: str, heads: int, record_figures: Report) -> No
     plan = first.plan(workspace=buffer[:size])
     for layer in range(3):
         problem = make_sparse(cp, dataclasses.replace(case, seed=11 * layer, lists="mixed"))
-        assert (problem.lists["topk_length"] == first.lists["topk_length"]).all()
+        assert (problem.lists["topk_lens"] == first.lists["topk_lens"]).all()
         expected = arrays_of(run(problem))
         for _ in range(2):
             got = run(problem, plan)
@@ -416,7 +416,7 @@ def test_a_graph_serves_new_lists_and_lengths(form: str, heads: int) -> None:
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(problem.arguments["topk_length"])
+        plan.update(problem.arguments["topk_lens"])
         plan.run(**problem.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     rng = np.random.default_rng(0)
@@ -424,8 +424,8 @@ def test_a_graph_serves_new_lists_and_lengths(form: str, heads: int) -> None:
         indices = problem.slots[rng.integers(0, len(problem.slots), (4, 2, 500))]
         indices[rng.random(indices.shape) < 0.2] = -1
         problem.lists["indices"] = indices.astype(np.int32)
-        problem.lists["topk_length"] = np.array(lengths, np.int32)
-        for name in ("indices", "topk_length"):
+        problem.lists["topk_lens"] = np.array(lengths, np.int32)
+        for name in ("indices", "topk_lens"):
             problem.arguments[name][...] = cp.asarray(problem.lists[name])
         for output in (out, lse):
             output.repoison()
@@ -444,7 +444,7 @@ def test_a_side_stream(form: str, heads: int) -> None:
     problem = make_sparse(cp, case)
     expected = arrays_of(run(problem))
     plan = problem.plan()
-    names = ("indices", "topk_length")
+    names = ("indices", "topk_lens")
     late = {name: cp.full_like(problem.arguments[name], -1) for name in names}
     moved = dataclasses.replace(problem, arguments=problem.arguments | late)
     outputs = [moved.outputs() for _ in range(2)]
@@ -455,7 +455,7 @@ def test_a_side_stream(form: str, heads: int) -> None:
         for name in names:
             late[name][...] = problem.arguments[name]
     moved.call(out=outputs[0][0].array, lse=outputs[0][1].array, stream=stream)
-    plan.update(late["topk_length"], stream=stream)
+    plan.update(late["topk_lens"], stream=stream)
     plan.run(**moved.inputs, out=outputs[1][0].array, lse=outputs[1][1].array, stream=stream)
     assert not stream.done, "a call waited for the device"
     stream.synchronize()

@@ -114,9 +114,9 @@ def test_pages(page_size: int, extra_page_size: int, record_figures: Report) -> 
 def test_every_tail(form: str, heads: int, extra: int, record_figures: Report) -> None:
     ends = np.array([1, 2, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 127, 128, 129, 191, 193, 255])
     case = V4Case(batch=len(ends), q_len=2, heads=heads, topk=256, form=form, extra=extra)
-    lists = {"topk_length": ends.astype(np.int32)}
+    lists = {"topk_lens": ends.astype(np.int32)}
     if extra:
-        lists["extra_topk_length"] = ends[::-1].astype(np.int32) % 71
+        lists["extra_topk_lens"] = ends[::-1].astype(np.int32) % 71
     record_figures(attend_and_check(with_lists(make_v4(cp, case), **lists)))
 
 
@@ -236,7 +236,7 @@ def test_batch_invariant(form: str, heads: int, extra: int, record_figures: Repo
     problem = make_v4(cp, case)
     whole = run(problem, batch_invariant=True)
     record_figures(problem.check(*arrays_of(whole)))
-    names = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
+    names = ("q", "indices", "topk_lens", "extra_indices", "extra_topk_lens")
     for requests in ([4], [5, 1, 4, 3]):
         index = cp.asarray(np.array(requests))
         some = {n: problem.arguments[n][index] for n in names if n in problem.arguments}
@@ -288,8 +288,8 @@ def test_a_graph_serves_new_lists_and_lengths(form: str, heads: int, extra: int)
             indices = slots[rng.integers(0, len(slots), (4, 2, topk))]
             indices[rng.random(indices.shape) < 0.2] = -1
             problem.lists[f"{prefix}indices"] = indices.astype(np.int32)
-            problem.lists[f"{prefix}topk_length"] = np.roll(np.array(lengths, np.int32), turn)
-            for name in (f"{prefix}indices", f"{prefix}topk_length"):
+            problem.lists[f"{prefix}topk_lens"] = np.roll(np.array(lengths, np.int32), turn)
+            for name in (f"{prefix}indices", f"{prefix}topk_lens"):
                 problem.arguments[name][...] = cp.asarray(problem.lists[name])
         for output in (out, lse):
             output.repoison()
@@ -306,7 +306,7 @@ def test_a_side_stream() -> None:
     problem = make_v4(cp, V4Case(topk=128, extra=512, lengths="requests"))
     expected = arrays_of(run(problem))
     plan = problem.plan()
-    names = ("indices", "topk_length", "extra_indices", "extra_topk_length")
+    names = ("indices", "topk_lens", "extra_indices", "extra_topk_lens")
     late = {name: cp.full_like(problem.arguments[name], -1) for name in names}
     moved = dataclasses.replace(problem, arguments=problem.arguments | late)
     outputs = [moved.outputs() for _ in range(2)]

@@ -83,13 +83,13 @@ def test_shapes(name: str, cluster: int, kind: str) -> None:
             result = cumla.top_k(
                 on_device(scores, begin=int(rng.integers(4))),
                 k,
-                lengths=cp.asarray(lengths),
+                row_lens=cp.asarray(lengths),
                 out=out.array,
                 values=True,
                 sorted=is_sorted,
             )
         np.testing.assert_array_equal(out.taken(), want)
-        np.testing.assert_array_equal(result.valid_counts.get(), np.minimum(lengths, k))
+        np.testing.assert_array_equal(result.counts.get(), np.minimum(lengths, k))
         assert same_bits(result.values.get(), values_at(scores, want))
 
 
@@ -110,7 +110,7 @@ def test_widths(width: int, dtype: str) -> None:
         cumla.top_k(
             on_device(scores, begin=1, gap=2),
             k,
-            lengths=cp.asarray(lengths),
+            row_lens=cp.asarray(lengths),
             row_starts=cp.asarray(starts),
             out=out.array,
         )
@@ -121,7 +121,7 @@ def test_many_rows() -> None:
     rng = np.random.default_rng(0)
     scores = scores_of("normal", 4096, 4000)
     lengths = rng.integers(0, 4001, 4096).astype(np.int32)
-    result = cumla.top_k(on_device(scores), 512, lengths=cp.asarray(lengths))
+    result = cumla.top_k(on_device(scores), 512, row_lens=cp.asarray(lengths))
     np.testing.assert_array_equal(result.indices.get(), expected(scores, 512, lengths))
 
 
@@ -133,7 +133,7 @@ def test_slots(page_size: int) -> None:
         "block_table": rng.integers(-3, 2**31 - 1, (5, 9000 // page_size)).astype(np.int32),
         "row_to_request": np.array([0, 4, 5, -1, 2, 2**31 - 1, 1, 3], np.int32),
         "offsets": np.array([0, 5, 0, 0, -500, 0, 2**31 - 1, 0], np.int32),
-        "lengths": np.array([9000, 9000, 9000, 700, 9000, 9000, 9000, 0], np.int32),
+        "row_lens": np.array([9000, 9000, 9000, 700, 9000, 9000, 9000, 0], np.int32),
     }
     host["block_table"][:, ::2] //= 1 << 20
     scores = scores_of("narrow", 8, 9000)
@@ -160,10 +160,10 @@ def test_lengths_and_starts_of_any_number() -> None:
     lengths, starts = (part.ravel() for part in np.meshgrid(extremes, extremes))
     scores = scores_of("normal", len(lengths), 5000)
     result = cumla.top_k(
-        on_device(scores), 2048, lengths=cp.asarray(lengths), row_starts=cp.asarray(starts)
+        on_device(scores), 2048, row_lens=cp.asarray(lengths), row_starts=cp.asarray(starts)
     )
-    want = cumla.reference.top_k(scores, 2048, lengths=lengths, row_starts=starts)
-    for got, expected_part in ((result.indices, want[0]), (result.valid_counts, want[3])):
+    want = cumla.reference.top_k(scores, 2048, row_lens=lengths, row_starts=starts)
+    for got, expected_part in ((result.indices, want[0]), (result.counts, want[3])):
         np.testing.assert_array_equal(got.get(), expected_part)
 
 
@@ -198,7 +198,7 @@ def test_a_graph_with_new_scores_and_lengths() -> None:
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        cumla.top_k(scores, 2048, lengths=lengths, out=out, valid_counts=counts)
+        cumla.top_k(scores, 2048, row_lens=lengths, out=out, counts=counts)
         graph = stream.end_capture()
     for seed, most in enumerate((70000, 3000, 2048)):
         host = scores_of("normal", 16, 70000, seed=seed)

@@ -500,17 +500,17 @@ class Worker:
 
         return Work(call, check, (out,))
 
-    def paged_logits(self, batch: int, next_n: int, kv_len: int, *, schedule: bool = False) -> Work:
+    def paged_logits(self, batch: int, q_len: int, kv_len: int, *, schedule: bool = False) -> Work:
         """Score a decoding step by a ready plan, or time the plan's update alone."""
         device, lengths = self.device, self.lengths(batch, kv_len, False)
         table = self.table(lengths, 64)
-        q, _ = self.quantised((batch, next_n, 64, 128), seed=7)
-        weights = self.normal((batch * next_n, 64), "float32", deviation=1.0, seed=7)
+        q, _ = self.quantised((batch, q_len, 64, 128), seed=7)
+        weights = self.normal((batch * q_len, 64), "float32", deviation=1.0, seed=7)
         kv = device.empty((table.size, 64, 1, 132), np.uint8)
         slots, rows = device.upload(np.arange(table.size * 64)), table.size * 64
         x = self.normal((rows, 128), "bfloat16", deviation=1.0, seed=8)
         bind(self.cumla.append_indexer_cache, k=x, kv_cache=kv, slot_mapping=slots)()
-        out = device.empty((batch * next_n, kv_len), np.float32)
+        out = device.empty((batch * q_len, kv_len), np.float32)
         lens, tables = device.upload(lengths), device.upload(table)
         plans = self.cumla.PagedMQALogitsPlan
         plan = bind(plans.from_arrays, q=q, kv_cache=kv, block_table=tables, kv_lens=lens)()
@@ -524,8 +524,8 @@ class Worker:
                 pages = self.get(kv, device.upload(table[request])).reshape(table.shape[1], -1)
                 keys = pages[:, : 64 * 128].reshape(-1, 128)
                 factors = np.ascontiguousarray(pages[:, 64 * 128 :]).view(np.float32).ravel()
-                for i in range(next_n):
-                    row, seen = request * next_n + i, kv_len - (next_n - 1 - i)
+                for i in range(q_len):
+                    row, seen = request * q_len + i, kv_len - (q_len - 1 - i)
                     query = (self.get(out, row), self.get(q, request, i), self.get(weights, row))
                     compare_logits(*query, keys[:seen], factors[:seen])
 

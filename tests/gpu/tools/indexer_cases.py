@@ -13,7 +13,7 @@ HEADS, DIMS = (8, 16, 32, 64), (32, 64, 128)
 DTYPES = ("float32", "bfloat16")
 SEQ_LENS, KV_LENS = (1, 7, 77, 2048), (1, 63, 1000, 8192, 65536)
 MODES = ("clean", "compressed", "unclean", "compressed unclean")
-BATCHES, NEXT_NS, MEANS = (1, 3, 64, 256), (1, 2, 3, 4), (1, 700, 8192, 65536)
+BATCHES, Q_LENS, MEANS = (1, 3, 64, 256), (1, 2, 3, 4), (1, 700, 8192, 65536)
 PAGE_SIZES, FORMS = (16, 32, 64, 128), ("fused", "padded", "pair", "3d")
 
 
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     """One point of the grid of decoding steps."""
 
     batch: int
-    next_n: int
+    q_len: int
     mean: int
     heads: int
     dim: int
@@ -67,14 +67,14 @@ class Step(NamedTuple):
 
 
 def steps() -> list[Step]:
-    """Every batch with every mean length and every next_n; the rest dealt out among these four."""
+    """Every batch with every mean length and every q_len; the rest dealt out among these four."""
     rng = random.Random(5)
     shapes = itertools.cycle(itertools.product((64, 32, 16, 8), (128, 64, 32)))
     found = []
     for batch, mean in itertools.product(BATCHES, MEANS):
         is_large = batch * mean > 1 << 23  # some GB
         dealt = zip(
-            rng.sample(NEXT_NS, 4),
+            rng.sample(Q_LENS, 4),
             rng.sample(PAGE_SIZES, 4),
             rng.sample((False, False, False, True), 4),
             rng.sample(FORMS, 4),
@@ -82,10 +82,10 @@ def steps() -> list[Step]:
             rng.sample((True, True, True, False), 4),
             strict=True,
         )
-        for next_n, page_size, per_row, form, dtype, clean in dealt:
+        for q_len, page_size, per_row, form, dtype, clean in dealt:
             heads, dim = next(shapes) if not is_large else (64, 128)
             rest = page_size, per_row, form, dtype, clean
-            found.append(Step(batch, next_n, mean, heads, dim, *rest))
-    for next_n in (5, 6, 7, 8):
-        found.append(Step(5, next_n, 700, 64, 128, 64, next_n % 2 == 0, "fused", "float32", True))
+            found.append(Step(batch, q_len, mean, heads, dim, *rest))
+    for q_len in (5, 6, 7, 8):
+        found.append(Step(5, q_len, 700, 64, 128, 64, q_len % 2 == 0, "fused", "float32", True))
     return found

@@ -312,7 +312,7 @@ class Paged:
 
     xp: Any
     batch: int
-    next_n: int
+    q_len: int
     mean: int
     heads: int = 64
     dim: int = 128
@@ -326,11 +326,11 @@ class Paged:
         xp, rng = self.xp, np.random.default_rng(self.seed)
         if not self.lengths.size:
             self.lengths = ragged(rng, self.batch, self.mean)
-        steps = np.arange(self.next_n) - self.next_n + 1
+        steps = np.arange(self.q_len) - self.q_len + 1
         self.seen = np.maximum(self.lengths[:, None] + steps, 0)
         if self.per_row:
             self.seen = (self.lengths[:, None] * rng.random(self.seen.shape)).astype(np.int64)
-            self.seen[:, rng.integers(self.next_n)] = self.lengths
+            self.seen[:, rng.integers(self.q_len)] = self.lengths
         need = -(-self.seen.max(axis=1) // self.page_size)
         self.max_pages = int(need.max()) + 2
         self.num_pages = int(need.sum()) + 3
@@ -340,8 +340,8 @@ class Paged:
         for b in range(self.batch):
             self.table[b, : need[b]] = order[ends[b] - need[b] : ends[b]]
         self.make_cache()
-        self.q = some_bytes(xp, (self.batch, self.next_n, self.heads, self.dim), self.seed + 5)
-        rows = self.batch * self.next_n
+        self.q = some_bytes(xp, (self.batch, self.q_len, self.heads, self.dim), self.seed + 5)
+        rows = self.batch * self.q_len
         self.weights = xp.asarray(rng.standard_normal((rows, self.heads), np.float32))
 
     def make_cache(self) -> None:
@@ -412,9 +412,9 @@ class Paged:
         pages = xp.asarray(self.table[b, : -(-length // self.page_size)].astype(np.int64))
         k = self.memory[pages][:, : self.page_size * dim].reshape(-1, dim)[:length]
         scale = self.scales[pages].reshape(-1)[:length]
-        some = slice(b * self.next_n, (b + 1) * self.next_n)
-        logits = xp.zeros((self.next_n, columns), dtype=xp.float64)
-        size = xp.ones((self.next_n, columns), dtype=xp.float64)
+        some = slice(b * self.q_len, (b + 1) * self.q_len)
+        logits = xp.zeros((self.q_len, columns), dtype=xp.float64)
+        size = xp.ones((self.q_len, columns), dtype=xp.float64)
         if length:
             found = score(xp, self.q[b], k, scale, self.weights[some])
             logits[:, :length], size[:, :length] = found
@@ -435,6 +435,6 @@ class Paged:
             chosen = np.random.default_rng(0).choice(self.batch, most, replace=False).tolist()
         figures = Figures()
         for b in chosen:
-            rows = got[b * self.next_n : (b + 1) * self.next_n]
+            rows = got[b * self.q_len : (b + 1) * self.q_len]
             figures.add(xp, rows, self.requests_expected(b, columns), clean=clean)
         return figures.check(got.dtype.name)

@@ -306,7 +306,7 @@ def mla_lists(make: _Maker) -> Iterator[Case]:
             q = make(batch, q_len, heads, 512 if v4 else 576, dtype=dtype)
             indices, sinks = make.int32(batch, q_len, topk), make.float32(heads)
             cumla.mla_sparse_decode(q, cache, indices)
-            more: dict[str, Any] = {"topk_length": make.int32(batch), "sinks": sinks}
+            more: dict[str, Any] = {"topk_lens": make.int32(batch), "sinks": sinks}
             if v4 and topk == 512:
                 more["extra_kv_cache"] = make(5, 2, 1, 584, dtype=BYTES)
                 more["extra_indices"] = make.int32(batch, q_len, 128)
@@ -440,11 +440,11 @@ def indexer(make: _Maker) -> Iterator[Case]:
             cumla.mqa_logits(q, kv, weights, begins, ends, **options)
 
         yield "mqa_logits", logits
-    for heads, dim, next_n, batch in itertools.product(
+    for heads, dim, q_len, batch in itertools.product(
         (8, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8), (1, 20, 300)
     ):
 
-        def paged(heads: int = heads, dim: int = dim, n: int = next_n, batch: int = batch) -> None:
+        def paged(heads: int = heads, dim: int = dim, n: int = q_len, batch: int = batch) -> None:
             q, weights = make(batch, n, heads, dim, dtype=E4M3), make.float32(batch * n, heads)
             cache, table = make(9, 64, 1, dim + 4, dtype=BYTES), make.int32(batch, 40)
             lens, each = make.int32(batch), make.int32(batch, n)
@@ -466,10 +466,10 @@ def indexer(make: _Maker) -> Iterator[Case]:
             dtype: np.dtype[Any] = dtype, rows: int = rows, width: int = width, k: int = k
         ) -> None:
             scores, lens = make(rows, width, dtype=dtype), make.int32(rows)
-            cumla.top_k(scores, k, lengths=lens)
+            cumla.top_k(scores, k, row_lens=lens)
             table, of_row = make.int32(4, 2000), make.int32(rows)
             more = {"block_table": table, "page_size": 64, "row_to_request": of_row}
-            cumla.top_k(scores, k, lengths=lens, row_starts=make.int32(rows), **more)
+            cumla.top_k(scores, k, row_lens=lens, row_starts=make.int32(rows), **more)
             if width <= 4096:
                 cumla.top_k(scores, k, sorted=True, values=True, offsets=make.int32(rows))
 
@@ -542,12 +542,12 @@ def caches(make: _Maker) -> Iterator[Case]:
 
 def dsa(make: _Maker) -> Iterator[Case]:
     """A step of DeepSeek-V3.2: scores, the largest of them, attention to their rows."""
-    for batch, next_n, heads in itertools.product((1, 20, 300), (1, 2), (16, 128)):
+    for batch, q_len, heads in itertools.product((1, 20, 300), (1, 2), (16, 128)):
 
-        def step(batch: int = batch, next_n: int = next_n, heads: int = heads) -> None:
-            q, index_q = make(batch, next_n, heads, 576), make(batch, next_n, 64, 128, dtype=E4M3)
+        def step(batch: int = batch, q_len: int = q_len, heads: int = heads) -> None:
+            q, index_q = make(batch, q_len, heads, 576), make(batch, q_len, 64, 128, dtype=E4M3)
             cache, keys = make.latent("packed", 9, 64, 1), make(9, 64, 1, 132, dtype=BYTES)
-            table, weights = make.int32(batch, 40), make.float32(batch * next_n, 64)
+            table, weights = make.int32(batch, 40), make.float32(batch * q_len, 64)
             planned = cumla.DSAPlan(q, cache, index_q, keys, table, topk=2048)
             planned.update(make.int32(batch))
             planned.select(index_q, keys, weights, table)
@@ -592,9 +592,7 @@ def layouts(make: _Maker) -> Iterator[Case]:
                 cumla.mla_decode(q, kv[0:2], table, lens, kv_scale=0.5)
             rows, requests = make.wide(n, 2, 300, dtype=INT32), make.wide(n, 2, dtype=INT32)
             lists: dict[str, Any] = {"block_table": table, "row_to_request": requests}
-            cumla.mla_sparse_decode(
-                q, apart, rows, **lists, topk_length=make.wide(n, 2, dtype=INT32)
-            )
+            cumla.mla_sparse_decode(q, apart, rows, **lists, topk_lens=make.wide(n, 2, dtype=INT32))
 
         yield f"MLA with gaps, {dtype.name}", latent
     for dtype, fp8, batch, width in itertools.product(HALVES, (False, True), (3, 200), (64, 128)):
@@ -632,7 +630,7 @@ def others(make: _Maker) -> Iterator[Case]:
             out = make.wide(5, 7, 16, 128, dtype=dtype)
             cumla.merge_attention_states(stacked, lses, out=out, lse_base=2.0)
             scores = make.wide(20, 5000, dtype=dtype)
-            more = {"out": make.wide(20, 64, dtype=INT32), "valid_counts": make.int32(20)}
+            more = {"out": make.wide(20, 64, dtype=INT32), "counts": make.int32(20)}
             cumla.top_k(scores, 64, out_positions=make.wide(20, 64, dtype=INT32), **more)
             k, v = make.wide(9, 4, 64, dtype=dtype), make.wide(9, 4, 64, dtype=dtype)
             k_cache, v_cache = (make.wide(9, 16, 4, 64, dtype=dtype) for _ in range(2))

@@ -155,7 +155,7 @@ MAX_LOGITS: tuple[SparseCase, ...] = (  # one row tile and two; lists that are c
 )
 _LARGE: dict[str, Any] = {"batch": 9, "heads": 24, "topk": 400, "operation": "tokens"}
 OF_A_LARGE_CACHE = SparseCase(form="bfloat16", **_LARGE), V4Case(form="float16", **_LARGE)
-LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
+LOGITS_SHAPES = (  # heads, head_dim, q_len: other kernels than those for 64 heads of 128
     (8, 64, 3),
     (16, 32, 8),
     (32, 128, 1),
@@ -309,21 +309,21 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     select_all(cupy)
     for clean in (True, False):
         score_sequence(cupy, clean=clean)
-        for next_n in (1, 2):
-            score_pages(cupy, next_n, clean=clean)
+        for q_len in (1, 2):
+            score_pages(cupy, q_len, clean=clean)
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
     score_pages(cupy, 1, batch=300, mean=30)  # scheduled by 1,024 threads
     print("sanitize: logits of many requests: agree", flush=True)
-    for heads, head_dim, next_n in LOGITS_SHAPES:
+    for heads, head_dim, q_len in LOGITS_SHAPES:
         score_sequence(cupy, heads=heads, head_dim=head_dim)
-        score_pages(cupy, next_n, batch=3, mean=130, heads=heads, head_dim=head_dim)
+        score_pages(cupy, q_len, batch=3, mean=130, heads=heads, head_dim=head_dim)
         print(f"sanitize: logits of {heads} heads of {head_dim}: agree", flush=True)
     frees = variants.EVERY_LANE_FREES
     with edited("every lane frees", *frees), multiprocessors(2):
         score_sequence(cupy, seq_len=60, seq_len_kv=700, ranges="causal")
         with edited("loaders wait together", *frees, variants.LOADERS_WAIT_TOGETHER):
-            for next_n in (1, 2, 5):
-                score_pages(cupy, next_n, batch=9, mean=900)
+            for q_len in (1, 2, 5):
+                score_pages(cupy, q_len, batch=9, mean=900)
             score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
 
@@ -490,7 +490,7 @@ def select_rows(cupy: Any, name: str, cluster: int, dtype: str = "float32") -> N
     lengths = np.array([width, 4003, 2049, 100], np.int32)
     table = np.random.default_rng(1).permutation(300)[:142].reshape(2, 71).astype(np.int32)
     some = {"row_to_request": np.array([1, 0, 7, 1], np.int32), "block_table": table}
-    some |= {"lengths": lengths, "row_starts": starts, "offsets": np.array([0, 3, 0, 9], np.int32)}
+    some |= {"row_lens": lengths, "row_starts": starts, "offsets": np.array([0, 3, 0, 9], np.int32)}
     for i, kind in enumerate(("normal", "crowded", "equal", "special")):
         k = 4200 if i == 0 and not shape.held else 600
         host = scores_of(kind, 4, width + 5, dtype)[:, 5:]
@@ -541,7 +541,7 @@ def score_sequence(
 
 def score_pages(
     cupy: Any,
-    next_n: int,
+    q_len: int,
     *,
     clean: bool = True,
     batch: int = 5,
@@ -551,13 +551,13 @@ def score_pages(
 ) -> None:
     """Score the tokens of ragged requests, in a call of its own and with a plan."""
     form = "pair" if clean else "fused"
-    problem = Paged(np, batch, next_n, mean, heads, head_dim, form=form)
+    problem = Paged(np, batch, q_len, mean, heads, head_dim, form=form)
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
     plan.update(given[4])
     for function, arrays in ((cumla.paged_mqa_logits, given), (plan.run, given[:4])):
-        out = Rows(np, batch * next_n, columns, "float32")
+        out = Rows(np, batch * q_len, columns, "float32")
         logits = score(cupy, function, arrays, out, max_kv_len=columns, clean=clean)
         problem.check(logits, clean=clean)
 
@@ -725,9 +725,9 @@ def attend_sparse(cupy: Any, case: SparseCase) -> None:
     decodes = case.operation == "decode"
     call = cumla.mla_sparse_decode if decodes else cumla.mla_sparse_attention
     plan = cumla.MLASparsePlan.from_arrays(*(given[n] for n in ("q", "kv_cache", "indices")))
-    lengths = given.get("topk_length")
+    lengths = given.get("topk_lens")
     plan.update(lengths)
-    inputs = {name: array for name, array in given.items() if name != "topk_length"}
+    inputs = {name: array for name, array in given.items() if name != "topk_lens"}
     expected = problem.expected()
     for out, lse in (call(**given), call(**given, batch_invariant=True), plan.run(**inputs)):
         problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get(), expected)
@@ -756,11 +756,11 @@ def attend_with_max_logits(cupy: Any, case: SparseCase, *, is_large: bool = Fals
     if is_large:
         problem = in_a_larger_cache(problem)
     given = {name: there(cupy, array) for name, array in problem.arguments.items()}
-    arrays = [given.get(n) for n in ("q", "kv_cache", "indices", "topk_length", "sinks")]
+    arrays = [given.get(n) for n in ("q", "kv_cache", "indices", "topk_lens", "sinks")]
     out, lse, max_logits = attend_as_flash_mla(*arrays, case.softmax_scale)
     wanted = largest_scores(
         *(problem.arguments[n] for n in ("q", "kv_cache", "indices")),
-        topk_length=problem.arguments.get("topk_length"),
+        topk_lens=problem.arguments.get("topk_lens"),
         softmax_scale=case.softmax_scale,
     )
     np.testing.assert_allclose(max_logits.get(), wanted, rtol=2.01 / 65536, atol=1e-6)

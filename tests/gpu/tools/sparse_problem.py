@@ -179,13 +179,13 @@ class SparseProblem:
         """A plan for these arrays, updated."""
         made_of = [self.arguments[name] for name in ("q", "kv_cache", "indices")]
         plan = cumla.MLASparsePlan.from_arrays(*made_of, **options)
-        plan.update(self.arguments.get("topk_length"))
+        plan.update(self.arguments.get("topk_lens"))
         return plan
 
     @property
     def inputs(self) -> dict[str, Any]:
         """What a run of a plan takes, but for its outputs."""
-        return {name: a for name, a in self.arguments.items() if name != "topk_length"}
+        return {name: a for name, a in self.arguments.items() if name != "topk_lens"}
 
     def named(self) -> np.ndarray:
         """Numbers of the rows that lists name, (tokens, topk); -1 where an entry is absent."""
@@ -332,9 +332,9 @@ def named_rows(
     """What the definition of lists makes of them; rows as `SparseProblem.named` numbers them."""
     index = lists["indices"].reshape(case.tokens, case.topk).astype(np.int64)
     there = index >= 0
-    if "topk_length" in lists:
+    if "topk_lens" in lists:
         lengths = np.broadcast_to(
-            lists["topk_length"].reshape(case.batch, -1), (case.batch, case.q_len)
+            lists["topk_lens"].reshape(case.batch, -1), (case.batch, case.q_len)
         )
         there &= np.arange(case.topk) < lengths.reshape(-1, 1)
     if "block_table" in lists:
@@ -448,7 +448,7 @@ def lists_of(
         chosen = np.where(place >= of_token[:, None], poisoned, chosen)
         if case.operation == "tokens":
             lengths = np.ascontiguousarray(of_token)
-        lists["topk_length"] = lengths if lengths.shape[-1] > 1 else lengths.reshape(-1)
+        lists["topk_lens"] = lengths if lengths.shape[-1] > 1 else lengths.reshape(-1)
     capacity = num_pages * page_size
     if case.places != "slots":
         table, requests, chosen = _positions(case, rng, chosen, num_pages)

@@ -118,7 +118,7 @@ class V4Problem(SparseProblem):
     @property
     def lengths(self) -> dict[str, Any]:
         """What an update of a plan takes."""
-        names = ("topk_length", "extra_topk_length")
+        names = ("topk_lens", "extra_topk_lens")
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
     @property

@@ -17,16 +17,16 @@ def visible_tokens(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:
     key : PagedMQAKey
         The plan's shape.
     kv_lens : numpy.ndarray
-        ``(batch,)`` or ``(batch, next_n)`` integers.
+        ``(batch,)`` or ``(batch, q_len)`` integers.
 
     Returns
     -------
     numpy.ndarray
-        ``(batch, next_n)`` int64.
+        ``(batch, q_len)`` int64.
     """
     lengths = np.clip(np.asarray(kv_lens, np.int64), 0, MOST_TOKENS)
     if not key.per_row_lens:
-        lengths = lengths[:, None] - key.next_n + 1 + np.arange(key.next_n)
+        lengths = lengths[:, None] - key.q_len + 1 + np.arange(key.q_len)
     return np.clip(lengths, 0, key.most_tokens)
 
 
@@ -38,7 +38,7 @@ def schedule_reference(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:
     key : PagedMQAKey
         The plan's shape.
     kv_lens : numpy.ndarray
-        ``(batch,)`` or ``(batch, next_n)`` integers.
+        ``(batch,)`` or ``(batch, q_len)`` integers.
 
     Returns
     -------

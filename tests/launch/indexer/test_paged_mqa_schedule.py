@@ -21,7 +21,7 @@ thorough = settings(deadline=None)  # as many examples as tests/conftest.py says
 
 def blocks_of(key: PagedMQAKey, lengths: np.ndarray) -> np.ndarray:
     """Blocks of each request, from the definition of what its rows see."""
-    rows = lengths if key.per_row_lens else lengths[:, None] - np.arange(key.next_n)
+    rows = lengths if key.per_row_lens else lengths[:, None] - np.arange(key.q_len)
     capacity = min(key.max_blocks * key.page_size, MOST_TOKENS)
     blocks: np.ndarray = -(-np.clip(rows, 0, capacity).max(axis=1) // BLOCK_TOKENS)
     return blocks
@@ -43,12 +43,12 @@ def walk(bounds: np.ndarray, blocks: np.ndarray) -> list[list[tuple[int, int]]]:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[PagedMQAKey, np.ndarray]:
     batch = draw(st.integers(1, 40))
-    next_n = draw(st.integers(1, 8))
+    q_len = draw(st.integers(1, 8))
     page_size = draw(st.sampled_from((16, 32, 64, 128)))
     per_row = draw(st.booleans())
     key = PagedMQAKey(
         batch=batch,
-        next_n=next_n,
+        q_len=q_len,
         num_heads=64,
         head_dim=128,
         page_size=page_size,
@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn) -> tuple[PagedMQAKey, np.ndarray]:
         num_sms=draw(st.sampled_from((1, 3, 78, 132))),
     )
     length = st.integers(-5, 20000) | st.just(0) | st.sampled_from((-(2**31), 2**31 - 1))
-    count = batch * next_n if per_row else batch
+    count = batch * q_len if per_row else batch
     lengths = np.array(draw(st.lists(length, min_size=count, max_size=count)), np.int64)
     return key, lengths.reshape(batch, -1) if per_row else lengths
 

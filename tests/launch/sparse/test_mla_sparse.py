@@ -319,7 +319,7 @@ def test_room_after_the_end_of_a_list_changes_no_bits() -> None:
             lists = np.full((1, 1, topk), -1, np.int32)
             lists[..., :2048] = problem.lists["indices"]
             given["indices"] = cupy.asarray(lists)
-            given["topk_length"] = cupy.asarray(np.array([2048], np.int32))
+            given["topk_lens"] = cupy.asarray(np.array([2048], np.int32))
             seen.add(cumla.mla_sparse_decode(**given, batch_invariant=True).out.tobytes())
     assert len(seen) == 1
 

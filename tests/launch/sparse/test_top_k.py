@@ -24,7 +24,7 @@ def view(shape: tuple[int, ...], dtype: str = "int32", ptr: int = 1 << 20) -> Ar
 def views(scores: ArrayView, k: int, **changes: ArrayView | None) -> TopKViews:
     rows = scores.shape[0]
     nothing = dict.fromkeys(TopKViews._fields)
-    given = {"scores": scores, "out": view((rows, k)), "valid_counts": view((rows,))}
+    given = {"scores": scores, "out": view((rows, k)), "counts": view((rows,))}
     return TopKViews(**nothing | given | changes)  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def test_the_parameters_by_name() -> None:
         views(
             view((7, 5000), "float32", 1 << 20),
             2048,
-            lengths=view((7,), ptr=2 << 20),
+            row_lens=view((7,), ptr=2 << 20),
             row_starts=view((7,), ptr=3 << 20),
             block_table=view((9, 11), ptr=4 << 20),
             row_to_request=view((7,), ptr=5 << 20),
@@ -41,7 +41,7 @@ def test_the_parameters_by_name() -> None:
             out=view((7, 2048), ptr=7 << 20),
             positions=view((7, 2048), ptr=8 << 20),
             values=view((7, 2048), "float32", 9 << 20),
-            valid_counts=view((7,), ptr=10 << 20),
+            counts=view((7,), ptr=10 << 20),
         ),
         2048,
         64,

@@ -17,7 +17,7 @@ from tests.reference.indexer.plain_logits import NAN_BYTE, logit, some_bytes
 Array = NDArray[Any]
 
 
-def paged_inputs(page_size: int = 4, next_n: int = 2, heads: int = 3, dim: int = 8) -> Any:
+def paged_inputs(page_size: int = 4, q_len: int = 2, heads: int = 3, dim: int = 8) -> Any:
     """Inputs, and keys and scales of each request in order."""
     rng = np.random.default_rng(page_size)
     batch, max_pages, num_pages = 4, 3, 16
@@ -28,9 +28,9 @@ def paged_inputs(page_size: int = 4, next_n: int = 2, heads: int = 3, dim: int =
     ).reshape(num_pages, page_size, 1, dim + 4)
     table = rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages)
     inputs = {
-        "q": some_bytes(rng, batch, next_n, heads, dim),
+        "q": some_bytes(rng, batch, q_len, heads, dim),
         "kv_cache": cache,
-        "weights": rng.standard_normal((batch * next_n, heads)).astype(np.float32),
+        "weights": rng.standard_normal((batch * q_len, heads)).astype(np.float32),
         "kv_lens": np.array([0, 1, 2 * page_size - 1, 3 * page_size], np.int32),
         "block_table": table.astype(np.int32),
         "max_kv_len": 3 * page_size + 2,
@@ -41,20 +41,20 @@ def paged_inputs(page_size: int = 4, next_n: int = 2, heads: int = 3, dim: int =
 
 def expected_paged(inputs: Any, rows: Any, seen: Array) -> Array:
     q, (keys, scales) = inputs["q"], rows
-    batch, next_n = q.shape[:2]
-    wanted = np.full((batch * next_n, inputs["max_kv_len"]), -np.inf)
-    for b, i in np.ndindex(batch, next_n):
-        row = b * next_n + i
+    batch, q_len = q.shape[:2]
+    wanted = np.full((batch * q_len, inputs["max_kv_len"]), -np.inf)
+    for b, i in np.ndindex(batch, q_len):
+        row = b * q_len + i
         for j in range(seen[b, i]):
             wanted[row, j] = logit(q[b, i], keys[b, j], float(scales[b, j]), inputs["weights"][row])
     return wanted
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize("next_n", [1, 2, 3])
-def test_paged(page_size: int, next_n: int) -> None:
-    inputs, rows = paged_inputs(page_size, next_n)
-    steps = np.arange(next_n) - next_n + 1
+@pytest.mark.parametrize("q_len", [1, 2, 3])
+def test_paged(page_size: int, q_len: int) -> None:
+    inputs, rows = paged_inputs(page_size, q_len)
+    steps = np.arange(q_len) - q_len + 1
     seen = np.maximum(inputs["kv_lens"][:, None] + steps, 0)
     wanted = expected_paged(inputs, rows, seen)
     np.testing.assert_allclose(paged_mqa_logits(**inputs), wanted, rtol=2.0**-24 * 1.001)

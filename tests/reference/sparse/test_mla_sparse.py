@@ -113,18 +113,18 @@ def test_lists_of_all_tokens_are_dense_attention(q_len: int) -> None:
     cache = rng.standard_normal((7, 4, 576)).astype(BF16)
     table, lens = np.array([[3, 1, 0], [6, 2, 5]], np.int32), np.array([10, 12], np.int32)
     lists = np.tile(np.arange(12, dtype=np.int32), (2, q_len, 1))
-    options = {"topk_length": lens, "block_table": table}
+    options = {"topk_lens": lens, "block_table": table}
     assert_same(
         mla_sparse_decode(q, cache, lists, **options),
         mla_decode(q, cache, table, lens, causal=False),
     )
     visible = lens[:, None] - np.arange(q_len)[::-1]
     assert_same(
-        mla_sparse_decode(q, cache, lists, **options | {"topk_length": visible}),
+        mla_sparse_decode(q, cache, lists, **options | {"topk_lens": visible}),
         mla_decode(q, cache, table, lens),
     )
     indptr = np.array([0, q_len, 2 * q_len], np.int32)
-    flat = {"topk_length": visible.reshape(-1), "row_to_request": np.repeat([0, 1], q_len)}
+    flat = {"topk_lens": visible.reshape(-1), "row_to_request": np.repeat([0, 1], q_len)}
     assert_same(
         mla_sparse_attention(
             q.reshape(-1, 4, 576), cache, lists.reshape(-1, 12), block_table=table, **flat
@@ -229,18 +229,18 @@ def test_lengths(lengths: tuple[int, ...]) -> None:
     free = int(np.flatnonzero(np.isnan(case.kv_cache[..., 0].astype("f4")))[0])
     for rest in (free, 7, INT_MAX, INT_MIN):
         lists = np.where(np.arange(9) < clamped[:, None], case.indices, rest)
-        assert_same(attend(with_lists(case, lists), topk_length=np.array(lengths, np.int32)), want)
+        assert_same(attend(with_lists(case, lists), topk_lens=np.array(lengths, np.int32)), want)
 
 
 def test_lengths_of_requests_and_of_their_query_tokens() -> None:
     case = make_case(6)
     q, lists = case.q.reshape(3, 2, 4, 576), case.indices.reshape(3, 2, -1)
     each = np.array([[4, 4], [9, 9], [0, 0]], np.int32)
-    want = mla_sparse_decode(q, case.kv_cache, lists, topk_length=each)
-    assert_same(mla_sparse_decode(q, case.kv_cache, lists, topk_length=each[:, 0]), want)
+    want = mla_sparse_decode(q, case.kv_cache, lists, topk_lens=each)
+    assert_same(mla_sparse_decode(q, case.kv_cache, lists, topk_lens=each[:, 0]), want)
     each[0, 1] = 7
     assert not np.array_equal(
-        mla_sparse_decode(q, case.kv_cache, lists, topk_length=each).lse, want.lse
+        mla_sparse_decode(q, case.kv_cache, lists, topk_lens=each).lse, want.lse
     )
 
 
@@ -286,7 +286,7 @@ def test_a_row_of_nan_shows_where_it_is_named() -> None:
         {"indices": np.full((3, 9), -1, np.int32)},
         {"indices": np.full((3, 9), INT_MAX, np.int32)},
         {"indices": np.zeros((3, 0), np.int32)},
-        {"topk_length": np.zeros(3, np.int32)},
+        {"topk_lens": np.zeros(3, np.int32)},
     ],
     ids=["negative", "outside", "no entries", "length 0"],
 )
@@ -333,7 +333,7 @@ def test_the_largest_score() -> None:
     case = make_case(topk=20)
     lengths = np.array([20, 1, 0], np.int32)
     got = largest_scores(
-        case.q, case.kv_cache, case.indices[:, None], topk_length=lengths, softmax_scale=0.3
+        case.q, case.kv_cache, case.indices[:, None], topk_lens=lengths, softmax_scale=0.3
     )
     assert np.isneginf(got[2]).all()
     for i, length in ((0, 20), (1, 1)):

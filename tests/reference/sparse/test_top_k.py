@@ -22,10 +22,10 @@ def test_selection(kind: str, dtype: str, is_sorted: bool) -> None:
     for k in (1, 63, 64, 65, 299, 300):
         want = expected(scores, k, lengths, starts, is_sorted)
         result = reference.top_k(
-            scores, k, lengths=lengths, row_starts=starts, values=True, sorted=is_sorted
+            scores, k, row_lens=lengths, row_starts=starts, values=True, sorted=is_sorted
         )
         np.testing.assert_array_equal(result.indices, want)
-        np.testing.assert_array_equal(result.valid_counts, np.minimum(lengths, k))
+        np.testing.assert_array_equal(result.counts, np.minimum(lengths, k))
         shifted = np.where(want < 0, -1, want + starts[:, None])
         assert same_bits(result.values, values_at(scores, shifted))
         assert result.positions is None
@@ -63,6 +63,6 @@ def test_lengths_and_starts_of_any_number() -> None:
     scores = scores_of("normal", 6, 10)
     lengths = np.array([-(2**31), -1, 11, 2**31 - 1, 4, 10], np.int32)
     starts = np.array([0, 0, 0, 2**31 - 1, -7, 9], np.int32)
-    result = reference.top_k(scores, 20, lengths=lengths, row_starts=starts)
-    assert result.valid_counts.tolist() == [0, 0, 10, 0, 4, 1]
-    assert [(row >= 0).sum() for row in result.indices] == result.valid_counts.tolist()
+    result = reference.top_k(scores, 20, row_lens=lengths, row_starts=starts)
+    assert result.counts.tolist() == [0, 0, 10, 0, 4, 1]
+    assert [(row >= 0).sum() for row in result.indices] == result.counts.tolist()
