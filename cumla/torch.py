@@ -284,7 +284,7 @@ def _run_half(
             half = operation.attend if attends else operation.schedule
             packed = pack(call, half, key, arguments[attends], returned, given, buffer.ptr)
             _ready.keep(identity, packed)
-        return packed.run(call, dict(written)) or (None,) * len(outs)
+        return packed.run(call, [array for _, array in written]) or (None,) * len(outs)
 
 
 def _look(

@@ -273,23 +273,15 @@ def _views_of_outputs(
 def glance(arrays: tuple[object, ...]) -> Hashable | None:
     """Look at the arrays of a call just to know them again, for less than half of `open_call`.
 
-    A tuple or list of two or three arrays is one argument. Of two glances that are equal,
-    `open_call` has the same views. None for arrays that only `open_call` can judge: they are not
-    all CuPy's or all PyTorch's, or of a type that has not come before.
+    Of two glances that are equal, `open_call` has the same views. None for arrays that only
+    `open_call` can judge: they are not all CuPy's or all PyTorch's, or of a type that has not come
+    before.
     """
-    framework = framework_of_type.get(type(arrays[0]), DLPACK)
+    framework = framework_of_type.get(type(arrays[0]), DLPACK) if arrays else DLPACK
     for array in arrays:
         if framework_of_type.get(type(array)) is not framework:
-            return _glance_at_parts(arrays)
+            return None
     return framework.glance(arrays)
-
-
-def _glance_at_parts(arrays: tuple[object, ...]) -> Hashable | None:
-    """Look at arrays some of which are in parts, and at which of them are."""
-    each = [a if isinstance(a, (tuple, list)) and len(a) in (2, 3) else (a,) for a in arrays]
-    flat = tuple([array for group in each for array in group])
-    seen = glance(flat) if len(flat) > len(arrays) else None
-    return seen and (tuple([len(group) for group in each]), seen)
 
 
 @eager_only

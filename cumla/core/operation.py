@@ -28,7 +28,7 @@ from cumla.core.arrays import (
     to_numpy,
 )
 from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
-from cumla.core.frameworks import Traced, framework_of_type
+from cumla.core.frameworks import DLPACK, Traced, eager_only, framework_of_type
 from cumla.core.overlap import refuse_overlap
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import Call
-    from cumla.core.spec import Spec
+    from cumla.core.spec import Sorter, Spec
 
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
@@ -111,6 +111,32 @@ class Ready(dict["Hashable", Any]):
             self.clear()
         self[key] = value
 
+    @eager_only
+    def find(self, sorter: Sorter, values: tuple[Any, ...]) -> tuple[Hashable, Any, Any]:
+        """Look a call up by its arguments, those of ``sorter.names``: key, value, first array.
+
+        The value is None for a call that is not kept, the key for one that cannot be.
+        """
+        if check_mode():
+            return _UNKNOWN
+        types = tuple(map(type, values))
+        look = sorter.looks.get(types) or sorter.look(types, values)
+        number, kind, arrays_of, options_of = look
+        arrays = arrays_of(values)
+        seen = (
+            glance(arrays) if kind is None else framework_of_type.get(kind, DLPACK).glance(arrays)
+        )
+        if seen is None:
+            return _UNKNOWN
+        key = seen, number, options_of(values)
+        try:
+            return key, self.get(key), arrays[0]
+        except TypeError:  # an option that cannot be hashed
+            return _UNKNOWN
+
+
+_UNKNOWN = (None, None, None)
+
 
 forms = Ready()
 """What calls launch, wherever their arrays lie: by operation, form and options."""
@@ -139,31 +165,23 @@ class Operation(ABC, Generic[A, K]):
 
     def call(self, *values: Any) -> Any:
         """Run a call of the public function; `values` are its arguments, in their order."""
-        spec, looked = self.spec, None
+        spec = self.spec
         assert spec is not None
-        if not check_mode():
-            arrays, how = spec.sorted.look(values)
-            seen = glance(arrays) if arrays else None
-            if seen is not None:
-                looked = (seen, how)
-                try:
-                    ready = self.ready.get(looked)
-                except TypeError:  # an option that cannot be hashed
-                    looked = ready = None
-                # The first call keeps what it found here before it launches, which may fail.
-                if isinstance(ready, _Ready):
-                    written: dict[str, Any] = {}
-                    for name, place, part in ready.written:
-                        value: Any = None if place is None else values[place]
-                        written[name] = value if part is None else value[part]
-                    with reopen_call(arrays[0], ready.device, values[-1]) as call:
-                        return spec.returned(ready.packed.run(call, written), written)
+        key, ready, array = self.ready.find(spec.sorted, values)
+        # The first call keeps what it found by this key before it launches, which may fail.
+        if isinstance(ready, _Ready):
+            written: list[Any] = []
+            for place, part in ready.written:
+                value: Any = None if place is None else values[place]
+                written.append(value if part is None else value[part])
+            with reopen_call(array, ready.device, values[-1]) as call:
+                return spec.returned(ready.packed.run(call, written), ready.packed.returned)
         inputs, outputs, options = spec.sorted(dict(zip(spec.sorted.names, values, strict=True)))
-        results = run(self, inputs, outputs, options, values[-1], looked)
-        if looked is not None and (known := self.ready.get(looked)) is not None:
-            first = list(inputs.items())[:1] if spec.has_caches else []
-            places = [_place(name, value, values) for name, value in (*first, *outputs.items())]
-            self.ready.keep(looked, _Ready(known.device, known.packed, tuple(places)))
+        results = run(self, inputs, outputs, options, values[-1], key)
+        if key is not None and (known := self.ready.get(key)) is not None:
+            first = list(inputs.values())[:1] if spec.has_caches else []
+            places = tuple([_place(value, values) for value in (*outputs.values(), *first)])
+            self.ready.keep(key, _Ready(known.device, known.packed, places))
         return spec.returned(results, outputs)
 
     @abstractmethod
@@ -242,19 +260,19 @@ class Packed(NamedTuple):
             self.launches[at] = launches
         return launches, made
 
-    def run(self, call: Call, outputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def run(self, call: Call, written: Sequence[Any]) -> tuple[Any, ...]:
         """Allocate what is missing, launch, and hand the outputs out in the caller's framework.
 
-        `outputs` are all arrays that are written to, and None for each that is missing.
+        `written` are the outputs that are returned, None for each that is missing, then all other
+        arrays that are written to.
         """
         launches, made = self.placed(call)
         if call.note_written is not None:
-            note_written(call, outputs.values())
+            note_written(call, written)
         for launch in launches:
             launch()
         results, new = [], iter(made)
-        for name in self.returned:
-            given = outputs[name]
+        for given in written[: len(self.returned)]:
             if given is None:
                 given = call.export(next(new)) if call.exports else next(new)
             results.append(given)
@@ -270,20 +288,20 @@ class _Ready(NamedTuple):
 
     device: int
     packed: Packed
-    # What it writes to: name, place among the arguments, and which part; no place: a new array.
-    written: tuple[tuple[str, int | None, int | None], ...]
+    # What it writes to, as `Packed.run` takes it: place among the arguments, and which part.
+    written: tuple[tuple[int | None, int | None], ...]
 
 
-def _place(name: str, array: Any, values: tuple[Any, ...]) -> tuple[str, int | None, int | None]:
-    """Find an array among the arguments of a call."""
+def _place(array: Any, values: tuple[Any, ...]) -> tuple[int | None, int | None]:
+    """Find an array among the arguments of a call; a new one has no place."""
     for place, value in enumerate(values):
         if array is not None and value is array:
-            return name, place, None
+            return place, None
         if isinstance(value, (tuple, list)):
             for part, one in enumerate(value):
                 if one is array:
-                    return name, place, part
-    return name, None, None
+                    return place, part
+    return None, None
 
 
 class _Known(NamedTuple):
@@ -301,14 +319,14 @@ def run(
     outputs: Mapping[str, Any],
     options: Hashable,
     stream: Any = None,
-    looked: Hashable = None,
+    key: Hashable = None,
 ) -> tuple[Any, ...]:
     """Run an operation: look at the arrays, check, allocate, launch; its outputs come back.
 
     The first of the inputs decides about framework and stream. `outputs` are the arrays to write
     to, None where the caller gave none: those that the operation returns, in their order, and
     others that are written in place. `options` are all that is no array, `stream` is as in
-    `open_call`. A call on a GPU that was found in order is kept by `looked`, too.
+    `open_call`. A call on a GPU that was found in order is kept by `key`, too.
     """
     given = {name: array for name, array in outputs.items() if array is not None}
     looks = check_mode()
@@ -339,13 +357,13 @@ def run(
     with call:
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
-            if looked is None or known.packed is None:
+            if key is None or known.packed is None:
                 operation.ready.keep(identity, known)
-        if looked is not None and known.packed is not None:
-            operation.ready.keep(looked, known)
+        if key is not None and known.packed is not None:
+            operation.ready.keep(key, known)
         if operation.writes_first and call.note_written is not None:
             first = next(iter(inputs))
-            outputs = {first: inputs[first], **outputs}
+            outputs = {**outputs, first: inputs[first]}
         packed = known.packed
         if packed is None:
             return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
@@ -353,7 +371,7 @@ def run(
             host = {n: copy_to_host(v, call.stream) for n, v in known.trusted.items()}
             check_factors(host)
             operation.check_values(host, known.arguments)
-        return packed.run(call, outputs)
+        return packed.run(call, tuple(outputs.values()))
 
 
 def _check(

@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     Launch = Callable[[], None]
 
 K = TypeVar("K")
-R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +197,8 @@ class PlanMemory:
     def update(self, call: Call, launch: Launch) -> None:
         """Have the schedule computed by `launch`, on the call's stream."""
         self._workspace.hand_to(self, call)
-        self.run(call, launch)
+        launch()
+        self.note_use(call)
         if call.capturing:  # computed when the graph is replayed, in the place of any before it
             self.stream, self.captured = None, call.stream
             return
@@ -207,12 +207,10 @@ class PlanMemory:
         self.stream = call.stream
         self._lost = False
 
-    def run(self, call: Call, launch: Callable[..., R], *arguments: Any) -> R:
-        """Launch what uses the schedule, on the call's stream."""
-        result = launch(*arguments)
+    def note_use(self, call: Call) -> None:
+        """Note that a call has launched what uses the schedule, on its stream."""
         if call.stream != self._workspace.home:  # eager runs are many, most of them at home
             self._workspace.note_use(call)
-        return result
 
     def take_to(self, call: Call, lengths: str) -> None:
         """Let a run on the call's stream follow the last use of the schedule, wherever that was.
@@ -470,32 +468,25 @@ class Plan(Single, Generic[K]):
 
         What has been run is known again by what its arrays look like.
         """
-        memory, make, identity = self._memory, self._spec.result, None
-        if memory is not None and not check_mode():
-            arrays, how = self._sorted.look(values)
-            seen = glance(arrays) if arrays else None
-            if seen is not None:
-                identity = (seen, how)
-                try:
-                    ready = memory.ready.get(identity)
-                except TypeError:  # an option that cannot be hashed
-                    identity = ready = None
-                if ready is not None:
-                    again = reopen_call(arrays[-1], self._device, values[-1])
-                    if again.stream == memory.stream:
-                        results = self._sorted.outputs_of(values)
-                        with again:
-                            if isinstance(ready, Packed):
-                                named = dict(zip(self._spec.returns, results, strict=True))
-                                results = memory.run(again, ready.run, again, named)
-                            else:
-                                if again.note_written is not None:
-                                    note_written(again, results)
-                                memory.run(again, ready)
-                        return results[0] if make is None else make(*results)
+        memory, make, key = self._memory, self._spec.result, None
+        if memory is not None:
+            key, ready, array = memory.ready.find(self._sorted, values)
+            if ready is not None:
+                again = reopen_call(array, self._device, values[-1])
+                if again.stream == memory.stream:
+                    results = self._sorted.outputs_of(values)
+                    with again:
+                        if isinstance(ready, Packed):
+                            results = ready.run(again, results)
+                        else:
+                            if again.note_written is not None:
+                                note_written(again, results)
+                            ready()
+                        memory.note_use(again)
+                    return results[0] if make is None else make(*results)
         given = dict(zip(self._sorted.names, values, strict=True)) | self._fixed()
         inputs, outputs, options = self._sorted(given)
-        results = self._run(inputs, outputs, options, values[-1], identity)
+        results = self._run(inputs, outputs, options, values[-1], key)
         return results[0] if make is None else make(*results)
 
     def _run(
@@ -504,7 +495,7 @@ class Plan(Single, Generic[K]):
         outputs: Mapping[str, Any],
         options: Hashable,
         stream: Any,
-        seen: Hashable = None,
+        key: Hashable = None,
     ) -> tuple[Any, ...]:
         call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
         self._check_device(call)
@@ -522,7 +513,7 @@ class Plan(Single, Generic[K]):
                 if packed is not None:
                     known = {**views, WORKSPACE: memory.buffer}
                     self._attend.check_overlap(known, tuple(outputs))
-                    return self._launch(memory, call, packed.moved(views), outputs, seen)
+                    return self._launch(memory, call, packed.moved(views), outputs, key)
                 views = movable(views)
             arguments = self._attend.arguments(views, options)
             self._check_shape(arguments)
@@ -546,17 +537,18 @@ class Plan(Single, Generic[K]):
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
             if not check_mode():
                 memory.forms.keep(form, packed)
-            return self._launch(memory, call, packed.moved(views), outputs, seen)
+            return self._launch(memory, call, packed.moved(views), outputs, key)
 
     @staticmethod
     def _launch(
-        memory: PlanMemory, call: Call, packed: Packed, outputs: Mapping[str, Any], seen: Hashable
+        memory: PlanMemory, call: Call, packed: Packed, outputs: Mapping[str, Any], key: Hashable
     ) -> tuple[Any, ...]:
-        """Launch, and remember that for arrays that are seen so again."""
-        results: tuple[Any, ...] = memory.run(call, packed.run, call, outputs)
-        if seen is not None and packed.templates and call.stream == memory.stream:
+        """Launch, and keep that by `key`."""
+        results = packed.run(call, tuple(outputs.values()))
+        memory.note_use(call)
+        if key is not None and packed.templates and call.stream == memory.stream:
             again = packed if packed.missing else _in_turn(packed.placed(call)[0])
-            memory.ready.keep(seen, again)
+            memory.ready.keep(key, again)
         return results
 
     def _check_shape(self, arguments: Any) -> None:

@@ -9,7 +9,7 @@ loads, and the operations of PyTorch. A test compares each function with its spe
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from cumla.core.arguments import checked_flag, checked_int, checked_scale, number_of
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.frameworks import eager_only
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Split = Callable[[str, Any], dict[str, Any]]
@@ -182,8 +181,8 @@ class Spec:
         self.function = function
         return function
 
-    def returned(self, results: Sequence[Any], outputs: Mapping[str, Any]) -> Any:
-        """Make what the function returns of what `cumla.core.operation.run` does."""
+    def returned(self, results: Sequence[Any], outputs: Iterable[str]) -> Any:
+        """Make what the function returns of what `cumla.core.operation.run` does, by its names."""
         if self.result is None:
             return results[0] if results else None
         if self._is_plain:
@@ -252,7 +251,7 @@ class Sorter:
         listed = [a.name for a in (*spec.arguments, STREAM)]
         self.names = tuple(listed if names is None else names)
         self._looked_at = [*arrays, *self._instead, *outputs, *known(Option)]
-        self._looks: dict[tuple[type[Any], ...], Look] = {}  # by the types of all arguments
+        self.looks: dict[tuple[type[Any], ...], Look] = {}  # by the types of all arguments
         self.outputs_of = self._getter(self._output_names)
 
     def __call__(self, given: Mapping[str, Any]) -> Sorted:
@@ -306,18 +305,12 @@ class Sorter:
                 written[output.name] = value
         return written | {name: None for name in self._asks if given[name]}
 
-    @eager_only
-    def look(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Hashable]:
-        """List the arrays among the arguments of a call, and all else that it is known again by.
+    def look(self, types: tuple[type[Any], ...], values: tuple[Any, ...]) -> Look:
+        """Tell how to know calls again whose arguments, those of `names`, have these types.
 
-        `values` are those of `names`. An option counts with its type, and with those of the values
-        in a tuple, because 3.0 equals 3 and 1 equals True. All loops run in C.
+        An option counts with its type, and with those of the values in a tuple, because 3.0 equals
+        3 and 1 equals True.
         """
-        types = tuple(map(type, values))
-        look = self._looks.get(types) or self._look(types, values)
-        return look.arrays_of(values), (look.number, look.options_of(values))
-
-    def _look(self, types: tuple[type[Any], ...], values: tuple[Any, ...]) -> Look:
         arrays, options = [], []
         for argument in self._looked_at:
             value = values[self.names.index(argument.name)]
@@ -328,15 +321,17 @@ class Sorter:
                 options.append(argument.name)
             elif value is not None:
                 arrays.append(argument.name)
-        if len(self._looks) >= _MOST_LOOKS:
-            self._looks.clear()
-        found = Look(next(_numbers), self._getter(arrays), self._getter(options))
         given = dict(zip(self.names, values, strict=True))
+        kinds = {type(given[name]) for name in arrays}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        found = Look(next(_numbers), kind, self._getter(arrays), self._getter(options))
         if several := [name for name in options if isinstance(given[name], tuple)]:
             found = self._with_types(found, self._getter(several))
         if split := [name for name in arrays if isinstance(given[name], _PARTS)]:
             found = self._apart(found, self._getter(split))
-        self._looks[types] = found
+        if len(self.looks) >= _MOST_LOOKS:
+            self.looks.clear()
+        self.looks[types] = found
         return found
 
     @staticmethod
@@ -351,7 +346,7 @@ class Sorter:
     @staticmethod
     def _apart(look: Look, parts_of: Getter) -> Look:
         """Take arrays in parts one by one, and count the parts."""
-        number, arrays_of, options_of = look
+        number, _, arrays_of, options_of = look
 
         def flat(values: tuple[Any, ...]) -> tuple[Any, ...]:
             found: list[Any] = []
@@ -365,7 +360,7 @@ class Sorter:
         def counted(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return (*options_of(values), *map(len, parts_of(values)))
 
-        return Look(number, flat, counted)
+        return Look(number, None, flat, counted)
 
     def _getter(self, names: Sequence[str]) -> Getter:
         """Make the function that picks the values of some names."""
@@ -382,6 +377,7 @@ class Look(NamedTuple):
     """How calls are looked at whose arguments have the same types."""
 
     number: int  # its own
+    kind: type[Any] | None  # of all arrays, if it is one
     arrays_of: Getter
     options_of: Getter
 

@@ -409,7 +409,7 @@ def test_the_same_memory_in_another_framework(
         wanted.append(missing[0][2])
         return [object() for _ in missing], [1 << 20 for _ in missing]
 
-    monkeypatch.setattr(core, "glance", lambda arrays: None)
+    monkeypatch.setattr(frameworks.cupy_framework(), "glance", lambda arrays: None)
     monkeypatch.setattr(core, "open_call", opened)
     monkeypatch.setattr(arrays.Call, "allocate", allocate)
     for framework in ("cupy", "torch", "cupy"):  # noqa: B007, of opened

@@ -13,9 +13,22 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.core.arrays import open_call
+from cumla.core.operation import Ready
 from cumla.core.plan import Plan
-from cumla.core.spec import REQUIRED, SPECS, STREAM, Argument, Factor, Option, Spec
+from cumla.core.spec import (
+    REQUIRED,
+    SPECS,
+    STREAM,
+    Argument,
+    Factor,
+    Option,
+    Spec,
+    array,
+    in_parts,
+)
 from tests.calls import OPERATIONS, PLANS, Operation, every_operation
+from tests.fake_cuda import FakeCuPy
 
 FUNCTIONS = [name for name in cumla.__all__ if name.islower() and name != "prepare"]
 for name in cumla.__all__:
@@ -188,3 +201,33 @@ def test_arguments_are_told_apart() -> None:
         names = [argument.name for argument in spec.arguments]
         assert len(names) == len(set(names))
         assert all(isinstance(argument, Argument) for argument in spec.arguments)
+
+
+def test_parts_are_told_from_arrays(cupy: FakeCuPy) -> None:
+    """A call is kept by which of its arrays are in parts, and where each part lies."""
+    made = Spec(
+        "made_up",
+        (array("x", in_parts("a", "b", "c?")), array("y", in_parts("a", "b", "c?"))),
+        positional=2,
+        kernels=(),
+    )
+    del SPECS["made_up"]
+    ready = Ready()
+
+    def key(x: Any, y: Any) -> Any:
+        return ready.find(made.sorted, (x, y, None))[0]
+
+    a, b, c = (cupy.like(np.zeros(4)) for _ in range(3))
+    again = cupy.like(np.zeros(4))
+    again.data.ptr = b.data.ptr
+    assert key(a, b) is None  # nobody has seen its type yet
+    open_call((("x", a),))
+    keys = [key(a, b), key(b, a), key((a, b), c), key(a, (b, c)), key((c, b), a), key((a, b, c), c)]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert key((a, again), c) == keys[2] != key([a, b], c)
+    assert key([a, again], c) == key([a, b], c)
+    c.data.ptr += 256
+    assert key((a, b), c) not in (None, *keys)
+    for pair in ((), (None, a), (np.zeros(3), a), []):
+        assert key(pair, pair) is None, pair
