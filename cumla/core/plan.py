@@ -58,7 +58,7 @@ from cumla.core.spec import Sorter
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from cumla.core.arrays import ArrayView, Call
     from cumla.core.operation import Scheduled
@@ -287,7 +287,9 @@ class Plan(Single, Generic[K]):
             cls._planned = tuple(
                 [(place, a.name, a.default is not None) for place, a in enumerate(planned)]
             )
-            cls._of_run = tuple(signature(cls.run).parameters)[1:]  # type: ignore[attr-defined]
+            parameters = signature(cls.run).parameters.values()  # type: ignore[attr-defined]
+            names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+            cls._of_run = tuple(names[1:])
         if "_operation" in own or "_hidden" in own:
             cls._sorted = Sorter(cls._spec, cls._of_run, cls._hidden)
 
@@ -349,6 +351,23 @@ class Plan(Single, Generic[K]):
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         """Load every kernel of the key."""
         raise NotImplementedError
+
+    def _misplaced(self, method: str, given: Iterable[str]) -> TypeError:
+        """Make the error for keywords that a method lacks: it says what takes them."""
+        name, kind = next(iter(given)), type(self)
+        if name in self._spec.planned:
+            return TypeError(
+                f"{name}: needs to be given to update, got it in {method}; call "
+                f"plan.update({self._lengths}) before the runs of a step"
+            )
+        if name in self._of_run:
+            return TypeError(f"{name}: needs to be given to run, got it in {method}; move it")
+        if name in signature(kind.__init__).parameters:
+            return TypeError(
+                f"{name}: needs to be given when the plan is made, got it in {method}; pass it to "
+                f"{kind.__name__} or {kind.__name__}.from_arrays"
+            )
+        return TypeError(f"{kind.__name__}.{method}() got an unexpected keyword argument {name!r}")
 
     def serves(self, stream: int) -> bool:
         """Tell whether a run on a stream can do without an update before it.

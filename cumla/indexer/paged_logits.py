@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 from cumla import reference
 from cumla.core.arguments import (
@@ -371,12 +371,14 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         shape = _checked_shape(numbers, kv_lens_shape)
         return plan_bytes(PagedMQAKey(*shape, checked_sm_count(sm_count)))
 
-    def update(self, kv_lens: Any, *, stream: Any = None) -> None:
+    def update(self, kv_lens: Any, *, stream: Any = None, **misplaced: Never) -> None:
         """Compute the schedule for these lengths, on the device, and keep the lengths there.
 
         Arguments, streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`; the
         lengths are those of :func:`paged_mqa_logits`.
         """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
         self._renew(kv_lens, stream)
 
     def run(
@@ -391,6 +393,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         clean: bool = True,
         out: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> Any:
         """Score with the schedule of the last update, and with the lengths it was given.
 
@@ -401,6 +404,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
             As in :func:`paged_mqa_logits`.
         """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
         return self._call(
             q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -812,6 +812,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         qo_indptr: Any = None,
         kv_indptr: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
@@ -819,6 +820,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
         or rows without pages; without it they take ``block_table``.
         """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
         self._renew(kv_lens, qo_indptr, kv_indptr, stream)
 
     def _update(self, inputs: dict[str, Any], stream: Any) -> None:
@@ -875,6 +878,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> AttentionState:
         """Attend with the schedule of the last update, as :meth:`cumla.MLADecodePlan.run` does.
 
@@ -885,6 +889,8 @@ kv_layout, out, lse, stream
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
             for, and neither for rows without pages.
         """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
             *(q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, k_scale, v_scale),
             *(kv_layout, out, lse, stream),

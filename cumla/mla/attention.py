@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from cumla import reference
 from cumla.core.arguments import check_device_number, checked_flag
@@ -289,7 +289,13 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         return _key(shape, False, 0, checked_sm_count(sm_count), cache).layout.nbytes
 
     def update(
-        self, kv_lens: Any, *, qo_indptr: Any, kv_indptr: Any = None, stream: Any = None
+        self,
+        kv_lens: Any,
+        *,
+        qo_indptr: Any,
+        kv_indptr: Any = None,
+        stream: Any = None,
+        **misplaced: Never,
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
@@ -297,6 +303,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
         without it they take ``block_table``.
         """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
         self._renew(kv_lens, qo_indptr, kv_indptr, stream)
 
     def run(
@@ -312,6 +320,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> AttentionState:
         """Attend with the schedule of the last update, as :meth:`cumla.MLADecodePlan.run` does.
 
@@ -322,6 +331,8 @@ stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for: the other is one more ValueError.
         """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
             *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, out),
             *(lse, stream),

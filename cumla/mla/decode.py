@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -418,7 +418,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         modes = (batch_invariant, max_blocks, None, cache)
         return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
 
-    def update(self, kv_lens: Any, *, stream: Any = None) -> None:
+    def update(self, kv_lens: Any, *, stream: Any = None, **misplaced: Never) -> None:
         """Compute the schedule for these lengths, on the device.
 
         On another stream than before, that one's work goes first: the new stream waits for it, on
@@ -441,6 +441,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
             16-bit cache in two arrays and of a broadcast FP8 cache, both with pages of whole
             64-token blocks, which the first run loads.
         """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
         self._renew(kv_lens, stream)
         if self._values is not None and self.key.batch_invariant:
             lengths, most = self._values["kv_lens"], self.key.max_blocks * BLOCK_TOKENS
@@ -463,6 +465,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> AttentionState:
         """Attend with the schedule of the last update, and with the lengths it was given.
 
@@ -482,6 +485,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         CumlaError
             The driver refuses a launch.
         """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
             q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
         )

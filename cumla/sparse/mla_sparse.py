@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from cumla.core.arguments import (
     check_device_number,
@@ -428,7 +428,12 @@ class MLASparsePlan(Plan[MLASparseKey]):
         return _ATTEND.workspace_bytes(key)
 
     def update(
-        self, topk_lens: Any = None, *, extra_topk_lens: Any = None, stream: Any = None
+        self,
+        topk_lens: Any = None,
+        *,
+        extra_topk_lens: Any = None,
+        stream: Any = None,
+        **misplaced: Never,
     ) -> None:
         """Compute the schedule for these lengths of the lists, on the device.
 
@@ -449,6 +454,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         TypeError, ValueError, CumlaError
             As :meth:`cumla.MLADecodePlan.update`.
         """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
         if extra_topk_lens is not None and self.key.cache != V4:
             raise ValueError(
                 f"{arg('extra_topk_lens')}: needs a plan with cache_dtype {V4!r}, the format "
@@ -472,6 +479,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> AttentionState:
         """Attend with the schedule of the last update, and with the lengths it was given.
 
@@ -487,6 +495,8 @@ softmax_scale, kv_scale, out, lse, stream
         TypeError, ValueError, NotPreparedError, CumlaError
             As :meth:`cumla.MLADecodePlan.run`.
         """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
             *(q, kv_cache, indices, block_table, row_to_request, extra_kv_cache, extra_indices),
             *(sinks, softmax_scale, kv_scale, out, lse, stream),

@@ -27,7 +27,7 @@ from cumla.core.spec import (
     array,
     in_parts,
 )
-from tests.calls import OPERATIONS, PLANS, Operation, every_operation
+from tests.calls import OPERATIONS, PLANS, Operation, Planned, every_operation, every_plan
 from tests.fake_cuda import FakeCuPy
 
 FUNCTIONS = [name for name in cumla.__all__ if name.islower() and name != "prepare"]
@@ -133,7 +133,13 @@ def passes_on(function: Any) -> tuple[list[str], list[str]]:
     for argument in calls[0].args:
         group = argument.value.elts if isinstance(argument, ast.Starred) else [argument]
         names += [ast.unparse(one) for one in group]
-    return [name for name in inspect.signature(function).parameters if name != "self"], names
+    return named(function), names
+
+
+def named(function: Any) -> list[str]:
+    """The parameters with a name, without self."""
+    parameters = list(inspect.signature(function).parameters.values())
+    return [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
 
 
 @every_spec
@@ -150,10 +156,7 @@ def plans() -> list[type[Plan[Any]]]:
 def test_plans(kind: type[Plan[Any]]) -> None:
     """A run and an update together have the arguments of the function, but for what plans fix."""
     spec = kind._spec
-    of_run, of_update, of_plan = (
-        [name for name in inspect.signature(method).parameters if name != "self"]
-        for method in (kind.run, kind.update, kind.__init__)  # type: ignore[attr-defined,misc]
-    )
+    of_run, of_update, of_plan = map(named, (kind.run, kind.update, kind.__init__))  # type: ignore[attr-defined,misc]
     assert of_update == [*spec.planned, "stream"]
     for method in (kind.run, kind.update):  # type: ignore[attr-defined]
         parameters, passed = passes_on(method)
@@ -170,6 +173,24 @@ def test_plans(kind: type[Plan[Any]]) -> None:
     for argument in spec.arguments:
         if isinstance(argument, Option) and argument.name in defaults:
             assert defaults[argument.name] == argument.default
+
+
+@every_plan
+def test_arguments_in_the_wrong_place(planned: Planned) -> None:
+    """The message says which method takes them, or that the plan has them."""
+    given = OPERATIONS[planned.operation].make()
+    plan = planned.ready(given)
+    rightly = {"update": planned.lengths(given), "run": planned.inputs(given)}
+    takers = dict.fromkeys(named(type(plan)), "when the plan is made")
+    takers |= {name: f"to {m}" for m in rightly for name in named(getattr(plan, m))}
+    for method, arguments in rightly.items():
+        call = getattr(plan, method)
+        for name in takers.keys() - {*named(call)}:
+            message = rf"^{name}: needs to be given {takers[name]}, got it in {method}; "
+            with pytest.raises(TypeError, match=message):
+                call(**arguments, **{name: None})
+        with pytest.raises(TypeError, match=rf"{method}\(\) got an unexpected .* 'colour'"):
+            call(**arguments, colour=1)
 
 
 def test_hidden_options() -> None:
