@@ -30,6 +30,9 @@ _PACKAGES = (
     "cuda-bindings",
     "torch",
     "jax",
+    "transformers",
+    "vllm",
+    "sglang",
 )
 _OF_A_MODEL = ("dtype", "kv_cache_dtype", "block_size", "tensor_parallel_size")
 _VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG", "CUMLA_VLLM_FP8_PRODUCTS")

@@ -29,6 +29,13 @@ def test_every_row_is_there(capsys):
         assert rows[title]
 
 
+def test_what_serves_models_is_listed(capsys, monkeypatch):
+    versions = {"transformers": "5.24.0", "vllm": "0.26.0"}
+    monkeypatch.setattr(info, "_version", lambda name: versions.get(name, "not installed"))
+    rows = report(capsys)
+    assert [rows[name] for name in (*versions, "sglang")] == [*versions.values(), "not installed"]
+
+
 def test_the_kernels_are_named(capsys):
     number, _, names = report(capsys)["kernels"].partition(", of ")
     assert int(number) == len(all_specs())
