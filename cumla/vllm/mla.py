@@ -88,9 +88,10 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
     ) -> MLACommonMetadata:
         """Begin a step; every prefill is merged with its context, wherever it stands in the batch.
 
-        vLLM 0.26 merges the first `prefill_tokens_with_context` tokens alone, as if prefills with a
-        context came first. Its model runner V2 sorts them by length: there a longer one would lose
-        its context. Prefills without a context have a log-sum-exp of -inf for it.
+        vLLM 0.26 and 0.27 merge the first `prefill_tokens_with_context` tokens alone, as if those
+        prefills came first. Their model runner V2 sorts by length: there a longer prefill would
+        lose its context. Prefills without a context have a log-sum-exp of -inf for it. 0.25 has no
+        `has_empty_context`, and no such log-sum-exp; 0.28 has neither name, nor the fault.
         """
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         context: Any = getattr(metadata.prefill, "chunked_context", None)
