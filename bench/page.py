@@ -325,6 +325,7 @@ def _share(row: Row) -> str:
 
 
 def fill(text: str, record: Row) -> str:
-    """Put what `parts` makes in place of `{{ name }}`."""
+    """Put what `parts` makes in place of `{{ name }}`; the note about the source goes."""
     found = parts(record)
+    text = re.sub(r"^(> .*\n)+\n", "", text, count=1, flags=re.MULTILINE)
     return re.sub(r"\{\{ (\w+) \}\}", lambda match: found[match[1]], text)

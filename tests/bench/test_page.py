@@ -108,6 +108,8 @@ def test_the_page_has_every_section_and_says_what_is_missing(record: dict[str, A
 def test_every_word_of_the_page_is_known(record: dict[str, Any]) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/performance.md").read_text("utf-8")
     assert set(re.findall(r"\{\{ (\w+) \}\}", text)) == set(page.parts(record))
+    assert "This is the source of a page" in text
+    assert "source of a page" not in page.fill(text, record)
 
 
 def test_a_figure_has_a_dot_for_each_library_and_marks_what_is_ahead(
