@@ -17,6 +17,7 @@ from cumla.core.arguments import (
 from cumla.core.names import arg
 from cumla.core.spec import Option, in_parts, integer
 from cumla.launch.mha.append_kv_cache import Scale
+from cumla.launch.mha.mask_arrays import MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +30,9 @@ TABLES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
 MAX_HEAD_DIM = 512
 _OCTET = 8  # columns that a thread holds at once
+WORD = 32  # keys of a word of a tree
+MOST_DRAFTS = MOST_WORDS * WORD
+TREE_DTYPES = ("uint32", "int32")
 
 PLACES = {  # which say where the rows of tokens go
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
@@ -131,6 +135,21 @@ def checked_scales(
         )
     stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
     return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))
+
+
+def check_words(name: str, view: ArrayView) -> None:
+    """Check the rows of bits of a tree."""
+    tokens, words = view.shape
+    if not 1 <= words <= MOST_WORDS:
+        raise ValueError(
+            f"{arg(name)}: needs 1 to {MOST_WORDS} words a row, got shape {view.shape}; a tree "
+            f"has at most {MOST_DRAFTS} keys"
+        )
+    if tokens > 1 and view.strides[0] != 4 * words:
+        raise ValueError(
+            f"{arg(name)}: needs rows without gaps, got a stride of {view.strides[0]} bytes; make "
+            f"a contiguous copy"
+        )
 
 
 def swapped(view: ArrayView) -> ArrayView:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from cumla.core.state import AttentionState
+from cumla.reference.mha.mask import Mask, visible
 from cumla.reference.rows import E4M3, Array, as_e4m3, cached_rows, clamped, page_tables
 from cumla.reference.threads import one_blas_thread
 
@@ -36,6 +37,7 @@ def attention(
     kv_layout: str = "NHD",
     out: Array | None = None,
     lse: Array | None = None,
+    mask: Mask | None = None,
 ) -> AttentionState:
     """Attend from the query tokens of each request to its keys and values.
 
@@ -47,7 +49,8 @@ def attention(
         out   = sum(exp(score - lse) * v)
 
     Query i of the n of a request with kv_len keys has position ``p = kv_len - n + i``, so that the
-    last query stands at the last key. It sees key j if ``p - left <= j <= p + right``.
+    last query stands at the last key. It sees key j if ``p - left <= j <= p + right``, or those
+    that `mask` shows.
 
     Token t of request r lies in slot ``t % page_size`` of page ``block_table[r, t // page_size]``
     or, with a list, ``kv_indices[kv_indptr[r] + t // page_size]``. Ragged rows need no pages: it is
@@ -65,6 +68,8 @@ def attention(
         As in :func:`cumla.attention`.
     sinks, softmax_scale, k_scale, v_scale, kv_layout, out, lse : optional
         As there, `sinks` in any dtype of floats. Rows of no request are not written.
+    mask : optional
+        As :class:`cumla.AttentionMask`, of NumPy; beside no window.
 
     Returns
     -------
@@ -111,6 +116,7 @@ def attention(
     k, v = as_e4m3(k), as_e4m3(v)
 
     requests = _requests(q, out, lse, qo_indptr)
+    bounds = _bounds_of_queries(q, qo_indptr)
     k_factors = _factors("k_scale", k_scale, k, len(requests))
     v_factors = _factors("v_scale", v_scale, v, len(requests))
     for r, (request, table) in enumerate(zip(requests, tables, strict=True)):
@@ -124,16 +130,20 @@ def attention(
         # Queries together, but where numbers that one does not see would make it NaN.
         is_finite = np.isfinite(keys).all() and np.isfinite(values).all()
         together = max(1, _TOGETHER // num_heads) if is_finite else 1
-        first, stop = _visible(kv_len - q_len + np.arange(q_len), kv_len, left, right)
+        rows = range(*bounds[r])
         for i in range(0, q_len, together):
             some = slice(i, i + together)
-            seen = first[some], stop[some]
-            for result, rows in zip(
+            places = np.arange(q_len)[some]
+            if mask is None:
+                seen = _visible(kv_len - q_len + places, kv_len, left, right)
+            else:
+                seen = visible(mask, r, rows, places, q_len, kv_len, causal)
+            for result, found in zip(
                 request[1:],
-                _attend(request[0][some], keys, values, *seen, scale, softcap, sink),
+                _attend(request[0][some], keys, values, seen, scale, softcap, sink),
                 strict=True,
             ):
-                result[some] = rows
+                result[some] = found
     return AttentionState(out, lse)
 
 
@@ -141,21 +151,22 @@ def _attend(
     q: Array,
     keys: Array,
     values: Array,
-    first: Array,
-    stop: Array,
+    seen: Array,
     scale: float,
     softcap: float | None,
     sink: Array,
 ) -> tuple[Array, Array]:
     """Attend from q (n, num_heads, head_dim) to keys (tokens, num_kv_heads, head_dim).
 
-    Each of the n sees those from `first` (n,) to `stop` (n,).
+    Each of the n sees those that are true in its row of `seen` (n, tokens).
     """
     n, num_heads, _ = q.shape
-    among = np.arange(first.min(), stop.max())
+    among = np.flatnonzero(seen.any(axis=0))
     if not len(among):
         return np.zeros((n, num_heads, values.shape[-1])), np.broadcast_to(sink, (n, num_heads))
-    keys, values = (rows[among[0] : among[-1] + 1] for rows in (keys, values))
+    is_whole = among[-1] - among[0] + 1 == len(among)  # then nothing is copied
+    some = slice(among[0], among[-1] + 1) if is_whole else among
+    keys, values, hidden = keys[some], values[some], ~seen[:, some]
     num_kv_heads = keys.shape[1]
     by_heads = q.astype(np.float64).reshape(n, num_kv_heads, -1, q.shape[-1]).swapaxes(0, 1)
     shape = by_heads.shape[:-1]  # (num_kv_heads, n, group)
@@ -165,7 +176,6 @@ def _attend(
     scores = scale * (rows @ keys.transpose(1, 2, 0)).reshape(*shape, -1)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    hidden = (among < first[:, None]) | (among >= stop[:, None])
     scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
     # It keeps exp() in range and cancels in both results; finite, or a sink of inf would give NaN.
     top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
@@ -181,14 +191,15 @@ def _attend(
     return out.swapaxes(0, 1).reshape(n, num_heads, -1), lse.swapaxes(0, 1).reshape(n, num_heads)
 
 
-def _visible(
-    positions: Array, kv_len: int, left: int | None, right: int | None
-) -> tuple[Array, Array]:
-    """Give the first key from position - left on, and the end of those to position + right."""
-    none = np.zeros_like(positions)
-    first = none if left is None else np.maximum(positions - left, 0)
-    stop = none + kv_len if right is None else np.clip(positions + right + 1, 0, kv_len)
-    return first, stop
+def _visible(positions: Array, kv_len: int, left: int | None, right: int | None) -> Array:
+    """Tell which keys are from position - left to position + right, (positions, kv_len)."""
+    keys, at = np.arange(kv_len), positions[:, None]
+    seen = np.ones((len(positions), kv_len), bool)
+    if left is not None:
+        seen &= keys >= at - left
+    if right is not None:
+        seen &= keys <= at + right
+    return seen
 
 
 def _sides(
@@ -223,8 +234,15 @@ def _requests(
         raise ValueError(f"qo_indptr: needed for q with 3 axes, and only for it; q has {q.ndim}")
     if qo_indptr is None:
         return [*zip(q, out, lse.swapaxes(1, 2), strict=True)]
-    tokens = [slice(*bounds) for bounds in pairwise(clamped(qo_indptr, len(q)))]
+    tokens = [slice(*bounds) for bounds in _bounds_of_queries(q, qo_indptr)]
     return [(q[some], out[some], lse[some]) for some in tokens]
+
+
+def _bounds_of_queries(q: Array, qo_indptr: Array | None) -> list[tuple[int, int]]:
+    """Give begin and end of each request's queries, counted over all of them."""
+    if qo_indptr is None:
+        return [(r * q.shape[1], (r + 1) * q.shape[1]) for r in range(len(q))]
+    return [*pairwise(clamped(qo_indptr, len(q)))]
 
 
 def _factors(name: str, scale: Array | float | None, cache: Array, batch: int) -> Array:

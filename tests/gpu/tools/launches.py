@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import cumla
+import cumla.mha.mask
 from cumla.core import _lifetime, arrays, frameworks, operation, plan
 from cumla.launch import device, kernel, module, tensor_map
 from tests import fake_cuda
@@ -567,6 +568,38 @@ def small(make: _Maker) -> Iterator[Case]:
         yield f"merge_attention_states, {dtype.name}", merge
 
 
+def masks(make: _Maker) -> Iterator[Case]:
+    """Building masks of attention: intervals, by requests and by tokens, and trees in all forms."""
+    build = cumla.mha.mask.AttentionMask
+
+    for total, batch in ((5, 5), (700, 3)):
+
+        def rows(total: int = total, batch: int = batch) -> None:
+            lens = {"kv_lens": make.int32(batch)}
+            ragged = {**lens, "qo_indptr": make.int32(batch + 1), "total_tokens": total}
+            build.windows(127, **ragged)
+            build.chunks(8192, 1, **lens, q_len=2, positions=make(2 * batch, dtype=INT64))
+            build.blocks(32, **ragged, positions=make.int32(total))
+            build.causal_flags(make(batch, dtype=BYTES), window=9, **ragged)
+            build.image_spans(make.int32(batch, 6, 2), window=1023, **ragged)
+            build.image_spans(make.int32(total, 2), clamp=True, **ragged)
+
+        yield "masks by rows", rows
+
+        def trees(total: int = total, batch: int = batch) -> None:
+            lens, flags = {"kv_lens": make.int32(batch)}, np.dtype(bool)
+            ragged = {**lens, "qo_indptr": make.int32(batch + 1), "total_tokens": total}
+            build.from_tree(make(batch, 40, 40, dtype=flags))
+            build.from_tree(make(batch + 2, 40, 40, dtype=flags), window=3, **ragged)
+            build.from_tree(make(total, 5, dtype=BYTES), **ragged)
+            build.from_tree(make(9000, dtype=flags), full=True, **lens, q_len=40)
+            build.from_tree(make(9000, dtype=BYTES), full=True, **ragged)
+            out = build(tree=make.int32(total, 8))
+            build.from_tree(make(batch, 40, 40, dtype=flags), **ragged, out=out)
+
+        yield "masks of trees", trees
+
+
 def layouts(make: _Maker) -> Iterator[Case]:
     """Arrays with gaps, given outputs, scales of requests and heads, right windows, no pages."""
     for dtype, batch, heads in itertools.product(HALVES, (3, 40), (16, 128)):
@@ -650,7 +683,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
         *(mla, mla_invariant, mla_lists, attention, attention_plans),
-        *(indexer, dsa, caches, small, layouts, others),
+        *(indexer, dsa, caches, small, masks, layouts, others),
     )
 }
 

@@ -48,6 +48,7 @@ from cumla.launch import module  # noqa: E402
 from cumla.launch.kernel import PreparedLaunch  # noqa: E402
 from cumla.launch.merge_states import MOST_BLOCKS, Meeting, merge_blocks  # noqa: E402
 from cumla.launch.sparse import top_k  # noqa: E402
+from cumla.mha.mask import AttentionMask  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
 from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
@@ -66,6 +67,7 @@ from tests.gpu.tools.sparse_problem import (  # noqa: E402
 from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
+from tests.mha.mask_cases import hostile, interval_cases, tree_cases  # noqa: E402
 from tests.sparse.top_k_cases import scores_of, shaped  # noqa: E402
 
 PLANTS = {
@@ -224,6 +226,8 @@ def append_all(cupy: Any) -> None:
     for cache in ("bfloat16", "uint8"):
         append_kv(cupy, cache)
         print(f"sanitize: keys and values into {cache}: agree", flush=True)
+    build_masks(cupy)
+    print("sanitize: masks: agree", flush=True)
 
 
 def select_all(cupy: Any) -> None:
@@ -458,6 +462,20 @@ def append_kv(cupy: Any, cache: str) -> None:
     cumla.reference.append_kv_cache(**host)
     for name in ("q", "k_cache", "v_cache"):
         np.testing.assert_array_equal(there[name].get().view(host[name].dtype), host[name])
+
+
+def build_masks(cupy: Any) -> None:
+    """Build intervals and trees, in each form of their arrays, and from any integers."""
+    cases = [case for case in interval_cases() if case.batch.lead == 2][::3] + tree_cases()[::4]
+    calls = [(case.builder, case.given | case.batch.places) for case in cases]
+    calls += [
+        (builder, given) for builder, given, is_ordered in map(hostile, range(40)) if is_ordered
+    ]
+    for builder, given in calls:
+        there = {n: cupy.asarray(v) if hasattr(v, "shape") else v for n, v in given.items()}
+        got = getattr(AttentionMask, builder)(**there).given
+        for name, expected in getattr(AttentionMask, builder)(**given).given.items():
+            np.testing.assert_array_equal(got[name].get(), expected)
 
 
 def quantize_rows(cupy: Any, dtype: str) -> None:
