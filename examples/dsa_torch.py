@@ -52,7 +52,7 @@ def main() -> None:
     write(torch.arange(100, device=DEVICE).expand(batch, -1))  # a prefill; a part is not seen
     q = numbers(batch, Q_LEN, HEADS, 576)
     index_q, q_scale = cumla.quantize_fp8(numbers(batch, Q_LEN, INDEX_HEADS, INDEX_DIM))
-    plan = cumla.DSAPlan(q, caches[0], index_q, index_cache, block_table, topk=TOPK)
+    plan = cumla.DSAPlan.from_arrays(q, caches[0], index_q, index_cache, block_table, topk=TOPK)
 
     worst = 0.0
     for _ in range(STEPS):

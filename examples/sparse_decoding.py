@@ -155,7 +155,7 @@ def decode_sparse(
     first = layers[0]
     (_, _, q, index_q, _), table = first.inputs, first.cache.block_table
     arrays = q, first.cache.pages, index_q, first.index_cache, table
-    plan = cumla.DSAPlan(*arrays, topk=shape.topk)
+    plan = cumla.DSAPlan.from_arrays(*arrays, topk=shape.topk)
     backend.prepare(plan, cumla.append_mla_cache, cumla.append_indexer_cache)
     call = backend.repeatable(partial(_step, plan, layers, slots_there, kv_lens))
     worst, seconds, read, seen = [], [], 0, 0

@@ -103,8 +103,24 @@ class FakeCuPy(types.ModuleType):
             def reshape(self, *shape: int) -> Any:
                 """The same memory, of a contiguous array."""
                 rest = int(np.prod(self.shape)) // abs(int(np.prod(shape)) or 1)
-                view = ndarray(tuple([rest if n < 0 else n for n in shape]), self.dtype)
-                view.data, view.base = self.data, self
+                return self.at(0, tuple([rest if n < 0 else n for n in shape]), self.dtype)
+
+            def view(self, dtype: Any) -> Any:
+                """The same memory, of an array with one axis."""
+                size = np.dtype(dtype).itemsize
+                return self.at(0, (self.shape[0] * self.dtype.itemsize // size,), dtype)
+
+            def __getitem__(self, of: slice) -> Any:
+                """A range of an array with one axis."""
+                begin, end, _ = of.indices(self.shape[0])
+                return self.at(begin * self.dtype.itemsize, (end - begin,), self.dtype)
+
+            def at(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+                """A contiguous array, at an offset in bytes."""
+                view = ndarray(shape, dtype)
+                device = self.data.device_id
+                view.data = types.SimpleNamespace(ptr=self.data.ptr + offset, device_id=device)
+                view.base = self
                 return view
 
         self.ndarray = ndarray

@@ -124,6 +124,12 @@ class Call:
         return self._stream_object
 
     @property
+    def allocator(self) -> Allocator:
+        """Who allocates on the GPU."""
+        assert self._allocator is not None
+        return self._allocator
+
+    @property
     def capturing(self) -> bool:
         """Whether the stream is being captured into a CUDA graph."""
         return self.device is not None and driver().is_capturing(self.stream)

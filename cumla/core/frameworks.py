@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import attrgetter
@@ -156,6 +157,20 @@ class Allocator(Framework, abc.ABC):
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int
     ) -> tuple[object, ArrayView]:
         """Allocate a contiguous array for use on `stream`."""
+
+    @abc.abstractmethod
+    def dtype(self, name: str) -> object:
+        """Find an element type."""
+
+    def part(
+        self, array: Any, begin: int, shape: tuple[int, ...], dtype: str
+    ) -> tuple[object, ArrayView]:
+        """See bytes of a contiguous uint8 array, from `begin` on, as an array of another type."""
+        end = begin + math.prod(shape) * numpy_dtype(dtype).itemsize
+        part = array[begin:end].view(self.dtype(dtype)).reshape(*shape)
+        (view,) = self.views((("workspace", part),))
+        assert view is not None
+        return part, view
 
 
 class _NumPy(Framework):
@@ -364,7 +379,7 @@ class _Torch(Allocator):
             with self._plainly():
                 return self.empty(shape, dtype, device, stream)
         torch = self._torch
-        kind = getattr(torch, dtype)
+        kind: Any = self.dtype(dtype)
         if stream == torch._C._cuda_getCurrentRawStream(device):
             array = torch.empty(shape, dtype=kind, device=device)
         else:  # the caching allocator hands memory out for the stream that is current in torch
@@ -373,6 +388,9 @@ class _Torch(Allocator):
         to_bytes = (self._dtypes.get(kind) or self._learn(kind))[1]
         strides = tuple(map(to_bytes, array.stride()))
         return array, ArrayView(array.data_ptr(), shape, strides, dtype, device)
+
+    def dtype(self, name: str) -> object:
+        return getattr(self._torch, name)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         torch = self._torch
@@ -458,6 +476,9 @@ class _CuPy(Allocator):
             array = array.view(numpy_dtype(dtype))
         data = array.data
         return array, ArrayView(data.ptr, shape, array.strides, dtype, data.device_id)
+
+    def dtype(self, name: str) -> object:
+        return numpy_dtype(name)
 
 
 class _StreamHandle(NamedTuple):

@@ -11,6 +11,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from inspect import signature
+from math import prod
 from threading import get_ident
 from types import MappingProxyType
 from typing import (
@@ -27,6 +28,7 @@ from typing import (
 
 import numpy as np
 
+from cumla.core._dlpack import numpy_dtype
 from cumla.core._driver import driver
 from cumla.core._lifetime import keep_until_event, order_streams
 from cumla.core.arguments import check_workspace
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 
 _log = logging.getLogger(__name__)
+_ALIGNMENT = 256  # bytes, of buffers
 
 
 class Workspace:
@@ -86,7 +89,7 @@ class Workspace:
         self._event = 0  # on the last stream, behind the last use, if that stream is not home
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
         self._stream_object = None if self._stream is None else call.stream_object
-        self._user: weakref.ref[PlanMemory] | None = None
+        self._user: weakref.ref[PlanMemory | Joint] | None = None
         self.nbytes = 0  # of what the caller gave
 
     @classmethod
@@ -106,7 +109,7 @@ class Workspace:
         found.nbytes = max(found.nbytes, view.shape[0])
         return found
 
-    def hand_to(self, user: PlanMemory, call: Call) -> None:
+    def hand_to(self, user: PlanMemory | Joint, call: Call) -> None:
         """Let `user` use the memory on the call's stream, behind all that used it before.
 
         Work that is being captured is left out of the order: a wait for a stream outside would
@@ -161,6 +164,49 @@ class Workspace:
 _given: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
 
 
+class Joint:
+    """Memory of a plan that consists of several, and of arrays between them, on one stream.
+
+    Its arrays are new ones, or parts of the caller's workspace, one after the other. Made as
+    `PlanMemory` is.
+    """
+
+    def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+        self._given, self._at = workspace, 0
+        self._plans: weakref.WeakSet[PlanMemory] = weakref.WeakSet()
+        self._owners: list[object] = []
+        if workspace is None:
+            self.workspace = Workspace(self._owners, call)
+        else:
+            (view,) = cast("tuple[ArrayView]", call.views)
+            check_workspace(view, nbytes)
+            self.workspace = Workspace.at(workspace, view, call)
+
+    def empty(self, call: Call, shape: tuple[int, ...], dtype: str) -> tuple[object, ArrayView]:
+        """Make the next array."""
+        if self._given is None:
+            array, view = call.empty(shape, dtype)
+            self._owners.append(array)
+        else:
+            array, view = call.allocator.part(self._given, self._at, shape, dtype)
+            self._at += part_bytes(shape, dtype)
+        return array, view
+
+    def join(self, plan: PlanMemory) -> None:
+        """Take a plan that has a buffer of this memory."""
+        self._plans.add(plan)
+
+    def lose_workspace(self) -> None:
+        """Forget the schedules: another plan is being updated in the same workspace."""
+        for plan in self._plans:
+            plan.lose_workspace()
+
+
+def part_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Tell how many bytes of a workspace an array takes, so that the next one is aligned."""
+    return -(-prod(shape) * numpy_dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
 class PlanMemory:
     """A plan's buffer on the GPU, and the stream on which its schedule was computed.
 
@@ -171,7 +217,12 @@ class PlanMemory:
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
         self.owner: object  # the array that holds the buffer
         self.buffer: ArrayView
-        if workspace is None:
+        self._user: PlanMemory | Joint | None = None  # of the workspace, if it is another one
+        if isinstance(workspace, Joint):
+            self.owner, self.buffer = workspace.empty(call, (nbytes,), "uint8")
+            self._workspace, self._user = workspace.workspace, workspace
+            workspace.join(self)
+        elif workspace is None:
             self.owner, self.buffer = call.empty((nbytes,), "uint8")
             self._workspace = Workspace(self.owner, call)
         else:
@@ -196,7 +247,7 @@ class PlanMemory:
 
     def update(self, call: Call, launch: Launch) -> None:
         """Have the schedule computed by `launch`, on the call's stream."""
-        self._workspace.hand_to(self, call)
+        self._workspace.hand_to(self._user or self, call)
         launch()
         self.note_use(call)
         if call.capturing:  # computed when the graph is replayed, in the place of any before it
@@ -224,7 +275,7 @@ class PlanMemory:
             return
         if self.stream is not None:
             if not call.capturing:
-                self._workspace.hand_to(self, call)
+                self._workspace.hand_to(self._user or self, call)
                 self.ready.clear()
                 self.stream = stream
             return
@@ -311,7 +362,7 @@ class Plan(Single, Generic[K]):
         stream: Any,
     ) -> None:
         """Take a buffer on the GPU that `device`, `like` or `workspace` name; none on the CPU."""
-        call = _open_plan(device, like, workspace, stream)
+        call = open_plan(device, like, workspace, stream)
         self._device = call.device
         self.key = key_on(call.device)
         self._values: dict[str, np.ndarray[Any, Any]] | None = None  # of the CPU, and of check mode
@@ -604,8 +655,10 @@ def _never_updated(lengths: str) -> ValueError:
     return ValueError(f"plan: never updated; call plan.update({lengths}) before the first run")
 
 
-def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
+def open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
     """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
+    if isinstance(workspace, Joint):  # in which there is room
+        workspace = None
     if like is None and workspace is None:
         return open_device(device, stream=stream)
     calls = {

@@ -168,13 +168,13 @@ def check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -
     """Check that there are kernels for these heads."""
     if num_heads not in _HEADS:
         raise ValueError(
-            f"{heads_name}: needs {one_of(_HEADS)} heads, got {num_heads}; pad them with heads of "
-            f"weight 0"
+            f"{arg(heads_name)}: needs {one_of(_HEADS)} heads, got {num_heads}; pad them with "
+            f"heads of weight 0"
         )
     if head_dim not in HEAD_DIMS:
         raise ValueError(
-            f"{dim_name}: needs a head_dim of {one_of(HEAD_DIMS)}, got {head_dim}; pad queries "
-            f"and keys with zeros"
+            f"{arg(dim_name)}: needs a head_dim of {one_of(HEAD_DIMS)}, got {head_dim}; pad "
+            f"queries and keys with zeros"
         )
 
 

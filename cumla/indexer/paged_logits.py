@@ -62,7 +62,14 @@ if TYPE_CHECKING:
     from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
 
-__all__ = ["PagedMQALogitsPlan", "checked_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
+__all__ = [
+    "PagedMQALogitsPlan",
+    "checked_kv_lens",
+    "checked_paged",
+    "checked_shape",
+    "named",
+    "paged_mqa_logits",
+]
 
 _SHAPE = ("batch", "q_len", "num_heads", "head_dim", "page_size", "max_pages")
 
@@ -321,7 +328,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         stream: Any = None,
     ) -> None:
         numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
-        shape = _checked_shape(numbers, kv_lens_shape)
+        shape = checked_shape(numbers, kv_lens_shape)
         check_device_number(device)
         place = (device, workspace, like, stream)
         self._make(lambda on: PagedMQAKey(*shape, sm_count_of(on)), *place)
@@ -368,7 +375,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
-        shape = _checked_shape(numbers, kv_lens_shape)
+        shape = checked_shape(numbers, kv_lens_shape)
         return plan_bytes(PagedMQAKey(*shape, checked_sm_count(sm_count)))
 
     def update(self, kv_lens: Any, *, stream: Any = None, **misplaced: Never) -> None:
@@ -431,7 +438,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 Shape = tuple[int, int, int, int, int, int, bool]
 
 
-def _checked_shape(numbers: tuple[int, int, int, int, int, int], kv_lens_shape: Any) -> Shape:
+def checked_shape(numbers: tuple[int, int, int, int, int, int], kv_lens_shape: Any) -> Shape:
     """Check a shape that was given in numbers, to make a plan for it."""
     for name, value in zip(_SHAPE, numbers, strict=True):
         least = 0 if name in ("batch", "q_len") else 1

@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cumla.core.arguments import INT32, checked_int
+from cumla.core.arguments import INT32, check_device_number, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
+from cumla.core.frameworks import framework_of
 from cumla.core.names import Naming, arg
-from cumla.core.operation import Output, run
+from cumla.core.operation import Output, run, unplaced
 from cumla.core.paged import refuse_value
-from cumla.core.plan import Single, Workspace
+from cumla.core.plan import Joint, Single, Workspace, open_plan, part_bytes
 from cumla.core.state import AttentionState
-from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_kv_lens, checked_paged
+from cumla.indexer.paged_logits import (
+    PagedMQALogitsPlan,
+    checked_kv_lens,
+    checked_paged,
+    checked_shape,
+)
 from cumla.indexer.paged_logits import named as named_index
-from cumla.launch.device import require_hopper
+from cumla.launch.device import checked_sm_count, require_hopper, sm_count_of
 from cumla.launch.kernel import Unplanned
 from cumla.launch.module import load
 from cumla.launch.sparse import top_k as top_k_kernel
@@ -27,7 +34,7 @@ from cumla.sparse.mla_sparse import MLASparsePlan
 from cumla.sparse.top_k import top_k
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView, Call
@@ -104,7 +111,15 @@ class _Attention(MLASparsePlan):
 
 
 _VISIBLE = _Visible()
-_INDEX = Naming({"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"})
+_INDEX = Naming(
+    {
+        "q": "index_q",
+        "kv_cache": "index_cache",
+        "weights": "index_weights",
+        "num_heads": "index_heads",
+        "head_dim": "index_dim",
+    }
+)
 
 
 class DSAPlan(Single):
@@ -127,27 +142,30 @@ class DSAPlan(Single):
 
     Parameters
     ----------
-    q, kv_cache : array, or pair or triple of arrays
-        As in :func:`cumla.mla_sparse_decode`. Of all arrays here only shapes, dtypes and device are
-        looked at.
-    index_q, index_cache : array, or a pair of arrays for the latter
-        ``(batch, q_len, index_heads, head_dim)`` and pages, as `q` and `kv_cache` of
-        :func:`cumla.paged_mqa_logits`.
-    block_table : array
-        ``(batch, max_pages)`` int32, as of :func:`cumla.paged_mqa_logits`.
+    batch, q_len, num_heads : int
+        As in ``q`` ``(batch, q_len, num_heads, 576)``.
     topk : int
         How many tokens are selected: 2048 in DeepSeek-V3.2, 512 or 1024 in DeepSeek-V4.
+    index_heads, index_dim : int
+        As in ``index_q`` ``(batch, q_len, index_heads, index_dim)``.
+    max_pages : int
+        Columns of the block table.
+    page_size : int
+        Tokens of a page of the index cache: 16, 32, 64 or 128.
+    kv_lens_shape : tuple of int, optional
+        ``(batch,)``, or ``(batch, q_len)`` where each query token has a length of its own.
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
-    kv_lens : array, optional
-        As of ``update``, of which only the shape is looked at: ``(batch,)`` by default, or
-        ``(batch, q_len)``.
-    extra_kv_cache, extra_indices : array, optional
-        As in :func:`cumla.mla_sparse_decode`, beside a kv_cache in DeepSeek-V4's format: the cache
-        of the window, and ``(batch, q_len, extra_topk)`` int32 slots of it.
-    stream : optional
-        As in :class:`cumla.MLADecodePlan`.
+    extra_topk, dtype, cache_dtype : optional
+        As for :class:`cumla.MLASparsePlan`.
+    device, stream : optional
+        As for :class:`cumla.MLADecodePlan`.
+    workspace : array, optional
+        Memory of all buffers and arrays of the plan, as for :class:`cumla.MLADecodePlan`, of the
+        framework of ``index_q``.
+    like : array, optional
+        An array of the framework and on the device of ``index_q``; CuPy without it.
 
     Attributes
     ----------
@@ -167,7 +185,7 @@ class DSAPlan(Single):
     >>> index_q = cumla.quantize_fp8(np.ones((2, 1, 8, 128), np.float32)).values
     >>> index_cache, weights = np.zeros((4, 64, 132), np.uint8), np.ones((2, 8), np.float32)
     >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
-    >>> plan = cumla.DSAPlan(q, kv_cache, index_q, index_cache, block_table, topk=32)
+    >>> plan = cumla.DSAPlan.from_arrays(q, kv_cache, index_q, index_cache, block_table, topk=32)
     >>> plan.update(np.array([100, 7], np.int32))
     >>> for layer in range(3):
     ...     indices = plan.select(index_q, index_cache, weights, block_table)
@@ -181,15 +199,91 @@ class DSAPlan(Single):
     >>> window = {"extra_kv_cache": np.zeros((2, 256, 584), np.uint8)}
     >>> window["extra_indices"] = np.arange(256, dtype=np.int32).reshape(2, 1, 128)
     >>> made_of = (q, compressed, index_q, index_cache, block_table)
-    >>> plan = cumla.DSAPlan(*made_of, topk=32, **window)
+    >>> plan = cumla.DSAPlan.from_arrays(*made_of, topk=32, **window)
     >>> plan.update(np.array([100, 7], np.int32), extra_topk_lens=np.array([128, 31], np.int32))
     >>> indices = plan.select(index_q, index_cache, weights, block_table)
     >>> plan.run(q, compressed, block_table, **window, sinks=np.zeros(16, np.float32)).out.shape
     (2, 1, 16, 512)
     """
 
+    _Logits: ClassVar[Any] = PagedMQALogitsPlan
+    _Attend: ClassVar[Any] = _Attention
+    _own: Mapping[str, Any] = MappingProxyType(dict.fromkeys(("visible", "counts", "logits")))
+    _lists: Mapping[str, Any] = MappingProxyType({})  # outputs of the selection
+    _chosen: Any = None  # indices, where they are written
+    _memory: Workspace | None = None
+    _lengths: Any = None  # of the rows of logits
+    indices: Any = None
+
     def __init__(
         self,
+        batch: int,
+        q_len: int,
+        num_heads: int,
+        topk: int,
+        *,
+        index_heads: int,
+        index_dim: int = 128,
+        max_pages: int,
+        page_size: int = 64,
+        kv_lens_shape: Sequence[int] | None = None,
+        max_kv_len: int | None = None,
+        extra_topk: int = 0,
+        dtype: Any = "bfloat16",
+        cache_dtype: Any = None,
+        device: int | None = None,
+        workspace: Any = None,
+        like: Any = None,
+        stream: Any = None,
+    ) -> None:
+        pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
+        index = _Sizes((batch, q_len, index_heads, index_dim), pages)
+        attend = _Sizes(
+            (batch, q_len, num_heads, topk), {"extra_topk": extra_topk, "cache_dtype": cache_dtype}
+        )
+        own = _checked_own(index, topk, max_kv_len)
+        self._shape, self._width, self._seen = (batch, q_len, topk), own.width, own.seen
+        check_device_number(device)
+        place = self._place(own, index, attend, device, workspace, like, stream)
+        with _INDEX:
+            self._logits_plan = self._Logits(*index.numbers, **index.named, **place)
+        place["dtype"] = dtype
+        self._attend_plan = self._Attend(*attend.numbers, **{**attend.named, **place})
+        self._attend_plan.most = own.seen[1][0]
+
+    def _place(
+        self,
+        own: _Own,
+        index: _Sizes,
+        attend: _Sizes,
+        device: int | None,
+        workspace: Any,
+        like: Any,
+        stream: Any,
+    ) -> dict[str, Any]:
+        """Make the plan's own arrays; tell where the plans that it consists of have theirs."""
+        call = open_plan(device, like, workspace, stream)
+        self._device, self._framework = call.device, call.framework
+        writes = call.framework != "jax"  # JAX's arrays cannot be written to
+        joint: Joint | None = None
+        with call:
+            if call.device is not None:
+                nbytes = 0
+                if workspace is not None:
+                    nbytes = _bytes(own, index, attend, sm_count_of(call.device))
+                joint = Joint(call, nbytes, workspace)
+            self._chosen = _new(call, joint, *own.arrays["indices"])
+            if writes:
+                self._own = {name: _new(call, joint, *own.arrays[name]) for name in self._own}
+                batch, q_len, topk = self._shape
+                rows, counts = (batch * q_len, topk), self._own["counts"].reshape(batch * q_len)
+                self._lists = {"out": self._chosen.reshape(*rows), "counts": counts}
+        self._memory = joint.workspace if joint is not None and writes else None
+        return {"device": call.device, "workspace": joint, "like": like, "stream": stream}
+
+    @classmethod
+    def from_arrays(
+        cls,
         q: Any,
         kv_cache: Any,
         index_q: Any,
@@ -201,8 +295,24 @@ class DSAPlan(Single):
         kv_lens: Any = None,
         extra_kv_cache: Any = None,
         extra_indices: Any = None,
+        workspace: Any = None,
         stream: Any = None,
-    ) -> None:
+    ) -> Self:
+        """Make a plan for the shapes of these arrays, with arrays of index_q's framework.
+
+        Only shapes, dtypes and device are looked at; the rest is as for the class.
+
+        Parameters
+        ----------
+        q, kv_cache, extra_kv_cache, extra_indices
+            As in :func:`cumla.mla_sparse_decode`.
+        index_q, index_cache, block_table
+            As `q`, `kv_cache` and `block_table` of :func:`cumla.paged_mqa_logits`.
+        kv_lens : array, optional
+            As of ``update``; ``(batch,)`` by default.
+        topk, max_kv_len, workspace, stream
+            As for the class.
+        """
         topk = checked_int("topk", topk, "there is nothing to select")
         arrays = named_index(index_q, index_cache, None, block_table)
         if kv_lens is not None:
@@ -210,48 +320,60 @@ class DSAPlan(Single):
         with _INDEX:
             call = open_call(tuple(arrays.items()), stream=stream)
             views = dict(zip(arrays, call.views, strict=True))
-            shape = checked_paged(views).shape
-            lens_shape = shape[:1] if kv_lens is None else checked_kv_lens(views, *shape[:2]).shape
-        batch, q_len, _, _, page_size, max_pages = shape
-        most = max_pages * page_size
-        if max_kv_len is not None:
-            most = min(most, checked_int("max_kv_len", max_kv_len, "leave it out"))
+            batch, q_len, index_heads, index_dim, page_size, max_pages = checked_paged(views).shape
+            shape = None if kv_lens is None else checked_kv_lens(views, batch, q_len).shape
         _check_query(q, kv_cache, (batch, q_len), stream)
-        self._width = ceil(most / page_size) * page_size  # rows of logits that begin at 16 bytes
-        self._seen = q_len, (most, min(most, topk))
-        self._shape = batch, q_len, topk
-        self._device = call.device
-        self._writes = call.framework != "jax"  # JAX's arrays cannot be written to
-        rows = batch * q_len
-        with call:
-            self._chosen = _new(call, self._shape, "int32")
-            self._own: dict[str, Any] = dict.fromkeys(("visible", "counts", "logits"))
-            self._lists: dict[str, Any] = {}
-            self._memory: Workspace | None = None
-            if self._writes:
-                counts_shape = (rows, 1) if len(lens_shape) == 2 else (batch, q_len)
-                for name in ("visible", "counts"):
-                    self._own[name] = _new(call, counts_shape, "int32")
-                self._own["logits"] = _new(call, (rows, self._width), "float32")
-                self._lists["out"] = self._chosen.reshape(rows, topk)
-                self._lists["counts"] = self._own["counts"].reshape(rows)
-                if call.device is not None:
-                    self._memory = Workspace((self._chosen, *self._own.values()), call)
-        self._logits_plan = PagedMQALogitsPlan(
-            *shape[:4],
-            max_pages=max_pages,
-            page_size=page_size,
-            kv_lens_shape=lens_shape,
-            like=index_q,
-            stream=stream,
-        )
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
-        self._attend_plan = _Attention.from_arrays(
-            q, kv_cache, self._chosen, stream=stream, **extra
+        arrays = named_latent(q, kv_cache, None)
+        arrays |= {name: array for name, array in extra.items() if array is not None}
+        found = open_call(tuple(arrays.items()), stream=stream)
+        views = dict(zip(arrays, found.views, strict=True))
+        views["indices"] = unplaced(Output("indices", (batch, q_len, topk), INT32), call.device)
+        numbers = _Attention._numbers(views, None)
+        with call:
+            plan = cls(
+                **numbers,
+                index_heads=index_heads,
+                index_dim=index_dim,
+                max_pages=max_pages,
+                page_size=page_size,
+                kv_lens_shape=shape,
+                max_kv_len=max_kv_len,
+                workspace=workspace,
+                like=index_q,
+                stream=stream,
+            )
+        plan._attend_plan._note_columns(q)
+        return plan
+
+    @staticmethod
+    def workspace_bytes(
+        batch: int,
+        q_len: int,
+        num_heads: int,
+        topk: int,
+        *,
+        index_heads: int,
+        index_dim: int = 128,
+        max_pages: int,
+        page_size: int = 64,
+        kv_lens_shape: Sequence[int] | None = None,
+        max_kv_len: int | None = None,
+        extra_topk: int = 0,
+        cache_dtype: Any = None,
+        sm_count: int | None = None,
+    ) -> int:
+        """Size of a plan's workspace in bytes, from numbers as for the class.
+
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
+        """
+        pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
+        index = _Sizes((batch, q_len, index_heads, index_dim), pages)
+        attend = _Sizes(
+            (batch, q_len, num_heads, topk), {"extra_topk": extra_topk, "cache_dtype": cache_dtype}
         )
-        self._attend_plan.most = most
-        self._lengths: Any = None  # of the rows of logits
-        self.indices: Any = None
+        own = _checked_own(index, topk, max_kv_len)
+        return _bytes(own, index, attend, checked_sm_count(sm_count))
 
     def prepare(self) -> None:
         """Compile and load all kernels of a step, as :func:`cumla.prepare` does."""
@@ -265,6 +387,11 @@ class DSAPlan(Single):
             for spec in top_k_kernel.SPECS:
                 if spec.entry == f"top_k_{name}_float32":
                     load(spec, self._device, capturing=lambda: False)
+
+    def serves(self, stream: int) -> bool:
+        """Tell whether runs on a stream can do without an update, as other plans do."""
+        plans = self._logits_plan, self._attend_plan
+        return self._lengths is not None and all(plan.serves(stream) for plan in plans)
 
     def update(self, kv_lens: Any, *, extra_topk_lens: Any = None, stream: Any = None) -> None:
         """Compute both schedules for these lengths, on the device, and keep the lengths there.
@@ -316,13 +443,20 @@ class DSAPlan(Single):
             to the same memory, but with JAX.
         """
         self._check_updated()
+        name = framework_of("index_q", index_q).name
+        if (name or ("numpy" if self._device is None else "cupy")) != self._framework:
+            raise TypeError(
+                f"index_q: needs an array of {self._framework}, as the plan's own are, got "
+                f"{type(index_q).__module__}.{type(index_q).__qualname__}; make the plan with "
+                f"like=index_q"
+            )
         self._follow(stream)
         arrays = index_q, index_cache, index_weights, block_table
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
         with _INDEX:
             logits = self._logits_plan.run(*arrays, **options, stream=stream)
         found = top_k(logits, self._shape[2], row_lens=self._lengths, stream=stream, **self._lists)
-        self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
+        self.indices = self._chosen if self._lists else found.indices.reshape(self._shape)
         self._note_use(stream)
         return self.indices
 
@@ -369,7 +503,8 @@ out, lse, stream
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
         given = {"out": out, "lse": lse, "stream": stream, "block_table": block_table}
         try:
-            state = self._attend_plan.run(q, kv_cache, chosen, **options, **extra, **given)
+            options |= extra | given
+            state: AttentionState = self._attend_plan.run(q, kv_cache, chosen, **options)
         except ValueError:
             if indices is None:  # q does not fit a selection that the caller did not pass
                 _check_query(q, kv_cache, self._shape[:2], stream)
@@ -399,6 +534,50 @@ out, lse, stream
                     self._memory.note_use(call)
 
 
+class _Own(NamedTuple):
+    """The arrays between indexer, selection and attention."""
+
+    arrays: dict[str, tuple[tuple[int, ...], str]]  # shapes and dtypes
+    width: int  # columns of logits
+    seen: tuple[int, tuple[int, int]]  # query tokens of a length; what a token sees, and selects
+
+
+class _Sizes(NamedTuple):
+    """Numbers of one of the two plans."""
+
+    numbers: tuple[int, int, int, int]
+    named: dict[str, Any]
+
+
+def _checked_own(index: _Sizes, topk: Any, max_kv_len: Any) -> _Own:
+    topk = checked_int("topk", topk, "there is nothing to select")
+    (batch, q_len, *heads), pages = index
+    max_pages, page_size, kv_lens_shape = pages.values()
+    with _INDEX:
+        *_, per_row = checked_shape((batch, q_len, *heads, page_size, max_pages), kv_lens_shape)
+    most = max_pages * page_size
+    if max_kv_len is not None:
+        most = min(most, checked_int("max_kv_len", max_kv_len, "leave it out"))
+    width = ceil(most / page_size) * page_size  # rows of logits that begin at 16 bytes
+    rows = batch * q_len
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    arrays = {"indices": ((batch, q_len, topk), "int32"), "logits": ((rows, width), "float32")}
+    arrays |= dict.fromkeys(
+        ("visible", "counts"), ((rows, 1) if per_row else (batch, q_len), "int32")
+    )
+    return _Own(arrays, width, (q_len, (most, min(most, topk))))
+
+
+def _bytes(own: _Own, index: _Sizes, attend: _Sizes, sm_count: int) -> int:
+    """Add up the arrays and the buffers of a plan."""
+    buffers = (
+        PagedMQALogitsPlan.workspace_bytes(*index.numbers, **index.named, sm_count=sm_count),
+        MLASparsePlan.workspace_bytes(*attend.numbers, **attend.named, sm_count=sm_count),
+    )
+    arrays = (*own.arrays.values(), *[((nbytes,), "uint8") for nbytes in buffers])
+    return sum(part_bytes(*array) for array in arrays)
+
+
 def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> None:
     query, *_ = open_call(tuple(named_latent(q, kv_cache, None).items()), stream=stream).views
     assert query is not None
@@ -420,8 +599,8 @@ def _in_one_row(lengths: ArrayView) -> ArrayView:
     return lengths._replace(shape=(batch * q_len,), strides=(inner if q_len > 1 else step,))
 
 
-def _new(call: Call, shape: tuple[int, ...], dtype: str) -> Any:
-    if call.device is None:
+def _new(call: Call, joint: Joint | None, shape: tuple[int, ...], dtype: str) -> Any:
+    if joint is None:
         return from_numpy(call.framework, np.zeros(shape, dtype))
-    owner, _ = call.empty(shape, dtype)
+    owner, _ = joint.empty(call, shape, dtype)
     return call.export(owner) if call.exports else owner

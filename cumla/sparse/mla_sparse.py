@@ -395,8 +395,11 @@ class MLASparsePlan(Plan[MLASparseKey]):
         arrays = named(q, kv_cache, None, indices=indices, **given)
         options = {"batch_invariant": batch_invariant, "workspace": workspace}
         plan = cls._from(arrays, stream, **options)
-        plan._columns = HEAD_DIM if isinstance(q, (tuple, list)) else q.shape[-1]
+        plan._note_columns(q)
         return plan
+
+    def _note_columns(self, q: Any) -> None:
+        self._columns = HEAD_DIM if isinstance(q, (tuple, list)) else q.shape[-1]
 
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:

@@ -551,7 +551,7 @@ def test_shapes_without_arrays() -> None:
 def test_what_to_call_in_place_of_a_plan_of_sparse_attention() -> None:
     """The error names functions of cumla; inside jax.jit they give what the plan gives outside."""
     given, lens = Step().arguments(), int32(60, 3, 0)
-    plan = cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=Step.topk)
+    plan = cumla.DSAPlan.from_arrays(*(given[name] for name in MADE_OF), topk=Step.topk)
     plan.update(lens)
     positions = plan.select(*(given[name] for name in SELECTED_FROM))
     expected = plan.run(*(given[name] for name in ATTENDED))

@@ -26,7 +26,7 @@ LENS = int32(57, 9, 33)  # most of a table, fewer than topk, one after the end o
 
 def plan_of(given: dict[str, Any], topk: int = TOPK, **options: Any) -> cumla.DSAPlan:
     options = window_of(given) | options
-    return cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=topk, **options)
+    return cumla.DSAPlan.from_arrays(*(given[name] for name in MADE_OF), topk=topk, **options)
 
 
 def select(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
@@ -450,6 +450,98 @@ def test_a_plan_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> Non
     with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; make a plan"):
         gpu.plan.update(LENS)
     assert bindings.entries == []
+
+
+def numbers_of(of: Step, each: bool = False) -> dict[str, Any]:
+    """What the class takes for a step."""
+    found = {"batch": of.batch, "q_len": of.q_len, "num_heads": of.heads, "topk": of.topk}
+    found |= {"index_heads": of.index_heads, "index_dim": of.dim, "extra_topk": of.window}
+    found |= {"max_pages": of.pages, "page_size": of.page, "cache_dtype": "v4" if of.v4 else None}
+    return found | ({"kv_lens_shape": (of.batch, of.q_len)} if each else {})
+
+
+def sizes_of(of: Step, each: bool = False) -> dict[str, Any]:
+    """What `workspace_bytes` takes."""
+    return numbers_of(of, each) | {"sm_count": 132}
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("of", [STEP, V4_2], ids=["s1", "v4-s2"])
+def test_numbers_make_the_plan_of_arrays(
+    of: Step, each: bool, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """On the CPU it gives the same, and on a GPU it launches and allocates the same."""
+    given = of.arguments()
+    kv_lens = of.visible(LENS) if each else LENS
+    plan = cumla.DSAPlan(**numbers_of(of, each), like=given["index_q"])
+    assert_same(step(plan, given, kv_lens), of.expected(given, kv_lens))
+    gpu = OnGpu(cupy, of, each)
+    gpu.step()
+    launched, allocated = bindings.entries, list(cupy.allocated)
+    cupy.allocated.clear()
+    gpu.plan = cumla.DSAPlan(**numbers_of(of, each))
+    gpu.step()
+    assert (bindings.entries, cupy.allocated) == (launched, allocated)
+    assert sum(allocated) <= cumla.DSAPlan.workspace_bytes(**sizes_of(of, each))
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("of", [STEP, STEP_2, V4_2], ids=["s1", "s2", "v4-s2"])
+def test_a_workspace_holds_all(
+    of: Step, each: bool, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    size = cumla.DSAPlan.workspace_bytes(**sizes_of(of, each))
+    assert cumla.DSAPlan.workspace_bytes(**numbers_of(of, each)) == size
+    memory = cupy.ndarray((size,), "uint8")
+    gpu = OnGpu(cupy, of, each)
+    gpu.step()
+    launched = bindings.entries
+    cupy.allocated.clear()
+    with refused(ValueError, f"workspace: needs {size} bytes, got {size - 1}; ask workspace_bytes"):
+        OnGpu(cupy, of, each, workspace=cupy.ndarray((size - 1,), "uint8"))
+    plans = [OnGpu(cupy, of, each, workspace=memory)]
+    plans.append(OnGpu(cupy, of, each, workspace=memory))
+    plans[1].plan = cumla.DSAPlan(**numbers_of(of, each), workspace=memory)
+    for one in plans:
+        one.step()
+        assert bindings.entries == launched
+        indices = one.plan.indices.data.ptr
+        assert memory.data.ptr <= indices < memory.data.ptr + size
+        assert indices % 256 == 0
+    assert cupy.allocated == []
+    assert (plans[0].plan.serves(0), plans[1].plan.serves(0)) == (False, True)
+    for use in (select, run):
+        with refused(ValueError, "plan: its workspace has been taken by another plan"):
+            use(plans[0].plan, plans[0].given)
+    plans[0].step(stream=5)  # after all work of the other one
+    assert (5, 0) in driver.waits
+    assert [one.plan.serves(7) for one in plans] == [True, False]
+
+
+def test_plans_of_different_shapes_share_a_workspace(
+    cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """They and other plans take turns, although their parts lie elsewhere."""
+    steps = STEP, STEP_2, V4
+    size = max(cumla.DSAPlan.workspace_bytes(**sizes_of(of)) for of in steps)
+    memory = cupy.ndarray((size,), "uint8")
+    plans = [OnGpu(cupy, of, workspace=memory) for of in steps]
+    decode = cumla.MLADecodePlan(3, 1, 16, workspace=memory)
+    for _ in range(2):
+        for one in plans:
+            one.step()
+        assert not plans[0].plan.serves(0)
+        decode.update(cupy.like(LENS))
+        assert not plans[-1].plan.serves(0)
+
+
+def test_the_framework_of_a_plan() -> None:
+    torch = pytest.importorskip("torch")
+    given = STEP.arguments()
+    plan = cumla.DSAPlan(**numbers_of(STEP), like=torch.zeros(1))
+    plan.update(LENS)
+    with refused(TypeError, "index_q: needs an array of torch, as the plan's own ... got numpy"):
+        select(plan, given)
 
 
 @pytest.mark.exhaustive

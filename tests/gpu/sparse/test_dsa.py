@@ -57,7 +57,7 @@ class Layers:
 
     def plan(self, **options: Any) -> cumla.DSAPlan:
         options |= {"topk": self.of.topk, **window_of(self.given[0])}
-        return cumla.DSAPlan(*(self.given[0][n] for n in MADE_OF), **options)
+        return cumla.DSAPlan.from_arrays(*(self.given[0][n] for n in MADE_OF), **options)
 
     def run(
         self,
@@ -189,7 +189,7 @@ def test_tensors_of_pytorch() -> None:
     host = layers.host[0]
     given = {name: to_torch(torch, array) for name, array in layers.given[0].items()}
     kv_lens = torch.from_dlpack(cp.asarray(LENS)).clone()
-    plan = cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=SMALL.topk)
+    plan = cumla.DSAPlan.from_arrays(*(given[name] for name in MADE_OF), topk=SMALL.topk)
 
     def step() -> Any:
         plan.update(kv_lens)
