@@ -634,8 +634,7 @@ def recognise(name: str, array: object) -> Framework:
         if "Tracer" in parents:
             raise Traced(
                 f"{arg(name)}: needs an array with memory, got a JAX tracer ({kind.__name__}); use "
-                f"cumla.jax inside jax.jit, where plans and functions that write in place differ; "
-                f"{NO_DSA_PLAN}",
+                f"cumla.jax inside jax.jit, where plans and functions that write in place differ",
                 "cumla.jax",
             )
         framework = jax_framework()

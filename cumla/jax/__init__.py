@@ -24,6 +24,7 @@ from cumla.jax.call import run as run
 from cumla.jax.call import run_eagerly as run_eagerly
 from cumla.jax.plans import (
     AttentionPlan,
+    DSAPlan,
     MLAAttentionPlan,
     MLADecodePlan,
     MLASparsePlan,
@@ -32,6 +33,7 @@ from cumla.jax.plans import (
 
 __all__ = [
     "AttentionPlan",
+    "DSAPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",
     "MLASparsePlan",

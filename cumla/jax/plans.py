@@ -12,15 +12,16 @@ from cumla.core.arrays import WORKSPACE, ArrayView
 from cumla.core.frameworks import Framework, framework_of_type
 from cumla.core.plan import Plan
 from cumla.indexer import paged_logits
-from cumla.jax.call import buffer_of, emit, gpu, refuse_outputs, refuse_stream
+from cumla.jax.call import buffer_of, emit, gpu, refuse_outputs, refuse_stream, run
 from cumla.jax.spec import Buffer, views_of
 from cumla.mha import attention as mha_attention
 from cumla.mla import attention as mla_attention
 from cumla.mla import decode
-from cumla.sparse import mla_sparse
+from cumla.sparse import dsa, mla_sparse
 
 __all__ = [
     "AttentionPlan",
+    "DSAPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",
     "MLASparsePlan",
@@ -66,7 +67,8 @@ class _Value(Plan[K], Generic[K]):
     """What takes the place of `Plan`: the buffer is an array of the program."""
 
     _buffer: Any = None  # the schedule; None before the first update
-    _held: tuple[tuple[str, Any], ...] = ()  # lengths of the last update, for the CPU
+    _held: tuple[Any, ...] = ()  # lengths of the last update, for the CPU
+    _held_names: tuple[str, ...] = ()
     _memory = None
     _values = None
 
@@ -87,7 +89,7 @@ class _Value(Plan[K], Generic[K]):
         nbytes = 0 if self._device is None else self._attend.workspace_bytes(self.key)
         results = emit(self._schedule, inputs, self._batch, lambda _: nbytes, key=self.key)
         self._buffer = results[WORKSPACE]
-        self._held = tuple(inputs.items())
+        self._held_names, self._held = tuple(inputs), tuple(inputs.values())
 
     def _run(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *rest: Any
@@ -99,7 +101,8 @@ class _Value(Plan[K], Generic[K]):
             raise ValueError(
                 f"plan: never updated; call plan = plan.update({self._lengths}) before the run"
             )
-        arrays = {**inputs, **dict(self._held), WORKSPACE: self._buffer}
+        held = dict(zip(self._held_names, self._held, strict=True))
+        arrays = {**inputs, **held, WORKSPACE: self._buffer}
         static: Any = {"key": self.key, "absent": tuple(outputs), "keeps_workspace": True}
         results = emit(self._attend, arrays, options, self._checked, **static)
         self._buffer = results.pop(WORKSPACE)
@@ -116,7 +119,7 @@ class _Front:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        jax.tree_util.register_pytree_node(cls, _flatten, lambda *what: _unflatten(cls, *what))
+        _is_pytree(cls)
 
     @classmethod
     def from_arrays(cls, *arrays: Any, **options: Any) -> Self:
@@ -143,25 +146,33 @@ class _Front:
 def _again(plan: P) -> P:
     """Make another value of what a plan holds: callers cannot copy one."""
     other: P = object.__new__(type(plan))
-    vars(other).update(vars(plan))
+    for name, value in vars(plan).items():
+        vars(other)[name] = _again(value) if isinstance(value, Plan) else value
     return other
 
 
+_ARRAYS = ("_buffer", "_held", "_logits_plan", "_attend_plan", "_lengths", "indices")
+
+
 def _flatten(plan: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Tell arrays from what is static."""
-    static = {n: v for n, v in vars(plan).items() if n not in ("_buffer", "_held")}
-    names = tuple([name for name, _ in plan._held])
-    arrays = (plan._buffer, tuple([array for _, array in plan._held]))
-    return arrays, (names, tuple(sorted(static.items())))
+    """Tell arrays, and plans that hold some, from what is static."""
+    found = vars(plan)
+    names = tuple([name for name in _ARRAYS if name in found])
+    static = tuple(sorted([(n, v) for n, v in found.items() if n not in _ARRAYS]))
+    return tuple([found[name] for name in names]), (names, static)
 
 
 def _unflatten(cls: type, aux: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
     names, static = aux
     plan: Any = object.__new__(cls)
-    vars(plan).update(static)
-    plan._buffer, held = arrays
-    plan._held = tuple(zip(names, held, strict=True))
+    vars(plan).update(static, **dict(zip(names, arrays, strict=True)))
     return plan
+
+
+def _is_pytree(cls: type[P]) -> type[P]:
+    """Register a class of plans that are values."""
+    jax.tree_util.register_pytree_node(cls, _flatten, lambda *what: _unflatten(cls, *what))
+    return cls
 
 
 class MLADecodePlan(_Front, decode.MLADecodePlan, _Value[Any]):  # type: ignore[misc]
@@ -220,3 +231,34 @@ class PagedMQALogitsPlan(_Front, paged_logits.PagedMQALogitsPlan, _Value[Any]): 
 
     To :class:`cumla.PagedMQALogitsPlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """
+
+
+@_is_pytree
+class _Logits(paged_logits.PagedMQALogitsPlan, _Value[Any]):
+    """Of a `DSAPlan`, of which it is a part that changes."""
+
+
+@_is_pytree
+class _Attention(dsa.Attention, _Value[Any]):
+    """Of a `DSAPlan`, of which it is a part that changes."""
+
+
+class DSAPlan(_Front, dsa.DSAPlan):  # type: ignore[misc]
+    """Schedules and selection of a step of DeepSeek Sparse Attention as a value.
+
+    To :class:`cumla.DSAPlan` as :class:`MLADecodePlan` is to its namesake; see there.
+    ``plan.select`` returns the indices and a plan that holds them.
+    """
+
+    _Logits = _Logits
+    _Attend = _Attention
+    _count = staticmethod(run)
+
+    def _place(self, *place: Any) -> dict[str, Any]:
+        self._device = gpu()
+        return dict(zip(("device", "workspace", "like", "stream"), place[3:], strict=True))
+
+    def select(self, *arrays: Any, **named: Any) -> tuple[Any, Self]:
+        """Select the tokens of one layer: their positions, and the plan for its attention."""
+        plan = _again(self)
+        return dsa.DSAPlan.select(plan, *arrays, **named), plan

@@ -91,7 +91,7 @@ class _Visible(Unplanned[_Seen]):
         return cut
 
 
-class _Attention(MLASparsePlan):
+class Attention(MLASparsePlan):
     """Attention of a step, whose lists are as long as the requests' lengths make them."""
 
     _lengths = "kv_lens"
@@ -207,7 +207,8 @@ class DSAPlan(Single):
     """
 
     _Logits: ClassVar[Any] = PagedMQALogitsPlan
-    _Attend: ClassVar[Any] = _Attention
+    _Attend: ClassVar[Any] = Attention
+    _count: ClassVar[Any] = staticmethod(run)
     _own: Mapping[str, Any] = MappingProxyType(dict.fromkeys(("visible", "counts", "logits")))
     _lists: Mapping[str, Any] = MappingProxyType({})  # outputs of the selection
     _chosen: Any = None  # indices, where they are written
@@ -329,7 +330,7 @@ class DSAPlan(Single):
         found = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, found.views, strict=True))
         views["indices"] = unplaced(Output("indices", (batch, q_len, topk), INT32), call.device)
-        numbers = _Attention._numbers(views, None)
+        numbers = Attention._numbers(views, None)
         with call:
             plan = cls(
                 **numbers,
@@ -411,9 +412,11 @@ class DSAPlan(Single):
         self._follow(stream)
         with _INDEX:
             self._logits_plan.update(kv_lens, stream=stream)
-        inputs = {"plan": self._chosen, "kv_lens": kv_lens}
+        inputs = {"kv_lens": kv_lens}
+        if self._chosen is not None:  # whose framework and device the results have
+            inputs = {"plan": self._chosen, **inputs}
         outputs = {name: self._own[name] for name in ("visible", "counts")}
-        visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
+        visible, counts = self._count(_VISIBLE, inputs, outputs, self._seen, stream)
         counts = counts.reshape(*self._shape[:2])
         self._attend_plan.update(counts, extra_topk_lens=extra_topk_lens, stream=stream)
         self._lengths = visible.reshape(-1)
@@ -443,13 +446,7 @@ class DSAPlan(Single):
             to the same memory, but with JAX.
         """
         self._check_updated()
-        name = framework_of("index_q", index_q).name
-        if (name or ("numpy" if self._device is None else "cupy")) != self._framework:
-            raise TypeError(
-                f"index_q: needs an array of {self._framework}, as the plan's own are, got "
-                f"{type(index_q).__module__}.{type(index_q).__qualname__}; make the plan with "
-                f"like=index_q"
-            )
+        self._check_framework(index_q)
         self._follow(stream)
         arrays = index_q, index_cache, index_weights, block_table
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
@@ -506,7 +503,8 @@ out, lse, stream
             options |= extra | given
             state: AttentionState = self._attend_plan.run(q, kv_cache, chosen, **options)
         except ValueError:
-            if indices is None:  # q does not fit a selection that the caller did not pass
+            # q may not fit a selection that the caller did not pass.
+            if indices is None and self._chosen is not None:
                 _check_query(q, kv_cache, self._shape[:2], stream)
             raise
         self._note_use(stream)
@@ -517,6 +515,18 @@ out, lse, stream
             raise ValueError(
                 f"plan: needs an update, got none that succeeded; call "
                 f"plan.update({arg('kv_lens')}) before plan.select and plan.run"
+            )
+
+    def _check_framework(self, index_q: Any) -> None:
+        """Refuse an array of another framework than the plan's, where the results go."""
+        if self._own["logits"] is None:
+            return
+        name = framework_of("index_q", index_q).name
+        if (name or ("numpy" if self._device is None else "cupy")) != self._framework:
+            raise TypeError(
+                f"index_q: needs an array of {self._framework}, as the plan's own are, got "
+                f"{type(index_q).__module__}.{type(index_q).__qualname__}; make the plan with "
+                f"like=index_q"
             )
 
     def _follow(self, stream: Any) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -51,7 +52,13 @@ from tests.calls import (  # noqa: E402
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver  # noqa: E402
 from tests.selection import some  # noqa: E402
-from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step  # noqa: E402
+from tests.sparse.dsa_cases import (  # noqa: E402
+    ATTENDED,
+    MADE_OF,
+    SELECTED_FROM,
+    Step,
+    window_of,
+)
 
 DECODE = OPERATIONS["mla_decode"]
 IN_PLACE = {name: one for name, one in OPERATIONS.items() if one.in_place}
@@ -548,29 +555,55 @@ def test_shapes_without_arrays() -> None:
     assert (out.shape, out.dtype, lse.shape) == ((2, 2, 16, 512), jnp.bfloat16, (2, 16, 2))
 
 
-def test_what_to_call_in_place_of_a_plan_of_sparse_attention() -> None:
-    """The error names functions of cumla; inside jax.jit they give what the plan gives outside."""
-    given, lens = Step().arguments(), int32(60, 3, 0)
-    plan = cumla.DSAPlan.from_arrays(*(given[name] for name in MADE_OF), topk=Step.topk)
-    plan.update(lens)
-    positions = plan.select(*(given[name] for name in SELECTED_FROM))
-    expected = plan.run(*(given[name] for name in ATTENDED))
-    with pytest.raises(TypeError, match=r"^kv_lens: needs .* got a JAX tracer ") as caught:
+@pytest.mark.parametrize("of", [Step(), Step(q_len=2), Step(q_len=2, v4=True, window=11)], ids=str)
+@pytest.mark.parametrize("each", [False, True])
+def test_a_step_of_sparse_attention(of: Step, each: bool) -> None:
+    """A plan gives inside jax.jit, and after it, what that of cumla gives outside."""
+    given, lens = of.arguments(), int32(60, 3, 0)
+    lens = of.visible(lens) if each else lens
+    recent = {"extra_topk_lens": int32(11, 0, 4)} if of.v4 else {}
+    plan = cumla.DSAPlan.from_arrays(
+        *(given[name] for name in MADE_OF), topk=of.topk, kv_lens=lens, **window_of(given)
+    )
+    plan.update(lens, **recent)
+    positions = np.array(plan.select(*(given[name] for name in SELECTED_FROM)))
+    expected = plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+    with pytest.raises(TypeError, match=r"^kv_lens: needs .* got a JAX tracer .* use cumla\.jax"):
         jax.jit(plan.update)(lens)
-    names = re.search("in place of DSAPlan call (.*), (.*) and (.*) of cumla$", str(caught.value))
-    assert names is not None
-    paged_logits, select, attend = (getattr(cumla, name) for name in names.groups())
 
     @jax.jit
-    def step(given: Arguments, lens: Any) -> Any:
-        arrays = (given[name] for name in SELECTED_FROM)
-        logits = paged_logits(*arrays, lens, max_kv_len=Step().capacity)
-        found = select(logits, Step.topk, row_lens=lens).indices.reshape(positions.shape)
-        q, kv_cache, block_table = (given[name] for name in ATTENDED)
-        return found, *attend(q, kv_cache, found, block_table=block_table)
+    def step(given: Arguments, lens: Any, recent: Arguments) -> Any:
+        plan = cumla.jax.DSAPlan.from_arrays(
+            *(given[name] for name in MADE_OF), topk=of.topk, kv_lens=lens, **window_of(given)
+        )
+        with refused(ValueError, "plan: needs an update, got none that succeeded"):
+            plan.select(*(given[name] for name in SELECTED_FROM))
+        updated = plan.update(lens, **recent)
+        with refused(ValueError, "indices: needs a selection of this step"):
+            updated.run(*(given[name] for name in ATTENDED), **window_of(given))
+        found, plan = updated.select(*(given[name] for name in SELECTED_FROM))
+        assert updated.indices is None
+        for _ in range(2):  # the second layer shares the selection
+            state, plan = plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+        return found, state, plan
 
-    for got, want in zip(step(given, lens), (positions, *expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), want)
+    found, state, after = step(given, lens, recent)
+    again, _ = after.run(*(given[name] for name in ATTENDED), **window_of(given))
+    np.testing.assert_array_equal(np.asarray(found), positions)
+    np.testing.assert_array_equal(np.asarray(after.indices), positions)
+    for got in (state, again):
+        assert_same_values(got, expected)
+
+
+def assert_same_values(got: Any, want: Any) -> None:
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other)
+
+
+@pytest.mark.parametrize("option", ["workspace", "device", "stream"])
+def test_a_plan_of_sparse_attention_refuses_what_is_xlas_to_decide(option: str) -> None:
+    with refused(TypeError, f"{option}: needs None"):
+        cumla.jax.DSAPlan(2, 1, 16, 32, index_heads=8, max_pages=4, **{option: 0})
 
 
 @pytest.mark.parametrize(
@@ -866,7 +899,7 @@ def test_a_thread_that_computes_all_the_time() -> None:
 def test_every_function_and_plan_has_its_form() -> None:
     """Those that write in place, and those that hold a schedule."""
     forms = {one.function.__name__ for one in IN_PLACE.values()}
-    forms |= {planned.kind.__name__ for planned in PLANS.values()}
+    forms |= {planned.kind.__name__ for planned in PLANS.values()} | {"DSAPlan"}
     assert {*cumla.jax.__all__} == forms
     assert all(getattr(cumla.jax, name).__doc__ for name in forms)
 
@@ -1012,6 +1045,31 @@ def test_a_plan_on_the_gpu(planned: Planned, cupy: FakeCuPy, gpu: Any) -> None:
     assert [entry for entry, _ in gpu()] == [*operation.kernels, *attend]
     sizes = {execute._program(text, 0).spec.workspace for text, *_ in calls}
     assert sizes == {kind.workspace_bytes(**planned.sizes(), sm_count=132)} or "page" in str(sizes)
+
+
+@pytest.mark.parametrize("of", [Step(), Step(q_len=2, v4=True, window=11)], ids=str)
+def test_a_step_of_sparse_attention_on_the_gpu(of: Step, cupy: FakeCuPy, gpu: Any) -> None:
+    """It launches what a plan of cumla does, from the same kernels that `prepare` loads."""
+    given, lens = of.arguments(), int32(60, 3, 0)
+
+    def step(kind: Any, given: Arguments, lens: Any) -> Any:
+        made_of = (given[name] for name in MADE_OF)
+        plan = kind.from_arrays(*made_of, topk=of.topk, **window_of(given))
+        plan.prepare()
+        plan = plan.update(lens) or plan
+        found = plan.select(*(given[name] for name in SELECTED_FROM))
+        plan = found[1] if isinstance(found, tuple) else plan
+        return plan.run(*(given[name] for name in ATTENDED), **window_of(given))[0]
+
+    there = {name: cupy.like(array) for name, array in given.items()}
+    step(cumla.DSAPlan, there, cupy.like(lens))
+    expected, loaded = [entry for entry, _ in gpu()], list(cupy.compiled)
+    xla, places = Xla(execute.on_gpu), defaultdict(lambda: (len(places) + 1) << 32)
+    jax_arrays = {name: as_jax(array) for name, array in given.items()}
+    for traced in custom_calls(functools.partial(step, cumla.jax.DSAPlan), jax_arrays, lens):
+        assert xla.call(placed(xla, traced, places)) == ""
+    assert [entry for entry, _ in gpu()] == expected
+    assert cupy.compiled == loaded
 
 
 def test_the_check_mode_looks_at_values_on_the_gpu(
