@@ -31,7 +31,7 @@ import numpy as np
 from cumla.core._dlpack import numpy_dtype
 from cumla.core._driver import driver
 from cumla.core._lifetime import keep_until_event, order_streams
-from cumla.core.arguments import check_workspace
+from cumla.core.arguments import check_device_number, check_workspace
 from cumla.core.arrays import (
     WORKSPACE,
     glance,
@@ -659,6 +659,7 @@ def open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Cal
     """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
     if isinstance(workspace, Joint):  # in which there is room
         workspace = None
+    check_device_number(device)
     if like is None and workspace is None:
         return open_device(device, stream=stream)
     calls = {

@@ -10,7 +10,6 @@ from cumla.core.arguments import (
     INT32,
     Array,
     bind,
-    check_device_number,
     check_layout,
     checked_int,
 )
@@ -329,7 +328,6 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     ) -> None:
         numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
         shape = checked_shape(numbers, kv_lens_shape)
-        check_device_number(device)
         place = (device, workspace, like, stream)
         self._make(lambda on: PagedMQAKey(*shape, sm_count_of(on)), *place)
 

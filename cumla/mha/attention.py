@@ -16,7 +16,6 @@ from cumla.core.arguments import (
     Views,
     as_number,
     bind,
-    check_device_number,
     check_dtype,
     check_layout,
     checked_flag,
@@ -709,7 +708,6 @@ class AttentionPlan(TableOrList[MHAKey]):
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         dtypes = dtype, cache_dtype
         shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
-        check_device_number(device)
 
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         left, _ = _sides(self._window, causal)

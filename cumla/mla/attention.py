@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Never
 
 from cumla import reference
-from cumla.core.arguments import check_device_number, checked_flag
+from cumla.core.arguments import checked_flag
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
@@ -246,7 +246,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         shape = checked_shape(numbers, num_heads, num_kv_heads, page_size, dtype)
         causal = checked_flag("causal", causal)
         cache = checked_cache_dtype(cache_dtype, dtype)
-        check_device_number(device)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), cache), *place)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import bind, check_device_number, checked_flag, checked_max_kv_len
+from cumla.core.arguments import bind, checked_flag, checked_max_kv_len
 from cumla.core.check_mode import check_mode
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
@@ -350,7 +350,6 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         cache = checked_cache_dtype(cache_dtype, dtype)
-        check_device_number(device)
         modes = (batch_invariant, max_blocks, self._variant, cache)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)

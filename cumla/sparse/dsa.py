@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cumla.core.arguments import INT32, check_device_number, checked_int
+from cumla.core.arguments import INT32, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
 from cumla.core.frameworks import framework_of
 from cumla.core.names import Naming, arg
@@ -244,7 +244,6 @@ class DSAPlan(Single):
         )
         own = _checked_own(index, topk, max_kv_len)
         self._shape, self._width, self._seen = (batch, q_len, topk), own.width, own.seen
-        check_device_number(device)
         place = self._place(own, index, attend, device, workspace, like, stream)
         with _INDEX:
             self._logits_plan = self._Logits(*index.numbers, **index.named, **place)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from cumla.core.arguments import (
-    check_device_number,
     check_dtype,
     checked_flag,
     checked_int,
@@ -368,7 +367,6 @@ class MLASparsePlan(Plan[MLASparseKey]):
         cache = checked_cache(cache_dtype, dtype)
         sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
         invariant = checked_flag("batch_invariant", batch_invariant)
-        check_device_number(device)
         place = (device, workspace, like, stream)
         self._make(lambda on: key_of(*sizes, dtype, cache, on, sm_count_of(on), invariant), *place)
 

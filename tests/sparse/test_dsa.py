@@ -5,6 +5,7 @@ what it launches, allocates and keeps on a GPU that is not there."""
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import cumla
 from cumla.core import _lifetime
+from cumla.core.spec import SPECS
 from tests.calls import BF16, E4M3, Refusal, all_of, int32, numbers, refused, wrong, wrong_type
 from tests.emulator import emulated_gpu
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
@@ -55,6 +57,29 @@ def test_no_copies(again: Any) -> None:
     plan = plan_of(STEP.arguments())
     with pytest.raises(TypeError, match=r"^DSAPlan: a plan cannot be copied or pickled, .* make"):
         again(plan)
+
+
+def test_arguments_are_those_of_the_functions() -> None:
+    """Their specs list what a call takes, and their plans what a plan is made of."""
+    paged, attend = SPECS["paged_mqa_logits"], SPECS["mla_sparse_decode"]
+
+    def names(function: Any) -> set[str]:
+        return {*inspect.signature(function).parameters} - {"self"}
+
+    def listed(spec: Any) -> set[str]:
+        return {a.name for a in spec.arguments if a.name not in spec.planned} | {"stream"}
+
+    index = {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"}
+    index |= {"num_heads": "index_heads", "head_dim": "index_dim"}
+    plan, of_logits, of_lists = cumla.DSAPlan, cumla.PagedMQALogitsPlan, cumla.MLASparsePlan
+    chosen = {"max_kv_len", "logits_dtype", "clean", "out"}  # by the plan
+    assert names(plan.select) == {index.get(n, n) for n in listed(paged) - chosen}
+    assert names(plan.run) == listed(attend) - {"row_to_request", "batch_invariant"}
+    lengths = {*paged.planned, *attend.planned} - {"topk_lens"}  # which follow
+    assert names(plan.update) == lengths | {"stream"}
+    for of in (lambda kind: kind, lambda kind: kind.workspace_bytes):
+        numbers = {index.get(n, n) for n in names(of(of_logits))} | names(of(of_lists))
+        assert names(of(plan)) == (numbers | {"max_kv_len"}) - {"batch_invariant"}
 
 
 # --- results --------------------------------------------------------------------------------------
