@@ -449,9 +449,10 @@ def test_some_arrays_are_traced_and_others_are_not() -> None:
 def test_wide_numbers_of_numpy(operation: Operation) -> None:
     """Beside traced arrays: refused where an eager call refuses them, otherwise as they are."""
     function, arrays = of_jax(operation)
-    for name, array in arrays_of(operation.make()):
+    for i, (name, array) in enumerate(arrays_of(operation.make())):
         others = [n for n in arrays if n != name.partition("[")[0]]
-        for dtype in ("int64", "uint64", "float64") if others else ():
+        own = "int64" if array.dtype.kind in "iu" else "float64"
+        for dtype in dict.fromkeys((own, ("int64", "uint64", "float64")[i % 3])) if others else ():
             wide = array.astype(dtype)
             given = with_array(arrays, name, wide)
             jitted = jax.jit(lambda one, given=given, n=others[0]: function(**given | {n: one}))

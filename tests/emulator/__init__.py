@@ -176,11 +176,10 @@ def passed_on_a_gpu(stem: str) -> bool:
 def is_left_out(test: str) -> bool:
     """Tell which tests need not emulate: those whose kernel, or all, passed on a GPU.
 
-    A module is about the kernel of its name, or about all. One test of four emulates anyway, of
-    tests/launch one of sixteen, and here all that call each kernel: the emulator is tested, too.
+    A module is about the kernel of its name, or about all. One test of sixteen emulates anyway, and
+    here all that call each kernel: the emulator is tested, too.
     """
-    share = 16 if test.startswith("tests/launch/") else 4
-    is_one = crc32(test.encode()) % share == 0 or test.startswith(ALWAYS)
+    is_one = crc32(test.encode()) % 16 == 0 or test.startswith(ALWAYS)
     if selection.exhaustive is not False or is_one:
         return False
     stem = Path(test.partition("::")[0]).stem.removeprefix("test_")

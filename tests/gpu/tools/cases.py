@@ -113,15 +113,21 @@ def allowed(chosen: Mapping[str, object]) -> bool:
 
 def requirements() -> set[tuple[tuple[str, object], ...]]:
     """Every combination of values that some case must contain: all pairs, and the triples named."""
-    groups = list(itertools.combinations(FACTORS, 2)) + list(TRIPLES)
     wanted = set()
-    for group in groups:
-        names = sorted(group, key=list(FACTORS).index)
+    for names in _groups():
         for values in itertools.product(*(FACTORS[name] for name in names)):
             combination = tuple(zip(names, values, strict=True))
             if _completable(dict(combination)):
                 wanted.add(combination)
     return wanted
+
+
+@cache
+def _groups() -> tuple[tuple[str, ...], ...]:
+    """All pairs of factors, and the triples named, in the order of FACTORS."""
+    order = list(FACTORS)
+    groups = (*itertools.combinations(FACTORS, 2), *TRIPLES)
+    return tuple([tuple(sorted(group, key=order.index)) for group in groups])
 
 
 def _completable(chosen: dict[str, object]) -> bool:
@@ -143,9 +149,9 @@ def _are_completable(*items: tuple[str, object]) -> bool:
 
 def covered_by(values: Mapping[str, object]) -> Iterator[tuple[tuple[str, object], ...]]:
     """The combinations that a complete case contains."""
-    for group in itertools.chain(itertools.combinations(FACTORS, 2), TRIPLES):
-        names = sorted(group, key=list(FACTORS).index)
-        yield tuple((name, values[name]) for name in names)
+    items = {name: (name, value) for name, value in values.items()}
+    for names in _groups():
+        yield tuple([items[name] for name in names])
 
 
 @cache

@@ -71,17 +71,25 @@ class Edit:
     def apply(self, text: str) -> str:
         if self.at.endswith("()"):
             line = rf"__device__ __forceinline__ \w+ {self.at[:-2]}\([^;]*?\) {{(?=\n)"
+            found = [match.span() for match in re.finditer(line, text)]
         else:
-            line = rf"^[^\n]*?(?=  // (?:[^\n]*; )?plant: {self.at}$)"
-        found = list(re.finditer(line, text, re.MULTILINE))
+            found = [*self._marked(text)]
         if len(found) != 1:
             stems = ", ".join(self.stems)
             raise ValueError(f"{stems}: {self.at!r} occurs {len(found)} times, not once")
-        begin, end = found[0].span()
+        begin, end = found[0]
         edited, count = re.subn(self.old, self.new, text[begin:end])
         if count != 1:
-            raise ValueError(f"{self.at}: {self.old!r} occurs {count} times in {found[0][0]!r}")
+            raise ValueError(f"{self.at}: {self.old!r} occurs {count} times in {text[begin:end]!r}")
         return text[:begin] + edited + text[end:]
+
+    def _marked(self, text: str) -> Iterator[tuple[int, int]]:
+        """Find the lines with the mark, without their comments."""
+        line = re.compile(r"(.*?)  // (?:.*; )?plant: ")
+        for mark in re.finditer(rf"plant: (?={self.at}$)", text, re.MULTILINE):
+            begin = text.rfind("\n", 0, mark.start()) + 1
+            if found := line.fullmatch(text, begin, mark.end()):
+                yield found.span(1)
 
 
 def _inside(stems: tuple[str, ...], wrapper: str, code: str, before: str = "") -> Edit:

@@ -413,10 +413,10 @@ Edit = Callable[[bool, Step], bool]  # of a consumer or not, whether it lacks th
 
 
 def parts(rng: random.Random) -> list[list[Segment]]:
-    """All of one segment, and all blocks of two; some of three and four. The ends may be cut."""
+    """All of one segment; of two all but long pairs; some of three, four. The ends may be cut."""
     blocks = [
-        *itertools.product(BLOCKS, repeat=2),
-        *(tuple(rng.choices(BLOCKS, k=k)) for k in (3, 4) for _ in range(10)),
+        *(pair for pair in itertools.product(BLOCKS, repeat=2) if sum(pair) <= 8),
+        *(tuple(rng.choices(BLOCKS[:-1], k=k)) for k in (3, 4) for _ in range(6)),
     ]
     found = [[Segment(count, *end)] for count in BLOCKS for end in ENDS]
     for counts in blocks:

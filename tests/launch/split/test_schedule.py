@@ -907,7 +907,7 @@ def test_the_largest_part_of_a_servers_lengths(
     rng = np.random.default_rng(parts)
     worst: dict[str, int] = collections.defaultdict(int)
     for batch, most in itertools.product(
-        (1, 2, 3, 4, 6, 8, 16, 32, 48, 64, 96, 128, 256), (1000, 4000, 16_000, 64_000, 262_144)
+        (1, 2, 3, 6, 8, 16, 48, 96, 256), (1000, 4000, 16_000, 262_144)
     ):
         lengths = np.asarray(MIXES[mix](rng, batch, most)).astype(np.int32)
         made = schedule(lengths, parts, row_groups)
