@@ -145,6 +145,9 @@ class _Emulated(frameworks.Allocator):
         assert view is not None
         return array, view
 
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return numpy_dtype(name)
+
 
 class _Template(NamedTuple):
     """A launch that runs here."""
