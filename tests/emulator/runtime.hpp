@@ -119,10 +119,14 @@ void multiply(int columns, int depth, const Product& mine);
 static inline float __uint_as_float(unsigned bits) { return host::value_of<float>(bits); }
 static inline float __int_as_float(int bits) { return host::value_of<float>(static_cast<unsigned>(bits)); }
 static inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(host::bits_of(value)); }
+static inline int __float_as_int(float value) { return static_cast<int>(__float_as_uint(value)); }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return (static_cast<uint64_t>(high) << 32 | low) >> (by & 31);
+}
 static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
