@@ -19,7 +19,7 @@ from cumla.core.operation import Operation, Output
 from cumla.core.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -146,14 +146,16 @@ class TableOrList(Plan[K], Generic[K]):
     _has_pages = True
     _has_list: bool | None = None  # whether the last update was for a list of pages
 
-    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
-        """Note the form of the lengths; runs in the other one are forgotten."""
-        super()._update(inputs, stream)
+    def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:
+        """Note the form of the lengths; runs and updates in the other one are forgotten."""
         has_list = "kv_indptr" in inputs and self._has_pages
-        if has_list != self._has_list:
-            if self._memory is not None:
-                self._memory.ready.clear()
-            self._has_list = has_list
+        is_other = self._memory is not None and has_list != self._has_list
+        if is_other:
+            self._updates.clear()
+        super()._update(inputs, stream, key)
+        if is_other and self._memory is not None:
+            self._memory.ready.clear()
+        self._has_list = has_list
 
     def _run(self, inputs: Mapping[str, Any], *rest: Any) -> tuple[Any, ...]:
         """Refuse pages in two forms, or in another one than that of the last update."""

@@ -56,7 +56,7 @@ from cumla.core.operation import (
     trusted_of,
 )
 from cumla.core.overlap import refuse_overlap
-from cumla.core.spec import Sorter
+from cumla.core.spec import STREAM, Sorter
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
@@ -323,6 +323,7 @@ class Plan(Single, Generic[K]):
     _of_run: ClassVar[tuple[str, ...]]  # arguments
     _sorted: ClassVar[Sorter]
     _planned: ClassVar[tuple[tuple[int, str, bool], ...]]  # lengths, and whether they are needed
+    _lengths_sorted: ClassVar[Sorter]  # of `update`
 
     key: K  # the shape for which the plan was made
 
@@ -338,6 +339,7 @@ class Plan(Single, Generic[K]):
             cls._planned = tuple(
                 [(place, a.name, a.default is not None) for place, a in enumerate(planned)]
             )
+            cls._lengths_sorted = Sorter(cls._spec, [*[a.name for a in planned], STREAM.name])
             parameters = signature(cls.run).parameters.values()  # type: ignore[attr-defined]
             names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
             cls._of_run = tuple(names[1:])
@@ -434,24 +436,40 @@ class Plan(Single, Generic[K]):
         return stream == memory.captured and driver().is_capturing(stream)
 
     def _renew(self, *values: Any) -> None:
-        """Update the schedule; `values` are the arguments of `update`, in their order."""
+        """Update the schedule; `values` are the arguments of `update`, in their order.
+
+        It is launched as before if the arrays are those of an earlier update.
+        """
+        memory, key = self._memory, None
+        if memory is not None:
+            key, _, array = self._updates.find(self._lengths_sorted, values)
+            if key is None and not check_mode() and all(a is None for a in values[:-1]):
+                array = memory.owner
+                key = glance((array,))
+            if key is not None:
+                again = reopen_call(array, self._device, values[-1])
+                launch = self._updates.get((key, again.stream))
+                if launch is not None:
+                    with again:
+                        memory.update(again, launch)
+                    self._values, self._sources, self._thread = None, {}, 0
+                    return
         lengths = {}
         for place, name, is_needed in self._planned:
             value = values[place]
             if value is not None or is_needed:
                 lengths[name] = value
-        self._update(lengths, values[-1])
+        self._update(lengths, values[-1], key)
 
-    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
+    def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:
         """Compute the schedule from arrays of lengths.
 
-        Without any it is computed on the stream of the framework that the buffer is of.
+        Without any it is computed on the stream of the framework that the buffer is of. What is
+        launched is kept by `key`.
         """
         memory = self._memory
         buffer = np.empty(0) if memory is None else memory.owner
         named = tuple(inputs.items()) or ((WORKSPACE, buffer),)
-        if memory is not None and self._update_again(memory, named, stream):
-            return
         call, options = open_call(named, stream=stream), self._batch
         views: dict[str, ArrayView | None] = dict(zip(inputs, call.views, strict=False))
         packed, form = None, (form_of(call, views), options)
@@ -481,29 +499,9 @@ class Plan(Single, Generic[K]):
                 if not check_mode():
                     memory.forms.keep(form, packed)
             launch = _in_turn(packed.moved(views).placed(call)[0])
-            seen = glance(tuple([array for _, array in named]))
-            if seen is not None:
-                names = [name for name, _ in named]
-                self._updates.keep((seen, call.stream, *names), launch)
+            if key is not None:
+                self._updates.keep((key, call.stream), launch)
             memory.update(call, launch)
-
-    def _update_again(
-        self, memory: PlanMemory, named: tuple[tuple[str, Any], ...], stream: Any
-    ) -> bool:
-        """Compute the schedule as before, if the arrays are those of an earlier update."""
-        if not self._updates or check_mode():
-            return False
-        seen = glance(tuple([array for _, array in named]))
-        if seen is None:
-            return False
-        again = reopen_call(named[0][1], self._device, stream)
-        launch = self._updates.get((seen, again.stream, *[name for name, _ in named]))
-        if launch is None:
-            return False
-        with again:
-            memory.update(again, launch)
-        self._values, self._sources, self._thread = None, {}, 0
-        return True
 
     def _check_lengths(self, host: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """In check mode: raise for the first length of an update that is out of range."""

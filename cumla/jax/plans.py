@@ -84,7 +84,7 @@ class _Value(Plan[K], Generic[K]):
         self._device = gpu()
         self.key = key_on(self._device)
 
-    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
+    def _update(self, inputs: dict[str, Any], stream: Any, *_: Any) -> None:
         refuse_stream(stream)
         nbytes = 0 if self._device is None else self._attend.workspace_bytes(self.key)
         results = emit(self._schedule, inputs, self._batch, lambda _: nbytes, key=self.key)

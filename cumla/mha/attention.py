@@ -70,7 +70,7 @@ from cumla.mha.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
@@ -822,9 +822,9 @@ class AttentionPlan(TableOrList[MHAKey]):
             raise self._misplaced("update", misplaced)
         self._renew(kv_lens, qo_indptr, kv_indptr, stream)
 
-    def _update(self, inputs: dict[str, Any], stream: Any) -> None:
+    def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:
         self._check_lengths_given(inputs)
-        super()._update(inputs, stream)
+        super()._update(inputs, stream, key)
 
     @property
     def _has_pages(self) -> bool:  # type: ignore[override]

@@ -211,6 +211,7 @@ class DSAPlan(Single):
     _count: ClassVar[Any] = staticmethod(run)
     _own: Mapping[str, Any] = MappingProxyType(dict.fromkeys(("visible", "counts", "logits")))
     _lists: Mapping[str, Any] = MappingProxyType({})  # outputs of the selection
+    _counted: tuple[Any, Any] | None = None  # tokens that rows see, and that they select
     _chosen: Any = None  # indices, where they are written
     _memory: Workspace | None = None
     _lengths: Any = None  # of the rows of logits
@@ -416,9 +417,12 @@ class DSAPlan(Single):
             inputs = {"plan": self._chosen, **inputs}
         outputs = {name: self._own[name] for name in ("visible", "counts")}
         visible, counts = self._count(_VISIBLE, inputs, outputs, self._seen, stream)
-        counts = counts.reshape(*self._shape[:2])
+        counted = self._counted or (visible.reshape(-1), counts.reshape(*self._shape[:2]))
+        if self._lists:
+            self._counted = counted  # the same arrays each time
+        lengths, counts = counted
         self._attend_plan.update(counts, extra_topk_lens=extra_topk_lens, stream=stream)
-        self._lengths = visible.reshape(-1)
+        self._lengths = lengths
         self._note_use(stream)
 
     def select(

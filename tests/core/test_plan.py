@@ -841,3 +841,24 @@ def test_no_copies(planned: Planned, again: Any, cupy: FakeCuPy, bindings: FakeB
             TypeError, match=f"^{name}: a plan cannot be copied or pickled, .* make"
         ):
             again(plan)
+
+
+@pytest.mark.parametrize("name", ["MLAAttentionPlan", "AttentionPlan"])
+def test_updates_in_turn_of_a_table_and_of_a_list(
+    name: str, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """The last one decides which pages runs take, although its arrays are known again."""
+    table, listed = PLANS[name], PLANS[f"{name} of a list"]
+    given = on_gpu(cupy, table)
+    made = OPERATIONS[listed.operation].make()
+    in_list = {n: v for n, v in given.items() if n != "block_table"}
+    in_list |= {n: cupy.like(made[n]) for n in ("kv_indptr", "kv_indices")}
+    plan = table.make(given)
+    for _ in range(3):
+        for one, other in ((table, listed), (listed, table)):
+            arrays = {table.operation: given, listed.operation: in_list}
+            for _ in range(2):
+                plan.update(**one.lengths(arrays[one.operation]))
+                plan.run(**one.inputs(arrays[one.operation]))
+                with refused(ValueError, "block_table" if one is listed else "kv_indices"):
+                    plan.run(**other.inputs(arrays[other.operation]))
