@@ -596,6 +596,20 @@ def test_a_step_of_sparse_attention(of: Step, each: bool) -> None:
         assert_same_values(got, expected)
 
 
+def step_of(of: Step, kind: Any, given: Arguments, lens: Any) -> Any:
+    """Selection and attention of a layer by a plan of cumla, or one of cumla.jax."""
+    made_of = (given[name] for name in MADE_OF)
+    plan = kind.from_arrays(*made_of, topk=of.topk, **window_of(given))
+    plan.prepare()
+    plan = plan.update(lens) or plan
+    found = plan.select(*(given[name] for name in SELECTED_FROM))
+    if kind is cumla.DSAPlan:
+        return found, *plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+    indices, plan = found
+    state, _ = plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+    return indices, *state
+
+
 def assert_same_values(got: Any, want: Any) -> None:
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(one), other)
@@ -1053,21 +1067,12 @@ def test_a_step_of_sparse_attention_on_the_gpu(of: Step, cupy: FakeCuPy, gpu: An
     """It launches what a plan of cumla does, from the same kernels that `prepare` loads."""
     given, lens = of.arguments(), int32(60, 3, 0)
 
-    def step(kind: Any, given: Arguments, lens: Any) -> Any:
-        made_of = (given[name] for name in MADE_OF)
-        plan = kind.from_arrays(*made_of, topk=of.topk, **window_of(given))
-        plan.prepare()
-        plan = plan.update(lens) or plan
-        found = plan.select(*(given[name] for name in SELECTED_FROM))
-        plan = found[1] if isinstance(found, tuple) else plan
-        return plan.run(*(given[name] for name in ATTENDED), **window_of(given))[0]
-
     there = {name: cupy.like(array) for name, array in given.items()}
-    step(cumla.DSAPlan, there, cupy.like(lens))
+    step_of(of, cumla.DSAPlan, there, cupy.like(lens))
     expected, loaded = [entry for entry, _ in gpu()], list(cupy.compiled)
     xla, places = Xla(execute.on_gpu), defaultdict(lambda: (len(places) + 1) << 32)
     jax_arrays = {name: as_jax(array) for name, array in given.items()}
-    for traced in custom_calls(functools.partial(step, cumla.jax.DSAPlan), jax_arrays, lens):
+    for traced in custom_calls(functools.partial(step_of, of, cumla.jax.DSAPlan), jax_arrays, lens):
         assert xla.call(placed(xla, traced, places)) == ""
     assert [entry for entry, _ in gpu()] == expected
     assert cupy.compiled == loaded

@@ -48,6 +48,16 @@ class Step:
         """Those of queries."""
         return 512 if self.v4 else 576
 
+    def numbers(self, each: bool = False) -> dict[str, Any]:
+        """What a plan is made of; with a length of each query token."""
+        found = {"batch": self.batch, "q_len": self.q_len, "num_heads": self.heads}
+        found |= {"topk": self.topk, "extra_topk": self.window}
+        found |= {"index_heads": self.index_heads, "index_dim": self.dim}
+        found |= {"max_pages": self.pages, "page_size": self.page}
+        cache = "v4" if self.v4 else "packed" if self.packed else None
+        shape = {"kv_lens_shape": (self.batch, self.q_len)} if each else {}
+        return found | {"cache_dtype": cache} | shape
+
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         """The arrays of a layer. The page of no request is NaN in both caches."""
         rng = np.random.default_rng(seed)

@@ -477,19 +477,6 @@ def test_a_plan_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> Non
     assert bindings.entries == []
 
 
-def numbers_of(of: Step, each: bool = False) -> dict[str, Any]:
-    """What the class takes for a step."""
-    found = {"batch": of.batch, "q_len": of.q_len, "num_heads": of.heads, "topk": of.topk}
-    found |= {"index_heads": of.index_heads, "index_dim": of.dim, "extra_topk": of.window}
-    found |= {"max_pages": of.pages, "page_size": of.page, "cache_dtype": "v4" if of.v4 else None}
-    return found | ({"kv_lens_shape": (of.batch, of.q_len)} if each else {})
-
-
-def sizes_of(of: Step, each: bool = False) -> dict[str, Any]:
-    """What `workspace_bytes` takes."""
-    return numbers_of(of, each) | {"sm_count": 132}
-
-
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("of", [STEP, V4_2], ids=["s1", "v4-s2"])
 def test_numbers_make_the_plan_of_arrays(
@@ -498,16 +485,16 @@ def test_numbers_make_the_plan_of_arrays(
     """On the CPU it gives the same, and on a GPU it launches and allocates the same."""
     given = of.arguments()
     kv_lens = of.visible(LENS) if each else LENS
-    plan = cumla.DSAPlan(**numbers_of(of, each), like=given["index_q"])
+    plan = cumla.DSAPlan(**of.numbers(each), like=given["index_q"])
     assert_same(step(plan, given, kv_lens), of.expected(given, kv_lens))
     gpu = OnGpu(cupy, of, each)
     gpu.step()
     launched, allocated = bindings.entries, list(cupy.allocated)
     cupy.allocated.clear()
-    gpu.plan = cumla.DSAPlan(**numbers_of(of, each))
+    gpu.plan = cumla.DSAPlan(**of.numbers(each))
     gpu.step()
     assert (bindings.entries, cupy.allocated) == (launched, allocated)
-    assert sum(allocated) <= cumla.DSAPlan.workspace_bytes(**sizes_of(of, each))
+    assert sum(allocated) <= cumla.DSAPlan.workspace_bytes(**of.numbers(each), sm_count=132)
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -515,8 +502,8 @@ def test_numbers_make_the_plan_of_arrays(
 def test_a_workspace_holds_all(
     of: Step, each: bool, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
 ) -> None:
-    size = cumla.DSAPlan.workspace_bytes(**sizes_of(of, each))
-    assert cumla.DSAPlan.workspace_bytes(**numbers_of(of, each)) == size
+    size = cumla.DSAPlan.workspace_bytes(**of.numbers(each), sm_count=132)
+    assert cumla.DSAPlan.workspace_bytes(**of.numbers(each)) == size
     memory = cupy.ndarray((size,), "uint8")
     gpu = OnGpu(cupy, of, each)
     gpu.step()
@@ -526,7 +513,7 @@ def test_a_workspace_holds_all(
         OnGpu(cupy, of, each, workspace=cupy.ndarray((size - 1,), "uint8"))
     plans = [OnGpu(cupy, of, each, workspace=memory)]
     plans.append(OnGpu(cupy, of, each, workspace=memory))
-    plans[1].plan = cumla.DSAPlan(**numbers_of(of, each), workspace=memory)
+    plans[1].plan = cumla.DSAPlan(**of.numbers(each), workspace=memory)
     for one in plans:
         one.step()
         assert bindings.entries == launched
@@ -548,7 +535,7 @@ def test_plans_of_different_shapes_share_a_workspace(
 ) -> None:
     """They and other plans take turns, although their parts lie elsewhere."""
     steps = STEP, STEP_2, V4
-    size = max(cumla.DSAPlan.workspace_bytes(**sizes_of(of)) for of in steps)
+    size = max(cumla.DSAPlan.workspace_bytes(**of.numbers(), sm_count=132) for of in steps)
     memory = cupy.ndarray((size,), "uint8")
     plans = [OnGpu(cupy, of, workspace=memory) for of in steps]
     decode = cumla.MLADecodePlan(3, 1, 16, workspace=memory)
@@ -563,7 +550,7 @@ def test_plans_of_different_shapes_share_a_workspace(
 def test_the_framework_of_a_plan() -> None:
     torch = pytest.importorskip("torch")
     given = STEP.arguments()
-    plan = cumla.DSAPlan(**numbers_of(STEP), like=torch.zeros(1))
+    plan = cumla.DSAPlan(**STEP.numbers(), like=torch.zeros(1))
     plan.update(LENS)
     with refused(TypeError, "index_q: needs an array of torch, as the plan's own ... got numpy"):
         select(plan, given)

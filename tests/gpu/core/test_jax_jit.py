@@ -13,6 +13,7 @@ import pytest
 import cumla
 from tests.calls import OPERATIONS, Operation, Planned, every_operation, every_plan
 from tests.gpu.tools.process import run_fresh
+from tests.sparse.dsa_cases import Step
 
 KERNELS = (
     "append_cache",
@@ -100,6 +101,22 @@ def test_one_schedule_for_all_layers(planned: Planned) -> None:
     for _ in range(4):
         for result in step(arrays):
             helpers.assert_same(operation, result, expected)
+
+
+@pytest.mark.parametrize("v4", [False, True])
+def test_a_step_of_sparse_attention(v4: bool) -> None:
+    """A plan of cumla.jax gives the bits of one of cumla."""
+    of = Step(topk=100, heads=16, page=64, pages=8, index_heads=64, dim=128, q_len=2, v4=v4)
+    given, lens = of.arguments(), np.array([500, 65, 256], np.int32)
+    there = {name: helpers.as_jax(array) for name, array in given.items()}
+    expected = [
+        np.array(a) for a in helpers.step_of(of, cumla.DSAPlan, there, helpers.as_jax(lens))
+    ]
+    compiled = jax.jit(functools.partial(helpers.step_of, of, cumla.jax.DSAPlan))
+    np.testing.assert_array_equal(expected[0], of.selected(given, lens))
+    for _ in range(4):  # a plain run, a capture, replays
+        for got, want in zip(compiled(there, helpers.as_jax(lens)), expected, strict=True):
+            assert np.asarray(got).tobytes() == want.tobytes()
 
 
 @pytest.fixture

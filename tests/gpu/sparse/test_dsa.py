@@ -182,6 +182,22 @@ def test_a_graph_of_three_layers_with_changing_lengths(of: Step) -> None:
         layers.check(lengths, shared=1, **window)
 
 
+@pytest.mark.parametrize("of", [SMALL, SMALL_V4], ids=["v32", "v4"])
+def test_plans_that_share_a_workspace(of: Step) -> None:
+    """One of numbers and one of arrays take turns in memory that they do not allocate."""
+    memory = cp.zeros(cumla.DSAPlan.workspace_bytes(**of.numbers()), np.uint8)
+    layers = Layers(of)
+    plans = layers.plan(workspace=memory), cumla.DSAPlan(**of.numbers(), workspace=memory)
+    recent = cp.asarray(int32(128, 65, 0)) if of.window else None
+    window = {"extra_topk_lens": recent.get()} if of.window else {}
+    for lengths in (LENS, LENS + 1):
+        for plan in plans:
+            layers.run(plan, cp.asarray(lengths), recent=recent)
+            layers.check(lengths, **window)
+    with pytest.raises(ValueError, match="taken by another plan"):
+        plans[0].select(*(layers.given[0][name] for name in SELECTED_FROM))
+
+
 def test_tensors_of_pytorch() -> None:
     """Captured by its graphs, too, where results may be allocated."""
     torch = pytest.importorskip("torch")
@@ -204,6 +220,13 @@ def test_tensors_of_pytorch() -> None:
         layers.compare(host, indices, from_torch(torch, results[1]), from_torch(torch, results[2]))
 
     check(step(), LENS)
+    own = plan
+    memory = torch.zeros(
+        cumla.DSAPlan.workspace_bytes(**SMALL.numbers()), dtype=torch.uint8, device="cuda"
+    )
+    plan = cumla.DSAPlan(**SMALL.numbers(), workspace=memory)
+    check(step(), LENS + 1)
+    plan = own
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
