@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that are on or off: a bool of Python or NumPy, and nothing that is merely true or false.
 
-Those of functions are found in their specs. A new one of a plan without a call fails
-`test_every_flag_is_here`.
+Those of functions are found in their specs, and those of plans in their signatures. One that is in
+no call here fails `test_every_flag_is_here`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import pytest
 
 import cumla
 from cumla.core.spec import SPECS
-from tests.calls import E4M3, OPERATIONS, PLANS, Arguments, arrays_of, refused
+from tests.calls import (
+    E4M3,
+    OPERATIONS,
+    PLANS,
+    Arguments,
+    Operation,
+    Planned,
+    arrays_of,
+    refused,
+)
 
 NO_FLAGS = [("yes", "str 'yes'"), ("", "str ''"), (2, "int 2"), (0, "int 0"), (None, "NoneType")]
 NO_FLAGS += [(np.int64(1), "int64 1"), (np.ones(1, bool), "ndarray")]
@@ -46,43 +55,45 @@ def of_plan(name: str, **options: Any) -> tuple[Call, Call, Call]:
     )
 
 
+def flags_of(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if "bool" in str(parameter.annotation)]
+
+
+def with_fp8(arguments: Arguments) -> Arguments:
+    return arguments | {"kv_cache": arguments["kv_cache"].astype(E4M3)}
+
+
 def calls() -> Iterator[tuple[str, str, Call]]:
     """Name every function with a flag, the flag, and a call."""
     for name, spec in sorted(SPECS.items()):
         for option in spec.options:
-            if option.kind == "bool" and option.name != "fp8_products":
-                yield name, option.name, of_function(name)
-    for name in ("MLADecodePlan", "AttentionPlan"):
-        for flag, longest in (("causal", {}), ("batch_invariant", {"max_kv_len": 64})):
-            made, from_arrays, size = of_plan(name, **longest)
-            yield name, flag, made
-            yield f"{name}.from_arrays", flag, from_arrays
-        yield f"{name}.workspace_bytes", "batch_invariant", size
-    made, from_arrays, _ = of_plan("MLAAttentionPlan")
-    yield "MLAAttentionPlan", "causal", made
-    yield "MLAAttentionPlan.from_arrays", "causal", from_arrays
-    for name in ("MLADecodePlan", "MLAAttentionPlan"):
+            if option.kind == "bool":
+                call = of_function(name)
+                if option.name == "fp8_products":
+                    call = Call(call.function, lambda make=call.make: with_fp8(make()))
+                yield name, option.name, call
+    for kind in dict.fromkeys(planned.kind for planned in PLANS.values()):
+        name = kind.__name__
+        longest = {"max_kv_len": 64} if "max_kv_len" in inspect.signature(kind).parameters else {}
+        for flag in flags_of(kind):
+            options = longest if flag == "batch_invariant" else {}
+            for call in of_plan(name, **options):
+                if flag in inspect.signature(call.function).parameters:
+                    method = "" if call.function is kind else f".{call.function.__name__}"
+                    yield f"{name}{method}", flag, call
         planned = PLANS[name]
-        function, make = of_function(planned.operation)
+        operation = OPERATIONS[planned.operation]
+        for flag in flags_of(kind.run):
+            change = with_fp8 if flag == "fp8_products" else dict
 
-        def fp8(make: Callable[[], Arguments] = make) -> Arguments:
-            arguments = make()
-            return arguments | {"kv_cache": arguments["kv_cache"].astype(E4M3)}
+            def given(operation: Operation = operation, change: Any = change) -> Arguments:
+                return change(operation.make())
 
-        yield planned.operation, "fp8_products", Call(function, fp8)
-        plan = planned.ready(fp8())
-        run = Call(plan.run, lambda planned=planned, fp8=fp8: planned.inputs(fp8()))
-        yield f"{name}.run", "fp8_products", run
-    name = "MLASparsePlan"
-    made, from_arrays, size = of_plan(name)
-    yield name, "batch_invariant", made
-    yield f"{name}.from_arrays", "batch_invariant", from_arrays
-    yield f"{name}.workspace_bytes", "batch_invariant", size
-    name = "PagedMQALogitsPlan"
-    planned, operation = PLANS[name], OPERATIONS["paged_mqa_logits"]
-    plan = planned.ready(operation.make())
-    run = Call(plan.run, lambda: planned.inputs(operation.make() | operation.outputs()))
-    yield f"{name}.run", "clean", run
+            def of_run(planned: Planned = planned, given: Any = given) -> Arguments:
+                return planned.inputs(given() | OPERATIONS[planned.operation].outputs())
+
+            yield f"{name}.run", flag, Call(planned.ready(given()).run, of_run)
 
 
 CALLS = {f"{name}-{flag}": (flag, call) for name, flag, call in calls()}
@@ -103,10 +114,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def test_every_flag_is_here() -> None:
     flags = {
-        f"{name}-{parameter.name}"
-        for name, function in public_functions()
-        for parameter in inspect.signature(function).parameters.values()
-        if "bool" in str(parameter.annotation)
+        f"{name}-{flag}" for name, function in public_functions() for flag in flags_of(function)
     }
     assert flags == set(CALLS)
 
