@@ -137,9 +137,6 @@ class _Emulated(frameworks.Allocator):
     def current_stream(self, device: int) -> int:
         return 0
 
-    def dtype(self, name: str) -> object:
-        return numpy_dtype(name)
-
     def empty(
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int
     ) -> tuple[object, ArrayView]:
