@@ -18,9 +18,15 @@ dropout, and training. Continuous batching of Transformers takes its own impleme
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cumla
+from cumla.core.arrays import glance, open_call, reopen_call
+from cumla.core.check_mode import check_mode
+from cumla.core.operation import movable, pack
+from cumla.core.spec import REQUIRED
 from cumla.errors import MissingDependencyError
 
 try:
@@ -40,11 +46,14 @@ except ImportError as error:
     raise MissingDependencyError(problem, "pip install torch transformers") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
+
+    from cumla.core.arrays import ArrayView, Call
 
 __all__ = ["NAME", "attention", "mask"]
 
 NAME = "cumla"
+_ALIGNMENT = 16  # bytes, of addresses that kernels take
 _ELSE = 'load the model with attn_implementation="sdpa" or "eager"'
 # Of a call, what is no mask and changes no number.
 _IGNORED = (
@@ -213,61 +222,262 @@ def attention(
             f"sliding_window: cumla's attention takes a window to both sides from the model's "
             f"mask, which has none, got {sliding_window}; {_ELSE}"
         )
-    pages, keys = _keys(key, value, bounds)
+    options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap or None}
+    options |= {"softmax_scale": scaling}
+    sinks = None if s_aux is None else s_aux.detach().float()
+    if not torch.compiler.is_compiling():
+        arrays = (query, key, value) if sinks is None else (query, key, value, sinks)
+        out = _STEPS.attend(arrays, bounds, options)
+        if out is not None:
+            return out, None
     state = cumla.attention(
-        query.transpose(1, 2),
-        *pages,
-        **keys,
-        causal=causal,
-        window=window,
-        softcap=softcap or None,
-        sinks=None if s_aux is None else s_aux.detach().float(),
-        softmax_scale=scaling,
+        query.transpose(1, 2), **_keys(key, value, bounds), sinks=sinks, **options
     )
     return state.out, None
 
 
-def _keys(
-    key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None
-) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
-    """Return keys and values in pages, and which pages each request has."""
+# --- layers that know nothing of each other ------------------------------------------------------
+
+
+def _keys(key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None) -> dict[str, Any]:
+    """Return keys and values as rows without pages, and which rows each request has."""
     batch, _, tokens, _ = key.shape
-    where = {"dtype": torch.int32, "device": key.device}
-    if bounds is None:  # a page for each request
-        table = torch.arange(batch, **where)[:, None]
-        lens = torch.full((batch,), tokens, **where)
-        return (key, value), {"block_table": table, "kv_lens": lens, "kv_layout": "HND"}
-    # A page for each token: those of a request begin after its padding.
     step = _step(key)
     if step is None or step != _step(value):
         key, value = key.contiguous(), value.contiguous()
         step = key.shape[1] * tokens
-    first, end = bounds[:, 0, 0].unbind(-1)
-    first_rows = torch.arange(batch, **where) * step + first
-    table = first_rows[:, None] + torch.arange(tokens, **where)
-    lens = end - first
-    pages = _rows(key, step), _rows(value, step)
-    return pages, {"block_table": table, "kv_lens": lens, "kv_layout": "NHD"}
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * step
+    starts.clamp_(max=_count(batch, step, tokens))
+    if bounds is None:
+        lens = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
+    else:
+        first, end = bounds[:, 0, 0].unbind(-1)
+        starts[:-1] += first
+        lens = end - first
+    k, v = _rows(key, step), _rows(value, step)
+    return {"k": k, "v": v, "kv_indptr": starts, "kv_lens": lens}
 
 
 def _step(part: torch.Tensor) -> int | None:
     """Count the rows from a request to the next one, of ``(batch, heads, tokens, columns)``."""
-    if not part.stride(2):
+    batch, _, tokens, _ = part.shape
+    request, _, token, column = part.stride()
+    if not token or column != 1:
         return None
-    step, rest = divmod(part.stride(0), part.stride(2))
-    return None if rest or part.stride(3) != 1 else step
+    step, rest = divmod(request, token) if batch > 1 else (tokens, 0)
+    return None if rest or step < tokens else step
+
+
+def _count(batch: int, step: int, tokens: int) -> int:
+    return (batch - 1) * step + tokens if batch else 0
 
 
 def _rows(part: torch.Tensor, step: int) -> torch.Tensor:
-    """View ``(batch, heads, tokens, columns)`` as pages of a token.
+    """View ``(batch, heads, tokens, columns)`` as rows ``(rows, heads, columns)``.
 
     Where heads come before tokens in memory, other rows lie between those of two requests: they are
-    pages that nobody names.
+    rows of no request.
     """
     batch, heads, tokens, columns = part.shape
     _, head, token, _ = part.stride()
-    shape = (batch - 1) * step + tokens, 1, heads, columns
-    return part.as_strided(shape, (token, token, head, 1))
+    return part.as_strided((_count(batch, step, tokens), heads, columns), (token, head, 1))
+
+
+# --- layers that share what a step has in common -------------------------------------------------
+
+_MOST_LAYERS = 8  # kinds of layers of which a thread remembers the last step
+
+
+class _Steps(threading.local):
+    """What the layers of a step share, of a thread: a layer finds it by how its arrays look.
+
+    A step begins where they look different, but for their addresses, or the mask is another one:
+    a dynamic cache has one more key in each step, and new memory in each layer. No array of a model
+    is kept.
+    """
+
+    def __init__(self) -> None:
+        self._of_form: dict[Hashable, _Layers] = {}  # each as its last step was
+        self._of_shape: dict[Hashable, _Layers] = {}  # that of the latest step comes last
+
+    def attend(
+        self, arrays: tuple[Any, ...], bounds: torch.Tensor | None, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Attend; None where only :func:`cumla.attention` can, or can say what is wrong.
+
+        So it is on the CPU, in the check mode and where gradients or graphs are recorded: a graph
+        must not depend on what an eager call has computed.
+        """
+        seen: Any = None if check_mode() else glance(arrays)
+        if seen is None or seen[0][4] < 0:
+            return None
+        call = reopen_call(arrays[0], seen[0][4])
+        if call.capturing:
+            return None
+        form = (call.stream, *[one[1:] for one in seen], *options.values())
+        layers = self._of_form.get(form)
+        with call:
+            if layers is None or not layers.has_begun(bounds):
+                rows = _rows_of(arrays)
+                if rows is None:
+                    return None
+                layers = self._layers(call, rows, options)
+                layers.begin(rows, bounds)
+                layers.form, self._of_form[form] = form, layers
+            return layers.run(arrays[0], seen, call.stream)
+
+    def _layers(self, call: Call, rows: _Rows, options: dict[str, Any]) -> _Layers:
+        """Find what layers of such rows share, or make it; its last step is forgotten."""
+        shape = (call.stream, rows.shapes, *options.values())
+        layers = self._of_shape.pop(shape, None) or _Layers(call, rows, options)
+        self._of_form.pop(layers.form, None)
+        if len(self._of_shape) >= _MOST_LAYERS:
+            oldest = self._of_shape.pop(next(iter(self._of_shape)))
+            self._of_form.pop(oldest.form, None)
+        self._of_shape[shape] = layers
+        return layers
+
+
+class _Rows(NamedTuple):
+    """How arrays lie, seen so that little of it changes with the tokens: keys are rows.
+
+    Where one query token attends to keys of heads before tokens, each kv head is taken for a
+    request: kernels then know no stride of heads, which grows with the tokens. The rows are the
+    last ones of a power of two. Those before them need not exist: nobody reads them.
+    """
+
+    views: dict[str, ArrayView]  # of the first layer
+    device: torch.device
+    out_shape: tuple[int, ...]
+    requests: int
+    tokens: int
+    step: int  # rows from a request to the next one
+    before: int  # rows that need not exist
+    before_bytes: dict[str, int]  # of them, of keys and of values
+
+    @property
+    def shapes(self) -> Hashable:
+        """What launches follow from."""
+        return (self.out_shape, *[view[1:] for view in self.views.values()])
+
+
+def _rows_of(arrays: tuple[Any, ...]) -> _Rows | None:
+    """Look at queries, keys and values, and sinks; None for those that need a copy, or an error."""
+    query, key, value, *_ = arrays
+    names = ("q", "k", "v", "sinks")[: len(arrays)]
+    views: dict[str, Any] = dict(
+        zip(names, open_call(tuple(zip(names, arrays, strict=True))).views, strict=True)
+    )
+    step = _step(key)
+    has_axes = len(query.shape) == len(key.shape) == len(value.shape) == 4
+    if not has_axes or 0 in (*query.shape, *key.shape) or step is None or step != _step(value):
+        return None
+    batch, heads, q_len, columns = query.shape
+    _, kv_heads, tokens, _ = key.shape
+    if len(key) != batch or key.shape[:3] != value.shape[:3] or heads % kv_heads:
+        return None
+    out_shape = batch, q_len, heads, value.shape[3]
+    requests, (request, head, token, column) = batch, views["q"].strides
+    if (
+        q_len == 1
+        and len(arrays) == 3
+        and (batch == 1 or (request == heads * head and step == kv_heads * tokens))
+        and all(part.stride(1) == tokens * part.stride(2) for part in (key, value))
+    ):
+        requests, step, heads = batch * kv_heads, tokens, heads // kv_heads
+        request, kv_heads = heads * head, 1
+    count = _count(requests, step, tokens)
+    room = 1 << (count - 1).bit_length()
+    views["q"] = views["q"]._replace(
+        shape=(requests, q_len, heads, columns), strides=(request, token, head, column)
+    )
+    before_bytes = {}
+    for name in "kv":
+        ptr, shape, (_, head, token, column), *_ = views[name]
+        before_bytes[name] = before = (room - count) * token
+        strides = token, head if kv_heads > 1 else token, column
+        views[name] = views[name]._replace(
+            ptr=ptr - before, shape=(room, kv_heads, shape[3]), strides=strides
+        )
+    return _Rows(views, query.device, out_shape, requests, tokens, step, room - count, before_bytes)
+
+
+class _Layers:
+    """Schedule, workspace and launches of layers of one shape, on one stream."""
+
+    form: Hashable = None  # how the arrays of the last step look
+
+    def __init__(self, call: Call, rows: _Rows, options: dict[str, Any]) -> None:
+        operation = cumla.AttentionPlan._operation
+        spec = operation.spec
+        assert spec is not None
+        defaults = {a.name: None if a.default is REQUIRED else a.default for a in spec.arguments}
+        batch, q_len, heads, _ = rows.views["q"].shape
+        assert call.device is not None
+        with torch.inference_mode(False):  # what is written to in that mode and outside of it
+
+            def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+                return torch.empty(shape, dtype=dtype, device=rows.device)
+
+            self._starts = empty((batch + 1,), torch.int32)
+            self._lens = empty((batch,), torch.int32)
+            self._lse = empty((batch, heads, q_len), torch.float32)
+            named = (("kv_indptr", self._starts), ("kv_lens", self._lens), ("lse", self._lse))
+            starts, lens, lse = open_call(named).views
+            views = movable(rows.views) | {"kv_indptr": starts, "kv_lens": lens}
+            checked = operation.arguments(views, spec.sorted(defaults | options)[2])
+            key = operation.key(checked, call.device)
+            self._workspace = empty((operation.workspace_bytes(key),), torch.uint8)
+        at = self._workspace.data_ptr()
+        outs = operation.outputs(checked)
+        schedule = pack(call, operation.schedule, key, checked.lengths, (), (), at)
+        self._schedule = [one.at({}, call.stream) for one in schedule.templates]
+        self._attend = pack(call, operation.attend, key, checked.attend, outs, (None, lse), at)
+        self._bounds: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+
+    def has_begun(self, bounds: torch.Tensor | None) -> bool:
+        """Tell whether the schedule is the one of this mask."""
+        if bounds is None or self._bounds is None:
+            return bounds is None and self._bounds is None
+        return self._bounds() is bounds and self._version == _version(bounds)
+
+    def begin(self, rows: _Rows, bounds: torch.Tensor | None) -> None:
+        """Compute the schedule of a step."""
+        self._before_bytes, self._out_shape = rows.before_bytes, rows.out_shape
+        end = rows.before + rows.requests * rows.step + 1
+        torch.arange(rows.before, end, rows.step, out=self._starts)
+        if bounds is None:
+            self._lens.fill_(rows.tokens)
+        else:
+            first, behind = bounds[:, 0, 0, :, None].unbind(1)
+            self._starts[:-1].view(len(bounds), -1).add_(first)
+            self._lens.view(len(bounds), -1).copy_(behind - first)
+        for launch in self._schedule:
+            launch()
+        self._bounds = None if bounds is None else weakref.ref(bounds)
+        self._version = 0 if bounds is None else _version(bounds)
+
+    def run(self, query: torch.Tensor, seen: Any, stream: int) -> torch.Tensor | None:
+        """Attend for one layer; None where its arrays lie where those of others cannot."""
+        places = dict(zip(("q", "k", "v", "sinks"), [one[0] for one in seen], strict=False))
+        for name, nbytes in self._before_bytes.items():
+            places[name] -= nbytes
+        if any(place % _ALIGNMENT or place < 0 for place in places.values()):
+            return None
+        out = query.new_empty(self._out_shape)
+        places["out"] = out.data_ptr()
+        for template in self._attend.templates:
+            template.at(places, stream)()
+        return out
+
+
+def _version(bounds: torch.Tensor) -> int:
+    """Count the writes to what `mask` returned; nobody tells those to a tensor of inference."""
+    return 0 if bounds.is_inference() else bounds._version
+
+
+_STEPS = _Steps()
 
 
 AttentionInterface.register(NAME, attention)
