@@ -1175,6 +1175,9 @@ def test_arguments_of_a_plan(changes: dict[str, Any], message: str) -> None:
     wrapper.plan(**arguments)
     with pytest.raises(ValueError, match=f"^{message}"):
         wrapper.plan(**arguments | changes)
+    for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"):  # that equal the last
+        with pytest.raises(ValueError, match=f"^{name}: needs an int, got float"):
+            wrapper.plan(**arguments | {name: float(arguments[name])})
     # What was refused has changed nothing.
     check(wrapper.run(batch.q, batch.cache, return_lse=True), batch.expected())
 

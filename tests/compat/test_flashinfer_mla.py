@@ -656,6 +656,15 @@ def test_arguments_of_a_plan(changes: Any, error: type[Exception], message: str)
         make_wrapper().plan(**arguments)
 
 
+def test_sizes_that_equal_those_of_the_last_plan() -> None:
+    batch, wrapper = make_batch(), make_wrapper()
+    arguments = settings(batch) | {"metadata": MLAPlanMetadata.csr(*batch.csr)}
+    wrapper.plan(**arguments)
+    for name in ("num_heads", "page_size"):
+        with pytest.raises(ValueError, match=f"^{name}: needs an int, got float"):
+            wrapper.plan(**arguments | {name: float(arguments[name])})
+
+
 def test_lengths_that_do_not_fit() -> None:
     batch = make_batch()
     for i, (wrong, message) in enumerate(

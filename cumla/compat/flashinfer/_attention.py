@@ -259,7 +259,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         options.check_rotation(numbers.head_dim, names[1])
         masks = bool(causal), options.window_left
         shape = _Shape(batch, *numbers, *names, *masks, q_len, max_kv_len is not None, max_kv_len)
-        if shape != self._shape:
+        if shape != self._shape or any(type(size) is not int for size in numbers):  # 16.0 equals 16
             self._check_numbers(shape)
         said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}

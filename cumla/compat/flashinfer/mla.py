@@ -47,7 +47,7 @@ from cumla.compat.flashinfer._wrapper import (
     factor_of,
     name_of,
 )
-from cumla.core.arguments import checked_scale
+from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.frameworks import eager_only
 from cumla.mla.attention import MLAAttentionPlan
 
@@ -284,6 +284,8 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         )
         with _MLA:
             sm_scale = checked_scale(sm_scale, 1.0)
+            for name in ("num_heads", "page_size"):  # here, because 16.0 equals 16
+                checked_int(name, needed[name], "there is nothing to plan for")
         flat = MLAPlanMetadata(
             **{field.name: given[field.name] for field in fields(MLAPlanMetadata)}
         )
