@@ -302,6 +302,28 @@ class Single(ABC):
     def prepare(self) -> None:
         """Compile and load all kernels."""
 
+    def _misplaced(self, method: str, given: Iterable[str]) -> TypeError:
+        """Make the error for keywords that a method lacks: it says what takes them."""
+        name, kind = next(iter(given)), type(self).__name__
+        ways = {
+            "update": ("to update", "call plan.update before the runs of a step"),
+            "select": ("to select", "move it"),
+            "run": ("to run", "move it"),
+            "__init__": ("when the plan is made", f"pass it to {kind} or {kind}.from_arrays"),
+        }
+        for taker, (where, way_out) in ways.items():
+            if taker != method and name in self._parameters(taker):
+                return TypeError(
+                    f"{name}: needs to be given {where}, got it in {method}; {way_out}"
+                )
+        return TypeError(f"{kind}.{method}() got an unexpected keyword argument {name!r}")
+
+    @classmethod
+    def _parameters(cls, method: str) -> set[str]:
+        """List what a method takes, here or in a base."""
+        owners = [vars(base)[method] for base in cls.__mro__ if method in vars(base)]
+        return {name for owner in owners for name in signature(owner).parameters}
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""
         raise TypeError(
@@ -404,23 +426,6 @@ class Plan(Single, Generic[K]):
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         """Load every kernel of the key."""
         raise NotImplementedError
-
-    def _misplaced(self, method: str, given: Iterable[str]) -> TypeError:
-        """Make the error for keywords that a method lacks: it says what takes them."""
-        name, kind = next(iter(given)), type(self)
-        if name in self._spec.planned:
-            return TypeError(
-                f"{name}: needs to be given to update, got it in {method}; call "
-                f"plan.update({self._lengths}) before the runs of a step"
-            )
-        if name in self._of_run:
-            return TypeError(f"{name}: needs to be given to run, got it in {method}; move it")
-        if name in signature(kind.__init__).parameters:
-            return TypeError(
-                f"{name}: needs to be given when the plan is made, got it in {method}; pass it to "
-                f"{kind.__name__} or {kind.__name__}.from_arrays"
-            )
-        return TypeError(f"{kind.__name__}.{method}() got an unexpected keyword argument {name!r}")
 
     def serves(self, stream: int) -> bool:
         """Tell whether a run on a stream can do without an update before it.

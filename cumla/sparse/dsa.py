@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from math import ceil
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Never, Self
 
 import numpy as np
 
@@ -394,7 +394,14 @@ class DSAPlan(Single):
         plans = self._logits_plan, self._attend_plan
         return self._lengths is not None and all(plan.serves(stream) for plan in plans)
 
-    def update(self, kv_lens: Any, *, extra_topk_lens: Any = None, stream: Any = None) -> None:
+    def update(
+        self,
+        kv_lens: Any,
+        *,
+        extra_topk_lens: Any = None,
+        stream: Any = None,
+        **misplaced: Never,
+    ) -> None:
         """Compute both schedules for these lengths, on the device, and keep the lengths there.
 
         Parameters
@@ -408,6 +415,8 @@ class DSAPlan(Single):
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`.
         """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
         self.indices = self._lengths = None  # and so it stays if a check below raises
         self._follow(stream)
         with _INDEX:
@@ -433,6 +442,7 @@ class DSAPlan(Single):
         block_table: Any,
         *,
         stream: Any = None,
+        **misplaced: Never,
     ) -> Any:
         """Select the tokens of one layer: the indexer's logits, and the best `topk` of each row.
 
@@ -448,6 +458,8 @@ class DSAPlan(Single):
             ``(batch, q_len, topk)`` int32 positions, as :attr:`indices`; the next ``select`` writes
             to the same memory, but with JAX.
         """
+        if misplaced:
+            raise self._misplaced("select", misplaced)
         self._check_updated()
         self._check_framework(index_q)
         self._follow(stream)
@@ -475,6 +487,7 @@ class DSAPlan(Single):
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
+        **misplaced: Never,
     ) -> AttentionState:
         """Attend to the tokens of the last ``select``, or to those of `indices`.
 
@@ -486,6 +499,8 @@ out, lse, stream
         indices : array, optional
             ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
         """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
         self._check_updated()
         self._follow(stream)
         chosen = self.indices if indices is None else indices

@@ -64,7 +64,7 @@ def test_arguments_are_those_of_the_functions() -> None:
     paged, attend = SPECS["paged_mqa_logits"], SPECS["mla_sparse_decode"]
 
     def names(function: Any) -> set[str]:
-        return {*inspect.signature(function).parameters} - {"self"}
+        return {*inspect.signature(function).parameters} - {"self", "misplaced"}
 
     def listed(spec: Any) -> set[str]:
         return {a.name for a in spec.arguments if a.name not in spec.planned} | {"stream"}
@@ -80,6 +80,29 @@ def test_arguments_are_those_of_the_functions() -> None:
     for of in (lambda kind: kind, lambda kind: kind.workspace_bytes):
         numbers = {index.get(n, n) for n in names(of(of_logits))} | names(of(of_lists))
         assert names(of(plan)) == (numbers | {"max_kv_len"}) - {"batch_invariant"}
+
+
+def test_arguments_in_the_wrong_place() -> None:
+    given = STEP.arguments()
+    plan = plan_of(given)
+    plan.update(LENS)
+    for name, method, where in (
+        ("extra_topk_lens", "run", "to update"),
+        ("index_weights", "run", "to select"),
+        ("sinks", "select", "to run"),
+        ("kv_cache", "update", "to run"),
+        ("topk", "run", "when the plan is made"),
+        ("max_kv_len", "select", "when the plan is made"),
+    ):
+        calls = {
+            "run": run,
+            "select": select,
+            "update": lambda plan, _, **o: plan.update(LENS, **o),
+        }
+        with refused(TypeError, f"{name}: needs to be given {where}, got it in {method}; "):
+            calls[method](plan, given, **{name: 1})
+    with pytest.raises(TypeError, match=r"DSAPlan\.run\(\) got an unexpected .* 'colour'"):
+        run(plan, given, colour=1)
 
 
 # --- results --------------------------------------------------------------------------------------
