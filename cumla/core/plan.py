@@ -322,7 +322,8 @@ class Single(ABC):
     def _parameters(cls, method: str) -> set[str]:
         """List what a method takes, here or in a base."""
         owners = [vars(base)[method] for base in cls.__mro__ if method in vars(base)]
-        return {name for owner in owners for name in signature(owner).parameters}
+        found = [p for owner in owners for p in signature(owner).parameters.values()]
+        return {p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse `copy.copy`, `copy.deepcopy` and `pickle`: two would write to one buffer."""

@@ -189,8 +189,9 @@ def test_arguments_in_the_wrong_place(planned: Planned) -> None:
             message = rf"^{name}: needs to be given {takers[name]}, got it in {method}; "
             with pytest.raises(TypeError, match=message):
                 call(**arguments, **{name: None})
-        with pytest.raises(TypeError, match=rf"{method}\(\) got an unexpected .* 'colour'"):
-            call(**arguments, colour=1)
+        for name in ("colour", "misplaced"):
+            with pytest.raises(TypeError, match=rf"{method}\(\) got an unexpected .* '{name}'"):
+                call(**arguments, **{name: 1})
 
 
 def test_hidden_options() -> None:
