@@ -94,7 +94,8 @@ def mask(
     """Return which keys exist, ``(batch_size, 1, kind, 2)`` int32: begin and end; None if all do.
 
     The attention itself hides later keys and those before a window. Transformers passes masks with
-    four axes on as they are. With an `attention_mask` on the GPU the host waits for it, once.
+    four axes on as they are. For an `attention_mask` on the GPU the host waits, twice if it has
+    padding. Do not write to what comes back: layers would use the schedule of what it was.
 
     Raises
     ------
@@ -132,23 +133,23 @@ def mask(
     if attention_mask is None:
         return None if may_be_all else _bounds(batch_size, kind, 0, end, device)
     real = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    is_recorded = _is_recorded(real)
+    if may_be_all and not is_recorded and real.shape[-1] == kv_length and real.all():
+        return None
     seen = real.cumsum(-1)
+    count = seen[:, -1]
     first = (seen == 0).sum(-1)
-    behind = (seen < seen[:, -1:]).sum(-1) + 1  # the last key
-    if not _is_recorded(real):
+    behind = (seen < count[:, None]).sum(-1) + 1  # the last key
+    if not is_recorded:
         # Padding after the last key: causality hides it, else it is cut off, with its positions.
-        holes = (seen > 0) & (seen < seen[:, -1:]) & ~real
-        cut = (behind < kv_length) & (kind >= _HAS_WINDOW)
-        is_all = real.all() & (real.shape[-1] == kv_length)
-        has_holes, is_cut, is_all = torch.stack((holes.any(), cut.any(), is_all)).tolist()
-        if has_holes or is_cut:
+        wrong = torch.stack((behind - first > count, behind < kv_length)).any(1)
+        has_holes, is_cut = wrong.tolist()
+        if has_holes or (is_cut and kind >= _HAS_WINDOW):
             got = "a mask with padding between them" if has_holes else "one with padding after them"
             raise NotImplementedError(
                 "attention_mask: cumla's attention needs the tokens of a request side by side, got "
                 f"{got}; pad on the left, or {_ELSE}"
             )
-        if is_all and may_be_all:
-            return None
     if not is_causal:
         end = torch.maximum(first, behind)
     return _bounds(batch_size, kind, first, end, real.device)
@@ -264,8 +265,9 @@ def _step(part: torch.Tensor) -> int | None:
     request, _, token, column = part.stride()
     if not token or column != 1:
         return None
-    step, rest = divmod(request, token) if batch > 1 else (tokens, 0)
-    return None if rest or step < tokens else step
+    if batch == 1:
+        return tokens
+    return None if request % token or request < tokens * token else request // token
 
 
 def _count(batch: int, step: int, tokens: int) -> int:

@@ -270,3 +270,17 @@ def test_results(
         wanted, _ = ours.attention(*arrays, **options)
         error = 2e-6 if dtype == "float32" else 1e-2
         torch.testing.assert_close(out, wanted, atol=error, rtol=error)
+
+
+@pytest.mark.usefixtures("no_gradients")
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_layer_is_compiled_without_breaks(ours: Any, is_padded: bool) -> None:
+    pytest.importorskip("cumla.torch")
+
+    def attend(q: Any, k: Any, v: Any, bounds: Any) -> Any:
+        return ours.attention(MODULE, q, k, v, bounds, scaling=0.25)[0]
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    for tokens in (11, 12, 13):
+        arrays = (*layer(tokens), padded(ours, tokens) if is_padded else None)
+        assert torch.equal(compiled(*arrays), attend(*arrays))
