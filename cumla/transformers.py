@@ -265,9 +265,8 @@ def _step(part: torch.Tensor) -> int | None:
     request, _, token, column = part.stride()
     if not token or column != 1:
         return None
-    if batch == 1:
-        return tokens
-    return None if request % token or request < tokens * token else request // token
+    step: int = tokens if batch == 1 else request // token
+    return None if (batch > 1 and request % token) or step < tokens else step
 
 
 def _count(batch: int, step: int, tokens: int) -> int:
