@@ -156,7 +156,7 @@ def is_near(ranks: Ranks, found: Any, whole: Any) -> bool:
     each = found.out.shape[2]
     heads = slice(ranks.rank * each, (ranks.rank + 1) * each)
     out = found.out.float() - whole.out[:, :, heads].float()
-    lse = found.lse - whole.lse[:, heads]
+    lse = found.lse - whole.lse[..., heads]
     return not ranks.worst(float(out.abs().max() > 2e-2 or lse.abs().max() > 1e-3))
 
 
@@ -217,7 +217,7 @@ def measure(ranks: Ranks, case: Case) -> Row:
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(sent)
     requests = torch.arange(case.batch, device=ranks.device)
-    of_own = [(p.out[:, :, :each], p.lse[:, :each]) for p in parts]
+    of_own = [(p.out[:, :, :each], p.lse[..., :each]) for p in parts]
 
     def exchange(_: int) -> Any:
         ranks.dist.all_to_all_single(received, sent)

@@ -54,7 +54,7 @@ def cupy_rows(
     def outputs(case: StepCase) -> tuple[Any, Any]:
         columns = 512 if case.family == "mla" else case.width
         out = gpu.empty((case.batch, 1, case.heads, columns), "uint16").view(ml_dtypes.bfloat16)
-        return out, gpu.empty((case.batch, case.heads, 1), "float32")
+        return out, gpu.empty((case.batch, 1, case.heads), "float32")
 
     def prepare(case: StepCase, mode: str) -> Prepared:
         arrays, (out, lse) = case.lay_out(upload, copy), outputs(case)
@@ -128,7 +128,7 @@ def torch_rows(budget: Budget, cases: tuple[StepCase, ...], call: StepCase) -> I
     def prepare(case: StepCase, mode: str) -> Prepared:
         arrays = case.lay_out(upload, torch.clone)
         out = arrays.q.new_empty(*arrays.q.shape[:-1], 512 if case.family == "mla" else case.width)
-        lse = arrays.q.new_empty(case.batch, case.heads, 1, dtype=torch.float32)
+        lse = arrays.q.new_empty(case.batch, 1, case.heads, dtype=torch.float32)
         if mode in ("eager", "graph"):
             step: Any = _in_place(case, arrays, partial(_planned, case, arrays, out, lse))
         else:

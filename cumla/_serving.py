@@ -165,7 +165,7 @@ class Step:
             return self.run(q, *arrays, **options)
         q = tuple(part.unflatten(0, (-1, self.plan.key.q_len)) for part in q)
         out, lse = self.plan.run(q, *arrays, **options)
-        return cumla.AttentionState(out.flatten(0, 1), lse.transpose(1, 2))
+        return cumla.AttentionState(out.flatten(0, 1), lse)
 
 
 def current_capture(on: torch.device) -> tuple[int, int]:

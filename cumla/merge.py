@@ -12,6 +12,7 @@ from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
 from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
+from cumla.core.paged import lse_output
 from cumla.core.spec import OUT_AND_LSE, Option, Spec, array
 from cumla.core.state import AttentionState
 from cumla.launch.device import require_hopper
@@ -96,9 +97,9 @@ def merge_attention_states(
         of CuPy, PyTorch, JAX or NumPy. Any heads; head_dim a multiple of 8. Each with strides of
         its own that are multiples of 16 bytes, the last axis contiguous.
     lses : sequence of arrays, or one array with a leading axis of partial results
-        Their log-sum-exps, float32, with any strides: ``(tokens, heads)`` for outs with three
-        axes, ``(batch, heads, q_len)`` for outs with four, as :func:`cumla.mla_decode` returns
-        them. Where yours are the other way round, pass a transposed view: nothing is copied.
+        Their log-sum-exps, float32, with any strides: the shape of outs without their last axis,
+        as :func:`cumla.mla_decode` returns them. Where your heads come before the tokens, pass a
+        transposed view: nothing is copied.
     out, lse : array, optional
         Of the shapes of one of outs, float32, bfloat16 or float16 whatever the dtype of outs, and
         of one of lses, float32; written and returned. May be one of outs, or of lses, but must not
@@ -111,7 +112,7 @@ def merge_attention_states(
     Returns
     -------
     AttentionState
-        ``out``, in the dtype of outs unless ``out=`` is given, and ``lse``, in the layout of lses.
+        ``out``, in the dtype of outs unless ``out=`` is given, and ``lse``, of the shape of lses.
         Where all partial results have weight 0, out is 0 and lse -inf. Arrays of the framework of
         outs.
 
@@ -163,7 +164,7 @@ class Merge(Operation[Arguments, int]):
         first, lse = arguments.outs[0], arguments.lses[0]
         dtypes = (first.dtype, *[dtype for dtype in _DTYPES if dtype != first.dtype])
         out = Output("out", first.shape, dtypes)
-        return out, Output("lse", lse.shape, ("float32",), "elements")
+        return out, lse_output(lse.shape)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let out be one of outs, and lse one of lses."""
@@ -215,14 +216,11 @@ _MERGE = Merge(MERGE)
 
 
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
-    """Give both the axes (batch, tokens, heads), which is a change of strides."""
-    if len(out.shape) == 3:
-        return StateViews(
-            *[v._replace(shape=(1, *v.shape), strides=(0, *v.strides)) for v in (out, lse)]
-        )
-    (batch, heads, q_len), (of_batch, of_head, of_token) = lse.shape, lse.strides
+    """Give both the axes (batch, tokens, heads)."""
+    if len(out.shape) == 4:
+        return StateViews(out, lse)
     return StateViews(
-        out, lse._replace(shape=(batch, q_len, heads), strides=(of_batch, of_token, of_head))
+        *[v._replace(shape=(1, *v.shape), strides=(0, *v.strides)) for v in (out, lse)]
     )
 
 
@@ -290,9 +288,8 @@ def _check_lses(views: list[ArrayView], outs: list[ArrayView]) -> None:
             f"{arg('lses')}: needs one array for each of the {len(outs)} {arg('outs')}, got "
             f"{len(views)}; pass both of each partial result"
         )
-    *batch, tokens, heads, _ = outs[0].shape
-    shape = (*batch, heads, tokens) if batch else (tokens, heads)
-    axes = "(batch, heads, q_len)" if batch else "(tokens, heads)"
+    shape = outs[0].shape[:-1]
+    axes = "(batch, q_len, heads)" if len(shape) == 3 else "(tokens, heads)"
     for i, view in enumerate(views):
         name = f"lses[{i}]"
         check_dtype(name, view.dtype, ("float32",))

@@ -237,7 +237,12 @@ def _evaluate(
         view = views[output.name]
         if view is None:
             dtype = getattr(torch, output.dtypes[0])
-            results.append(first.new_empty(output.shape, dtype=dtype))
+            if output.swapped and first.device.type == "cuda":
+                *batch, tokens, heads = output.shape
+                result = first.new_empty((*batch, heads, tokens), dtype=dtype).mT
+            else:
+                result = first.new_empty(output.shape, dtype=dtype)
+            results.append(result)
         else:
             check_output(output.name, view, output.shape, output.dtypes, output.lies)
             results.append(None)

@@ -422,7 +422,7 @@ class _Layers:
 
             self._starts = empty((batch + 1,), torch.int32)
             self._lens = empty((batch,), torch.int32)
-            self._lse = empty((batch, heads, q_len), torch.float32)
+            self._lse = empty((batch, q_len, heads), torch.float32)
             named = (("kv_indptr", self._starts), ("kv_lens", self._lens), ("lse", self._lse))
             starts, lens, lse = open_call(named).views
             views = movable(rows.views) | {"kv_indptr": starts, "kv_lens": lens}

@@ -430,7 +430,7 @@ def scores() -> Arguments:
 def partials() -> Arguments:
     return {
         "outs": [numbers(2, 5, 3, 16) + BF16.type(i) for i in range(3)],
-        "lses": [numbers(2, 3, 5, dtype=np.float32) + np.float32(i) for i in range(3)],
+        "lses": [numbers(2, 5, 3, dtype=np.float32) + np.float32(i) for i in range(3)],
     }
 
 
@@ -438,7 +438,7 @@ OPERATIONS = {
     "mla_decode": Operation(
         cumla.mla_decode,
         decode,
-        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
+        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 2, 16), np.float32)},
         ("mla_schedule", "mla_decode_bfloat16"),
         integers=("block_table", "kv_lens"),
         empty=(("q", "block_table", "kv_lens"),),
@@ -486,7 +486,7 @@ OPERATIONS = {
     "attention of equal queries": Operation(
         cumla.attention,
         equal_queries,
-        lambda: {"out": aligned((2, 2, 4, 32)), "lse": aligned((2, 4, 2), np.float32)},
+        lambda: {"out": aligned((2, 2, 4, 32)), "lse": aligned((2, 2, 4), np.float32)},
         ("mla_attention_schedule", "attention_decode_bfloat16_64_64_8"),
         integers=("kv_lens", "block_table"),
         empty=(("q", "block_table", "kv_lens"),),
@@ -494,7 +494,7 @@ OPERATIONS = {
     "mla_sparse_decode": Operation(
         cumla.mla_sparse_decode,
         selected,
-        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
+        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 2, 16), np.float32)},
         ("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
         integers=("topk_lens", "indices"),
         any_values=("indices",),
@@ -605,7 +605,7 @@ OPERATIONS = {
     "merge_attention_states": Operation(
         cumla.merge_attention_states,
         partials,
-        lambda: {"out": aligned((2, 5, 3, 16)), "lse": aligned((2, 3, 5), np.float32)},
+        lambda: {"out": aligned((2, 5, 3, 16)), "lse": aligned((2, 5, 3), np.float32)},
         ("merge_states_bfloat16",),
         empty=(("outs", "lses"),),
     ),

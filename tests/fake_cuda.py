@@ -100,6 +100,16 @@ class FakeCuPy(types.ModuleType):
                 self.strides = tuple(reversed(strides))
                 self.data = types.SimpleNamespace(ptr=next(_addresses) << 32, device_id=device)
 
+            def swapaxes(self, one: int, other: int) -> Any:
+                """The same memory: no new address."""
+                view = ndarray.__new__(ndarray)
+                view.dtype, view.data, view.base = self.dtype, self.data, self
+                for name in ("shape", "strides"):
+                    sizes = [*getattr(self, name)]
+                    sizes[one], sizes[other] = sizes[other], sizes[one]
+                    setattr(view, name, tuple(sizes))
+                return view
+
             def reshape(self, *shape: int) -> Any:
                 """The same memory, of a contiguous array."""
                 rest = int(np.prod(self.shape)) // abs(int(np.prod(shape)) or 1)

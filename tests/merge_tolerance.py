@@ -46,8 +46,7 @@ def assert_merged(
     empty = np.isneginf(exact.lse)
     assert np.array_equal(np.isneginf(lse), empty), "lse: -inf at other places"
     lse_error = np.abs(lse[~empty] - exact.lse[~empty]) / (LSE * (1 + np.abs(exact.lse[~empty])))
-    rows = empty.swapaxes(1, 2) if out.ndim == 4 else empty
-    nothing = np.broadcast_to(rows[..., None], out.shape)
+    nothing = np.broadcast_to(empty[..., None], out.shape)
     assert not out[nothing].astype(bool).any(), "out: not 0 where nothing was attended"
     shares = error[~nothing] / allowed[~nothing]
     figures = {

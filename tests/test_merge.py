@@ -26,7 +26,7 @@ from tests.calls import (
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
-OUT, LSE = (2, 5, 3, 16), (2, 3, 5)
+OUT, LSE = (2, 5, 3, 16), (2, 5, 3)
 F32 = np.float32
 OUTS, LSES = partials().values()
 
@@ -94,9 +94,9 @@ REFUSED = [
             "lses",
             np.zeros(s, F32),
             ValueError,
-            f"shape (batch, heads, q_len) = (2, 3, 5), got {s}; transpose or reshape it",
+            f"shape (batch, q_len, heads) = (2, 5, 3), got {s}; transpose or reshape it",
         )
-        for s in ((2, 5, 3), (2, 3), (2, 3, 5, 1), ())
+        for s in ((2, 3, 5), (2, 5), (2, 5, 3, 1), ())
     ),
     *(
         Refusal(
@@ -112,7 +112,7 @@ REFUSED = [
     ),
     *(
         wrong("lse", np.zeros(s, F32), f"shape {LSE}, got {s}; allocate it so or leave it out")
-        for s in ((2, 5, 3), (2, 3), (2, 3, 1))
+        for s in ((2, 3, 5), (2, 5), (2, 5, 1))
     ),
     wrong_type("out", np.zeros(OUT), "bfloat16 or float32 or float16, got float64"),
     *badly_laid_out("out", aligned(OUT)),
@@ -154,7 +154,7 @@ def test_results() -> None:
     spread = {"outs": tuple(OUTS), "lses": [every_other(lse) for lse in LSES]}
     three = (
         [out.reshape(10, 3, 16) for out in OUTS],
-        [lse.swapaxes(1, 2).reshape(10, 3) for lse in LSES],
+        [lse.reshape(10, 3) for lse in LSES],
     )
     for got in (
         cumla.merge_attention_states(**stacked),

@@ -126,7 +126,7 @@ class _Work:
         make = partial(cumla.AttentionPlan.from_arrays, window=window)
         if shape.page and self.is_uniform:
             q = self.q.view(shape.batch, shape.queries, shape.heads, shape.columns)
-            lse = lab.empty(shape.batch, shape.heads, shape.queries, dtype="float32")
+            lse = lab.empty(shape.batch, shape.queries, shape.heads, dtype="float32")
             self.plan = make(q, self.k, self.v)
             self.plan.update(self.lens)
             out = self.out.view(*q.shape[:3], -1)

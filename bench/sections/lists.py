@@ -93,7 +93,7 @@ def decode(lab: Lab, batch: int, queries: int, heads: int) -> Case:
     indices = lab.ints(rows).view(batch, queries, top).contiguous()
     q = lab.normal(batch, queries, heads, COLUMNS)
     out = lab.empty(batch, queries, heads, VALUES)
-    lse = lab.empty(batch, heads, queries, dtype="float32")
+    lse = lab.empty(batch, queries, heads, dtype="float32")
     plan = cumla.MLASparsePlan.from_arrays(q, cache, indices)
     plan.update()
 
@@ -172,7 +172,7 @@ def v4(lab: Lab, batch: int, queries: int, heads: int, own: int, extra: int) -> 
     q = lab.normal(batch, queries, heads, VALUES)
     sinks = lab.torch.linspace(-2, 2, heads, device=lab.device)
     out = lab.empty(batch, queries, heads, VALUES)
-    lse = lab.empty(batch, heads, queries, dtype="float32")
+    lse = lab.empty(batch, queries, heads, dtype="float32")
     second = {"extra_kv_cache": other, "extra_indices": more}
     plan = cumla.MLASparsePlan.from_arrays(q, cache, indices, **second)
     plan.update()

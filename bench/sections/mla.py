@@ -51,7 +51,7 @@ class _Decode:
         self.q = lab.normal(batch, q_len, heads, COLUMNS, std=deviation)
         self.table, self.lens = lab.table(batch, self.pages), lab.full(batch, kv_len)
         self.out = lab.empty(batch, q_len, heads, VALUES)
-        self.lse = lab.empty(batch, heads, q_len, dtype="float32")
+        self.lse = lab.empty(batch, q_len, heads, dtype="float32")
         self.plan = cumla.MLADecodePlan.from_arrays(self.q, self.cache, **(options or {}))
         self.plan.update(self.lens)
 

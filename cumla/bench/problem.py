@@ -43,7 +43,7 @@ class Problem:
     # (batch, pages of the longest request) int32, one for each of the caches in `kv`.
     tables: list[Any]
     kv_lens: Any  # (batch,) int32
-    # (batch, q_len, heads, 512), and float32 (batch, heads, q_len).
+    # (batch, q_len, heads, 512), and float32 (batch, q_len, heads).
     out: Any
     lse: Any
 
@@ -56,8 +56,7 @@ class Problem:
         `tables` is (caches, batch, pages of a request).
         """
         shape = rows or (case.batch, case.q_len, case.heads)
-        lse_shape = rows or (case.batch, case.heads, case.q_len)
-        out, lse = gpu.empty((*shape, VALUE_DIM), "uint16"), gpu.empty(lse_shape, "float32")
+        out, lse = gpu.empty((*shape, VALUE_DIM), "uint16"), gpu.empty(shape, "float32")
         uploaded = [gpu.upload(table) for table in tables]
         problem = cls(case, q, kv, uploaded, gpu.upload(case.lengths), out, lse)
         problem.poison(gpu)
@@ -151,7 +150,7 @@ def check(
     row_error = _worst(case, "out", rows, errors, tolerance or _ROW_TOLERANCE[case.dtype])
     if tolerance is not None:
         return row_error, 0.0
-    got_lse = gpu.download(problem.lse)[request, head, token].astype(np.float64)
+    got_lse = gpu.download(problem.lse)[request, token, head].astype(np.float64)
     with np.errstate(invalid="ignore"):  # a row that sees nothing: infinite in both
         errors = np.where(got_lse == want_lse, 0.0, np.abs(got_lse - want_lse) / np.abs(want_lse))
     return row_error, _worst(case, "lse", rows, errors, _LSE_TOLERANCE)

@@ -296,15 +296,14 @@ def _attend_used(
 
 def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
     """Attend, with options of `cumla.attention`; lse has the heads before the tokens."""
-    given = None
     if k.ndim == 4 and not k.shape[1]:  # pages of no key
         out, lse = _of_no_key(q, v, options.get("out"))
         return (out, lse) if returns_lse else out
-    if returns_lse and q.ndim == 3:
-        given = q.new_empty((q.shape[1], q.shape[0]), dtype=import_torch().float32).T
-    out, lse = attention(q, k, v, lse=given, **options)
     if not returns_lse:
-        return out
+        return attention(q, k, v, **options)[0]
+    *batch, tokens, heads, _ = q.shape
+    lse = q.new_empty((*batch, heads, tokens), dtype=import_torch().float32)
+    out, _ = attention(q, k, v, lse=lse.mT, **options)
     if not k.shape[0]:  # as FlashAttention, where there are no rows of keys
         lse.fill_(float("inf"))
-    return out, lse if given is None else lse.T
+    return out, lse

@@ -315,8 +315,9 @@ def flash_attn_combine(
             raise ValueError(
                 f"out: needs out_dtype {out_dtype}, got {out.dtype}; leave one of the two out"
             )
-        _, lse = merge_attention_states(out_partial, lse_partial.transpose(-1, -2), out=out)
-        return out, lse.transpose(-1, -2)
+        _, *batch, tokens, heads = lse_partial.shape
+        lse = out.new_empty((*batch, heads, tokens), dtype=lse_partial.dtype).mT
+        return tuple(merge_attention_states(out_partial, lse_partial, out=out, lse=lse))
 
 
 def get_scheduler_metadata(

@@ -244,7 +244,7 @@ def flash_mla_with_kvcache(
         arrays = q, k_cache, block_table, cache_seqlens
         options = {"causal": shape.causal, "batch_invariant": bool(enable_batch_invariant)}
         found, lse = mla_decode(*arrays, softmax_scale=scale, **options)
-        return written(out, found), lse.masked_fill(lse == -inf, inf)
+        return written(out, found), lse.masked_fill(lse == -inf, inf).mT
     _check_first_use(metadata, shape)
 
     def updated() -> MLADecodePlan:
@@ -260,7 +260,7 @@ def flash_mla_with_kvcache(
         plan = _updated_plan(metadata, shape, q, updated)
         found, lse = plan.run(q, k_cache, block_table, softmax_scale=scale, out=out)
     metadata._shape = shape
-    return found if out is None else out, lse
+    return found if out is None else out, lse.mT
 
 
 def _attend_sparsely(
@@ -296,8 +296,8 @@ def _attend_sparsely(
     if is_traced():
         second |= {"topk_lens": topk_length, "extra_topk_lens": extra.extra_topk_length}
         found, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
-        found, per_head = with_sink(found, lse.transpose(1, 2), attn_sink)
-        return written(out, found), per_head.transpose(1, 2)
+        found, lse = with_sink(found, lse, attn_sink)
+        return written(out, found), lse.mT
     modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
@@ -315,7 +315,7 @@ def _attend_sparsely(
             q, cache, indices, **second, sinks=attn_sink, softmax_scale=softmax_scale, out=out
         )
     metadata._shape = shape
-    return found if out is None else out, lse
+    return found if out is None else out, lse.mT
 
 
 def _check_first_use(metadata: FlashMLASchedMeta, shape: _Shape | _SparseShape) -> None:

@@ -159,9 +159,9 @@ class Call:
         self._may_allocate = True  # a call neither begins nor ends a capture
 
     def allocate(
-        self, wanted: tuple[tuple[str, tuple[int, ...], str], ...]
+        self, wanted: tuple[tuple[str, tuple[int, ...], str, bool], ...]
     ) -> tuple[list[object], list[int]]:
-        """Allocate arrays of (name, shape, dtype), as `empty`; arrays and their addresses.
+        """Allocate arrays of (name, shape, dtype, swapped); the arrays and their addresses.
 
         An array that is dropped goes back to its allocator, which reuses the memory in the order of
         the stream.
@@ -169,10 +169,11 @@ class Call:
         arrays, addresses = [], []
         allocator, device = self._allocator, self.device
         if wanted and not self._may_allocate:
-            self._check_may_allocate(tuple([name for name, _, _ in wanted]))
-        for _, shape, dtype in wanted:
+            self._check_may_allocate(tuple([name for name, *_ in wanted]))
+        for _, shape, dtype, swapped in wanted:
             assert allocator is not None and device is not None
-            array, view = allocator.empty(shape, dtype, device, self.stream)
+            empty = allocator.empty_swapped if swapped else allocator.empty
+            array, view = empty(shape, dtype, device, self.stream)
             arrays.append(array)
             addresses.append(view.ptr)
         return arrays, addresses

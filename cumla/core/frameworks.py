@@ -155,7 +155,7 @@ class Allocator(Framework, abc.ABC):
     @abc.abstractmethod
     def empty(
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int
-    ) -> tuple[object, ArrayView]:
+    ) -> tuple[Any, ArrayView]:
         """Allocate a contiguous array for use on `stream`."""
 
     @abc.abstractmethod
@@ -171,6 +171,15 @@ class Allocator(Framework, abc.ABC):
         (view,) = self.views((("workspace", part),))
         assert view is not None
         return part, view
+
+    def empty_swapped(
+        self, shape: tuple[int, ...], dtype: str, device: int, stream: int
+    ) -> tuple[Any, ArrayView]:
+        """Allocate as `empty`, with the last two axes in the other order in memory."""
+        of_memory = (*shape[:-2], shape[-1], shape[-2])
+        array, view = self.empty(of_memory, dtype, device, stream)
+        strides = (*view.strides[:-2], view.strides[-1], view.strides[-2])
+        return array.swapaxes(-1, -2), view._replace(shape=shape, strides=strides)
 
 
 class _NumPy(Framework):

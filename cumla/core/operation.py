@@ -96,6 +96,7 @@ class Output(NamedTuple):
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]  # the first where none is given; a given one may have any
     lies: str = "rows"  # how a given one may lie, as in `cumla.core.arguments.Array`
+    swapped: bool = False  # a new one on a GPU has its last two axes in the other order in memory
 
 
 class Ready(dict["Hashable", Any]):
@@ -231,8 +232,8 @@ class Packed(NamedTuple):
     """What a call launches, packed but for the places of what it allocates itself."""
 
     returned: tuple[str, ...]  # names of the outputs
-    # Name, shape and dtype of what the caller did not give: outputs, then the workspace.
-    missing: tuple[tuple[str, tuple[int, ...], str], ...]
+    # As `Call.allocate` takes it: what the caller did not give, outputs, then the workspace.
+    missing: tuple[tuple[str, tuple[int, ...], str, bool], ...]
     templates: tuple[Template, ...]  # in the order of the launches
     # Launches by stream and places, of the last few.
     launches: dict[Hashable, list[Callable[[], None]]]
@@ -250,7 +251,7 @@ class Packed(NamedTuple):
         launches = self.launches.get(at)
         if launches is None:
             places: dict[str, int] = {}
-            for (name, _, _), address in zip(self.missing, addresses, strict=True):
+            for (name, *_), address in zip(self.missing, addresses, strict=True):
                 places[name] = address
             launches = []
             for template in self.templates:
@@ -439,7 +440,7 @@ def checked_outputs(
     operation: Operation[Any, Any], returned: Sequence[Output], views: Views, written: Sequence[str]
 ) -> tuple[ArrayView | None, ...]:
     """Check the arrays that the caller gave to be written to; views of those that are returned."""
-    for name, shape, dtypes, lies in returned:
+    for name, shape, dtypes, lies, _ in returned:
         view = views[name]
         if view is not None:
             check_output(name, view, shape, dtypes, lies)
@@ -465,15 +466,17 @@ def pack(
     missing, outs = [], []
     for output, view in zip(returned, given, strict=True):
         if view is None:
+            output = output._replace(swapped=output.swapped and not call.exports)
             # CuPy has no e4m3 dtype of its own.
             bits = output.dtypes[0] == _FP8 and call.framework == "cupy"
-            missing.append((output.name, output.shape, "uint8" if bits else output.dtypes[0]))
+            dtype = "uint8" if bits else output.dtypes[0]
+            missing.append((output.name, output.shape, dtype, output.swapped))
         outs.append(unplaced(output, device) if view is None else view)
     if buffer is None:
         nbytes = operation.workspace_bytes(key)
         buffer = Address.of(WORKSPACE, 0) if nbytes else 0
         if nbytes:
-            missing.append((WORKSPACE, (nbytes,), "uint8"))
+            missing.append((WORKSPACE, (nbytes,), "uint8", False))
     recipe = operation.recipe(key, arguments, outs, buffer)
     templates = tuple([launch.template(device, lambda: call.capturing) for launch in recipe])
     names = tuple([output.name for output in returned])
@@ -481,10 +484,13 @@ def pack(
 
 
 def unplaced(output: Output, device: int | None) -> ArrayView:
-    """Describe a new output, contiguous, whose place is not known yet."""
-    name, shape, (dtype, *_), _ = output
-    sizes = (numpy_dtype(dtype).itemsize, *shape[:0:-1])
+    """Describe a new output, whose place is not known yet: contiguous, but for the axes' order."""
+    name, shape, (dtype, *_), _, swapped = output
+    of_memory = (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
+    sizes = (numpy_dtype(dtype).itemsize, *of_memory[:0:-1])
     strides = tuple(accumulate(sizes, mul))[::-1] if shape else ()
+    if swapped:
+        strides = (*strides[:-2], strides[-1], strides[-2])
     return ArrayView(Address.of(name, 0), shape, strides, dtype, device)
 
 

@@ -104,11 +104,9 @@ class Stated(Operation[A, K], Generic[A, K]):
     def outputs(self, arguments: A) -> tuple[Output, ...]:
         """Tell the shapes of out, in q's dtype or float32, and lse."""
         q = arguments.q
-        *batch, tokens, num_heads = q.shape[:-1]
-        lse_shape = (*batch, num_heads, tokens) if batch else (tokens, num_heads)
-        out_shape = (*q.shape[:-1], self.value_dim(arguments))
-        out = Output("out", out_shape, (q.dtype, "float32"))
-        return out, Output("lse", lse_shape, ("float32",), "elements")
+        rows = q.shape[:-1]
+        out = Output("out", (*rows, self.value_dim(arguments)), (q.dtype, "float32"))
+        return out, lse_output(rows)
 
     def workspace_bytes(self, key: Any) -> int:
         """Tell the size of a plan's buffer."""
@@ -132,7 +130,26 @@ class Attend(Stated[A, K], Generic[A, K]):
         """Describe the one launch, or none without requests or query tokens."""
         if not key.batch or 0 in arguments.q.shape:
             return ()
-        return (self._launch(key, buffer, arguments, *outs),)
+        out, lse = outs
+        return (self._launch(key, buffer, arguments, out, by_head(lse)),)
+
+
+def lse_output(shape: tuple[int, ...]) -> Output:
+    """Describe an lse of the axes of out before its columns; any strides will do.
+
+    In a new one of a batch the tokens of a head are together in memory, as kernels go through them.
+    """
+    return Output("lse", shape, ("float32",), "elements", len(shape) == 3 and shape[1] > 1)
+
+
+def by_head(lse: ArrayView) -> ArrayView:
+    """View an lse as launches take it: (batch, num_heads, tokens), a batch of one where none is."""
+    *batch, tokens, heads = lse.shape
+    *of_batch, of_token, of_head = lse.strides
+    if batch and tokens == 1:  # whose stride is never used: as in contiguous memory
+        of_token = of_head
+    strides = (*(of_batch or (0,)), of_head, of_token)
+    return lse._replace(shape=(*(batch or (1,)), heads, tokens), strides=strides)
 
 
 class TableOrList(Plan[K], Generic[K]):

@@ -13,7 +13,7 @@ class AttentionState(NamedTuple):
     ----------
     out : array, shape (tokens, heads, head_dim) or (batch, q_len, heads, head_dim)
         Attention output; 0 where nothing is visible.
-    lse : array of float32, shape (tokens, heads) or (batch, heads, q_len)
+    lse : array of float32, shape (tokens, heads) or (batch, q_len, heads)
         Natural logarithm of the sum of ``exp(softmax_scale * q.k)`` over the visible tokens; -inf,
         the logarithm of an empty sum, where nothing is visible. With sinks the sum includes those.
     """

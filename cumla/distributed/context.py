@@ -72,7 +72,7 @@ class ContextParallel(Shard):
     >>> pages = parallel.pages(kv_lens, block_table)
     >>> out, lse = parallel.attend(cumla.mla_decode, q, kv_cache, *pages)
     >>> out.shape, lse.shape
-    (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
+    (torch.Size([2, 1, 16, 512]), torch.Size([2, 1, 16]))
     >>> torch.distributed.destroy_process_group()
     """
 
@@ -194,7 +194,7 @@ class ContextParallel(Shard):
         ----------
         out, lse : array
             Of all heads: ``(tokens, num_heads, columns)`` and ``(tokens, num_heads)``, or
-            ``(batch, q_len, num_heads, columns)`` and ``(batch, num_heads, q_len)``. What only one
+            ``(batch, q_len, num_heads, columns)`` and ``(batch, q_len, num_heads)``. What only one
             rank may count, sinks and new tokens, is part of one rank's result.
         gather : bool
             As in :meth:`attend`.

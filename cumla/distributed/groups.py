@@ -101,7 +101,7 @@ class _InMemory(Group):
 
     def state(self, buffer: Any, columns: int, like: Any) -> tuple[Any, Any]:
         lse = buffer.view(self._xp.float32)[..., columns * buffer.dtype.itemsize // 4]
-        return self._xp.moveaxis(buffer[..., :columns], 0, -2), self._xp.moveaxis(lse, 0, 1)
+        return self._xp.moveaxis(buffer[..., :columns], 0, -2), self._xp.moveaxis(lse, 0, -1)
 
     def once(self, sinks: Any) -> Any:
         return sinks if self.rank == 0 else None
@@ -372,7 +372,7 @@ class _Jax(Group):
     def computed(self, compute: Callable[..., Any], shape: tuple[int, ...], like: Any) -> Any:
         jnp = sys.modules["jax.numpy"]
         out, lse = compute()
-        out, lse = jnp.moveaxis(out, -2, 0), jnp.moveaxis(lse, 1, 0)
+        out, lse = jnp.moveaxis(out, -2, 0), jnp.moveaxis(lse, -1, 0)
         # Integers, because a float that is a piece of another one may be changed as a NaN.
         bits = jnp.uint16 if out.dtype.itemsize == 2 else jnp.uint32
         out, lse = (self._lax.bitcast_convert_type(part, bits) for part in (out, lse))
@@ -384,7 +384,7 @@ class _Jax(Group):
         bits = bits if bits.shape[-1] == 2 else bits[..., 0]
         lse = self._lax.bitcast_convert_type(bits, "float32")
         out = self._lax.bitcast_convert_type(buffer[..., :columns], like.dtype)
-        return jnp.moveaxis(out, 0, -2), jnp.moveaxis(lse, 0, 1)
+        return jnp.moveaxis(out, 0, -2), jnp.moveaxis(lse, 0, -1)
 
     def all_to_all(self, buffer: Any) -> Any:
         return self._lax.all_to_all(buffer, self._axis, 0, 0, tiled=True)

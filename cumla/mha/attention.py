@@ -237,7 +237,7 @@ def attention(
         shape does not tell them apart: with the wrong one results are wrong without an error.
     out, lse : array, optional
         Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and
-        ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)`` float32.
+        float32 of q's shape without its columns.
     batch_invariant : bool
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. A request whose query rows are one tile of the kernel, at most 64 per

@@ -139,8 +139,9 @@ def mla_decode(
         cutting them to fill the GPU, and the workspace is that of the longest requests that
         block_table can hold: pass no more columns than needed, or make a plan.
     out, lse : array, optional
-        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
-        q_len)`` float32, written and returned. Of q's framework; JAX's arrays cannot be written to.
+        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, q_len,
+        num_heads)`` float32, written and returned. Of q's framework; JAX's arrays cannot be
+        written to.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
         default the current stream of q's framework (CuPy's for JAX). On another one than that,
@@ -150,7 +151,7 @@ def mla_decode(
     Returns
     -------
     AttentionState
-        ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, num_heads, q_len)``
+        ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, q_len, num_heads)``
         float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``. Where nothing is
         visible out is 0 and lse -inf. Arrays of q's framework.
 
@@ -318,7 +319,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
     >>> for layer in range(3):
     ...     out, lse = plan.run(q, kv_cache, block_table)
     >>> out.shape, lse.shape
-    ((2, 1, 16, 512), (2, 16, 1))
+    ((2, 1, 16, 512), (2, 1, 16))
     """
 
     _operation = _DECODE

@@ -36,7 +36,7 @@ def merge_attention_states(
         Each bfloat16, float16, float32 or float64, ``(tokens, heads, head_dim)`` or
         ``(batch, q_len, heads, head_dim)``. Any strides.
     lses : sequence of ndarray, or one ndarray with a leading axis of partial results
-        Each ``(tokens, heads)``, or ``(batch, heads, q_len)`` for outs with four axes.
+        Each of the shape of outs without their last axis.
     out, lse : ndarray, shapes of one of outs, of any floating dtype, and one of lses, optional
         Where to write the results; may be one of outs, or of lses.
     lse_base : float
@@ -56,9 +56,8 @@ def merge_attention_states(
     array([[[2., 2.]]])
     """
     outs, lses = list(outs), list(lses)
-    heads_first = outs[0].ndim == 4
-    # Natural logarithms, of the shape of outs without its last axis; -inf where nothing was seen.
-    natural = [_tokens_first(x.astype(np.float64), heads_first) * log(lse_base) for x in lses]
+    # Natural logarithms; -inf where nothing was seen.
+    natural = [x.astype(np.float64) * log(lse_base) for x in lses]
     natural = [np.where(np.isinf(x), -np.inf, x) for x in natural]
     top = np.fmax.reduce(natural)
     shift = np.where(np.isinf(top), 0.0, top)  # keeps exp() in range and cancels in both results
@@ -74,10 +73,5 @@ def merge_attention_states(
     out = np.empty(merged.shape, outs[0].dtype) if out is None else out
     lse = np.empty(lses[0].shape, np.float32) if lse is None else lse
     out[...] = merged / total[..., None]
-    lse[...] = _tokens_first(logarithm, heads_first)
+    lse[...] = logarithm
     return AttentionState(out, lse)
-
-
-def _tokens_first(lse: Array, heads_first: bool) -> Array:
-    """Turn (batch, heads, q_len) into (batch, q_len, heads), or back."""
-    return lse.swapaxes(1, 2) if heads_first else lse

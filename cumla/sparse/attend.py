@@ -11,7 +11,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.operation import Both, Operation, Output, Scheduled, parts_on_host
-from cumla.core.paged import Host, Results, Stated
+from cumla.core.paged import Host, Results, Stated, by_head
 from cumla.launch.device import sm_count_of
 from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
 from cumla.launch.sparse.shape import MLASparseKey
@@ -109,9 +109,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         if 0 in arguments.rows:
             return ()
         out, lse, *max_logits = outs
-        if len(arguments.rows) == 1:  # lse has its heads last, and a batch has them first
-            lse = lse._replace(shape=lse.shape[::-1], strides=lse.strides[::-1])
-        views = arguments.launched, as_batch(out, 4), as_batch(lse, 3)
+        views = arguments.launched, as_batch(out, 4), by_head(lse)
         return attend_launches(key, buffer, *views, *max_logits)
 
     def check_values(self, host: Host, arguments: Attended) -> None:
@@ -142,9 +140,8 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         if a.as_flash_mla:
             out, lse = state
             if sinks is not None:
-                of_heads = lse if len(rows) == 1 else lse.swapaxes(1, 2)
                 with np.errstate(over="ignore", invalid="ignore"):
-                    share = np.where(of_heads == -inf, 0, 1 / (1 + np.exp(sinks - of_heads)))
+                    share = np.where(lse == -inf, 0, 1 / (1 + np.exp(sinks - lse)))
                 out[...] = (out.astype(np.float32) * share[..., None]).astype(out.dtype)
             lse[lse == -inf] = inf
         if not a.has_max_logits:

@@ -164,15 +164,15 @@ def mla_sparse_decode(
         Give a query token the same bits whatever else is in the call: other query tokens, their
         number, its place among them, and what comes after `topk_lens` entries of its list.
     out, lse : array, optional
-        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
-        q_len)`` float32, written and returned, as in :func:`cumla.mla_decode`.
+        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, q_len,
+        num_heads)`` float32, written and returned, as in :func:`cumla.mla_decode`.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
     Returns
     -------
     AttentionState
-        ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, num_heads, q_len)``
+        ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, q_len, num_heads)``
         float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)`` and, with sinks,
         ``exp(sink)``. Where a list names no row out is 0 and lse -inf, or the sink.
 
@@ -339,7 +339,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
     >>> for layer in range(3):
     ...     out, lse = plan.run(q, kv_cache, indices)
     >>> out.shape, lse.shape
-    ((2, 1, 16, 512), (2, 16, 1))
+    ((2, 1, 16, 512), (2, 1, 16))
     """
 
     _operation = _PLANNED

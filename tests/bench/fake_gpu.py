@@ -205,7 +205,7 @@ def _attend_rows(
     )
     request, token, head = chosen.T
     memory(out, (blocks, 512), "float64")[...] = got.out[request, token, head]
-    memory(lse, (blocks,), "float64")[...] = got.lse[request, head, token]
+    memory(lse, (blocks,), "float64")[...] = got.lse[request, token, head]
 
 
 def _nothing(blocks: int, *values: object) -> None:

@@ -296,12 +296,13 @@ def check_export(name: str, strict: bool) -> None:
 
 def test_tensors_without_memory() -> None:
     with torch._subclasses.FakeTensorMode():
-        q = torch.empty(2, 1, 16, 576, dtype=torch.bfloat16, device="cuda:0")
+        q = torch.empty(2, 3, 16, 576, dtype=torch.bfloat16, device="cuda:0")
         kv_cache = q.new_empty(4, 64, 576)
         table, lens = (q.new_empty(shape, dtype=torch.int32) for shape in ((2, 2), (2,)))
         out, lse = cumla.mla_decode(q, kv_cache, table, lens)
-    assert (out.shape, out.dtype, out.device) == ((2, 1, 16, 512), q.dtype, q.device)
-    assert (lse.shape, lse.dtype, lse.device) == ((2, 16, 1), torch.float32, q.device)
+    assert (out.shape, out.dtype, out.device) == ((2, 3, 16, 512), q.dtype, q.device)
+    assert (lse.shape, lse.dtype, lse.device) == ((2, 3, 16), torch.float32, q.device)
+    assert lse.stride() == (48, 1, 3)  # as that of an eager call
 
 
 # --- arguments -----------------------------------------------------------------------------------

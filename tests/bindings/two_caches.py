@@ -49,7 +49,7 @@ TWO_CACHES = {
     "mla_sparse_decode": Operation(
         cumla.mla_sparse_decode,
         _decode,
-        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
+        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 2, 16), np.float32)},
         (*2 * ("bound_rows",), "mla_schedule", "mla_sparse_v4"),
     ),
     "mla_sparse_attention": Operation(

@@ -1444,7 +1444,7 @@ def test_cupy_allocates_on_the_stream_of_the_call(cupy):
         cupy.stream = FakeStream(cupy, 5)
         with open_call((("q", cupy.ndarray()),), stream=stream) as call:
             array, view = call.empty((2, 3), "bfloat16")
-            arrays, (address,) = call.allocate((("workspace", (256,), "uint8"),))
+            arrays, (address,) = call.allocate((("workspace", (256,), "uint8", False),))
         assert cupy.allocated[-2:] == [((2, 3), "bfloat16", stream), ((256,), "uint8", stream)]
         assert (cupy.stream.ptr, call.export(array)) == (5, array)
         assert (view.shape, view.dtype) == ((2, 3), "bfloat16")
@@ -1489,7 +1489,7 @@ def test_a_refusal_under_capture_names_what_is_missing(cuda, cupy, wanted, ways)
     cuda.capturing.add(5)
     call = open_call((("q", cupy.ndarray()),), stream=5)
     with call, pytest.raises(NotPreparedError, match=f"captures: {ways}, made before the capture$"):
-        call.allocate(tuple((name, (2,), "float16") for name in wanted))
+        call.allocate(tuple((name, (2,), "float16", False) for name in wanted))
 
 
 def test_capture_forbids_imports(cuda, fake_jax):

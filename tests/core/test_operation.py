@@ -168,6 +168,18 @@ def test_outputs(operation: Operation) -> None:
             operation(**{name: torch.zeros(array.shape)})
 
 
+@pytest.mark.parametrize("name", [n for n, o in OPERATIONS.items() if "lse" in o.outputs()])
+def test_an_lse_has_the_shape_of_out_without_its_columns(
+    name: str, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """In a new one of a batch, on a GPU, the tokens of a head are together."""
+    given = on_gpu(cupy, OPERATIONS[name], outputs=False)
+    out, lse = OPERATIONS[name].function(**given)
+    assert lse.shape == out.shape[:-1]
+    *_, of_token, of_head = lse.strides
+    assert (of_token, of_head)[len(lse.shape) == 2] == 4
+
+
 @every_operation
 def test_nothing_is_written_by_a_call_that_fails(operation: Operation) -> None:
     arguments = operation.make() | operation.outputs()
@@ -569,7 +581,7 @@ def test_outputs_in_place(cupy: FakeCuPy, bindings: FakeBindings) -> None:
         cumla.merge_attention_states(**merge, out=out)
     stack = {
         "outs": cupy.like(aligned((3, 2, 5, 3, 16))),
-        "lses": cupy.like(np.zeros((3, 2, 3, 5), np.float32)),
+        "lses": cupy.like(np.zeros((3, 2, 5, 3), np.float32)),
     }
     out.data.ptr = stack["outs"].data.ptr + 2 * 5 * 3 * 16 * 2
     out.data.ptr += 96

@@ -71,7 +71,7 @@ def lengths() -> Any:
 def heads(whole: Any) -> Any:
     """Result specs: out of four axes and lse, sharded over heads."""
     spec = jax.sharding.PartitionSpec
-    return cumla.AttentionState(spec(None, None, "ranks"), spec(None, "ranks"))
+    return cumla.AttentionState(spec(None, None, "ranks"), spec(None, None, "ranks"))
 
 
 def same(found: Any, whole: Any) -> None:
@@ -99,8 +99,7 @@ def decodes(world: int, q_len: int, repeats: int = 1) -> None:
         tokens = q.reshape(-1, 1, HEADS, 576)
         plan = cumla.jax.MLADecodePlan.from_arrays(tokens, cache).update(pages.kv_lens)
         (out, lse), _ = plan.run(tokens, cache, pages.block_table)
-        lse = jax.numpy.moveaxis(lse.reshape(-1, q_len, HEADS), 1, 2)
-        return parallel.merge(out.reshape(-1, q_len, HEADS, 512), lse)
+        return parallel.merge(out.reshape(-1, q_len, HEADS, 512), lse.reshape(-1, q_len, HEADS))
 
     results = [
         mapped(world, function, heads(whole), q, table, lengths(), own, repeats=repeats)
@@ -136,7 +135,7 @@ def gathers(world: int) -> None:
 def merges_nothing(world: int) -> None:
     """An empty batch, as each rank computes it."""
     parallel = ContextParallel("ranks", page_size=PAGE)
-    out, lse = (jax.numpy.zeros((0, 1, HEADS, 512)), jax.numpy.zeros((0, HEADS, 1)))
+    out, lse = (jax.numpy.zeros((0, 1, HEADS, 512)), jax.numpy.zeros((0, 1, HEADS)))
 
     def merge(out: Any, lse: Any) -> Any:
         return jax.tree.map(lambda array: array[None], parallel.merge(out, lse, gather=True))

@@ -108,8 +108,7 @@ def make(s: Sample) -> dict[str, Any]:
         given["out"] = _poisoned(
             (*lead, num_heads, head_dim_v), np.float32 if s.outputs == "float32" else dtype
         )
-        lse_shape = (lead[0], num_heads, lead[1]) if s.queries == "uniform" else (*lead, num_heads)
-        given["lse"] = _poisoned(lse_shape, np.float32)
+        given["lse"] = _poisoned((*lead, num_heads), np.float32)
     return given
 
 

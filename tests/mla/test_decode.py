@@ -143,13 +143,13 @@ REFUSED = [
         for name, array in (
             ("block_table", decode()["block_table"]),
             ("kv_lens", decode()["kv_lens"]),
-            ("lse", zeros(2, 16, 2, dtype=np.float32)),
+            ("lse", zeros(2, 2, 16, dtype=np.float32)),
         )
     ),
     wrong(
         "lse",
-        np.lib.stride_tricks.as_strided(np.zeros(999, np.float32), (2, 16, 2), (330, 10, 4)),
-        "an address and ... strides (330, 10, 4); copy it",
+        np.lib.stride_tricks.as_strided(np.zeros(999, np.float32), (2, 2, 16), (330, 4, 10)),
+        "an address and ... strides (330, 4, 10); copy it",
     ),
     wrong_type("out", zeros(*OUT, dtype="f2"), "bfloat16 or float32, got float16; allocate it"),
     *wrong_parts("q"),
@@ -197,7 +197,7 @@ def test_what_the_gpu_tests_expect(change: str, error: type[Exception], message:
 
 def test_what_is_checked_first() -> None:
     """What an array is, then where it lies; inputs, then out, then lse."""
-    out, lse = every_other(np.zeros(OUT, BF16)), shifted(np.zeros((2, 16, 2), np.float32), 2)
+    out, lse = every_other(np.zeros(OUT, BF16)), shifted(np.zeros((2, 2, 16), np.float32), 2)
     for changes, message in (
         ({"out": out}, "out: needs a contiguous last axis"),
         ({"out": out.view(np.int16)}, "out: needs bfloat16 or float32"),
@@ -257,7 +257,7 @@ def test_nothing_is_visible() -> None:
         assert isinstance(state, cumla.AttentionState)
         assert not state.out[0].astype(bool).any()
         assert np.isneginf(state.lse[0]).all()
-        assert np.isneginf(state.lse[1]).tolist() == [[True, False]] * 16  # the first query of two
+        assert np.isneginf(state.lse[1]).tolist() == [[True] * 16, [False] * 16]
     every = cumla.mla_decode(**arguments, causal=False)
     assert np.isfinite(every.lse[1]).all()
 

@@ -229,7 +229,7 @@ def test_no_requests() -> None:
             given |= {name: given[name][:0]} if name in given else {}
         results = step(plan_of(given), given, int32())
         shapes = [array.shape for array in results]
-        assert shapes == [(0, 2, TOPK), (0, 2, STEP.heads, 512), (0, STEP.heads, 2)]
+        assert shapes == [(0, 2, TOPK), (0, 2, STEP.heads, 512), (0, 2, STEP.heads)]
 
 
 def test_caches_and_outputs_and_options_are_those_of_attention() -> None:
@@ -237,7 +237,7 @@ def test_caches_and_outputs_and_options_are_those_of_attention() -> None:
     plan = plan_of(given)
     indices, *state = step(plan, given, LENS)
     assert_same(state, attended(given, indices))
-    out, lse = np.empty((3, 1, 4, 512), "f4"), np.empty((3, 4, 1), "f4")
+    out, lse = np.empty((3, 1, 4, 512), "f4"), np.empty((3, 1, 4), "f4")
     options = {"sinks": numbers(4, dtype=np.float32), "softmax_scale": 0.1}
     state = run(plan, given, out=out, lse=lse, **options)
     assert (state.out is out, state.lse is lse) == (True, True)
@@ -407,7 +407,7 @@ class OnGpu:
         self.lengths = {"extra_topk_lens": cupy.like(LENS)} if of.window else {}
         self.results = {
             "out": cupy.ndarray((3, q_len, 4, 512), BF16),
-            "lse": cupy.ndarray((3, 4, q_len), "float32"),
+            "lse": cupy.ndarray((3, q_len, 4), "float32"),
         }
         self.plan = plan_of(self.given, kv_lens=self.kv_lens, **options)
 

@@ -236,7 +236,7 @@ def test_an_update_that_is_captured(
     plan.update()
     sinks = cupy.like(numbers(HEADS, dtype=np.float32))
     kind = BF16 if dtype == "bfloat16" else dtype
-    out, lse = cupy.ndarray((2, 3, HEADS, 512), kind), cupy.ndarray((2, HEADS, 3), "float32")
+    out, lse = cupy.ndarray((2, 3, HEADS, 512), kind), cupy.ndarray((2, 3, HEADS), "float32")
     plan.run(**given, sinks=sinks, out=out, lse=lse)
     assert bindings.entries == [
         *SCHEDULE,

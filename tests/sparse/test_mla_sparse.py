@@ -79,7 +79,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 def as_decoded(state: cumla.AttentionState) -> cumla.AttentionState:
     """The result of query tokens without a batch in the shape of one with a batch."""
-    return cumla.AttentionState(state.out.reshape(OUT), state.lse.reshape(2, 2, 16).swapaxes(1, 2))
+    return cumla.AttentionState(state.out.reshape(OUT), state.lse.reshape(2, 2, 16))
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ def test_outputs_that_are_given() -> None:
     out, lse = np.zeros(OUT, np.float32), np.zeros((2, 2, 16), np.float32)
     tokens = {"out": out.reshape(4, 16, 512), "lse": lse.reshape(4, 16)}
     for call in (
-        lambda: cumla.mla_sparse_decode(**decode(), out=out, lse=lse.swapaxes(1, 2)),
+        lambda: cumla.mla_sparse_decode(**decode(), out=out, lse=lse),
         lambda: cumla.mla_sparse_attention(**flat(decode()), **tokens),
     ):
         out[...], lse[...] = 0, 0
         assert np.shares_memory(call().out, out)
         np.testing.assert_allclose(out, want.out.astype("f4"), rtol=2**-8, atol=1e-6)
-        np.testing.assert_array_equal(lse.swapaxes(1, 2), want.lse)
+        np.testing.assert_array_equal(lse, want.lse)
 
 
 def test_layouts_that_are_fine() -> None:
@@ -168,7 +168,7 @@ def test_empty_calls() -> None:
             plan_of(arguments).run(**inputs(arguments)),
         ):
             assert state.out.shape == (*shape, 16, 512)
-            assert state.lse.shape == (shape[0], 16, shape[1])
+            assert state.lse.shape == (*shape, 16)
     tokens = {"q": numbers(0, 16, 576), "indices": np.zeros((0, 5), np.int32)}
     state = cumla.mla_sparse_attention(kv_cache=numbers(*CACHE), **tokens)
     assert (state.out.shape, state.lse.shape) == ((0, 16, 512), (0, 16))
@@ -286,7 +286,7 @@ REFUSED = [
             ("indices", int32(*LISTED)),
             ("topk_lens", int32(5, 3)),
             ("row_to_request", int32([0, 2], [2, 1])),
-            ("lse", zeros(2, 16, 2, dtype="f4")),
+            ("lse", zeros(2, 2, 16, dtype="f4")),
         )
     ),
     *badly_laid_out("q", zeros(*Q)),
@@ -294,7 +294,7 @@ REFUSED = [
     *badly_laid_out("out", zeros(*OUT)),
     wrong_type("out", zeros(*OUT, dtype="f2"), "bfloat16 or float32, got float16; allocate it"),
     wrong("out", zeros(4, 16, 512), f"shape {OUT}, got (4, 16, 512); allocate it"),
-    wrong("lse", zeros(2, 2, 16, dtype="f4"), "shape (2, 16, 2), got (2, 2, 16); allocate it"),
+    wrong("lse", zeros(2, 16, 2, dtype="f4"), "shape (2, 2, 16), got (2, 16, 2); allocate it"),
 ]
 
 
@@ -353,7 +353,7 @@ def test_outputs_share_no_memory(name: str) -> None:
     begin = -whole.ctypes.data % 64
     there = whole[begin : begin + memory.nbytes].view(memory.dtype)
     arguments[name] = there.reshape(memory.shape)
-    lse = whole[begin : begin + 256].view(np.float32).reshape(2, 16, 2)
+    lse = whole[begin : begin + 256].view(np.float32).reshape(2, 2, 16)
     with refused(ValueError, f"lse: needs memory of its own, got memory that {name} uses too"):
         cumla.mla_sparse_decode(**arguments, lse=lse)
 
@@ -407,7 +407,7 @@ def test_a_plan_of_one_request_takes_both_forms() -> None:
     for lengths in (int32(5, 1, 0, 4), int32(3), int32([5, 1, 0, 4])):
         plan.update(lengths)
         one, other = plan.run(**given), plan.run(**given | batched)
-        assert_same(one, cumla.AttentionState(other.out[0], other.lse[0].T))
+        assert_same(one, cumla.AttentionState(other.out[0], other.lse[0]))
         each = np.broadcast_to(lengths.reshape(-1), 4).copy()
         assert_same(one, cumla.mla_sparse_attention(**given, topk_lens=each))
     with refused(ValueError, "topk_lens: needs shape (batch,) or (batch, q_len) ... got (3,)"):

@@ -187,7 +187,7 @@ def found(given: dict[str, Any], prefix: str = "") -> list[Any]:
 
 
 def naive(given: dict[str, Any]) -> tuple[Any, Any]:
-    """Attend in float64: out as (batch, q_len, heads, 512), and lse as (batch, heads, q_len)."""
+    """Attend in float64: out as (batch, q_len, heads, 512), and lse as (batch, q_len, heads)."""
     sources = [found(given)]
     if "extra_kv_cache" in given:
         sources.append(found(given, "extra_"))
@@ -203,7 +203,7 @@ def naive(given: dict[str, Any]) -> tuple[Any, Any]:
         total = weights.sum(axis=1)
         lse[token, some] = top[some] + np.log(total)
         out[token, some] = weights[:, :-1] @ rows / total[:, None]
-    return out.reshape(BATCH, Q_LEN, HEADS, 512), lse.reshape(BATCH, Q_LEN, HEADS).swapaxes(1, 2)
+    return out.reshape(BATCH, Q_LEN, HEADS, 512), lse.reshape(BATCH, Q_LEN, HEADS)
 
 
 def flat(given: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def every_way(given: dict[str, Any]) -> Any:
         cumla.mla_sparse_attention(**tokens, out=of_tokens()),
         plan_of(tokens).run(**inputs(tokens), out=of_tokens()),
     ):
-        lse = one.lse.reshape(BATCH, Q_LEN, HEADS).swapaxes(1, 2)
+        lse = one.lse.reshape(BATCH, Q_LEN, HEADS)
         others.append(cumla.AttentionState(one.out.reshape(state.out.shape), lse))
     for other in others:
         np.testing.assert_array_equal(other.out, state.out)
@@ -326,7 +326,7 @@ def test_slots_of_v4(page_size: int, dtype: Any) -> None:
     given = decode(kv_cache=slots.cache, indices=indices, topk_lens=int32([12, 12], [7, 7]))
     state = assert_right(given)
     assert np.isfinite(state.out).all()
-    assert not state.out[0, 0].any() and np.isneginf(state.lse[0, :, 0]).all()
+    assert not state.out[0, 0].any() and np.isneginf(state.lse[0, 0]).all()
     without_axis = given | {"kv_cache": slots.cache[:, :, 0]}
     np.testing.assert_array_equal(every_way(without_axis).out, state.out)
 
@@ -358,9 +358,7 @@ def test_sinks() -> None:
         if make is twice:
             nothing["extra_topk_lens"] = int32(0, 0)
         state = assert_right(nothing)
-        np.testing.assert_array_equal(
-            state.lse, np.broadcast_to(nothing["sinks"][:, None], state.lse.shape)
-        )
+        np.testing.assert_array_equal(state.lse, np.broadcast_to(nothing["sinks"], state.lse.shape))
     given = decode(sinks=np.full(HEADS, np.inf, np.float32))
     state = cumla.mla_sparse_decode(**given)
     assert not state.out.any() and np.isposinf(state.lse).all()
@@ -517,7 +515,7 @@ def test_empty_calls() -> None:
         given = twice(**nothing, **lengths)
         for state in (cumla.mla_sparse_decode(**given), plan_of(given).run(**inputs(given))):
             assert state.out.shape == (*shape, HEADS, 512)
-            assert state.lse.shape == (shape[0], HEADS, shape[1])
+            assert state.lse.shape == (*shape, HEADS)
     empty = np.zeros((BATCH, Q_LEN, 0), np.int32)
     state = assert_right(twice(indices=empty, extra_indices=empty))
     assert not state.out.any() and np.isneginf(state.lse).all()
@@ -828,7 +826,7 @@ def test_refusals_of_two_caches(refusal: Refusal) -> None:
 def test_outputs_share_no_memory(name: str) -> None:
     given = twice(page_size=2)
     memory = slots_of(given[name]).memory if "cache" in name else given[name]
-    lse = memory.reshape(-1).view(np.uint8)[:48].view(np.float32).reshape(BATCH, HEADS, Q_LEN)
+    lse = memory.reshape(-1).view(np.uint8)[:48].view(np.float32).reshape(BATCH, Q_LEN, HEADS)
     with refused(ValueError, f"lse: needs memory of its own, got memory that {name} uses too"):
         cumla.mla_sparse_decode(**given, lse=lse)
 

@@ -360,8 +360,6 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 q, k, v, kv_indices = self._turned(options.rope, q, k, v)
             q_rows = self._by_request("q", q)
             lse_rows = self._by_request("lse", lse.T if heads_first else lse)
-            if wants_lse and shape.q_len is not None:
-                lse_rows = lse_rows.swapaxes(1, 2)
             state = self._ready_plan(given_q).run(
                 q_rows,
                 k,
@@ -525,7 +523,7 @@ def attend_once(
             softmax_scale=scale,
             **factors,
             kv_layout=kv_layout,
-            lse=lse.T[None],
+            lse=lse[None],
         )
     out = out[0]
     if v_factor != 1.0:

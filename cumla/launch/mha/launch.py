@@ -46,7 +46,7 @@ def attention_launch(
     """Describe how to attend to the blocks of every part.
 
     `buffer` is the address of the plan's buffer, which holds a schedule; out has the axes of q, lse
-    is (tokens, num_heads) or (batch, num_heads, q_len).
+    is (batch, num_heads, tokens), of one request if q has three axes.
     """
     values = attention_values(key, buffer, arguments, out, lse)
     choice = key.choice
@@ -73,10 +73,7 @@ def attention_values(
     pages = a.pages
     if pages is not None and len(pages.shape) == 1:  # a table whose rows are a page apart
         pages = pages._replace(shape=(1, *pages.shape), strides=(4, 4))
-    if len(lse.shape) == 3:
-        lse_batch, lse_head, lse_token = lse.strides
-    else:
-        lse_batch, lse_head, lse_token = 0, lse.strides[1], lse.strides[0]
+    lse_batch, lse_head, lse_token = lse.strides
     entries_apart = 0 if pages is None else pages.strides[0] // 4
     if pages is None:
         tokens = entries = a.k.shape[1]

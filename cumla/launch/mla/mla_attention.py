@@ -28,7 +28,7 @@ def attention_launch(
 
     `buffer` is its address; it holds a schedule. q and q_rope are ``(total_tokens, num_heads,
     columns)``, block_table is ``(batch, max_pages)`` or the list of pages ``(pages,)``; `out` is
-    ``(total_tokens, num_heads, 512)`` and `lse` ``(total_tokens, num_heads)``.
+    ``(total_tokens, num_heads, 512)`` and `lse` ``(1, num_heads, total_tokens)``.
     """
     pages = arguments.block_table
     if len(pages.shape) == 1:  # a row of a table whose rows are a page apart
@@ -36,13 +36,11 @@ def attention_launch(
     one_request = arguments._replace(
         q=_with_batch(arguments.q), q_rope=_with_batch(arguments.q_rope), block_table=pages
     )
-    tokens, heads = lse.shape
-    per_head = lse._replace(shape=(1, heads, tokens), strides=(0, *lse.strides[::-1]))
     out = _with_batch(out)
     if key.cache == "e4m3":
-        return decode_fp8_launch(key, buffer, one_request, out, per_head)
+        return decode_fp8_launch(key, buffer, one_request, out, lse)
     spec = attention_spec(key, form_of(key, arguments))
-    return decode_launch(spec, key, buffer, one_request, out, per_head)
+    return decode_launch(spec, key, buffer, one_request, out, lse)
 
 
 def _with_batch(view: ArrayView) -> ArrayView:

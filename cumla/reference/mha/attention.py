@@ -96,8 +96,7 @@ def attention(
     if out is None:
         out = np.empty((*tokens, num_heads, v.shape[-1]), q.dtype)
     if lse is None:
-        lse_shape = (*tokens[:-1], num_heads, tokens[-1]) if q.ndim == 4 else (*tokens, num_heads)
-        lse = np.empty(lse_shape, np.float32)
+        lse = np.empty((*tokens, num_heads), np.float32)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     left, right = _sides(window, causal)
     sink = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
@@ -233,7 +232,7 @@ def _requests(
     if (qo_indptr is None) != (q.ndim == 4):
         raise ValueError(f"qo_indptr: needed for q with 3 axes, and only for it; q has {q.ndim}")
     if qo_indptr is None:
-        return [*zip(q, out, lse.swapaxes(1, 2), strict=True)]
+        return [*zip(q, out, lse, strict=True)]
     tokens = [slice(*bounds) for bounds in _bounds_of_queries(q, qo_indptr)]
     return [(q[some], out[some], lse[some]) for some in tokens]
 

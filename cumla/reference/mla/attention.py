@@ -86,7 +86,7 @@ def mla_attention(
                 kv_scale=kv_scale,
                 causal=causal,
                 out=out[None, begin:end],
-                lse=lse[begin:end].T[None],
+                lse=lse[None, begin:end],
                 accumulate=accumulate,
             )
     return AttentionState(out, lse)

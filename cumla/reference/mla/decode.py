@@ -85,7 +85,7 @@ batch_invariant, out, lse
     batch, q_len, num_heads, _ = q.shape
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     out = np.empty((batch, q_len, num_heads, VALUE_DIM), q.dtype) if out is None else out
-    lse = np.empty((batch, num_heads, q_len), np.float32) if lse is None else lse
+    lse = np.empty((batch, q_len, num_heads), np.float32) if lse is None else lse
     for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
         rows = cache.rows(table, int(kv_len), np.dtype(accumulate))
         visible = np.full(q_len, len(rows))
@@ -95,8 +95,7 @@ batch_invariant, out, lse
         together = max(1, TOGETHER // num_heads) if np.isfinite(rows).all() else 1
         for i in range(0, q_len, together):
             some = slice(i, i + together)
-            out[b, some], attended = attend(queries[some], rows, scale, visible[some])
-            lse[b, :, some] = attended.T
+            out[b, some], lse[b, some] = attend(queries[some], rows, scale, visible[some])
     return AttentionState(out, lse)
 
 

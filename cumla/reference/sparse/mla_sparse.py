@@ -75,7 +75,7 @@ batch_invariant, accumulate
     if out is None:
         out = np.empty((batch, q_len, num_heads, VALUE_DIM), parts[0].dtype)
     if lse is None:
-        lse = np.empty((batch, num_heads, q_len), np.float32)
+        lse = np.empty((batch, q_len, num_heads), np.float32)
     if block_table is not None and row_to_request is None:
         row_to_request = np.arange(batch)
     for b in range(batch):
@@ -97,7 +97,7 @@ batch_invariant, accumulate
             softmax_scale=softmax_scale,
             kv_scale=kv_scale,
             out=out[b],
-            lse=lse[b].T,
+            lse=lse[b],
             accumulate=accumulate,
         )
     return AttentionState(out, lse)

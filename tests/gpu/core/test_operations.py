@@ -85,7 +85,7 @@ def small_calls(n: int) -> dict[str, Small]:
     partials = {"outs": [f32(n, 16, 512)] * 2, "lses": [f32(n, 16)] * 2}
     return {
         "mla_decode": Small(
-            cumla.mla_decode, decode, {"out": b16(n, 1, 16, 512), "lse": f32(n, 16, 1)}
+            cumla.mla_decode, decode, {"out": b16(n, 1, 16, 512), "lse": f32(n, 1, 16)}
         ),
         "mla_attention": Small(cumla.mla_attention, ragged, attended),
         "mqa_logits": Small(cumla.mqa_logits, scored | sequence, logits),
@@ -203,7 +203,7 @@ def test_no_request_and_rows_of_nobody() -> None:
         )
     assert launched == []
     assert none.out.shape == (2, 0, 16, 512)
-    assert none.lse.shape == (2, 16, 0)
+    assert none.lse.shape == (2, 0, 16)
     for output in (out, lse):
         assert bool((output.bits == output.ones).all())
 

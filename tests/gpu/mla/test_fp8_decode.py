@@ -413,7 +413,7 @@ def test_any_factor(
     problem.call(out=out.array, lse=lse.array)
     got = out.array.astype(cp.float64).reshape(expected.out.shape)
     figures = check_out(cp, got / relative, expected.out / relative)
-    oracle.check_lse(cp, lse.array.astype(cp.float64).reshape(3, heads, 1), expected.lse)
+    oracle.check_lse(cp, lse.array.astype(cp.float64).reshape(3, 1, heads), expected.lse)
     record_figures(figures)
 
 

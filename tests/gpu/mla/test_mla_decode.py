@@ -203,7 +203,7 @@ def test_strided_outputs_and_lengths(heads: int, record_figures: Report) -> None
     problem = make_problem(cp, case)
     base = cp.full((3, 4, heads + 2, VALUE_DIM + 8), 0xFFFF, dtype=cp.uint16)
     out = typed(base[:, :3, :heads, :VALUE_DIM], case.dtype)
-    lse = cp.full((3, 3, heads), np.nan, dtype=cp.float32).transpose(0, 2, 1)
+    lse = cp.full((3, heads, 3), np.nan, dtype=cp.float32).transpose(0, 2, 1)
     spread = cp.full(6, -7, dtype=cp.int32)
     spread[::2] = problem.kv_lens
     problem.kv_lens = spread[::2]

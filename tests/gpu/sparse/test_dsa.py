@@ -51,8 +51,7 @@ class Layers:
         lead = of.batch, of.q_len
         dtype = str(self.host[0]["q"].dtype)
         self.outs = [Guarded(cp, (*lead, of.heads, 512), dtype) for _ in self.host]
-        shape = of.batch, of.heads, of.q_len
-        self.lses = [Guarded(cp, shape, "float32") for _ in self.host]
+        self.lses = [Guarded(cp, (*lead, of.heads), "float32") for _ in self.host]
         self.indices = [cp.full((*lead, of.topk), -7, np.int32) for _ in self.host]
 
     def plan(self, **options: Any) -> cumla.DSAPlan:

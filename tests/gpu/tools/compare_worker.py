@@ -212,6 +212,12 @@ class Worker:
         """Make an output of NaN."""
         return self.device.empty(shape, plain(dtype)).view(dtype)
 
+    def lse_output(self, batch: int, heads: int, q_len: int) -> tuple[Array, Array]:
+        """Make an lse of NaN, (batch, heads, q_len), and its view for this version."""
+        lse = self.output((batch, heads, q_len), np.float32)
+        of_former = "topk_length" in inspect.signature(self.cumla.mla_sparse_decode).parameters
+        return lse, lse if of_former else lse.swapaxes(1, 2)
+
     def shuffled(self, count: int) -> np.ndarray:
         return np.random.default_rng(count).permutation(count).astype(np.int32)
 
@@ -252,7 +258,7 @@ class Worker:
         rows = self.normal((pages, page, kv_heads, 576), dtype, deviation=0.1, seed=2)
         given, keys, kv_scale = self.cache(rows, cache)
         out = self.output((*q.shape[:-1], 512), q.dtype)
-        lse = self.output((batch, heads, q_len), np.float32)
+        lse, given_lse = self.lse_output(batch, heads, q_len)
         plans = self.cumla.MLADecodePlan
         longest = {"batch_invariant": True, "max_kv_len": kv_len} if invariant else {}
         plan = bind(plans.from_arrays, q=q, kv_cache=given, **longest)()
@@ -260,7 +266,7 @@ class Worker:
         bind(plan.update, kv_lens=kv_lens)()
         scaled = {} if kv_scale is None else {"kv_scale": kv_scale}
         arrays = {"q": q, "kv_cache": given, "block_table": device.upload(table)}
-        call = bind(plan.run, **arrays, kv_lens=kv_lens, out=out, lse=lse, **scaled)
+        call = bind(plan.run, **arrays, kv_lens=kv_lens, out=out, lse=given_lse, **scaled)
 
         def check() -> None:
             got_lse = self.get(lse)
@@ -568,7 +574,7 @@ class Worker:
             "block_table": self.device.upload(table),
             "kv_lens": self.device.upload(lengths),
             "out": self.output((batch, 1, heads, 512), q.dtype),
-            "lse": self.output((batch, heads, 1), np.float32),
+            "lse": self.lse_output(batch, heads, 1)[1],
         }
         self.device.synchronize()
         drain = self.device.synchronize

@@ -71,7 +71,7 @@ def decode(
             o, s = pieces[0] if len(pieces) == 1 else _join(pieces)
             s = s * np.float32(np.log(2))
             out[b, :, heads] = o.reshape(case.q_len, group, VALUE_DIM).astype(out.dtype)
-            lse[b, heads] = s.reshape(case.q_len, group).T
+            lse[b, :, heads] = s.reshape(case.q_len, group)
     return out, lse
 
 

@@ -53,7 +53,7 @@ def attend(
     """
     case = problem.case
     out = np.zeros((case.batch, case.q_len, case.heads, VALUE_DIM), ml_dtypes.bfloat16)
-    lse = np.full((case.batch, case.heads, case.q_len), -np.inf, np.float32)
+    lse = np.full((case.batch, case.q_len, case.heads), -np.inf, np.float32)
     group = case.heads // case.kv_heads
     numbers = e4m3_numbers().astype(np.float32)
     q = problem.q_bits.view(ml_dtypes.bfloat16).astype(np.float32)
@@ -68,7 +68,7 @@ def attend(
                 scores[drop.query, drop.head % group, drop.token] = -np.inf
             o, s = _sum_up(scores.reshape(-1, length), values, scales, weigh)
             out[b, :, heads] = o.reshape(case.q_len, group, VALUE_DIM).astype(out.dtype)
-            lse[b, heads] = s.reshape(case.q_len, group).T
+            lse[b, :, heads] = s.reshape(case.q_len, group)
     return out, lse
 
 

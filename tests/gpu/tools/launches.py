@@ -612,7 +612,7 @@ def layouts(make: _Maker) -> Iterator[Case]:
                 cumla.mla_decode(q, cache, table, lens)
             state = {
                 "out": make.wide(n, 2, heads, 512, dtype=dtype),
-                "lse": make.float32(n, heads, 2),
+                "lse": make.float32(n, heads, 2).swapaxes(1, 2),
             }
             cumla.mla_decode(q, apart, table, lens, **state)
             state["out"] = make.float32(n, 2, heads, 512)
@@ -659,7 +659,8 @@ def others(make: _Maker) -> Iterator[Case]:
     for dtype in FLOATS:
 
         def call(dtype: np.dtype[Any] = dtype) -> None:
-            stacked, lses = make(4, 5, 7, 16, 128, dtype=dtype), make.float32(4, 5, 16, 7)
+            stacked = make(4, 5, 7, 16, 128, dtype=dtype)
+            lses = make.float32(4, 5, 16, 7).swapaxes(-1, -2)
             out = make.wide(5, 7, 16, 128, dtype=dtype)
             cumla.merge_attention_states(stacked, lses, out=out, lse_base=2.0)
             scores = make.wide(20, 5000, dtype=dtype)

@@ -65,7 +65,7 @@ def decode(
     Returns
     -------
     Expected
-        out (batch, q_len, num_heads, 512), lse (batch, num_heads, q_len), both float64 arrays of
+        out (batch, q_len, num_heads, 512), lse (batch, q_len, num_heads), both float64 arrays of
         ``xp``.
     """
 
@@ -115,7 +115,7 @@ def attend(
     group = num_heads // kv_heads
     rows = q_len * group
     out = xp.zeros((batch, q_len, num_heads, VALUE_DIM), dtype=xp.float64)
-    lse = xp.full((batch, num_heads, q_len), -np.inf, dtype=xp.float64)
+    lse = xp.full((batch, q_len, num_heads), -np.inf, dtype=xp.float64)
     squares = xp.zeros((), dtype=xp.float64)
     count = 0
 
@@ -137,9 +137,9 @@ def attend(
                 limit = xp.maximum(limit - (q_len - 1) + xp.arange(q_len), 0)
             o, s = _attend(xp, queries, k, v, xp.repeat(limit, group), softmax_scale)
             o = o.reshape(-1, kv_heads, q_len, group, VALUE_DIM).transpose(0, 2, 1, 3, 4)
-            s = s.reshape(-1, kv_heads, q_len, group).transpose(0, 1, 3, 2)
+            s = s.reshape(-1, kv_heads, q_len, group).transpose(0, 2, 1, 3)
             out[index] = o.reshape(-1, q_len, num_heads, VALUE_DIM)
-            lse[index] = s.reshape(-1, num_heads, q_len)
+            lse[index] = s.reshape(-1, q_len, num_heads)
     return Expected(out, lse, float(squares / max(count, 1)) ** 0.5)
 
 

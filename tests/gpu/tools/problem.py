@@ -123,8 +123,8 @@ class Problem:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """(batch, heads, q_len)."""
-        return (self.case.batch, self.case.heads, self.case.q_len)
+        """(batch, q_len, heads)."""
+        return self.out_shape[:-1]
 
     def outputs(self, dtype: str | None = None) -> tuple[Guarded, Guarded]:
         """Poisoned ``out`` and ``lse``."""

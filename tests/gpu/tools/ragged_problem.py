@@ -137,7 +137,7 @@ class RaggedProblem:
             )
             index = xp.asarray(rows.ravel())
             out[index] = made.out.reshape(-1, case.heads, VALUE_DIM)
-            lse[index] = made.lse.transpose(0, 2, 1).reshape(-1, case.heads)
+            lse[index] = made.lse.reshape(-1, case.heads)
             written[rows.ravel()] = True
         return out, lse, written
 

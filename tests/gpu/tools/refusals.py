@@ -29,7 +29,7 @@ REFUSALS = (
     ("lengths 2-d", ValueError, r"kv_lens: needs shape \(batch,\)"),
     ("out float16", TypeError, "out: needs bfloat16 or float32, got float16"),
     ("out 576 wide", ValueError, r"out: needs shape \(4, 2, 16, 512\), got"),
-    ("lse transposed", ValueError, r"lse: needs shape \(4, 16, 2\), got \(4, 2, 16\)"),
+    ("lse transposed", ValueError, r"lse: needs shape \(4, 2, 16\), got \(4, 16, 2\)"),
     ("lse float64", TypeError, "lse: needs float32, got float64"),
     ("causal yes", TypeError, "causal: needs True or False, got str 'yes'; pass one of the two"),
     ("invariant 1", TypeError, "batch_invariant: needs True or False, got int 1; pass one of"),
@@ -96,7 +96,7 @@ def refused(xp: Any, problem: Problem, change: str) -> tuple[tuple[Any, ...], di
         case "out 576 wide":
             options["out"] = bf16(bits(4, 2, 16, 576))
         case "lse transposed":
-            options["lse"] = xp.zeros((4, 2, 16), dtype=xp.float32)
+            options["lse"] = xp.zeros((4, 16, 2), dtype=xp.float32)
         case "lse float64":
             options["lse"] = xp.zeros(problem.lse_shape, dtype=xp.float64)
         case "causal yes":

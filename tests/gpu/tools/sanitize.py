@@ -367,8 +367,8 @@ def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:
     """Merge partial results, one row of which has weight 0, into memory of their own or not."""
     rng = np.random.default_rng(0)
     outs = rng.standard_normal((count, 2, 3, 5, 72)).astype(NUMPY_DTYPES[dtype])
-    lses = rng.standard_normal((count, 2, 5, 3), np.float32)
-    outs[1, 0, 1, 2], lses[1, 0, 2, 1] = np.nan, -np.inf
+    lses = rng.standard_normal((count, 2, 3, 5), np.float32)
+    outs[1, 0, 1, 2], lses[1, 0, 1, 2] = np.nan, -np.inf
     bits = np.uint32 if dtype == "float32" else np.uint16
     partials = list(typed(cupy.asarray(outs.view(bits)), dtype))
     logarithms = list(cupy.asarray(lses))

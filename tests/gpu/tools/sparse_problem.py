@@ -158,10 +158,7 @@ class SparseProblem:
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """Of the operation."""
-        case = self.case
-        if case.operation == "decode":
-            return (case.batch, case.heads, case.q_len)
-        return self.out_shape[:2]
+        return self.out_shape[:-1]
 
     def outputs(self, dtype: str | None = None) -> tuple[Guarded, Guarded]:
         """Poisoned ``out`` and ``lse``."""
@@ -278,9 +275,7 @@ class SparseProblem:
         dtype = str(out.dtype)
         bits = out.view(xp.uint32 if dtype == "float32" else xp.uint16)
         got = oracle.widen(xp, bits, dtype).reshape(case.tokens, case.heads, VALUE_DIM)
-        if case.operation == "decode":
-            lse = lse.transpose(0, 2, 1).reshape(case.tokens, case.heads)
-        return got, lse.astype(xp.float64)
+        return got, lse.reshape(case.tokens, case.heads).astype(xp.float64)
 
     def check(
         self, out: Array, lse: Array, expected: oracle.Expected | None = None

@@ -335,7 +335,7 @@ def test_the_attentions_parameters_by_name(listed: bool, monkeypatch: pytest.Mon
         causal=True,
     )
     out = strided(7 << 40, (33, 44, 512), (5024, 5040, 4), "float32")
-    lse = strided(8 << 40, (33, 44), (6012, 6008), "float32")
+    lse = strided(8 << 40, (1, 44, 33), (0, 6008, 6012), "float32")
     launch = attention_launch(key, 9 << 40, arguments, out, lse)
     assert launch.spec is attention_spec(key)
     assert launch.grid == (1, 66, 2)

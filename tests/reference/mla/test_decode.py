@@ -21,7 +21,7 @@ def by_plain_loops(case: Case, softmax_scale: float, causal: bool) -> tuple[Arra
     batch, q_len, heads, _ = case.q.shape
     _, page_size, kv_heads, _ = case.kv_cache.shape
     out = np.zeros((batch, q_len, heads, 512))
-    lse = np.full((batch, heads, q_len), -math.inf)
+    lse = np.full((batch, q_len, heads), -math.inf)
     for b, i, h in np.ndindex(batch, q_len, heads):
         query = [float(x) for x in case.q[b, i, h]]
         numerator, denominator = [0.0] * 512, 0.0
@@ -35,7 +35,7 @@ def by_plain_loops(case: Case, softmax_scale: float, causal: bool) -> tuple[Arra
             denominator += weight
         if denominator:
             out[b, i, h] = [n / denominator for n in numerator]
-            lse[b, h, i] = math.log(denominator)
+            lse[b, i, h] = math.log(denominator)
     return out, lse
 
 

@@ -89,7 +89,7 @@ def test_what_a_cache_stands_for(form: str, heads: int, labelled: bool) -> None:
     ragged: dict[str, Any] = {"qo_indptr": indptr, "kv_lens": LENGTHS, "block_table": TABLE}
     out, lse = mla_attention(q.reshape(4, 4, 576), cache, **ragged, kv_scale=kv_scale)
     np.testing.assert_array_equal(out.reshape(want.out.shape), want.out)
-    np.testing.assert_array_equal(lse.reshape(2, 2, 4).transpose(0, 2, 1), want.lse)
+    np.testing.assert_array_equal(lse.reshape(2, 2, 4), want.lse)
     options: dict[str, Any] = {"kv_scale": kv_scale, "fp8_products": True}  # makes no difference
     got = mla_decode(q, cache, TABLE, LENGTHS, **options)
     np.testing.assert_array_equal(got.lse, want.lse)

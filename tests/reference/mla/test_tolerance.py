@@ -26,7 +26,7 @@ def emulate_kernel(case: Case, *, skip: tuple[int, int] | None = None) -> tuple[
     batch, _, heads, _ = case.q.shape
     dtype, page_size = case.q.dtype, case.kv_cache.shape[1]
     out = np.zeros((batch, 1, heads, 512), np.float32)
-    lse = np.full((batch, heads, 1), -np.inf, np.float32)
+    lse = np.full((batch, 1, heads), -np.inf, np.float32)
     log2_scale = np.float32(576**-0.5 * math.log2(math.e))
     for b, kv_len in enumerate(case.kv_lens):
         top = np.full((heads, 1), -np.inf, np.float32)
@@ -46,7 +46,7 @@ def emulate_kernel(case: Case, *, skip: tuple[int, int] | None = None) -> tuple[
             top = new_top
         seen = total[:, 0] > 0
         out[b, 0, seen] = accumulator[seen] / total[seen]
-        lse[b, seen, 0] = (top[seen, 0] + np.log2(total[seen, 0])) * np.float32(math.log(2))
+        lse[b, 0, seen] = (top[seen, 0] + np.log2(total[seen, 0])) * np.float32(math.log(2))
     return out.astype(dtype), lse
 
 
