@@ -580,13 +580,20 @@ def test_the_framework_of_a_plan() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("given_memory", [False, True])
 @pytest.mark.parametrize("of", [STEP, STEP_2, V4, V4_2], ids=["s1", "s2", "v4-s1", "v4-s2"])
-def test_the_kernels_make_the_step(of: Step) -> None:
+def test_the_kernels_make_the_step(of: Step, given_memory: bool) -> None:
     """Their own text, on the CPU; of V4 with lengths of each query token."""
     host = of.arguments()
     with emulated_gpu() as cupy:
         given = {name: cupy.like(array) for name, array in host.items()}
-        plan = plan_of(given, kv_lens=cupy.like(of.visible(LENS) if of.v4 else LENS))
+        options: dict[str, Any] = {"kv_lens": cupy.like(of.visible(LENS) if of.v4 else LENS)}
+        if given_memory:
+            size = cumla.DSAPlan.workspace_bytes(**of.numbers(each=of.v4), sm_count=132)
+            memory = cupy.like(np.zeros(size + 256, np.uint8))
+            begin = -memory.ctypes.data % 256
+            options["workspace"] = memory[begin : begin + size]
+        plan = plan_of(given, **options)
         for kv_lens in (LENS, int32(0, CAPACITY, 21)):
             seen, recent = of.visible(kv_lens) if of.v4 else kv_lens, int32(11, 0, 4)
             there = {"extra_topk_lens": cupy.like(recent)} if of.v4 else {}
