@@ -51,7 +51,7 @@ def some_files(step: int) -> pytest.MarkDecorator:
 def test_every_kernel_compiles_within_its_budget(
     spec: KernelSpec, compiled: Compiler, pytestconfig: pytest.Config
 ):
-    """One of each fourth file, and all whose text has not been compiled and run on a GPU yet."""
+    """Some, and all whose text has not been compiled and run on a GPU yet."""
     has_run = spec not in SOME and run_on_a_gpu(spec)
     if has_run and not pytestconfig.getoption("exhaustive"):
         pytest.skip("ran on a GPU as it is: --exhaustive compiles it")
