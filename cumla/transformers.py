@@ -313,11 +313,11 @@ class _Steps(threading.local):
         if seen is None or seen[0][4] < 0:
             return None
         call = reopen_call(arrays[0], seen[0][4])
-        if call.capturing:
-            return None
         form = (call.stream, *[one[1:] for one in seen], *options.values())
         layers = self._of_form.get(form)
         with call:
+            if call.capturing:  # of a default stream the current device tells
+                return None
             if layers is None or not layers.has_begun(bounds):
                 rows = _rows_of(arrays)
                 if rows is None:
@@ -422,7 +422,7 @@ class _Layers:
 
             self._starts = empty((batch + 1,), torch.int32)
             self._lens = empty((batch,), torch.int32)
-            self._lse = empty((batch, q_len, heads), torch.float32)
+            self._lse = empty((batch, heads, q_len), torch.float32).transpose(1, 2)
             named = (("kv_indptr", self._starts), ("kv_lens", self._lens), ("lse", self._lse))
             starts, lens, lse = open_call(named).views
             views = movable(rows.views) | {"kv_indptr": starts, "kv_lens": lens}

@@ -177,6 +177,21 @@ def test_a_capture_depends_on_no_eager_call(
 
 
 @pytest.mark.usefixtures("no_gradients")
+def test_the_device_is_current_before_its_stream_is_looked_at(
+    ours: Any, gpu: TorchGpu, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread without a context, or with that of another GPU, has another default stream."""
+    current = []
+    monkeypatch.setattr(driver, "enter_device", lambda device: not current.append(device))
+    monkeypatch.setattr(driver, "enter_primary", current.append)
+    monkeypatch.setattr(driver, "leave_device", current.pop)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: not current)
+    for _ in range(2):
+        ours.attention(MODULE, *layer(12), None)
+    assert len(ours._STEPS._of_form) == 1 and not current
+
+
+@pytest.mark.usefixtures("no_gradients")
 def test_memory_is_bounded_and_no_cache_is_kept(
     ours: Any, gpu: TorchGpu, bindings: FakeBindings
 ) -> None:
