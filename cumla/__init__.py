@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cumla.merge import AttentionState, merge_attention_states
     from cumla.mha.attention import AttentionPlan, attention
     from cumla.mha.cache import append_kv_cache
+    from cumla.mha.mask import AttentionMask
     from cumla.mha.rope import apply_rope
     from cumla.mla.attention import MLAAttentionPlan, mla_attention
     from cumla.mla.cache import append_mla_cache
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AttentionMask",
     "AttentionPlan",
     "AttentionState",
     "CompilationError",
@@ -78,6 +80,7 @@ _NAMES = {  # public names, by the module that is loaded when one is first asked
     "merge": ("AttentionState", "merge_attention_states"),
     "mha.attention": ("AttentionPlan", "attention"),
     "mha.cache": ("append_kv_cache",),
+    "mha.mask": ("AttentionMask",),
     "mha.rope": ("apply_rope",),
     "mla.attention": ("MLAAttentionPlan", "mla_attention"),
     "mla.cache": ("append_mla_cache",),

@@ -10,6 +10,7 @@ Operations have the arguments of the functions, but for these:
 
 * Arrays that may come in parts, or as a sequence, are lists of tensors: ``[q]``,
   ``[q_nope, q_pe]``.
+* ``mask`` of ``attention`` is its arrays, ``mask_start``, ``mask_end`` and so on.
 * ``kv_scale``, ``k_scale`` and ``v_scale`` are tensors; a number is ``kv_scale_number`` and so on.
 * ``mla_decode`` returns out and lse. ``mla_decode_out`` takes both and returns nothing, its
   overload ``mla_decode_out.out`` takes out and returns lse. A result that is None is an empty
@@ -88,6 +89,7 @@ from cumla.core.spec import (
     Input,
     Instead,
     Option,
+    Record,
     Spec,
 )
 
@@ -132,6 +134,8 @@ def _texts(argument: Argument, place: int) -> list[str]:
         return [f"{argument.kind} {name}{default}"]
     if isinstance(argument, Instead):
         return [f"Tensor(a{place}!)? {name}=None"]
+    if isinstance(argument, Record):
+        return [f"Tensor? {name}_{field}=None" for field in argument.fields]
     if not isinstance(argument, Input):
         return []
     kind = f"Tensor(a{place}!)" if isinstance(argument, Cache) else "Tensor"
@@ -180,6 +184,8 @@ def _arguments(spec: Spec, given: Arguments, take: Take | None) -> dict[str, Any
     """Turn arguments of an operation of PyTorch into those of the function."""
     arguments: dict[str, Any] = {}
     lists = {array.name: array for array in spec.arrays if array.is_list}
+    fields = {f"{a.name}_{field}": (a, field) for a in spec.rows(Record) for field in a.fields}
+    records: dict[str, dict[str, Any]] = {}
     for key, value in given.items():
         if isinstance(value, torch.Tensor):
             value = value if take is None else _StandIn(value, take)
@@ -187,12 +193,20 @@ def _arguments(spec: Spec, given: Arguments, take: Take | None) -> dict[str, Any
             value = value if take is None else [_StandIn(part, take) for part in value]
             if len(value) == 1 and not lists[key].is_stack:
                 (value,) = value
+        if key in fields:
+            if value is not None:
+                record, field = fields[key]
+                records.setdefault(record.name, {})[field] = value
+            continue
         factor = key.removesuffix("_number")
         if factor != key and arguments.get(factor) is not None:
             if value is not None:
                 raise ValueError(f"{key}: needs no {factor} beside it, got both; pass one of them")
             continue
         arguments[factor] = value
+    for record in spec.rows(Record):
+        if record.name in records:
+            arguments[record.name] = record.kind(**records[record.name])
     for instead in spec.rows(Instead):
         if arguments.get(instead.of) is not None and arguments.get(instead.name) is None:
             raise ValueError(
@@ -330,6 +344,7 @@ def _substitute(spec: Spec) -> Callable[..., Any]:
     outputs_given = tuple([output.name for output in spec.outputs])
     flags = tuple([option.name for option in spec.options if option.kind == "bool"])
     insteads = tuple([(instead.name, instead.of) for instead in spec.rows(Instead)])
+    records = tuple([(record.name, record.fields) for record in spec.rows(Record)])
     needs = {output.name: output.of for output in spec.outputs if output.of}
     only_given = tuple([output.name for output in spec.outputs if output.only_given])
     asked = tuple([option.name for option in spec.options if option.asks])
@@ -357,7 +372,12 @@ def _substitute(spec: Spec) -> Callable[..., Any]:
             )
         outputs = {key: given.pop(key, None) for key in outputs_given}
         which = tuple([key for key, array in outputs.items() if array is not None])
-        arguments = dict([_argument(forms[key], key, value) for key, value in given.items()])
+        for key, fields in records:
+            record = given.pop(key, None)
+            if record is not None:
+                for field in fields:
+                    given[f"{key}_{field}"] = getattr(record, field)
+        arguments = dict([_argument(forms.get(key, ""), key, v) for key, v in given.items()])
         for key, of in insteads:
             if arguments.get(key) is None:
                 arguments[key] = arguments.get(of)
@@ -503,4 +523,7 @@ for _kind in (
     cumla.TopKResult,
 ):  # so that exported programs can be saved
     _register_namedtuple(_kind, serialized_type_name=f"cumla.{_kind.__name__}")
+torch.export.register_dataclass(
+    cumla.AttentionMask, serialized_type_name="cumla.AttentionMask"
+)  # so that traced and exported programs take masks
 framework_of_type |= dict.fromkeys(_WITHOUT_MEMORY, _WithoutMemory())

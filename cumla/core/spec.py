@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from itertools import chain, count
 from numbers import Real
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from cumla.core.arguments import checked_flag, checked_int, checked_scale, number_of
 from cumla.core.arrays import check_mutable, parts
+from cumla.core.names import arg
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Split = Callable[[str, Any], dict[str, Any]]
@@ -58,6 +59,21 @@ class Input(Argument):
     is_list: bool = False  # it may come in parts
     is_stack: bool = False  # one array for all parts has them on its first axis
     is_nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Record(Input):
+    """Arrays that are the fields of a dataclass, and read; one is None where it is not given.
+
+    Array ``field`` of argument ``name`` is ``name.field``.
+    """
+
+    kind: type[Any] = object  # the dataclass
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the arrays."""
+        return tuple([field.name for field in fields(self.kind)])
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,24 @@ def array(name: str, split: Split | None = None, **form: bool) -> Input:
 def optional(name: str, split: Split | None = None) -> Input:
     """Describe an array that may be left out."""
     return Input(name, None, split, is_list=split is not None)
+
+
+def record(name: str, kind: type[Any]) -> Record:
+    """Describe a dataclass of arrays that may be left out."""
+    return Record(name, None, partial(_fields_of, kind=kind), must_split=True, kind=kind)
+
+
+def _fields_of(name: str, value: Any, kind: type[Any]) -> dict[str, Any]:
+    """Name the arrays of a record that are given."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{arg(name)}: needs {kind.__name__}, got {type(value).__qualname__}; make one of the "
+            f"arrays"
+        )
+    given = {f"{name}.{field}": array for field, array in vars(value).items() if array is not None}
+    if not given:
+        raise ValueError(f"{arg(name)}: needs at least one array, got none; leave it out")
+    return given
 
 
 def cache(name: str, split: Split | None = None) -> Cache:
@@ -197,6 +231,8 @@ class Spec:
 
         Arrays that come in parts are lists.
         """
+        kinds = {a.name: a.kind for a in self.rows(Record)}
+        records: dict[str, dict[str, Any]] = {}
         values = dict(zip(self.Options._fields, options, strict=True))
         if any(values.pop(name) != value for name, value in self.hidden.items()):
             return None
@@ -206,11 +242,14 @@ class Spec:
         arguments |= values
         for name, value in (*inputs.items(), *outputs.items()):
             of, _, part = name.partition("[")
-            if part:
+            record, _, field = name.partition(".")
+            if record in kinds:
+                records.setdefault(record, {})[field] = value
+            elif part:
                 arguments[of] = [*(arguments[of] if part[0] != "0" else ()), value]
             elif value is not None:
                 arguments[of] = value
-        return arguments
+        return arguments | {name: kinds[name](**given) for name, given in records.items()}
 
 
 class Sorter:
@@ -240,6 +279,7 @@ class Sorter:
             [(a.name, a.default is None or a.is_nullable, a.split, a.must_split) for a in reads]
         )
         self._caches = tuple([(a.name, a.split) for a in arrays if isinstance(a, Cache)])
+        self._records = known(Record)
         self._instead = known(Instead)
         self._outputs = outputs
         self._asks = [a.name for a in known(Option) if a.asks]
@@ -327,8 +367,12 @@ class Sorter:
         found = Look(next(_numbers), kind, self._getter(arrays), self._getter(options))
         if several := [name for name in options if isinstance(given[name], tuple)]:
             found = self._with_types(found, self._getter(several))
-        if split := [name for name in arrays if isinstance(given[name], _PARTS)]:
-            found = self._apart(found, self._getter(split))
+        split = [name for name in arrays if isinstance(given[name], _PARTS)]
+        records = {a.name: a.kind for a in self._records if isinstance(given[a.name], a.kind)}
+        if split or records:
+            found = self._apart(
+                found, self._getter(split), self._getter([*records]), tuple(records.values())
+            )
         if len(self.looks) >= _MOST_LOOKS:
             self.looks.clear()
         self.looks[types] = found
@@ -344,8 +388,10 @@ class Sorter:
         return look._replace(options_of=typed)
 
     @staticmethod
-    def _apart(look: Look, parts_of: Getter) -> Look:
-        """Take arrays in parts one by one, and count the parts."""
+    def _apart(
+        look: Look, parts_of: Getter, records_of: Getter, kinds: tuple[type[Any], ...]
+    ) -> Look:
+        """Take arrays in parts one by one, and count the parts; those of records likewise."""
         number, _, arrays_of, options_of = look
 
         def flat(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -353,12 +399,15 @@ class Sorter:
             for array in arrays_of(values):
                 if isinstance(array, _PARTS):
                     found.extend(array)
+                elif isinstance(array, kinds):
+                    found.extend([one for one in vars(array).values() if one is not None])
                 else:
                     found.append(array)
             return tuple(found)
 
         def counted(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (*options_of(values), *map(len, parts_of(values)))
+            absent = [one is None for record in records_of(values) for one in vars(record).values()]
+            return (*options_of(values), *map(len, parts_of(values)), *absent)
 
         return Look(number, None, flat, counted)
 

@@ -27,6 +27,8 @@ from cumla.jax.fallback import callback
 from cumla.jax.handler import register, unknown_layout
 from cumla.jax.spec import Buffer, Spec
 from cumla.launch.device import require_hopper
+from cumla.mha.mask import FIELDS as MASK_FIELDS
+from cumla.mha.mask import AttentionMask
 from cumla.reference import QuantizedRows, TopKResult
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ TARGET = "cumla"
 
 register(TARGET, "cpu", on_cpu)
 register(TARGET, "CUDA", on_gpu)
+jax.tree_util.register_dataclass(AttentionMask, list(MASK_FIELDS), [])
 with suppress(ImportError):  # a JAX without jax.export, or without what that needs
     from jax import export
 

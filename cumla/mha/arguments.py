@@ -9,6 +9,7 @@ from cumla.core.arguments import (
     INT32,
     WIDE,
     Array,
+    bind,
     check_dtype,
     check_layout,
     check_lies,
@@ -17,7 +18,7 @@ from cumla.core.arguments import (
 from cumla.core.names import arg
 from cumla.core.spec import Option, in_parts, integer
 from cumla.launch.mha.append_kv_cache import Scale
-from cumla.launch.mha.mask_arrays import MOST_WORDS
+from cumla.launch.mha.mask_arrays import MOST_WORDS, NO_MASK, MaskArrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,6 +136,45 @@ def checked_scales(
         )
     stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
     return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))
+
+
+_MASK_ROW = "give each row of q its number"
+_MASK_REQUEST = "give each request its number"
+_MASK = {
+    "mask.start": Array("total_tokens", INT32, "row", _MASK_ROW),
+    "mask.end": Array("total_tokens", INT32, "row", _MASK_ROW),
+    "mask.prefix_len": Array("batch", INT32, "row", _MASK_REQUEST),
+    "mask.tree": Array("total_tokens words", TREE_DTYPES, "row", "give each row of q its bits"),
+    "mask.tree_start": Array("batch", INT32, "row", _MASK_REQUEST),
+}
+
+
+def checked_mask(given: Mapping[str, ArrayView], total_tokens: int) -> MaskArrays:
+    """Check the arrays of a mask, all but the number of requests."""
+    arrays = {name: given[name] for name in _MASK if name in given}
+    if not arrays:
+        return NO_MASK
+    sizes = bind(_MASK, arrays, {"total_tokens": total_tokens})
+    tree = given.get("mask.tree")
+    if tree is not None:
+        check_words("mask.tree", tree)
+    elif "mask.tree_start" in given:
+        raise ValueError(
+            f"{arg('mask.tree_start')}: needs {arg('mask.tree')}, got None; pass it, or no "
+            f"{arg('mask.tree_start')}"
+        )
+    places = {name.removeprefix("mask."): view.ptr for name, view in arrays.items()}
+    form, words = ("rows", 0) if tree is None else ("tree", sizes["words"])
+    return MaskArrays(**places, words=words, form=form, batch=sizes.get("batch", 0))
+
+
+def check_mask_batch(mask: MaskArrays, batch: int) -> None:
+    """Check the number of requests of a mask."""
+    if mask.batch not in (0, batch) or (batch == 0 and mask.batch):
+        raise ValueError(
+            f"{arg('mask.prefix_len')}: needs shape (batch,) with batch {batch}, as "
+            f"{arg('mask.tree_start')} does, got ({mask.batch},); {_MASK_REQUEST}"
+        )
 
 
 def check_words(name: str, view: ArrayView) -> None:

@@ -46,6 +46,7 @@ from cumla.core.spec import (
     array,
     flag,
     optional,
+    record,
 )
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
@@ -55,6 +56,7 @@ from cumla.launch.mha.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.mha.invariant_parts import invariant_parts_launch
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.launch import MHAArguments, attention_launch
+from cumla.launch.mha.mask_rows import SPECS as MASK_SPECS
 from cumla.launch.module import load
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
@@ -64,10 +66,13 @@ from cumla.mha.arguments import (
     E4M3,
     KV_LAYOUT,
     batched,
+    check_mask_batch,
     checked_layout,
+    checked_mask,
     checked_scales,
     swapped,
 )
+from cumla.mha.mask import AttentionMask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -131,6 +136,7 @@ ATTENTION = Spec(
         optional("kv_indices"),
         flag("causal", True),
         Option("window", None, _checked_window, "int[]?"),
+        record("mask", AttentionMask),
         Option("softcap", None, _checked_softcap, "float?"),
         optional("sinks"),
         SOFTMAX_SCALE,
@@ -141,7 +147,7 @@ ATTENTION = Spec(
         flag("batch_invariant", False),
     ),
     positional=3,
-    kernels=("mla_attention_schedule", "invariant_parts", "attention_"),
+    kernels=("mla_attention_schedule", "invariant_parts", "attention_", "mask_rows"),
     returns=("out", "lse"),
     result=AttentionState,
     planned=("kv_lens", "qo_indptr", "kv_indptr"),
@@ -161,6 +167,7 @@ def attention(
     kv_indices: Any = None,
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
+    mask: AttentionMask | None = None,
     softcap: float | None = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
@@ -219,6 +226,10 @@ def attention(
     window : int or pair of int, optional
         left, or (left, right), both inclusive. -1 or None is unbounded, and so is what is not
         given. A "sliding window of W tokens" is left = W - 1.
+    mask : AttentionMask, optional
+        What each query sees, as arrays that kernels read: image spans, chunks, blocks, requests
+        that are causal or not, trees of drafts. In place of a window, which the mask's builders
+        take. Where the mask has `end`, `causal` has no effect.
     softcap : float, optional
         Bound of the scores, above 0.
     sinks : array, optional
@@ -277,10 +288,30 @@ def attention(
     (5, 8, 64)
     """
     state: AttentionState = _ATTENTION.call(
-        *(q, k, v, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, causal, window, softcap),
-        *(sinks, softmax_scale, k_scale, v_scale, kv_layout, out, lse, batch_invariant, stream),
+        *(q, k, v, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, causal, window, mask),
+        *(
+            softcap,
+            sinks,
+            softmax_scale,
+            k_scale,
+            v_scale,
+            kv_layout,
+            out,
+            lse,
+            batch_invariant,
+            stream,
+        ),
     )
     return state
+
+
+def _check_no_window(window: tuple[int, int] | None) -> None:
+    """Refuse a window beside a mask."""
+    if window is not None:
+        raise ValueError(
+            f"{arg('window')}: needs None beside {arg('mask')}, got {window}; pass it to the "
+            f"builder of the mask, or build AttentionMask.windows{window}"
+        )
 
 
 def _sides(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
@@ -308,10 +339,14 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         factors = _checked_factors(given, numbers, (k, v), pages)
         scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
         window, cap = _sides(options.window, options.causal), options.softcap or 0.0
-        sinks = given.get("sinks")
+        sinks, mask = given.get("sinks"), checked_mask(given, prod(q.shape[:-2]))
+        if not mask.is_empty:
+            _check_no_window(options.window)
+            window = -1, -1
+        k_scale, v_scale = factors
         return MHAArguments(
             *(q, k, v, pages, sinks, scale, cap, window, options.causal, options.kv_layout),
-            *factors,
+            *(k_scale, v_scale, mask),
         )
 
     def value_dim(self, arguments: MHAArguments) -> int:
@@ -350,7 +385,13 @@ class _Attend(Attend[MHAArguments, MHAKey]):
 
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
         a = arguments
-        options: dict[str, Any] = {**host, "causal": a.causal, "window": a.window}
+        options: dict[str, Any] = {"causal": a.causal, "window": a.window}
+        of_mask: dict[str, Any] = {}
+        for name, value in host.items():
+            of, _, field = name.partition(".")
+            (of_mask if of == "mask" else options)[field or name] = value
+        if of_mask:
+            options |= {"mask": AttentionMask(**of_mask), "window": None}
         options |= {"softcap": a.softcap or None, "softmax_scale": a.softmax_scale}
         if a.k.dtype in E4M3:
             options.setdefault("k_scale", a.k_scale.number)
@@ -368,8 +409,10 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         _check_lengths_given(given, len(q.shape), len(views["k"].shape) if views["k"] else 0)
         found = super().arguments(views, options)
         lengths, attend, _ = found
+        batch = _batch_of(lengths, attend)
         if attend.pages is not None:
-            check_rows(attend.pages, _batch_of(lengths, attend))
+            check_rows(attend.pages, batch)
+        check_mask_batch(attend.mask, batch)
         return found
 
     def key(self, arguments: Both[MHAArguments], device: int) -> MHAKey:
@@ -377,7 +420,9 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         batch, shape = _batch_of(lengths, attend), _shape_of(attend)
         sm_count = sm_count_of(device)
         cuts = _cuts_of(batch, attend) if options.batch_invariant else _NO_CUTS
-        return _key(batch, shape, attend.causal, attend.window[0], device, sm_count, cuts)
+        masked = not attend.mask.is_empty
+        causal, left = attend.causal, attend.window[0]
+        return _key(batch, shape, causal, left, device, sm_count, cuts, masked)
 
 
 def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
@@ -425,10 +470,12 @@ def _key(
     device: int | None,
     sm_count: int,
     cuts: tuple[bool, int, int],
+    masked: bool = False,
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     *sizes, q_len = shape
-    modes: tuple[Any, ...] = (causal, q_len, device, sm_count, window_left, *cuts)
+    causal = causal and not masked  # of which the arrays tell
+    modes: tuple[Any, ...] = (causal, q_len, device, sm_count, window_left, *cuts, masked)
     key = MHAKey(batch, *sizes, *modes)
     if key.total_tokens * key.heads_per_group > _MOST_ROWS:
         raise ValueError(
@@ -658,6 +705,9 @@ class AttentionPlan(TableOrList[MHAKey]):
         ``"float8_e4m3fn"`` for e4m3 keys and values; dtype by default.
     causal, window, batch_invariant
         As in :func:`attention`; batch_invariant needs `max_kv_len`.
+    mask_form : str, optional
+        ``"rows"`` for runs with a mask that has no `tree`, ``"tree"`` for those with one; None for
+        runs without a mask.
     max_kv_len : int, optional
         With batch_invariant, and only then: keys of the longest request that the plan is to serve.
         The buffer grows with it. Longer requests are computed as well, their last piece by one
@@ -696,6 +746,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         cache_dtype: str | None = None,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         device: int | None = None,
@@ -703,18 +754,20 @@ class AttentionPlan(TableOrList[MHAKey]):
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        causal = checked_flag("causal", causal)
+        self._causal = checked_flag("causal", causal)
         self._window = _checked_window("window", window)
+        self._mask_form = _checked_form_of_mask(mask_form, self._window)
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         dtypes = dtype, cache_dtype
         shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
 
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
-        left, _ = _sides(self._window, causal)
+        left, _ = _sides(self._window, self._causal)
+        masked = mask_form is not None
 
         def key_on(on: int | None) -> MHAKey:
             sm_count = sm_count_of(on)
-            return _key(batch, shape, causal, left, on, sm_count, cuts)
+            return _key(batch, shape, self._causal, left, on, sm_count, cuts, masked)
 
         self._make(key_on, device, workspace, like, stream)
         names = ["kv_lens" if page_size else "kv_indptr=..."]
@@ -731,6 +784,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         kv_layout: str = "NHD",
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         workspace: Any = None,
@@ -746,7 +800,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         if qo_indptr is not None:
             arrays["qo_indptr"] = qo_indptr
         options: dict[str, Any] = {"causal": causal, "window": window, "kv_layout": layout}
-        options |= {"batch_invariant": batch_invariant}
+        options |= {"mask_form": mask_form, "batch_invariant": batch_invariant}
         options |= {"max_kv_len": max_kv_len, "workspace": workspace}
         return cls._from(arrays, stream, **options)
 
@@ -835,8 +889,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         return self.key.batch
 
     def _fixed(self) -> dict[str, Any]:
-        key = self.key
-        modes = {"causal": key.causal, "batch_invariant": key.batch_invariant}
+        modes = {"causal": self._causal, "batch_invariant": self.key.batch_invariant}
         return {"window": self._window, **modes}
 
     def _check_lengths_given(self, given: Mapping[str, Any]) -> None:
@@ -867,6 +920,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         block_table: Any = None,
         *,
         kv_indices: Any = None,
+        mask: AttentionMask | None = None,
         softcap: float | None = None,
         sinks: Any = None,
         softmax_scale: float | None = None,
@@ -882,23 +936,31 @@ class AttentionPlan(TableOrList[MHAKey]):
 
         Parameters
         ----------
-        q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, k_scale, v_scale, \
+        q, k, v, block_table, kv_indices, mask, softcap, sinks, softmax_scale, k_scale, v_scale, \
 kv_layout, out, lse, stream
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
-            for, and neither for rows without pages.
+            for, and neither for rows without pages. A mask if the plan has a `mask_form`, and of
+            that form.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, k_scale, v_scale),
-            *(kv_layout, out, lse, stream),
+            *(q, k, v, block_table, kv_indices, mask, softcap, sinks, softmax_scale, k_scale),
+            *(v_scale, kv_layout, out, lse, stream),
         )
         return state
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
+        masks = MASK_SPECS if self.key.masked else ()  # whose arrays may be built under capture
         chunks = () if self.key.beside is None else (self.key.beside.choice.spec,)
-        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, *cuts, self.key.choice.spec, *chunks)
+        specs: tuple[KernelSpec, ...] = (
+            *SCHEDULE_SPECS,
+            *cuts,
+            *masks,
+            self.key.choice.spec,
+            *chunks,
+        )
         for spec in specs:
             load(spec, device, capturing=capturing)
 
@@ -910,6 +972,27 @@ kv_layout, out, lse, stream
         check_made_for(_SIZES, made, _shape_of(arguments))
         if arguments.pages is not None:
             check_rows(arguments.pages, self.key.batch)
+        form = self._mask_form or "none"
+        if arguments.mask.form != form:
+            words = {"none": "no mask", "rows": "a mask without tree", "tree": "one with a tree"}
+            raise ValueError(
+                f"{arg('mask')}: needs {words[form]} for a plan of mask_form {self._mask_form!r}, "
+                f"got {words[arguments.mask.form]}; make a plan for each form of masks"
+            )
+        check_mask_batch(arguments.mask, self.key.batch)
+
+
+def _checked_form_of_mask(form: Any, window: tuple[int, int] | None) -> str | None:
+    """Check the form of a plan's masks."""
+    if form not in (None, "rows", "tree"):
+        raise ValueError(
+            f"mask_form: needs 'rows', 'tree' or None, got {form!r}; pass 'tree' for masks that "
+            f"have one"
+        )
+    if form is not None:
+        _check_no_window(window)
+    found: str | None = form
+    return found
 
 
 def _checked_shape(

@@ -72,8 +72,8 @@ class AttentionMask:
 
     Examples
     --------
-    >>> import numpy as np, cumla
-    >>> from cumla.mha.mask import AttentionMask
+    >>> import numpy as np
+    >>> from cumla import AttentionMask
     >>> lens, qo_indptr = np.int32([6]), np.int32([0, 4])
     >>> mask = AttentionMask.chunks(4, qo_indptr=qo_indptr, kv_lens=lens, total_tokens=4)
     >>> mask.start.tolist(), mask.end.tolist()
@@ -135,7 +135,7 @@ class AttentionMask:
         Examples
         --------
         >>> import numpy as np
-        >>> from cumla.mha.mask import AttentionMask
+        >>> from cumla import AttentionMask
         >>> mask = AttentionMask.windows(2, kv_lens=np.int32([6]), q_len=3)
         >>> mask.start.tolist(), mask.end.tolist()
         ([1, 2, 3], [3, 4, 5])
@@ -185,7 +185,7 @@ class AttentionMask:
         Examples
         --------
         >>> import numpy as np
-        >>> from cumla.mha.mask import AttentionMask
+        >>> from cumla import AttentionMask
         >>> spans = np.int32([[[1, 3]]])
         >>> AttentionMask.image_spans(spans, kv_lens=np.int32([6]), q_len=6).end.tolist()
         [0, 3, 3, 3, 4, 5]
@@ -227,7 +227,7 @@ class AttentionMask:
         Examples
         --------
         >>> import numpy as np
-        >>> from cumla.mha.mask import AttentionMask
+        >>> from cumla import AttentionMask
         >>> AttentionMask.chunks(2, kv_lens=np.int32([5]), q_len=5).start.tolist()
         [0, 0, 2, 2, 4]
         """
@@ -264,7 +264,7 @@ class AttentionMask:
         Examples
         --------
         >>> import numpy as np
-        >>> from cumla.mha.mask import AttentionMask
+        >>> from cumla import AttentionMask
         >>> AttentionMask.blocks(2, kv_lens=np.int32([5]), q_len=5).end.tolist()
         [1, 1, 3, 3, 4]
         """
@@ -305,7 +305,7 @@ class AttentionMask:
         Examples
         --------
         >>> import numpy as np
-        >>> from cumla.mha.mask import AttentionMask
+        >>> from cumla import AttentionMask
         >>> flags, kv_lens = np.array([True, False]), np.int32([3, 3])
         >>> AttentionMask.causal_flags(flags, kv_lens=kv_lens, q_len=3).end.tolist()
         [0, 1, 2, 2, 2, 2]
@@ -370,7 +370,7 @@ class AttentionMask:
         Examples
         --------
         >>> import numpy as np
-        >>> from cumla.mha.mask import AttentionMask
+        >>> from cumla import AttentionMask
         >>> tree = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)  # two children of draft 0
         >>> AttentionMask.from_tree(tree).tree.tolist()
         [[1], [3], [5]]

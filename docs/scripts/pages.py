@@ -35,6 +35,7 @@ GROUPS = (
         ("mla_decode", "MLADecodePlan", "mla_attention", "MLAAttentionPlan"),
     ),
     Group("MHA, GQA and MQA", "guide/attention.md", ("attention", "AttentionPlan")),
+    Group("Masks of attention", "guide/masks.md", ("AttentionMask",)),
     Group(
         "Sparse MLA",
         "guide/sparse-mla.md",

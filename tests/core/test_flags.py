@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla import AttentionMask
 from cumla.core.spec import SPECS
 from tests.calls import (
     E4M3,
@@ -94,6 +95,16 @@ def calls() -> Iterator[tuple[str, str, Call]]:
                 return planned.inputs(given() | OPERATIONS[planned.operation].outputs())
 
             yield f"{name}.run", flag, Call(planned.ready(given()).run, of_run)
+    lens = np.array([9], np.int32)
+    spans: Arguments = {"spans": np.zeros((1, 2, 2), np.int32), "kv_lens": lens, "q_len": 2}
+    yield "AttentionMask.image_spans", "clamp", Call(AttentionMask.image_spans, lambda: spans)
+
+    def of_tree(full: bool = False, **given: Any) -> AttentionMask:
+        is_full = isinstance(full, (bool, np.bool_)) and bool(full)
+        mask = np.ones(18 if is_full else (1, 2, 2), bool)
+        return AttentionMask.from_tree(mask, full=full, **given)
+
+    yield "AttentionMask.from_tree", "full", Call(of_tree, lambda: {"kv_lens": lens, "q_len": 2})
 
 
 CALLS = {f"{name}-{flag}": (flag, call) for name, flag, call in calls()}

@@ -208,3 +208,18 @@ def test_arrays_of_pytorch_and_jax() -> None:
         assert mask.end.tolist() == [3, 4, 8, 8]
         bits = AttentionMask.from_tree(make(TREE | np.eye(2, dtype=bool))).tree
         assert bits.tolist() == [[1], [2], [1], [2]]
+
+
+def test_in_a_program_of_jax() -> None:
+    jax = pytest.importorskip("jax")
+    import cumla.jax  # noqa: F401
+
+    @jax.jit
+    def built(spans: Any, lens: Any) -> Any:
+        mask = AttentionMask.image_spans(spans, kv_lens=lens, q_len=4)
+        return mask.start, mask.end
+
+    spans = jax.numpy.asarray(np.array([[[3, 6]], [[0, 0]]], np.int32))
+    start, end = built(spans, jax.numpy.asarray(LENS))
+    assert start.tolist() == [0] * 8
+    assert end.tolist() == [1, 2, 4, 4, 5, 6, 7, 8]

@@ -10,6 +10,7 @@ from cumla.launch.layouts import launch_of, strided
 from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, tile_bytes
 from cumla.launch.mha.attention_simt import ROWS
+from cumla.launch.mha.mask_arrays import NO_MASK, MaskArrays
 from cumla.launch.mha.shape import COLUMNS, E4M3
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, ROW_TILE
@@ -38,6 +39,7 @@ class MHAArguments(NamedTuple):
     layout: str  # of the pages that were given
     k_scale: Scale = Scale()  # of e4m3
     v_scale: Scale = Scale()
+    mask: MaskArrays = NO_MASK
 
 
 def attention_launch(

@@ -31,6 +31,7 @@ class MaskArrays(NamedTuple):
     tree_start: int = 0
     words: int = 0  # of a row of `tree`, at most MOST_WORDS
     form: str = "none"  # of FORMS: "rows" has no tree, "tree" has one, "none" has no array
+    batch: int = 0  # requests of `prefix_len` and `tree_start`; 0: neither is given
 
     @property
     def is_empty(self) -> bool:

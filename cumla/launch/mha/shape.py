@@ -33,6 +33,7 @@ class MHAShape(RaggedKey):
     batch_invariant: bool = False
     max_pieces: int = 1  # of a batch-invariant request
     more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
+    masked: bool = False  # arrays say which keys a query sees; `causal` is then False
     # "batch": all row tiles. "full tiles": those of a mixed batch that has a schedule beside.
     # "unsplit": all in one part, as a batch-invariant schedule begins.
     role: str = "batch"
