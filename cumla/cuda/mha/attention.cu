@@ -42,6 +42,7 @@
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
+#include "mha/attention/mask.cuh"
 #include "mha/attention/shared.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -57,8 +58,8 @@ using namespace ptx;
 using namespace split;
 
 // One warp loads keys and values; each lane loads its own box of a block.
-template <typename Layout>
-__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, HeadTile& tile,
+template <typename Layout, typename Params>
+__device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared, HeadTile& tile,
                                            const Part& part, int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
   const int lane = threadIdx.x % 32, first = lane * p.box_rows;
@@ -111,8 +112,8 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Lay
 }
 
 // All four warps load keys and values row by row. The last two load the query rows first.
-template <typename Layout>
-__device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared, HeadTile& tile,
+template <typename Layout, typename Params>
+__device__ __forceinline__ void load_rows(const Params& p, const Layout& shared, HeadTile& tile,
                                           const Part& part, int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16;
@@ -140,9 +141,11 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   copy_async_wait_all();
 }
 
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false>
-__device__ __forceinline__ void attention(const AttentionParams& p) {
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false, typename Params>
+__device__ __forceinline__ void attention(const Params& p) {
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3>;
+  // A mask takes more registers of those who copy rows.
+  constexpr int kMore = Params::kHasMask && kCopied && !kE4m3 ? 16 : 0;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;
@@ -169,7 +172,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   HeadTile tile(p);
   if (warpgroup % 3 == 0) {
-    registers_decrease<Layout::kLoaderRegisters>();
+    registers_decrease<Layout::kLoaderRegisters + kMore>();
     if constexpr (kE4m3)
       load_e4m3<T>(p, shared, tile, part, last_place, warpgroup / 3);
     else if (kCopied)
@@ -179,8 +182,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<Layout::kConsumerRegisters>();
-    Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
+    registers_increase<Layout::kConsumerRegisters - kMore / 2>();
+    Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3, Params> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = visible_segment(p, tile, part, place);

@@ -56,11 +56,12 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>
-__device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params>
+__device__ __forceinline__ void attention_prefill(const Params& p) {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
-  constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kCopied ? 56 : 40;
-  constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kCopied ? 224 : 232;
+  constexpr bool kMore = kCopied || Params::kHasMask;  // registers for loaders
+  constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kMore ? 56 : 40;
+  constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMore ? 224 : 232;
   static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters <= (kConsumers == 3 ? 4 * 128 : 3 * 168),
                 "else warpgroups wait for registers for ever");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -99,11 +100,11 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    else if (threadIdx.x == 64)
+    else if (Params::kHasMask ? warp == 2 : threadIdx.x == 64)
       deal(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();
-    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied> consumer(p, shared, warpgroup - 1);
+    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied, Params> consumer(p, shared, warpgroup - 1);
     consumer.work();
   }
 }

@@ -10,6 +10,7 @@
 //
 // Registers: query and output 32, four keys or values in flight 64. Shared memory: none.
 #include "mha/attention/layout.cuh"
+#include "mha/attention/mask.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -64,8 +65,36 @@ __device__ __forceinline__ const char* row_in(const Columns& of, int page, int r
   return of.base + page * of.stride_page + row * of.stride_row + blockIdx.z * of.stride_head;
 }
 
+// The keys that a query row sees: an interval, of which a mask may hide some.
+template <typename Params>
+struct RowKeys {
+  Seen seen;
+
+  __device__ __forceinline__ RowKeys(const Params& p, const RaggedTile& tile, int tokens, int row)
+      : seen(seen_by(p, tile, tokens, row)) {}
+  // The next keys; has() tells of each whether it is visible.
+  __device__ __forceinline__ void move_to(int) {}
+  __device__ __forceinline__ bool has(int key, int) const { return key < seen.end; }
+};
+template <>
+struct RowKeys<MaskedParams> {
+  const MaskedParams& p;
+  const RequestMask of;
+  const i64 query;
+  const Seen interval;
+  Seen seen;
+  u64 visible;
+
+  __device__ __forceinline__ RowKeys(const MaskedParams& p, const RaggedTile& tile, int tokens, int row)
+      : p(p), of(p, tile, tokens), query(tile.q_begin + own_token(p, tile, row)),
+        interval(interval_of(p, tile, of, own_token(p, tile, row))), seen(keys_to_read(p, of, interval)) {}
+  __device__ __forceinline__ void move_to(int first) { visible = visible_keys(p, of, interval, query, first); }
+  __device__ __forceinline__ bool has(int key, int i) const { return key < seen.end && (visible >> i & 1); }
+};
+
 // One warp attends for a row of a tile, over its visible keys.
-__device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
+template <typename Params>
+__device__ __forceinline__ void attend(const Params& p, const RaggedTile& tile, const Segment& segment,
                                        int row) {
   const Row from(p, tile, row);
   const TokenPlace at = place_of(p, 0, from.token);
@@ -75,23 +104,24 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
   output.load(nullptr, 0);
   const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[from.head]);
   float maximum = -kInfinity, sum = 0.0f;
-  const Seen seen = seen_by(p, tile, segment.tokens, row);
+  RowKeys<Params> keys(p, tile, segment.tokens, row);
 #pragma unroll 1
-  for (int first = seen.first; first < seen.end; first += kAtOnce) {
+  for (int first = keys.seen.first; first < keys.seen.end; first += kAtOnce) {
+    keys.move_to(first);
     const char* values[kAtOnce];
     LaneColumns loaded[kAtOnce];
     float weight[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       int of_page = 0;
-      const int page = first + i < seen.end ? page_of(p, tile, segment.tokens, first + i, of_page) : -1;
+      const int page = keys.has(first + i, i) ? page_of(p, tile, segment.tokens, first + i, of_page) : -1;
       loaded[i].load(row_in(p.keys, page, of_page), p.key_columns);
       values[i] = row_in(p.values, page, of_page);
     }
     float highest = maximum;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      weight[i] = first + i < seen.end ? score_of(p, query, loaded[i]) : -kInfinity;
+      weight[i] = keys.has(first + i, i) ? score_of(p, query, loaded[i]) : -kInfinity;
       highest = fmaxf(highest, weight[i]);
     }
     const float factor = maximum == -kInfinity ? 0.0f : exp2_approx(maximum - highest);
@@ -132,7 +162,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
   if (threadIdx.x % 32 == 0) store_lse(p, tile, 0, from, lse);
 }
 
-__device__ __forceinline__ void attention_simt(const AttentionParams& p) {
+template <typename Params>
+__device__ __forceinline__ void attention_simt(const Params& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   const int place = blockIdx.x / (kRowTile / kWarps);

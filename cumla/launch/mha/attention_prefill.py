@@ -16,23 +16,24 @@ def block_tokens(tiles: tuple[int, int]) -> int:
     return 64 if tiles == (4, 4) else 128
 
 
-def _consumers(tiles: tuple[int, int], rows: bool) -> int:
+def _consumers(tiles: tuple[int, int], rows: bool, masked: bool) -> int:
     """Count the warpgroups that compute, 64 query rows each: as many as registers allow."""
-    return 3 if tiles == (1, 1) and not rows else 2
+    return 3 if tiles == (1, 1) and not (rows or masked) else 2
 
 
-def tile_rows(tiles: tuple[int, int], form: str) -> int:
+def tile_rows(tiles: tuple[int, int], form: str, *, masked: bool = False) -> int:
     """Tell how many query rows a thread block has at once."""
-    return 64 * _consumers(tiles, form == "rows")
+    return 64 * _consumers(tiles, form == "rows", masked)
 
 
-def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
+def _spec(dtype: str, tiles: tuple[int, int], rows: bool, masked: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    block, consumers = block_tokens(tiles), _consumers(tiles, rows)
+    block, consumers = block_tokens(tiles), _consumers(tiles, rows, masked)
     layout = f"PrefillLayout<{tiles[0]}, {tiles[1]}, {block}, {consumers}>"
     return KernelSpec.of(
-        *("mha", "attention_prefill", "AttentionParams"),
+        *("mha", "attention_prefill", "MaskedParams" if masked else "AttentionParams"),
         *(dtype, *tiles, block, consumers, rows),
+        name="attention_prefill_masked" if masked else None,
         tags=[dtype, *names, *(["rows"] if rows else [])],
         threads=128 * (1 + consumers),
         smem_bytes=constant("mha/attention_prefill", f"{layout}::kBytes"),
@@ -40,13 +41,15 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
 
 
 _SPECS = {
-    (dtype, tiles, rows): _spec(dtype, tiles, rows)
-    for dtype, tiles, rows in product(HALVES, _TILES, (False, True))
-    if not (rows and tiles == (4, 4))  # has too few registers
+    (dtype, tiles, rows, masked): _spec(dtype, tiles, rows, masked)
+    for dtype, tiles, rows, masked in product(HALVES, _TILES, (False, True), (False, True))
+    if not (rows and (masked or tiles == (4, 4)))  # has too few registers
 }
 SPECS = tuple(_SPECS.values())
 
 
-def prefill_spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec | None:
+def prefill_spec(
+    dtype: str, tiles: tuple[int, int], rows: bool, *, masked: bool = False
+) -> KernelSpec | None:
     """Look up the kernel of these tiles of 64 columns; `rows`: of pages that are copied by rows."""
-    return _SPECS.get((dtype, tiles, rows))
+    return _SPECS.get((dtype, tiles, rows, masked))

@@ -8,6 +8,9 @@ from cumla.launch.source import KernelSpec
 
 ROWS = constant("mha/attention_simt", "kWarps")  # of a thread block
 
-_NAMES = "mha", "attention_simt", "AttentionParams"
-SPEC = KernelSpec.of(*_NAMES, tags=["float32"], threads=32 * ROWS)
-SPECS = (SPEC,)
+_NAMES = "mha", "attention_simt"
+SPEC = KernelSpec.of(*_NAMES, "AttentionParams", tags=["float32"], threads=32 * ROWS)
+MASKED_SPEC = KernelSpec.of(
+    *_NAMES, "MaskedParams", name="attention_simt_masked", tags=["float32"], threads=32 * ROWS
+)
+SPECS = (SPEC, MASKED_SPEC)

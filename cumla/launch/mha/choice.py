@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cumla.launch.mha.attention import tiles_spec
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec, tile_rows
+from cumla.launch.mha.attention_simt import MASKED_SPEC as MASKED_SIMT_SPEC
 from cumla.launch.mha.attention_simt import SPEC as SIMT_SPEC
 from cumla.launch.mha.shape import E4M3
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_TILE
@@ -71,14 +72,14 @@ class Choice(NamedTuple):
     @property
     def takes_single_rows(self) -> bool:
         """Whether each warp of attention_simt takes a row, without tensor cores."""
-        return self.spec is SIMT_SPEC
+        return self.spec.stem == SIMT_SPEC.stem
 
 
 def choose(key: MHAShape) -> Choice:
     """Choose by dtype, query rows and pages."""
     boxes = gcd(key.page_size, BLOCK_TOKENS)
     if key.dtype == "float32":
-        return Choice(SIMT_SPEC, box_rows=boxes)
+        return Choice(MASKED_SIMT_SPEC if key.masked else SIMT_SPEC, box_rows=boxes)
     rows = key.total_tokens * key.heads_per_group
     is_full = rows >= RULES.full_rows * key.batch
     is_uniform = key.q_len > 0 or key.batch == 1
@@ -91,7 +92,7 @@ def choose(key: MHAShape) -> Choice:
     has_chunks = key.total_tokens > RULES.most_drafts * key.batch and not key.has_window
     is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
     form = "e4m3" if key.cache_dtype == E4M3 else "rows" if key.form == "rows" else "boxes"
-    spec = tiles_spec(key.dtype, key.kernel_tiles, form)
+    spec = tiles_spec(key.dtype, key.kernel_tiles, form, masked=key.masked)
     return Choice(spec, box_rows=boxes, is_mixed=is_mixed)
 
 
@@ -99,11 +100,12 @@ def _full_tiles(key: MHAShape) -> Choice | None:
     """Full row tiles, if a kernel serves these pages."""
     if key.cache_dtype != key.dtype:
         return None
-    spec = prefill_spec(key.dtype, key.kernel_tiles, key.form == "rows")
+    spec = prefill_spec(key.dtype, key.kernel_tiles, key.form == "rows", masked=key.masked)
     if spec is None:
         return None
     boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
-    return Choice(spec, tile_rows(key.kernel_tiles, key.form), boxes)
+    rows = tile_rows(key.kernel_tiles, key.form, masked=key.masked)
+    return Choice(spec, rows, boxes)
 
 
 def _fill(key: MHAShape, rows: int) -> bool:
@@ -122,7 +124,7 @@ def _few_rows(key: MHAShape) -> Choice | None:
     is_narrow = key.kernel_tiles == (1, 1) and waits
     more = 0 if key.q_len else (key.total_tokens - key.batch) * key.heads_per_group
     gains = not key.has_window and (key.form != "pages" or is_narrow) and more <= ROW_TILE
-    if key.batch_invariant or not (is_e4m3 or gains):
+    if key.batch_invariant or key.masked or not (is_e4m3 or gains):
         return None
     tokens = key.q_len or -(-key.total_tokens // max(key.batch, 1))
     found = decode_spec(key.dtype, key.kernel_tiles, tokens * key.heads_per_group, is_e4m3)

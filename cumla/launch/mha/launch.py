@@ -68,8 +68,9 @@ def attention_launch(
 def attention_values(
     key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
 ) -> dict[str, Any]:
-    """Name the values of struct AttentionParams."""
+    """Name the values of struct AttentionParams, or with a mask of MaskedParams."""
     a = arguments
+    left, right = (-1, -1) if key.masked else a.window
     if 0 in a.k.shape:  # of which nothing is read, but copies of zeros need an address that exists
         a = a._replace(k=a.k._replace(ptr=a.q.ptr), v=a.v._replace(ptr=a.q.ptr))
     pages = a.pages
@@ -119,8 +120,8 @@ def attention_values(
         "row_groups": key.row_groups,
         "may_wait": key.may_wait,
         "causal": key.causal,
-        "window_left": a.window[0],
-        "window_right": a.window[1],
+        "window_left": left,
+        "window_right": right,
         "out_is_float": out.dtype == "float32",
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
@@ -133,6 +134,17 @@ def attention_values(
         "value_scale": _scales(a.v_scale),
         "num_kv_heads": key.num_kv_heads,
         "is_of_chunks": key.is_of_chunks,
+        **({"mask": _mask(key, a)} if key.masked else {}),
+    }
+
+
+def _mask(key: MHAKey, a: MHAArguments) -> dict[str, int]:
+    """Name the values of struct MaskArrays."""
+    arrays = {"start", "end", "prefix_len", "tree", "tree_start", "words"}
+    return {
+        **{name: getattr(a.mask, name) for name in arrays},
+        "is_causal": a.causal,
+        "requests": key.batch,
     }
 
 

@@ -2,6 +2,7 @@
 // A consumer warpgroup of attention: products and softmax of its blocks, and the end of a row tile.
 #pragma once
 #include "mha/attention/layout.cuh"
+#include "mha/attention/mask.cuh"
 #include "mha/attention/shared.cuh"
 #include "attend/reduce.cuh"
 #include "split/join.cuh"
@@ -25,7 +26,7 @@ constexpr int kConsumerBarrier = kConsumersBarrier + 1;
 
 // One consumer warpgroup. A lane has rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each
 // eight. kCopied: threads copied the tiles, not TMA. kScaled: keys and values have scales.
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
 struct Consumer {
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
   using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // type of values and of probabilities
@@ -36,6 +37,7 @@ struct Consumer {
   static constexpr int kOwnTiles = kGroups / 8;  // value tiles that this consumer multiplies
 
   const AttentionParams& p;
+  const Params& all_params;
   const Layout& shared;
   const HeadTile& tile;
   const int consumer, warp, lane, row;
@@ -44,11 +46,11 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2], seen_by_all;
+  typename TypeIf<Params::kHasMask, TileMask, Nothing>::Type mask;
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
-  __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
-                                      int consumer)
-      : p(p), shared(shared), tile(tile), consumer(consumer),
+  __device__ __forceinline__ Consumer(const Params& p, const Layout& shared, const HeadTile& tile, int consumer)
+      : p(p), all_params(p), shared(shared), tile(tile), consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
@@ -76,13 +78,21 @@ struct Consumer {
       key_factor = fminf(fmaxf(factor, kMinFactor), kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
-    // The first row has the least end, the last row the greatest beginning.
-    seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
+    if constexpr (Params::kHasMask) {
+      mask.of = RequestMask(all_params, tile, segment.tokens);
+      mask.hull = Hull(all_params, tile, mask.of);
+    } else {
+      // The first row has the least end, the last row the greatest beginning.
+      seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
-      seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
+      if constexpr (Params::kHasMask)
+        seen[r] = interval_of(all_params, tile, mask.of, own_token(p, tile, row + 8 * r));
+      else
+        seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
     }
   }
 
@@ -116,12 +126,30 @@ struct Consumer {
     return shared.values(stage) + (kDivided ? consumer * kOwnTiles * kTileBytes : 0);
   }
 
+  // The same for rows that no query of the tile sees.
+  __device__ __forceinline__ void clear_unseen(int stage, int block) const {
+    const int begin = block * kBlockTokens;
+    if (mask.hull.some_see(mask.of, begin, begin + kBlockTokens)) return;
+    constexpr int kChunks = kOwnTiles * 4;  // of a thread: half a row
+    const int key = threadIdx.x % kWarpgroup / 2, first = threadIdx.x % 2 * kChunks;
+    if (!is_seen(all_params, tile, mask.of, mask.hull, begin + key))
+#pragma unroll 4
+      for (int i = first; i < first + kChunks; ++i)
+        store_shared_zero_16(own_values(stage) + i / 8 * kTileBytes + key * 128 + i % 8 * 16);
+    meet();
+  }
+
   // Rows past the end of the request, or before all windows, may hold NaN. Their probabilities are 0, but 0 x NaN is
   // NaN.
   __device__ __forceinline__ void clear_values(int stage, int first, int end) const {
     constexpr int kChunks = kOwnTiles * 8;
     for (int i = first * kChunks + threadIdx.x % kWarpgroup; i < end * kChunks; i += kWarpgroup)
       store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * kTileBytes + (i / kChunks) * 128 + (i % 8) * 16);
+    meet();
+  }
+
+  // The consumer's threads have cleared rows.
+  __device__ __forceinline__ void meet() const {
     fence_proxy_async_shared();
     if (consumer == 0)
       named_barrier_sync<kConsumerBarrier, kWarpgroup>();
@@ -138,6 +166,18 @@ struct Consumer {
 
   __device__ __forceinline__ void mask_scores(int block) {
     const int begin = block * kBlockTokens;
+    if constexpr (Params::kHasMask) {
+      if (mask.hull.all_see(mask.of, begin, begin + kBlockTokens)) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const i64 query = tile.q_begin + own_token(p, tile, row + 8 * r);
+        const u64 visible = visible_keys(all_params, mask.of, seen[r], query, begin) >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
+      }
+      return;
+    }
     if (begin + kBlockTokens <= seen_by_all.end && begin >= seen_by_all.first) return;
     const int column = block * kBlockTokens + (lane % 4) * 2;
 #pragma unroll
@@ -220,11 +260,15 @@ struct Consumer {
       }
       mbarrier_wait(shared.values_full(stage), phase, "values");
       if constexpr (kCopied) fence_proxy_async_shared();
-      const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;
-      if (valid < kBlockTokens) clear_values(stage, max(valid, 0), kBlockTokens);
-      if (i == 0 && p.window_left >= 0) {  // only this block has rows before all windows
-        const int hidden = seen_by(p, tile, segment.tokens, 0).first - (segment.begin + i) * kBlockTokens;
-        if (hidden > 0) clear_values(stage, 0, min(hidden, kBlockTokens));
+      if constexpr (Params::kHasMask) {
+        clear_unseen(stage, segment.begin + i);
+      } else {
+        const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;
+        if (valid < kBlockTokens) clear_values(stage, max(valid, 0), kBlockTokens);
+        if (i == 0 && p.window_left >= 0) {  // only this block has rows before all windows
+          const int hidden = seen_by(p, tile, segment.tokens, 0).first - (segment.begin + i) * kBlockTokens;
+          if (hidden > 0) clear_values(stage, 0, min(hidden, kBlockTokens));
+        }
       }
       multiply_values(stage);
       arrive(shared.values_free(stage));

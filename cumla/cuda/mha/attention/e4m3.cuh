@@ -6,6 +6,7 @@
 // Consumers fence these generic writes before wgmma reads them.
 #pragma once
 #include "mha/attention/layout.cuh"
+#include "mha/attention/mask.cuh"
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -83,16 +84,16 @@ struct RawRows {
 
 // The next block of this warpgroup whose page numbers are copied, one per lane of 16. Each row of a block has two
 // words: the page number, and the row in its page or -1.
-template <int kLoaders>
+template <int kLoaders, typename Params>
 struct BlockAhead {
-  const AttentionParams& p;
+  const Params& p;
   const Part& part;
   const int last_place;
   HeadTile tile;
   Segment segment;
   int place, block;  // block: of the segment
 
-  __device__ __forceinline__ BlockAhead(const AttentionParams& p, const Part& part, int last_place, int parity)
+  __device__ __forceinline__ BlockAhead(const Params& p, const Part& part, int last_place, int parity)
       : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(parity) {
     segment.blocks = 0;
   }
@@ -143,8 +144,8 @@ struct PagedRows {
 
 // One of kLoaders warpgroups. The last two warps of the first one also copy the query rows, before the first block of
 // a row tile.
-template <typename T, typename Layout>
-__device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout& shared, HeadTile& tile,
+template <typename T, typename Layout, typename Params>
+__device__ __forceinline__ void load_e4m3(const Params& p, const Layout& shared, HeadTile& tile,
                                           const Part& part, int last_place, int parity) {
   constexpr int kTileBytes = Layout::kTileBytes, kLoaders = Layout::kLoaders, kAhead = Layout::kRawBlocks / kLoaders;
   using Keys = RawRows<Layout::kKeyBytes / kTileBytes>;
@@ -155,7 +156,7 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);  // plant: e4m3 tiles
   };
-  BlockAhead<kLoaders> ahead(p, part, last_place, parity);
+  BlockAhead<kLoaders, Params> ahead(p, part, last_place, parity);
 #pragma unroll 1
   for (int slot = 0; slot < kAhead; ++slot) ahead.copy_pages_async(words(slot));
   copy_async_wait_all();

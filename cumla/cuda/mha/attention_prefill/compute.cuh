@@ -21,11 +21,11 @@ using namespace split;
 constexpr float kMostAdded = 4096.0f;
 
 // One consumer warpgroup. kCopied: threads copied the tiles, not TMA.
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>
-struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers> {
-  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers>;
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params>
+struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params> {
+  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params>;
   using typename Softmax::Layout, typename Softmax::Ending;
-  using Softmax::p, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
+  using Softmax::p, Softmax::all_params, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::output, Softmax::scores, Softmax::probabilities;
   using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all;
   using Softmax::look, Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
@@ -88,6 +88,24 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     for (int i = threadIdx.x % kWarpgroup; i < min(hidden, kBlock) * kChunks; i += kWarpgroup)
       store_shared_zero_16(shared.values(t % Layout::kStages) + (i % kChunks / 8) * Layout::kTileBytes +
                            (i / kChunks) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+    meet();
+  }
+
+  // The same for rows that no query of the item sees, in any block.
+  __device__ __forceinline__ void clear_unseen_values(u32 n, u32 t, int block) const {
+    const Item item = read_item(shared, n);
+    const ItemMask mask = read_mask(shared, n, item.tokens);
+    const int begin = block * kBlock;
+    if (__builtin_expect(mask.hull.some_see(mask.of, begin, begin + kBlock), 1)) return;
+    RaggedTile tile = tile_of(p, item, 0);
+    tile.rows = item.rows;
+    wait_for_values(t);
+    const int key = threadIdx.x % kWarpgroup;
+    if (key < kBlock && !is_seen(all_params, tile, mask.of, mask.hull, begin + key))
+#pragma unroll 4
+      for (int i = 0; i < kValueTiles * 8; ++i)
+        store_shared_zero_16(shared.values(t % Layout::kStages) + i / 8 * Layout::kTileBytes + key * 128 + i % 8 * 16);
     fence_proxy_async_shared();
     meet();
   }
@@ -181,7 +199,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     for (u32 n = 0;; ++n) {
       const Item item = read_item(shared, n);
       const bool exists = item.rows > 0;
-      const Seen blocks = blocks_of_item<kBlock>(p, item);
+      const Seen blocks = blocks_of<kBlock>(all_params, shared, n, item);
       if (exists) {
         wait_for_query();
         wait_for_keys(t);
@@ -189,7 +207,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       issue_both(t, t > 0);
       // In the first round no item has ended. The first item's own record stands in for it, and nothing is stored.
       const Ending ending = end_rows(n == 0 ? n : n - 1, t > 0);
-      look(item);
+      look(n, item);
       warpgroup_wait<0>();
       keep_behind_wait(scores);
       keep_behind_wait(output);
@@ -209,10 +227,14 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       sum[0] += added[0];
       sum[1] += added[1];
       pack();
-      const int valid = item.tokens - block * kBlock;
-      if (valid < kBlock) {
-        wait_for_values(t);
-        clear_values_past(t % Layout::kStages, max(valid, 0));
+      if constexpr (Params::kHasMask) {
+        clear_unseen_values(n, t, block);
+      } else {
+        const int valid = item.tokens - block * kBlock;
+        if (valid < kBlock) {
+          wait_for_values(t);
+          clear_values_past(t % Layout::kStages, max(valid, 0));
+        }
       }
       if (item.rows <= 64 * consumer) {
 #pragma unroll 1
@@ -228,6 +250,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         // The maximum rarely grows once each row has one. So scores are weighed with the old maximum, and computed
         // again if weights are too large. The last block cannot be computed again, because its query is overwritten.
         bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
+        if constexpr (Params::kHasMask) raises |= !Softmax::kHoldsIntervals || block * kBlock < seen_by_all.first;
         if (block == blocks.first) fetch_query(n + 1);
 #pragma unroll 1
         for (;; raises = true) {
@@ -256,8 +279,9 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         keep_behind_wait(output);
         arrive(shared.values_free((t - 1) % Layout::kStages));
         pack();
+        if constexpr (Params::kHasMask) clear_unseen_values(n, t, block);
       }
-      clear_values_before_windows(n, t - 1, blocks.first);
+      if constexpr (!Params::kHasMask) clear_values_before_windows(n, t - 1, blocks.first);
     }
     if (consumer == 0) take_turn();  // takes the turn that the last consumer gave
     copy_async_wait_all();

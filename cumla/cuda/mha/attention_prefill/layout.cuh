@@ -2,6 +2,7 @@
 // Shared memory of attention_prefill, the numbers of its named barriers, and the announced row tiles.
 #pragma once
 #include "mha/attention/layout.cuh"
+#include "mha/attention/mask.cuh"
 #include "split/tile.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"
@@ -77,6 +78,62 @@ __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
   const uint4 a = load_shared_16(shared.item(n)), b = load_shared_16(shared.item(n) + 16);
   return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
           static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
+}
+
+// What an item's rows see by arrays: computed once, and announced with the item.
+struct ItemMask {
+  RequestMask of;
+  Hull hull;
+  Seen keys;  // to be read
+};
+
+// Computes it, with all lanes of a warp.
+__device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& item, int request) {
+  RaggedTile tile = tile_of(p, item, 0);
+  tile.rows = item.rows;  // of all consumers
+  tile.request = request;
+  ItemMask mask;
+  mask.of = RequestMask(p, tile, item.tokens);
+  mask.hull = Hull(p, tile, mask.of);
+  mask.keys = keys_to_read(p, mask.of, mask.hull.any);
+  return mask;
+}
+
+template <typename Layout>
+__device__ __forceinline__ void announce_mask(const Layout& shared, u32 n, const ItemMask& mask) {
+  const auto word = [](int value) { return static_cast<u32>(value); };
+  store_shared_16(shared.item(n) + 32, {word(mask.keys.first), word(mask.keys.end), word(mask.of.prefix),
+                                        word(mask.of.tree << 1 | (mask.hull.is_complete ? 1 : 0))});
+  store_shared_16(shared.item(n) + 48, {word(mask.hull.any.first), word(mask.hull.any.end),
+                                        word(mask.hull.all.first), word(mask.hull.all.end)});
+}
+
+// Reads what was announced with item n, as read_item().
+template <typename Layout>
+__device__ __forceinline__ ItemMask read_mask(const Layout& shared, u32 n, int tokens) {
+  const uint4 a = load_shared_16(shared.item(n) + 32), b = load_shared_16(shared.item(n) + 48);
+  const auto number = [](u32 word) { return static_cast<int>(word); };
+  ItemMask mask;
+  mask.keys = {number(a.x), number(a.y)};
+  mask.of.tokens = tokens;
+  mask.of.prefix = number(a.z);
+  mask.of.tree = number(a.w) >> 1;
+  mask.hull.is_complete = (a.w & 1) != 0;
+  mask.hull.any = {number(b.x), number(b.y)};
+  mask.hull.all = {number(b.z), number(b.w)};
+  return mask;
+}
+
+// As blocks_of_item() for item n, which has been announced.
+template <int kBlock, typename Layout, typename Params>
+__device__ __forceinline__ Seen blocks_of(const Params& p, const Layout& shared, u32 n, const Item& item) {
+  if constexpr (Params::kHasMask) {
+    const Seen keys = {static_cast<int>(load_shared_u32(shared.item(n) + 32)),
+                       static_cast<int>(load_shared_u32(shared.item(n) + 36))};
+    return {keys.first / kBlock, max((keys.end + kBlock - 1) / kBlock, keys.first / kBlock + 1)};
+  } else {
+    return blocks_of_item<kBlock>(p, item);
+  }
 }
 
 }  // namespace cumla::mha

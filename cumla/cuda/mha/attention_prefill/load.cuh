@@ -22,15 +22,16 @@ constexpr u64 kBytesInL2 = 12 << 20;
 constexpr u32 kSortedTiles = 1024;  // the schedule sorts no more
 
 // Takes items: the first by the CTA's number, the others from the counter. One lane.
-template <typename Layout>
+template <typename Layout, typename Params>
 struct Dealer {
   const AttentionParams& p;
+  const Params& all_params;
   const TilePlace* const places;
   u32 tiles, total, heads_of_section;
   u32 early;  // places whose tiles come before the sections, for all heads
 
-  __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
-      : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
+  __device__ __forceinline__ explicit Dealer(const Params& p)
+      : p(p), all_params(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
     tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // 0 without queries; arbitrary in a plan without an update
     total = tiles * p.num_kv_heads;  // the launcher keeps it below 2^31
     // Other requests are assumed to be like the first. Sections are equal, and have a tile for almost each CTA.
@@ -68,7 +69,12 @@ struct Dealer {
     return item;
   }
 
-  __device__ __forceinline__ Item next(u32 n) const {
+  // request: of arrays that have a number per request.
+  __device__ __forceinline__ Item next(u32 n, int& request) const {
+    const auto item_at_place = [&](u32 place, int head) {
+      if constexpr (Params::kHasMask) request = static_cast<int>(places[place].request);
+      return item_of(places[place], head);
+    };
     const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
     if (at >= total) {
       // The last CTA that asks in vain resets the counter for the next launch.
@@ -76,16 +82,31 @@ struct Dealer {
       return {};
     }
     const u32 heads = p.num_kv_heads, early_tiles = early * heads;
-    if (at < early_tiles) return item_of(places[tiles - 1 - at / heads], at % heads);
+    if (at < early_tiles) return item_at_place(tiles - 1 - at / heads, at % heads);
     const u32 later = at - early_tiles, of_section = (tiles - early) * heads_of_section;
     const u32 first_head = later / of_section * heads_of_section, rest = later % of_section;
     const u32 place = rest / heads_of_section;
-    return item_of(places[tiles - 1 - early - place], first_head + rest - place * heads_of_section);
+    return item_at_place(tiles - 1 - early - place, first_head + rest - place * heads_of_section);
   }
 
-  // Announces item n of this CTA. False after the last one.
+  // Announces item n of this CTA. False after the last one. With a mask all lanes of a warp call it.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
-    const Item item = next(n);
+    int request = 0;
+    Item item = {};
+    if constexpr (Params::kHasMask) {
+      if (threadIdx.x % 32 == 0) item = next(n, request);
+      const auto shared_by_warp = [](int value) { return __shfl_sync(0xffffffffu, value, 0); };
+      item = {shared_by_warp(item.tokens), shared_by_warp(item.first_row), shared_by_warp(item.q_len),
+              shared_by_warp(item.q_begin), __shfl_sync(0xffffffffu, item.pages, 0), shared_by_warp(item.head),
+              shared_by_warp(item.rows)};
+      ItemMask mask = {};
+      if (item.rows > 0) mask = mask_of(all_params, item, shared_by_warp(request));
+      mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
+      if (threadIdx.x % 32 != 0) return item.rows > 0;
+      announce_mask(shared, n, mask);
+    } else {
+      item = next(n, request);
+    }
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
@@ -109,8 +130,8 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
 // One warp loads the keys, or the values; each lane loads its own box of a block. It asks for the next item only with
 // the last loads of this one, so that the first CTA to finish gets it. The first keys are loaded alone, because all
 // CTAs wait for L2 then.
-template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
-__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
+template <typename Layout, int kTiles, int kBlock, bool kOfKeys, typename Params>
+__device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared) {
   const int first = threadIdx.x % 32 * p.box_rows;
   u32 t = 0;
 #pragma unroll 1
@@ -118,7 +139,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
     const Item item = item_at(shared, n);
     if (item.rows == 0) return;
     const RaggedTile tile = tile_of(p, item, 0);
-    const Seen blocks = blocks_of_item<kBlock>(p, item);
+    const Seen blocks = blocks_of<kBlock>(p, shared, n, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
       if (!kOfKeys && t == 0) mbarrier_wait(shared.begun(), 0, "the first keys");
@@ -146,19 +167,19 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
 }
 
 // All four warps load keys and values row by row. Lane 0 of warp 0 also announces items.
-template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
-__device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
+template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock, typename Params>
+__device__ __forceinline__ void load_rows(const Params& p, const Layout& shared) {
   constexpr int kRows = kBlock / 4;  // of a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
-  const Dealer<Layout> dealer(p);
-  bool more = warp == 0 && lane == 0 && dealer.announce(shared, 0);
+  const Dealer<Layout, Params> dealer(p);
+  bool more = warp == 0 && (Params::kHasMask || lane == 0) && dealer.announce(shared, 0);
   u32 t = 0;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
     const Item item = item_at(shared, n);
     if (item.rows == 0) break;
     const RaggedTile tile = tile_of(p, item, 0);
-    const Seen blocks = blocks_of_item<kBlock>(p, item);
+    const Seen blocks = blocks_of<kBlock>(p, shared, n, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
       if (more && block == blocks.first) more = dealer.announce(shared, n + 1);
@@ -181,9 +202,9 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   copy_async_wait_all();
 }
 
-template <typename Layout>
-__device__ __forceinline__ void deal(const AttentionParams& p, const Layout& shared) {
-  const Dealer<Layout> dealer(p);
+template <typename Layout, typename Params>
+__device__ __forceinline__ void deal(const Params& p, const Layout& shared) {
+  const Dealer<Layout, Params> dealer(p);
   for (u32 n = 0; dealer.announce(shared, n); ++n)
     mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
 }

@@ -18,11 +18,12 @@ using namespace split;
 
 // The state and the softmax of a consumer warpgroup; PrefillConsumer has the products. A lane has
 // rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers>
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, typename Params>
 struct PrefillSoftmax {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
 
   const AttentionParams& p;
+  const Params& all_params;
   const Layout& shared;
   const int consumer, warp, lane, row;
   float output[kValueTiles * 32];
@@ -31,16 +32,28 @@ struct PrefillSoftmax {
   float maximum[2], sum[2], factor[2], added[2];
   Seen seen_by_all;  // keys that all rows see
   int position[2];   // of this thread's rows, in the request
+  // With a mask, of this thread's rows. Where registers do not suffice, they are loaded for each block.
+  static constexpr bool kHoldsIntervals = kKeyTiles != 3;
+  Seen intervals[2];
 
-  __device__ __forceinline__ PrefillSoftmax(const AttentionParams& p, const Layout& shared, int consumer)
-      : p(p), shared(shared), consumer(consumer),
+  __device__ __forceinline__ PrefillSoftmax(const Params& p, const Layout& shared, int consumer)
+      : p(p), all_params(p), shared(shared), consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
 
   // Computes what the rows see, without a branch.
-  __device__ __forceinline__ void look(const Item& item) {
+  __device__ __forceinline__ void look(u32 n, const Item& item) {
     const RaggedTile tile = tile_of(p, item, consumer);
+    if constexpr (Params::kHasMask && !kHoldsIntervals) return;
+    if constexpr (Params::kHasMask) {
+      const ItemMask mask = read_mask(shared, n, item.tokens);
+      seen_by_all = mask.hull.all;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        intervals[r] = interval_of(all_params, tile, mask.of, own_token(p, tile, row + 8 * r));
+      return;
+    }
     // The first row has the least end, the last row the greatest beginning.
     seen_by_all = {seen_by(p, tile, item.tokens, 63).first, max(seen_by(p, tile, item.tokens, 0).end, 0)};
 #pragma unroll
@@ -75,8 +88,11 @@ struct PrefillSoftmax {
   __device__ __forceinline__ void mask(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
+    if constexpr (Params::kHasMask && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
     const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
-    if (__builtin_expect(!is_clear, 0)) {
+    if constexpr (Params::kHasMask) {
+      if (__builtin_expect(!is_clear, 0)) mask_by_arrays(n, block * kBlock);
+    } else if (__builtin_expect(!is_clear, 0)) {
       const int tokens = load_shared_u32(shared.item(n)), column = block * kBlock + (lane % 4) * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -85,6 +101,30 @@ struct PrefillSoftmax {
 #pragma unroll
         for (int i = 0; i < kBlock / 4; ++i)
           if (!(visible & 1u << i)) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
+      }
+    }
+  }
+
+  __device__ __forceinline__ Seen seen_by_all_of(u32 n) const {
+    return {static_cast<int>(load_shared_u32(shared.item(n) + 56)),
+            static_cast<int>(load_shared_u32(shared.item(n) + 60))};
+  }
+
+  __device__ __forceinline__ void mask_by_arrays(u32 n, int begin) {
+    const Item item = read_item(shared, n);
+    const RequestMask of = read_mask(shared, n, item.tokens).of;
+    const RaggedTile tile = tile_of(p, item, consumer);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int own = own_token(p, tile, row + 8 * r);
+      const Seen interval = kHoldsIntervals ? intervals[r] : interval_of(all_params, tile, of, own);
+#pragma unroll
+      for (int half = 0; half < kBlock / 64; ++half) {
+        const u64 visible =
+            visible_keys(all_params, of, interval, tile.q_begin + own, begin + 64 * half) >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[32 * half + i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
       }
     }
   }
