@@ -94,8 +94,8 @@ struct RowKeys<MaskedParams> {
 
 // One warp attends for a row of a tile, over its visible keys.
 template <typename Params>
-__device__ __forceinline__ void attend(const Params& p, const RaggedTile& tile, const Segment& segment,
-                                       int row) {
+__device__ __forceinline__ void attend(const AttentionParams& p, RowKeys<Params> keys, const RaggedTile& tile,
+                                       const Segment& segment, int row) {
   const Row from(p, tile, row);
   const TokenPlace at = place_of(p, 0, from.token);
   LaneColumns query, output;
@@ -104,7 +104,6 @@ __device__ __forceinline__ void attend(const Params& p, const RaggedTile& tile, 
   output.load(nullptr, 0);
   const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[from.head]);
   float maximum = -kInfinity, sum = 0.0f;
-  RowKeys<Params> keys(p, tile, segment.tokens, row);
 #pragma unroll 1
   for (int first = keys.seen.first; first < keys.seen.end; first += kAtOnce) {
     keys.move_to(first);
@@ -163,7 +162,8 @@ __device__ __forceinline__ void attend(const Params& p, const RaggedTile& tile, 
 }
 
 template <typename Params>
-__device__ __forceinline__ void attention_simt(const Params& p) {
+__device__ __forceinline__ void attention_simt(const Params& all_params) {
+  const AttentionParams& p = all_params;
   grid_dependency_launch();
   grid_dependency_wait();
   const int place = blockIdx.x / (kRowTile / kWarps);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void attention_simt(const Params& p) {
   if (p.block_table == nullptr)  // no more rows than exist
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
   const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
-  if (row < tile.rows) attend(p, tile, segment, row);
+  if (row < tile.rows) attend(p, RowKeys<Params>(all_params, tile, segment.tokens, row), tile, segment, row);
 }
 
 }  // namespace cumla::mha
