@@ -10,6 +10,7 @@
 //   warp 0         loads keys by TMA
 //   warp 1         loads values by TMA
 //   warp 2         takes tiles from the counter, and announces them
+//   warp 3         with a mask: adds to each tile what its rows see, and announces it
 //   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block; warp 0 announces
 //   consumers      two, or three with 64 columns: 64 query rows each, which they copy themselves. They compute the
 //                  blocks of all tiles without a break, from the last to the first of a tile
@@ -23,6 +24,8 @@
 // values_full(stage)              thread (128)
 // keys_free(stage),               a lane per consumer warp (4     the loader           the tiles may be overwritten
 // values_free(stage)              per consumer)
+// item_taken(n), 4                with a mask: the lane that has  warp 3               the tile is written
+//                                 taken the tile (1)
 // item_full(n), 4                 the announcing lane (1)         loaders, consumers   announcement n
 // item_free(n), 4                 each thread that has read it    the announcing lane  announcement n may be
 //                                 (32 per warp)                                        overwritten
@@ -59,9 +62,8 @@ using namespace split;
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params>
 __device__ __forceinline__ void attention_prefill(const Params& p) {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
-  constexpr bool kMore = kCopied || Params::kHasMask;  // registers for loaders
-  constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kMore ? 56 : 40;
-  constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMore ? 224 : 232;
+  constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kCopied ? 56 : 40;
+  constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kCopied ? 224 : 232;
   static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters <= (kConsumers == 3 ? 4 * 128 : 3 * 168),
                 "else warpgroups wait for registers for ever");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -78,6 +80,7 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       mbarrier_init(shared.item_full(i), 1);
+      if constexpr (Params::kHasMask) mbarrier_init(shared.item_taken(i), 1);
       mbarrier_init(shared.item_free(i), 32 * (4 * kConsumers + (kCopied ? 4 : 2)));  // all threads that read it
     }
     mbarrier_init(shared.wanted(), 1);
@@ -100,8 +103,10 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    else if (Params::kHasMask ? warp == 2 : threadIdx.x == 64)
+    else if (threadIdx.x == 64)
       deal(p, shared);
+    if constexpr (Params::kHasMask)
+      if (warp == 3) look_at_masks(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();
     PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied, Params> consumer(p, shared, warpgroup - 1);

@@ -16,19 +16,19 @@ def block_tokens(tiles: tuple[int, int]) -> int:
     return 64 if tiles == (4, 4) else 128
 
 
-def _consumers(tiles: tuple[int, int], rows: bool, masked: bool) -> int:
+def _consumers(tiles: tuple[int, int], rows: bool) -> int:
     """Count the warpgroups that compute, 64 query rows each: as many as registers allow."""
-    return 3 if tiles == (1, 1) and not (rows or masked) else 2
+    return 3 if tiles == (1, 1) and not rows else 2
 
 
-def tile_rows(tiles: tuple[int, int], form: str, *, masked: bool = False) -> int:
+def tile_rows(tiles: tuple[int, int], form: str) -> int:
     """Tell how many query rows a thread block has at once."""
-    return 64 * _consumers(tiles, form == "rows", masked)
+    return 64 * _consumers(tiles, form == "rows")
 
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool, masked: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    block, consumers = block_tokens(tiles), _consumers(tiles, rows, masked)
+    block, consumers = block_tokens(tiles), _consumers(tiles, rows)
     layout = f"PrefillLayout<{tiles[0]}, {tiles[1]}, {block}, {consumers}>"
     return KernelSpec.of(
         *("mha", "attention_prefill", "MaskedParams" if masked else "AttentionParams"),

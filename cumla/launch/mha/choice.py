@@ -104,8 +104,7 @@ def _full_tiles(key: MHAShape) -> Choice | None:
     if spec is None:
         return None
     boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
-    rows = tile_rows(key.kernel_tiles, key.form, masked=key.masked)
-    return Choice(spec, rows, boxes)
+    return Choice(spec, tile_rows(key.kernel_tiles, key.form), boxes)
 
 
 def _fill(key: MHAShape, rows: int) -> bool:

@@ -52,9 +52,9 @@ struct RequestMask {
   __device__ __forceinline__ RequestMask() {}
 };
 
-// The query token of a row; rows that do not exist have that of the last one.
+// The query token of a row; rows that do not exist have that of the last one, and of a tile without queries token 0.
 __device__ __forceinline__ int own_token(const AttentionParams& p, const RaggedTile& tile, int row) {
-  return min(tile.token_of(p, row), tile.q_len - 1);
+  return max(min(tile.token_of(p, row), tile.q_len - 1), 0);
 }
 
 // A number of an array, or another one if there is no array. Without a branch.
@@ -111,6 +111,7 @@ struct Hull {
   __device__ __forceinline__ Hull(const MaskedParams& p, const RaggedTile& tile, const RequestMask& of) {
     const int first_own = own_token(p, tile, 0), last_own = own_token(p, tile, max(tile.rows, 1) - 1);
     int least = 0x7fffffff, most = 0, greatest = 0, smallest = 0x7fffffff, has_own = 1;
+#pragma unroll 1
     for (int own = first_own + static_cast<int>(threadIdx.x % 32); own <= last_own; own += 32) {
       const Seen seen = interval_of(p, tile, of, own);
       greatest = max(greatest, seen.first);

@@ -94,10 +94,12 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
 
   // The same for rows that no query of the item sees, in any block.
   __device__ __forceinline__ void clear_unseen_values(u32 n, u32 t, int block) const {
+    const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
+    if (__builtin_expect(is_clear, 1)) return;
     const Item item = read_item(shared, n);
     const ItemMask mask = read_mask(shared, n, item.tokens);
     const int begin = block * kBlock;
-    if (__builtin_expect(mask.hull.some_see(mask.of, begin, begin + kBlock), 1)) return;
+    if (mask.hull.some_see(mask.of, begin, begin + kBlock)) return;
     RaggedTile tile = tile_of(p, item, 0);
     tile.rows = item.rows;
     wait_for_values(t);

@@ -42,6 +42,7 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 item_free(u32 n) const { return item_full(n) + kItems * 8; }
   __device__ __forceinline__ u32 wanted() const { return barrier(4 * kStages + 2 * kItems); }
   __device__ __forceinline__ u32 begun() const { return wanted() + 8; }
+  __device__ __forceinline__ u32 item_taken(u32 n) const { return begun() + 8 + n % kItems * 8; }
 };
 
 // A row tile of a kv head. An item without rows ends the list.

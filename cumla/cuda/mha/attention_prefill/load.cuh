@@ -25,13 +25,12 @@ constexpr u32 kSortedTiles = 1024;  // the schedule sorts no more
 template <typename Layout, typename Params>
 struct Dealer {
   const AttentionParams& p;
-  const Params& all_params;
   const TilePlace* const places;
   u32 tiles, total, heads_of_section;
   u32 early;  // places whose tiles come before the sections, for all heads
 
   __device__ __forceinline__ explicit Dealer(const Params& p)
-      : p(p), all_params(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
+      : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
     tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // 0 without queries; arbitrary in a plan without an update
     total = tiles * p.num_kv_heads;  // the launcher keeps it below 2^31
     // Other requests are assumed to be like the first. Sections are equal, and have a tile for almost each CTA.
@@ -89,31 +88,22 @@ struct Dealer {
     return item_at_place(tiles - 1 - early - place, first_head + rest - place * heads_of_section);
   }
 
-  // Announces item n of this CTA. False after the last one. With a mask all lanes of a warp call it.
+  // Announces item n of this CTA; with a mask look_at_masks() does it. False after the last one.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
     int request = 0;
-    Item item = {};
-    if constexpr (Params::kHasMask) {
-      if (threadIdx.x % 32 == 0) item = next(n, request);
-      const auto shared_by_warp = [](int value) { return __shfl_sync(0xffffffffu, value, 0); };
-      item = {shared_by_warp(item.tokens), shared_by_warp(item.first_row), shared_by_warp(item.q_len),
-              shared_by_warp(item.q_begin), __shfl_sync(0xffffffffu, item.pages, 0), shared_by_warp(item.head),
-              shared_by_warp(item.rows)};
-      ItemMask mask = {};
-      if (item.rows > 0) mask = mask_of(all_params, item, shared_by_warp(request));
-      mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
-      if (threadIdx.x % 32 != 0) return item.rows > 0;
-      announce_mask(shared, n, mask);
-    } else {
-      item = next(n, request);
-    }
+    const Item item = next(n, request);
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
     store_shared_16(shared.item(n) + 16,
                     {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
                      static_cast<u32>(item.head), static_cast<u32>(item.rows)});
-    mbarrier_arrive(shared.item_full(n));
+    if constexpr (Params::kHasMask) {
+      store_shared_u32(shared.item(n) + 32, request);
+      mbarrier_arrive(shared.item_taken(n));
+    } else {
+      mbarrier_arrive(shared.item_full(n));
+    }
     return item.rows > 0;
   }
 };
@@ -172,7 +162,8 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared)
   constexpr int kRows = kBlock / 4;  // of a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
   const Dealer<Layout, Params> dealer(p);
-  bool more = warp == 0 && (Params::kHasMask || lane == 0) && dealer.announce(shared, 0);
+  static_assert(!Params::kHasMask, "no warp is left to look at masks");
+  bool more = warp == 0 && lane == 0 && dealer.announce(shared, 0);
   u32 t = 0;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
@@ -207,6 +198,24 @@ __device__ __forceinline__ void deal(const Params& p, const Layout& shared) {
   const Dealer<Layout, Params> dealer(p);
   for (u32 n = 0; dealer.announce(shared, n); ++n)
     mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
+}
+
+// One warp adds to each item what its rows see, and announces it.
+template <typename Layout>
+__device__ __forceinline__ void look_at_masks(const MaskedParams& p, const Layout& shared) {
+  Item item;
+  u32 n = 0;
+  do {
+    mbarrier_wait(shared.item_taken(n), n / kItems & 1, "an item");
+    item = read_item(shared, n);
+    if (item.rows > 0) {
+      const ItemMask mask = mask_of(p, item, static_cast<int>(load_shared_u32(shared.item(n) + 32)));
+      __syncwarp();  // all lanes have read the request
+      if (threadIdx.x % 32 == 0) announce_mask(shared, n, mask);
+    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_full(n));
+    ++n;
+  } while (item.rows > 0);
 }
 
 }  // namespace cumla::mha

@@ -33,7 +33,7 @@ struct PrefillSoftmax {
   Seen seen_by_all;  // keys that all rows see
   int position[2];   // of this thread's rows, in the request
   // With a mask, of this thread's rows. Where registers do not suffice, they are loaded for each block.
-  static constexpr bool kHoldsIntervals = kKeyTiles != 3;
+  static constexpr bool kHoldsIntervals = kConsumers != 3;
   Seen intervals[2];
 
   __device__ __forceinline__ PrefillSoftmax(const Params& p, const Layout& shared, int consumer)
@@ -89,6 +89,7 @@ struct PrefillSoftmax {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
     if constexpr (Params::kHasMask && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
+    // True if all rows see all keys of the block.
     const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
     if constexpr (Params::kHasMask) {
       if (__builtin_expect(!is_clear, 0)) mask_by_arrays(n, block * kBlock);
