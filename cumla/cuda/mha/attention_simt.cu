@@ -94,7 +94,7 @@ struct RowKeys<MaskedParams> {
 
 // One warp attends for a row of a tile, over its visible keys.
 template <typename Params>
-__device__ __forceinline__ void attend(const AttentionParams& p, RowKeys<Params> keys, const RaggedTile& tile,
+__device__ __forceinline__ void attend(const AttentionParams& p, const Params& all_params, const RaggedTile& tile,
                                        const Segment& segment, int row) {
   const Row from(p, tile, row);
   const TokenPlace at = place_of(p, 0, from.token);
@@ -104,6 +104,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, RowKeys<Params>
   output.load(nullptr, 0);
   const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[from.head]);
   float maximum = -kInfinity, sum = 0.0f;
+  RowKeys<Params> keys(all_params, tile, segment.tokens, row);
 #pragma unroll 1
   for (int first = keys.seen.first; first < keys.seen.end; first += kAtOnce) {
     keys.move_to(first);
@@ -176,7 +177,7 @@ __device__ __forceinline__ void attention_simt(const Params& all_params) {
   if (p.block_table == nullptr)  // no more rows than exist
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
   const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
-  if (row < tile.rows) attend(p, RowKeys<Params>(all_params, tile, segment.tokens, row), tile, segment, row);
+  if (row < tile.rows) attend(p, all_params, tile, segment, row);
 }
 
 }  // namespace cumla::mha
