@@ -160,8 +160,7 @@ def make_long(seed: int) -> Problem:
         see_all = np.array(see).reshape(len(rows), int(lens[r]))
         own = [numbers(int(lens[r]), kv_heads, n).astype(cache) for n in columns]
         for pool, part in zip(pools, own, strict=True):
-            hidden = part.copy()
-            hidden[~see_all.any(axis=0)] = np.nan
+            hidden = np.where(see_all.any(axis=0)[:, None, None], part, np.full_like(part, np.nan))
             token = np.arange(len(part))
             pool[table[r][token // page], token % page] = hidden
         keys.append((own[0], own[1]))
