@@ -19,8 +19,9 @@ using namespace ptx;
 
 // Probabilities are relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, but both consumers share it. The
 // owner of block t raises it, if necessary, after those of block t - 1 were published. With Form::kE4m3Products,
-// probabilities are between 2^-9, the smallest e4m3 number, and 448.
-constexpr float kBelow = 7.0f, kSlack = 15.0f, kSlackInE4m3 = 8.75f;
+// probabilities are between 2^-9, the smallest e4m3 number, and 448; raising costs about a microsecond, so there is
+// room for some 4 binades above the largest one of the first block.
+constexpr float kBelow = 7.0f, kBelowInE4m3 = 5.0f, kSlack = 15.0f, kSlackInE4m3 = 8.75f;
 // Bounds of the exponent of a row's highest scale, so that it can be divided out and multiplied in again.
 constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
 // After division the highest scale is below 2^7; times 448, the highest e4m3 number, it is finite in float16. A scale
@@ -314,7 +315,8 @@ struct Heads64Consumer {
       for (int w = 1; w < 4; ++w) of_all = fmaxf(of_all, load_shared_float(shared.of_warp(consumer * 4 + w, head)));
       const float before = load_shared_float(shared.reference(head));
       const float slack = Form::kE4m3Products ? kSlackInE4m3 : kSlack;
-      const float after = of_all > before + slack ? ceilf(of_all) - kBelow : before;
+      const float below = Form::kE4m3Products ? kBelowInE4m3 : kBelow;
+      const float after = of_all > before + slack ? ceilf(of_all) - below : before;
       store_shared_float(shared.factor(parity, head), exp2_approx(before - after));
       store_shared_float(shared.reference(head), after);
     }
