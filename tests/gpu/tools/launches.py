@@ -388,6 +388,49 @@ def attention(make: _Maker) -> Iterator[Case]:
         )
 
 
+def attention_by_masks(make: _Maker) -> Iterator[Case]:
+    """Attention with masks: all widths, dtypes and forms of pages; decoding, drafts and prefill."""
+    build = cumla.mha.mask.AttentionMask
+    for (keys, values), dtype, fp8, page in itertools.product(
+        WIDTHS, FLOATS, (False, True), (0, 64, 1)
+    ):
+        if fp8 and (dtype == FP32 or keys > 256 or keys % 16 or values % 16):
+            continue
+
+        def call(
+            keys: int = keys,
+            values: int = values,
+            dtype: np.dtype[Any] = dtype,
+            fp8: bool = fp8,
+            page: int = page,
+        ) -> None:
+            of_cache, batch = E4M3 if fp8 else dtype, 16
+            shape = (9, page, 8) if page else (5000, 8)
+            k, v = make(*shape, keys, dtype=of_cache), make(*shape, values, dtype=of_cache)
+            pages: dict[str, Any] = {"kv_indptr": make.int32(batch + 1)}
+            if page:
+                pages = {"block_table": make.int32(batch, 40), "kv_lens": make.int32(batch)}
+            for tokens in (batch, 40 * batch):
+                q, indptr = make(tokens, 32, keys, dtype=dtype), make.int32(batch + 1)
+                given = {"qo_indptr": indptr, **pages}
+                start, end = make.int32(tokens), make.int32(tokens)
+                cumla.attention(q, k, v, **given, mask=build(start=start))
+                prefix = build(start=start, end=end, prefix_len=make.int32(batch))
+                cumla.attention(q, k, v, **given, mask=prefix, sinks=make.float32(32))
+                tree = build(tree=make.int32(tokens, 3), tree_start=make.int32(batch))
+                cumla.attention(q, k, v, **given, mask=tree, causal=False)
+            if page:
+                for q_len in (1, 300):
+                    q, rows = make(batch, q_len, 32, keys, dtype=dtype), make.int32(batch * q_len)
+                    cumla.attention(q, k, v, **pages, mask=build(end=rows))
+
+        yield (
+            f"masks in attention, {keys} and {values} columns, {dtype.name}, "
+            f"{'e4m3' if fp8 else 'same'}",
+            call,
+        )
+
+
 def attention_plans(make: _Maker) -> Iterator[Case]:
     """Plans of attention, lists of pages, other layouts, batch invariance."""
     for dtype, fp8, width, batch, page in itertools.product(
@@ -683,7 +726,7 @@ def others(make: _Maker) -> Iterator[Case]:
 TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        *(mla, mla_invariant, mla_lists, attention, attention_plans),
+        *(mla, mla_invariant, mla_lists, attention, attention_by_masks, attention_plans),
         *(indexer, dsa, caches, small, masks, layouts, others),
     )
 }

@@ -67,6 +67,7 @@ from tests.gpu.tools.sparse_problem import (  # noqa: E402
 from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
+from tests.mha import test_attention_mask as masked  # noqa: E402
 from tests.mha.mask_cases import hostile, interval_cases, tree_cases  # noqa: E402
 from tests.sparse.top_k_cases import scores_of, shaped  # noqa: E402
 
@@ -307,6 +308,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
     with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
         attend_many_heads(cupy)
+    attend_by_masks(cupy)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
@@ -682,6 +684,33 @@ def attend_many_heads(cupy: Any) -> None:
     for sample in attention_cases.samples(2, lens=(130, 3), dtype="float32"):
         attend_mha(cupy, sample)
     print("sanitize: attention of many heads: agrees", flush=True)
+
+
+def attend_by_masks(cupy: Any) -> None:
+    """All forms of keys and values with arrays that say what is seen, and full row tiles."""
+    few = masked.samples(84)[:70:7]
+    kinds = [("windows", {}), ("prefix", {}), ("tree", {}), ("chunks", {"cache": "e4m3"})]
+    for sample, (mask, more) in zip(few, [*kinds, *kinds], strict=False):
+        attend_masked(cupy, sample._replace(mask=mask, **more))
+    attend_masked(cupy, few[0]._replace(dtype="float32", cache="same"))
+    with multiprocessors(1):
+        fixed = {"q_lens": (64, 64, 64), "heads": (8, 1), "cache": "same", "page_size": 16}
+        for sample, (mask, _) in zip(few, kinds, strict=False):
+            for columns in ((64, 64), (128, 128)):
+                full = sample._replace(mask=mask, columns=columns, dtype="bfloat16", **fixed)
+                attend_masked(cupy, full)
+    print("sanitize: attention with masks: agrees", flush=True)
+
+
+def attend_masked(cupy: Any, sample: masked.Sample) -> None:
+    problem = masked.make(sample)
+    given = {name: there(cupy, value) for name, value in problem.given.items()}
+    arrays = {name: cupy.asarray(array) for name, array in problem.mask.given.items()}
+    shape = (*problem.given["q"].shape[:-1], problem.given["v"].shape[-1])
+    out = cupy.zeros(shape, dtype=given["q"].dtype)  # so are rows of no request
+    found, lse = cumla.attention(**given, out=out, mask=AttentionMask(**arrays))
+    host = found.view(f"u{found.dtype.itemsize}").get().view(found.dtype)
+    masked.check(problem, cumla.AttentionState(host, lse.get()), sample.dtype)
 
 
 def attend_mha(cupy: Any, sample: attention_cases.Sample, **options: Any) -> None:
