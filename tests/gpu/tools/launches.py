@@ -424,11 +424,8 @@ def attention_by_masks(make: _Maker) -> Iterator[Case]:
                     q, rows = make(batch, q_len, 32, keys, dtype=dtype), make.int32(batch * q_len)
                     cumla.attention(q, k, v, **pages, mask=build(end=rows))
 
-        yield (
-            f"masks in attention, {keys} and {values} columns, {dtype.name}, "
-            f"{'e4m3' if fp8 else 'same'}",
-            call,
-        )
+        cache = "e4m3" if fp8 else "same"
+        yield f"masks in attention, {keys} and {values} columns, {dtype.name}, {cache}", call
 
 
 def attention_plans(make: _Maker) -> Iterator[Case]:
