@@ -98,7 +98,6 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@torch.inference_mode()
 def run(
     model: Any, name: str, prompt: Any, mask: Any, tokens: Any
 ) -> tuple[float, list[float], Any]:
@@ -145,6 +144,7 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--small", action="store_true", help="tiny models")
     args = parser.parse_args()
+    torch.set_grad_enabled(False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
