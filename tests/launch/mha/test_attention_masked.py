@@ -83,6 +83,36 @@ def test_any_integers() -> None:
             check(problem, run(problem, cupy), sample.dtype)
 
 
+ONE_OF_EACH = [  # boxes, rows, e4m3, float32 and full tiles
+    Sample(*("windows", (64, 64), dtype, cache, size, q_lens, (4, 1), False, None, "table"), seed=1)
+    for dtype, cache, size, q_lens in (
+        *(("bfloat16", "same", 16, (4, 1)), ("float16", "same", 1, (4, 1))),
+        *(("bfloat16", "e4m3", 16, (4, 1)), ("float32", "same", 16, (4, 1))),
+        ("bfloat16", "same", 64, (70,)),
+    )
+]
+
+
+@pytest.mark.parametrize("sample", ONE_OF_EACH, ids=lambda s: f"{s.dtype}-{s.cache}-{s.page_size}")
+@pytest.mark.parametrize("value", [LEAST, -1, MOST])
+def test_the_ends_of_int32(sample: Sample, value: int) -> None:
+    """In each array alone, in all elements."""
+    problem = make(sample)
+    batch = problem.case.batch
+    bits = np.full((batch.total, 3), 0x5A0F3C81, np.uint32)
+    rows, requests = (np.full(n, value, np.int32) for n in (batch.total, len(batch.q_lens)))
+    for arrays in (
+        *({"start": rows}, {"end": rows}, {"prefix_len": requests}),
+        *({"prefix_len": requests, "tree": bits}, {"tree": bits, "tree_start": requests}),
+        {"start": np.full_like(rows, 3), "end": np.full_like(rows, 2), "prefix_len": requests},
+    ):
+        mask = AttentionMask(**arrays)
+        seen = problem.case._replace(sees=lambda q, j, mask=mask: shown(mask.given, q, j))
+        with emulated_gpu(1) as cupy:
+            got = run(problem._replace(case=seen, mask=mask), cupy)
+        check(problem._replace(case=seen, mask=mask), got, sample.dtype)
+
+
 def test_invisible_rows_do_not_show() -> None:
     """NaN in all keys that no query of a request sees, in the middle of others as well."""
     for sample in samples(84)[2::9]:

@@ -47,7 +47,7 @@ struct RequestMask {
       tree = min(max(p.mask.tree_start == nullptr ? tokens - tile.q_len : p.mask.tree_start[request],
                      -32 * kMostWords),
                  tokens);
-    if (p.mask.prefix_len != nullptr) prefix = min(p.mask.prefix_len[request], max(tree, 0));
+    if (p.mask.prefix_len != nullptr) prefix = max(min(p.mask.prefix_len[request], tree), 0);
   }
   __device__ __forceinline__ RequestMask() {}
 };
