@@ -34,7 +34,7 @@ def decode(cupy: Any, stream: Any) -> None:
     block_table = xp.asarray(rng.permutation(pages).astype(np.int32).reshape(batch, -1))
     kv_lens = xp.asarray(np.array([500, 64, 1, 0], dtype=np.int32))
     outs = xp.empty((layers, batch, 1, heads, 512), np.float16)  # CuPy cannot allocate in a capture
-    lses = xp.empty((layers, batch, heads, 1), np.float32)
+    lses = xp.empty((layers, batch, 1, heads), np.float32)
     plan = cumla.MLADecodePlan.from_arrays(queries[0], caches[0])
 
     def step() -> None:

@@ -37,7 +37,7 @@ def main() -> None:
     of_rest = cumla.mla_decode(q, kv_cache, rest, rest_lens, softmax_scale=SCALE)
     out, lse = cumla.merge_attention_states(
         [of_prefix.out.view(batch, 1, heads, 512), of_rest.out],
-        [of_prefix.lse.permute(2, 1, 0), of_rest.lse],  # a view: (batch, heads, 1)
+        [of_prefix.lse.transpose(0, 1), of_rest.lse],  # (batch, 1, heads)
     )
 
     table = torch.cat([prefix.expand(batch, -1), rest], dim=1)

@@ -82,7 +82,7 @@ class SparseLayer:
         self.inputs = [put(array) for array in self.step(np.zeros(batch, int), np.arange(batch))]
         self.indices = put(np.full((batch, 1, shape.topk), -1, np.int32))
         self.out = put(np.full((batch, 1, shape.layer.heads, LATENT_DIM), np.nan, BF16))
-        self.lse = put(np.full((batch, shape.layer.heads, 1), np.nan, np.float32))
+        self.lse = put(np.full((batch, 1, shape.layer.heads), np.nan, np.float32))
 
     def rows(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
         """Compute what the caches keep: latent rows and the indexer's keys."""
