@@ -52,7 +52,9 @@ def main() -> None:
     write(torch.arange(100, device=DEVICE).expand(batch, -1))  # a prefill; a part is not seen
     q = numbers(batch, Q_LEN, HEADS, 576)
     index_q, q_scale = cumla.quantize_fp8(numbers(batch, Q_LEN, INDEX_HEADS, INDEX_DIM))
-    plan = cumla.DSAPlan.from_arrays(q, caches[0], index_q, index_cache, block_table, topk=TOPK)
+    plan = cumla.DSAPlan.from_arrays(
+        q, caches[0], index_q, index_cache, block_table=block_table, topk=TOPK
+    )
 
     worst = 0.0
     for _ in range(STEPS):
@@ -64,8 +66,8 @@ def main() -> None:
             if layer == 0:
                 index_q, q_scale = cumla.quantize_fp8(numbers(batch, Q_LEN, INDEX_HEADS, INDEX_DIM))
                 weights = torch.rand(q_scale.shape, device=DEVICE) * q_scale
-                plan.select(index_q, index_cache, weights.flatten(0, 1), block_table)
-            out, _ = plan.run(q, caches[layer], block_table, softmax_scale=SCALE)
+                plan.select(index_q, index_cache, weights.flatten(0, 1), block_table=block_table)
+            out, _ = plan.run(q, caches[layer], block_table=block_table, softmax_scale=SCALE)
             for request, seen in enumerate(kv_lens.tolist()):
                 for token in range(Q_LEN):
                     selected = plan.indices[request, token]

@@ -154,8 +154,8 @@ def decode_sparse(
     kv_lens = backend.put(prompts.astype(np.int32))
     first = layers[0]
     (_, _, q, index_q, _), table = first.inputs, first.cache.block_table
-    arrays = q, first.cache.pages, index_q, first.index_cache, table
-    plan = cumla.DSAPlan.from_arrays(*arrays, topk=shape.topk)
+    arrays = q, first.cache.pages, index_q, first.index_cache
+    plan = cumla.DSAPlan.from_arrays(*arrays, block_table=table, topk=shape.topk)
     backend.prepare(plan, cumla.append_mla_cache, cumla.append_indexer_cache)
     call = backend.repeatable(partial(_step, plan, layers, slots_there, kv_lens))
     worst, seconds, read, seen = [], [], 0, 0
@@ -191,11 +191,11 @@ def _step(plan: cumla.DSAPlan, layers: list[SparseLayer], slots: list[Any], kv_l
         layer.append(rows, keys, slots[i])
         table = layer.cache.block_table
         if i != SHARING:
-            plan.select(index_q, layer.index_cache, weights, table)
+            plan.select(index_q, layer.index_cache, weights, block_table=table)
         layer.cache.backend.copy(layer.indices, plan.indices)
         results = {"out": layer.out, "lse": layer.lse}
         scale = layer.mla.softmax_scale
-        plan.run(q, layer.cache.pages, table, softmax_scale=scale, **results)
+        plan.run(q, layer.cache.pages, block_table=table, softmax_scale=scale, **results)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -184,12 +184,12 @@ class DSAPlan(Single):
     >>> q, kv_cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> index_q = cumla.quantize_fp8(np.ones((2, 1, 8, 128), np.float32)).values
     >>> index_cache, weights = np.zeros((4, 64, 132), np.uint8), np.ones((2, 8), np.float32)
-    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
-    >>> plan = cumla.DSAPlan.from_arrays(q, kv_cache, index_q, index_cache, block_table, topk=32)
+    >>> table = {"block_table": np.array([[0, 1], [2, 3]], np.int32)}
+    >>> plan = cumla.DSAPlan.from_arrays(q, kv_cache, index_q, index_cache, **table, topk=32)
     >>> plan.update(np.array([100, 7], np.int32))
     >>> for layer in range(3):
-    ...     indices = plan.select(index_q, index_cache, weights, block_table)
-    ...     out, lse = plan.run(q, kv_cache, block_table)
+    ...     indices = plan.select(index_q, index_cache, weights, **table)
+    ...     out, lse = plan.run(q, kv_cache, **table)
     >>> indices.shape, out.shape
     ((2, 1, 32), (2, 1, 16, 512))
 
@@ -198,11 +198,11 @@ class DSAPlan(Single):
     >>> q, compressed = q[..., :512].astype("bfloat16"), np.zeros((4, 64, 584), np.uint8)
     >>> window = {"extra_kv_cache": np.zeros((2, 256, 584), np.uint8)}
     >>> window["extra_indices"] = np.arange(256, dtype=np.int32).reshape(2, 1, 128)
-    >>> made_of = (q, compressed, index_q, index_cache, block_table)
-    >>> plan = cumla.DSAPlan.from_arrays(*made_of, topk=32, **window)
+    >>> made_of = (q, compressed, index_q, index_cache)
+    >>> plan = cumla.DSAPlan.from_arrays(*made_of, **table, topk=32, **window)
     >>> plan.update(np.array([100, 7], np.int32), extra_topk_lens=np.array([128, 31], np.int32))
-    >>> indices = plan.select(index_q, index_cache, weights, block_table)
-    >>> plan.run(q, compressed, block_table, **window, sinks=np.zeros(16, np.float32)).out.shape
+    >>> indices = plan.select(index_q, index_cache, weights, **table)
+    >>> plan.run(q, compressed, **table, **window, sinks=np.zeros(16, np.float32)).out.shape
     (2, 1, 16, 512)
     """
 
@@ -289,8 +289,8 @@ class DSAPlan(Single):
         kv_cache: Any,
         index_q: Any,
         index_cache: Any,
-        block_table: Any,
         *,
+        block_table: Any,
         topk: int,
         max_kv_len: int | None = None,
         kv_lens: Any = None,
@@ -439,8 +439,8 @@ class DSAPlan(Single):
         index_q: Any,
         index_cache: Any,
         index_weights: Any,
-        block_table: Any,
         *,
+        block_table: Any,
         stream: Any = None,
         **misplaced: Never,
     ) -> Any:
@@ -463,8 +463,9 @@ class DSAPlan(Single):
         self._check_updated()
         self._check_framework(index_q)
         self._follow(stream)
-        arrays = index_q, index_cache, index_weights, block_table
+        arrays = index_q, index_cache, index_weights
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
+        options["block_table"] = block_table
         with _INDEX:
             logits = self._logits_plan.run(*arrays, **options, stream=stream)
         found = top_k(logits, self._shape[2], row_lens=self._lengths, stream=stream, **self._lists)
@@ -476,8 +477,8 @@ class DSAPlan(Single):
         self,
         q: Any,
         kv_cache: Any,
-        block_table: Any,
         *,
+        block_table: Any,
         indices: Any = None,
         extra_kv_cache: Any = None,
         extra_indices: Any = None,

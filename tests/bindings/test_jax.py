@@ -564,32 +564,35 @@ def test_a_step_of_sparse_attention(of: Step, each: bool) -> None:
     lens = of.visible(lens) if each else lens
     recent = {"extra_topk_lens": int32(11, 0, 4)} if of.v4 else {}
     plan = cumla.DSAPlan.from_arrays(
-        *(given[name] for name in MADE_OF), topk=of.topk, kv_lens=lens, **window_of(given)
+        **{name: given[name] for name in MADE_OF}, topk=of.topk, kv_lens=lens, **window_of(given)
     )
     plan.update(lens, **recent)
-    positions = np.array(plan.select(*(given[name] for name in SELECTED_FROM)))
-    expected = plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+    positions = np.array(plan.select(**{name: given[name] for name in SELECTED_FROM}))
+    expected = plan.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
     with pytest.raises(TypeError, match=r"^kv_lens: needs .* got a JAX tracer .* use cumla\.jax"):
         jax.jit(plan.update)(lens)
 
     @jax.jit
     def step(given: Arguments, lens: Any, recent: Arguments) -> Any:
         plan = cumla.jax.DSAPlan.from_arrays(
-            *(given[name] for name in MADE_OF), topk=of.topk, kv_lens=lens, **window_of(given)
+            **{name: given[name] for name in MADE_OF},
+            topk=of.topk,
+            kv_lens=lens,
+            **window_of(given),
         )
         with refused(ValueError, "plan: needs an update, got none that succeeded"):
-            plan.select(*(given[name] for name in SELECTED_FROM))
+            plan.select(**{name: given[name] for name in SELECTED_FROM})
         updated = plan.update(lens, **recent)
         with refused(ValueError, "indices: needs a selection of this step"):
-            updated.run(*(given[name] for name in ATTENDED), **window_of(given))
-        found, plan = updated.select(*(given[name] for name in SELECTED_FROM))
+            updated.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
+        found, plan = updated.select(**{name: given[name] for name in SELECTED_FROM})
         assert updated.indices is None
         for _ in range(2):  # the second layer shares the selection
-            state, plan = plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+            state, plan = plan.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
         return found, state, plan
 
     found, state, after = step(given, lens, recent)
-    again, _ = after.run(*(given[name] for name in ATTENDED), **window_of(given))
+    again, _ = after.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
     np.testing.assert_array_equal(np.asarray(found), positions)
     np.testing.assert_array_equal(np.asarray(after.indices), positions)
     for got in (state, again):
@@ -598,15 +601,15 @@ def test_a_step_of_sparse_attention(of: Step, each: bool) -> None:
 
 def step_of(of: Step, kind: Any, given: Arguments, lens: Any) -> Any:
     """Selection and attention of a layer by a plan of cumla, or one of cumla.jax."""
-    made_of = (given[name] for name in MADE_OF)
-    plan = kind.from_arrays(*made_of, topk=of.topk, **window_of(given))
+    made_of = {name: given[name] for name in MADE_OF}
+    plan = kind.from_arrays(**made_of, topk=of.topk, **window_of(given))
     plan.prepare()
     plan = plan.update(lens) or plan
-    found = plan.select(*(given[name] for name in SELECTED_FROM))
+    found = plan.select(**{name: given[name] for name in SELECTED_FROM})
     if kind is cumla.DSAPlan:
-        return found, *plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+        return found, *plan.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
     indices, plan = found
-    state, _ = plan.run(*(given[name] for name in ATTENDED), **window_of(given))
+    state, _ = plan.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
     return indices, *state
 
 

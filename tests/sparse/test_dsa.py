@@ -28,15 +28,17 @@ LENS = int32(57, 9, 33)  # most of a table, fewer than topk, one after the end o
 
 def plan_of(given: dict[str, Any], topk: int = TOPK, **options: Any) -> cumla.DSAPlan:
     options = window_of(given) | options
-    return cumla.DSAPlan.from_arrays(*(given[name] for name in MADE_OF), topk=topk, **options)
+    return cumla.DSAPlan.from_arrays(
+        **{name: given[name] for name in MADE_OF}, topk=topk, **options
+    )
 
 
 def select(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
-    return plan.select(*(given[name] for name in SELECTED_FROM), **options)
+    return plan.select(**{name: given[name] for name in SELECTED_FROM}, **options)
 
 
 def run(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
-    return plan.run(*(given[name] for name in ATTENDED), **window_of(given) | options)
+    return plan.run(**{name: given[name] for name in ATTENDED}, **window_of(given) | options)
 
 
 def step(plan: cumla.DSAPlan, given: dict[str, Any], kv_lens: Any, **lengths: Any) -> Any:

@@ -56,7 +56,7 @@ class Layers:
 
     def plan(self, **options: Any) -> cumla.DSAPlan:
         options |= {"topk": self.of.topk, **window_of(self.given[0])}
-        return cumla.DSAPlan.from_arrays(*(self.given[0][n] for n in MADE_OF), **options)
+        return cumla.DSAPlan.from_arrays(**{n: self.given[0][n] for n in MADE_OF}, **options)
 
     def run(
         self,
@@ -71,10 +71,10 @@ class Layers:
         plan.update(kv_lens, extra_topk_lens=recent, **options)
         for layer, given in enumerate(self.given):
             if layer != shared:
-                plan.select(*(given[name] for name in SELECTED_FROM), **options)
+                plan.select(**{name: given[name] for name in SELECTED_FROM}, **options)
             out, lse = self.outs[layer].array, self.lses[layer].array
             more = {"sinks": sinks, **window_of(given), **options}
-            plan.run(*(given[name] for name in ATTENDED), out=out, lse=lse, **more)
+            plan.run(**{name: given[name] for name in ATTENDED}, out=out, lse=lse, **more)
             self.indices[layer][...] = plan.indices
 
     def check(self, kv_lens: np.ndarray, shared: int = -1, **options: Any) -> None:
@@ -194,7 +194,7 @@ def test_plans_that_share_a_workspace(of: Step) -> None:
             layers.run(plan, cp.asarray(lengths), recent=recent)
             layers.check(lengths, **window)
     with pytest.raises(ValueError, match="taken by another plan"):
-        plans[0].select(*(layers.given[0][name] for name in SELECTED_FROM))
+        plans[0].select(**{name: layers.given[0][name] for name in SELECTED_FROM})
 
 
 def test_tensors_of_pytorch() -> None:
@@ -204,12 +204,12 @@ def test_tensors_of_pytorch() -> None:
     host = layers.host[0]
     given = {name: to_torch(torch, array) for name, array in layers.given[0].items()}
     kv_lens = torch.from_dlpack(cp.asarray(LENS)).clone()
-    plan = cumla.DSAPlan.from_arrays(*(given[name] for name in MADE_OF), topk=SMALL.topk)
+    plan = cumla.DSAPlan.from_arrays(**{name: given[name] for name in MADE_OF}, topk=SMALL.topk)
 
     def step() -> Any:
         plan.update(kv_lens)
-        indices = plan.select(*(given[name] for name in SELECTED_FROM))
-        return indices, *plan.run(*(given[name] for name in ATTENDED))
+        indices = plan.select(**{name: given[name] for name in SELECTED_FROM})
+        return indices, *plan.run(**{name: given[name] for name in ATTENDED})
 
     def check(results: Any, lengths: np.ndarray) -> None:
         torch.cuda.synchronize()

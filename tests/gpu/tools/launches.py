@@ -589,10 +589,12 @@ def dsa(make: _Maker) -> Iterator[Case]:
             q, index_q = make(batch, q_len, heads, 576), make(batch, q_len, 64, 128, dtype=E4M3)
             cache, keys = make.latent("packed", 9, 64, 1), make(9, 64, 1, 132, dtype=BYTES)
             table, weights = make.int32(batch, 40), make.float32(batch * q_len, 64)
-            planned = cumla.DSAPlan.from_arrays(q, cache, index_q, keys, table, topk=2048)
+            planned = cumla.DSAPlan.from_arrays(
+                q, cache, index_q, keys, block_table=table, topk=2048
+            )
             planned.update(make.int32(batch))
-            planned.select(index_q, keys, weights, table)
-            planned.run(q, cache, table)
+            planned.select(index_q, keys, weights, block_table=table)
+            planned.run(q, cache, block_table=table)
 
         yield "DSAPlan", step
 
