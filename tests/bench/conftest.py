@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from bench import step_case
 from cumla.bench import problem, run
 from cumla.bench.section import Section
 from tests.bench.fake_gpu import FakeCumla, FakeGpu, fake_bench
@@ -35,6 +37,15 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     for name in ("CUMLA_CHECK", "CUMLA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     return fakes
+
+
+@pytest.fixture(autouse=True)
+def _short_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps without a wait between them show what many do."""
+    monkeypatch.setattr(step_case, "_BURST", 2)
+    vllm_layers = sys.modules.get("bench.vllm_layers")  # which imports PyTorch
+    if vllm_layers is not None:
+        monkeypatch.setattr(vllm_layers, "_BURST", 2)
 
 
 @pytest.fixture
