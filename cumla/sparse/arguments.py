@@ -177,18 +177,22 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
     return checked_v4("extra_kv_cache", with_head_axis(whole, 4))
 
 
-def checked_cache(cache_dtype: Any, dtype: Any = None) -> str:
+def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str:
     """Check what a plan's caches are to be, and name it as a key does."""
-    if isinstance(cache_dtype, str) and cache_dtype in (PACKED, V4):
-        checked_cache_dtype(FP8, dtype)
-        return cache_dtype
-    if dtype_name(cache_dtype) not in (None, FP8, *DTYPES):
-        raise TypeError(
-            f"cache_dtype: needs {arg('q')}'s dtype, {FP8}, {PACKED!r} or {V4!r}, got "
-            f"{dtype_name(cache_dtype)}; say {PACKED!r} of rows of {PACKED_BYTES} bytes, {V4!r} of "
-            f"slots of {V4_BYTES}"
+    if cache_format is None:
+        return checked_cache_dtype(cache_dtype, dtype)
+    if cache_format not in (PACKED, V4):
+        raise ValueError(
+            f"cache_format: needs {PACKED!r} for rows of {PACKED_BYTES} bytes, or {V4!r} for slots "
+            f"of {V4_BYTES}, got {cache_format!r}; leave it out for caches of one dtype"
         )
-    return checked_cache_dtype(cache_dtype, dtype)
+    if dtype_name(cache_dtype) not in (None, FP8):
+        raise ValueError(
+            f"cache_dtype: needs {FP8} with cache_format {cache_format!r}, got "
+            f"{dtype_name(cache_dtype)}; leave it out"
+        )
+    checked_cache_dtype(FP8, dtype)
+    return str(cache_format)
 
 
 def check_cache(arguments: Attended, made: str) -> None:
@@ -202,7 +206,7 @@ def check_cache(arguments: Attended, made: str) -> None:
     if arguments.cache != made:
         raise ValueError(
             f"plan: made for a cache of {names[made]}, got one of {names[arguments.cache]}; make a "
-            f"plan with the cache_dtype of each"
+            f"plan for each"
         )
 
 

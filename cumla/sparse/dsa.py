@@ -157,7 +157,7 @@ class DSAPlan(Single):
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
-    extra_topk, dtype, cache_dtype : optional
+    extra_topk, dtype, cache_dtype, cache_format : optional
         As for :class:`cumla.MLASparsePlan`.
     device, stream : optional
         As for :class:`cumla.MLADecodePlan`.
@@ -233,6 +233,7 @@ class DSAPlan(Single):
         extra_topk: int = 0,
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
+        cache_format: str | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -240,9 +241,8 @@ class DSAPlan(Single):
     ) -> None:
         pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
-        attend = _Sizes(
-            (batch, q_len, num_heads, topk), {"extra_topk": extra_topk, "cache_dtype": cache_dtype}
-        )
+        cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
+        attend = _Sizes((batch, q_len, num_heads, topk), {"extra_topk": extra_topk, **cache})
         own = _checked_own(index, topk, max_kv_len)
         self._shape, self._width, self._seen = (batch, q_len, topk), own.width, own.seen
         place = self._place(own, index, attend, device, workspace, like, stream)
@@ -362,6 +362,7 @@ class DSAPlan(Single):
         max_kv_len: int | None = None,
         extra_topk: int = 0,
         cache_dtype: Any = None,
+        cache_format: str | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's workspace in bytes, from numbers as for the class.
@@ -370,9 +371,8 @@ class DSAPlan(Single):
         """
         pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
-        attend = _Sizes(
-            (batch, q_len, num_heads, topk), {"extra_topk": extra_topk, "cache_dtype": cache_dtype}
-        )
+        cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
+        attend = _Sizes((batch, q_len, num_heads, topk), {"extra_topk": extra_topk, **cache})
         own = _checked_own(index, topk, max_kv_len)
         return _bytes(own, index, attend, checked_sm_count(sm_count))
 

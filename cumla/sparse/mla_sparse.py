@@ -20,7 +20,7 @@ from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
-from cumla.launch.sparse.shape import V4, MLASparseKey
+from cumla.launch.sparse.shape import PACKED, V4, MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import Q_AND_CACHE
 from cumla.mla.fp8_caches import FP8
@@ -318,12 +318,13 @@ class MLASparsePlan(Plan[MLASparseKey]):
         As in ``indices`` ``(batch, q_len, topk)``.
     dtype : str or dtype
         ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
-        kv_cache unless `cache_dtype` says otherwise.
+        kv_cache unless `cache_dtype` or `cache_format` says otherwise.
     cache_dtype : str or dtype, optional
-        ``"packed"`` for rows of 656 bytes, ``"v4"`` for slots of 584, ``"float8_e4m3fn"`` for FP8
-        caches in any other form, all with dtype bfloat16; dtype by default.
+        ``"float8_e4m3fn"`` for FP8 caches without a format, with dtype bfloat16; dtype by default.
+    cache_format : str, optional
+        ``"v32"`` for rows of 656 bytes, ``"v4"`` for slots of 584, both with dtype bfloat16.
     extra_topk : int
-        As in ``extra_indices`` ``(batch, q_len, extra_topk)``, with cache_dtype ``"v4"``.
+        As in ``extra_indices`` ``(batch, q_len, extra_topk)``, with cache_format ``"v4"``.
     batch_invariant : bool
         As in :func:`mla_sparse_decode`.
     device, workspace, like, stream : optional
@@ -356,6 +357,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         extra_topk: int = 0,
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
+        cache_format: str | None = None,
         batch_invariant: bool = False,
         device: int | None = None,
         workspace: Any = None,
@@ -364,7 +366,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
     ) -> None:
         dtype = dtype_name(dtype)
         check_dtype("dtype", dtype, DTYPES)
-        cache = checked_cache(cache_dtype, dtype)
+        cache = checked_cache(cache_dtype, cache_format, dtype)
         sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
         invariant = checked_flag("batch_invariant", batch_invariant)
         place = (device, workspace, like, stream)
@@ -402,9 +404,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
         attended = _ATTEND.arguments(views, MLA_SPARSE_DECODE.defaults)
-        cache = {"same": None, "e4m3": FP8}.get(attended.cache, attended.cache)
         numbers = dict(zip(_SIZES, shape_of(attended.launched), strict=True))
-        return numbers | {"cache_dtype": cache}
+        if attended.cache in (PACKED, V4):
+            return numbers | {"cache_format": attended.cache}
+        return numbers | {"cache_dtype": FP8 if attended.cache == "e4m3" else None}
 
     @staticmethod
     def workspace_bytes(
@@ -415,6 +418,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         *,
         extra_topk: int = 0,
         cache_dtype: Any = None,
+        cache_format: str | None = None,
         batch_invariant: bool = False,
         sm_count: int | None = None,
     ) -> int:
@@ -422,7 +426,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
 
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
-        cache = checked_cache(cache_dtype)
+        cache = checked_cache(cache_dtype, cache_format)
         sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
         invariant = checked_flag("batch_invariant", batch_invariant)
         key = key_of(*sizes, DTYPES[0], cache, 0, checked_sm_count(sm_count), invariant)
@@ -459,7 +463,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
             raise self._misplaced("update", misplaced)
         if extra_topk_lens is not None and self.key.cache != V4:
             raise ValueError(
-                f"{arg('extra_topk_lens')}: needs a plan with cache_dtype {V4!r}, the format "
+                f"{arg('extra_topk_lens')}: needs a plan with cache_format {V4!r}, the format "
                 f"that may have a second cache, got another; leave it out"
             )
         self._renew(topk_lens, extra_topk_lens, stream)
@@ -534,7 +538,7 @@ def _checked_sizes(
     check_entries(topk, extra_topk)
     if extra_topk and cache != V4:
         raise ValueError(
-            f"{arg('extra_topk')}: needs cache_dtype {V4!r}, the format that may have a second "
+            f"{arg('extra_topk')}: needs cache_format {V4!r}, the format that may have a second "
             f"cache, got another; leave it out"
         )
     return batch, q_len, num_heads, topk, extra_topk

@@ -84,7 +84,7 @@ class SparseEntry(NamedTuple):
 
 
 SPARSE = (
-    SparseEntry("DeepSeek-V3.2", 128, "packed", "packed rows of 656 bytes", 2048),
+    SparseEntry("DeepSeek-V3.2", 128, "v32", "packed rows of 656 bytes", 2048),
     SparseEntry("DeepSeek-V4, 64 heads", 64, "v4", "slots of 584 bytes", 128, 512),
     SparseEntry("DeepSeek-V4, 128 heads", 128, "v4", "slots of 584 bytes", 128, 1024),
 )
@@ -161,7 +161,7 @@ def sparse_models() -> list[str]:
     """Make the table of models with sparse MLA."""
     rows = ["| model | heads | cache | function | attention |", "|---|---|---|---|---|"]
     for entry in SPARSE:
-        more: dict[str, Any] = {"extra_topk": entry.extra_topk, "cache_dtype": entry.cache}
+        more: dict[str, Any] = {"extra_topk": entry.extra_topk, "cache_format": entry.cache}
         plan = cumla.MLASparsePlan(128, 1, entry.num_heads, entry.topk, **more, like=np.zeros(0))
         last = sparse_specs(replace(plan.key, sm_count=_SM_COUNT))[-1]
         names = "`mla_sparse_decode`, `DSAPlan`"

@@ -54,9 +54,9 @@ class Step:
         found |= {"topk": self.topk, "extra_topk": self.window}
         found |= {"index_heads": self.index_heads, "index_dim": self.dim}
         found |= {"max_pages": self.pages, "page_size": self.page}
-        cache = "v4" if self.v4 else "packed" if self.packed else None
+        cache = "v4" if self.v4 else "v32" if self.packed else None
         shape = {"kv_lens_shape": (self.batch, self.q_len)} if each else {}
-        return found | {"cache_dtype": cache} | shape
+        return found | {"cache_format": cache} | shape
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         """The arrays of a layer. The page of no request is NaN in both caches."""

@@ -365,7 +365,7 @@ def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_of(given, extra_indices=None)
     with refused(ValueError, "extra_indices: needs shape (batch, q_len, extra_topk) with batch 3"):
         plan_of(given, extra_indices=window["extra_indices"][:2])
-    with refused(ValueError, "extra_topk_lens: needs a plan with cache_dtype 'v4', the format"):
+    with refused(ValueError, "extra_topk_lens: needs a plan with cache_format 'v4', the format"):
         plan_of(packed).update(LENS, extra_topk_lens=LENS)
     plan = plan_of(given)
     with refused(ValueError, "extra_topk_lens: needs shape (batch,) or (batch, q_len) with bat"):

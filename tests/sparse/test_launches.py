@@ -148,7 +148,7 @@ def test_caches(cupy: FakeCuPy, handed: Handed, form: str) -> None:
     a, pages = handed.arguments, (32, 1) if "rows" in form else (4, 8)
     assert a.kv_cache.shape == (*pages, 1, 512)
     assert a.kv_rope.shape == (*pages, 1, 64)
-    kinds = {"rows": "same", "pair": "same", "packed rows": "packed", "packed": "packed"}
+    kinds = {"rows": "same", "pair": "same", "packed rows": "v32", "packed": "v32"}
     assert handed.key.cache == kinds.get(form, "e4m3")
     if "packed" in form:
         assert (a.kv_scales.ptr, a.kv_rope.ptr) == (a.kv_cache.ptr + 512, a.kv_cache.ptr + 528)

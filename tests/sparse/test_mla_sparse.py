@@ -372,7 +372,7 @@ def test_the_options_of_from_arrays() -> None:
             True,
         )
     packed = decode(kv_cache=np.zeros((6, 8, 656), np.uint8))
-    assert plan_of(packed).key.cache == "packed"
+    assert plan_of(packed).key.cache == "v32"
     bits = np.zeros((6, 8, 576), np.uint8)
     for cache in (bits, (bits[..., :512], bits[..., 512:])):
         assert plan_of(decode(kv_cache=cache)).key.cache == "e4m3"
@@ -447,9 +447,12 @@ NOT_PLANNED = [
     ),
     *(wrong_type(name, 2.0, "an int, got float 2.0; convert it") for name in NUMBERS),
     wrong_type("batch_invariant", 1, "True or False, got int"),
-    *(
-        wrong_type("cache_dtype", name, f"q's dtype, float8_e4m3fn, 'packed' or 'v4', got {name}")
-        for name in ("float32", "fp8_ds_mla")
+    wrong_type("cache_dtype", "float32", "dtype's bfloat16, or float8_e4m3fn, got float32"),
+    wrong("cache_format", "packed", "'v32' for rows of 656 bytes, or 'v4' for slots of 584, got "),
+    Refusal(
+        {"cache_dtype": "bfloat16", "cache_format": "v32"},
+        ValueError,
+        "cache_dtype: needs float8_e4m3fn with cache_format 'v32', got bfloat16; leave it out",
     ),
 ]
 
@@ -469,7 +472,7 @@ def test_dtypes_of_plans() -> None:
         cumla.MLASparsePlan(
             **NUMBERS, dtype="float16", cache_dtype="float8_e4m3fn", like=np.zeros(1)
         )
-    packed = {**NUMBERS, "cache_dtype": "packed"}
+    packed = {**NUMBERS, "cache_format": "v32"}
     with refused(TypeError, "dtype: needs bfloat16 with cache_dtype float8_e4m3fn, got float16"):
         cumla.MLASparsePlan(**packed, dtype="float16", like=np.zeros(1))
     plan = cumla.MLASparsePlan(**packed, like=np.zeros(1))

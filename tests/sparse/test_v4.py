@@ -552,7 +552,7 @@ def test_what_plans_are_made_for() -> None:
     assert plan_of(decode()).key.extra_topk == 0
     assert plan_of(narrow()).key.cache == "same"
     by_numbers = cumla.MLASparsePlan(
-        BATCH, Q_LEN, HEADS, 9, extra_topk=5, cache_dtype="v4", like=np.zeros(1)
+        BATCH, Q_LEN, HEADS, 9, extra_topk=5, cache_format="v4", like=np.zeros(1)
     )
     assert by_numbers.key == plan_of(twice()).key
 
@@ -580,7 +580,7 @@ def test_the_size_of_a_buffer() -> None:
     shape = {"batch": 1024, "q_len": 2, "num_heads": 64, "topk": 128}
     bytes_of = cumla.MLASparsePlan.workspace_bytes
     sizes = [
-        bytes_of(**shape, cache_dtype="v4", extra_topk=extra, sm_count=132)
+        bytes_of(**shape, cache_format="v4", extra_topk=extra, sm_count=132)
         for extra in (0, 512, 1024)
     ]
     assert sizes[1] - sizes[0] == 2 * 2048 * 4
@@ -612,7 +612,7 @@ def test_a_plan_of_two_caches_needs_both() -> None:
         plan.run(**without_extra(inputs(twice())))
     with refused(ValueError, "extra_indices: needed with extra_kv_cache, got None; pass a list"):
         plan.run(**{n: a for n, a in inputs(twice()).items() if n != "extra_indices"})
-    with refused(ValueError, "extra_topk_lens: needs a plan with cache_dtype 'v4', the format"):
+    with refused(ValueError, "extra_topk_lens: needs a plan with cache_format 'v4', the format"):
         plan_of(narrow()).update(int32(1, 2), extra_topk_lens=int32(1, 2))
     for lengths, error, message in (
         (int32(1, 2, 3), ValueError, "shape (batch,) or (batch, q_len) ... got (3,); pass a num"),
@@ -623,17 +623,17 @@ def test_a_plan_of_two_caches_needs_both() -> None:
             plan.update(extra_topk_lens=lengths)
 
 
-NUMBERS = {"batch": 2, "q_len": 1, "num_heads": 64, "topk": 64, "cache_dtype": "v4"}
+NUMBERS = {"batch": 2, "q_len": 1, "num_heads": 64, "topk": 64, "cache_format": "v4"}
 NOT_PLANNED = [
     wrong("extra_topk", -1, "a number from 0, got -1; nothing to plan for"),
     wrong_type("extra_topk", 5.0, "an int, got float 5.0; convert it"),
     *(
         Refusal(
-            {"extra_topk": 5, "cache_dtype": cache},
+            {"extra_topk": 5, "cache_format": None, **cache},
             ValueError,
-            "extra_topk: needs cache_dtype 'v4', the format that may have a second cache, got",
+            "extra_topk: needs cache_format 'v4', the format that may have a second cache, got",
         )
-        for cache in (None, "packed", "float8_e4m3fn", "bfloat16")
+        for cache in ({}, {"cache_format": "v32"}, {"cache_dtype": "float8_e4m3fn"})
     ),
 ]
 

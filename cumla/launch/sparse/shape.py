@@ -19,7 +19,7 @@ from cumla.launch.split.plan import (
 
 __all__ = ["PACKED", "RULES", "V4", "MLASparseKey"]
 
-PACKED = "packed"
+PACKED = "v32"
 """A cache of rows of 656 bytes: e4m3 latent columns, four scales, bfloat16 RoPE columns."""
 V4 = "v4"
 """A cache in DeepSeek-V4's format: rows of 512 columns in 576 bytes, and 8 bytes of scales."""

@@ -32,7 +32,7 @@ from tests.launch.structs import parameters
 from tests.selection import some
 
 BUFFER = 9 << 40
-CACHES = ("same", "e4m3", "packed")
+CACHES = ("same", "e4m3", "v32")
 
 
 def entries(key: Any, **changes: Any) -> list[str]:
@@ -72,7 +72,7 @@ def test_an_e4m3_cache(heads: int) -> None:
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 65, 128])
 def test_packed_rows(heads: int) -> None:
     """Their kernels look at the lists themselves."""
-    key = key_of(heads, "packed", batch=50)
+    key = key_of(heads, "v32", batch=50)
     assert key.row_tiles == (1 if heads <= 64 else 2)
     attend = "mla_sparse_fp8_16_packed" if heads <= 16 else "mla_sparse_packed"
     assert entries(key) == ["bound_rows", "mla_schedule", attend]
@@ -81,16 +81,16 @@ def test_packed_rows(heads: int) -> None:
 @pytest.mark.parametrize(
     ("cache", "lists", "heads", "topk", "row_tile"),
     [
-        ("packed", 1, 128, 2048, 16),  # 16 pieces of two blocks
-        ("packed", 1, 64, 2048, 16),
-        ("packed", 4, 64, 2048, 32),
-        ("packed", 6, 64, 2048, 32),
-        ("packed", 12, 64, 2048, 64),  # 5 pieces of seven blocks take longer than 11 of three
-        ("packed", 6, 128, 2048, 64),
-        ("packed", 8, 128, 512, 32),  # 4 pieces of two blocks
-        ("packed", 16, 64, 512, 32),
-        ("packed", 32, 64, 512, 64),  # only two pieces
-        ("packed", 1, 128, 0, 16),
+        ("v32", 1, 128, 2048, 16),  # 16 pieces of two blocks
+        ("v32", 1, 64, 2048, 16),
+        ("v32", 4, 64, 2048, 32),
+        ("v32", 6, 64, 2048, 32),
+        ("v32", 12, 64, 2048, 64),  # 5 pieces of seven blocks take longer than 11 of three
+        ("v32", 6, 128, 2048, 64),
+        ("v32", 8, 128, 512, 32),  # 4 pieces of two blocks
+        ("v32", 16, 64, 512, 32),
+        ("v32", 32, 64, 512, 64),  # only two pieces
+        ("v32", 1, 128, 0, 16),
         ("same", 1, 128, 2048, 64),
         ("v4", 1, 64, 640, 16),  # 10 pieces of a block
         ("v4", 4, 128, 1152, 32),
@@ -145,7 +145,7 @@ def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invar
     assert key.num_places == 15
     layout = key.layout
     pieces = key.tiles * key.parts * 2 * key.row_groups * 16 if key.parts > 1 else 0
-    listed = 0 if cache == "packed" else key.num_places * topk
+    listed = 0 if cache == "v32" else key.num_places * topk
     extents = [
         (layout.places, key.num_places * 8),
         (layout.parts, key.parts * 48),
@@ -162,8 +162,11 @@ def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invar
     assert begin + size <= layout.nbytes
     assert all(begin % 16 == 0 for begin, _ in extents if begin != key.counts)
     assert key.zeros + 656 <= layout.nbytes  # read in place of a packed row
-    named = {"packed": "packed", "e4m3": "float8_e4m3fn"}.get(cache)
-    sizes = {"cache_dtype": named, "batch_invariant": invariant, "sm_count": 132}
+    named: dict[str, Any] = {
+        "v32": {"cache_format": "v32"},
+        "e4m3": {"cache_dtype": "float8_e4m3fn"},
+    }.get(cache, {})
+    sizes = named | {"batch_invariant": invariant, "sm_count": 132}
     assert cumla.MLASparsePlan.workspace_bytes(5, 3, heads, topk, **sizes) == layout.nbytes
 
 

@@ -52,7 +52,7 @@ def test_the_parameters_by_name(grouped: bool, factor: Any) -> None:
 
 def test_packed_rows_come_by_the_lists_themselves() -> None:
     """Whole; those that are absent are the zeros in the plan's buffer."""
-    key = key_of(16, "packed")
+    key = key_of(16, "v32")
     table = strided(10, (7, 11), (52, 4), "int32")
     requests = strided(11, (5, 3), (32, 8), "int32")
     got = told(key, block_table=table, row_to_request=requests)

@@ -19,7 +19,7 @@ BUFFER = 9 << 40
 
 
 def test_the_parameters_by_name() -> None:
-    key = key_of(100, "packed")
+    key = key_of(100, "v32")
     (launch,) = attend_launches(key, BUFFER, arguments_of(key), *outputs_of(key))
     assert launch.grid == (2, key.parts, 1)
     got = parameters(launch)
@@ -65,7 +65,7 @@ def test_attention_to_lists(case: SparseCase) -> None:
 def test_few_lists_are_cut_by_heads() -> None:
     """Into three tiles, of four pieces each."""
     case = SparseCase(batch=1, heads=40, topk=500, scales="powers", sinks="finite", lists="mixed")
-    key = key_of(40, "packed", batch=1, q_len=1, topk=500, sm_count=12)
+    key = key_of(40, "v32", batch=1, q_len=1, topk=500, sm_count=12)
     assert (key.row_tile, key.parts) == (16, 4)
     with emulated_gpu(12) as cupy:
         attend_sparse(cupy, case)
