@@ -13,8 +13,9 @@ from cumla.compat._arguments import (
     refuse_gradients,
 )
 from cumla.compat._torch import import_torch, positions_of
-from cumla.core.arguments import checked_flag
+from cumla.core.arguments import checked_flag, checked_int
 from cumla.mha.attention import attention
+from cumla.mha.mask import AttentionMask
 
 if TYPE_CHECKING:
     from cumla.compat._table import Interface
@@ -189,8 +190,13 @@ def no_metadata(cache_seqlens: Any) -> Any:
     return cache_seqlens.new_empty(0, dtype=import_torch().int32)
 
 
-def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
-    """Return the options that are no tensors by the names of `cumla.attention`."""
+def options_of(
+    scale: Any, causal: Any, window_size: Any, softcap: Any, attention_chunk: Any = 0
+) -> dict[str, Any]:
+    """Return the options that are no tensors by the names of `cumla.attention`.
+
+    Chunks, which `attend` makes a mask of, are `attention_chunk`.
+    """
     window = window_size
     if not isinstance(window, (tuple, list)):
         if getattr(window, "is_cuda", False):
@@ -205,7 +211,10 @@ def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[
             f"-1 is unbounded"
         )
     flag, cap = checked_flag("causal", causal), softcap or None
-    return {"softmax_scale": scale, "causal": flag, "window": tuple(window), "softcap": cap}
+    options = {"softmax_scale": scale, "causal": flag, "window": tuple(window), "softcap": cap}
+    if checked_int("attention_chunk", attention_chunk, "pass 0 for none", 0):
+        options["attention_chunk"] = attention_chunk
+    return options
 
 
 def _of_no_key(q: Any, v: Any, out: Any = None) -> tuple[Any, Any]:
@@ -294,8 +303,30 @@ def _attend_used(
     return (out, lse) if returns_lse else out
 
 
+def _chunks(q: Any, size: int, options: dict[str, Any]) -> AttentionMask:
+    """Show the keys of a query's chunk, as far as the window goes."""
+    torch, kv_lens, cuts = import_torch(), options.get("kv_lens"), options.get("qo_indptr")
+    if kv_lens is None:
+        starts = options["kv_indptr"]
+        kv_lens = starts[1:] - starts[:-1]
+    places = {"kv_lens": kv_lens, "qo_indptr": cuts, "total_tokens": len(q)}
+    if cuts is None:
+        places = {"kv_lens": kv_lens, "q_len": q.shape[1]}
+    mask = AttentionMask.chunks(size, **places)
+    start, end = mask.start, mask.end
+    if not options["causal"]:
+        end = AttentionMask.blocks(size, **places).end
+    if any(side not in (-1, None) for side in options["window"]):
+        window = AttentionMask.windows(*options["window"], **places)
+        start, end = torch.maximum(start, window.start), torch.minimum(end, window.end)
+    return AttentionMask(start, end)
+
+
 def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
-    """Attend, with options of `cumla.attention`; lse has the heads before the tokens."""
+    """Attend, with options of `options_of`; lse has the heads before the tokens."""
+    if "attention_chunk" in options:
+        options["mask"] = _chunks(q, options.pop("attention_chunk"), options)
+        options["window"] = None
     if k.ndim == 4 and not k.shape[1]:  # pages of no key
         out, lse = _of_no_key(q, v, options.get("out"))
         return (out, lse) if returns_lse else out

@@ -14,7 +14,8 @@ Differences from FlashAttention-3:
 * Queries have 16 bits beside float8_e4m3fn keys and values.
 * Functions that may return the log-sum-exp return the pair ``(out, softmax_lse)``, without the
   partial results that FlashAttention-3 appends.
-* qv, cache_leftpad, q_descale and attention_chunk are refused with `NotImplementedError`.
+* qv, cache_leftpad and q_descale are refused with `NotImplementedError`.
+* attention_chunk costs one to three more kernels in each call. `torch.compile` does not trace it.
 * Where nothing is visible out is 0 and lse -inf, but +inf in a call whose keys have no rows.
 * New rows may have been written when a `RuntimeError` is raised; the corrected call writes them
   again.
@@ -75,10 +76,6 @@ _REFUSED = {
         "cumla's caches begin at position 0; write the tokens of a request from there on, or, with "
         "pages, let page_table begin at its first page, and leave it out"
     ),
-    "attention_chunk": (
-        "cumla has no mask by chunks of positions; make a request of each chunk by cu_seqlens_q, "
-        "and leave it at 0"
-    ),
     "q_descale": (
         "scales e4m3 queries, which cumla does not take; convert them to bfloat16, and leave it out"
     ),
@@ -88,7 +85,6 @@ _ATTEND = Interface(
     _SCALES | {"qo_indptr": "cu_seqlens_q", "window": "window_size"},
     RuntimeError,
     refused=_REFUSED,
-    unused={"attention_chunk": 0},
 )
 _ROWS = _ATTEND.naming(
     **{"k (kv_layout)": "k", "block_table": "k"}, kv_lens="seqused_k", kv_indptr="cu_seqlens_k"
@@ -165,8 +161,7 @@ def flash_attn_with_kvcache(
     * block_table is FlashAttention-2's name of page_table.
     """
     check_order(qv=qv)
-    refused = {"qv": qv, "cache_leftpad": cache_leftpad, "attention_chunk": attention_chunk}
-    _CACHE.refuse({**refused, "q_descale": q_descale})
+    _CACHE.refuse({"qv": qv, "cache_leftpad": cache_leftpad, "q_descale": q_descale})
     if block_table is not None:
         if page_table is not None:
             raise TypeError("block_table: is another name of page_table, got both; pass one")
@@ -175,7 +170,7 @@ def flash_attn_with_kvcache(
     appending, attending = _IN_PAGES if has_pages else _IN_SLOTS
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
-    options = options_of(softmax_scale, causal, window_size, softcap) | factors
+    options = options_of(softmax_scale, causal, window_size, softcap, attention_chunk) | factors
     q, k, v = contiguous(q, k, v)
     if type(cache_seqlens) is not int:
         check_given(cache_seqlens=cache_seqlens)
@@ -205,7 +200,8 @@ def flash_attn_with_kvcache(
         if new is not None:
             if type(cache_seqlens) is int and cu_seqlens_k_new is None:
                 _check_room(cache_seqlens, new.rows.shape[1], k_cache, page_table)
-            is_local = any(side not in (-1, None) for side in options["window"])
+            sides = options["window"]
+            is_local = attention_chunk > 0 or any(side not in (-1, None) for side in sides)
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
             is_ordered = options["causal"] or is_local or is_one
             caches = k_cache, v_cache
@@ -250,8 +246,7 @@ def flash_attn_varlen_func(
       ``(num_heads_k,)``.
     """
     check_order(qv=qv, seqused_q=seqused_q)
-    refused = {"qv": qv, "attention_chunk": attention_chunk, "q_descale": q_descale}
-    _ROWS.refuse(refused)
+    _ROWS.refuse({"qv": qv, "q_descale": q_descale})
     return attend_to_rows(
         _ROWS,
         q,
@@ -260,7 +255,7 @@ def flash_attn_varlen_func(
         (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
         None,
         return_attn_probs,
-        **options_of(softmax_scale, causal, window_size, softcap),
+        **options_of(softmax_scale, causal, window_size, softcap, attention_chunk),
         **factors_of(k_descale, v_descale),
     )
 

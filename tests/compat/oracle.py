@@ -35,6 +35,7 @@ def naive(
     softcap: float = 0.0,
     scale: float | None = None,
     sinks: Any = None,
+    chunk: int = 0,
 ) -> tuple[Any, Any]:
     """Attention of one request: q (n, h, d), k and v (t, kvh, d); lse is (h, n)."""
     n, heads, columns = q.shape
@@ -52,6 +53,8 @@ def naive(
         hidden |= j < p - left
     if right >= 0:
         hidden |= j > p + right
+    if chunk:
+        hidden |= j.div(chunk, rounding_mode="floor") != p.div(chunk, rounding_mode="floor")
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:  # a key of its own, whose value is 0
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(heads, n, 1)], dim=-1)

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     interleaved: bool = True
     causal: bool = False
     window: tuple[int, int] = NO_WINDOW
+    chunk: int = 0
     softcap: float = 0.0
     batch_idx: bool = False
     varlen_q: bool = False
@@ -62,6 +63,13 @@ CASES = [
     Case(q_len=64, causal=True, heads="mqa"),
     Case(varlen_q=True, causal=True, page=4),
     Case(varlen_q=True, window=(3, 3), batch_idx=True),
+    Case(chunk=8, page=4),
+    Case(q_len=5, chunk=4, causal=True, softcap=5.0, batch_idx=True),
+    Case(q_len=20, chunk=6, page=4),  # more queries than keys
+    Case(varlen_q=True, chunk=8, window=(3, 1), page=4),
+    Case(varlen_q=True, chunk=8, window=(-1, 1)),
+    Case(varlen_q=True, chunk=5, window=(2, -1), causal=True, dtype=torch.float16),
+    Case(q_len=2, new=7, rotary=1.0, chunk=8, page=4),
     Case(new=1, page=4),
     Case(new=1, rotary=1.0, interleaved=False, causal=True),
     Case(new=1, rotary=0.5, causal=True, page=128, heads="mqa"),
@@ -121,7 +129,7 @@ class Step:
         self.q_lens = [3, 0, 1, 6] if case.varlen_q else [case.q_len] * self.batch
         self.new_lens = [3, 0, 1, 6] if case.varlen_new else [case.new] * self.batch
         self.starts = (2, 7, 11, 0) if case.own_rotary else self.cached
-        self.is_ordered = case.causal or case.window != NO_WINDOW
+        self.is_ordered = case.causal or case.window != NO_WINDOW or case.chunk > 0
         heads, kv_heads = HEADS[case.heads]
         columns, columns_v = case.columns
         self.cache = Cache(case, self.batch)
@@ -143,6 +151,8 @@ class Step:
         named: dict[str, Any] = {"q": self.q, "k_cache": cache.k, "v_cache": cache.v}
         named |= {**cache.options, "cache_seqlens": int32(*self.cached), "causal": case.causal}
         named |= {"window_size": case.window, "softcap": case.softcap}
+        if case.chunk:
+            named["attention_chunk"] = case.chunk
         if case.rotary:
             named |= {"rotary_cos": self.cos, "rotary_sin": self.sin}
             named["rotary_interleaved"] = case.interleaved
@@ -182,7 +192,7 @@ class Step:
                 queries = turned(queries, *table, at, case.interleaved)
                 at = torch.arange(len(keys)) + start
                 keys = turned(keys, *table, at, case.interleaved)
-            mask = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+            mask = {name: getattr(case, name) for name in ("causal", "window", "softcap", "chunk")}
             states.append(naive(queries, *self.check_caches(r, (keys, values)), **mask))
         out, lse = (torch.cat([state[i] for state in states], dim=i) for i in range(2))
         if case.varlen_q:
@@ -296,13 +306,19 @@ def test_scale_and_what_only_steers_speed(small: Small) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "mask", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "softcap": 3.0}], ids=str
+    "mask",
+    [
+        *({}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "softcap": 3.0}),
+        *({"chunk": 3}, {"chunk": 3, "causal": True}, {"chunk": 4, "window": (2, 1)}),
+    ],
+    ids=str,
 )
 def test_ragged_rows(q_lens: list[int], k_lens: list[int], used: Any, mask: dict[str, Any]) -> None:
     torch.manual_seed(2)
     q = torch.randn(sum(q_lens), 6, 24).bfloat16()
     k, v = (torch.randn(sum(k_lens), 2, columns).bfloat16() for columns in (24, 40))
-    options: dict[str, Any] = {"window_size" if n == "window" else n: x for n, x in mask.items()}
+    theirs = {"window": "window_size", "chunk": "attention_chunk"}
+    options: dict[str, Any] = {theirs.get(name, name): value for name, value in mask.items()}
     if used is not None:
         options["seqused_k"] = int32(*used)
     options |= {"deterministic": True, "return_attn_probs": True}
@@ -392,7 +408,6 @@ SCALES = torch.ones(2, 2)
     [
         ({"qv": TWO}, "qv: .*cumla.mla_decode"),
         ({"cache_leftpad": SEQLENS}, "cache_leftpad: .*leave it out"),
-        ({"attention_chunk": 4}, "attention_chunk: .*leave it at 0"),
         ({"q_descale": SCALES}, "q_descale: .*bfloat16"),
         ({"q": torch.zeros(2, 1, 4, 16).to(torch.float8_e4m3fn)}, "q: .*float8.*convert"),
         ({"v_cache": torch.zeros(2, 8, 2, 520).half()}, "v_cache: .*512 .*520.*mla_decode"),
@@ -404,9 +419,7 @@ def test_what_cumla_does_not_have(small: Small, changes: dict[str, Any], says: s
         flash_attn_with_kvcache(**{**small._asdict(), "cache_seqlens": SEQLENS, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes", [{"qv": TWO}, {"attention_chunk": 8}, {"q_descale": SCALES}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"qv": TWO}, {"q_descale": SCALES}], ids=str)
 def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
     name = next(iter(changes))
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
@@ -414,6 +427,28 @@ def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
     rows, offsets = TWO[:, 0], int32(0, 1, 2)
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, **changes)
+
+
+def test_chunks_are_no_negative_numbers(small: Small) -> None:
+    says = "^attention_chunk: needs .*got -1; pass 0 for none"
+    with pytest.raises(ValueError, match=says):
+        flash_attn_with_kvcache(*small, cache_seqlens=SEQLENS, attention_chunk=-1)
+    with pytest.raises(ValueError, match=says):
+        flash_attn_func(TWO, TWO, TWO, attention_chunk=-1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_of_queries_that_are_used(causal: bool) -> None:
+    torch.manual_seed(5)
+    q, k = torch.randn(2, 6, 4, 16).half(), torch.randn(2, 11, 2, 16).half()
+    options = {"seqused_q": int32(4, 1), "seqused_k": int32(11, 6), "causal": causal}
+    found, lse = flash_attn_varlen_func(
+        q, k, k, *[None] * 4, **options, attention_chunk=4, return_attn_probs=True
+    )
+    for r, (used, keys) in enumerate(((4, 11), (1, 6))):
+        some = q[r, :used], k[r, :keys], k[r, :keys]
+        assert_state((found[r, :used], lse[r, :, :used]), naive(*some, causal=causal, chunk=4))
+        assert not found[r, used:].any()
 
 
 def test_the_order_of_flash_attention_2() -> None:
