@@ -246,9 +246,8 @@ def tree_case(batch: Batch, tree: np.ndarray, form: str, window: int | None = No
         rows[q.row] = tree[q.request, q.index]
     for request, (q_len, kv_len) in enumerate(zip(batch.q_lens, batch.kv_lens, strict=True)):
         whole = rng.random((q_len, kv_len)) < 0.5  # columns before the drafts are not looked at
-        for i in range(q_len):
-            for j in range(max(kv_len - q_len, 0), kv_len):
-                whole[i, j] = tree[request, i, j - (kv_len - q_len)]
+        first = max(kv_len - q_len, 0)
+        whole[:, first:] = tree[request, :q_len, first - (kv_len - q_len) : q_len]
         flat.append(whole.ravel())
     if form == "square":
         given["mask"] = tree
