@@ -36,6 +36,7 @@ def naive(
     scale: float | None = None,
     sinks: Any = None,
     chunk: int = 0,
+    mask: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of one request: q (n, h, d), k and v (t, kvh, d); lse is (h, n)."""
     n, heads, columns = q.shape
@@ -55,6 +56,8 @@ def naive(
         hidden |= j > p + right
     if chunk:
         hidden |= j.div(chunk, rounding_mode="floor") != p.div(chunk, rounding_mode="floor")
+    if mask is not None:
+        hidden |= ~mask
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:  # a key of its own, whose value is 0
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(heads, n, 1)], dim=-1)

@@ -1122,8 +1122,6 @@ ONES = torch.ones(2)
             {"pos_encoding_mode": "ALIBI"},
             "pos_encoding_mode: needs 'NONE' or .*'ALIBI'; .*flashin",
         ),
-        ({"custom_mask": ONES}, "custom_mask: cumla masks by causal and window_left; .*leave it"),
-        ({"packed_custom_mask": ONES}, "packed_custom_mask: cumla masks by causal"),
         ({"prefix_len_ptr": ONES}, "prefix_len_ptr: belongs to the scoring of several items"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len: belongs to the scoring"),
         ({"use_token_head_sf": True}, "use_token_head_sf: belongs to kernels"),
@@ -1306,10 +1304,6 @@ def test_one_request_that_does_not_fit() -> None:
         (lambda: flashinfer.single_decode_with_kv_cache(q[None], k, k), "q: needs axes"),
         (lambda: flashinfer.single_decode_with_kv_cache(q, k[None], k), "k: needs axes"),
         (lambda: flashinfer.single_decode_with_kv_cache(q, k, k, "HND"), "q: needs a multiple|k: "),
-        (
-            lambda: flashinfer.single_prefill_with_kv_cache(q[None], k, k, custom_mask=ONES),
-            "custom_mask: cumla masks by causal",
-        ),
         (
             lambda: flashinfer.single_prefill_with_kv_cache(q[None], k, k, scale_q=ONES),
             "scale_q: belongs to kernels",

@@ -16,6 +16,7 @@ from cumla.compat._arguments import check_axes, check_given, check_tensors
 from cumla.compat._table import Interface
 from cumla.compat._torch import positions_of
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
+from cumla.compat.flashinfer._masks import is_masked, keep_mask, mask_of
 from cumla.compat.flashinfer._wrapper import (
     BACKENDS,
     LOG2_E,
@@ -35,6 +36,7 @@ from cumla.core.names import arg
 from cumla.core.paged import refuse_value
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
+from cumla.mha.mask import AttentionMask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,10 +52,6 @@ __all__ = [
     "splits_alike",
 ]
 
-_MASKS = (
-    "cumla masks by causal and window_left; cut a request where its mask changes, or import the "
-    "function from flashinfer; leave it out"
-)
 _ITEMS = "belongs to the scoring of several items, which cumla does not have; leave it out"
 _ROWS = (
     "cumla has the rows of values where those of keys are, and those of the output where the "
@@ -68,7 +66,6 @@ ATTENTION = Interface(
     },
     ValueError,
     refused={
-        **dict.fromkeys(("custom_mask", "packed_custom_mask"), _MASKS),
         **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr"), _ITEMS),
         **dict.fromkeys(("token_pos_in_items_len", "max_item_len_ptr"), _ITEMS),
         **dict.fromkeys(("v_indptr", "o_indptr"), _ROWS),
@@ -134,7 +131,8 @@ class _Shape(NamedTuple):
     dtype: str
     cache_dtype: str
     causal: bool
-    window: int
+    window: int | None
+    mask_form: str | None
     q_len: int | None  # query tokens of each request; None: offsets tell
     batch_invariant: bool
     max_kv_len: int | None  # with batch_invariant: keys of the longest request
@@ -212,6 +210,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         if self._kept:
             checked_batch(self._names.buffers, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys
+        self._mask: AttentionMask | None = None  # of the last plan; in graphs it stays there
+        self._keeps_masks = use_cuda_graph and given.get("custom_mask_buf") is not None
         self._options = Options(-1, None, None)
 
     @property
@@ -257,17 +257,55 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             cache_name="data_type" if by_data_type else "kv_data_type",
         )
         options.check_rotation(numbers.head_dim, names[1])
-        masks = bool(causal), options.window_left
-        shape = _Shape(batch, *numbers, *names, *masks, q_len, max_kv_len is not None, max_kv_len)
+        mask = self._mask_of(given, arrays, options.window_left)
+        sees: tuple[Any, ...] = bool(causal), options.window_left, None
+        if mask is not None:
+            sees = False, None, "rows" if mask.tree is None else "tree"
+        shape = _Shape(batch, *numbers, *names, *sees, q_len, max_kv_len is not None, max_kv_len)
         if shape != self._shape or any(type(size) is not int for size in numbers):  # 16.0 equals 16
             self._check_numbers(shape)
         said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
         said["max_sequence_kv"] = max_kv_len
         self._take(shape, arrays, said | _said(shape.causal, options))
+        if self._mask is not None and self._keeps_masks:
+            assert mask is not None
+            keep_mask(self._mask, mask)
+        else:
+            self._mask = mask
         self._types, self._options = (query, cache), options
         if self._use_cuda_graph and self._plan is None:
             self._prepare(shape)
+
+    def _mask_of(
+        self, given: Mapping[str, Any], arrays: Mapping[str, Any], window_left: int
+    ) -> AttentionMask | None:
+        """Return the mask of a plan, on the device; a wrapper for graphs has one or never one."""
+        if not is_masked(given):
+            if self._keeps_masks:
+                raise ValueError(
+                    f"{arg('custom_mask')}: needed in each plan of a wrapper with custom_mask_buf, "
+                    f"got None; make one without it for plans without a mask"
+                )
+            return None
+        if self._use_cuda_graph and not self._keeps_masks:
+            raise ValueError(
+                f"{arg('custom_mask_buf')}: needed with use_cuda_graph for plans with a mask, got "
+                f"None; make the wrapper with it"
+            )
+        q_lens = arrays["qo_indptr"].diff().tolist()
+        kv_lens = arrays["kv_lens"] if "kv_lens" in arrays else arrays["kv_indptr"].diff()
+        with ATTENTION:
+            found = mask_of(given, q_lens, kv_lens.tolist(), window_left, self._keeps_masks)
+        mask = AttentionMask(**{name: self._there(array) for name, array in found.given.items()})
+        room = None if self._mask is None else len(self._mask.start)
+        if self._keeps_masks and room is not None and len(mask.start) > room:
+            raise ValueError(
+                f"{self._theirs['qo_indptr']}: needs at most the {room} query tokens of the first "
+                f"plan of this wrapper beside a mask, got {len(mask.start)}; plan for the most "
+                f"tokens first"
+            )
+        return mask
 
     def _check_numbers(self, shape: _Shape) -> None:
         """Check sizes, before the first run makes a plan of them."""
@@ -312,7 +350,13 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         options, shape = Options.of(given), self._planned_shape()
         if self._use_cuda_graph:
             self._check_said(_said(bool(causal), options))
-        self._shape = shape._replace(causal=bool(causal), window=options.window_left)
+        if shape.mask_form is None:
+            self._shape = shape._replace(causal=bool(causal), window=options.window_left)
+        elif options.window_left != self._options.window_left:
+            raise ValueError(
+                f"window_left: needs that of the plan beside a mask, "
+                f"{self._options.window_left}, got {options.window_left}; plan for it"
+            )
         self._options = options
         scales = {n: given[n] for n in ("q_scale", "k_scale", "v_scale") if n in given}
         return self.run(*arrays, **scales, return_lse=given["return_lse"])  # type: ignore[attr-defined]
@@ -356,6 +400,11 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 lse = q.new_empty(size, dtype=sys.modules["torch"].float32)
             kv_indices = self._arrays.get("kv_indices")
             given_q = q
+            if self._mask is not None and len(q) != len(self._mask.start):
+                raise ValueError(
+                    f"{arg('q')}: needs the {len(self._mask.start)} query tokens of the mask, got "
+                    f"{len(q)}; pass no rows of no request"
+                )
             if options.rope is not None:
                 q, k, v, kv_indices = self._turned(options.rope, q, k, v)
             q_rows = self._by_request("q", q)
@@ -365,6 +414,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 k,
                 v,
                 kv_indices=kv_indices,
+                mask=self._mask,
                 softcap=options.logits_soft_cap,
                 sinks=None if sinks is None else sinks.float(),
                 softmax_scale=scale,
@@ -491,6 +541,7 @@ def attend_once(
     causal: bool,
     scales: tuple[Any, Any, Any],
     return_lse: bool,
+    masks: Mapping[str, Any] | None = None,
 ) -> Any:
     """Attend in one request, without a plan; the cache is its one page."""
     torch = sys.modules["torch"]
@@ -510,6 +561,10 @@ def attend_once(
             k = k.transpose(0, 1) if is_hnd else k
             k = options.rope.turn(k, numbers)
             k = k.transpose(0, 1) if is_hnd else k
+        window: int | None = options.window_left
+        mask = None
+        if masks is not None and is_masked(masks):
+            mask, window = mask_of(masks, [q.shape[0]], [kv_len], options.window_left), None
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out, _ = attention(
             q[None],
@@ -518,7 +573,8 @@ def attend_once(
             kv_lens=q.new_full((1,), kv_len, dtype=torch.int32),
             block_table=q.new_zeros((1, 1), dtype=torch.int32),
             causal=bool(causal),
-            window=options.window_left,
+            window=window,
+            mask=mask,
             softcap=options.logits_soft_cap,
             softmax_scale=scale,
             **factors,

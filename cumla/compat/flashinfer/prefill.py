@@ -6,6 +6,12 @@ each request.
 
 Differences from FlashInfer, beside those of :mod:`cumla.compat.flashinfer.decode`:
 
+* custom_mask and packed_custom_mask show, in each row, one interval of keys and any of the last 256
+  keys of the request: causal prefixes with trees of drafts, images, chunks. Other masks raise
+  `ValueError`. `plan` reads the mask, and waits for the GPU. The query then has no further rows.
+* With ``use_cuda_graph=True`` and a mask the wrapper needs custom_mask_buf. What graphs read lies
+  elsewhere: `plan` copies it there, so call it for each mask. The first plan has the most query
+  tokens. mask_indptr_buf is ignored.
 * With ``use_cuda_graph=True`` the number of rows of the query must stay, as well as the batch. Rows
   of no request hold anything; those after the last offset of qo_indptr are not written in ``out``.
 * With fixed_split_size or disable_split_kv a ragged wrapper needs kv_indptr on the CPU,
@@ -124,7 +130,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         uniform_q_len: int | None = None,
         use_token_head_sf: bool = False,
     ) -> None:
-        """Take lengths, pages and options for the runs that follow, without waiting for the GPU."""
+        """Take lengths, pages and options for the runs that follow.
+
+        Waits for the GPU only to look at a mask.
+        """
         self._plan_with(locals(), causal)
 
     begin_forward = plan
@@ -268,7 +277,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         uniform_q_len: int | None = None,
         use_token_head_sf: bool = False,
     ) -> None:
-        """Take offsets and options for the runs that follow, without waiting for the GPU."""
+        """Take offsets and options for the runs that follow; waits only to look at a mask."""
         self._plan_with(locals(), causal)
 
     begin_forward = plan
@@ -361,12 +370,10 @@ def single_prefill_with_kv_cache(
     """Attend from the query tokens of one request to its keys.
 
     Differences from FlashInfer: backend is ignored; scale_q, scale_k, scale_v, o_dtype and
-    kv_cache_sf are refused.
+    kv_cache_sf are refused; masks as above.
     """
     ATTENTION.refuse(
         {
-            "custom_mask": custom_mask,
-            "packed_custom_mask": packed_custom_mask,
             "scale_q": scale_q,
             "scale_k": scale_k,
             "scale_v": scale_v,
@@ -392,6 +399,7 @@ def single_prefill_with_kv_cache(
         causal=causal,
         scales=(None, k_scale, v_scale),
         return_lse=return_lse,
+        masks={"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask},
     )
 
 
