@@ -258,10 +258,12 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         )
         options.check_rotation(numbers.head_dim, names[1])
         mask = self._mask_of(given, arrays, options.window_left)
-        sees: tuple[Any, ...] = bool(causal), options.window_left, None
+        splits = max_kv_len is not None, max_kv_len
+        left = options.window_left
+        shape = _Shape(batch, *numbers, *names, bool(causal), left, None, q_len, *splits)
         if mask is not None:
-            sees = False, None, "rows" if mask.tree is None else "tree"
-        shape = _Shape(batch, *numbers, *names, *sees, q_len, max_kv_len is not None, max_kv_len)
+            form = "rows" if mask.tree is None else "tree"
+            shape = shape._replace(causal=False, window=None, mask_form=form)
         if shape != self._shape or any(type(size) is not int for size in numbers):  # 16.0 equals 16
             self._check_numbers(shape)
         said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
