@@ -189,14 +189,14 @@ def measure(ranks: Ranks, case: Case) -> Row:
             plans[name].prepare()
 
     def one(layer: int) -> Any:
-        return plans["one"].run(q, caches[layer % copies], table, **options)
+        return plans["one"].run(q, caches[layer % copies], block_table=table, **options)
 
     def share(layer: int) -> Any:
-        return plans["share"].run(q, caches[layer % copies], own.block_table, **options)
+        return plans["share"].run(q, caches[layer % copies], block_table=own.block_table, **options)
 
     def both(layer: int, parallel: ContextParallel = parallel) -> Any:
         cache = caches[layer % copies]
-        return parallel.attend(plans["share"].run, q, cache, own.block_table, **options)
+        return parallel.attend(plans["share"].run, q, cache, block_table=own.block_table, **options)
 
     works: dict[str, Callable[[int], Any]] = {"one": one, "share": share, "all": both}
     if ranks.device.type == "cuda":

@@ -87,7 +87,7 @@ def _planned(case: StepCase, arrays: Arrays, out: Any, lse: Any) -> tuple[Step, 
     plan = getattr(cumla, case.functions.plan).from_arrays(arrays.q, *arrays.caches[0])
 
     def attend(cache: tuple[Any, ...]) -> Any:
-        return plan.run(arrays.q, *cache, arrays.table, out=out, lse=lse).out
+        return plan.run(arrays.q, *cache, block_table=arrays.table, out=out, lse=lse).out
 
     return partial(plan.update, arrays.kv_lens), attend
 
@@ -222,7 +222,7 @@ def jax_rows(budget: Budget, cases: tuple[StepCase, ...], call: StepCase) -> Ite
             for cache in caches:
                 new = append(*rows, *cache, slots)
                 written.append(new if isinstance(new, tuple) else (new,))
-                (out, _), plan = plan.run(q, *written[-1], table)
+                (out, _), plan = plan.run(q, *written[-1], block_table=table)
             return written, out
 
         compiled = jax.jit(layers, donate_argnums=0, compiler_options=options)

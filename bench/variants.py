@@ -66,7 +66,7 @@ def pinned(problem: Problem, variant: str) -> Call:
     kind: type[MLADecodePlan] = type("Pinned", (MLADecodePlan,), {"_variant": variant})
     plan = kind.from_arrays(q, kv_cache)
     plan.update(kv_lens)
-    return partial(plan.run, q, kv_cache, block_table, out=out, lse=lse)
+    return partial(plan.run, q, kv_cache, block_table=block_table, out=out, lse=lse)
 
 
 SECTION = Section("variants", _SHAPES, _measure, (), ())

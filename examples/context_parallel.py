@@ -71,7 +71,9 @@ def main() -> None:
         cumla.append_mla_cache(row, kv_cache, slots)
         own = parallel.pages(kv_lens, block_table)
         plan.update(own.kv_lens)  # once for all layers, if there were more
-        state = parallel.attend(plan.run, q, kv_cache, own.block_table, softmax_scale=SCALE)
+        state = parallel.attend(
+            plan.run, q, kv_cache, block_table=own.block_table, softmax_scale=SCALE
+        )
         out.copy_(state.out)
         lse.copy_(state.lse)
 

@@ -43,7 +43,7 @@ def decode(cupy: Any, stream: Any) -> None:
             plan.run(
                 queries[layer],
                 caches[layer],
-                block_table,
+                block_table=block_table,
                 softmax_scale=SCALE,
                 out=outs[layer],
                 lse=lses[layer],

@@ -28,7 +28,7 @@ def main() -> None:
 
     plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, block_table, kv_lens)
     plan.update(kv_lens)  # once per step, then a run per layer
-    logits = plan.run(q, kv_cache, weights, block_table, max_kv_len=256)
+    logits = plan.run(q, kv_cache, weights, block_table=block_table, max_kv_len=256)
     chosen = cumla.top_k(logits, 16, row_lens=kv_lens).indices
     print("best tokens of request 1:", chosen[1].tolist())
 

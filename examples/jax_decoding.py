@@ -25,7 +25,7 @@ def step(caches: tuple, q: jax.Array, block_table: jax.Array, kv_lens: jax.Array
     written = []
     for cache in caches:
         cache = cumla.jax.append_mla_cache(q[:, 0, 0], cache, **at)
-        (out, _), plan = plan.run(q, cache, block_table, softmax_scale=SCALE)
+        (out, _), plan = plan.run(q, cache, block_table=block_table, softmax_scale=SCALE)
         q = q.at[..., :512].add(out)
         written.append(cache)
     return tuple(written), q / 2, kv_lens + 1

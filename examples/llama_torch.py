@@ -74,7 +74,7 @@ def main() -> None:
             x = rms_norm(h, [HIDDEN]).to(DTYPE)
             q, k, v = ((x @ layer[name].to(DTYPE)).view(TOTAL, -1, DIM) for name in "qkv")
             cumla.append_kv_cache(k, v, k_cache, v_cache, **places, cos_sin=cos_sin, q=q)
-            out = plan.run(q, k_cache, v_cache, block_table).out
+            out = plan.run(q, k_cache, v_cache, block_table=block_table).out
             out[len(new) :] = 0  # padding holds anything
             h = h + out.view(TOTAL, -1).float() @ layer["o"]
         logits = rms_norm(h, [HIDDEN]) @ embedding.T

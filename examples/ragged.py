@@ -54,7 +54,7 @@ def main() -> None:
 
         cumla.append_mla_cache(new, kv_cache, slots)
         plan.update(kv_lens, qo_indptr=qo_indptr)
-        out, _ = plan.run(q, kv_cache, block_table, softmax_scale=SCALE)
+        out, _ = plan.run(q, kv_cache, block_table=block_table, softmax_scale=SCALE)
         for r, count in enumerate(counts):
             outs[r][done[r] - count : done[r]] = out[offsets[r] : offsets[r + 1]]
         steps += 1

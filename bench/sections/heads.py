@@ -130,17 +130,20 @@ class _Work:
             self.plan = make(q, self.k, self.v)
             self.plan.update(self.lens)
             out = self.out.view(*q.shape[:3], -1)
-            self._run = partial(self.plan.run, q, self.k, self.v, self.table, out=out, lse=lse)
+            self._run = partial(
+                self.plan.run, q, self.k, self.v, block_table=self.table, out=out, lse=lse
+            )
             return
         lse = lab.empty(*self.q.shape[:2], dtype="float32")
         self.plan = make(self.q, self.k, self.v, qo_indptr=self.starts)
         if shape.page:
             self.plan.update(self.lens, qo_indptr=self.starts)
-            given = (self.q, self.k, self.v, self.table)
+            pages = {"block_table": self.table}
         else:
             self.plan.update(qo_indptr=self.starts, kv_indptr=self.k_starts)
-            given = (self.q, self.k, self.v)  # type: ignore[assignment]
-        self._run = partial(self.plan.run, *given, out=self.out, lse=lse)
+            pages = {}
+        given = self.q, self.k, self.v
+        self._run = partial(self.plan.run, *given, **pages, out=self.out, lse=lse)
 
     def run(self) -> Any:
         self._run(sinks=self.sinks)

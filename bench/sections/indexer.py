@@ -56,7 +56,9 @@ def _paged(lab: Lab, batch: int, queries: int, kv_len: int) -> Case:
     plan.update(lens)
 
     def run() -> Any:
-        return plan.run(q, cache, weights, table, max_kv_len=kv_len, clean=False, out=out)
+        return plan.run(
+            q, cache, weights, block_table=table, max_kv_len=kv_len, clean=False, out=out
+        )
 
     def error(got: Any) -> float:
         worst = 0.0

@@ -56,7 +56,9 @@ class _Decode:
         self.plan.update(self.lens)
 
     def run(self, **options: Any) -> Any:
-        self.plan.run(self.q, self.cache, self.table, out=self.out, lse=self.lse, **options)
+        self.plan.run(
+            self.q, self.cache, block_table=self.table, out=self.out, lse=self.lse, **options
+        )
         return self.out
 
     def rows(self, request: int) -> Any:
@@ -258,7 +260,7 @@ def chunks(lab: Lab, batch: int, queries: int, decodes: int, heads: int, kv_len:
     plan.update(lens, qo_indptr=starts)
 
     def run() -> Any:
-        plan.run(q, cache, table, out=out, lse=lse)
+        plan.run(q, cache, block_table=table, out=out, lse=lse)
         return out
 
     def error(got: Any) -> float:

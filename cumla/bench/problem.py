@@ -97,7 +97,7 @@ def decode(
     )
     plan.update(kv_lens)
     outputs = {"kv_scale": kv_scale, "out": out, "lse": lse}
-    return partial(plan.run, q, kv_cache, block_table, **outputs)
+    return partial(plan.run, q, kv_cache, block_table=block_table, **outputs)
 
 
 def filled(gpu: Gpu, shape: tuple[int, ...], dtype: str, seed: int) -> Any:

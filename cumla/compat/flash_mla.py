@@ -258,7 +258,7 @@ def flash_mla_with_kvcache(
     with _CALL:
         checked_scale(scale, 1.0)  # run() does so, too, but after the schedule's launch
         plan = _updated_plan(metadata, shape, q, updated)
-        found, lse = plan.run(q, k_cache, block_table, softmax_scale=scale, out=out)
+        found, lse = plan.run(q, k_cache, block_table=block_table, softmax_scale=scale, out=out)
     metadata._shape = shape
     return found if out is None else out, lse.mT
 

@@ -303,7 +303,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     >>> plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, block_table, kv_lens)
     >>> plan.update(kv_lens)
     >>> for layer in range(3):
-    ...     logits = plan.run(q, kv_cache, weights, block_table, max_kv_len=128)
+    ...     logits = plan.run(q, kv_cache, weights, block_table=block_table, max_kv_len=128)
     >>> logits.shape
     (2, 128)
     """
@@ -391,8 +391,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         q: Any,
         kv_cache: Any,
         weights: Any,
-        block_table: Any,
         *,
+        block_table: Any,
         max_kv_len: int,
         logits_dtype: Any = None,
         clean: bool = True,

@@ -196,7 +196,7 @@ class MLADecodePlan(_Front, decode.MLADecodePlan, _Value[Any]):  # type: ignore[
     ...     plan = cumla.jax.MLADecodePlan.from_arrays(q, kv_cache)
     ...     plan = plan.update(kv_lens)
     ...     for layer in range(3):
-    ...         (out, lse), plan = plan.run(q, kv_cache, block_table)
+    ...         (out, lse), plan = plan.run(q, kv_cache, block_table=block_table)
     ...     return out
     >>> q = jnp.ones((2, 1, 16, 576), jnp.bfloat16)
     >>> kv_cache = jnp.ones((4, 64, 576), jnp.bfloat16)

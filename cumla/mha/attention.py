@@ -724,7 +724,7 @@ class AttentionPlan(TableOrList[MHAKey]):
     >>> plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=qo_indptr)
     >>> plan.update(np.array([20, 4], np.int32), qo_indptr=qo_indptr)
     >>> for layer in range(3):
-    ...     out, lse = plan.run(q, k, v, table)
+    ...     out, lse = plan.run(q, k, v, block_table=table)
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """
@@ -917,8 +917,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         q: Any,
         k: Any,
         v: Any,
-        block_table: Any = None,
         *,
+        block_table: Any = None,
         kv_indices: Any = None,
         mask: AttentionMask | None = None,
         softcap: float | None = None,

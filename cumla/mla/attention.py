@@ -218,7 +218,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     >>> plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr)
     >>> plan.update(np.array([100, 7], np.int32), qo_indptr=qo_indptr)
     >>> for layer in range(3):
-    ...     out, lse = plan.run(q, kv_cache, block_table)
+    ...     out, lse = plan.run(q, kv_cache, block_table=block_table)
     >>> out.shape, lse.shape
     ((5, 16, 512), (5, 16))
     """
@@ -310,8 +310,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         self,
         q: Any,
         kv_cache: Any,
-        block_table: Any = None,
         *,
+        block_table: Any = None,
         kv_indices: Any = None,
         softmax_scale: float | None = None,
         kv_scale: Any = None,

@@ -317,7 +317,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
     >>> plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
     >>> plan.update(np.array([100, 7], np.int32))
     >>> for layer in range(3):
-    ...     out, lse = plan.run(q, kv_cache, block_table)
+    ...     out, lse = plan.run(q, kv_cache, block_table=block_table)
     >>> out.shape, lse.shape
     ((2, 1, 16, 512), (2, 1, 16))
     """
@@ -457,8 +457,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         self,
         q: Any,
         kv_cache: Any,
-        block_table: Any,
         *,
+        block_table: Any,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
         fp8_products: bool = False,

@@ -206,7 +206,7 @@ class Backend(AttentionBackend):
             q,
             k_cache,
             v_cache,
-            self._table(),
+            block_table=self._table(),
             softcap=layer.logit_cap or None,
             sinks=None if sinks is None else sinks.detach().float(),
             softmax_scale=layer.scaling,
@@ -237,7 +237,9 @@ class Backend(AttentionBackend):
             queries = q.view(-1, heads, latent), q_rope.view(-1, heads, rope)
         form = Form(heads, 1, layer.qk_head_dim, layer.v_head_dim, None)
         step = self._step(form, q.shape[0])
-        out, _ = step.run_mla(queries, cache, self._table(), softmax_scale=layer.scaling)
+        out, _ = step.run_mla(
+            queries, cache, block_table=self._table(), softmax_scale=layer.scaling
+        )
         return out.flatten(1)
 
     def _table(self) -> torch.Tensor:

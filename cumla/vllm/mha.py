@@ -212,7 +212,7 @@ class Impl(AttentionImpl[Metadata]):
         attn_metadata.steps[self.form].run(
             query[:tokens],
             *_pages(kv_cache),
-            attn_metadata.block_table,
+            block_table=attn_metadata.block_table,
             softcap=self._softcap,
             sinks=self._sinks,
             softmax_scale=self.scale,

@@ -193,7 +193,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
         out, lse = decode.step.run_mla(
             q,
             kv_c_and_k_pe_cache,
-            decode.block_table,
+            block_table=decode.block_table,
             softmax_scale=self.scale,
             kv_scale=kv_scale,
             fp8_products=self._fp8_products and kv_scale is not None,  # of an FP8 cache

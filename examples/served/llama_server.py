@@ -115,4 +115,4 @@ class LlamaServer(Server):
         )
         self._plan.update(inputs.kv_lens, qo_indptr=inputs.qo_indptr)
         results = {"out": self._out, "lse": self._lse}
-        self._plan.run(inputs.q, k_cache, v_cache, inputs.block_table, **results)
+        self._plan.run(inputs.q, k_cache, v_cache, block_table=inputs.block_table, **results)

@@ -133,7 +133,7 @@ class MLAServer(Server):
         self._plan.run(
             inputs.q,
             cache.pages,
-            cache.block_table,
+            block_table=cache.block_table,
             softmax_scale=self._layer.softmax_scale,
             out=self._out,
             lse=self._lse,

@@ -334,13 +334,13 @@ def test_a_plan_is_a_value() -> None:
     shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     assert plan.key == cumla.jax.MLADecodePlan.from_arrays(shape, kv_cache).key
     with pytest.raises(ValueError, match=r"plan: never updated; call plan = plan\.update\(kv_lens"):
-        plan.run(q, kv_cache, table)
+        plan.run(q, kv_cache, block_table=table)
     ready = jax.jit(lambda plan, lens: plan.update(lens))(plan, arrays["kv_lens"])
 
     @jax.jit
     def layers(plan: Any, queries: Any) -> Any:
         def layer(plan: Any, q: Any) -> tuple[Any, Any]:
-            state, plan = plan.run(q, kv_cache, table)
+            state, plan = plan.run(q, kv_cache, block_table=table)
             return plan, state.out
 
         return jax.lax.scan(layer, plan, queries)[1]
@@ -349,7 +349,7 @@ def test_a_plan_is_a_value() -> None:
     for out, one in zip(outs, (q, q * 2), strict=True):
         expected, _ = cumla.mla_decode(one, *[arrays[n] for n in list(arrays)[1:]])
         np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
-    again, _ = ready.run(q, kv_cache, table)
+    again, _ = ready.run(q, kv_cache, block_table=table)
     np.testing.assert_array_equal(np.asarray(again.out), np.asarray(outs[0]))
 
 
@@ -1091,7 +1091,7 @@ def test_the_check_mode_looks_at_values_on_the_gpu(
     plan = functools.partial(planned_with, cumla.jax.MLADecodePlan, PLANS["MLADecodePlan"])
 
     def layer(arrays: Arguments) -> Any:
-        return plan(arrays).run(*[arrays[n] for n in ("q", "kv_cache", "block_table")])[0]
+        return plan(arrays).run(**{n: arrays[n] for n in ("q", "kv_cache", "block_table")})[0]
 
     arrays = of_jax(DECODE)[1]
     whole = custom_calls(cumla.mla_decode, **arrays)

@@ -265,8 +265,8 @@ def plan_without_a_mask(*arrays: Any, **bounds: Any) -> Any:
     return REAL_PLAN(*arrays, **bounds, causal=False)
 
 
-def run_with_neighbours_pages(plan: Any, q: Any, cache: Any, table: Any, **options: Any) -> Any:
-    return REAL_RUN(plan, q, cache, np.roll(table, 1, axis=0), **options)
+def run_with_neighbours_pages(plan: Any, *arrays: Any, block_table: Any, **options: Any) -> Any:
+    return REAL_RUN(plan, *arrays, block_table=np.roll(block_table, 1, axis=0), **options)
 
 
 def run_with_one_token_a_little_off(plan: Any, *arrays: Any, **options: Any) -> Any:
@@ -356,12 +356,12 @@ def kv_plan_without_a_mask(*arrays: Any, **offsets: Any) -> Any:
     return REAL_KV_PLAN(*arrays, **offsets, causal=False)
 
 
-def kv_run_with_neighbours_pages(plan: Any, q: Any, k: Any, v: Any, table: Any, **to: Any) -> Any:
-    return REAL_KV_RUN(plan, q, k, v, np.roll(table, 1, axis=0), **to)
+def kv_run_with_neighbours_pages(plan: Any, *arrays: Any, block_table: Any, **to: Any) -> Any:
+    return REAL_KV_RUN(plan, *arrays, block_table=np.roll(block_table, 1, axis=0), **to)
 
 
-def kv_run_with_keys_as_values(plan: Any, q: Any, k: Any, v: Any, table: Any, **to: Any) -> Any:
-    return REAL_KV_RUN(plan, q, k, k, table, **to)
+def kv_run_with_keys_as_values(plan: Any, q: Any, k: Any, v: Any, **to: Any) -> Any:
+    return REAL_KV_RUN(plan, q, k, k, **to)
 
 
 def kv_run_with_one_head_a_little_off(plan: Any, *arrays: Any, **to: Any) -> Any:
@@ -613,9 +613,9 @@ def test_decodes_sparsely(
     monkeypatch.setenv("CUMLA_CHECK", check)
     selections: list[Any] = []
 
-    def count(plan: Any, *arrays: Any) -> Any:
+    def count(plan: Any, *arrays: Any, **options: Any) -> Any:
         selections.append(plan)
-        return REAL_SELECT(plan, *arrays)
+        return REAL_SELECT(plan, *arrays, **options)
 
     monkeypatch.setattr(cumla.DSAPlan, "select", count)
     assert SPARSE["main"](["--file", str(text), "--steps", "3", "--layer", "tiny"]) == 0
@@ -637,15 +637,15 @@ def update_sparsely_without_the_newest_token(plan: Any, kv_lens: Any) -> None:
     REAL_DSA_UPDATE(plan, kv_lens - 1)
 
 
-def select_another_token(plan: Any, *arrays: Any) -> Any:
+def select_another_token(plan: Any, *arrays: Any, **options: Any) -> Any:
     """In the place of the last one selected by the first request."""
-    indices = REAL_SELECT(plan, *arrays)
+    indices = REAL_SELECT(plan, *arrays, **options)
     indices[0, 0, -1] = np.setdiff1d(np.arange(250), indices[0])[0]
     return indices
 
 
-def select_a_token_twice(plan: Any, *arrays: Any) -> Any:
-    indices = REAL_SELECT(plan, *arrays)
+def select_a_token_twice(plan: Any, *arrays: Any, **options: Any) -> Any:
+    indices = REAL_SELECT(plan, *arrays, **options)
     indices[0, 0, -1] = indices[0, 0, 0]
     return indices
 

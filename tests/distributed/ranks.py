@@ -159,7 +159,9 @@ def decode(parallel: ContextParallel, q_len: int, gather: bool) -> None:
     )
     plan.update(pages.kv_lens)
     q_parts = q[..., :512], q[..., 512:]
-    planned = parallel.attend(plan.run, q_parts, *kv.own, pages.block_table, gather=gather)
+    planned = parallel.attend(
+        plan.run, q_parts, *kv.own, block_table=pages.block_table, gather=gather
+    )
     assert torch.equal(planned.out, found.out) and torch.equal(planned.lse, found.lse)
     given = queries("mla", len(setting.lengths) * q_len, 1)
     partial = cumla.mla_decode(q.reshape(given.shape), *kv.own, *pages)
@@ -221,7 +223,7 @@ def history(parallel: ContextParallel, family: str) -> None:
             like=q,
         )
         plan.update(pages.kv_lens, qo_indptr=qo_indptr)
-        planned = parallel.attend(plan.run, q, *kv.own, pages.block_table)
+        planned = parallel.attend(plan.run, q, *kv.own, block_table=pages.block_table)
         assert torch.equal(planned.out, found.out)
     else:
         places = {"kv_lens": kv.kv_lens, "block_table": kv.table}
@@ -345,8 +347,8 @@ def refused(parallel: ContextParallel) -> None:
         (
             ValueError,
             "causal: needs False for requests of several",
-            (plan.run, q, *kv.own, pages.block_table),
-            {},
+            (plan.run, q, *kv.own),
+            {"block_table": pages.block_table},
         ),
         (
             TypeError,

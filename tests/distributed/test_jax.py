@@ -98,7 +98,7 @@ def decodes(world: int, q_len: int, repeats: int = 1) -> None:
         pages = parallel.pages(kv_lens, table, q_len=q_len)
         tokens = q.reshape(-1, 1, HEADS, 576)
         plan = cumla.jax.MLADecodePlan.from_arrays(tokens, cache).update(pages.kv_lens)
-        (out, lse), _ = plan.run(tokens, cache, pages.block_table)
+        (out, lse), _ = plan.run(tokens, cache, block_table=pages.block_table)
         return parallel.merge(out.reshape(-1, q_len, HEADS, 512), lse.reshape(-1, q_len, HEADS))
 
     results = [

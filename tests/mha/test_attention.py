@@ -484,8 +484,8 @@ def test_a_plan_tells_hnd_from_its_numbers() -> None:
         "plan: made for num_kv_heads 4, page_size 2, got num_kv_heads 2, page_size 4; pass kv_"
     )
     with refused(ValueError, message):
-        plan.run(q, k, k, table)
-    plan.run(q, k, k, table, kv_layout="HND")
+        plan.run(q, k, k, block_table=table)
+    plan.run(q, k, k, block_table=table, kv_layout="HND")
 
 
 @pytest.mark.parametrize("scale", [2.0, (1,), (2,), (2, 2)], ids=str)

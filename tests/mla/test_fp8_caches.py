@@ -39,7 +39,7 @@ def decode(q: Any, kv_cache: Any, **options: Any) -> Any:
 def planned(q: Any, kv_cache: Any, **options: Any) -> Any:
     plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
     plan.update(LENGTHS)
-    return plan.run(q, kv_cache, TABLE, **options)
+    return plan.run(q, kv_cache, block_table=TABLE, **options)
 
 
 def flat(q: Any) -> Any:
@@ -55,7 +55,7 @@ def attend(q: Any, kv_cache: Any, **options: Any) -> Any:
 def planned_ragged(q: Any, kv_cache: Any, **options: Any) -> Any:
     plan = cumla.MLAAttentionPlan.from_arrays(flat(q), kv_cache, qo_indptr=INDPTR)
     plan.update(LENGTHS, qo_indptr=INDPTR)
-    return plan.run(flat(q), kv_cache, TABLE, **options)
+    return plan.run(flat(q), kv_cache, block_table=TABLE, **options)
 
 
 both = pytest.mark.parametrize("call", [decode, attend])
@@ -369,15 +369,15 @@ def test_a_plan_serves_every_form_and_no_other_cache(ragged: bool) -> None:
     for form in FORMS:
         arguments = make(form)
         factor = arguments.get("kv_scale")
-        got = plan.run(q, arguments["kv_cache"], TABLE, kv_scale=factor)
+        got = plan.run(q, arguments["kv_cache"], block_table=TABLE, kv_scale=factor)
         want = (attend if ragged else decode)(**arguments)
         np.testing.assert_array_equal(got.out, want.out)
     whole = aligned((6, 64, 1, 576))
     message = "plan: made for a cache of float8_e4m3fn, got one of bfloat16; make a plan with the"
     with refused(ValueError, f"{message} cache_dtype of each"):
-        plan.run(q, whole, TABLE)
+        plan.run(q, whole, block_table=TABLE)
     with refused(ValueError, "plan: made for a cache of bfloat16, got one of float8_e4m3fn"):
-        make_plan(whole).run(q, make_cache("one"), TABLE)
+        make_plan(whole).run(q, make_cache("one"), block_table=TABLE)
 
 
 # --- which kernels --------------------------------------------------------------------------------
@@ -394,12 +394,12 @@ def on_gpu(cupy: FakeCuPy, form: str, heads: int = 16, **options: Any) -> list[C
     def planned() -> Any:
         plan = cumla.MLADecodePlan.from_arrays(q, cache)
         plan.update(lengths)
-        return plan.run(q, cache, table, **options)
+        return plan.run(q, cache, block_table=table, **options)
 
     def planned_ragged() -> Any:
         plan = cumla.MLAAttentionPlan.from_arrays(rows, cache, qo_indptr=indptr)
         plan.update(lengths, qo_indptr=indptr)
-        return plan.run(rows, cache, table, **options)
+        return plan.run(rows, cache, block_table=table, **options)
 
     return [
         lambda: cumla.mla_decode(q, cache, table, lengths, **options),
@@ -511,7 +511,7 @@ def test_launches_see_factors_and_parts(
     def run(factor: Any) -> int:
         bindings.launched.clear()
         queries = rows if operation else q
-        plan.run(queries, cache, table, kv_scale=factor, out=out, lse=lse)
+        plan.run(queries, cache, block_table=table, kv_scale=factor, out=out, lse=lse)
         (launch,) = bindings.launched
         return launch.parameters
 
@@ -551,7 +551,7 @@ def test_runs_that_are_known_tell_products_in_fp8_apart(
 
     def run(**option: Any) -> str:
         bindings.launched.clear()
-        plan.run(q, cache, table, out=out, **option)
+        plan.run(q, cache, block_table=table, out=out, **option)
         (entry,) = bindings.entries
         return entry
 

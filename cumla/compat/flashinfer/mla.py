@@ -371,7 +371,7 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
             state = plan.run(
                 q,
                 _with_a_page(cache),
-                self._arrays.get("block_table"),
+                block_table=self._arrays.get("block_table"),
                 kv_indices=self._arrays.get("kv_indices"),
                 softmax_scale=self._sm_scale,
                 kv_scale=kv_scale,

@@ -147,7 +147,7 @@ def test_torch_on_the_other_gpu(current: int) -> None:
         arrays = [to_torch(torch, array) for array in problem.arrays]
         plan = cumla.MLADecodePlan.from_arrays(*arrays[:2])
         plan.update(arrays[3])
-        results = [cumla.mla_decode(*arrays), plan.run(*arrays[:3])]
+        results = [cumla.mla_decode(*arrays), plan.run(*arrays[:2], block_table=arrays[2])]
         with torch.cuda.stream(torch.cuda.Stream(OTHER)):
             torch.cuda.current_stream(OTHER).wait_stream(torch.cuda.default_stream(OTHER))
             results.append(cumla.mla_decode(*arrays))
@@ -189,7 +189,7 @@ def test_a_plan_between_streams_of_the_other_gpu() -> None:
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     for stream in streams * 3:
         plan.update(problem.kv_lens, stream=stream)
-        out, lse = plan.run(*problem.inputs, stream=stream)
+        out, lse = plan.run(**problem.inputs, stream=stream)
         stream.synchronize()
         from_other(host, out, lse)
     assert cp.cuda.Device().id == 0
@@ -206,13 +206,13 @@ def test_a_graph_on_the_other_gpu() -> None:
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     outputs = {"out": typed(out, CUT.dtype), "lse": lse, "stream": stream}
     plan.update(problem.kv_lens, stream=stream)
-    plan.run(*problem.inputs, **outputs)
+    plan.run(**problem.inputs, **outputs)
     stream.synchronize()
     with cp.cuda.Device(OTHER), stream:
         stream.begin_capture()
         with cp.cuda.Device(0):
             plan.update(problem.kv_lens, stream=stream)
-            plan.run(*problem.inputs, **outputs)
+            plan.run(**problem.inputs, **outputs)
         graph = stream.end_capture()
         out[...], lse[...] = 0xFFFF, np.nan
         graph.launch(stream)

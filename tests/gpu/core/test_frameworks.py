@@ -371,10 +371,10 @@ def test_check_mode_finds_bad_lengths_and_page_numbers(
     table[0, 3] = kept
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     plan.update(lengths)
-    problem.check(*plan.run(*problem.inputs))
+    problem.check(*plan.run(**problem.inputs))
     table[0, 0] = -7
     with pytest.raises(ValueError, match=r"block_table\[0, 0\]: .*got -7"):
-        plan.run(*problem.inputs)
+        plan.run(**problem.inputs)
 
 
 def test_check_mode_says_that_it_cannot_look_into_a_capture(

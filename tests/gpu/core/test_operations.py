@@ -197,7 +197,7 @@ def test_no_request_and_rows_of_nobody() -> None:
         qo_indptr = on_device(i32(1))
         cumla.mla_attention(query, cache, table, lengths, qo_indptr=qo_indptr, **given)
         plan.update(lengths, qo_indptr=qo_indptr)
-        plan.run(query, cache, table, **given)
+        plan.run(query, cache, block_table=table, **given)
         none = cumla.mla_decode(
             query[:2, None][:, :0], cache, on_device(i32(2, 2)), on_device(i32(2))
         )
@@ -297,8 +297,7 @@ class Planned:
             self.problem = problem = make_problem(cp, Case(batch=3, heads=32, kv_len=3000))
             self.plan: Any = plan_of(problem)
             self.lengths = {"kv_lens": problem.kv_lens}
-            names = ("q", "kv_cache", "block_table")
-            self.inputs = dict(zip(names, problem.inputs, strict=True))
+            self.inputs = problem.inputs
         elif kind == "attention":
             self.problem = ragged = make_ragged(cp, Ragged(kv_lens=(3000, 64, 17, 65)))
             self.lengths, self.inputs = ragged.lengths, ragged.inputs

@@ -189,7 +189,7 @@ def capture_with_cupy(problem: Problem) -> tuple[Any, Any, Any, Any]:
     with stream:
         stream.begin_capture()
         plan.update(problem.kv_lens)
-        plan.run(*problem.inputs, out=out.array, lse=lse.array)
+        plan.run(**problem.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     return graph, stream, out, (lse, plan)
 
@@ -220,7 +220,7 @@ def test_a_graph_keeps_the_schedule_of_an_update_before_the_capture() -> None:
         plan.update(layers[0].kv_lens)
         stream.begin_capture()
         for layer, (out, lse) in zip(layers, outputs, strict=True):
-            plan.run(*layer.inputs, out=out.array, lse=lse.array)
+            plan.run(**layer.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
         for lengths in LATER_LENGTHS[:3]:
             for layer in layers:
@@ -244,7 +244,7 @@ def test_a_torch_graph_replayed_with_new_lengths(with_plan: bool) -> None:
         if with_plan:
             plan = cumla.MLADecodePlan.from_arrays(arrays[0], arrays[1])
             plan.update(arrays[3])
-            result = plan.run(*arrays[:3])
+            result = plan.run(*arrays[:2], block_table=arrays[2])
         else:
             result = cumla.mla_decode(*arrays)
     for lengths in LATER_LENGTHS:
@@ -288,14 +288,14 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
             with pytest.raises(cumla.NotPreparedError, match="pass out= and lse=, and use a plan"):
                 cumla.mla_decode(*problem.arrays)
             with pytest.raises(cumla.NotPreparedError, match="out="):
-                plan.run(*problem.inputs)
+                plan.run(**problem.inputs)
             with pytest.raises(cumla.NotPreparedError, match="pass lse=, made before the capture"):
-                plan.run(*problem.inputs, out=out.array)
+                plan.run(**problem.inputs, out=out.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.mla_decode(*problem.arrays, out=out.array, lse=lse.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-            plan.run(*problem.inputs, out=out.array, lse=lse.array)
+            plan.run(**problem.inputs, out=out.array, lse=lse.array)
         finally:
             graph = stream.end_capture()
         graph.launch(stream)

@@ -441,9 +441,11 @@ def test_a_plan_for_several_layers() -> None:
     plan = plan_of(layers[0])
     plan.update(layers[0].kv_lens)
     for layer in layers:
-        layer.check(plan.run(*layer.inputs, max_kv_len=4000))
+        layer.check(plan.run(*layer.inputs[:3], block_table=layer.inputs[3], max_kv_len=4000))
         wanted = cumla.paged_mqa_logits(*layer.arrays, max_kv_len=4000)
-        assert same_bits(plan.run(*layer.inputs, max_kv_len=4000), wanted)
+        assert same_bits(
+            plan.run(*layer.inputs[:3], block_table=layer.inputs[3], max_kv_len=4000), wanted
+        )
 
 
 def test_a_graph_serves_changing_lengths() -> None:
@@ -457,7 +459,7 @@ def test_a_graph_serves_changing_lengths() -> None:
     with stream:
         stream.begin_capture()
         plan.update(lengths)
-        plan.run(*inputs, max_kv_len=6000, out=out)
+        plan.run(*inputs[:3], block_table=inputs[3], max_kv_len=6000, out=out)
         graph = stream.end_capture()
     rng = np.random.default_rng(2)
     for _ in range(5):
@@ -543,7 +545,7 @@ def test_writing_and_scoring_in_turns() -> None:
     for i, out in enumerate(outs):
         cumla.append_indexer_cache(contents[i % 2], cache, slots)
         plan.update(lengths)
-        plan.run(*inputs, max_kv_len=700, out=out)
+        plan.run(*inputs[:3], block_table=inputs[3], max_kv_len=700, out=out)
     for i, out in enumerate(outs):
         assert same_bits(out, expected[i % 2]), i
 

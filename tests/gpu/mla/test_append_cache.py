@@ -536,7 +536,7 @@ def test_writing_and_attending_in_turns() -> None:
     lse = cp.empty_like(expected[0].lse)
     for i, out in enumerate(outs):
         cumla.append_mla_cache(bf16(contents[i % 2]), problem.kv_cache, **arguments)
-        plan.run(*problem.inputs, out=out, lse=lse)
+        plan.run(**problem.inputs, out=out, lse=lse)
     for i, out in enumerate(outs):
         assert bool((out.view(cp.uint16) == expected[i % 2].out.view(cp.uint16)).all()), i
 

@@ -89,7 +89,7 @@ def bits_of_call(problem: Problem, plan: cumla.MLADecodePlan | None = None) -> A
         modes = {"causal": problem.case.causal, "batch_invariant": True}
         cumla.mla_decode(*problem.arrays, **modes, **options)
     else:
-        plan.run(*problem.inputs, **options)
+        plan.run(**problem.inputs, **options)
     out.check_guards()
     lse.check_guards()
     return rows_of(out.bits, lse.bits)
@@ -196,7 +196,7 @@ def test_a_graph_whose_lengths_change(shape: Case) -> None:
         stream.begin_capture()
         plan.update(problem.kv_lens)
         plan.run(
-            *problem.inputs,
+            **problem.inputs,
             softmax_scale=problem.softmax_scale,
             out=out.array,
             lse=lse.array,
@@ -264,7 +264,7 @@ def test_requests_beyond_max_seqlen_are_cut_off() -> None:
     plan = invariant_plan(problem, 1001)
     plan.update(problem.kv_lens)
     out, lse = problem.outputs()
-    plan.run(*problem.inputs, out=out.array, lse=lse.array)
+    plan.run(**problem.inputs, out=out.array, lse=lse.array)
     cut = np.clip(lengths, 0, 1024)
     problem.check(out.array, lse.array, problem.expected(cut))
     out.check_guards()

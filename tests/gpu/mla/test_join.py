@@ -246,7 +246,7 @@ def test_a_graph_of_runs_alone_after_updates_with_other_lengths(heads: int) -> N
     plan, stream = repeats.plan, repeats.stream
     with stream:
         stream.begin_capture()
-        plan.run(*problem.inputs, out=repeats.out.array, lse=repeats.lse.array)
+        plan.run(**problem.inputs, out=repeats.out.array, lse=repeats.lse.array)
         graph = stream.end_capture()
         for count, lengths in enumerate(CHANGING, start=1):
             problem.lengths = np.array(lengths, dtype=np.int32)

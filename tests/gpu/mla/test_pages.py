@@ -46,7 +46,7 @@ def run(
         options["causal"] = problem.case.causal
         cumla.mla_decode(q, kv_cache, table, problem.kv_lens, **options)
     else:
-        plan.run(q, kv_cache, table, **options)
+        plan.run(q, kv_cache, block_table=table, **options)
     for output in outputs:
         output.check_guards()
     return outputs
@@ -206,4 +206,4 @@ def test_a_plan_serves_both_forms_of_arrays() -> None:
         for _ in range(2):  # the second time as a launch that is ready
             assert_same_bits(run(problem, q, cache, there, outputs, plan=plan), expected)
     with pytest.raises(ValueError, match=r"^plan: made for .* 16, .* 64"):
-        plan.run(*problem.inputs)
+        plan.run(**problem.inputs)

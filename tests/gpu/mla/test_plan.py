@@ -34,7 +34,7 @@ def run_and_check(plan: cumla.MLADecodePlan, problem: Problem) -> None:
     """Run once into poisoned outputs and compare."""
     out, lse = problem.outputs()
     result = plan.run(
-        *problem.inputs, softmax_scale=problem.softmax_scale, out=out.array, lse=lse.array
+        **problem.inputs, softmax_scale=problem.softmax_scale, out=out.array, lse=lse.array
     )
     assert result.out is out.array
     problem.check(out.array, lse.array)
@@ -189,7 +189,7 @@ def test_the_lengths_of_the_last_update_count() -> None:
     plan.update(lengths)
     lengths[...] = problem.kv_lens  # changed since: not what this run attends to
     out, lse = problem.outputs()
-    plan.run(*problem.inputs, out=out.array, lse=lse.array)
+    plan.run(**problem.inputs, out=out.array, lse=lse.array)
     problem.check(out.array, lse.array, problem.expected(updated))
 
 
@@ -204,7 +204,7 @@ def test_lengths_that_the_table_cannot_hold_are_safe(heads: int, page_size: int)
     plan.update(cp.asarray(np.array([100_000, 2**31 - 1, -3], dtype=np.int32)))
     problem.block_table = problem.block_table[:, : 256 // page_size]
     out, lse = problem.outputs()
-    plan.run(*problem.inputs, out=out.array, lse=lse.array)
+    plan.run(**problem.inputs, out=out.array, lse=lse.array)
     problem.check(out.array, lse.array, problem.expected(np.array([256, 256, 0])))
     out.check_guards()
     lse.check_guards()
@@ -220,7 +220,7 @@ def test_a_plan_gives_the_bits_of_a_call(causal: bool, heads: int) -> None:
     without = cumla.mla_decode(*problem.arrays, causal=causal)
     for planned in (plan, pinned):
         planned.update(problem.kv_lens)
-        for one, other in zip(planned.run(*problem.inputs), without, strict=True):
+        for one, other in zip(planned.run(**problem.inputs), without, strict=True):
             assert bool((bits_of(one) == bits_of(other)).all())
     problem.check(*without)
 
@@ -307,8 +307,8 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
             words = buffer[begin:end].view(np.uint32)
             words.set(garbage(rng, words.size, case.batch, plan.key.parts).astype(np.uint32))
             pieces[...] = 0x7FC00001  # NaN, or lengths and counters beyond all bounds
-            plan.run(*problem.inputs, out=out.array, lse=lse.array)
-            plan.run(*problem.inputs, out=out.array, lse=lse.array)  # with what the first one left
+            plan.run(**problem.inputs, out=out.array, lse=lse.array)
+            plan.run(**problem.inputs, out=out.array, lse=lse.array)  # with what the first one left
             cp.cuda.Device().synchronize()
             out.check_guards()
             lse.check_guards()
@@ -341,7 +341,7 @@ def test_a_torch_plan_lives_in_torch_memory() -> None:
     plan = cumla.MLADecodePlan.from_arrays(q, kv)
     assert allocated() - before >= plan.key.layout.nbytes
     plan.update(lengths)
-    out, lse = plan.run(q, kv, table)
+    out, lse = plan.run(q, kv, block_table=table)
     torch.cuda.synchronize()
     problem.check(cp.from_dlpack(out.view(torch.int16)).view(problem.q.dtype), cp.from_dlpack(lse))
 
@@ -365,14 +365,14 @@ def test_a_plan_of_another_shape(change: dict[str, Any], message: str) -> None:
     plan.update(problem.kv_lens)
     other = make_problem(cp, Case(**change))
     with pytest.raises(ValueError, match=message):
-        plan.run(*other.inputs)
+        plan.run(**other.inputs)
     run_and_check(plan, problem)
 
 
 def test_a_plan_that_was_never_updated() -> None:
     problem = make_problem(cp, Case())
     with pytest.raises(ValueError, match=r"never updated; call plan\.update"):
-        plan_of(problem).run(*problem.inputs)
+        plan_of(problem).run(**problem.inputs)
 
 
 def test_a_plan_on_another_stream_than_its_update() -> None:
@@ -381,7 +381,7 @@ def test_a_plan_on_another_stream_than_its_update() -> None:
     plan.update(problem.kv_lens)
     stream = cp.cuda.Stream(non_blocking=True)
     out, lse = problem.outputs()
-    plan.run(*problem.inputs, out=out.array, lse=lse.array, stream=stream)
+    plan.run(**problem.inputs, out=out.array, lse=lse.array, stream=stream)
     stream.synchronize()
     problem.check(out.array, lse.array)
 
@@ -391,6 +391,6 @@ def test_arrays_on_the_cpu_with_a_plan_of_the_gpu() -> None:
     plan = plan_of(problem)
     plan.update(problem.kv_lens)
     with pytest.raises(ValueError, match="plan: made for CUDA device 0, got arrays on the CPU"):
-        plan.run(*host.inputs)
+        plan.run(**host.inputs)
     with pytest.raises(ValueError, match="plan: made for CUDA device 0, got arrays on the CPU"):
         plan.update(host.kv_lens)

@@ -49,7 +49,7 @@ def test_a_plan_moves_on_while_the_old_stream_still_runs() -> None:
     streams = busy_streams()
     for step, (out, lse), stream in zip(steps, outputs, streams, strict=True):
         plan.update(step.kv_lens, stream=stream)
-        plan.run(*step.inputs, out=out.array, lse=lse.array, stream=stream)
+        plan.run(**step.inputs, out=out.array, lse=lse.array, stream=stream)
     assert not streams[0].done, "a call waited for the device"
     cp.cuda.Device().synchronize()
     for step, (out, lse) in zip(steps, outputs, strict=True):
@@ -67,9 +67,9 @@ def test_plans_that_share_a_workspace_on_two_streams() -> None:
     streams = busy_streams()
     for plan, step, (out, lse), stream in zip(plans, steps, outputs, streams, strict=True):
         plan.update(step.kv_lens, stream=stream)
-        plan.run(*step.inputs, out=out.array, lse=lse.array, stream=stream)
+        plan.run(**step.inputs, out=out.array, lse=lse.array, stream=stream)
     with pytest.raises(ValueError, match="its workspace has been taken by another plan"):
-        plans[0].run(*steps[0].inputs, stream=streams[0])
+        plans[0].run(**steps[0].inputs, stream=streams[0])
     assert not streams[0].done, "a call waited for the device"
     cp.cuda.Device().synchronize()
     for step, (out, lse) in zip(steps, outputs, strict=True):
@@ -86,7 +86,7 @@ def test_the_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     cp.cuda.Device().synchronize()
     stream, _ = busy_streams()
     plan.update(problem.kv_lens, stream=stream)
-    plan.run(*problem.inputs, out=out.array, lse=lse.array, stream=stream)
+    plan.run(**problem.inputs, out=out.array, lse=lse.array, stream=stream)
     del plan  # the last reference: a garbage collection would take longer than the stream is busy
     garbage = [cp.full(nbytes, 0xFF, dtype=cp.uint8) for _ in range(4)]
     assert not stream.done
@@ -110,7 +110,7 @@ def test_a_torch_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
         plan.update(arrays[3])
-        plan.run(*arrays[:3], out=results[0], lse=results[1])
+        plan.run(*arrays[:2], block_table=arrays[2], out=results[0], lse=results[1])
     del plan  # the last reference: a garbage collection would take longer than the stream is busy
     garbage = [torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(4)]
     assert not stream.query()
@@ -126,11 +126,11 @@ def test_a_plan_warmed_up_eagerly_then_captured_on_torchs_stream() -> None:
     torch.cuda.synchronize()
     plan = cumla.MLADecodePlan.from_arrays(*arrays[:2])
     plan.update(arrays[3])
-    warm = plan.run(*arrays[:3])
+    warm = plan.run(*arrays[:2], block_table=arrays[2])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan.update(arrays[3])
-        result = plan.run(*arrays[:3])
+        result = plan.run(*arrays[:2], block_table=arrays[2])
     for lengths in ([1, 64, 2999], [0, 0, 0], [3000, 3000, 3000]):
         problem.lengths = np.array(lengths, dtype=np.int32)
         problem.kv_lens.set(problem.lengths)
@@ -142,7 +142,7 @@ def test_a_plan_warmed_up_eagerly_then_captured_on_torchs_stream() -> None:
         problem.check(*(from_torch(torch, tensor) for tensor in result))
     assert all(torch.equal(x, y) for x, y in zip(warm, result, strict=True))
     plan.update(arrays[3])  # and back
-    again = plan.run(*arrays[:3])
+    again = plan.run(*arrays[:2], block_table=arrays[2])
     assert all(torch.equal(x, y) for x, y in zip(again, result, strict=True))
 
 
@@ -153,10 +153,10 @@ def test_check_mode_finds_lengths_that_changed_since_the_update(
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     monkeypatch.setenv("CUMLA_CHECK", "1")
     plan.update(problem.kv_lens)
-    problem.check(*plan.run(*problem.inputs))
+    problem.check(*plan.run(**problem.inputs))
     problem.kv_lens.set(np.array([3000, 64, 1999], dtype=np.int32))
     with pytest.raises(ValueError, match=r"^kv_lens\[2\]: .*2000, got 1999; call plan\.update"):
-        plan.run(*problem.inputs)
+        plan.run(**problem.inputs)
 
 
 def test_a_cold_load_leaves_the_capture_of_another_thread_alone() -> None:

@@ -44,7 +44,7 @@ def test_every_kernel_agrees_with_float64(name: str, variant: str, record_figure
     for _ in range(2):
         out, lse = problem.outputs("float32" if problem.case.outputs == "float32" else None)
         plan.run(
-            *problem.inputs,
+            **problem.inputs,
             softmax_scale=problem.softmax_scale,
             out=out.array,
             lse=lse.array,
@@ -128,7 +128,7 @@ def test_a_graph_whose_lengths_change(name: str, variant: str, record_figures: R
         stream.begin_capture()
         plan.update(problem.kv_lens)
         for out, lse in outputs:
-            plan.run(*problem.inputs, out=out.array, lse=lse.array)
+            plan.run(**problem.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     for lengths in CHANGING:
         problem.lengths = np.array(lengths, np.int32)

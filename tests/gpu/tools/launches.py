@@ -249,7 +249,7 @@ def mla(make: _Maker) -> Iterator[Case]:
                 ):
                     ragged = isinstance(planned, cumla.MLAAttentionPlan)
                     planned.update(lens, **({"qo_indptr": indptr} if ragged else {}))
-                    planned.run(q if not ragged else tokens, cache, table, **options)
+                    planned.run(q if not ragged else tokens, cache, block_table=table, **options)
 
         yield f"MLA, {form}, {dtype.name}, {q_len} tokens", call
     for heads, kv_heads in ((32, 2), (128, 4)):
@@ -450,7 +450,7 @@ def attention_plans(make: _Maker) -> Iterator[Case]:
                 given = {"qo_indptr": indptr, "kv_layout": "HND"}
                 planned = cumla.AttentionPlan.from_arrays(q, k, v, **given, window=(64, 0))
                 planned.update(lens, qo_indptr=indptr)
-                planned.run(q, k, v, table, kv_layout="HND", softmax_scale=0.2)
+                planned.run(q, k, v, block_table=table, kv_layout="HND", softmax_scale=0.2)
                 planned = cumla.AttentionPlan.from_arrays(q, k, v, **given)
                 planned.update(lens, qo_indptr=indptr, kv_indptr=begins)
                 planned.run(q, k, v, kv_indices=entries, kv_layout="HND")
@@ -493,7 +493,7 @@ def indexer(make: _Maker) -> Iterator[Case]:
             cumla.paged_mqa_logits(q, cache, weights, table, each, max_kv_len=900, clean=False)
             planned = cumla.PagedMQALogitsPlan.from_arrays(q, cache, table, lens)
             planned.update(lens)
-            planned.run(q, cache, weights, table, max_kv_len=2000)
+            planned.run(q, cache, weights, block_table=table, max_kv_len=2000)
 
         yield "paged_mqa_logits", paged
     for dtype, rows, width, k in itertools.product(

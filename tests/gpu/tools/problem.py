@@ -107,14 +107,14 @@ class Problem:
     kv_lens: Array
 
     @property
-    def inputs(self) -> tuple[Array, Array, Array]:
-        """What a run of a plan takes, in order."""
-        return self.q, self.kv_cache, self.block_table
+    def inputs(self) -> dict[str, Array]:
+        """What a run of a plan takes, by name."""
+        return {"q": self.q, "kv_cache": self.kv_cache, "block_table": self.block_table}
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """The four array arguments of a call, in order."""
-        return *self.inputs, self.kv_lens
+        return self.q, self.kv_cache, self.block_table, self.kv_lens
 
     @property
     def out_shape(self) -> tuple[int, ...]:

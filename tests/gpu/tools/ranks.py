@@ -139,7 +139,7 @@ def planned(parallel: Any, family: str, q_len: int) -> tuple[Any, ...]:
     def step() -> Any:
         pages = parallel.pages(kv_lens, kv.own_table, q_len=q_len)
         plan.update(pages.kv_lens)
-        return parallel.attend(plan.run, q, *kv.own, pages.block_table)
+        return parallel.attend(plan.run, q, *kv.own, block_table=pages.block_table)
 
     def alone() -> Any:
         return whole(q, *kv.whole, block_table=kv.table, kv_lens=kv_lens)
@@ -379,7 +379,7 @@ def cupy_graph(parallel: Any, upload: Callable[[tuple[int, ...]], Any], table: A
 
     def step() -> list[Any]:
         plan.update(pages.kv_lens)
-        return [parallel.attend(plan.run, q, cache, pages.block_table) for cache in own]
+        return [parallel.attend(plan.run, q, cache, block_table=pages.block_table) for cache in own]
 
     cp.cuda.Device().synchronize()
     stream = cp.cuda.Stream(non_blocking=True)

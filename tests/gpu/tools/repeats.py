@@ -44,7 +44,7 @@ def decode_by(variant: str | None, problem: Problem, **outputs: Array) -> cumla.
         return cumla.mla_decode(*problem.arrays, causal=problem.case.causal, **options)
     plan = plan_of(problem, variant)
     plan.update(problem.kv_lens)
-    return plan.run(*problem.inputs, **options)
+    return plan.run(**problem.inputs, **options)
 
 
 class Repeats:
@@ -116,7 +116,7 @@ class Repeats:
         for _ in range(self.runs):
             self.spoil_pieces()
             self.plan.run(
-                *self.problem.inputs,
+                **self.problem.inputs,
                 softmax_scale=self.problem.softmax_scale,
                 out=self.out.array,
                 lse=self.lse.array,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import math
 import os
 import re
@@ -575,7 +576,8 @@ def score_pages(
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
     plan.update(given[4])
-    for function, arrays in ((cumla.paged_mqa_logits, given), (plan.run, given[:4])):
+    run = functools.partial(plan.run, block_table=given[3])
+    for function, arrays in ((cumla.paged_mqa_logits, given), (run, given[:3])):
         out = Rows(np, batch * q_len, columns, "float32")
         logits = score(cupy, function, arrays, out, max_kv_len=columns, clean=clean)
         problem.check(logits, clean=clean)
@@ -622,7 +624,7 @@ def decode(
         there = replace(problem, q=q, kv_cache=kv)
         plan = plan_of(there, variant, max_kv_len=longest, batch_invariant=batch_invariant)
         plan.update(lengths)
-        results.append(plan.run(q, kv, table))
+        results.append(plan.run(q, kv, block_table=table))
     host = []
     for out, lse in results:
         dtype = str(out.dtype)
