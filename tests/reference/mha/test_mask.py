@@ -225,4 +225,4 @@ def test_queries_with_an_axis_of_requests() -> None:
         q.reshape(12, HEADS, COLUMNS), k, v, **paged, qo_indptr=bounds, mask=mask
     )
     assert apart.out.tobytes() == flat.out.tobytes()
-    assert apart.lse.swapaxes(1, 2).tobytes() == flat.lse.tobytes()
+    assert apart.lse.tobytes() == flat.lse.tobytes()
