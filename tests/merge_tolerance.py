@@ -48,7 +48,7 @@ def assert_merged(
     lse_error = np.abs(lse[~empty] - exact.lse[~empty]) / (LSE * (1 + np.abs(exact.lse[~empty])))
     nothing = np.broadcast_to(empty[..., None], out.shape)
     assert not out[nothing].astype(bool).any(), "out: not 0 where nothing was attended"
-    shares = error[~nothing] / allowed[~nothing]
+    shares = np.where(error > 0, error, 0)[~nothing] / np.where(error > 0, allowed, 1)[~nothing]
     figures = {
         "element": float(shares.max(initial=0.0)),
         "lse": float(lse_error.max(initial=0.0)),

@@ -173,6 +173,7 @@ class Joint:
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
         self._given, self._at = workspace, 0
+        self._allocator = call.allocator  # of the workspace's framework; plans may be of another
         self._plans: weakref.WeakSet[PlanMemory] = weakref.WeakSet()
         self._owners: list[object] = []
         if workspace is None:
@@ -188,7 +189,7 @@ class Joint:
             array, view = call.empty(shape, dtype)
             self._owners.append(array)
         else:
-            array, view = call.allocator.part(self._given, self._at, shape, dtype)
+            array, view = self._allocator.part(self._given, self._at, shape, dtype)
             self._at += part_bytes(shape, dtype)
         return array, view
 

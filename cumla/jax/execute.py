@@ -195,7 +195,8 @@ def _packed(program: _Program, device: int, stream: int) -> tuple[Template, ...]
             f"workspace: needs {nbytes} bytes or more on CUDA device {device}, got a program that "
             f"was traced with {spec.workspace}; trace or export it where JAX sees such a GPU"
         )
-    outs = [unplaced(output, device) for output in program.returned]
+    # XLA's results are contiguous.
+    outs = [unplaced(output._replace(swapped=False), device) for output in program.returned]
     buffer = Address.of(WORKSPACE, 0) if spec.workspace else 0
     recipe = operation.recipe(key, arguments, outs, buffer)
 

@@ -107,7 +107,7 @@ def small_calls(n: int) -> dict[str, Small]:
         ),
         "top_k": Small(
             cumla.top_k,
-            {"scores": f32(n, 5000), "k": 64},
+            {"scores": f32(n, 5000), "topk": 64},
             {"out": np.empty((n, 64), np.int32), "counts": np.empty(n, np.int32)},
         ),
         "merge_attention_states": Small(

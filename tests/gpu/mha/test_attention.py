@@ -141,7 +141,7 @@ def test_factors_may_change_between_replays() -> None:
     plan.prepare()
     outputs = {
         "out": cp.zeros((2, 1, 8, 64), dtype=cp.uint16).view(BF16),
-        "lse": cp.zeros((2, 8, 1), dtype=cp.float32),
+        "lse": cp.zeros((2, 1, 8), dtype=cp.float32),
     }
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()

@@ -388,8 +388,9 @@ def test_a_plan_over_layers(form: str, heads: int, record_figures: Report) -> No
     """With other lists in each, and garbage in its buffer before the update."""
     case = SparseCase(batch=5, q_len=2, heads=heads, topk=600, form=form, lengths="tokens")
     first = make_sparse(cp, case)
-    kind = {"packed": "packed"}.get(form, "float8_e4m3fn" if case.is_fp8 else None)
-    size = cumla.MLASparsePlan.workspace_bytes(5, 2, heads, 600, cache_dtype=kind)
+    kinds: dict[str, str] = {"cache_dtype": "float8_e4m3fn"} if case.is_fp8 else {}
+    kinds = {"cache_format": "v32"} if form == "packed" else kinds
+    size = cumla.MLASparsePlan.workspace_bytes(5, 2, heads, 600, **kinds)
     buffer = cp.full(size + 4096, 0xFF, cp.uint8)
     plan = first.plan(workspace=buffer[:size])
     for layer in range(3):

@@ -250,8 +250,8 @@ def test_a_plan_over_layers(form: str, heads: int, extra: int, record_figures: R
     """With other lists in each, and garbage in its buffer before the update."""
     case = V4Case(*(5, 2, heads, 600), form=form, extra=extra, lengths="tokens", sinks="finite")
     first = make_v4(cp, case)
-    kind = "v4" if form == "v4" else None
-    size = cumla.MLASparsePlan.workspace_bytes(5, 2, heads, 600, extra_topk=extra, cache_dtype=kind)
+    kind = {"cache_format": "v4"} if form == "v4" else {}
+    size = cumla.MLASparsePlan.workspace_bytes(5, 2, heads, 600, extra_topk=extra, **kind)
     buffer = cp.full(size + 4096, 0xFF, cp.uint8)
     plan = first.plan(workspace=buffer[:size])
     for layer in range(3):

@@ -709,8 +709,9 @@ def attend_masked(cupy: Any, sample: masked.Sample) -> None:
     given = {name: there(cupy, value) for name, value in problem.given.items()}
     arrays = {name: cupy.asarray(array) for name, array in problem.mask.given.items()}
     shape = (*problem.given["q"].shape[:-1], problem.given["v"].shape[-1])
-    out = cupy.zeros(shape, dtype=given["q"].dtype)  # so are rows of no request
-    found, lse = cumla.attention(**given, out=out, mask=AttentionMask(**arrays))
+    # Rows of no request are not written to.
+    outs = {"out": cupy.zeros(shape, dtype=given["q"].dtype), "lse": cupy.zeros(shape[:-1], "f4")}
+    found, lse = cumla.attention(**given, **outs, mask=AttentionMask(**arrays))
     host = found.view(f"u{found.dtype.itemsize}").get().view(found.dtype)
     masked.check(problem, cumla.AttentionState(host, lse.get()), sample.dtype)
 
