@@ -61,7 +61,7 @@ def make(form: str, *, scale: float = 1.0) -> dict[str, Any]:
         "block_table": table,
         "batch_invariant": invariant,
         "out": np.full(q.shape, np.nan, np.float32),
-        "lse": np.full((len(LENS), 8, q_len), np.nan, np.float32),
+        "lse": np.full((len(LENS), q_len, 8), np.nan, np.float32),
     }
 
 

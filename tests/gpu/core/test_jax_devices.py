@@ -173,7 +173,7 @@ def layers(queries, kv_cache, table, kv_lens):
     outs, total = [], jnp.zeros(())
     for q in queries:
         before = jax.lax.psum(q.astype(jnp.float32).sum(), "x")  # while kernels are still cold
-        (out, _), plan = plan.run(q + 0 * before.astype(q.dtype), kv_cache, table)
+        (out, _), plan = plan.run(q + 0 * before.astype(q.dtype), kv_cache, block_table=table)
         total += jax.lax.psum(out.astype(jnp.float32).sum(), "x")
         outs.append(out)
     return jnp.stack(outs), total

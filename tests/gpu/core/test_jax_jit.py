@@ -210,7 +210,7 @@ def step(queries, kv_cache, table, kv_lens):
     plan = cumla.jax.MLADecodePlan.from_arrays(queries[0], kv_cache).update(kv_lens)
     outs = []
     for q in queries:
-        (out, _), plan = plan.run(q, kv_cache, table)
+        (out, _), plan = plan.run(q, kv_cache, block_table=table)
         outs.append(out)
     return outs
 

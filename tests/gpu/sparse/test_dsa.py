@@ -224,6 +224,7 @@ def test_tensors_of_pytorch() -> None:
         cumla.DSAPlan.workspace_bytes(**SMALL.numbers()), dtype=torch.uint8, device="cuda"
     )
     plan = cumla.DSAPlan(**SMALL.numbers(), workspace=memory)
+    kv_lens.add_(1)
     check(step(), LENS + 1)
     plan = own
     graph = torch.cuda.CUDAGraph()
