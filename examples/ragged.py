@@ -63,8 +63,8 @@ def main() -> None:
     whole, _ = cumla.mla_attention(
         torch.cat(queries),
         kv_cache,
-        block_table,
-        torch.tensor(ends, dtype=torch.int32, device=device),
+        block_table=block_table,
+        kv_lens=torch.tensor(ends, dtype=torch.int32, device=device),
         qo_indptr=torch.tensor([0, *ends], device=device).cumsum(0).to(torch.int32),
         softmax_scale=SCALE,
     )

@@ -95,8 +95,8 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         state = self._definition(
             parts_on_host(host, "q"),
             parts_on_host(host, "kv_cache"),
-            host.get("block_table"),
-            host["kv_lens"],
+            block_table=host.get("block_table"),
+            kv_lens=host["kv_lens"],
             softmax_scale=arguments.softmax_scale,
             kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
             causal=arguments.causal,

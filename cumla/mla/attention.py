@@ -49,15 +49,15 @@ MLA_ATTENTION = Spec(
     "mla_attention",
     (
         *Q_AND_CACHE,
-        array("block_table", is_nullable=True),
         array("kv_lens"),
         array("qo_indptr"),
+        optional("block_table"),
         optional("kv_indptr"),
         optional("kv_indices"),
         *OPTIONS,
         *OUT_AND_LSE,
     ),
-    positional=4,
+    positional=2,
     kernels=("mla_attention_",),
     returns=("out", "lse"),
     result=AttentionState,
@@ -70,10 +70,10 @@ MLA_ATTENTION = Spec(
 def mla_attention(
     q: Any,
     kv_cache: Any,
-    block_table: Any,
-    kv_lens: Any,
     *,
+    kv_lens: Any,
     qo_indptr: Any,
+    block_table: Any = None,
     kv_indptr: Any = None,
     kv_indices: Any = None,
     softmax_scale: float | None = None,
@@ -99,9 +99,6 @@ def mla_attention(
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or without num_kv_heads, or a tuple
         ``(ckv, k_pe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
-    block_table : array or None
-        ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`; None where
-        pages come as kv_indptr and kv_indices.
     kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, those of its queries included. Clamped to
         what the pages of the request hold.
@@ -109,6 +106,8 @@ def mla_attention(
         ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
         last ones end. The numbers must be non-decreasing. Rows before the first and from the last
         on belong to no request: what they give is not written.
+    block_table : array, optional
+        ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`.
     kv_indptr, kv_indices : array, optional
         In place of block_table: the pages of request r are ``kv_indices[kv_indptr[r] :
         kv_indptr[r + 1]]``. ``(batch + 1,)`` int32, non-decreasing, and ``(pages,)``
@@ -144,11 +143,12 @@ def mla_attention(
     >>> import numpy as np, cumla
     >>> q, kv_cache = np.ones((5, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> table, lens, qo_indptr = np.int32([[0, 1], [2, 3]]), np.int32([100, 7]), np.int32([0, 1, 5])
-    >>> cumla.mla_attention(q, kv_cache, table, lens, qo_indptr=qo_indptr).out.shape
+    >>> lengths = {"kv_lens": lens, "qo_indptr": qo_indptr}
+    >>> cumla.mla_attention(q, kv_cache, **lengths, block_table=table).out.shape
     (5, 16, 512)
     """
     state: AttentionState = _ATTENTION.call(
-        *(q, kv_cache, block_table, kv_lens, qo_indptr, kv_indptr, kv_indices, softmax_scale),
+        *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, softmax_scale),
         *(kv_scale, fp8_products, causal, out, lse, stream),
     )
     return state

@@ -104,7 +104,7 @@ class FakeFlashAttention:
                 result = cumla.mla_decode(whole, cache, table, lens, **given)
             else:
                 given["qo_indptr"] = q_starts
-                result = cumla.mla_attention(whole, cache, table, lens, **given)
+                result = cumla.mla_attention(whole, cache, block_table=table, kv_lens=lens, **given)
             return out.copy_(result.out + (splits == self.wrong))
         if factors is not None:
             assert q.dtype == E4M3

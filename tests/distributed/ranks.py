@@ -194,8 +194,8 @@ def ragged(parallel: ContextParallel, family: str) -> None:
     qo_indptr = there(torch.tensor(OFFSETS, dtype=torch.int32))
     pages = parallel.pages(kv.kv_lens, kv.own_table, qo_indptr=qo_indptr, total_tokens=OFFSETS[-1])
     if family == "mla":
-        places = (kv.table, kv.kv_lens)
-        whole = cumla.mla_attention(q, *kv.whole, *places, qo_indptr=qo_indptr)
+        places = {"block_table": kv.table, "kv_lens": kv.kv_lens}
+        whole = cumla.mla_attention(q, *kv.whole, **places, qo_indptr=qo_indptr)
         found = parallel.attend(cumla.mla_decode, q, *kv.own, *pages)
     else:
         given = {"kv_lens": kv.kv_lens, "block_table": kv.table, "qo_indptr": qo_indptr}
@@ -212,8 +212,10 @@ def history(parallel: ContextParallel, family: str) -> None:
     options: dict[str, Any] = {"qo_indptr": qo_indptr, "causal": False}
     pages = parallel.pages(kv.kv_lens, kv.own_table)
     if family == "mla":
-        whole = cumla.mla_attention(q, *kv.whole, kv.table, kv.kv_lens, **options)
-        found = parallel.attend(cumla.mla_attention, q, *kv.own, *pages, **options)
+        lengths = {"block_table": kv.table, "kv_lens": kv.kv_lens}
+        whole = cumla.mla_attention(q, *kv.whole, **lengths, **options)
+        own = pages._asdict() | options
+        found = parallel.attend(cumla.mla_attention, q, *kv.own, **own)
         plan = cumla.MLAAttentionPlan(
             len(setting.lengths),
             OFFSETS[-1],
@@ -320,7 +322,8 @@ def refused(parallel: ContextParallel) -> None:
     decoding = (cumla.mla_decode, q, *kv.own, *pages)
     numpy = (cumla.mla_decode, np.zeros((4, 1, 8, 576)), *kv.own, *pages)
     offsets = there(torch.tensor(OFFSETS, dtype=torch.int32))
-    ragged = (cumla.mla_attention, queries("mla", OFFSETS[-1]), *kv.own, *pages)
+    ragged = (cumla.mla_attention, queries("mla", OFFSETS[-1]), *kv.own)
+    offsets_and_pages = {"qo_indptr": offsets, **pages._asdict()}
     for kind, start, arguments, options in (
         (
             ValueError,
@@ -343,7 +346,7 @@ def refused(parallel: ContextParallel) -> None:
             {},
         ),
         (ValueError, "stream: needs None over a cache that is cut", decoding, {"stream": 0}),
-        (ValueError, "causal: needs False for requests of several", ragged, {"qo_indptr": offsets}),
+        (ValueError, "causal: needs False for requests of several", ragged, offsets_and_pages),
         (
             ValueError,
             "causal: needs False for requests of several",

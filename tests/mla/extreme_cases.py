@@ -44,7 +44,9 @@ def attend_to_zeros(xp: Any, form: str, heads: int, operation: str) -> None:
             elif operation == "ragged":
                 options["qo_indptr"] = xp.asarray(np.arange(4, dtype=np.int32))
                 tokens = there[0].reshape(3, heads, 576)
-                out, lse = cumla.mla_attention(tokens, cache, table, lens, **options)
+                out, lse = cumla.mla_attention(
+                    tokens, cache, block_table=table, kv_lens=lens, **options
+                )
             else:
                 lists = np.tile(np.arange(256, dtype=np.int32), (3, 1, 1))
                 options["topk_lens"] = lens

@@ -177,15 +177,14 @@ def test_pages_come_in_one_form(names: str, wrong_one: str) -> None:
 
 
 def test_positional_arguments() -> None:
-    """In the order of all operations; offsets have names."""
+    """Query and cache alone; all else has names."""
     a = attention()
     want = cumla.mla_attention(**a)
-    got = cumla.mla_attention(
-        a["q"], a["kv_cache"], a["block_table"], a["kv_lens"], qo_indptr=a["qo_indptr"]
-    )
+    lengths = {"kv_lens": a["kv_lens"], "qo_indptr": a["qo_indptr"]}
+    got = cumla.mla_attention(a["q"], a["kv_cache"], **lengths, block_table=a["block_table"])
     assert_same(got, want)
     with pytest.raises(TypeError):
-        cumla.mla_attention(*a.values())
+        cumla.mla_attention(*[a[name] for name in ("q", "kv_cache", "block_table")], **lengths)
 
 
 # --- results --------------------------------------------------------------------------------------

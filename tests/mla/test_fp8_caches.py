@@ -49,7 +49,9 @@ def flat(q: Any) -> Any:
 
 def attend(q: Any, kv_cache: Any, **options: Any) -> Any:
     """The same as a ragged call."""
-    return cumla.mla_attention(flat(q), kv_cache, TABLE, LENGTHS, qo_indptr=INDPTR, **options)
+    return cumla.mla_attention(
+        flat(q), kv_cache, block_table=TABLE, kv_lens=LENGTHS, qo_indptr=INDPTR, **options
+    )
 
 
 def planned_ragged(q: Any, kv_cache: Any, **options: Any) -> Any:
@@ -404,7 +406,9 @@ def on_gpu(cupy: FakeCuPy, form: str, heads: int = 16, **options: Any) -> list[C
     return [
         lambda: cumla.mla_decode(q, cache, table, lengths, **options),
         planned,
-        lambda: cumla.mla_attention(rows, cache, table, lengths, qo_indptr=indptr, **options),
+        lambda: cumla.mla_attention(
+            rows, cache, block_table=table, kv_lens=lengths, qo_indptr=indptr, **options
+        ),
         planned_ragged,
     ]
 

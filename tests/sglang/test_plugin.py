@@ -128,8 +128,8 @@ def test_mla_writes_and_attends_as_the_eager_calls(
     state = cumla.mla_attention(
         q,
         wanted,
-        server.table.flip(0),
-        torch.tensor(lens, dtype=torch.int32),
+        block_table=server.table.flip(0),
+        kv_lens=torch.tensor(lens, dtype=torch.int32),
         qo_indptr=starts(new),
         softmax_scale=SCALE,
     )

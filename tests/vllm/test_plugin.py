@@ -201,7 +201,7 @@ def test_mla_attends_as_the_eager_call(
     assert lse is None
     table, last = step.decode.block_table, starts[-1]
     wanted = cumla.mla_attention(
-        q, mla.cache, table, kv_lens, qo_indptr=offsets, softmax_scale=SCALE
+        q, mla.cache, block_table=table, kv_lens=kv_lens, qo_indptr=offsets, softmax_scale=SCALE
     )
     torch.testing.assert_close(out[:last], wanted.out[:last])
 
@@ -214,7 +214,7 @@ def test_mla_returns_the_logarithm_that_ranks_are_joined_by(name: str) -> None:
     _, lse = mla.attend(step, q)
     table = step.decode.block_table
     wanted = cumla.mla_attention(
-        q, mla.cache, table, kv_lens, qo_indptr=offsets, softmax_scale=SCALE
+        q, mla.cache, block_table=table, kv_lens=kv_lens, qo_indptr=offsets, softmax_scale=SCALE
     )
     torch.testing.assert_close(lse, wanted.lse)
 
@@ -527,7 +527,12 @@ def test_a_graph_of_any_mixture_serves_prefills_and_decoding() -> None:
             gpu.replay()
             table, last = step.decode.block_table, starts[-1]
             wanted = cumla.mla_attention(
-                q, mla.cache, table, int32(*lens), qo_indptr=offsets, softmax_scale=SCALE
+                q,
+                mla.cache,
+                block_table=table,
+                kv_lens=int32(*lens),
+                qo_indptr=offsets,
+                softmax_scale=SCALE,
             )
             torch.testing.assert_close(out[:last], wanted.out[:last])
 

@@ -20,10 +20,10 @@ from cumla.reference.threads import one_blas_thread
 def mla_attention(
     q: Array | Sequence[Array],
     kv_cache: Array | Sequence[Array],
-    block_table: Array | None,
-    kv_lens: Array,
     *,
+    kv_lens: Array,
     qo_indptr: Array,
+    block_table: Array | None = None,
     kv_indptr: Array | None = None,
     kv_indices: Array | None = None,
     causal: bool = True,
@@ -45,8 +45,8 @@ def mla_attention(
     ----------
     q : ndarray or pair of ndarray, shape (total_tokens, num_heads, 576)
         Absorbed queries.
-    block_table : ndarray of int32, shape (batch, max_pages), or None
-        None with kv_indptr and kv_indices.
+    block_table : ndarray of int32, shape (batch, max_pages), optional
+        The pages of each request.
     qo_indptr : ndarray of int32, shape (batch + 1,)
         Where the query tokens of each request begin, and where the last ones end.
     kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional

@@ -195,7 +195,9 @@ def test_no_request_and_rows_of_nobody() -> None:
     given = {"out": out.array, "lse": lse.array}
     with launches() as launched:
         qo_indptr = on_device(i32(1))
-        cumla.mla_attention(query, cache, table, lengths, qo_indptr=qo_indptr, **given)
+        cumla.mla_attention(
+            query, cache, block_table=table, kv_lens=lengths, qo_indptr=qo_indptr, **given
+        )
         plan.update(lengths, qo_indptr=qo_indptr)
         plan.run(query, cache, block_table=table, **given)
         none = cumla.mla_decode(

@@ -46,7 +46,9 @@ def eager(mla: MLA, q: Any, kv_lens: Any, offsets: Any) -> Any:
     options = {"softmax_scale": SCALE, "kv_scale": None}
     if mla.cache.dtype != torch.bfloat16:
         options["kv_scale"] = mla.k_scale.view(1)
-    return cumla.mla_attention(q, mla.cache, table, kv_lens, qo_indptr=offsets, **options)
+    return cumla.mla_attention(
+        q, mla.cache, block_table=table, kv_lens=kv_lens, qo_indptr=offsets, **options
+    )
 
 
 def assert_close(found: Any, wanted: Any) -> None:

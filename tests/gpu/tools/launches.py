@@ -236,12 +236,14 @@ def mla(make: _Maker) -> Iterator[Case]:
             tokens, indptr = make(batch * q_len, heads, 576, dtype=dtype), make.int32(batch + 1)
             options: dict[str, Any] = {} if form in FORMS[:2] else {"fp8_products": heads == 64}
             cumla.mla_decode(q, cache, table, lens, **options)
-            cumla.mla_attention(tokens, cache, table, lens, qo_indptr=indptr, **options)
+            cumla.mla_attention(
+                tokens, cache, block_table=table, kv_lens=lens, qo_indptr=indptr, **options
+            )
             if page == 64:
                 cumla.mla_decode(q, cache, table, lens, causal=False, softmax_scale=0.1)
                 entries, begins = make.int32(50), make.int32(batch + 1)
                 of_list = {"kv_indptr": begins, "kv_indices": entries}
-                cumla.mla_attention(tokens, cache, None, lens, qo_indptr=indptr, **of_list)
+                cumla.mla_attention(tokens, cache, kv_lens=lens, qo_indptr=indptr, **of_list)
             if page == 16:
                 for planned in (
                     cumla.MLADecodePlan.from_arrays(q, cache),

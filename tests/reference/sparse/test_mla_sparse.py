@@ -129,7 +129,9 @@ def test_lists_of_all_tokens_are_dense_attention(q_len: int) -> None:
         mla_sparse_attention(
             q.reshape(-1, 4, 576), cache, lists.reshape(-1, 12), block_table=table, **flat
         ),
-        mla_attention(q.reshape(-1, 4, 576), cache, table, lens, qo_indptr=indptr),
+        mla_attention(
+            q.reshape(-1, 4, 576), cache, block_table=table, kv_lens=lens, qo_indptr=indptr
+        ),
     )
 
 
