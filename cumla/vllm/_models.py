@@ -255,7 +255,7 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         kind == "gpt_oss" or any("sink" in name and value for name, value in config.items()),
         "index_topk" in config or "compress_ratios" in config,
         tuple(refused),
-        tuple(_untried(config, chunked)),
+        tuple(_untried(whole, config, chunked)),
     )
 
 
@@ -319,14 +319,14 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
         or config.get("is_causal") is False
     ):
         yield "layers: needs causal self-attention, got an encoder"
-    sees = whole.get("is_mm_prefix_lm", whole.get("model_type") in _IMAGES_SEE_EACH_OTHER)
-    if sees or config.get("use_bidirectional_attention") == "vision":
-        yield "layers: needs causal attention, got image tokens that see each other"
 
 
-def _untried(config: dict[str, Any], chunked: int) -> Iterator[str]:
+def _untried(whole: dict[str, Any], config: dict[str, Any], chunked: int) -> Iterator[str]:
     if chunked:
         yield "chunked local attention"
+    sees = whole.get("is_mm_prefix_lm", whole.get("model_type") in _IMAGES_SEE_EACH_OTHER)
+    if sees or config.get("use_bidirectional_attention") == "vision":
+        yield "image tokens that see each other"
     for what, parts in _UNTRIED.items():
         if any(part in name for name, value in config.items() if value for part in parts):
             yield what

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of models with MHA, GQA or MQA: decoding and prefill, with windows and sinks."""
+"""The backend of models with MHA, GQA or MQA: decoding and prefill, windows, sinks and images."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, Step, cache_dtype
+from cumla._serving import Plans, Step, cache_dtype, current_capture
 from cumla.vllm._models import LOGGER, NO_ALIBI, MHAKernels, divides_steps, dtype_name, factor
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
@@ -43,11 +43,44 @@ _PLANS: WeakValueDictionary[Any, Plans] = WeakValueDictionary()
 
 @dataclass
 class Metadata:
-    """A step."""
+    """A step.
+
+    Masks are built by the first layer that needs one, in a CUDA graph at each replay.
+    """
 
     num_actual_tokens: int
     block_table: torch.Tensor
-    steps: dict[Form, Step]
+    kv_lens: torch.Tensor
+    offsets: torch.Tensor
+    steps: dict[Form, Step]  # without a mask
+    causal: torch.Tensor | None = None  # a flag of each request, where they differ
+    # Spans of image tokens that see each other, (requests, n, 2). Gemma 4 takes them, by this name,
+    # from the layers that have no window.
+    mm_prefix_range_tensor: torch.Tensor | None = None
+    masked: dict[int, Step] = field(default_factory=dict)  # by the number of heads
+    masks: dict[Any, cumla.AttentionMask] = field(default_factory=dict)
+
+    def mask(self, window: int | None, clamp: bool) -> cumla.AttentionMask | None:
+        """Return what the tokens of layers with a window see, or None for the plain steps."""
+        spans, flags = self.mm_prefix_range_tensor, self.causal
+        if spans is None and flags is None:
+            return None
+        key = window, clamp, spans is None, current_capture(self.block_table.device)
+        if key in self.masks:
+            return self.masks[key]
+        options: dict[str, Any] = {"qo_indptr": self.offsets, "kv_lens": self.kv_lens}
+        options |= {"window": window, "total_tokens": self.num_actual_tokens}
+        found = []
+        if flags is not None:
+            found.append(cumla.AttentionMask.causal_flags(flags, **options))
+        if spans is not None:
+            found.append(cumla.AttentionMask.image_spans(spans, clamp=clamp, **options))
+        mask = found[0]
+        if len(found) > 1:  # what either shows: both intervals hold the token's own key
+            starts, ends = zip(*((each.start, each.end) for each in found), strict=True)
+            mask = cumla.AttentionMask(torch.minimum(*starts), torch.maximum(*ends))
+        self.masks[key] = mask
+        return mask
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -57,12 +90,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _refuse(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
+        self._config = vllm_config
         # Layers of a form share a plan; all plans of a step are in use at once.
         self._plans = {
             form: _plans_of(form, kv_cache_spec, vllm_config, device)
             for form in {layers[name].impl.form for name in layer_names}
         }
+        self._others: dict[Any, Plans] = {}  # of steps that are not causal, and of those with masks
         impls = Counter(
             (layer.impl.form, layer.impl.num_kv_heads, layer.impl.head_size)
             for layer in layers.values()
@@ -86,9 +122,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
-        """Serve graphs of all steps, unless vLLM divides them."""
+        """Serve graphs of all steps, unless vLLM divides them, or some have images and masks."""
         if divides_steps(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if _has_spans(vllm_config):
+            return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.ALWAYS
 
     def build(
@@ -96,33 +134,105 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         """Begin a step for each form of layers."""
         common = common_attn_metadata
-        if common.causal is not True:
-            raise NotImplementedError(
-                "attention: cumla's backend serves causal attention, got a step without it; leave "
-                "out --attention-backend CUSTOM"
-            )
-        tokens, kv_lens = common.num_actual_tokens, common.seq_lens
-        steps = {
-            form: plans.begin(
-                cumla.AttentionPlan,
-                (len(kv_lens), tokens, form.num_heads, self.kv_cache_spec.head_size),
-                kv_lens,
-                common.query_start_loc,
-            )
-            for form, plans in self._plans.items()
-        }
-        return Metadata(tokens, common.block_table_tensor, steps)
+        tokens, kv_lens, causal = common.num_actual_tokens, common.seq_lens, common.causal
+        offsets, size = common.query_start_loc, self.kv_cache_spec.head_size
+
+        def begin(plans: Plans, num_heads: int) -> Step:
+            shape = len(kv_lens), tokens, num_heads, size
+            return plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
+
+        flags = causal if isinstance(causal, torch.Tensor) else None
+        found: dict[Form, Plans] = {}
+        if causal is True:
+            found = self._plans
+        elif flags is None:
+            found = {form: self._other(form, "all") for form in self._plans}
+        metadata = Metadata(
+            tokens,
+            common.block_table_tensor,
+            kv_lens,
+            offsets,
+            {form: begin(plans, form.num_heads) for form, plans in found.items()},
+            None if flags is None else flags.bool(),
+        )
+        if common.mm_req_doc_ranges:
+            metadata.mm_prefix_range_tensor = _spans(common, self.device)
+        if flags is not None or metadata.mm_prefix_range_tensor is not None:
+            for num_heads in {form.num_heads for form in self._plans}:
+                plans = self._other(Form(num_heads, None), "rows")
+                metadata.masked[num_heads] = begin(plans, num_heads)
+        return metadata
+
+    def _other(self, form: Form, sees: str) -> Plans:
+        plans = self._others.get((form, sees))
+        if plans is None:
+            plans = _plans_of(form, self.kv_cache_spec, self._config, self.device, sees)
+            self._others[form, sees] = plans
+        return plans
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Load the kernels of a step that will be captured."""
         metadata = self.build(0, common_attn_metadata)
-        for step in metadata.steps.values():
+        for step in (*metadata.steps.values(), *metadata.masked.values()):
             step.prepare()
         return metadata
 
 
-def _plans_of(form: Form, spec: Any, vllm_config: Any, device: torch.device) -> Plans:
-    """Return the plans of a form of layers, those of another builder where the layers are alike."""
+def _refuse(vllm_config: Any) -> None:
+    """Refuse models whose steps the plugin would compute by another rule."""
+    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+        raise NotImplementedError(
+            "rswa_window: cumla's backend has no reference windows (R-SWA), got "
+            f"{vllm_config.model_config.rswa_window}; leave out --attention-backend CUSTOM"
+        )
+    if _has_spans(vllm_config) and divides_steps(vllm_config):
+        raise NotImplementedError(
+            "enable_dbo: vLLM tells no micro-batch where its images are, and cumla's backend "
+            "would let their tokens see no later ones; leave out --enable-dbo"
+        )
+
+
+def _has_spans(vllm_config: Any) -> bool:
+    """Tell whether image tokens of the model see each other."""
+    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+
+
+def _spans(common: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the spans that hold query tokens of a step, None for a step without them.
+
+    vLLM lists those of a request in all its steps, decoding included. Its upper bound of the
+    lengths is exact for prompts.
+    """
+    if common.max_query_len == 1:
+        return None
+    starts, bounds = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+    lengths = [0] * len(starts) if bounds is None else bounds.tolist()
+    found: list[list[tuple[int, int]]] = [[] for _ in starts[1:]]
+    for request, spans in common.mm_req_doc_ranges.items():
+        first = lengths[request] - (starts[request + 1] - starts[request])
+        found[request] = [span for span in spans if span[1] >= first and span[1] > span[0]]
+    most = max(map(len, found), default=0)
+    if not most:
+        return None
+    rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in found]
+    is_copied = device.type == "cuda"
+    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=is_copied)
+    return tensor.to(device, non_blocking=True)
+
+
+def _plans_of(
+    form: Form, spec: Any, vllm_config: Any, device: torch.device, sees: str = "causal"
+) -> Plans:
+    """Return the plans of a form of layers, those of another builder where the layers are alike.
+
+    Tokens see "causal" keys, "all" of them, as far as the window goes on both sides, or "rows" of a
+    mask.
+    """
+    windows: dict[str, dict[str, Any]] = {
+        "causal": {"window": form.window},
+        "all": {"causal": False, "window": (form.window, form.window)},
+        "rows": {"mask_form": "rows"},
+    }
 
     def make() -> Plans:
         return Plans(
@@ -131,14 +241,14 @@ def _plans_of(form: Form, spec: Any, vllm_config: Any, device: torch.device) -> 
             page_size=spec.block_size,
             dtype=vllm_config.model_config.dtype,
             cache_dtype=cache_dtype(spec.dtype),
-            window=form.window,
+            **windows[sees],
         )
 
     if divides_steps(vllm_config):  # parts of a step run beside each other, with a builder each
         return make()
     sizes = spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype
     # All that plans are made with: captured steps may outlive a model, whose id another one gets.
-    key = id(vllm_config), str(device), form, *sizes, vllm_config.model_config.dtype
+    key = id(vllm_config), str(device), form, sees, *sizes, vllm_config.model_config.dtype
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS[key] = make()
@@ -209,10 +319,17 @@ class Impl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
-        attn_metadata.steps[self.form].run(
+        clamp = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        mask = attn_metadata.mask(self.form.window, clamp)
+        if mask is None:
+            step = attn_metadata.steps[self.form]
+        else:
+            step = attn_metadata.masked[self.num_heads]
+        step.run(
             query[:tokens],
             *_pages(kv_cache),
             block_table=attn_metadata.block_table,
+            mask=mask,
             softcap=self._softcap,
             sinks=self._sinks,
             softmax_scale=self.scale,
@@ -244,6 +361,16 @@ class Backend(MHAKernels, AttentionBackend):
     impl = Impl
     builder = Builder
     forward_includes_kv_cache_update = False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Serve models whose image tokens see each other."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Serve steps, and requests, that are not causal."""
+        return True
 
     @staticmethod
     def get_kv_cache_shape(

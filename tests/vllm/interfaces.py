@@ -109,6 +109,7 @@ def main() -> None:
             refused = (*refused, {"kv_cache_dtype": "fp8", "dtype": torch.float16})
         else:
             served = (*served, {"has_sink": True, "has_sliding_window": True})
+            served = (*served, {"use_mm_prefix": True}, {"use_non_causal": True})
             refused = (*refused, {"kv_cache_dtype": "fp8", "head_size": 512})
         for asked in served:
             assert not reasons(backend, **asked), (asked, reasons(backend, **asked))

@@ -144,6 +144,7 @@ class MHA:
         cache_dtype: Any = torch.bfloat16,
         device: str = "cpu",
         ubatching: bool = False,
+        model: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from cumla.vllm.mha import Backend, Builder, Impl
@@ -155,7 +156,7 @@ class MHA:
         }
         layers = {name: SimpleNamespace(impl=impl) for name, impl in self.impls.items()}
         config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, **(model or {})),
             parallel_config=SimpleNamespace(use_ubatching=ubatching),
             compilation_config=SimpleNamespace(static_forward_context=layers),
         )
@@ -180,8 +181,18 @@ class MHA:
         causal: Any = True,
         captured: bool = False,
         table: Any = None,
+        spans: Any = None,
     ) -> Any:
+        on_host = {}
+        if spans is not None:
+            on_host = {
+                "max_query_len": int((offsets[1:] - offsets[:-1]).max()),
+                "query_start_loc_cpu": offsets.cpu(),
+                "seq_lens_cpu_upper_bound": kv_lens.cpu(),
+            }
         common = SimpleNamespace(
+            **on_host,
+            mm_req_doc_ranges=spans,
             causal=causal,
             num_actual_tokens=tokens,
             seq_lens=kv_lens,

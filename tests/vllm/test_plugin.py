@@ -278,7 +278,8 @@ def fields_of(reader: str) -> dict[str, dict[str, set[str]]]:
 def test_vllm_has_the_fields_that_the_plugin_reads() -> None:
     read = {
         "CommonAttentionMetadata": {"causal", "num_actual_tokens", "seq_lens", "query_start_loc"}
-        | {"block_table_tensor"},
+        | {"block_table_tensor", "mm_req_doc_ranges", "max_query_len", "query_start_loc_cpu"}
+        | {"seq_lens_cpu_upper_bound"},
         "MLACommonMetadata": {"decode", "prefill"},
         "MLACommonDecodeMetadata": {"block_table", "seq_lens", "dcp_tot_seq_lens"},
         "MLACommonPrefillMetadata": {"chunked_context"},
@@ -617,7 +618,9 @@ def test_full_graphs_of_micro_batches_are_those_of_single_tokens(family: str, gr
     settings = SimpleNamespace(cudagraph_mode=CUDAGraphMode[graphs], max_cudagraph_capture_size=512)
     for divided in (False, True):
         parallel = SimpleNamespace(decode_context_parallel_size=1, use_ubatching=divided)
-        config = SimpleNamespace(compilation_config=settings, parallel_config=parallel)
+        config = SimpleNamespace(
+            compilation_config=settings, parallel_config=parallel, model_config=SimpleNamespace()
+        )
         assert (builder.get_cudagraph_support(config, None) == 1) == divided
 
 
@@ -685,14 +688,128 @@ def test_mha_computes_nothing_while_vllm_measures_memory() -> None:
     assert bool(mha.attend("full", None, q).eq(0).all())
 
 
+def seen_by(lens: Any, starts: Any, rule: Any) -> Any:
+    """A mask of a step, by `rule` of request, position and keys: its rows of all tokens."""
+    rows = []
+    for r, length in enumerate(lens):
+        for p in range(length - (starts[r + 1] - starts[r]), length):
+            keys = rule(r, p, torch.arange(length)).nonzero()
+            rows.append((int(keys.min()), int(keys.max())) if len(keys) else (0, -1))
+    first, last = (torch.tensor(side, dtype=torch.int32) for side in zip(*rows, strict=True))
+    return cumla.AttentionMask(first, last)
+
+
+def attend_by(mha: MHA, step: Any, lens: Any, starts: Any, q: Any, rule: Any) -> Any:
+    mask = seen_by(lens, starts, rule)
+    places = {"kv_lens": int32(*lens), "qo_indptr": int32(*starts), "block_table": step.block_table}
+    return cumla.attention(q, *mha.pages(), **places, mask=mask, softmax_scale=SCALE).out
+
+
+IMAGES = {0: [(3, 19), (81, 88)], 1: [], 2: [(0, 30)]}  # as vLLM tells them, inclusive
+
+
+def sees(r: int, p: int, j: Any, window: int | None, clamp: bool, causal: bool = True) -> Any:
+    """vLLM's rule."""
+    near = j > p - 8 if window else j >= 0
+    own = (j <= p) & near if causal else near & (j < p + 8 if window else j >= 0)
+    for first, last in IMAGES[r]:
+        if first <= p <= last:
+            own |= (j >= first) & (j <= last) & (near if clamp else True)
+    return own
+
+
+@pytest.mark.parametrize(("name", "window"), [("full", None), ("window", 7)])
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("flags", [None, (True, False, True), (False, False, False)])
+def test_mha_lets_tokens_of_an_image_see_each_other(
+    name: str, window: int | None, clamp: bool, flags: Any
+) -> None:
+    """Gemma 3 and, with the layer's flag, Gemma 4; beside requests that are not causal."""
+    mha, lens, starts = MHA(), (90, 5, 25), (0, 12, 13, 38)
+    mha.layer.mm_prefix_clamp_sliding_window = clamp
+    causal = True if flags is None else torch.tensor(flags)
+    step = mha.step(int32(*lens), int32(*starts), 38, causal=causal, spans=IMAGES)
+    q = torch.randn(38, HEADS, 64).bfloat16()
+    out = mha.attend(name, step, q)
+    wanted = attend_by(
+        *(mha, step, lens, starts, q),
+        lambda r, p, j: sees(r, p, j, window, clamp, flags is None or flags[r]),
+    )
+    torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize(("name", "window"), [("full", None), ("window", 7)])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_mha_attends_without_order(name: str, window: int | None, as_tensor: bool) -> None:
+    """A window is as wide on the right there."""
+    mha, lens, starts = MHA(), (90, 5, 33), (0, 4, 5, 20)
+    causal = torch.zeros(3, dtype=torch.int32) if as_tensor else False
+    step = mha.step(int32(*lens), int32(*starts), 20, causal=causal)
+    q = torch.randn(20, HEADS, 64).bfloat16()
+    wanted = attend_by(
+        *(mha, step, lens, starts, q),
+        lambda r, p, j: (j > p - 8) & (j < p + 8) if window else j >= 0,
+    )
+    torch.testing.assert_close(mha.attend(name, step, q), wanted)
+
+
+def test_mha_has_no_mask_where_no_span_holds_a_query() -> None:
+    """Decoding, drafts, and chunks of a prompt that come later; others have one for all layers."""
+    mha = MHA()
+    for lens, starts in (((90, 5, 33), (0, 1, 2, 3)), ((91, 5, 34), (0, 2, 3, 6))):
+        step = mha.step(int32(*lens), int32(*starts), starts[-1], spans=IMAGES)
+        assert not step.masked
+    step = mha.step(int32(90, 5, 33), int32(0, 2, 3, 4), 4, spans={0: [(80, 88)], 2: [(4, 32)]})
+    assert step.mm_prefix_range_tensor.tolist() == [[[80, 88]], [[0, 0]], [[4, 32]]]
+    q = torch.randn(4, HEADS, 64).bfloat16()
+    for _ in range(2):
+        for name in mha.impls:
+            mha.attend(name, step, q)
+    assert len(step.masks) == 2
+    step.mm_prefix_range_tensor = None  # as Gemma 4 has it for layers without windows
+    plain = mha.step(int32(90, 5, 33), int32(0, 2, 3, 4), 4)
+    assert torch.equal(mha.attend("full", step, q), mha.attend("full", plain, q))
+
+
+def test_mha_has_full_graphs_of_decoding_beside_images() -> None:
+    """Graphs of prefills would hold the masks of one step, or none."""
+    from cumla.vllm.mha import Builder
+
+    mha = MHA(model={"is_mm_prefix_lm": True})
+    config = mha.builder.vllm_config
+    assert Builder.get_cudagraph_support(config, None) == 2  # UNIFORM_BATCH
+    config.model_config.is_mm_prefix_lm = False
+    assert Builder.get_cudagraph_support(config, None) == 3  # ALWAYS
+
+
+def test_a_graph_serves_later_requests_without_order(launched: tuple[Any, list[Any]]) -> None:
+    """Each capture builds the mask of its layers, and reads flags where vLLM has them."""
+    gpu, noted = launched
+    mha, flags = MHA(), torch.tensor([True, False])
+    q = torch.randn(4, HEADS, 64).bfloat16()
+    step = mha.step(int32(90, 33), int32(0, 1, 4), 4, causal=flags, captured=True)
+    mha.attend("full", step, q)
+    for _ in range(2):
+        noted.clear()
+        with gpu.capture(7):
+            for name in ("full", "window", "full"):
+                mha.attend(name, step, q)
+        names = entries(noted)
+        assert names.count("schedule") == 1
+        assert names.count("mask") == 2
+        assert step.causal.data_ptr() == flags.data_ptr()
+
+
 def test_mha_refuses_what_it_does_not_have() -> None:
     from cumla.vllm.mha import Impl
 
     with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
         Impl(HEADS, 64, SCALE, 2, alibi_slopes=[1.0] * HEADS)
+    with pytest.raises(NotImplementedError, match=r"^rswa_window: .* got 128; leave out"):
+        MHA(model={"rswa_window": 128})
+    with pytest.raises(NotImplementedError, match=r"^enable_dbo: .* leave out --enable-dbo"):
+        MHA(model={"is_mm_prefix_lm": True}, ubatching=True)
     mha = MHA()
-    with pytest.raises(NotImplementedError, match=r"^attention: .* causal .* leave out"):
-        mha.step(int32(9), int32(0, 1), 1, causal=False)
     step = mha.step(int32(90, 33), int32(0, 1, 3), 3)
     with pytest.raises(NotImplementedError, match=r"^output_scale: .* leave out"):
         mha.attend("full", step, torch.randn(3, HEADS, 64), output_scale=torch.ones(1))
