@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -57,14 +57,15 @@ class Metadata:
     # Spans of image tokens that see each other, (requests, n, 2). Gemma 4 takes them, by this name,
     # from the layers that have no window.
     mm_prefix_range_tensor: torch.Tensor | None = None
-    masked: dict[int, Step] = field(default_factory=dict)  # by the number of heads
-    masks: dict[Any, cumla.AttentionMask] = field(default_factory=dict)
+    masked: dict[int, Step] | None = None  # by the number of heads
+    masks: dict[Any, cumla.AttentionMask] | None = None
 
     def mask(self, window: int | None, clamp: bool) -> cumla.AttentionMask | None:
         """Return what the tokens of layers with a window see, or None for the plain steps."""
         spans, flags = self.mm_prefix_range_tensor, self.causal
         if spans is None and flags is None:
             return None
+        assert self.masks is not None
         key = window, clamp, spans is None, current_capture(self.block_table.device)
         if key in self.masks:
             return self.masks[key]
@@ -134,34 +135,37 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         """Begin a step for each form of layers."""
         common = common_attn_metadata
-        tokens, kv_lens, causal = common.num_actual_tokens, common.seq_lens, common.causal
-        offsets, size = common.query_start_loc, self.kv_cache_spec.head_size
-
-        def begin(plans: Plans, num_heads: int) -> Step:
-            shape = len(kv_lens), tokens, num_heads, size
-            return plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
-
-        flags = causal if isinstance(causal, torch.Tensor) else None
-        found: dict[Form, Plans] = {}
-        if causal is True:
-            found = self._plans
-        elif flags is None:
-            found = {form: self._other(form, "all") for form in self._plans}
+        plans, flags = self._plans, None
+        if common.causal is not True:
+            flags = common.causal if isinstance(common.causal, torch.Tensor) else None
+            plans = {} if flags is not None else {f: self._other(f, "all") for f in plans}
         metadata = Metadata(
-            tokens,
+            common.num_actual_tokens,
             common.block_table_tensor,
-            kv_lens,
-            offsets,
-            {form: begin(plans, form.num_heads) for form, plans in found.items()},
-            None if flags is None else flags.bool(),
+            common.seq_lens,
+            common.query_start_loc,
+            {form: self._begin(common, of_form, form) for form, of_form in plans.items()},
         )
-        if common.mm_req_doc_ranges:
-            metadata.mm_prefix_range_tensor = _spans(common, self.device)
-        if flags is not None or metadata.mm_prefix_range_tensor is not None:
-            for num_heads in {form.num_heads for form in self._plans}:
-                plans = self._other(Form(num_heads, None), "rows")
-                metadata.masked[num_heads] = begin(plans, num_heads)
+        if flags is not None or common.mm_req_doc_ranges:
+            self._add_mask(metadata, common, flags)
         return metadata
+
+    def _begin(self, common: Any, plans: Plans, form: Form) -> Step:
+        kv_lens, tokens = common.seq_lens, common.num_actual_tokens
+        shape = len(kv_lens), tokens, form.num_heads, self.kv_cache_spec.head_size
+        return plans.begin(cumla.AttentionPlan, shape, kv_lens, common.query_start_loc)
+
+    def _add_mask(self, metadata: Metadata, common: Any, flags: torch.Tensor | None) -> None:
+        """Begin steps with a mask where some request is not causal, or a query is in an image."""
+        spans = _spans(common, self.device) if common.mm_req_doc_ranges else None
+        if flags is None and spans is None:
+            return
+        metadata.causal = None if flags is None else flags.bool()
+        metadata.mm_prefix_range_tensor = spans
+        metadata.masks, metadata.masked = {}, {}
+        for num_heads in {form.num_heads for form in self._plans}:
+            form = Form(num_heads, None)  # the window is the mask's
+            metadata.masked[num_heads] = self._begin(common, self._other(form, "rows"), form)
 
     def _other(self, form: Form, sees: str) -> Plans:
         plans = self._others.get((form, sees))
@@ -173,7 +177,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Load the kernels of a step that will be captured."""
         metadata = self.build(0, common_attn_metadata)
-        for step in (*metadata.steps.values(), *metadata.masked.values()):
+        for step in (*metadata.steps.values(), *(metadata.masked or {}).values()):
             step.prepare()
         return metadata
 
@@ -324,6 +328,7 @@ class Impl(AttentionImpl[Metadata]):
         if mask is None:
             step = attn_metadata.steps[self.form]
         else:
+            assert attn_metadata.masked is not None
             step = attn_metadata.masked[self.num_heads]
         step.run(
             query[:tokens],

@@ -758,7 +758,7 @@ def test_mha_has_no_mask_where_no_span_holds_a_query() -> None:
     mha = MHA()
     for lens, starts in (((90, 5, 33), (0, 1, 2, 3)), ((91, 5, 34), (0, 2, 3, 6))):
         step = mha.step(int32(*lens), int32(*starts), starts[-1], spans=IMAGES)
-        assert not step.masked
+        assert step.masked is None
     step = mha.step(int32(90, 5, 33), int32(0, 2, 3, 4), 4, spans={0: [(80, 88)], 2: [(4, 32)]})
     assert step.mm_prefix_range_tensor.tolist() == [[[80, 88]], [[0, 0]], [[4, 32]]]
     q = torch.randn(4, HEADS, 64).bfloat16()
