@@ -130,7 +130,7 @@ def test_what_a_graph_left_is_checked(fakes: Fakes) -> None:
 
 def test_graphs_go_round_caches_of_their_own(fakes: Fakes) -> None:
     tables: list[Any] = []
-    fakes.cumla.spoil = lambda name, arguments, options: tables.append(arguments[3])
+    fakes.cumla.spoil = lambda name, arguments, options: tables.append(options["block_table"])
     fakes.measure(small(CASES[1]))
     of_a_replay = tables[-3:]
     pages = np.concatenate([table.ravel() for table in of_a_replay])
