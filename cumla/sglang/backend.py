@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+from cumla.mha.arguments import MOST_DRAFTS
 
 __all__ = ["Backend"]
 
@@ -27,6 +30,15 @@ class Form(NamedTuple):
     head_dim: int
     head_dim_v: int
     window: int | None
+    is_tree: bool = False  # a mask has the drafts, and the window
+
+
+class Tree(NamedTuple):
+    """What the drafts of a step see."""
+
+    mask: torch.Tensor  # flat
+    is_full: bool  # it has all keys, and else drafts alone
+    positions: torch.Tensor  # of the drafts, by their depth
 
 
 class Batch(NamedTuple):
@@ -37,6 +49,9 @@ class Batch(NamedTuple):
     kv_lens: torch.Tensor
     block_table: torch.Tensor
     steps: dict[Form, Step]
+    in_place: bool  # a graph may read it
+    tree: Tree | None
+    masks: dict[int | None, cumla.AttentionMask]  # by window, where drafts are trees
 
 
 class Backend(AttentionBackend):
@@ -60,6 +75,10 @@ class Backend(AttentionBackend):
         self._dtype = runner.dtype
         self._cache_dtype = cache_dtype(runner.kv_cache_dtype)
         self._num_drafts = get_spec().speculative_num_draft_tokens
+        self._has_trees = _has_trees()
+        self._has_own_masks = self._has_trees and not runner.spec_algorithm.is_ngram()
+        self._verify_mask: Any = None
+        self._masks: dict[int | None, cumla.AttentionMask] = {}  # that graphs read, by window
         self._slots = runner.req_to_token_pool.req_to_token  # of the tokens of each request
         self._plans: dict[Form, Plans] = {}
         self._offsets: dict[tuple[int, int], torch.Tensor] = {}
@@ -73,6 +92,28 @@ class Backend(AttentionBackend):
         pages = -(-self._slots.shape[1] // self._page_size)
         self._kv_lens = self._slots.new_zeros(max_bs, dtype=torch.int32)
         self._block_table = self._slots.new_zeros((max_bs, pages), dtype=torch.int32)
+        if self._has_own_masks:
+            self._verify_mask = VerifyMask(
+                buffer=self._slots.new_zeros(max_bs * self._num_drafts**2, dtype=torch.bool),
+                mode=TreeMaskMode.QLEN_ONLY,
+                max_bs=max_bs,
+            )
+
+    @property
+    def verify_mask(self) -> Any:
+        """Return where SGLang writes what drafts see: of drafts alone, not of all keys."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Build the masks of a step anew, which SGLang prepared before the drafts were there."""
+        batch = self.forward_metadata
+        if self._has_trees and batch is not None and batch.q_len > 1:
+            tree = self._tree(spec_info, spec_info.positions, len(batch.kv_lens))
+            batch = self.forward_metadata = batch._replace(tree=tree)
+            for window in batch.masks:
+                batch.masks[window] = self._filled(batch, window)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of the requests that pad a graph."""
@@ -85,13 +126,15 @@ class Backend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step before its graph is captured or replayed."""
         mode = forward_batch.forward_mode
-        self._begin(forward_batch, mode.is_decode_or_idle() or mode.is_target_verify())
+        is_kept = mode.is_decode_or_idle() or mode.is_target_verify()
+        self._begin(forward_batch, is_kept, in_capture)
         batch = self.forward_metadata
         if in_capture and batch is not None and batch.q_len:
             for form in self._plans:  # as far as layers have run
-                self._step(form, len(batch.kv_lens) * batch.q_len).prepare()
+                if form.is_tree == (self._has_trees and batch.q_len > 1):
+                    self._step(form, len(batch.kv_lens) * batch.q_len).prepare()
 
-    def _begin(self, fb: Any, in_place: bool) -> None:
+    def _begin(self, fb: Any, in_place: bool, in_capture: bool = False) -> None:
         batch, mode = fb.batch_size, fb.forward_mode
         q_len, more = 0, 0
         if mode.is_decode_or_idle():
@@ -108,7 +151,57 @@ class Backend(AttentionBackend):
             self._block_table[:batch, : block_table.shape[1]] = block_table
             block_table = self._block_table[:batch]
         offsets = self._uniform(batch, q_len) if q_len else _offsets(fb.extend_seq_lens[:batch])
-        self.forward_metadata = Batch(q_len, offsets, kv_lens.int(), block_table, {})
+        tree = None
+        if more and self._has_trees and not in_capture:  # a capture has no drafts yet
+            tree = self._tree(fb.spec_info, fb.positions, batch)
+        step = Batch(q_len, offsets, kv_lens.int(), block_table, {}, in_place, tree, {})
+        self.forward_metadata = step
+        if tree is not None and in_place:  # for the graph's replay
+            step.masks.update({window: self._filled(step, window) for window in self._masks})
+
+    def _tree(self, spec_info: Any, positions: torch.Tensor, batch: int) -> Tree:
+        """Take what drafts see from SGLang's arrays, which may hold fewer requests than a graph."""
+        mask, own = spec_info.custom_mask, self._verify_mask
+        is_full = own is None or (mask is not own.buffer and own.fits(batch))
+        missing = batch * self._num_drafts - len(positions)
+        if missing > 0:
+            positions = torch.nn.functional.pad(positions, (0, missing))
+        return Tree(mask, is_full, positions[: batch * self._num_drafts])
+
+    def _filled(self, batch: Batch, window: int | None) -> cumla.AttentionMask:
+        """Build the mask of a step for layers with a window; graphs find it where it was."""
+        tokens, drafts = len(batch.kv_lens) * self._num_drafts, self._num_drafts
+        out = None
+        if batch.in_place:
+            assert self._kv_lens is not None
+            kept = self._masks.get(window)
+            if kept is None:
+                most = len(self._kv_lens) * drafts
+                start = None if window is None else self._kv_lens.new_zeros(most)
+                words = self._kv_lens.new_zeros((most, -(-drafts // 32)))
+                kept = self._masks[window] = cumla.AttentionMask(start, tree=words)
+            start = None if kept.start is None else kept.start[:tokens]
+            out = cumla.AttentionMask(start, tree=kept.tree[:tokens])
+        if batch.tree is None:
+            assert out is not None
+            return out
+        mask, is_full, positions = batch.tree
+        mask = mask.view(torch.bool)
+        if not is_full:
+            mask = mask.view(-1, drafts, drafts)
+        options = {"full": is_full, "window": window, "positions": positions}
+        options |= {"q_len": drafts, "kv_lens": batch.kv_lens, "out": out}
+        return cumla.AttentionMask.from_tree(mask, **options)
+
+    def _mask(self, window: int | None) -> cumla.AttentionMask | None:
+        """Return what the drafts of a step see in layers with a window; None where no trees are."""
+        batch = self.forward_metadata
+        assert batch is not None
+        if not self._has_trees or batch.q_len < 2:
+            return None
+        if window not in batch.masks:
+            batch.masks[window] = self._filled(batch, window)
+        return batch.masks[window]
 
     def _pages(self, requests: torch.Tensor, longest: int) -> torch.Tensor:
         """Return the pages of requests, of which the longest has so many tokens."""
@@ -127,7 +220,7 @@ class Backend(AttentionBackend):
     def _step(self, form: Form, tokens: int) -> Step:
         """Return the schedule for a form of layers: the first layer of a form makes its plan."""
         assert self.forward_metadata is not None
-        q_len, offsets, kv_lens, _, steps = self.forward_metadata
+        q_len, offsets, kv_lens, _, steps, *_ = self.forward_metadata
         if form in steps:
             return steps[form]
         plans = self._plans.get(form)
@@ -137,6 +230,8 @@ class Backend(AttentionBackend):
         else:
             heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
             options = {"window": form.window, "cache_dtype": self._cache_dtype}
+            if form.is_tree:
+                options = {"mask_form": "tree", "cache_dtype": self._cache_dtype}
             plans = plans or self._made(form, heads, **options)
             shape = (len(kv_lens), tokens, form.num_heads, form.head_dim)
             step = plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
@@ -158,6 +253,7 @@ class Backend(AttentionBackend):
         )
         what = "with MLA" if self._is_mla else "without a window"
         what = what if form.window is None else f"with a window of {form.window + 1}"
+        what = "of trees of drafts" if form.is_tree else what
         log_layers("cumla.sglang", {f"layers {what}": layers})
         return self._plans[form]
 
@@ -202,11 +298,15 @@ class Backend(AttentionBackend):
             k = k.view(-1, form.num_kv_heads, form.head_dim)
             v = v.view(-1, form.num_kv_heads, form.head_dim_v)
             cumla.append_kv_cache(k, v, k_cache, v_cache, slots, **scales)
+        mask = self._mask(form.window)
+        if mask is not None:
+            form = form._replace(window=None, is_tree=True)
         out, _ = self._step(form, len(q)).run(
             q,
             k_cache,
             v_cache,
             block_table=self._table(),
+            mask=mask,
             softcap=layer.logit_cap or None,
             sinks=None if sinks is None else sinks.detach().float(),
             softmax_scale=layer.scaling,
@@ -274,11 +374,18 @@ def _refuse_configuration(runner: Any) -> None:
             f"dcp_size: cumla's backend has no decode context parallelism, got "
             f"{get_parallel().attn_dcp_size}; {_WAY_OUT}"
         )
-    if (get_spec().speculative_eagle_topk or 1) > 1:
+    most = get_spec().speculative_num_draft_tokens or 0
+    if _has_trees() and (runner.use_mla_backend or most > MOST_DRAFTS):
         raise NotImplementedError(
-            f"speculative_eagle_topk: cumla's backend verifies chains of drafts, no trees, got "
-            f"{get_spec().speculative_eagle_topk}; pass --speculative-eagle-topk 1"
+            f"speculative_eagle_topk: cumla's backend verifies trees of up to {MOST_DRAFTS} drafts "
+            f"of models without MLA, got {get_spec().speculative_eagle_topk} with {most} drafts"
+            f"{' and MLA' if runner.use_mla_backend else ''}; pass --speculative-eagle-topk 1"
         )
+
+
+def _has_trees() -> bool:
+    """Tell whether drafts are trees, and no chains."""
+    return (get_spec().speculative_eagle_topk or 1) > 1
 
 
 def _refuse_layer(layer: Any, is_mla: bool) -> None:

@@ -47,16 +47,20 @@ ELSEWHERE = {
     "vllm_flash_attn.py": ("vllm/_custom_ops.py", ("reshape_and_cache_flash",)),
     "flashinfer/mla.py": ("flashinfer/mla/_batch_mla/_contracts.py", ("MLAPlanMetadata",)),
 }
-# Dataclasses that a plugin reads: its file under cumla, the library's file, the classes.
-READ = {
-    "vllm/mla.py": (
-        "vllm/model_executor/layers/attention/mla_attention.py",
-        (
+# Dataclasses that a plugin reads: its file under cumla, the library's files, their classes.
+READ: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm/mla.py": {
+        "vllm/model_executor/layers/attention/mla_attention.py": (
             *("MLACommonMetadata", "MLACommonDecodeMetadata", "MLACommonPrefillMetadata"),
             "MLACommonPrefillMetadata.ChunkedContextMetadata",
         ),
-    ),
-    "vllm/mha.py": ("vllm/v1/attention/backend.py", ("CommonAttentionMetadata",)),
+    },
+    "vllm/mha.py": {"vllm/v1/attention/backend.py": ("CommonAttentionMetadata",)},
+    "sglang/backend.py": {
+        "sglang/srt/model_executor/forward_batch_info.py": ("ForwardBatch",),
+        "sglang/srt/speculative/eagle_info.py": ("EagleVerifyInput",),
+        "sglang/srt/layers/attention/verify_mask.py": ("VerifyMask",),
+    },
 }
 
 
@@ -129,7 +133,8 @@ def _one(name: str, default: ast.expr | None) -> str:
 def files_of(archive: Path) -> Iterator[tuple[str, str]]:
     """The Python files of an archive that a face is held against: path -> text."""
     wanted = {path for *_, path in FACES}
-    wanted |= {path for path, _ in (*ELSEWHERE.values(), *READ.values())}
+    wanted |= {path for path, _ in ELSEWHERE.values()}
+    wanted |= {path for files in READ.values() for path in files}
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for name in wanted & set(wheel.namelist()):
@@ -161,7 +166,7 @@ def read(archives: list[Path]) -> dict[str, dict[str, dict[str, list[str]]]]:
             for name in sorted(ours.keys() & theirs.keys()):
                 rows = table.setdefault(library, {}).setdefault(f"{face}:{name}", {})
                 rows.setdefault(", ".join(theirs[name]), []).append(version)
-        for reader, (path, classes) in READ.items():
+        for reader, path, classes in [(r, *row) for r in READ for row in READ[r].items()]:
             if path in sources:
                 known = fields(ast.parse(sources[path]).body)
                 for name in classes:

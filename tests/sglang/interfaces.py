@@ -40,6 +40,9 @@ def main() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common import attention_backend_handler, utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+    from sglang.srt.speculative import eagle_worker_common
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from cumla.sglang.backend import Backend
 
@@ -62,7 +65,7 @@ def main() -> None:
 
     # What the backend reads.
     needed = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
-    needed |= {"out_cache_loc", "extend_seq_lens"}
+    needed |= {"out_cache_loc", "extend_seq_lens", "positions", "spec_info"}
     assert needed <= {field.name for field in fields(ForwardBatch)}
     assert ForwardMode.IDLE.is_decode_or_idle()
     assert ForwardMode.TARGET_VERIFY.is_target_verify()
@@ -75,6 +78,13 @@ def main() -> None:
     runner = getsource(ModelRunner)
     for name in ("use_mla_backend", "page_size", "dtype", "kv_cache_dtype", "token_to_kv_pool"):
         assert f"self.{name}" in runner, name
+    # Trees of drafts.
+    assert "self.spec_algorithm = " in runner
+    assert callable(SpeculativeAlgorithm.is_ngram)
+    assert {"custom_mask", "positions"} <= {field.name for field in fields(EagleVerifyInput)}
+    worker = getsource(eagle_worker_common)
+    assert "mask_mode, fill_mask = verify_mask.mode, verify_mask.is_read" in worker
+    assert "verify_mask.buffer if verify_mask.fits(bs) else None" in worker
     print(sglang.__version__)
 
 

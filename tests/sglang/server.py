@@ -25,6 +25,7 @@ class Server:
         cache_dtype: Any = torch.bfloat16,
         page: int = PAGE,
         device: str = "cpu",
+        is_ngram: bool = False,
     ) -> None:
         torch.manual_seed(1)
         columns = [576] if is_mla else [64, 32]
@@ -40,6 +41,7 @@ class Server:
             dtype=torch.bfloat16,
             kv_cache_dtype=cache_dtype,
             model_config=SimpleNamespace(context_len=LONGEST),
+            spec_algorithm=SimpleNamespace(is_ngram=lambda: is_ngram),
             req_to_token_pool=SimpleNamespace(req_to_token=slots),
             token_to_kv_pool=SimpleNamespace(
                 get_key_buffer=lambda layer: self.buffers[0],
@@ -82,12 +84,14 @@ class Server:
         seq_lens = torch.tensor(lens, device=on) - torch.tensor(before, device=on)
         requests = torch.arange(2, -1, -1, device=on)[: len(lens)]
         found = [slots[r, n - q : n] for r, n, q in zip(requests, lens, new, strict=True)]
+        lengths = list(zip(lens, new, strict=True))
         usual = {
             "forward_mode": mode,
             "batch_size": len(lens),
             "req_pool_indices": requests,
             "seq_lens": seq_lens,
             "seq_lens_cpu": seq_lens,
+            "positions": torch.cat([torch.arange(n - q, n, device=on) for n, q in lengths]),
             "out_cache_loc": torch.cat(found).long(),
             "extend_seq_lens": torch.tensor(new, dtype=torch.int32, device=on),
         }
@@ -96,6 +100,26 @@ class Server:
 
 def starts(new: tuple[int, ...]) -> Any:
     return torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32)
+
+
+# What five drafts see: the first verified token has two children; each of these has one.
+TREE = torch.tensor(
+    [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]],
+    dtype=torch.bool,
+)
+
+
+def tree_of(lens: tuple[int, ...], *, is_full: bool, into: Any = None) -> Any:
+    """SGLang's input of a verification, with trees of TREE's form and its mirror in turn."""
+    trees = [TREE if r % 2 == 0 else TREE.T.flip(0, 1) for r in range(len(lens))]
+    before = [torch.ones(5, n - 5, dtype=torch.bool) for n in lens]
+    rows = [torch.cat([b, t], 1) if is_full else t for b, t in zip(before, trees, strict=True)]
+    flat = torch.cat([each.flatten() for each in rows])
+    if into is not None:
+        into[: len(flat)] = flat
+    depths = [n - 5 + tree.sum(1) - 1 for n, tree in zip(lens, trees, strict=True)]
+    mask = flat if into is None else into
+    return SimpleNamespace(custom_mask=mask, positions=torch.cat(depths))
 
 
 STEPS = {  # mode, lengths, query tokens of each, drafts, the kind of plan

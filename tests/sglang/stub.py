@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,26 @@ class Base:
 
 class WindowPool:
     """A memory pool with a part of its own for layers with windows."""
+
+
+class TreeMaskMode(Enum):
+    """How masks of trees of drafts lie."""
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+
+
+@dataclass(frozen=True)
+class VerifyMask:
+    """What SGLang writes such masks to."""
+
+    buffer: Any
+    mode: TreeMaskMode
+    max_bs: int
+    is_read: bool = True
+
+    def fits(self, bs: int) -> bool:
+        return bs <= self.max_bs
 
 
 class Handlers:
@@ -75,6 +96,9 @@ def stubbed(
             "register_attention_backend": register_attention_backend
         },
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": Base},
+        "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
+        "sglang.srt.speculative": {},
+        "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": WindowPool},
         "sglang.srt.models": {},

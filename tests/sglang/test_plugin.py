@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import pytest
 
 import cumla
 import cumla.sglang
+from tests.compat.oracle import naive
+from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
-from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts
+from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, TREE, Server, starts, tree_of
 from tests.sglang.stub import (
     DecoderType,
     Handlers,
@@ -227,6 +230,117 @@ def test_a_graph_serves_later_lengths_and_pages() -> None:
             torch.testing.assert_close(out.view(3, HEADS, 512).clone(), wanted.out[:, 0])
 
 
+def seen(spec: Any, lens: tuple[int, ...], window: int | None) -> Any:
+    """What drafts see of a window by their depths, as attention without pages would: dense."""
+    masks = []
+    for r, (n, positions) in enumerate(zip(lens, spec.positions.split(5), strict=True)):
+        tree = TREE if r % 2 == 0 else TREE.T.flip(0, 1)
+        mask = torch.cat([torch.ones(5, n - 5, dtype=torch.bool), tree], 1)
+        if window is not None:
+            at = torch.cat([torch.arange(n - 5), positions])
+            mask &= at >= positions[:, None] - window
+        masks.append(mask)
+    return masks
+
+
+def attend_to_trees(server: Server, spec: Any, lens: tuple[int, ...], q: Any, window: Any) -> Any:
+    """Attention of each request, and each draft, over what it sees."""
+    outs = []
+    caches = [each.float().unflatten(0, (-1, PAGE)) for each in server.buffers]
+    for mask, pages, rows in zip(
+        seen(spec, lens, window), server.table.flip(0), q.split(5), strict=False
+    ):
+        k, v = (c[pages.long()].flatten(0, 1)[: mask.shape[1]] for c in caches)
+        outs.append(naive(rows, k, v, scale=SCALE, mask=mask)[0])
+    return torch.cat(outs)
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found.float(), wanted.flatten(1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 3, 60])
+@pytest.mark.parametrize("is_full", [True, False])
+def test_drafts_in_trees_see_their_ancestors(window: int | None, is_full: bool) -> None:
+    """Masks of all keys, where no graph is; and of drafts alone, also of more requests."""
+    lens = (90, 5, 33)
+    with stubbed(drafts=5, topk=2):
+        server = Server(False)
+        if not is_full:
+            server.backend.init_cuda_graph_state(2, 10)
+            assert server.backend.verify_mask.mode.name == "QLEN_ONLY"
+            assert server.backend.verify_mask.buffer.numel() == 50
+        assert (server.backend.verify_mask is None) == is_full
+        spec = tree_of(lens, is_full=is_full)
+        fb = server.batch(Mode.TARGET_VERIFY, lens, (5, 5, 5), spec_info=spec)
+        fb.positions = spec.positions
+        server.backend.init_forward_metadata(fb)
+        q, k, v = (torch.randn(15, *s).bfloat16() for s in ((HEADS, 64), (2, 64), (2, 32)))
+        layer = server.layer(sliding_window_size=-1 if window is None else window)
+        out = server.backend.forward_extend(q.flatten(1), k, v, layer, fb)
+        (step,) = server.backend.forward_metadata.steps.values()
+        assert step.plan._mask_form == "tree"
+        close(out, attend_to_trees(server, spec, lens, q, window))
+        # Decoding and prefill of the same server have no masks.
+        for mode, new in ((Mode.DECODE, (1, 1, 1)), (Mode.EXTEND, (5, 5, 5))):
+            fb = server.batch(mode, lens, new)
+            server.backend.init_forward_metadata(fb)
+            server.backend.forward_extend(q[: sum(new)], None, None, layer, fb)
+            assert not server.backend.forward_metadata.masks
+
+
+@pytest.mark.parametrize("is_ngram", [False, True])
+def test_a_graph_serves_later_trees(is_ngram: bool) -> None:
+    """Of fewer requests as well; the masks of n-grams always have all keys."""
+    windows = (None, 3)
+    with stubbed(drafts=5, topk=2), torch_gpu() as gpu:
+        server = Server(False, is_ngram=is_ngram)
+        backend = server.backend
+        backend.init_cuda_graph_state(3, 15)
+        layers = [server.layer(sliding_window_size=-1 if w is None else w) for w in windows]
+        q = torch.randn(15, HEADS, 64).bfloat16()
+        dummy = SimpleNamespace(custom_mask=torch.ones(7, dtype=torch.bool), positions=None)
+        fb = server.batch(Mode.TARGET_VERIFY, (90, 90, 90), (5, 5, 5), spec_info=dummy)
+        backend.init_forward_metadata_out_graph(fb, in_capture=True)
+        for layer in layers:  # warms up
+            backend.forward_extend(q, None, None, layer, fb)
+        with gpu.capture(0):
+            outs = [backend.forward_extend(q, None, None, layer, fb) for layer in layers]
+        own = None if is_ngram else backend.verify_mask.buffer
+        assert (backend.verify_mask is None) == is_ngram
+        for lens, padded in (((33, 7, 50), ()), ((64, 11), (6,)), ((9, 90, 5), ())):
+            spec = tree_of(lens, is_full=is_ngram, into=own)
+            fb = server.batch(Mode.TARGET_VERIFY, lens + padded, (5, 5, 5), spec_info=spec)
+            fb.positions[: len(spec.positions)] = spec.positions
+            backend.init_forward_metadata_out_graph(fb)
+            gpu.replay()
+            for window, out in zip(windows, outs, strict=True):
+                wanted = attend_to_trees(server, spec, lens, q, window)
+                close(out[: len(wanted)].clone(), wanted)
+        # Prepared before the drafts were there: the masks are built again.
+        spec.custom_mask.fill_(True)
+        backend.init_forward_metadata_out_graph(fb)
+        spec = tree_of(lens, is_full=is_ngram, into=own)
+        backend.update_verify_buffers_to_fill_after_draft(spec, 3)
+        gpu.replay()
+        for window, out in zip(windows, outs, strict=True):
+            close(out.clone(), attend_to_trees(server, spec, lens, q, window))
+
+
+def test_chains_have_no_masks() -> None:
+    with stubbed(drafts=3, topk=1):
+        server = Server(False)
+        server.backend.init_cuda_graph_state(3, 9)
+        assert server.backend.verify_mask is None
+        fb = server.batch(Mode.TARGET_VERIFY, (90, 5, 33), (3, 3, 3), spec_info=None)
+        server.backend.init_forward_metadata(fb)
+        server.backend.update_verify_buffers_to_fill_after_draft(None, None)
+        server.backend.forward_extend(
+            torch.zeros(9, HEADS, 64).bfloat16(), None, None, server.layer(), fb
+        )
+        assert not server.backend.forward_metadata.masks
+
+
 @pytest.mark.parametrize("stream", [0, 7])
 @pytest.mark.parametrize("is_mla", [True, False])
 def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
@@ -251,6 +365,21 @@ def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
         assert not [entry for entry in entries[1:] if "schedule" in entry]
 
 
+def test_sglang_has_the_fields_that_the_plugin_reads() -> None:
+    table = json.loads(SIGNATURES.read_text("utf-8"))["sglang"]
+    read = {
+        "ForwardBatch": {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "positions"}
+        | {"seq_lens_cpu", "out_cache_loc", "extend_seq_lens", "spec_info"},
+        "EagleVerifyInput": {"custom_mask", "positions"},
+        "VerifyMask": {"buffer", "mode", "max_bs"},
+    }
+    assert table.keys() == {f"sglang/backend.py:{name}" for name in read}
+    for name, needed in read.items():
+        forms = table[f"sglang/backend.py:{name}"]
+        assert all(needed <= set(form.split(", ")) for form in forms)
+        assert {v for versions in forms.values() for v in versions} == {"0.5.22", "0.5.23"}
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -260,7 +389,12 @@ def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
         ({}, {"kv_cache_dtype": torch.float8_e5m2}, r"^kv_cache_dtype: .*float8_e5m2; pass"),
         ({}, {"token_to_kv_pool": WindowPool()}, "^memory pool: .*--disable-hybrid-swa-memory"),
         ({"dcp": 2}, {}, "^dcp_size: .* got 2; leave out"),
-        ({"drafts": 4, "topk": 2}, {}, "^speculative_eagle_topk: .* got 2; pass"),
+        ({"drafts": 4, "topk": 2}, {}, "^speculative_eagle_topk: .* got 2 with 4 drafts and MLA; "),
+        (
+            {"drafts": 257, "topk": 2},
+            {"use_mla_backend": False},
+            "^speculative_eagle_topk: .* up to 256 drafts .* got 2 with 257 drafts; pass",
+        ),
     ],
 )
 def test_configurations_are_refused(
