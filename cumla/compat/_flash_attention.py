@@ -212,8 +212,8 @@ def options_of(
         )
     flag, cap = checked_flag("causal", causal), softcap or None
     options = {"softmax_scale": scale, "causal": flag, "window": tuple(window), "softcap": cap}
-    if checked_int("attention_chunk", attention_chunk, "pass 0 for none", 0):
-        options["attention_chunk"] = attention_chunk
+    if attention_chunk != 0:
+        options["attention_chunk"] = checked_int("attention_chunk", attention_chunk, "pass 0", 0)
     return options
 
 
@@ -303,8 +303,8 @@ def _attend_used(
     return (out, lse) if returns_lse else out
 
 
-def _chunks(q: Any, size: int, options: dict[str, Any]) -> AttentionMask:
-    """Show the keys of a query's chunk, as far as the window goes."""
+def _masked(q: Any, chunk: int, flags: Any, options: dict[str, Any]) -> AttentionMask:
+    """Show the keys of a query's chunk, and those that its request's flag allows, in the window."""
     torch, kv_lens, cuts = import_torch(), options.get("kv_lens"), options.get("qo_indptr")
     if kv_lens is None:
         starts = options["kv_indptr"]
@@ -312,21 +312,31 @@ def _chunks(q: Any, size: int, options: dict[str, Any]) -> AttentionMask:
     places = {"kv_lens": kv_lens, "qo_indptr": cuts, "total_tokens": len(q)}
     if cuts is None:
         places = {"kv_lens": kv_lens, "q_len": q.shape[1]}
-    mask = AttentionMask.chunks(size, **places)
-    start, end = mask.start, mask.end
-    if not options["causal"]:
-        end = AttentionMask.blocks(size, **places).end
+    parts: list[tuple[Any, Any]] = []
+    if chunk:
+        mask = AttentionMask.chunks(chunk, **places)
+        end = mask.end if options["causal"] else AttentionMask.blocks(chunk, **places).end
+        parts.append((mask.start, end))
+    if flags is not None:
+        mask = AttentionMask.causal_flags(flags.bool(), **places)
+        parts.append((mask.start, mask.end))
     if any(side not in (-1, None) for side in options["window"]):
-        window = AttentionMask.windows(*options["window"], **places)
-        start, end = torch.maximum(start, window.start), torch.minimum(end, window.end)
+        mask = AttentionMask.windows(*options["window"], **places)
+        parts.append((mask.start, mask.end))
+    start, end = parts[0]
+    for first, last in parts[1:]:
+        start, end = torch.maximum(start, first), torch.minimum(end, last)
     return AttentionMask(start, end)
 
 
 def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
-    """Attend, with options of `options_of`; lse has the heads before the tokens."""
-    if "attention_chunk" in options:
-        options["mask"] = _chunks(q, options.pop("attention_chunk"), options)
-        options["window"] = None
+    """Attend, with options of `options_of`; lse has the heads before the tokens.
+
+    `flags`, one of each request, say which are causal.
+    """
+    chunk, flags = options.pop("attention_chunk", 0), options.pop("flags", None)
+    if chunk or flags is not None:
+        options |= {"mask": _masked(q, chunk, flags, options), "window": None}
     if k.ndim == 4 and not k.shape[1]:  # pages of no key
         out, lse = _of_no_key(q, v, options.get("out"))
         return (out, lse) if returns_lse else out

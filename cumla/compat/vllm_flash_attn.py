@@ -7,9 +7,9 @@ Names, order and defaults of the arguments are those of the fork, which differ f
 
 Differences from vLLM's fork are those of `cumla.compat.flash_attn` from FlashAttention-3, and:
 
-* One set of kernels serves every ``fa_version``. What belongs to FlashAttention-4, and q_v,
-  dropout_p, alibi_slopes, cp_world_size and cp_tot_seqused_k, is refused with
-  `NotImplementedError`.
+* One set of kernels serves every ``fa_version``. What belongs to FlashAttention-4 but
+  dynamic_causal, and q_v, dropout_p, alibi_slopes, cp_world_size and cp_tot_seqused_k, is refused
+  with `NotImplementedError`.
 * Sinks are float32, bfloat16 or float16, for any number of heads; blocks have any size, and any
   strides in multiples of 16 bytes.
 * ``out`` may be float32. Where nothing is visible it is 0, and lse is -inf or the sink.
@@ -54,7 +54,7 @@ _REFUSED = {
     **dict.fromkeys(
         (
             *("output_scale", "mask_mod", "block_sparse_tensors", "aux_tensors"),
-            *("aux_tensor_leading_dims", "dynamic_causal"),
+            "aux_tensor_leading_dims",
         ),
         _ELSEWHERE,
     ),
@@ -74,6 +74,7 @@ _ATTEND = Interface(
         "kv_indptr": "cu_seqlens_k",
         "window": "window_size",
         "sinks": "s_aux",
+        "flags": "dynamic_causal",
         "k_scale": "k_descale",
         "v_scale": "v_descale",
     },
@@ -136,6 +137,8 @@ def flash_attn_varlen_func(
     * k_descale and v_descale are float32, ``(1,)``, ``(num_heads_k,)`` or, without cu_seqlens_k,
       ``(batch_size, num_heads_k)``. They are ignored for keys of 16 bits, as in vLLM.
     * Rows of no request hold anything, or what out held.
+    * dynamic_causal has any dtype, and takes the place of causal. It costs one or two more kernels
+      in each call, and `torch.compile` does not trace it.
     """
     _ATTEND.refuse(
         {
@@ -149,15 +152,17 @@ def flash_attn_varlen_func(
             "block_sparse_tensors": block_sparse_tensors,
             "aux_tensors": aux_tensors,
             "aux_tensor_leading_dims": aux_tensor_leading_dims,
-            "dynamic_causal": dynamic_causal,
             "gather_kv_indices": gather_kv_indices,
             "gather_kv_valid_length": gather_kv_valid_length,
         }
     )
     check_tensors(cu_seqlens_q=cu_seqlens_q)
-    check_given(out=out, s_aux=s_aux)
+    check_given(out=out, s_aux=s_aux, dynamic_causal=dynamic_causal)
     _check_lengths(cu_seqlens_k, seqused_k, block_table)
     window = (-1, -1) if window_size is None else window_size
+    if dynamic_causal is not None:
+        with _ATTEND():
+            check_axes("dynamic_causal", dynamic_causal, "batch_size")
     is_scaled = getattr(k, "itemsize", 0) == 1  # keys of 16 bits have no scales
     return attend_to_rows(
         _ATTEND,
@@ -171,6 +176,7 @@ def flash_attn_varlen_func(
         **(factors_of(k_descale, v_descale) if is_scaled else {}),
         sinks=None if s_aux is None else s_aux.float(),
         out=out,
+        flags=dynamic_causal,
     )
 
 

@@ -430,7 +430,7 @@ def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
 
 
 def test_chunks_are_no_negative_numbers(small: Small) -> None:
-    says = "^attention_chunk: needs .*got -1; pass 0 for none"
+    says = "^attention_chunk: needs .*got -1; pass 0"
     with pytest.raises(ValueError, match=says):
         flash_attn_with_kvcache(*small, cache_seqlens=SEQLENS, attention_chunk=-1)
     with pytest.raises(ValueError, match=says):

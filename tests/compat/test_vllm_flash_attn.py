@@ -166,6 +166,35 @@ def test_what_vllm_passes_beside() -> None:
     assert torch.equal(found, flash_attn_varlen_func(**batch.arguments, causal=True))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (4, 4), (7, 2)])
+@pytest.mark.parametrize("rows", [False, True])
+def test_requests_that_are_causal_or_not(window: tuple[int, int], rows: bool) -> None:
+    """As vLLM passes flags of requests; the window bounds both kinds."""
+    batch = make_batch()
+    flags = int32(1, 0, 1, 0, 0)
+    arguments = batch.arguments
+    given = {"dynamic_causal": flags, "causal": window == (-1, -1), "window_size": list(window)}
+    if rows:
+        parts = zip(*(batch.rows(r) for r in range(5)), strict=True)
+        arguments |= dict(zip("kv", map(torch.cat, parts), strict=True))
+        arguments |= {"cu_seqlens_k": offsets_of(batch.kv_lens)}
+        del arguments["seqused_k"], arguments["block_table"]
+    found = flash_attn_varlen_func(**arguments, **given)
+    for r, causal in enumerate(flags.tolist()):
+        own = slice(int(arguments["cu_seqlens_q"][r]), int(arguments["cu_seqlens_q"][r + 1]))
+        k, v = batch.rows(r)
+        mask = torch.ones(own.stop - own.start, len(k), dtype=torch.bool)
+        mask = mask.tril(len(k) - len(mask)) if causal else mask
+        wanted, _ = naive(arguments["q"][own], k, v, window=window, mask=mask)
+        torch.testing.assert_close(found[own].float(), wanted, rtol=2e-2, atol=2e-2)
+    with pytest.raises(
+        RuntimeError, match=r"^dynamic_causal: needs axes \(batch_size\), got shape"
+    ):
+        flash_attn_varlen_func(**arguments, dynamic_causal=flags[None])
+    with pytest.raises(RuntimeError, match=r"^dynamic_causal: needs shape|^dynamic_causal: .*5"):
+        flash_attn_varlen_func(**arguments, dynamic_causal=flags[1:])
+
+
 def test_gaps_are_closed_by_copies() -> None:
     """In rows and lists, as vLLM does."""
 
@@ -461,7 +490,6 @@ ONES = torch.ones(2, 2)
         ({"output_scale": ONES}, "output_scale: .*leave it out"),
         ({"mask_mod": max}, "mask_mod: .*leave it out"),
         ({"aux_tensors": [ONES]}, "aux_tensors: .*leave it out"),
-        ({"dynamic_causal": ONES}, "dynamic_causal: .*leave it out"),
         ({"gather_kv_indices": int32(0, 1)[:, None]}, "gather_kv_indices: .*mla_sparse_attention"),
         ({"gather_kv_valid_length": int32(1, 1)}, "gather_kv_valid_length: .*leave it out"),
         ({"q": ROWS.to(torch.float8_e4m3fn)}, "q: .*float8.*convert"),
