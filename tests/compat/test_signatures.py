@@ -120,7 +120,8 @@ def test_all_versions_are_there() -> None:
     }
     assert {f"0.{minor}.0" for minor in range(25, 34)} <= versions["vllm"]
     assert versions["flashinfer_python"] == {"0.7.4"}
-    assert versions.keys() == {library for _, library, _ in FACES}
+    assert versions["sglang"] == {"0.5.22", "0.5.23"}
+    assert versions.keys() == {library for _, library, _ in FACES} | {"sglang"}
 
 
 def test_differences_are_found() -> None:
