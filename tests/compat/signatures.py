@@ -4,7 +4,7 @@
 ``python tests/compat/signatures.py WHEEL...`` reads wheels and source archives, of any number of
 versions, and writes signatures.json: library -> function -> parameters -> versions. Nothing is
 imported. `test_signatures.py` holds the faces against it. Of dataclasses that a plugin reads the
-fields are there in place of parameters; test_plugin.py of tests/vllm and tests/sglang looks at them.
+fields are there in place of parameters; tests/vllm and tests/sglang look at them.
 """
 
 from __future__ import annotations
