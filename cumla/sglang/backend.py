@@ -161,12 +161,11 @@ class Backend(AttentionBackend):
 
     def _tree(self, spec_info: Any, positions: torch.Tensor, batch: int) -> Tree:
         """Take what drafts see from SGLang's arrays, which may hold fewer requests than a graph."""
-        mask, own = spec_info.custom_mask, self._verify_mask
-        is_full = own is None or (mask is not own.buffer and own.fits(batch))
         missing = batch * self._num_drafts - len(positions)
         if missing > 0:
             positions = torch.nn.functional.pad(positions, (0, missing))
-        return Tree(mask, is_full, positions[: batch * self._num_drafts])
+        is_full = self._verify_mask is None  # else SGLang follows its mode, there and elsewhere
+        return Tree(spec_info.custom_mask, is_full, positions[: batch * self._num_drafts])
 
     def _filled(self, batch: Batch, window: int | None) -> cumla.AttentionMask:
         """Build the mask of a step for layers with a window; graphs find it where it was."""
