@@ -145,7 +145,7 @@ template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 =
 __device__ __forceinline__ void attention(const Params& p) {
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3>;
   // A mask takes more registers of those who copy rows.
-  constexpr int kMore = Params::kHasMask && kCopied && !kE4m3 ? 16 : 0;
+  constexpr int kMore = kHasMask<Params> && kCopied && !kE4m3 ? 16 : 0;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;

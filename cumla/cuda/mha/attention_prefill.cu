@@ -80,7 +80,7 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       mbarrier_init(shared.item_full(i), 1);
-      if constexpr (Params::kHasMask) mbarrier_init(shared.item_taken(i), 1);
+      if constexpr (kHasMask<Params>) mbarrier_init(shared.item_taken(i), 1);
       mbarrier_init(shared.item_free(i), 32 * (4 * kConsumers + (kCopied ? 4 : 2)));  // all threads that read it
     }
     mbarrier_init(shared.wanted(), 1);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
     else if (threadIdx.x == 64)
       deal(p, shared);
-    if constexpr (Params::kHasMask)
+    if constexpr (kHasMask<Params>)
       if (warp == 3) look_at_masks(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();

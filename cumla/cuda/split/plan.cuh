@@ -42,7 +42,7 @@ struct alignas(16) TilePlace {
   int first_row;       // within the q_len x heads_per_group query rows of a kv head
   int q_len, q_begin;  // query tokens of the request, and its first row in q
   i64 pages;           // first page, as a row of the block table or an entry of the page list
-  i64 request;
+  i64 unused;
 };
 
 // Counter at which the CTAs of a split request meet, for one row tile. It is that of the first part. The CTA of the

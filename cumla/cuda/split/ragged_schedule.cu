@@ -119,7 +119,7 @@ __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, i
     pages = p.kv_indptr[request * p.kv_indptr_stride];
     tokens = min(tokens, max(p.kv_indptr[(request + 1) * p.kv_indptr_stride] - pages, i64{0}) * p.page_size);
   }
-  return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, request};
+  return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, 0};
 }
 
 // Leading blocks that are before the windows of all rows of a tile.

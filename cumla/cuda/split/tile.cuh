@@ -64,7 +64,6 @@ struct RaggedTile : TileTraits {
   int index, first_row, rows;
   int least_shift, most_shift;
   int q_len, q_begin;
-  int request;  // of arrays that have a number per request
   i64 pages;
 
   template <typename Params>
@@ -89,7 +88,6 @@ struct RaggedTile : TileTraits {
     most_shift = shift_of(p, 0);
     least_shift = shift_of(p, rows - 1);
     pages = place.pages;
-    request = static_cast<int>(place.request);
   }
 };
 

@@ -46,7 +46,7 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2], seen_by_all;
-  typename TypeIf<Params::kHasMask, TileMask, Nothing>::Type mask;
+  typename TypeIf<kHasMask<Params>, TileMask, Nothing>::Type mask;
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
   __device__ __forceinline__ Consumer(const Params& p, const Layout& shared, const HeadTile& tile, int consumer)
@@ -78,7 +78,7 @@ struct Consumer {
       key_factor = fminf(fmaxf(factor, kMinFactor), kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
-    if constexpr (Params::kHasMask) {
+    if constexpr (kHasMask<Params>) {
       mask.of = RequestMask(all_params, tile, segment.tokens);
       mask.hull = Hull(all_params, tile, mask.of);
     } else {
@@ -89,7 +89,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
-      if constexpr (Params::kHasMask)
+      if constexpr (kHasMask<Params>)
         seen[r] = interval_of(all_params, tile, mask.of, own_token(p, tile, row + 8 * r));
       else
         seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
@@ -166,7 +166,7 @@ struct Consumer {
 
   __device__ __forceinline__ void mask_scores(int block) {
     const int begin = block * kBlockTokens;
-    if constexpr (Params::kHasMask) {
+    if constexpr (kHasMask<Params>) {
       if (mask.hull.all_see(mask.of, begin, begin + kBlockTokens)) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -260,7 +260,7 @@ struct Consumer {
       }
       mbarrier_wait(shared.values_full(stage), phase, "values");
       if constexpr (kCopied) fence_proxy_async_shared();
-      if constexpr (Params::kHasMask) {
+      if constexpr (kHasMask<Params>) {
         clear_unseen(stage, segment.begin + i);
       } else {
         const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;

@@ -44,7 +44,6 @@ struct Scales {
 
 struct AttentionParams {
   static constexpr int sink_in_lse = 1;
-  static constexpr bool kHasMask = false;
   TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64 or 128, box_rows, 1, 1)
   Columns keys, values;          // for pages whose rows are copied one by one
   const char* q;

@@ -31,9 +31,13 @@ struct MaskArrays {
 };
 
 struct MaskedParams : AttentionParams {
-  static constexpr bool kHasMask = true;
   MaskArrays mask;
 };
+
+template <typename Params>
+constexpr bool kHasMask = false;
+template <>
+constexpr bool kHasMask<MaskedParams> = true;
 
 // What all queries of a request have in common.
 struct RequestMask {
@@ -41,7 +45,7 @@ struct RequestMask {
 
   __device__ __forceinline__ RequestMask(const MaskedParams& p, const RaggedTile& tile, int tokens)
       : tokens(tokens), prefix(0), tree(tokens) {
-    const int request = min(max(tile.request, 0), p.mask.requests - 1);
+    const int request = min(max(request_of(p, tile), 0), p.mask.requests - 1);
     // A bit that no word has is not set, wherever below 0 the tree begins.
     if (p.mask.words > 0)
       tree = min(max(p.mask.tree_start == nullptr ? tokens - tile.q_len : p.mask.tree_start[request],

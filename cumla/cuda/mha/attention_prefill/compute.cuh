@@ -229,7 +229,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       sum[0] += added[0];
       sum[1] += added[1];
       pack();
-      if constexpr (Params::kHasMask) {
+      if constexpr (kHasMask<Params>) {
         clear_unseen_values(n, t, block);
       } else {
         const int valid = item.tokens - block * kBlock;
@@ -252,7 +252,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         // The maximum rarely grows once each row has one. So scores are weighed with the old maximum, and computed
         // again if weights are too large. The last block cannot be computed again, because its query is overwritten.
         bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
-        if constexpr (Params::kHasMask) raises |= !Softmax::kHoldsIntervals || block * kBlock < seen_by_all.first;
+        if constexpr (kHasMask<Params>) raises |= !Softmax::kHoldsIntervals || block * kBlock < seen_by_all.first;
         if (block == blocks.first) fetch_query(n + 1);
 #pragma unroll 1
         for (;; raises = true) {
@@ -281,9 +281,9 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         keep_behind_wait(output);
         arrive(shared.values_free((t - 1) % Layout::kStages));
         pack();
-        if constexpr (Params::kHasMask) clear_unseen_values(n, t, block);
+        if constexpr (kHasMask<Params>) clear_unseen_values(n, t, block);
       }
-      if constexpr (!Params::kHasMask) clear_values_before_windows(n, t - 1, blocks.first);
+      if constexpr (!kHasMask<Params>) clear_values_before_windows(n, t - 1, blocks.first);
     }
     if (consumer == 0) take_turn();  // takes the turn that the last consumer gave
     copy_async_wait_all();

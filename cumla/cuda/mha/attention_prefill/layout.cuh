@@ -89,10 +89,9 @@ struct ItemMask {
 };
 
 // Computes it, with all lanes of a warp.
-__device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& item, int request) {
+__device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& item) {
   RaggedTile tile = tile_of(p, item, 0);
   tile.rows = item.rows;  // of all consumers
-  tile.request = request;
   ItemMask mask;
   mask.of = RequestMask(p, tile, item.tokens);
   mask.hull = Hull(p, tile, mask.of);
@@ -128,7 +127,7 @@ __device__ __forceinline__ ItemMask read_mask(const Layout& shared, u32 n, int t
 // As blocks_of_item() for item n, which has been announced.
 template <int kBlock, typename Layout, typename Params>
 __device__ __forceinline__ Seen blocks_of(const Params& p, const Layout& shared, u32 n, const Item& item) {
-  if constexpr (Params::kHasMask) {
+  if constexpr (kHasMask<Params>) {
     const Seen keys = {static_cast<int>(load_shared_u32(shared.item(n) + 32)),
                        static_cast<int>(load_shared_u32(shared.item(n) + 36))};
     return {keys.first / kBlock, max((keys.end + kBlock - 1) / kBlock, keys.first / kBlock + 1)};

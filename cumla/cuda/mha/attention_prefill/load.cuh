@@ -68,12 +68,7 @@ struct Dealer {
     return item;
   }
 
-  // request: of arrays that have a number per request.
-  __device__ __forceinline__ Item next(u32 n, int& request) const {
-    const auto item_at_place = [&](u32 place, int head) {
-      if constexpr (Params::kHasMask) request = static_cast<int>(places[place].request);
-      return item_of(places[place], head);
-    };
+  __device__ __forceinline__ Item next(u32 n) const {
     const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
     if (at >= total) {
       // The last CTA that asks in vain resets the counter for the next launch.
@@ -81,25 +76,23 @@ struct Dealer {
       return {};
     }
     const u32 heads = p.num_kv_heads, early_tiles = early * heads;
-    if (at < early_tiles) return item_at_place(tiles - 1 - at / heads, at % heads);
+    if (at < early_tiles) return item_of(places[tiles - 1 - at / heads], at % heads);
     const u32 later = at - early_tiles, of_section = (tiles - early) * heads_of_section;
     const u32 first_head = later / of_section * heads_of_section, rest = later % of_section;
     const u32 place = rest / heads_of_section;
-    return item_at_place(tiles - 1 - early - place, first_head + rest - place * heads_of_section);
+    return item_of(places[tiles - 1 - early - place], first_head + rest - place * heads_of_section);
   }
 
   // Announces item n of this CTA; with a mask look_at_masks() does it. False after the last one.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
-    int request = 0;
-    const Item item = next(n, request);
+    const Item item = next(n);
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
     store_shared_16(shared.item(n) + 16,
                     {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
                      static_cast<u32>(item.head), static_cast<u32>(item.rows)});
-    if constexpr (Params::kHasMask) {
-      store_shared_u32(shared.item(n) + 32, request);
+    if constexpr (kHasMask<Params>) {
       mbarrier_arrive(shared.item_taken(n));
     } else {
       mbarrier_arrive(shared.item_full(n));
@@ -162,7 +155,7 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared)
   constexpr int kRows = kBlock / 4;  // of a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
   const Dealer<Layout, Params> dealer(p);
-  static_assert(!Params::kHasMask, "no warp is left to look at masks");
+  static_assert(!kHasMask<Params>, "no warp is left to look at masks");
   bool more = warp == 0 && lane == 0 && dealer.announce(shared, 0);
   u32 t = 0;
 #pragma unroll 1
@@ -209,8 +202,7 @@ __device__ __forceinline__ void look_at_masks(const MaskedParams& p, const Layou
     mbarrier_wait(shared.item_taken(n), n / kItems & 1, "an item");
     item = read_item(shared, n);
     if (item.rows > 0) {
-      const ItemMask mask = mask_of(p, item, static_cast<int>(load_shared_u32(shared.item(n) + 32)));
-      __syncwarp();  // all lanes have read the request
+      const ItemMask mask = mask_of(p, item);
       if (threadIdx.x % 32 == 0) announce_mask(shared, n, mask);
     }
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_full(n));

@@ -45,8 +45,8 @@ struct PrefillSoftmax {
   // Computes what the rows see, without a branch.
   __device__ __forceinline__ void look(u32 n, const Item& item) {
     const RaggedTile tile = tile_of(p, item, consumer);
-    if constexpr (Params::kHasMask && !kHoldsIntervals) return;
-    if constexpr (Params::kHasMask) {
+    if constexpr (kHasMask<Params> && !kHoldsIntervals) return;
+    if constexpr (kHasMask<Params>) {
       const ItemMask mask = read_mask(shared, n, item.tokens);
       seen_by_all = mask.hull.all;
 #pragma unroll
@@ -88,10 +88,10 @@ struct PrefillSoftmax {
   __device__ __forceinline__ void mask(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
-    if constexpr (Params::kHasMask && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
+    if constexpr (kHasMask<Params> && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
     // True if all rows see all keys of the block.
     const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
-    if constexpr (Params::kHasMask) {
+    if constexpr (kHasMask<Params>) {
       if (__builtin_expect(!is_clear, 0)) mask_by_arrays(n, block * kBlock);
     } else if (__builtin_expect(!is_clear, 0)) {
       const int tokens = load_shared_u32(shared.item(n)), column = block * kBlock + (lane % 4) * 2;
