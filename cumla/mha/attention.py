@@ -59,8 +59,7 @@ from cumla.launch.mha.launch import MHAArguments, attention_launch
 from cumla.launch.mha.mask_rows import SPECS as MASK_SPECS
 from cumla.launch.module import load
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
-from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
-from cumla.launch.split.ragged_schedule import ragged_schedule_launch
+from cumla.launch.split.ragged_schedule import ragged_schedule_launch, schedule_spec
 from cumla.mha.arguments import (
     DTYPES,
     E4M3,
@@ -955,7 +954,7 @@ kv_layout, out, lse, stream
         masks = MASK_SPECS if self.key.masked else ()  # whose arrays may be built under capture
         chunks = () if self.key.beside is None else (self.key.beside.choice.spec,)
         specs: tuple[KernelSpec, ...] = (
-            *SCHEDULE_SPECS,
+            schedule_spec(self.key),
             *cuts,
             *masks,
             self.key.choice.spec,

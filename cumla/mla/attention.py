@@ -27,7 +27,7 @@ from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
-from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
+from cumla.launch.split.ragged_schedule import SPEC as SCHEDULE_SPEC
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
@@ -342,7 +342,7 @@ stream
         check_ragged_lengths(host, self.key.total_tokens, self.key.page_size, MOST_TOKENS)
 
     def _specs(self) -> tuple[KernelSpec, ...]:
-        return *SCHEDULE_SPECS, attention_spec(self.key)
+        return SCHEDULE_SPEC, attention_spec(self.key)
 
     def _check_shape(self, arguments: DecodeArguments) -> None:
         super()._check_shape(arguments)

@@ -70,8 +70,8 @@ template <typename Params>
 struct RowKeys {
   Seen seen;
 
-  __device__ __forceinline__ RowKeys(const Params& p, const RaggedTile& tile, int tokens, int row)
-      : seen(seen_by(p, tile, tokens, row)) {}
+  __device__ __forceinline__ RowKeys(const Params& p, const RaggedTile& tile, const Segment& segment, int row)
+      : seen(seen_by(p, tile, segment.tokens, row)) {}
   // The next keys; has() tells of each whether it is visible.
   __device__ __forceinline__ void move_to(int) {}
   __device__ __forceinline__ bool has(int key, int) const { return key < seen.end; }
@@ -85,8 +85,8 @@ struct RowKeys<MaskedParams> {
   Seen seen;
   u64 visible;
 
-  __device__ __forceinline__ RowKeys(const MaskedParams& p, const RaggedTile& tile, int tokens, int row)
-      : p(p), of(p, tile, tokens), query(tile.q_begin + own_token(p, tile, row)),
+  __device__ __forceinline__ RowKeys(const MaskedParams& p, const RaggedTile& tile, const Segment& segment, int row)
+      : p(p), of(p, segment.request, tile.q_len, segment.tokens), query(tile.q_begin + own_token(p, tile, row)),
         interval(interval_of(p, tile, of, own_token(p, tile, row))), seen(keys_to_read(p, of, interval)) {}
   __device__ __forceinline__ void move_to(int first) { visible = visible_keys(p, of, interval, query, first); }
   __device__ __forceinline__ bool has(int key, int i) const { return key < seen.end && (visible >> i & 1); }
@@ -104,7 +104,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Params& a
   output.load(nullptr, 0);
   const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[from.head]);
   float maximum = -kInfinity, sum = 0.0f;
-  RowKeys<Params> keys(all_params, tile, segment.tokens, row);
+  RowKeys<Params> keys(all_params, tile, segment, row);
 #pragma unroll 1
   for (int first = keys.seen.first; first < keys.seen.end; first += kAtOnce) {
     keys.move_to(first);
@@ -177,6 +177,7 @@ __device__ __forceinline__ void attention_simt(const Params& all_params) {
   if (p.block_table == nullptr)  // no more rows than exist
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
   const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
+  if constexpr (kHasMask<Params>) segment.request = number_at(p, place);
   if (row < tile.rows) attend(p, all_params, tile, segment, row);
 }
 

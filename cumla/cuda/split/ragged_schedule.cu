@@ -31,6 +31,13 @@ namespace cumla::split {
 
 using namespace ptx;
 
+// True in split/ragged_schedule_numbered.cu: places have the numbers of their requests.
+#ifdef CUMLA_NUMBERS_REQUESTS
+constexpr bool kNumbersRequests = true;
+#else
+constexpr bool kNumbersRequests = false;
+#endif
+
 // The run of this thread's bound, which splits the tile at `place`; -1: it splits none. __match_any_sync finds the
 // runs within a warp. Runs that touch its edges continue in the neighbouring warps.
 __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2],
@@ -119,7 +126,8 @@ __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, i
     pages = p.kv_indptr[request * p.kv_indptr_stride];
     tokens = min(tokens, max(p.kv_indptr[(request + 1) * p.kv_indptr_stride] - pages, i64{0}) * p.page_size);
   }
-  return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, 0};
+  return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages,
+          kNumbersRequests ? request : 0};
 }
 
 // Leading blocks that are before the windows of all rows of a tile.

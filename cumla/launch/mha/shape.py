@@ -46,6 +46,11 @@ class MHAShape(RaggedKey):
         return next(fitting, (keys, values))
 
     @property
+    def numbers_requests(self) -> bool:
+        """Whether the schedule has the numbers of requests: masks have arrays of one number each."""
+        return self.masked
+
+    @property
     def has_window(self) -> bool:
         """Whether a query sees only some of the keys before its own."""
         return self.window_left >= 0

@@ -242,6 +242,11 @@ class RaggedKey(PlanKey):
         """Visible keys before a query's own, as far as the schedule knows it; -1: all."""
         return -1
 
+    @property
+    def numbers_requests(self) -> bool:
+        """Whether the schedule has the numbers of requests, for arrays of one number each."""
+        return False
+
     @cached_property
     def has_small_batch(self) -> bool:
         """Whether each warp of the schedule can hold all requests, and a part each of its own."""

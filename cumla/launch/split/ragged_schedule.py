@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 
 _NAMES = "split", "ragged_schedule", "RaggedScheduleParams"
 _THREADS = constant("split/ragged_schedule", "kScheduleThreads")
-SPECS = (KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=_THREADS),)
+SPEC = KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=_THREADS)
+# The same with the numbers of requests, for kernels that read arrays of one number per request.
+NUMBERED_SPEC = replace(SPEC, stem="ragged_schedule_numbered", entry="attention_schedule_numbered")
+SPECS = (SPEC, NUMBERED_SPEC)
+
+
+def schedule_spec(key: RaggedKey) -> KernelSpec:
+    """Look up the kernel that makes the schedule of a key."""
+    return NUMBERED_SPEC if key.numbers_requests else SPEC
 
 
 def ragged_schedule_launch(
@@ -56,7 +65,7 @@ def ragged_schedule_launch(
         "whole": _schedule_of(beside, key.beside_at(buffer)) if beside else None,
         "blocks": 0,
     }
-    return launch_of(SPECS[0], (2 if beside else 1, 1, 1), values)
+    return launch_of(schedule_spec(key), (2 if beside else 1, 1, 1), values)
 
 
 def _schedule_of(key: RaggedKey, buffer: int) -> dict[str, Any]:

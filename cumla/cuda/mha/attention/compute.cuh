@@ -79,7 +79,7 @@ struct Consumer {
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
     if constexpr (kHasMask<Params>) {
-      mask.of = RequestMask(all_params, tile, segment.tokens);
+      mask.of = RequestMask(all_params, segment.request, tile.q_len, segment.tokens);
       mask.hull = Hull(all_params, tile, mask.of);
     } else {
       // The first row has the least end, the last row the greatest beginning.

@@ -43,13 +43,13 @@ constexpr bool kHasMask<MaskedParams> = true;
 struct RequestMask {
   int tokens, prefix, tree;  // keys; keys before `prefix`; first key that is visible by its bit
 
-  __device__ __forceinline__ RequestMask(const MaskedParams& p, const RaggedTile& tile, int tokens)
+  // number: of the request, as the schedule has it.
+  __device__ __forceinline__ RequestMask(const MaskedParams& p, int number, int q_len, int tokens)
       : tokens(tokens), prefix(0), tree(tokens) {
-    const int request = min(max(request_of(p, tile), 0), p.mask.requests - 1);
+    const int request = min(max(number, 0), p.mask.requests - 1);
     // A bit that no word has is not set, wherever below 0 the tree begins.
     if (p.mask.words > 0)
-      tree = min(max(p.mask.tree_start == nullptr ? tokens - tile.q_len : p.mask.tree_start[request],
-                     -32 * kMostWords),
+      tree = min(max(p.mask.tree_start == nullptr ? tokens - q_len : p.mask.tree_start[request], -32 * kMostWords),
                  tokens);
     if (p.mask.prefix_len != nullptr) prefix = max(min(p.mask.prefix_len[request], tree), 0);
   }
@@ -178,11 +178,17 @@ struct TileMask {
 };
 struct Nothing {};
 
-// The segment at a place, without the blocks that no query of the tile sees.
+// The number of the request at a place (split/ragged_schedule_numbered.cu).
+__device__ __forceinline__ int number_at(const AttentionParams& p, int place) {
+  return static_cast<int>(reinterpret_cast<const TilePlace*>(p.places)[place].unused);
+}
+
+// The segment at a place, without the blocks that no query of the tile sees. It has the number of the request.
 __device__ __forceinline__ Segment visible_segment(const MaskedParams& p, RaggedTile& tile, const Part& part,
                                                    int place) {
   Segment segment = visible_segment(static_cast<const AttentionParams&>(p), tile, part, place);
-  const RequestMask of(p, tile, segment.tokens);
+  segment.request = number_at(p, place);
+  const RequestMask of(p, segment.request, tile.q_len, segment.tokens);
   const Seen keys = keys_to_read(p, of, Hull(p, tile, of).any);
   const int end = min(segment.begin + segment.blocks, blocks_of(keys.end));
   segment.begin = min(max(segment.begin, keys.first / kBlockTokens), max(end, segment.begin));

@@ -89,11 +89,11 @@ struct ItemMask {
 };
 
 // Computes it, with all lanes of a warp.
-__device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& item) {
+__device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& item, int number) {
   RaggedTile tile = tile_of(p, item, 0);
   tile.rows = item.rows;  // of all consumers
   ItemMask mask;
-  mask.of = RequestMask(p, tile, item.tokens);
+  mask.of = RequestMask(p, number, item.q_len, item.tokens);
   mask.hull = Hull(p, tile, mask.of);
   mask.keys = keys_to_read(p, mask.of, mask.hull.any);
   return mask;

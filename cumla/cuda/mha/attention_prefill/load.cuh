@@ -68,7 +68,12 @@ struct Dealer {
     return item;
   }
 
-  __device__ __forceinline__ Item next(u32 n) const {
+  // number: of the item's request, with a mask.
+  __device__ __forceinline__ Item next(u32 n, int& number) const {
+    const auto item_at_place = [&](u32 place, int head) {
+      if constexpr (kHasMask<Params>) number = number_at(p, place);
+      return item_of(places[place], head);
+    };
     const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
     if (at >= total) {
       // The last CTA that asks in vain resets the counter for the next launch.
@@ -76,16 +81,17 @@ struct Dealer {
       return {};
     }
     const u32 heads = p.num_kv_heads, early_tiles = early * heads;
-    if (at < early_tiles) return item_of(places[tiles - 1 - at / heads], at % heads);
+    if (at < early_tiles) return item_at_place(tiles - 1 - at / heads, at % heads);
     const u32 later = at - early_tiles, of_section = (tiles - early) * heads_of_section;
     const u32 first_head = later / of_section * heads_of_section, rest = later % of_section;
     const u32 place = rest / heads_of_section;
-    return item_of(places[tiles - 1 - early - place], first_head + rest - place * heads_of_section);
+    return item_at_place(tiles - 1 - early - place, first_head + rest - place * heads_of_section);
   }
 
   // Announces item n of this CTA; with a mask look_at_masks() does it. False after the last one.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
-    const Item item = next(n);
+    int number = 0;
+    const Item item = next(n, number);
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
@@ -93,6 +99,7 @@ struct Dealer {
                     {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
                      static_cast<u32>(item.head), static_cast<u32>(item.rows)});
     if constexpr (kHasMask<Params>) {
+      store_shared_u32(shared.item(n) + 32, number);
       mbarrier_arrive(shared.item_taken(n));
     } else {
       mbarrier_arrive(shared.item_full(n));
@@ -202,7 +209,8 @@ __device__ __forceinline__ void look_at_masks(const MaskedParams& p, const Layou
     mbarrier_wait(shared.item_taken(n), n / kItems & 1, "an item");
     item = read_item(shared, n);
     if (item.rows > 0) {
-      const ItemMask mask = mask_of(p, item);
+      const ItemMask mask = mask_of(p, item, static_cast<int>(load_shared_u32(shared.item(n) + 32)));
+      __syncwarp();  // all lanes have read the number
       if (threadIdx.x % 32 == 0) announce_mask(shared, n, mask);
     }
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_full(n));
