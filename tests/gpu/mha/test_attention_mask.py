@@ -15,7 +15,7 @@ from cumla import AttentionMask
 from tests.gpu.tools.memory import Memory
 from tests.mha.test_attention_mask import check, make, samples
 
-KERNELS = ("attention", "attention_prefill", "attention_simt", "ragged_schedule")
+KERNELS = ("attention", "attention_prefill", "attention_simt", "ragged_schedule_numbered")
 cp: Any = pytest.importorskip("cupy")
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
