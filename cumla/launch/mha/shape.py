@@ -47,7 +47,7 @@ class MHAShape(RaggedKey):
 
     @property
     def numbers_requests(self) -> bool:
-        """Whether the schedule has the numbers of requests: masks have arrays of one number each."""
+        """Whether the schedule has the numbers of requests, of which masks have arrays."""
         return self.masked
 
     @property
