@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
+from cumla.launch.split import ragged_schedule_numbered as numbered
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import RULES
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 _NAMES = "split", "ragged_schedule", "RaggedScheduleParams"
 _THREADS = constant("split/ragged_schedule", "kScheduleThreads")
 SPEC = KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=_THREADS)
-# The same with the numbers of requests, for kernels that read arrays of one number per request.
-NUMBERED_SPEC = replace(SPEC, stem="ragged_schedule_numbered", entry="attention_schedule_numbered")
-SPECS = (SPEC, NUMBERED_SPEC)
+SPECS = (SPEC,)
 
 
 def schedule_spec(key: RaggedKey) -> KernelSpec:
     """Look up the kernel that makes the schedule of a key."""
-    return NUMBERED_SPEC if key.numbers_requests else SPEC
+    return numbered.SPEC if key.numbers_requests else SPEC
 
 
 def ragged_schedule_launch(
