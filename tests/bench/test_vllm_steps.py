@@ -38,6 +38,7 @@ class Common:
     block_table_tensor: Any
     slot_mapping: Any
     causal: bool = True
+    mm_req_doc_ranges: Any = None
 
 
 def config() -> SimpleNamespace:
