@@ -44,7 +44,7 @@ def call(function: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
             return dict(zip((*inputs, *outputs), found, strict=True))
 
         returned = operation.outputs(operation.arguments(views(), options))
-        for name, shape, dtypes, _ in returned:
+        for name, shape, dtypes, *_ in returned:
             if outputs[name] is None:
                 outputs[name] = poisoned(shape, numpy_dtype(dtypes[0]))
         checked = operation.arguments(views(), options)
