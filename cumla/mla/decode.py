@@ -188,7 +188,7 @@ def mla_decode(
     Products in FP8 round what is multiplied by e4m3 columns to e4m3 as well, with 3 bits of
     mantissa. A query row, the 576 columns of one head and token, is divided by a power of two
     first. Softmax weights are rounded relative to a number within 2 ** 9 of the largest so far: all
-    above 2 ** -16 of the largest of their row count. Products add up with some 14 bits within a
+    above 2 ** -14 of the largest of their row count. Products add up with some 14 bits within a
     block of 64 tokens, and in float32 over all blocks. The lse is that of the rounded weights. The
     results of a query row that holds an infinite number are NaN. The definition,
     :func:`cumla.reference.mla_decode`, and calls on the CPU stay exact.
