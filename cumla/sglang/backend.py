@@ -152,7 +152,7 @@ class Backend(AttentionBackend):
             block_table = self._block_table[:batch]
         offsets = self._uniform(batch, q_len) if q_len else _offsets(fb.extend_seq_lens[:batch])
         tree = None
-        if more and self._has_trees and not in_capture:  # a capture has no drafts yet
+        if more and self._has_trees and not in_capture and _has_drafts(fb):
             tree = self._tree(fb.spec_info, fb.positions, batch)
         step = Batch(q_len, offsets, kv_lens.int(), block_table, {}, in_place, tree, {})
         self.forward_metadata = step
@@ -344,6 +344,13 @@ class Backend(AttentionBackend):
     def _table(self) -> torch.Tensor:
         assert self.forward_metadata is not None
         return self.forward_metadata.block_table
+
+
+def _has_drafts(fb: Any) -> bool:
+    """Tell whether a step verifies drafts: a capture has none yet, nor has an idle rank."""
+    mode = getattr(fb, "actual_forward_mode", None)
+    is_idle = mode is not None and mode.is_idle()
+    return not is_idle and getattr(fb.spec_info, "custom_mask", None) is not None
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

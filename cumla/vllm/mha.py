@@ -73,6 +73,7 @@ class Metadata:
         options |= {"window": window, "total_tokens": self.num_actual_tokens}
         found = []
         if flags is not None:
+            flags = flags.bool()  # in a graph, at each replay
             found.append(cumla.AttentionMask.causal_flags(flags, **options))
         if spans is not None:
             found.append(cumla.AttentionMask.image_spans(spans, clamp=clamp, **options))
@@ -126,8 +127,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Serve graphs of all steps, unless vLLM divides them, or some have images and masks."""
         if divides_steps(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        if _has_spans(vllm_config):
-            return AttentionCGSupport.UNIFORM_BATCH
+        if _has_spans(vllm_config):  # the rest of a prompt may have as many tokens as drafts
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.ALWAYS
 
     def build(
@@ -160,7 +161,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         spans = _spans(common, self.device) if common.mm_req_doc_ranges else None
         if flags is None and spans is None:
             return
-        metadata.causal = None if flags is None else flags.bool()
+        metadata.causal = flags
         metadata.mm_prefix_range_tensor = spans
         metadata.masks, metadata.masked = {}, {}
         for num_heads in {form.num_heads for form in self._plans}:

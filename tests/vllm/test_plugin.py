@@ -777,7 +777,7 @@ def test_mha_has_full_graphs_of_decoding_beside_images() -> None:
 
     mha = MHA(model={"is_mm_prefix_lm": True})
     config = mha.builder.vllm_config
-    assert Builder.get_cudagraph_support(config, None) == 2  # UNIFORM_BATCH
+    assert Builder.get_cudagraph_support(config, None) == 1  # UNIFORM_SINGLE_TOKEN_DECODE
     config.model_config.is_mm_prefix_lm = False
     assert Builder.get_cudagraph_support(config, None) == 3  # ALWAYS
 

@@ -129,7 +129,7 @@ struct Consumer {
   // The same for rows that no query of the tile sees.
   __device__ __forceinline__ void clear_unseen(int stage, int block) const {
     const int begin = block * kBlockTokens;
-    if (mask.hull.some_see(mask.of, begin, begin + kBlockTokens)) return;
+    if (mask.hull.some_see(mask.of, begin, kBlockTokens)) return;
     constexpr int kChunks = kOwnTiles * 4;  // of a thread: half a row
     const int key = threadIdx.x % kWarpgroup / 2, first = threadIdx.x % 2 * kChunks;
     if (!is_seen(all_params, tile, mask.of, mask.hull, begin + key))
@@ -167,7 +167,7 @@ struct Consumer {
   __device__ __forceinline__ void mask_scores(int block) {
     const int begin = block * kBlockTokens;
     if constexpr (kHasMask<Params>) {
-      if (mask.hull.all_see(mask.of, begin, begin + kBlockTokens)) return;
+      if (mask.hull.all_see(mask.of, begin, kBlockTokens)) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const i64 query = tile.q_begin + own_token(p, tile, row + 8 * r);

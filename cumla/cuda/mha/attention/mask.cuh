@@ -102,7 +102,8 @@ __device__ __forceinline__ u64 visible_keys(const MaskedParams& p, const Request
 // Keys [first, end) that must be read for an interval, with the prefix and the tree.
 __device__ __forceinline__ Seen keys_to_read(const MaskedParams& p, const RequestMask& of, Seen keys) {
   if (of.prefix > 0) keys = {0, max(keys.end, of.prefix)};
-  const int first = max(of.tree, 0), end = min(of.tree + 32 * p.mask.words, of.tokens);
+  const int first = max(of.tree, 0);
+  const int end = min(i64{of.tree} + 32 * p.mask.words, i64{of.tokens});
   if (first >= end) return keys;
   return keys.first < keys.end ? Seen{min(keys.first, first), max(keys.end, end)} : Seen{first, end};
 }
@@ -135,13 +136,13 @@ struct Hull {
   }
   __device__ __forceinline__ Hull() {}
 
-  // True if all queries see all keys of [begin, end).
-  __device__ __forceinline__ bool all_see(const RequestMask& of, int begin, int end) const {
-    return (begin >= all.first && end <= all.end) || end <= of.prefix;
+  // True if all queries see all of the n keys from `begin` on.
+  __device__ __forceinline__ bool all_see(const RequestMask& of, int begin, int n) const {
+    return (begin >= all.first && begin <= all.end - n) || begin <= of.prefix - n;
   }
-  // True if each key of [begin, end) is visible to some query, as far as that is known without looking at each.
-  __device__ __forceinline__ bool some_see(const RequestMask& of, int begin, int end) const {
-    return all_see(of, begin, end) || (is_complete && begin >= any.first && end <= any.end);
+  // True if each of these keys is visible to some query, as far as that is known without looking at each.
+  __device__ __forceinline__ bool some_see(const RequestMask& of, int begin, int n) const {
+    return all_see(of, begin, n) || (is_complete && begin >= any.first && begin <= any.end - n);
   }
 };
 

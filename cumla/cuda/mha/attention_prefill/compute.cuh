@@ -99,7 +99,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     const Item item = read_item(shared, n);
     const ItemMask mask = read_mask(shared, n, item.tokens);
     const int begin = block * kBlock;
-    if (mask.hull.some_see(mask.of, begin, begin + kBlock)) return;
+    if (mask.hull.some_see(mask.of, begin, kBlock)) return;
     RaggedTile tile = tile_of(p, item, 0);
     tile.rows = item.rows;
     wait_for_values(t);

@@ -99,11 +99,14 @@ __device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& i
   return mask;
 }
 
+constexpr u32 kCompleteBit = 1u << 31;  // beside the first key to be read, which is not below 0
+
 template <typename Layout>
 __device__ __forceinline__ void announce_mask(const Layout& shared, u32 n, const ItemMask& mask) {
   const auto word = [](int value) { return static_cast<u32>(value); };
-  store_shared_16(shared.item(n) + 32, {word(mask.keys.first), word(mask.keys.end), word(mask.of.prefix),
-                                        word(mask.of.tree << 1 | (mask.hull.is_complete ? 1 : 0))});
+  const u32 complete = mask.hull.is_complete ? kCompleteBit : 0;
+  store_shared_16(shared.item(n) + 32, {word(mask.keys.first) | complete, word(mask.keys.end),
+                                        word(mask.of.prefix), word(mask.of.tree)});
   store_shared_16(shared.item(n) + 48, {word(mask.hull.any.first), word(mask.hull.any.end),
                                         word(mask.hull.all.first), word(mask.hull.all.end)});
 }
@@ -114,11 +117,11 @@ __device__ __forceinline__ ItemMask read_mask(const Layout& shared, u32 n, int t
   const uint4 a = load_shared_16(shared.item(n) + 32), b = load_shared_16(shared.item(n) + 48);
   const auto number = [](u32 word) { return static_cast<int>(word); };
   ItemMask mask;
-  mask.keys = {number(a.x), number(a.y)};
+  mask.keys = {number(a.x & ~kCompleteBit), number(a.y)};
   mask.of.tokens = tokens;
   mask.of.prefix = number(a.z);
-  mask.of.tree = number(a.w) >> 1;
-  mask.hull.is_complete = (a.w & 1) != 0;
+  mask.of.tree = number(a.w);
+  mask.hull.is_complete = (a.x & kCompleteBit) != 0;
   mask.hull.any = {number(b.x), number(b.y)};
   mask.hull.all = {number(b.z), number(b.w)};
   return mask;
@@ -128,9 +131,9 @@ __device__ __forceinline__ ItemMask read_mask(const Layout& shared, u32 n, int t
 template <int kBlock, typename Layout, typename Params>
 __device__ __forceinline__ Seen blocks_of(const Params& p, const Layout& shared, u32 n, const Item& item) {
   if constexpr (kHasMask<Params>) {
-    const Seen keys = {static_cast<int>(load_shared_u32(shared.item(n) + 32)),
+    const Seen keys = {static_cast<int>(load_shared_u32(shared.item(n) + 32) & ~kCompleteBit),
                        static_cast<int>(load_shared_u32(shared.item(n) + 36))};
-    return {keys.first / kBlock, max((keys.end + kBlock - 1) / kBlock, keys.first / kBlock + 1)};
+    return {keys.first / kBlock, max(keys.end / kBlock + (keys.end % kBlock != 0), keys.first / kBlock + 1)};
   } else {
     return blocks_of_item<kBlock>(p, item);
   }
