@@ -327,6 +327,29 @@ def test_a_graph_serves_later_trees(is_ngram: bool) -> None:
             close(out.clone(), attend_to_trees(server, spec, lens, q, window))
 
 
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_an_idle_rank_replays_a_graph_of_trees(has_drafts: bool) -> None:
+    """It has no drafts, or the buffer of the largest batch, which is no mask of this one."""
+    with stubbed(drafts=5, topk=2), torch_gpu() as gpu:
+        server = Server(False)
+        backend = server.backend
+        backend.init_cuda_graph_state(3, 15)
+        layer = server.layer()
+        q = torch.randn(15, HEADS, 64).bfloat16()
+        fb = server.batch(Mode.TARGET_VERIFY, (90, 90, 90), (5, 5, 5), spec_info=None)
+        backend.init_forward_metadata_out_graph(fb, in_capture=True)
+        backend.forward_extend(q, None, None, layer, fb)
+        with gpu.capture(0):
+            backend.forward_extend(q, None, None, layer, fb)
+        buffer = torch.zeros(3 * 6 * 5, dtype=torch.bool)
+        spec = SimpleNamespace(custom_mask=buffer, positions=None) if has_drafts else None
+        fb = server.batch(Mode.TARGET_VERIFY, (1, 1, 1), (5, 5, 5), spec_info=spec)
+        fb.actual_forward_mode = SimpleNamespace(is_idle=lambda: True)
+        backend.init_forward_metadata_out_graph(fb)
+        assert backend.forward_metadata.tree is None
+        gpu.replay()
+
+
 def test_chains_have_no_masks() -> None:
     with stubbed(drafts=3, topk=1):
         server = Server(False)
