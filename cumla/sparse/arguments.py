@@ -180,6 +180,11 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
 def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str:
     """Check what a plan's caches are to be, and name it as a key does."""
     if cache_format is None:
+        if (given := dtype_name(cache_dtype)) not in (None, FP8, *DTYPES):
+            raise TypeError(
+                f"cache_dtype: needs {', '.join(DTYPES)} or {FP8}, got {given}; pass cache_format="
+                f"{PACKED!r} or {V4!r} for rows of a byte format"
+            )
         return checked_cache_dtype(cache_dtype, dtype)
     if cache_format not in (PACKED, V4):
         raise ValueError(

@@ -447,7 +447,15 @@ NOT_PLANNED = [
     ),
     *(wrong_type(name, 2.0, "an int, got float 2.0; convert it") for name in NUMBERS),
     wrong_type("batch_invariant", 1, "True or False, got int"),
-    wrong_type("cache_dtype", "float32", "dtype's bfloat16, or float8_e4m3fn, got float32"),
+    *(
+        wrong_type(
+            "cache_dtype",
+            name,
+            f"bfloat16, float16 or float8_e4m3fn, got {name}; pass cache_format='v32' or 'v4' for "
+            f"rows of a byte format",
+        )
+        for name in ("float32", "packed")
+    ),
     wrong("cache_format", "packed", "'v32' for rows of 656 bytes, or 'v4' for slots of 584, got "),
     Refusal(
         {"cache_dtype": "bfloat16", "cache_format": "v32"},
