@@ -366,7 +366,10 @@ def compile_to_cubin(spec: KernelSpec, *, debug: bool = False) -> CompiledKernel
     cuda.bindings is missing.
     """
     text = translation_unit(spec, debug=debug)
-    cubin, log = _compile(spec, text, (*OPTIONS, "--ptxas-options=-v"))
+    options = (*OPTIONS, "--ptxas-options=-v")
+    cubin, log = _compile(spec, text, options)
+    if not _USED.search(log):  # from the driver's cache, which keeps no report of ptxas
+        cubin, log = _compile(spec, text, (*options, "--no-cache"))
     kernel = _read_resources(spec, cubin, log)
     problems = _over_budget(kernel)
     if problems and not debug:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cumla.errors import CompilationError
-from cumla.launch import all_specs
+from cumla.launch import all_specs, module
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
 from tests.gpu.tools import record
@@ -102,6 +102,20 @@ def test_resources_are_those_of_the_kernel(sources, small, edit):
     assert 0 < kernel.registers <= 64
     edit("small.cu", "extern __shared__ float staged[];", "__shared__ float staged[300];")
     assert compile_to_cubin(replace(small, smem_bytes=100)).smem == 1300
+
+
+def test_a_cubin_from_the_cache_of_the_driver_is_compiled_again(sources, small, monkeypatch):
+    """NVRTC takes it from there where there is a GPU, and then ptxas reports nothing."""
+    compiled, asked = module._compile, []
+
+    def cached(spec, text, options):
+        asked.append(options)
+        cubin, log = compiled(spec, text, options)
+        return cubin, log if "--no-cache" in options else ""
+
+    monkeypatch.setattr(module, "_compile", cached)
+    assert compile_to_cubin(small).smem == 512
+    assert ["--no-cache" in options for options in asked] == [False, True]
 
 
 def test_spill_or_stack_frame_fails(sources, small, edit):
