@@ -91,6 +91,31 @@ class Schedule(Operation[tuple[Any, ...], K], Generic[K]):
         return ()
 
 
+class RaggedSchedule(Schedule[K]):
+    """Deals KV blocks out, or cuts requests at fixed positions.
+
+    `cut` takes a key and the buffer's address, after a schedule in one part.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Array],
+        launch: Callable[..., Launchable],
+        cut: Callable[..., Launchable],
+    ) -> None:
+        super().__init__(table, launch)
+        self._cut = cut
+
+    def recipe(
+        self, key: Any, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe one launch, or two where requests are cut at fixed positions."""
+        if not key.batch_invariant or key.is_uncut or not key.batch:
+            return super().recipe(key, arguments, outs, buffer)
+        tiles = super().recipe(key.without_cuts, arguments, outs, buffer)
+        return (*tiles, self._cut(key, buffer))
+
+
 class Stated(Operation[A, K], Generic[A, K]):
     """Gives out and lse, from memory that a plan's buffer can be.
 

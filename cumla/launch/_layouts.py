@@ -158,9 +158,6 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "mha/attention_simt": {
         "kWarps": 8,
     },
-    "mha/invariant_parts": {
-        "kScheduleThreads": 1024,
-    },
     "mha/mask_rows": {
         "kAllKeys": 2,
         "kBits": 1,
@@ -213,6 +210,9 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "sparse/top_k": {
         "sizeof(Head)": 25248,
         "sizeof(u64)": 8,
+    },
+    "split/invariant_parts": {
+        "kScheduleThreads": 1024,
     },
     "split/ragged_schedule": {
         "kScheduleThreads": 1024,
@@ -454,8 +454,10 @@ STRUCTS: dict[str, dict[str, str]] = {
         "parts": "i",
         "num_tickets": "i",
         "heads_per_group": "i",
+        "most_rows": "i",
         "piece_blocks": "i",
         "max_pieces": "i",
+        "padding_52": "4x",
     },
     "Lists": {
         "indices": "q",

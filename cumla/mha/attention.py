@@ -28,7 +28,7 @@ from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
     Attend,
-    Schedule,
+    RaggedSchedule,
     TableOrList,
     check_made_for,
     check_ragged_lengths,
@@ -52,12 +52,12 @@ from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
 from cumla.launch.mha.choice import RULES
-from cumla.launch.mha.invariant_parts import SPECS as INVARIANT_SPECS
-from cumla.launch.mha.invariant_parts import invariant_parts_launch
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.launch import MHAArguments, attention_launch
 from cumla.launch.mha.mask_rows import SPECS as MASK_SPECS
 from cumla.launch.module import load
+from cumla.launch.split.invariant_parts import SPECS as INVARIANT_SPECS
+from cumla.launch.split.invariant_parts import invariant_parts_launch
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch, schedule_spec
 from cumla.mha.arguments import (
@@ -655,20 +655,7 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
         check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
-class _Schedule(Schedule[MHAKey]):
-    """Deals KV blocks out, or cuts requests at fixed positions."""
-
-    def recipe(
-        self, key: MHAKey, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
-        """Describe one launch, or two where requests are cut at fixed positions."""
-        if not key.batch_invariant or key.is_uncut or not key.batch:
-            return super().recipe(key, arguments, outs, buffer)
-        tiles = super().recipe(key.without_cuts, arguments, outs, buffer)
-        return (*tiles, invariant_parts_launch(key, buffer))
-
-
-_SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
+_SCHEDULE = RaggedSchedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch, invariant_parts_launch)
 
 
 _ATTEND = _Attend(attention_launch)

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Never
 
 from cumla import reference
-from cumla.core.arguments import checked_flag
+from cumla.core.arguments import checked_flag, checked_max_kv_len
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
-    Schedule,
+    RaggedSchedule,
     TableOrList,
     check_one_form,
     check_ragged_lengths,
@@ -20,13 +21,15 @@ from cumla.core.paged import (
     check_rows,
     checked_pages,
 )
-from cumla.core.spec import OUT_AND_LSE, Spec, array, optional
+from cumla.core.spec import OUT_AND_LSE, Spec, array, flag, optional
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
-from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
+from cumla.launch.split.invariant_parts import SPECS as INVARIANT_SPECS
+from cumla.launch.split.invariant_parts import invariant_parts_launch
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPEC as SCHEDULE_SPEC
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
@@ -55,10 +58,11 @@ MLA_ATTENTION = Spec(
         optional("kv_indptr"),
         optional("kv_indices"),
         *OPTIONS,
+        flag("batch_invariant", False),
         *OUT_AND_LSE,
     ),
     positional=2,
-    kernels=("mla_attention_",),
+    kernels=("mla_attention_", "invariant_parts"),
     returns=("out", "lse"),
     result=AttentionState,
     planned=("kv_lens", "qo_indptr", "kv_indptr"),
@@ -80,6 +84,7 @@ def mla_attention(
     kv_scale: Any = None,
     fp8_products: bool = False,
     causal: bool = True,
+    batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
     stream: Any = None,
@@ -117,6 +122,10 @@ def mla_attention(
         False.
     softmax_scale, kv_scale, fp8_products, stream : optional
         As in :func:`cumla.mla_decode`.
+    batch_invariant : bool
+        Give each request the same bits whatever other requests are in the call. Requests of up to
+        8 query tokens are cut at fixed positions, others are not cut. So the bits of a token may
+        differ between calls with up to 8 tokens of its request and calls with more.
     out, lse : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
         num_heads)`` float32, written and returned, as in :func:`cumla.mla_decode`.
@@ -149,7 +158,7 @@ def mla_attention(
     """
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, softmax_scale),
-        *(kv_scale, fp8_products, causal, out, lse, stream),
+        *(kv_scale, fp8_products, causal, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -178,13 +187,20 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
         return found
 
     def key(self, arguments: Both[DecodeArguments], device: int) -> MLAAttentionKey:
-        (_, kv_lens, _), attend, _ = arguments
+        (_, kv_lens, _), attend, options = arguments
         shape = (kv_lens.shape[0], *shape_of(attend.q, attend.kv_cache))
-        cache = cache_of(attend.kv_cache)
-        return _key(shape, attend.causal, device, sm_count_of(device), cache)
+        cache, most, together = cache_of(attend.kv_cache), 0, None
+        if options.batch_invariant:  # as many tokens as the pages hold
+            pages = attend.block_table
+            most = pages.shape[-1] * attend.kv_cache.shape[1]
+            together = most if len(pages.shape) == 1 else None
+        on = device, sm_count_of(device)
+        return _key(shape, attend.causal, *on, cache, most, together)
 
 
-_SCHEDULE = Schedule[MLAAttentionKey](RAGGED_LENGTHS, ragged_schedule_launch)
+_SCHEDULE = RaggedSchedule[MLAAttentionKey](
+    RAGGED_LENGTHS, ragged_schedule_launch, invariant_parts_launch
+)
 _ATTEND = _Attend(_AXES, attention_launch, reference.mla_attention)
 _ATTENTION = _Attention(_SCHEDULE, _ATTEND, MLA_ATTENTION)
 
@@ -205,8 +221,11 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         As in ``q`` ``(total_tokens, num_heads, 576)``.
     num_kv_heads, page_size, dtype, cache_dtype : optional
         As for :class:`cumla.MLADecodePlan`.
-    causal : bool
+    causal, batch_invariant : bool
         As in :func:`mla_attention`.
+    max_kv_len : int
+        With batch_invariant, and only then: tokens of the longest request that the plan is to
+        serve. Longer ones are right, and slow.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`.
 
@@ -237,6 +256,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         causal: bool = True,
+        batch_invariant: bool = False,
+        max_kv_len: int | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -245,9 +266,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads, page_size, dtype)
         causal = checked_flag("causal", causal)
-        cache = checked_cache_dtype(cache_dtype, dtype)
+        modes = checked_cache_dtype(cache_dtype, dtype), _checked_most(batch_invariant, max_kv_len)
         place = (device, workspace, like, stream)
-        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), cache), *place)
+        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
 
     @classmethod
     def from_arrays(
@@ -257,6 +278,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         *,
         qo_indptr: Any,
         causal: bool = True,
+        batch_invariant: bool = False,
+        max_kv_len: int | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> MLAAttentionPlan:
@@ -266,7 +289,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
-        return cls._from(arrays, stream, causal=causal, workspace=workspace)
+        options = {"causal": causal, "workspace": workspace, "max_kv_len": max_kv_len}
+        return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
 
     @staticmethod
     def workspace_bytes(
@@ -276,6 +300,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         *,
         num_kv_heads: int = 1,
         cache_dtype: Any = None,
+        batch_invariant: bool = False,
+        max_kv_len: int | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, from numbers as for the class.
@@ -284,8 +310,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
-        cache = checked_cache_dtype(cache_dtype)
-        return _key(shape, False, 0, checked_sm_count(sm_count), cache).layout.nbytes
+        modes = checked_cache_dtype(cache_dtype), _checked_most(batch_invariant, max_kv_len)
+        return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
 
     def update(
         self,
@@ -342,7 +368,8 @@ stream
         check_ragged_lengths(host, self.key.total_tokens, self.key.page_size, MOST_TOKENS)
 
     def _specs(self) -> tuple[KernelSpec, ...]:
-        return SCHEDULE_SPEC, attention_spec(self.key)
+        cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
+        return SCHEDULE_SPEC, *cuts, attention_spec(self.key)
 
     def _check_shape(self, arguments: DecodeArguments) -> None:
         super()._check_shape(arguments)
@@ -351,13 +378,38 @@ stream
 
 @lru_cache(maxsize=1024)
 def _key(
-    shape: Shape, causal: bool, device: int | None, sm_count: int, cache: str
+    shape: Shape,
+    causal: bool,
+    device: int | None,
+    sm_count: int,
+    cache: str,
+    most: int,
+    together: int | None = None,
 ) -> MLAAttentionKey:
-    """Make a key, the same object each time: it keeps what follows from it."""
-    key = MLAAttentionKey(*shape, causal, device, sm_count, cache)
+    """Make a key, the same object each time: it keeps what follows from it.
+
+    `most` is the length of the longest request of a batch-invariant plan, and 0 of others;
+    `together` is that of all requests, unless each may be the longest.
+    """
+    key = MLAAttentionKey(*shape, causal, device, sm_count, cache, most > 0)
+    if most:
+        size = key.piece_blocks * BLOCK_TOKENS
+        pieces = -(-most // size)
+        more = key.batch * (pieces - 1) if together is None else together // size
+        key = replace(key, max_pieces=pieces, more_pieces=more)
     if key.num_places > _MOST_PLACES:
         raise ValueError(
             f"{arg('total_tokens')}: needs fewer query tokens, or heads, than a schedule can "
             f"hold, got {key.total_tokens}; cut the call in two"
         )
+    if most and key.parts > MOST_PARTS:
+        raise ValueError(
+            f"{arg('batch_invariant')}: needs at most {MOST_PARTS} pieces of requests, got "
+            f"{key.parts}, cut every {key.piece_blocks * BLOCK_TOKENS} tokens; lower a plan's "
+            f"max_kv_len, pass fewer pages, or fewer requests at once"
+        )
     return key
+
+
+def _checked_most(batch_invariant: Any, max_kv_len: Any) -> int:
+    return checked_max_kv_len(checked_flag("batch_invariant", batch_invariant), max_kv_len)

@@ -32,17 +32,12 @@ class MHAKey(MHAShape):
     def is_uncut(self) -> bool:
         """Whether no row tile is split among several parts."""
         choice = self.choice
-        return self.role == "unsplit" or choice.takes_single_rows or choice.takes_full_tiles
+        return super().is_uncut or choice.takes_single_rows or choice.takes_full_tiles
 
     @property
     def is_of_chunks(self) -> bool:
         """Whether it has the full tiles of a mixed batch, which may have none."""
         return self.role == "full tiles"
-
-    @cached_property
-    def without_cuts(self) -> MHAKey:
-        """The key of a schedule that lists the row tiles in the same places, in one part."""
-        return replace(self, role="unsplit")
 
     @cached_property
     def beside(self) -> MHAKey | None:
@@ -108,6 +103,11 @@ class MHAKey(MHAShape):
     def piece_cost(self) -> int:
         """KV blocks that a piece of a row tile costs."""
         return RULES.piece_cost + self.row_groups
+
+    @property
+    def piece_blocks(self) -> int:
+        """KV blocks at multiples of which batch-invariant requests are cut."""
+        return RULES.piece_blocks
 
     @property
     def min_blocks(self) -> int:

@@ -34,8 +34,7 @@ class MHAShape(RaggedKey):
     max_pieces: int = 1  # of a batch-invariant request
     more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
     masked: bool = False  # arrays say which keys a query sees; `causal` is then False
-    # "batch": all row tiles. "full tiles": those of a mixed batch that has a schedule beside.
-    # "unsplit": all in one part, as a batch-invariant schedule begins.
+    # As RaggedKey says, or "full tiles": those of a mixed batch that has a schedule beside.
     role: str = "batch"
 
     @cached_property

@@ -35,6 +35,8 @@ VARIANTS = ("swapped", "one_tile", "shared_blocks")
 SWAPPED_ROWS = constant("mla/mla_decode_swapped", "kSwappedRows")
 CACHES = ("same", "e4m3")
 """What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
+CUT_TOKENS = 8
+"""Query tokens of a batch-invariant request of ragged queries that is cut, at most: of drafts."""
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
 
 
@@ -150,6 +152,10 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     """
 
     cache: str = "same"  # one of CACHES
+    batch_invariant: bool = False  # requests are cut at fixed positions
+    max_pieces: int = 1  # of a batch-invariant request
+    more_pieces: int = 0  # of all batch-invariant requests, beyond one for each
+    role: str = "batch"  # as RaggedKey says
 
     @property
     def total_tokens(self) -> int:  # type: ignore[override]
@@ -173,7 +179,21 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
         """Groups of 16 rows of a thread block: what it stores of its partial results."""
         return ROW_TILE // self.row_tiles // ROW_GROUP
 
+    @property
+    def most_cut_rows(self) -> int:
+        """Query rows of a kv head of a batch-invariant request that is cut: those of drafts."""
+        return max(CUT_TOKENS * self.heads_per_group, ROW_TILE)
+
     @cached_property
     def parts(self) -> int:
-        """Shares into which the KV blocks of all tiles are dealt: as many as fill the GPU once."""
+        """Shares into which the KV blocks of all tiles are dealt: as many as fill the GPU once.
+
+        Batch-invariant ones: one for each tile, and one for each further piece of a request.
+        """
+        if self.is_uncut:
+            return 1
+        if self.batch_invariant:
+            tiles = -(-self.most_cut_rows // ROW_TILE)  # of a request that is cut, at most
+            more = min(tiles * self.more_pieces, self.num_places * (self.max_pieces - 1))
+            return self.num_places + more
         return max(1, self.sm_count // self.tiles)

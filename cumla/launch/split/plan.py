@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import Self
 
 from cumla.launch.layouts import constant
 
@@ -226,6 +227,29 @@ class RaggedKey(PlanKey):
     """What follows from every shape whose requests have different numbers of query tokens."""
 
     total_tokens: int
+    max_pieces: int = 1  # of a batch-invariant request
+    # "batch": all row tiles. "unsplit": all in one part, as a batch-invariant schedule begins.
+    role: str = "batch"
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether no row tile is split among several parts."""
+        return self.role == "unsplit"
+
+    @cached_property
+    def without_cuts(self) -> Self:
+        """The key of a schedule that lists the row tiles in the same places, in one part."""
+        return replace(self, role="unsplit")  # type: ignore[type-var]
+
+    @property
+    def most_cut_rows(self) -> int:
+        """Query rows of a kv head of a batch-invariant request that is cut, at most."""
+        return ROW_TILE
+
+    @property
+    def piece_blocks(self) -> int:
+        """KV blocks at multiples of which batch-invariant requests are cut."""
+        return piece_blocks(self.row_groups)
 
     @property
     def schedule_page_size(self) -> int:

@@ -15,7 +15,7 @@ from cumla.launch.split.plan import TICKET_BYTES
 from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of, to_torch
 from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table
-from tests.gpu.tools.problem import Guarded
+from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.ragged_problem import (
     GridCase,
     Ragged,
@@ -25,7 +25,7 @@ from tests.gpu.tools.ragged_problem import (
 )
 from tests.launch.split.ragged_schedule_mirror import schedule
 
-KERNELS = ("ragged_schedule", "mla_decode")
+KERNELS = ("ragged_schedule", "invariant_parts", "mla_decode")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -406,6 +406,52 @@ def test_a_plan_gives_the_bits_of_a_call(heads: int, paging: str) -> None:
             out, lse = run(plan, problem)
             assert_same_bits((out.array, lse.array), expected)
         assert bool((buffer[size:] == byte).all()), "memory behind the workspace was written"
+
+
+def one_of(problem: RaggedProblem, requests: list[int]) -> dict[str, Any]:
+    """Arguments of a call with these requests alone, in this order; pages as a table."""
+    bounds, q_lens = problem.case.qo_indptr, problem.case.q_lens
+    rows = np.concatenate([np.arange(bounds[r], bounds[r + 1]) for r in requests])
+    ends = np.cumsum([0, *(q_lens[r] for r in requests)]).astype(np.int32)
+    index = cp.asarray(np.array(requests))
+    return problem.arguments | {
+        "q": typed(problem.q_bits[cp.asarray(rows)], problem.case.dtype),
+        "kv_lens": problem.kv_lens[index],
+        "qo_indptr": cp.asarray(ends),
+        "block_table": problem.paging["block_table"][index],
+    }
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+def test_a_batch_invariant_request_has_the_same_bits_in_any_batch(
+    heads: int, record_figures: Report
+) -> None:
+    """Alone, and in other orders among few and many; of up to 8 tokens it is cut, else whole."""
+    q_lens = (1, 8, 9, 2, 1, 0, 300, 4)
+    kv_lens = (9000, 4097, 5000, 2048, 2049, 700, 6000, 0)
+    problem = make_ragged(cp, Ragged(q_lens=q_lens, kv_lens=kv_lens, heads=heads))
+    out, lse = problem.outputs()
+    whole = cumla.mla_attention(
+        **problem.arguments, batch_invariant=True, out=out.array, lse=lse.array
+    )
+    record_figures(problem.check(*whole))
+    problem.check_untouched(out, lse)
+    plan = plan_of(problem, batch_invariant=True, max_kv_len=max(kv_lens))
+    plan.update(**problem.lengths)
+    assert_same_bits([output.array for output in run(plan, problem)], whole, "a plan")
+    bounds = problem.case.qo_indptr
+    rng = np.random.default_rng(heads)
+    batches = [[r] for r in range(8)] + [rng.permutation(8).tolist() for _ in range(3)]
+    batches.append(rng.integers(0, 8, 150).tolist())  # more parts than multiprocessors
+    for batch in batches:
+        got = cumla.mla_attention(**one_of(problem, batch), batch_invariant=True)
+        begin = 0
+        for request in batch:
+            rows, tokens = slice(bounds[request], bounds[request + 1]), q_lens[request]
+            for found, wanted in zip(got, whole, strict=True):
+                here = bits_of(found[begin : begin + tokens])
+                assert (here == bits_of(wanted[rows])).all(), (batch, request)
+            begin += tokens
 
 
 def test_repeats_give_the_same_bits() -> None:

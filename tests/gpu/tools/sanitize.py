@@ -95,7 +95,8 @@ PAGE_SIZES = (1, 16, 128)  # besides 64: rows, boxes, and blocks that begin insi
 RAGGED = (
     Ragged(),
     Ragged(q_lens=(1, 0, 9, 2), kv_lens=(900, 5, 70, 3), heads=24, page_size=1, paging="list"),
-    Ragged(q_lens=(2,), kv_lens=(2000,), heads=8, page_size=16, causal=False),  # cut
+    Ragged(q_lens=(2,), kv_lens=(2000,), heads=9, page_size=16, causal=False),  # cut
+    Ragged(q_lens=(1, 9), kv_lens=(2500, 70), heads=8),  # batch-invariant
 )
 FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and what is cut
     (Fp8Case(form="packed", heads=16, page_size=1), [900, 65, 0]),
@@ -286,7 +287,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
             problem.check(out, lse)
         print(f"sanitize: pages of {page_size}: agree", flush=True)
     for ragged in RAGGED:
-        attend_ragged(cupy, ragged)
+        attend_ragged(cupy, ragged, batch_invariant=ragged.heads == 8)
     print("sanitize: queries of different lengths: agree", flush=True)
     with multiprocessors(2):  # pages of 1: several requests and many blocks a part
         with edited("every lane arrives", *variants.SWAPPED_EVERY_LANE_ARRIVES, page_size=1):
@@ -635,7 +636,7 @@ def decode(
     return host
 
 
-def attend_ragged(cupy: Any, case: Ragged) -> None:
+def attend_ragged(cupy: Any, case: Ragged, **more: Any) -> None:
     """Queries of different lengths, each row of which some request has."""
     problem = make_ragged(np, case)
     given = {
@@ -645,7 +646,7 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
         for name, array in problem.arguments.items()
         if name != "causal" and array is not None
     }
-    out, lse = cumla.mla_attention(**problem.arguments | given)
+    out, lse = cumla.mla_attention(**problem.arguments | given, **more)
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
 
 

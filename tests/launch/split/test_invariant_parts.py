@@ -13,8 +13,8 @@ import cumla
 from cumla.launch.mha.choice import RULES
 from tests.calls import int32
 from tests.emulator import emulated_gpu
-from tests.launch.mha.invariant_parts_mirror import parts_of
 from tests.launch.mha.test_attention import BF16, bits, call
+from tests.launch.split.invariant_parts_mirror import parts_of
 
 
 @pytest.mark.parametrize("most", [4000, 2000, 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuda/mha/invariant_parts.cu computes, in NumPy."""
+"""What cuda/split/invariant_parts.cu computes, in NumPy."""
 
 from __future__ import annotations
 

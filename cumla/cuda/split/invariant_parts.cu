@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Splits row tiles at fixed positions, so that the bits of a request do not depend on the rest of the batch.
 //
-// It runs after split/ragged_schedule.cu with one part, which lists the row tiles and their number. A request whose
-// query rows of a kv head are one tile, as in decoding, is split every piece_blocks blocks from its first key. Other
-// tiles stay whole. Each segment has its own part, in the order of tiles; the remaining parts are empty.
+// It runs after ragged_schedule.cu with one part, which lists the row tiles and their number. The tiles of a request
+// that has at most most_rows query rows of a kv head, as in decoding, are split every piece_blocks blocks from its first
+// key. Other tiles stay whole. Each segment has its own part, in the order of tiles; the remaining parts are empty.
 //
 // Roles: one CTA of 1,024 threads, each of which has a tile at a time and writes its parts.
 // Barriers: __syncthreads, all threads. The first guards the number of tiles, which part 0 holds and will lose; those
@@ -14,10 +14,9 @@
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla::mha {
+namespace cumla::split {
 
 using namespace ptx;
-using namespace split;
 
 struct InvariantPartsParams {
   const TilePlace* places;
@@ -27,12 +26,13 @@ struct InvariantPartsParams {
   int parts;
   int num_tickets;
   int heads_per_group;
+  int most_rows;  // of a request that is split
   int piece_blocks;
   int max_pieces;  // of a request
 };
 
 __device__ __forceinline__ int pieces_of(const InvariantPartsParams& p, const TilePlace& tile) {
-  if (static_cast<i64>(tile.q_len) * p.heads_per_group > kRowTile) return 1;
+  if (static_cast<i64>(tile.q_len) * p.heads_per_group > p.most_rows) return 1;
   const int pieces = (blocks_of(tile.tokens) + p.piece_blocks - 1) / p.piece_blocks;
   return min(max(pieces, 1), p.max_pieces);
 }
@@ -64,4 +64,4 @@ __device__ __forceinline__ void invariant_parts(const InvariantPartsParams& p) {
     p.parts_out[index] = {p.max_places, 0, 0, 0, p.max_places, 0, index, index, 0, index, {}};
 }
 
-}  // namespace cumla::mha
+}  // namespace cumla::split
