@@ -277,6 +277,10 @@ def mla_invariant(make: _Maker) -> Iterator[Case]:
             cache, table, lens = make.latent(form, 9, 64, 1), make.int32(batch, columns), batch
             q = make(batch, 1, heads, 576)
             cumla.mla_decode(q, cache, table, make.int32(lens), batch_invariant=True)
+            if columns == 64:
+                given = {"kv_lens": make.int32(lens), "qo_indptr": make.int32(batch + 1)}
+                tokens = make(batch, heads, 576)
+                cumla.mla_attention(tokens, cache, block_table=table, **given, batch_invariant=True)
 
         yield f"MLA, batch-invariant, {form}", call
 
