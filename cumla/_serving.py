@@ -223,12 +223,12 @@ class Plans:
         """Begin a step of MLA.
 
         `q_len` are the query tokens of each request, 0 where they differ, as `offsets` tell; or it
-        tells them when a layer asks.
+        tells them when a layer asks. Batch-invariant plans have the same kernel for any of them.
         """
 
         def choose() -> tuple[Any, tuple[int, ...]]:
             each = q_len() if callable(q_len) else q_len
-            if each:
+            if each and "batch_invariant" not in self._sizes:
                 return cumla.MLADecodePlan, (len(kv_lens), each, num_heads)
             return cumla.MLAAttentionPlan, (len(kv_lens), tokens, num_heads)
 

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from cumla.core.check_mode import environment_flag
 from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
 from cumla.mla.shape import HEAD_DIM
@@ -53,6 +54,11 @@ class Kernels:
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Prefer pages of whole 64-token blocks; any others work as well."""
         return default_block_size if default_block_size % 64 == 0 else 64
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Tell that `invariance` has plans for it."""
+        return True
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype | str) -> bool:
@@ -121,6 +127,15 @@ class MHAKernels(Kernels):
         if kv_cache_dtype in FP8 and (head_size % 16 or head_size > MOST_E4M3_COLUMNS):
             return f"an FP8 cache needs a head size of 16, 32, ... or {MOST_E4M3_COLUMNS}"
         return None
+
+
+def invariance() -> dict[str, Any]:
+    """Return what plans have under VLLM_BATCH_INVARIANT, where bits are to be those of a prefill.
+
+    A plan for requests of one token cuts none, so all steps add up the keys in the same order.
+    """
+    asked = environment_flag("VLLM_BATCH_INVARIANT")
+    return {"batch_invariant": True, "max_kv_len": 1} if asked else {}
 
 
 def divides_steps(config: Any) -> bool:

@@ -19,7 +19,15 @@ from vllm.v1.attention.backend import (
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype, current_capture
-from cumla.vllm._models import LOGGER, NO_ALIBI, MHAKernels, divides_steps, dtype_name, factor
+from cumla.vllm._models import (
+    LOGGER,
+    NO_ALIBI,
+    MHAKernels,
+    divides_steps,
+    dtype_name,
+    factor,
+    invariance,
+)
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
@@ -242,7 +250,7 @@ def _plans_of(
     def make() -> Plans:
         return Plans(
             device,
-            {"num_kv_heads": spec.num_kv_heads},
+            {"num_kv_heads": spec.num_kv_heads} | invariance(),
             page_size=spec.block_size,
             dtype=vllm_config.model_config.dtype,
             cache_dtype=cache_dtype(spec.dtype),

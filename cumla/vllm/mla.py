@@ -27,7 +27,14 @@ import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
 from cumla.core.check_mode import environment_flag
-from cumla.vllm._models import LOGGER, MLAKernels, divides_steps, dtype_name, factor
+from cumla.vllm._models import (
+    LOGGER,
+    MLAKernels,
+    divides_steps,
+    dtype_name,
+    factor,
+    invariance,
+)
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
 
@@ -62,7 +69,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         self._captures_mixture = False
         self._plans = Plans(
             self.device,
-            {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)},
+            {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)} | invariance(),
             page_size=self.page_size,
             dtype=self.model_config.dtype,
         )

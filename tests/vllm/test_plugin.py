@@ -392,6 +392,36 @@ def test_a_graph_holds_one_schedule_for_each_form_of_layers(
         assert set(names) == {"schedule", "attention"}
 
 
+def test_under_batch_invariance_decoding_has_the_bits_of_a_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans cut no request, and all steps of MLA have the same kernel."""
+    from cumla.vllm import mha as of_heads
+    from cumla.vllm import mla as latent
+
+    for backend in (of_heads.Backend, latent.Backend):
+        assert backend.supports_batch_invariance()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with torch_gpu(always=True):
+        mla, mha = MLA(), MHA()
+        tokens = 70
+        q = torch.randn(tokens, HEADS, 64).bfloat16()
+        whole = mha.step(int32(tokens), int32(0, tokens), tokens)
+        prefilled = mha.attend("full", whole, q)
+        for last in (5, 64, tokens):
+            step = mha.step(int32(last), int32(0, 1), 1)
+            decoded = mha.attend("full", step, q[last - 1 : last])
+            assert torch.equal(decoded[0], prefilled[last - 1]), last
+        (plan,) = {step.steps[form].plan for form in step.steps if form.window is None}
+        assert plan.key.batch_invariant and plan.key.parts == plan.key.num_places
+        rows = queries(4)
+        verified, _ = mla.attend(mla.step(int32(90), int32(0, 4), 4), rows)
+        step = mla.step(int32(90), int32(0, 1), 1)
+        decoded, _ = mla.attend(step, tuple(part[3:] for part in rows))
+        assert torch.equal(decoded[0], verified[3])
+        assert type(step.decode.step.plan).__name__ == "MLAAttentionPlan"
+
+
 def test_piecewise_graphs_leave_a_step_one_schedule(launched: tuple[Any, list[Any]]) -> None:
     """Layers attend between the graphs, which hold what writes the cache, if anything."""
     gpu, noted = launched
