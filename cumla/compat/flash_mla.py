@@ -20,7 +20,9 @@ Differences from FlashMLA:
 * Sparse calls take any number of heads, any topk, and ``topk_length`` beside the format of
   DeepSeek-V3.2; an index that names no slot counts as absent. A second cache goes with V4's format
   alone.
-* Prefill attention over rows of keys and values is in `cumla.attention`, not here.
+* A dense cache has pages of any size. It may be e4m3 under ``descale_k``, as with SGLang's build,
+  beside queries in 16 bits or e4m3; e4m3 queries become bfloat16, and e4m3 again in the kernel.
+* The functions of prefill attention have no dropout.
 * Tensors on the CPU are computed by `cumla.reference`.
 """
 
@@ -29,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import check_axes, check_tensors, missing_from, refuse_gradients
 from cumla.compat._flash_mla_sparse import (
@@ -42,9 +44,10 @@ from cumla.compat._flash_mla_sparse import (
     written,
 )
 from cumla.compat._table import Interface
-from cumla.compat._torch import is_traced, plainly
+from cumla.compat._torch import import_torch, is_traced, plainly
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import current_stream, open_call
+from cumla.mha.attention import attention
 from cumla.mla.decode import MLADecodePlan, mla_decode
 from cumla.mla.shape import HEAD_DIM
 from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_decode
@@ -61,12 +64,14 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "get_mla_decoding_metadata",
     "get_mla_metadata",
+    "has_legacy",
 ]
 __getattr__ = missing_from(__name__, "flash_mla")
 
-_PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
+_FORMATS = {"V32": HEAD_DIM, "V4": _VALUE_DIM}  # columns of q beside each kv_format
 _SECOND_CACHE = (
     "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone; attend to "
     "each cache with cumla's own functions, and merge the results by cumla.merge_attention_states"
@@ -89,23 +94,15 @@ _CALL = Interface(
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     },
     refused={
-        **dict.fromkeys(
-            ("kv_format", "descale_q", "descale_k"),
-            "belongs to kernels that cumla does not have; leave it out",
-        ),
         **dict.fromkeys(SecondCache._fields, _SECOND_CACHE),
-        "enable_batch_invariant": (
-            "needs calls without indices; call cumla.mla_sparse_decode with batch_invariant=True; "
-            "leave it out"
+        "descale_q": "is the factor of e4m3 queries; pass those, beside an e4m3 k_cache",
+        "descale_k": (
+            "is the factor of a dense e4m3 k_cache; leave it out, packed rows hold their factors"
         ),
-        "is_fp8_kvcache": (
-            f"{_SPARSE}pass indices, or call cumla.mla_decode, which takes FP8 caches and their "
-            f"scales"
-        ),
-        **dict.fromkeys(("attn_sink", "topk_length"), f"{_SPARSE}leave it out"),
+        **dict.fromkeys(("attn_sink", "topk_length", "kv_format"), f"{_SPARSE}leave it out"),
     },
-    unused={"enable_batch_invariant": False, "is_fp8_kvcache": False},
 )
+_VARLEN = Interface({"qo_indptr": "cu_seqlens_qo", "kv_indptr": "cu_seqlens_kv"})
 _ENTRY = "give each request of the batch its entry"
 _INTEGERS = {
     "block_table": Array("batch max_pages", INT32, "row", _ENTRY),
@@ -122,6 +119,7 @@ class _Shape(NamedTuple):
     page_size: int
     heads_k: int
     dtype: Any
+    cache_dtype: Any
     causal: bool
     device: Any
     longest: int | None  # with enable_batch_invariant: tokens that a request has room for
@@ -139,6 +137,7 @@ class _SparseShape(NamedTuple):
     extra_topk: int | None
     has_extra_topk_length: bool
     is_fp8_kvcache: bool
+    invariant: bool
     dtype: Any
     device: Any
 
@@ -146,12 +145,24 @@ class _SparseShape(NamedTuple):
 class FlashMLASchedMeta:
     """The metadata object: empty at first, with a schedule from the first call on.
 
-    Nothing in it is for users to read or to change.
+    FlashMLA's fields may be assigned, as SGLang does before dense FP8 calls; nobody reads them.
     """
 
-    __slots__ = ("_device", "_plans", "_shape")
+    __slots__ = (
+        "_device",
+        "_plans",
+        "_shape",
+        "config",
+        "have_initialized",
+        "num_splits",
+        "tile_scheduler_metadata",
+    )
 
     def __init__(self) -> None:
+        self.have_initialized = False
+        self.config: Any = None
+        self.tile_scheduler_metadata: Any = None
+        self.num_splits: Any = None
         self._shape: _Shape | _SparseShape | None = None  # of the calls that succeeded
         self._device: int | None = None  # where those were, as a CUDA ordinal
         # By shape, stream, and whether a graph computes the schedule. Graphs hold their addresses,
@@ -167,6 +178,24 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
+def get_mla_decoding_metadata(
+    seqlens_k: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make tensors for the fields of a metadata object, as SGLang's build asks for them.
+
+    Differences from it: the tensors hold nothing, and the other arguments are ignored.
+    """
+    check_tensors(seqlens_k=seqlens_k)
+    torch = import_torch()
+    empty = {"dtype": torch.int32, "device": seqlens_k.device}
+    return torch.zeros(1, 8, **empty), torch.zeros(len(seqlens_k) + 1, **empty)
+
+
+def has_legacy() -> bool:
+    """Tell SGLang that dense attention is there."""
+    return True
+
+
 @plainly
 def flash_mla_with_kvcache(
     q: torch.Tensor,
@@ -178,7 +207,7 @@ def flash_mla_with_kvcache(
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool | None = False,
+    is_fp8_kvcache: bool | None = None,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
@@ -197,19 +226,19 @@ def flash_mla_with_kvcache(
 
     Differences from FlashMLA:
 
-    * Without indices k_cache has q's dtype; with them any page size, 16-bit caches too, and as many
-      columns as q. Packed caches go with q in bfloat16; their blocks are contiguous and begin at
-      multiples of 16 bytes.
+    * Without indices k_cache has q's dtype, or is e4m3, ``(num_blocks, page_size, heads_k, 576)``
+      under descale_k, ``(1,)`` float32; q is then bfloat16, or e4m3 under descale_q. With indices
+      16-bit caches go with as many columns as q, and packed ones with q in bfloat16; their blocks
+      are contiguous and begin at multiples of 16 bytes. Pages have any size.
     * topk_length may be ``(batch, seq_q)``.
     * By position softmax_scale comes before causal, as in FlashMLA, whose README leaves it out.
-    * out, of vLLM, is written to and returned. With enable_batch_invariant, of vLLM, and without
-      indices, a request has the same bits in any batch.
-    * An is_fp8_kvcache of None, SGLang's default, looks at the cache. Of SGLang's use_legacy is
-      ignored, and kv_format, descale_q and descale_k are refused.
+    * out, of vLLM, is written to and returned. With enable_batch_invariant, of vLLM, a request, or
+      a query token with indices, has the same bits in any batch.
+    * An is_fp8_kvcache of None looks at the cache. Of SGLang's, use_legacy is ignored, and
+      kv_format is V32 or V4.
     """
     if isinstance(softmax_scale, bool):
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
-    _CALL.refuse({"kv_format": kv_format, "descale_q": descale_q, "descale_k": descale_k})
     if is_fp8_kvcache is None:
         is_fp8_kvcache = indices is not None and k_cache.dtype.itemsize == 1
     extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
@@ -218,7 +247,8 @@ def flash_mla_with_kvcache(
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
-        _CALL.refuse({"enable_batch_invariant": enable_batch_invariant})
+        _CALL.refuse({"descale_q": descale_q, "descale_k": descale_k})
+        _check_format(kv_format, q, bool(is_fp8_kvcache))
         return _attend_sparsely(
             metadata,
             q,
@@ -227,40 +257,100 @@ def flash_mla_with_kvcache(
             scale,
             bool(causal),
             bool(is_fp8_kvcache),
+            bool(enable_batch_invariant),
             attn_sink,
             topk_length,
             extra,
             out,
         )
-    given = {"is_fp8_kvcache": is_fp8_kvcache, "attn_sink": attn_sink, "topk_length": topk_length}
-    _CALL.refuse(given)
+    _CALL.refuse({"attn_sink": attn_sink, "topk_length": topk_length, "kv_format": kv_format})
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
+    refuse_gradients(q=q, k_cache=k_cache)
+    check_axes("q", q, "batch, seq_q, heads_q, 576")
+    check_axes(
+        "k_cache", k_cache, "num_blocks, page_size, heads_k, 576", "num_blocks, page_size, 576"
+    )
+    queries, fp8 = _fp8_arguments(q, k_cache, is_fp8_kvcache, descale_q, descale_k)
     longest = None
     if enable_batch_invariant and block_table is not None:  # all that a row of it can name
         check_axes("block_table", block_table, "batch, max_blocks")
-        longest = max(1, block_table.shape[1] * _PAGE_SIZE)
-    shape = _shape_of(q, k_cache, bool(causal), longest)
+        longest = max(1, block_table.shape[1] * k_cache.shape[1])
+    shape = _shape_of(queries, k_cache, bool(causal), longest)
     if is_traced():  # graphs take no plans
-        arrays = q, k_cache, block_table, cache_seqlens
-        options = {"causal": shape.causal, "batch_invariant": bool(enable_batch_invariant)}
-        found, lse = mla_decode(*arrays, softmax_scale=scale, **options)
+        options: dict[str, Any] = {
+            "causal": shape.causal,
+            "batch_invariant": bool(enable_batch_invariant),
+        }
+        options |= {"softmax_scale": scale, **fp8}
+        found, lse = mla_decode(queries, k_cache, block_table, cache_seqlens, **options)
+        if descale_q is not None:
+            found = (found / descale_q).to(found.dtype)
         return written(out, found), lse.masked_fill(lse == -inf, inf).mT
     _check_first_use(metadata, shape)
 
     def updated() -> MLADecodePlan:
         _check_integers(q, block_table=block_table, kv_lens=cache_seqlens)
-        options: dict[str, Any] = {"causal": shape.causal, "max_kv_len": longest}
-        options["batch_invariant"] = longest is not None
-        plan = FlashMLAPlan.from_arrays(q, k_cache, **options)
+        modes: dict[str, Any] = {"causal": shape.causal, "max_kv_len": longest}
+        modes["batch_invariant"] = longest is not None
+        plan = FlashMLAPlan.from_arrays(queries, k_cache, **modes)
         plan.update(cache_seqlens)
         return plan
 
     with _CALL:
         checked_scale(scale, 1.0)  # run() does so, too, but after the schedule's launch
         plan = _updated_plan(metadata, shape, q, updated)
-        found, lse = plan.run(q, k_cache, block_table=block_table, softmax_scale=scale, out=out)
+        options = {"block_table": block_table, "softmax_scale": scale, "out": out}
+        found, lse = plan.run(queries, k_cache, **options, **fp8)
     metadata._shape = shape
+    if descale_q is not None:
+        found.div_(descale_q)
     return found if out is None else out, lse.mT
+
+
+def _fp8_arguments(
+    q: Any, k_cache: Any, is_fp8: bool | None, descale_q: Any, descale_k: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the queries in 16 bits, and what an e4m3 cache has beside them.
+
+    Values are multiplied by the factor of the scores, so the output has one of descale_q too many.
+    """
+    e4m3 = import_torch().float8_e4m3fn
+    if k_cache.dtype != e4m3:
+        if is_fp8:
+            raise TypeError(
+                f"k_cache: needs float8_e4m3fn with is_fp8_kvcache and without indices, got "
+                f"{k_cache.dtype}; pass indices for packed rows, or leave is_fp8_kvcache out"
+            )
+        _CALL.refuse({"descale_q": descale_q, "descale_k": descale_k})
+        return q, {}
+    if q.dtype != e4m3:
+        _CALL.refuse({"descale_q": descale_q})
+        return q, {"kv_scale": descale_k}
+    factors = [factor for factor in (descale_q, descale_k) if factor is not None]
+    for name, factor in {"descale_q": descale_q, "descale_k": descale_k}.items():
+        if factor is not None and (factor.numel() != 1 or factor.dtype.itemsize != 4):
+            raise ValueError(
+                f"{name}: needs one float32 number, got shape {tuple(factor.shape)} and "
+                f"{factor.dtype}; pass the factor of the whole tensor"
+            )
+    scale = factors[0] * factors[-1] if len(factors) == 2 else (factors or [None])[0]
+    fp8 = {"kv_scale": None if scale is None else scale.reshape(1), "fp8_products": True}
+    return q.to(import_torch().bfloat16), fp8
+
+
+def _check_format(kv_format: str | None, q: Any, is_fp8: bool) -> None:
+    if kv_format is None:
+        return
+    if kv_format not in _FORMATS:
+        raise NotImplementedError(
+            f"kv_format: needs {' or '.join(_FORMATS)}, got {kv_format!r}; cumla has no other "
+            f"packed format"
+        )
+    if not is_fp8 or q.shape[-1] != _FORMATS[kv_format]:
+        raise ValueError(
+            f"kv_format: needs a packed cache beside q of {_FORMATS[kv_format]} columns for "
+            f"{kv_format}, got q of shape {tuple(q.shape)}; leave it out, the shapes tell"
+        )
 
 
 def _attend_sparsely(
@@ -271,6 +361,7 @@ def _attend_sparsely(
     softmax_scale: float | None,
     causal: bool,
     is_fp8: bool,
+    invariant: bool,
     attn_sink: Any,
     topk_length: Any,
     extra: SecondCache,
@@ -295,16 +386,19 @@ def _attend_sparsely(
     second, extra_topk = extra.checked(d_qk)
     if is_traced():
         second |= {"topk_lens": topk_length, "extra_topk_lens": extra.extra_topk_length}
-        found, lse = mla_sparse_decode(q, cache, indices, **second, softmax_scale=softmax_scale)
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "batch_invariant": invariant}
+        found, lse = mla_sparse_decode(q, cache, indices, **second, **options)
         found, lse = with_sink(found, lse, attn_sink)
         return written(out, found), lse.mT
-    modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
+    modes = extra.extra_topk_length is not None, is_fp8, invariant, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
     _check_first_use(metadata, shape)
 
     def updated() -> MLASparsePlan:
-        plan = FlashMLASparsePlan.from_arrays(q, cache, indices, **second)
+        plan = FlashMLASparsePlan.from_arrays(
+            q, cache, indices, **second, batch_invariant=invariant
+        )
         plan.update(topk_length, extra_topk_lens=extra.extra_topk_length)
         return plan
 
@@ -345,16 +439,10 @@ class FlashMLASparsePlan(MLASparsePlan):
 
 def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape:
     """Check the properties that calls with a metadata object must share."""
-    check_axes("q", q, "batch, seq_q, heads_q, 576")
-    check_axes("k_cache", k_cache, "num_blocks, 64, heads_k, 576", "num_blocks, 64, 576")
     batch, seq_q, heads_q, _ = q.shape
     page_size, *heads_k = k_cache.shape[1:-1]
-    if page_size != _PAGE_SIZE:
-        raise ValueError(
-            f"k_cache: needs a page size of {_PAGE_SIZE} tokens, FlashMLA's, got {page_size}; call "
-            f"cumla.mla_decode, which takes any"
-        )
-    check_dtypes("k_cache", k_cache, q, "cumla.mla_decode itself takes FP8 caches and their scales")
+    if k_cache.dtype != import_torch().float8_e4m3fn:
+        check_dtypes("k_cache", k_cache, q, "pass float8_e4m3fn rows, or packed ones with indices")
     for name, tensor in {"q": q, "k_cache": k_cache}.items():
         if tensor.shape[-1] != HEAD_DIM:
             raise ValueError(
@@ -363,8 +451,8 @@ def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape
                 f"with pairs; 512 columns in all, as in DeepSeek-V4, go with indices"
             )
     kv_heads = heads_k[0] if heads_k else 1
-    mask = causal and seq_q > 1
-    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, q.dtype, mask, q.device, longest)
+    modes = q.dtype, k_cache.dtype, causal and seq_q > 1, q.device, longest
+    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, *modes)
 
 
 def _updated_plan(
@@ -398,21 +486,84 @@ def _check_integers(q: Any, **arrays: Any) -> None:
     bind(_INTEGERS, dict(zip(arrays, views[1:], strict=True)), {"batch": q.shape[0]})
 
 
-def _absent(name: str) -> Callable[..., NoReturn]:
-    def function(*args: Any, **kwargs: Any) -> NoReturn:
-        """Prefill attention: not in cumla yet, raises NotImplementedError."""
+@plainly
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to rows of keys and values, those of all requests behind each other.
+
+    Returns ``(tokens, heads_q, columns of v)`` and a log-sum-exp of ``(tokens, heads_q)``.
+
+    Differences from FlashMLA: the numbers of columns of `cumla.attention`, and no gradients. The
+    longest lengths are not looked at, deterministic is so anyway, and rows without keys have an lse
+    of -inf.
+    """
+    if dropout_p:
         raise NotImplementedError(
-            f"{name}: cumla implements only the decoding and the sparse attention of FlashMLA; "
-            f"import this function from flash_mla, or call cumla.attention"
+            f"dropout_p: needs 0, got {dropout_p}; cumla has no dropout, leave it out"
         )
+    if not is_varlen:
+        raise NotImplementedError("is_varlen: needs True, got False; pass the offsets, and no flag")
+    check_tensors(q=q, k=k, v=v, cu_seqlens_qo=cu_seqlens_qo, cu_seqlens_kv=cu_seqlens_kv)
+    offsets = {"qo_indptr": cu_seqlens_qo, "kv_indptr": cu_seqlens_kv}
+    with _VARLEN():
+        found, lse = attention(q, k, v, **offsets, causal=bool(causal), softmax_scale=softmax_scale)
+    return found, lse
 
-    function.__name__ = function.__qualname__ = name
-    return function
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call `flash_attn_varlen_func` with the columns of q, k and v of one tensor."""
+    q, k, v = (qkv[..., columns] for columns in _columns(0, head_dim_qk, 2 * head_dim_qk))
+    sizes = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options: Any = dropout_p, softmax_scale, causal, deterministic, is_varlen
+    return flash_attn_varlen_func(q, k, v, *sizes, *options)
 
 
-flash_attn_varlen_func = _absent("flash_attn_varlen_func")
-flash_attn_varlen_qkvpacked_func = _absent("flash_attn_varlen_qkvpacked_func")
-flash_attn_varlen_kvpacked_func = _absent("flash_attn_varlen_kvpacked_func")
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call `flash_attn_varlen_func` with the columns of k and v of one tensor."""
+    k, v = (kv[..., columns] for columns in _columns(0, head_dim_qk))
+    sizes = cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv
+    options: Any = dropout_p, softmax_scale, causal, deterministic, is_varlen
+    return flash_attn_varlen_func(q, k, v, *sizes, *options)
+
+
+def _columns(*begins: int) -> list[slice]:
+    """Return stretches of columns, each up to where the next one begins."""
+    return [slice(*pair) for pair in zip(begins, (*begins[1:], None), strict=True)]
 
 
 def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> None:

@@ -80,6 +80,8 @@ def test_every_name_of_flash_mla_is_there() -> None:
         "flash_attn_varlen_func",
         "flash_attn_varlen_qkvpacked_func",
         "flash_attn_varlen_kvpacked_func",
+        "get_mla_decoding_metadata",
+        "has_legacy",
     }
     assert names <= set(flash_mla.__all__)
 
@@ -356,7 +358,7 @@ _MERGE = "attend to each cache .* cumla.merge_attention_states"
 @pytest.mark.parametrize(
     ("name", "way_out"),
     [
-        ("is_fp8_kvcache", "pass indices, or call cumla.mla_decode, which takes FP8 caches"),
+        ("kv_format", "leave it out"),
         ("attn_sink", "leave it out"),
         ("extra_k_cache", _MERGE),
         ("extra_indices_in_kvcache", _MERGE),
@@ -372,17 +374,45 @@ def test_what_dense_decoding_does_not_take(
         call(inputs, metadata, **{name: torch.ones(1, dtype=torch.int32)})
 
 
+def test_prefill_over_rows() -> None:
+    """Also with the columns of several tensors in one; the lse is (tokens, heads)."""
+    torch.manual_seed(3)
+    q = torch.randn(9, 4, 96, dtype=torch.bfloat16)
+    kv = torch.randn(9, 4, 96 + 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    sizes = ends, ends, 5, 5
+    options = {"softmax_scale": 0.1, "causal": True}
+    out, lse = flash_mla.flash_attn_varlen_func(q, kv[..., :96], kv[..., 96:], *sizes, **options)
+    assert out.shape == (9, 4, 64) and lse.shape == (9, 4)
+    for begin, end in ((0, 4), (4, 9)):
+        rows = slice(begin, end)
+        scores = 0.1 * torch.einsum("qhd,khd->hqk", q[rows].double(), kv[rows, :, :96].double())
+        scores += torch.full(scores.shape[1:], -math.inf).triu(1)
+        want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), kv[rows, :, 96:].double())
+        torch.testing.assert_close(out[rows].double(), want, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1).T, rtol=1e-6, atol=1e-6)
+    packed = flash_mla.flash_attn_varlen_kvpacked_func(q, kv, *sizes, 96, **options)
+    whole = torch.cat([q, kv], -1)
+    same = flash_mla.flash_attn_varlen_qkvpacked_func(whole, ends, 5, 96, **options)
+    for found in (packed, same):
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("change", "message"),
     [
-        "flash_attn_varlen_func",
-        "flash_attn_varlen_qkvpacked_func",
-        "flash_attn_varlen_kvpacked_func",
+        ({"dropout_p": 0.1}, r"^dropout_p: needs 0, got 0.1"),
+        ({"is_varlen": False}, r"^is_varlen: needs True"),
     ],
 )
-def test_functions_that_are_not_there_yet_say_so(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}: "):
-        getattr(flash_mla, name)(torch.zeros(1), causal=True)
+def test_what_prefill_does_not_take(change: dict[str, Any], message: str) -> None:
+    rows = torch.zeros(3, 1, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=message):
+        flash_mla.flash_attn_varlen_func(rows, rows, rows, ends, ends, 3, 3, **change)
+    short = torch.tensor([0], dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError), match=r"^cu_seqlens_qo: "):
+        flash_mla.flash_attn_varlen_func(rows, rows, rows, short, ends, 3, 3)
 
 
 def test_a_given_output(inputs: StepInputs, metadata: Any) -> None:
@@ -408,10 +438,51 @@ def test_the_same_bits_in_any_batch(inputs: StepInputs, metadata: Any) -> None:
         call(inputs, metadata)
 
 
-@pytest.mark.parametrize("name", ["kv_format", "descale_q", "descale_k"])
-def test_what_sglang_adds_for_other_kernels(inputs: StepInputs, metadata: Any, name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}: belongs to kernels.*leave it out"):
-        call(inputs, metadata, **{name: torch.ones(1)})
+def e4m3(tensor: Any, factor: float) -> Any:
+    return (tensor.float() / factor).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("of_query", [None, 0.5, 0.03])
+def test_an_e4m3_cache_under_its_factor(
+    inputs: StepInputs, metadata: Any, of_query: float | None
+) -> None:
+    """Values have the factor of the cache alone, scores have both."""
+    fields = flash_mla.get_mla_decoding_metadata(inputs.cache_seqlens, 16, 1)
+    metadata.tile_scheduler_metadata, metadata.num_splits = fields
+    assert flash_mla.has_legacy()
+    cache, descale_k = e4m3(inputs.caches[0], 0.25), torch.tensor([0.25])
+    given: dict[str, Any] = {"k_cache": cache, "descale_k": descale_k, "causal": True}
+    given["softmax_scale"] = inputs.softmax_scale
+    q = inputs.queries[0]
+    if of_query is not None:
+        given |= {"q": e4m3(q, of_query), "descale_q": torch.tensor([of_query])}
+        q = given["q"].double() * of_query
+    found, lse = call(inputs, metadata, is_fp8_kvcache=True, **given)
+    exact = StepInputs(
+        **vars(inputs) | {"queries": q[None].double(), "caches": cache[None].double() * 0.25}
+    )
+    want, want_lse = naive_layer(exact, 0, causal=True)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), want, rtol=2**-7, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    out = torch.empty_like(found)
+    again, _ = call(inputs, metadata, out=out, **given)
+    assert again is out and torch.equal(out, found)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"descale_q": torch.ones(1)}, NotImplementedError, "^descale_q: is the factor of e4m3"),
+        ({"descale_k": torch.ones(1)}, NotImplementedError, "^descale_k: is the factor of a dense"),
+        ({"is_fp8_kvcache": True}, TypeError, "^k_cache: needs float8_e4m3fn with is_fp8"),
+    ],
+)
+def test_factors_of_what_is_not_e4m3(
+    inputs: StepInputs, metadata: Any, change: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(inputs, metadata, **change)
 
 
 def test_tensors_as_metadata_are_refused(inputs: StepInputs) -> None:
@@ -443,7 +514,6 @@ def test_head_dim_v_is_512(
         ({"k_cache": (64, 576)}, r"^k_cache: needs axes .*got shape \(64, 576\)"),
         ({"k_cache": (9, 64, 1, 500)}, r"^k_cache: needs 576 columns.*got .*500"),
         ({"q": (3, 1, 16, 512)}, r"^q: needs 576 columns.* cumla.mla_decode with .* with indices"),
-        ({"k_cache": (9, 32, 1, 576)}, "^k_cache: needs a page size of 64 .*got 32"),
     ],
 )
 @pytest.mark.parametrize("first", [True, False])
@@ -461,15 +531,18 @@ def test_shapes_are_checked_before_they_are_compared(
         call(inputs, metadata, **changes)
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [("float8_e4m3fn", 576), ("uint8", 656)])
-def test_fp8_caches_are_not_flash_mlas(
-    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, dtype: str, columns: int
-) -> None:
-    """Without is_fp8_kvcache, which belongs to its sparse attention, they are no caches of q's."""
-    cache = torch.zeros(9, 64, 1, columns, dtype=torch.uint8).view(getattr(torch, dtype))
-    message = f"^k_cache: needs q's dtype bfloat16, got {dtype}; cumla.mla_decode"
-    with pytest.raises(TypeError, match=message):
+def test_packed_rows_go_with_indices(inputs: StepInputs, metadata: Any) -> None:
+    cache = torch.zeros(9, 64, 1, 656, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"^k_cache: needs q's dtype .*got uint8; .* with indices"):
         call(inputs, metadata, k_cache=cache)
+
+
+def test_pages_of_any_size(inputs: StepInputs, metadata: Any) -> None:
+    want = call(inputs, flash_mla.get_mla_metadata()[0])
+    halves = inputs.caches[0].reshape(-1, 32, 1, 576)
+    table = (inputs.block_table[..., None] * 2 + torch.arange(2)).flatten(1).to(torch.int32)
+    found = call(inputs, metadata, k_cache=halves, block_table=table)
+    assert all(map(torch.equal, found, want))
 
 
 def test_a_cache_without_its_head_axis(

@@ -289,8 +289,14 @@ def test_a_given_output_and_a_cache_that_tells_its_format() -> None:
     assert torch.equal(lse, want_lse)
     with pytest.raises(ValueError, match=r"^out: needs shape"):
         problem.call(out=out[:1])
-    with pytest.raises(NotImplementedError, match=r"^enable_batch_invariant: .*mla_sparse_decode"):
-        problem.call(enable_batch_invariant=True)
+    for form in (None, "V32"):
+        found, lse = problem.call(enable_batch_invariant=True, kv_format=form)
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(lse, want_lse)
+    with pytest.raises(NotImplementedError, match=r"^kv_format: needs V32 or V4, got 'V41'"):
+        problem.call(kv_format="V41")
+    with pytest.raises(ValueError, match=r"^kv_format: needs a packed cache beside q of 512"):
+        problem.call(kv_format="V4")
 
 
 # --- prefill --------------------------------------------------------------------------------------

@@ -47,11 +47,10 @@ KNOWN: dict[str, set[str]] = {
     "flash_attn.py:flash_attn_varlen_func": {"+return_attn_probs"},
     "flash_attn.py:flash_attn_with_kvcache": {"+block_table"},
     # vLLM and SGLang add to FlashMLA in different places: here their additions are by keyword.
-    "flash_mla.py:flash_mla_with_kvcache 1.0.0": {
-        *("+out", "order: enable_batch_invariant", "is_fp8_kvcache: None -> False")
-    },
-    "flash_mla.py:flash_mla_with_kvcache 0.32.0": OF_SGLANG | {"+enable_batch_invariant"},
-    "flash_mla.py:flash_mla_with_kvcache 0.33.0": OF_SGLANG,
+    "flash_mla.py:flash_mla_with_kvcache 1.0.0": {*("+out", "order: enable_batch_invariant")},
+    "flash_mla.py:flash_mla_with_kvcache 0.32.0": OF_SGLANG
+    | {"+enable_batch_invariant", "is_fp8_kvcache: False -> None"},
+    "flash_mla.py:flash_mla_with_kvcache 0.33.0": OF_SGLANG | {"is_fp8_kvcache: False -> None"},
     "_flash_mla_sparse.py:flash_mla_sparse_fwd 1.0.0": {"+out", "order: use_legacy"},
     # Copies of DeepGEMM from before, and from after, it lost clean_logits and logits_dtype.
     "deep_gemm.py:fp8_fp4_mqa_logits 0.32.0": LOGITS,
