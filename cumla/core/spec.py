@@ -135,8 +135,8 @@ def _fields_of(name: str, value: Any, kind: type[Any]) -> dict[str, Any]:
     """Name the arrays of a record that are given."""
     if not isinstance(value, kind):
         raise TypeError(
-            f"{arg(name)}: needs {kind.__name__}, got {type(value).__qualname__}; make one of the "
-            f"arrays"
+            f"{arg(name)}: needs cumla.{kind.__name__}, got {type(value).__qualname__}; pass the "
+            f"array to one of its builders or fields"
         )
     given = {f"{name}.{field}": array for field, array in vars(value).items() if array is not None}
     if not given:

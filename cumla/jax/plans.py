@@ -247,12 +247,40 @@ class DSAPlan(_Front, dsa.DSAPlan):  # type: ignore[misc]
     """Schedules and selection of a step of DeepSeek Sparse Attention as a value.
 
     To :class:`cumla.DSAPlan` as :class:`MLADecodePlan` is to its namesake; see there.
-    ``plan.select`` returns the indices and a plan that holds them.
+    ``plan.select`` returns the indices and a plan that holds them. Keep the plan that each call
+    returns; the one before it has no schedule, or no selection.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, cumla, cumla.jax
+    >>> @jax.jit
+    ... def layer(q, kv_cache, index_q, index_cache, weights, block_table, kv_lens):
+    ...     places = {"block_table": block_table}
+    ...     plan = cumla.jax.DSAPlan.from_arrays(
+    ...         q, kv_cache, index_q, index_cache, topk=32, **places
+    ...     )
+    ...     plan = plan.update(kv_lens)
+    ...     indices, plan = plan.select(index_q, index_cache, weights, **places)
+    ...     (out, lse), plan = plan.run(q, kv_cache, **places)
+    ...     return out, indices
+    >>> index_q, scales = cumla.quantize_fp8(jnp.ones((2, 1, 8, 128), jnp.bfloat16))
+    >>> out, indices = layer(
+    ...     jnp.ones((2, 1, 16, 576), jnp.bfloat16),
+    ...     jnp.ones((4, 64, 576), jnp.bfloat16),
+    ...     index_q,
+    ...     jnp.zeros((4, 64, 1, 132), jnp.uint8),
+    ...     scales.reshape(2, 8),
+    ...     jnp.array([[0, 1], [2, 3]]),
+    ...     jnp.array([100, 7]),
+    ... )
+    >>> out.shape, indices.shape
+    ((2, 1, 16, 512), (2, 1, 32))
     """
 
     _Logits = _Logits
     _Attend = _Attention
     _count = staticmethod(run)
+    _calls = "plan = plan.update", "indices, plan = plan.select(...)"
 
     def _place(self, *place: Any) -> dict[str, Any]:
         self._device = gpu()

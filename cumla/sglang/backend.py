@@ -14,7 +14,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype, current_capture
 from cumla.mha.arguments import MOST_DRAFTS
 
 __all__ = ["Backend"]
@@ -175,6 +175,11 @@ class Backend(AttentionBackend):
             assert self._kv_lens is not None
             kept = self._masks.get(window)
             if kept is None:
+                if any(current_capture(self._kv_lens.device)):  # each replay would clear it
+                    raise RuntimeError(
+                        "CUDA graph: cumla's backend needs a run of all layers before the capture "
+                        "of drafts that are trees, got none; pass --disable-cuda-graph"
+                    )
                 most = len(self._kv_lens) * drafts
                 start = None if window is None else self._kv_lens.new_zeros(most)
                 words = self._kv_lens.new_zeros((most, -(-drafts // 32)))

@@ -216,9 +216,12 @@ def check_cache(arguments: Attended, made: str) -> None:
 
 
 def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Tell the axes of q before its columns, by their number if they may be either."""
+    """Tell the axes of q before its columns, by their number if they may be either.
+
+    What takes query tokens without a batch takes them with one as well.
+    """
     if axes is not None:
-        return axes
+        return QUERY_AXES if axes is TOKEN_AXES and len(query.shape) == 4 else axes
     return TOKEN_AXES if len(query.shape) == 3 else QUERY_AXES
 
 

@@ -209,6 +209,7 @@ class DSAPlan(Single):
     _Logits: ClassVar[Any] = PagedMQALogitsPlan
     _Attend: ClassVar[Any] = Attention
     _count: ClassVar[Any] = staticmethod(run)
+    _calls: ClassVar[tuple[str, str]] = "plan.update", "plan.select(...)"  # in messages
     _own: Mapping[str, Any] = MappingProxyType(dict.fromkeys(("visible", "counts", "logits")))
     _lists: Mapping[str, Any] = MappingProxyType({})  # outputs of the selection
     _counted: tuple[Any, Any] | None = None  # tokens that rows see, and that they select
@@ -508,7 +509,7 @@ out, lse, stream
         if chosen is None:
             raise ValueError(
                 f"{arg('indices')}: needs a selection of this step, got none since plan.update; "
-                f"call plan.select before, or pass indices="
+                f"call {self._calls[1]} before, or pass indices="
             )
         if block_table is None:
             raise ValueError(
@@ -533,7 +534,7 @@ out, lse, stream
         if self._lengths is None:
             raise ValueError(
                 f"plan: needs an update, got none that succeeded; call "
-                f"plan.update({arg('kv_lens')}) before plan.select and plan.run"
+                f"{self._calls[0]}({arg('kv_lens')}) before plan.select and plan.run"
             )
 
     def _check_framework(self, index_q: Any) -> None:

@@ -232,7 +232,8 @@ def mla_sparse_attention(
     """Attend to the rows of a cache that lists name, from query tokens without a batch: prefill.
 
     It is :func:`cumla.mla_sparse_decode` for query tokens of any requests in one row, such as those
-    of a prefill or of a mixed step.
+    of a prefill or of a mixed step. q of four axes is taken as there: all shapes are those of
+    :func:`cumla.mla_sparse_decode` then.
 
     Parameters
     ----------

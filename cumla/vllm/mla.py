@@ -53,7 +53,9 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Tells the layers of a step what its schedule follows from.
 
     Where the user asks for full CUDA graphs of mixed steps, a graph serves any requests that fit
-    into it, and prefills of that size count as decoding.
+    into it, and prefills of that size count as decoding. With adaptive verification vLLM cuts
+    drafts on the device, and the host's query lengths are no more than a total: then every step
+    reads them on the device.
     """
 
     query_len_support: ClassVar = QueryLenSupport.VARLEN
@@ -66,6 +68,12 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             most = vllm_config.compilation_config.max_cudagraph_capture_size
             self.reorder_batch_threshold = max(self.reorder_batch_threshold, most)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._cuts_drafts = _cuts_drafts(vllm_config)
+        if self._cuts_drafts and self.dcp_world_size > 1:
+            raise NotImplementedError(
+                "enable_adaptive_verification: cumla's backend for MLA has none with decode "
+                f"context parallelism, got {self.dcp_world_size} ranks; leave one of the two out"
+            )
         self._captures_mixture = False
         self._plans = Plans(
             self.device,
@@ -89,6 +97,13 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         mixed = _has_mixed_graphs(vllm_config)
         return AttentionCGSupport.ALWAYS if mixed else AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, *_: Any) -> int | None:
+        """Return the most tokens of a request in graphs that read query lengths on the device."""
+        if not _cuts_drafts(vllm_config) or divides_steps(vllm_config):
+            return None
+        return cls.reorder_batch_threshold
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -137,7 +152,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             step=self._plans.begin_mla(
                 self.num_heads * self.dcp_world_size,
                 num_decode_tokens,
-                0 if self._captures_mixture else q_len,
+                0 if self._captures_mixture or self._cuts_drafts else q_len,
                 seq_lens_device,
                 query_start_loc_device,
             ),
@@ -154,6 +169,12 @@ def _has_mixed_graphs(config: Any) -> bool:
         and config.parallel_config.decode_context_parallel_size == 1
         and not divides_steps(config)
     )
+
+
+def _cuts_drafts(config: Any) -> bool:
+    """Tell whether vLLM decides on the device how many drafts of a request it verifies."""
+    drafts = getattr(config, "speculative_config", None)
+    return bool(getattr(drafts, "enable_adaptive_verification", False))
 
 
 def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
@@ -233,5 +254,5 @@ class Backend(MLAKernels, MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Refuse query lengths that are decided on the device: the host's choose the plan."""
-        return False
+        """Take query lengths that are decided on the device: the builder knows of them."""
+        return True

@@ -953,8 +953,8 @@ def test_what_a_graph_would_not_see_is_refused() -> None:
     arguments = batch.qo_indptr, *batch.pages, *batch.sizes
     wrapper.plan(*arguments, causal=True)
     wrapper.run(batch.q, batch.cache)
-    with pytest.raises(ValueError, match=r"^q: needs 25 query tokens, .* got 24; with use_cuda_gr"):
-        wrapper.run(batch.q[:24], batch.cache)
+    with pytest.raises(ValueError, match=r"^q: needs 25 query tokens, .* got 26; with use_cuda_gr"):
+        wrapper.run(torch.cat([batch.q, batch.q[:1]]), batch.cache)
     for options, message in (
         ({"causal": False}, "causal: needs True, as in the first plan of this wrapper, got False"),
         ({"window_left": 3}, "window_left: needs -1, as in the first plan"),
@@ -1244,8 +1244,22 @@ def test_arguments_of_a_run() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             wrapper.run(**usual | changes)
-    with pytest.raises(ValueError, match=r"^args: belongs to kernels that cumla does not have"):
+    with pytest.raises(ValueError, match=r"^args: .* pass keys and values of pages as one pair"):
         wrapper.run(batch.q, batch.cache, ONES)
+
+
+def test_queries_that_end_before_their_offsets_do() -> None:
+    """The host knows offsets that it was given; more rows than that are padding."""
+    batch = make_batch((1, 3, 2), (5, 6, 7))
+    wrapper, ragged = PREFILL(workspace()), RAGGED(workspace())
+    wrapper.plan(batch.qo_indptr, *batch.pages, 8, 2, 64, 16, q_data_type=batch.q.dtype)
+    ragged.plan(batch.qo_indptr, batch.qo_indptr, 8, 2, 64, q_data_type=batch.q.dtype)
+    rows = torch.zeros(6, 2, 64).half()
+    for run in (lambda q: wrapper.run(q, batch.cache), lambda q: ragged.run(q, rows, rows)):
+        with pytest.raises(ValueError, match=r"^q: needs the 6 query tokens that qo_indptr .* 5;"):
+            run(batch.q[:5])
+        padded = run(torch.cat([batch.q, batch.q]))
+        assert torch.equal(padded[:6], run(batch.q))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -75,7 +75,24 @@ def intervals(q_lens: Any, kv_lens: Any) -> list[Any]:
     return masks
 
 
-KINDS = {"trees": trees, "last keys": last_keys, "intervals": intervals}
+def prefixes(q_lens: Any, kv_lens: Any) -> list[Any]:
+    """The first keys, a window far behind them, and of one request any of the last 256 keys."""
+    masks = []
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        keys, queries = torch.arange(kv_len), torch.arange(kv_len - q_len, kv_len)[:, None]
+        seen = (keys < kv_len // 4) | ((keys <= queries - 100) & (keys > queries - 340))
+        if request == 3:
+            seen[:, -256:] = torch.rand(q_len, 256) < 0.5
+        masks.append(seen)
+    return masks
+
+
+KINDS = {
+    "trees": trees,
+    "last keys": last_keys,
+    "intervals": intervals,
+    "prefixes": prefixes,
+}
 
 
 def expected(batch: Batch, masks: list[Any], **options: Any) -> tuple[Any, Any]:
@@ -210,6 +227,7 @@ def test_masks_that_are_refused() -> None:
     plan(wrapper, batch, custom_mask=plain(masks))
     gap = [mask.clone() for mask in masks]
     gap[3][4, 342] = False  # the key after it is the 257th from the end
+    gap[3][3, 0] = False  # so that no key is a prefix
     serves = r"got request 3 with a second interval that begins 257 keys .*import the wrapper from"
     for given, message in (
         ({"custom_mask": plain(gap)}, f"custom_mask: needs rows of one interval .*{serves}"),

@@ -265,7 +265,7 @@ MASK = cumla.AttentionMask
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"mask": ROWS}, TypeError, "mask: needs AttentionMask, got ndarray; make one of the arr"),
+        ({"mask": ROWS}, TypeError, "mask: needs cumla.AttentionMask, got ndarray; pass the arr"),
         ({"mask": MASK()}, ValueError, "mask: needs at least one array, got none; leave it out"),
         (
             {"mask": MASK(ROWS), "window": 3},

@@ -327,6 +327,21 @@ def test_a_graph_serves_later_trees(is_ngram: bool) -> None:
             close(out.clone(), attend_to_trees(server, spec, lens, q, window))
 
 
+def test_a_graph_of_trees_needs_a_run_before_it() -> None:
+    """The masks that it reads would be memory of the graph, which each replay clears."""
+    with stubbed(drafts=5, topk=2), torch_gpu() as gpu:
+        server = Server(False)
+        server.backend.init_cuda_graph_state(3, 15)
+        fb = server.batch(Mode.TARGET_VERIFY, (90, 90, 90), (5, 5, 5), spec_info=None)
+        server.backend.init_forward_metadata_out_graph(fb, in_capture=True)
+        q = torch.randn(15, HEADS, 64).bfloat16()
+        with (
+            pytest.raises(RuntimeError, match=r"^CUDA graph: .* before the capture"),
+            gpu.capture(0),
+        ):
+            server.backend.forward_extend(q, None, None, server.layer(), fb)
+
+
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_an_idle_rank_replays_a_graph_of_trees(has_drafts: bool) -> None:
     """It has no drafts, or the buffer of the largest batch, which is no mask of this one."""

@@ -101,6 +101,7 @@ def test_all_ways_give_the_same(make: Any, batch_invariant: bool) -> None:
     assert_same(as_decoded(plan_of(tokens, **mode).run(**inputs(tokens))), want)
     one_head = tokens | {"indices": tokens["indices"][:, None]}
     assert_same(as_decoded(cumla.mla_sparse_attention(**one_head, **mode)), want)
+    assert_same(cumla.mla_sparse_attention(**arguments, **mode), want)
     assert_same(as_decoded(plan_of(one_head, **mode).run(**inputs(one_head))), want)
 
 
@@ -315,7 +316,7 @@ def test_refusals(refusal: Refusal) -> None:
 
 
 OF_TOKENS = [
-    wrong("q", zeros(*Q), f"3 axes (total_tokens, num_heads, 576), got shape {Q}; reshape it"),
+    wrong("q", zeros(16, 576), "3 axes (total_tokens, num_heads, 576), got shape (16, 576)"),
     *(
         wrong("indices", zeros(*s, dtype="i4"), f"shape (total_tokens, topk) ... got {s}; pass a")
         for s in ((5,), (3, 5), (4, 2, 5))

@@ -95,6 +95,7 @@ def main() -> None:
             {"kv_cache_dtype": "fp8"},
             {"dtype": torch.float16},
             {"block_size": 1},
+            {"use_adaptive_verification": True},
         )
         refused: tuple[dict[str, Any], ...] = (
             {"dtype": torch.float32},

@@ -79,6 +79,7 @@ class MLA:
         dcp: int = 1,
         device: str = "cpu",
         graphs: str = "FULL_AND_PIECEWISE",
+        cuts_drafts: bool = False,
     ) -> None:
         from vllm.config import CUDAGraphMode
 
@@ -92,6 +93,7 @@ class MLA:
             compilation_config=SimpleNamespace(
                 cudagraph_mode=CUDAGraphMode[graphs], max_cudagraph_capture_size=512
             ),
+            speculative_config=SimpleNamespace(enable_adaptive_verification=cuts_drafts),
         )
         spec = SimpleNamespace(dtype=cache_dtype, block_size=PAGE, dcp=dcp)
         self.builder = Builder(spec, ["layer"], config, torch.device(device))
@@ -182,12 +184,14 @@ class MHA:
         captured: bool = False,
         table: Any = None,
         spans: Any = None,
+        host: Any = None,
     ) -> Any:
         on_host = {}
         if spans is not None:
+            host = offsets.cpu() if host is None else host
             on_host = {
-                "max_query_len": int((offsets[1:] - offsets[:-1]).max()),
-                "query_start_loc_cpu": offsets.cpu(),
+                "max_query_len": int((host[1:] - host[:-1]).max()),
+                "query_start_loc_cpu": host,
                 "seq_lens_cpu_upper_bound": kv_lens.cpu(),
             }
         common = SimpleNamespace(

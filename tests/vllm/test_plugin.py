@@ -580,6 +580,108 @@ def test_a_graph_of_any_mixture_serves_prefills_and_decoding() -> None:
     assert support(dcp=2) == 2
 
 
+# --- drafts that are cut on the device -----------------------------------------------------------
+
+# Lengths of the cache, offsets on the device, and those of the host: as many tokens, cut evenly.
+CUT_DRAFTS = {
+    "one request keeps all": ((90, 5, 33), (0, 4, 5, 6), (0, 2, 4, 6)),
+    "the last keeps all": ((90, 5, 33), (0, 1, 2, 6), (0, 2, 4, 6)),
+    "padded requests": ((90, 5, 33, 0), (0, 3, 4, 6, 6), (0, 2, 4, 6, 6)),
+    "padded tokens": ((90, 5, 33), (0, 2, 3, 4), (0, 2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize(("lens", "starts", "host"), CUT_DRAFTS.values(), ids=CUT_DRAFTS)
+def test_query_lengths_of_the_device_count(lens: Any, starts: Any, host: Any) -> None:
+    tokens = host[1] * (len(host) - 1)
+    with torch_gpu():
+        mla, q = MLA(cuts_drafts=True), queries(tokens)
+        kv_lens, offsets = int32(*lens), int32(*starts)
+        step = mla.step(kv_lens, offsets, tokens, host=int32(*host))
+        out, _ = mla.attend(step, q)
+        wanted = cumla.mla_attention(
+            q,
+            mla.cache,
+            block_table=step.decode.block_table,
+            kv_lens=kv_lens,
+            qo_indptr=offsets,
+            softmax_scale=SCALE,
+        )
+        last = starts[-1]
+        torch.testing.assert_close(out[:last], wanted.out[:last])
+        assert bool(out[last:].eq(0).all())
+        assert type(step.decode.step.plan) is cumla.MLAAttentionPlan
+
+
+def test_a_graph_serves_drafts_that_are_cut_in_any_way() -> None:
+    """vLLM captures it with one token of each request, and replays it with any numbers."""
+    with torch_gpu() as gpu:
+        mla, q = MLA(cuts_drafts=True), queries(8)
+        kv_lens, offsets = int32(*[90] * 8), int32(*range(9))
+        step = mla.step(kv_lens, offsets, 8, captured=True)
+        with gpu.capture(0):
+            out, _ = mla.attend(step, q)
+        for lens, starts in (
+            ((33, 7, 40, 0, 0, 0, 0, 0), (0, 1, 5, 8, 8, 8, 8, 8, 8)),
+            ((33, 7, 40, 2, 0, 0, 0, 0), (0, 4, 5, 6, 7, 7, 7, 7, 7)),
+        ):
+            kv_lens.copy_(int32(*lens))
+            offsets.copy_(int32(*starts))
+            gpu.replay()
+            wanted = cumla.mla_attention(
+                q,
+                mla.cache,
+                block_table=step.decode.block_table,
+                kv_lens=kv_lens,
+                qo_indptr=offsets,
+                softmax_scale=SCALE,
+            )
+            last = starts[-1]
+            torch.testing.assert_close(out[:last], wanted.out[:last])
+            assert bool(out[last:].eq(0).all())
+
+
+def test_mha_takes_query_lengths_of_the_device() -> None:
+    for lens, starts, host in CUT_DRAFTS.values():
+        mha, kv_lens, offsets = MHA(), int32(*lens), int32(*starts)
+        tokens = host[1] * (len(host) - 1)
+        q = torch.randn(tokens, HEADS, 64).bfloat16()
+        spans = {0: [(3, 9)]}  # of a prompt that was read long ago
+        step = mha.step(kv_lens, offsets, tokens, spans=spans, host=int32(*host))
+        assert step.masked is None
+        wanted = cumla.attention(
+            q,
+            *mha.pages(),
+            block_table=step.block_table,
+            kv_lens=kv_lens,
+            qo_indptr=offsets,
+            softmax_scale=SCALE,
+        )
+        last = starts[-1]
+        torch.testing.assert_close(mha.attend("full", step, q)[:last], wanted.out[:last])
+
+
+def test_vllm_is_told_which_graphs_take_drafts_that_are_cut() -> None:
+    from cumla.vllm import mha, mla
+
+    def most(cuts: bool, **parallel: Any) -> Any:
+        drafts = SimpleNamespace(enable_adaptive_verification=cuts)
+        settings = SimpleNamespace(**parallel)
+        return mla.Builder.get_varlen_cudagraph_max_query_len(
+            SimpleNamespace(speculative_config=drafts, parallel_config=settings), None
+        )
+
+    assert most(True) == 128
+    assert most(False) is None
+    assert most(True, use_ubatching=True) is None
+    config = SimpleNamespace(speculative_config=None, parallel_config=SimpleNamespace())
+    assert mla.Builder.get_varlen_cudagraph_max_query_len(config, None) is None
+    assert mla.Backend.supports_device_cpu_query_lens_mismatch()
+    assert "supports_device_cpu_query_lens_mismatch" not in vars(mha.Backend)  # vLLM's: True
+    with pytest.raises(NotImplementedError, match=r"^enable_adaptive_verification: .* got 2 ranks"):
+        MLA(dcp=2, cuts_drafts=True)
+
+
 # --- micro-batches -------------------------------------------------------------------------------
 
 

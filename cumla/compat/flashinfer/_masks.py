@@ -36,8 +36,9 @@ def mask_of(
     """Return the mask among the arguments of a call, as far as the window goes.
 
     Of each request, the keys before tree_start are one interval in each row. tree_start is the
-    first key that begins a second one. The host waits once, to see where that is; with `as_tree`
-    the mask has all words of a tree.
+    first key that begins a second one. Where that is too far from the end, the keys that all rows
+    see from the first one on are its prefix, and what follows them has the interval. The host waits
+    once, to see where that is; with `as_tree` the mask has a prefix, and all words of a tree.
     """
     torch = sys.modules["torch"]
     name = _PLAIN if given.get(_PACKED) is None else _PACKED  # as in FlashInfer, if both are there
@@ -55,7 +56,7 @@ def mask_of(
             f"{arg(name)}: needs {sum(sizes)} {what}: the q_len * kv_len of each request, got "
             f"{mask.numel()}; describe the same requests"
         )
-    found = []
+    found, seen_by = [], []
     for part, (q_len, kv_len) in zip(mask.flatten().split(sizes), lens, strict=True):
         bits = part if unit == 1 else _unpacked(torch, part)[: q_len * kv_len]
         seen = bits.view(q_len, kv_len) != 0
@@ -63,28 +64,38 @@ def mask_of(
             queries = torch.arange(kv_len - q_len, kv_len, device=seen.device)
             keys = torch.arange(kv_len, device=seen.device)
             seen &= keys >= queries[:, None] - window_left
+        seen_by.append(seen)
         found.append(_rows_of(torch, seen))
     if not found:
         found.append(_rows_of(torch, mask.new_zeros((0, 0), dtype=torch.bool)))
         lens = [(0, 0)]
-    starts, ends, words, begins = ([rows[i] for rows in found] for i in range(4))
-    tree_start = torch.stack(begins)
-    lasts = [kv_len - begin for (_, kv_len), begin in zip(lens, tree_start.tolist(), strict=True)]
+    begins = torch.stack([rows[3] for rows in found]).tolist()
+    lasts = [kv_len - begin for (_, kv_len), begin in zip(lens, begins, strict=True)]
+    prefixes = [0] * len(lens)
     for request, last in enumerate(lasts):
         if last > MOST_DRAFTS:
+            seen, kv_len = seen_by[request].clone(), lens[request][1]
+            prefix = prefixes[request] = int(seen.all(0).cumprod(0).sum())
+            seen[:, :prefix] = False
+            found[request] = _rows_of(torch, seen)
+            lasts[request] = kv_len - int(found[request][3])
+        if lasts[request] > MOST_DRAFTS:
             raise ValueError(
-                f"{arg(name)}: needs rows of one interval of keys, and of any keys among the last "
-                f"{MOST_DRAFTS} of a request, got request {request} with a second interval that "
-                f"begins {last} keys before its end; import the wrapper from flashinfer for "
-                f"such masks"
+                f"{arg(name)}: needs rows of one interval of keys beside a prefix that all of them "
+                f"see, and of any keys among the last {MOST_DRAFTS} of a request, got request "
+                f"{request} with a second interval that begins {last} keys before its end; import "
+                f"the wrapper from flashinfer for such masks"
             )
-    interval = torch.cat(starts).int(), torch.cat(ends).int()
-    if not as_tree and not any(lasts):
-        return AttentionMask(*interval)
-    count = MOST_DRAFTS // WORD if as_tree else -(-max(lasts) // WORD)
-    tree = torch.cat(words)[:, :count].contiguous()
+    starts, ends, words, trees = ([rows[i] for rows in found] for i in range(4))
     batch = len(q_lens)
-    return AttentionMask(*interval, tree=tree, tree_start=tree_start[:batch].int())
+    fields = {"start": torch.cat(starts).int(), "end": torch.cat(ends).int()}
+    if as_tree or any(prefixes):
+        fields["prefix_len"] = starts[0].new_tensor(prefixes[:batch]).int()
+    if as_tree or any(lasts):
+        count = MOST_DRAFTS // WORD if as_tree else -(-max(lasts) // WORD)
+        fields["tree"] = torch.cat(words)[:, :count].contiguous()
+        fields["tree_start"] = torch.stack(trees)[:batch].int()
+    return AttentionMask(**fields)
 
 
 def keep_mask(kept: AttentionMask, mask: AttentionMask) -> None:
