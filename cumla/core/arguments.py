@@ -32,6 +32,7 @@ _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
 # times this and log2(e), stay finite and normal as float32; what is larger is not caught.
 _SCALES = (1e-20, 1e6)
 FACTORS = ("kv_scale", "k_scale", "v_scale")  # of e4m3 caches: numbers or arrays
+_MOST_TOKENS = 0x7FFFFFC0  # of a request
 _FACTOR_RANGE = (2.0**-126, 2.0**126)  # normal as float32, and so are their inverses
 
 
@@ -267,6 +268,28 @@ def checked_max_kv_len(batch_invariant: bool, max_kv_len: object) -> int:
             f"buffer"
         )
     return checked_int("max_kv_len", max_kv_len, "nothing to plan for")
+
+
+def checked_window(name: str, value: Any) -> tuple[int, int] | None:
+    """Check a window, and return its left and right side, -1 for no bound."""
+    if value is None:
+        return None
+    pair = value if isinstance(value, (tuple, list)) else (value, None)
+    if len(pair) != 2:
+        raise ValueError(
+            f"{arg(name)}: needs one number or a pair (left, right), got {len(pair)} of them; "
+            f"pass -1 or None for a side without a bound"
+        )
+    way_out = "pass -1 or None for no bound"
+    sides = [-1 if n is None else checked_int(name, n, way_out, -1) for n in pair]
+    left, right = (min(side, _MOST_TOKENS) for side in sides)
+    return left, right
+
+
+def window_sides(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    """Tell the tokens that a query sees on the left and on the right, -1 for all."""
+    left, right = window or (-1, -1)
+    return left, 0 if causal else right
 
 
 def dtype_name(dtype: Any) -> Any:

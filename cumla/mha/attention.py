@@ -21,7 +21,9 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
     checked_max_kv_len,
+    checked_window,
     dtype_name,
+    window_sides,
 )
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
@@ -106,22 +108,6 @@ def _checked_softcap(name: str, value: Any) -> float:
     return cap
 
 
-def _checked_window(name: str, value: Any) -> tuple[int, int] | None:
-    """Check a window, and return its left and right side, -1 for no bound."""
-    if value is None:
-        return None
-    pair = value if isinstance(value, (tuple, list)) else (value, None)
-    if len(pair) != 2:
-        raise ValueError(
-            f"{arg(name)}: needs one number or a pair (left, right), got {len(pair)} of them; "
-            f"pass -1 or None for a side without a bound"
-        )
-    way_out = "pass -1 or None for no bound"
-    sides = [-1 if n is None else checked_int(name, n, way_out, -1) for n in pair]
-    left, right = (min(side, MOST_TOKENS) for side in sides)
-    return left, right
-
-
 ATTENTION = Spec(
     "attention",
     (
@@ -134,7 +120,7 @@ ATTENTION = Spec(
         optional("kv_indptr"),
         optional("kv_indices"),
         flag("causal", True),
-        Option("window", None, _checked_window, "int[]?"),
+        Option("window", None, checked_window, "int[]?"),
         record("mask", AttentionMask),
         Option("softcap", None, _checked_softcap, "float?"),
         optional("sinks"),
@@ -313,12 +299,6 @@ def _check_no_window(window: tuple[int, int] | None) -> None:
         )
 
 
-def _sides(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
-    """Tell the tokens that a query sees on the left and on the right, -1 for all."""
-    left, right = window or (-1, -1)
-    return left, 0 if causal else right
-
-
 class _Attend(Attend[MHAArguments, MHAKey]):
     trusted = ("block_table", "kv_indices")
 
@@ -337,7 +317,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         numbers = options.k_scale, options.v_scale
         factors = _checked_factors(given, numbers, (k, v), pages)
         scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-        window, cap = _sides(options.window, options.causal), options.softcap or 0.0
+        window, cap = window_sides(options.window, options.causal), options.softcap or 0.0
         sinks, mask = given.get("sinks"), checked_mask(given, prod(q.shape[:-2]))
         if not mask.is_empty:
             _check_no_window(options.window)
@@ -741,14 +721,14 @@ class AttentionPlan(TableOrList[MHAKey]):
         stream: Any = None,
     ) -> None:
         self._causal = checked_flag("causal", causal)
-        self._window = _checked_window("window", window)
+        self._window = checked_window("window", window)
         self._mask_form = _checked_form_of_mask(mask_form, self._window)
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         dtypes = dtype, cache_dtype
         shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
 
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
-        left, _ = _sides(self._window, self._causal)
+        left, _ = window_sides(self._window, self._causal)
         masked = mask_form is not None
 
         def key_on(on: int | None) -> MHAKey:

@@ -10,7 +10,14 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cumla.core._dlpack import numpy_dtype
-from cumla.core.arguments import Views, check_dtype, check_layout, checked_int, dtype_name
+from cumla.core.arguments import (
+    Views,
+    check_dtype,
+    check_layout,
+    checked_int,
+    dtype_name,
+    window_sides,
+)
 from cumla.core.arrays import parts
 from cumla.core.names import arg
 from cumla.launch.split.plan import BLOCK_TOKENS
@@ -86,6 +93,22 @@ def check_fp8_products(columns: Columns, fp8_products: bool) -> None:
             f"{arg('fp8_products')}: needs a {arg('kv_cache')} of {FP8}, or of its bits as uint8, "
             f"got {columns.kv_cache.dtype}; leave it out"
         )
+
+
+def window_of(window: tuple[int, int] | None, causal: bool, cache: str) -> tuple[int, int] | None:
+    """Tell the sides of a window, -1 for no bound; None where `causal` says all.
+
+    `cache` is one of CACHES. Windows are for 16-bit caches.
+    """
+    left, right = window_sides(window, causal)
+    if left < 0 and (causal or right < 0):
+        return None
+    if cache != "same":
+        raise ValueError(
+            f"{arg('window')}: needs a {arg('kv_cache')} of q's dtype, got one of {FP8} beside "
+            f"{window}; keep the cache of this layer in 16 bits"
+        )
+    return left, right
 
 
 def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:

@@ -6,11 +6,13 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from cumla.core.arguments import bind
+import numpy as np
+
+from cumla.core.arguments import Array, bind, checked_window
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
-from cumla.core.spec import SOFTMAX_SCALE, Factor, array, flag, in_parts
+from cumla.core.spec import SOFTMAX_SCALE, Factor, Option, array, flag, in_parts, optional
 from cumla.core.state import AttentionState
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
@@ -25,6 +27,7 @@ from cumla.mla.arguments import (
     checked_kv_scale,
     checked_query_and_cache,
     other_cache,
+    window_of,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +43,15 @@ Q_AND_CACHE = (
     array("q", in_parts(*ROW_PARTS)),
     array("kv_cache", in_parts(*CACHE_PARTS)),
 )
-OPTIONS = (SOFTMAX_SCALE, Factor("kv_scale"), flag("fp8_products", False), flag("causal", True))
+OPTIONS = (
+    SOFTMAX_SCALE,
+    Factor("kv_scale"),
+    flag("fp8_products", False),
+    flag("causal", True),
+    Option("window", None, checked_window, "int[]?"),
+    optional("sinks"),
+)
+_SINKS = {"sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head")}
 HIDDEN = {"empty_lse": -inf}  # where nothing is visible; FlashMLA has it otherwise
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
 
@@ -82,7 +93,19 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         scales = columns.kv_scales, kv_scale, scale
         modes = options.causal, options.empty_lse
         fp8: bool = options.fp8_products
-        return DecodeArguments(*columns[:4], pages, *scales, *modes, fp8_products=fp8)
+        bind(_SINKS, views, {"num_heads": columns.q.shape[-2]})
+        sides = window_of(options.window, options.causal, cache_of(columns.kv_cache))
+        masks: dict[str, Any] = {"sinks": views.get("sinks"), "window": sides}
+        return DecodeArguments(*columns[:4], pages, *scales, *modes, fp8_products=fp8, **masks)
+
+    def first_seen(self, host: Host, a: DecodeArguments) -> np.ndarray[Any, Any] | None:
+        """Check mode: tell the first token of each request that a window lets its queries see."""
+        left, _ = a.window or (-1, -1)
+        if left < 0:
+            return None
+        bounds, lengths = host.get("qo_indptr"), host["kv_lens"].astype(np.int64)
+        new = a.q.shape[1] if bounds is None else np.diff(bounds.astype(np.int64))
+        return np.maximum(lengths - new - left, 0)
 
     def value_dim(self, arguments: DecodeArguments) -> int:
         """Tell the latent columns."""
@@ -90,7 +113,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Results:
         """Compute with the lengths that came."""
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "out", "lse")
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "sinks", "out", "lse")
         factor: Any = arguments.kv_scale  # a view, if it is an array
         state = self._definition(
             parts_on_host(host, "q"),
@@ -100,6 +123,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
             softmax_scale=arguments.softmax_scale,
             kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
             causal=arguments.causal,
+            window=arguments.window,
             **{name: host[name] for name in names if name in host},
         )
         state.lse[state.lse == -inf] = arguments.empty_lse
@@ -122,7 +146,8 @@ class MLAPlan(Plan[K], Generic[K]):
 
     def _fixed(self) -> dict[str, Any]:
         key = self.key
-        return {"causal": key.causal, "batch_invariant": getattr(key, "batch_invariant", False)}
+        modes = {"batch_invariant": getattr(key, "batch_invariant", False)}
+        return {"causal": key.causal, "window": key.window, **modes}
 
     @property
     def _batch(self) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Never
 
 from cumla import reference
-from cumla.core.arguments import checked_flag, checked_max_kv_len
+from cumla.core.arguments import checked_flag, checked_max_kv_len, checked_window
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
@@ -32,10 +32,19 @@ from cumla.launch.split.invariant_parts import invariant_parts_launch
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPEC as SCHEDULE_SPEC
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
-from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
+from cumla.mla.arguments import (
+    Columns,
+    cache_of,
+    checked_cache_dtype,
+    checked_shape,
+    named,
+    window_of,
+)
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host
@@ -84,6 +93,8 @@ def mla_attention(
     kv_scale: Any = None,
     fp8_products: bool = False,
     causal: bool = True,
+    window: int | Sequence[int | None] | None = None,
+    sinks: Any = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -120,7 +131,7 @@ def mla_attention(
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
-    softmax_scale, kv_scale, fp8_products, stream : optional
+    softmax_scale, kv_scale, fp8_products, window, sinks, stream : optional
         As in :func:`cumla.mla_decode`.
     batch_invariant : bool
         Give each request the same bits whatever other requests are in the call. Requests of up to
@@ -158,7 +169,7 @@ def mla_attention(
     """
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, softmax_scale),
-        *(kv_scale, fp8_products, causal, batch_invariant, out, lse, stream),
+        *(kv_scale, fp8_products, causal, window, sinks, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -172,7 +183,7 @@ class _Attend(MLAAttend[MLAAttentionKey]):
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
         num_pages, page_size = arguments.kv_cache.shape[:2]
         check_ragged_lengths(host, arguments.q.shape[0], page_size, MOST_TOKENS)
-        check_ragged_pages(host, num_pages, page_size)
+        check_ragged_pages(host, num_pages, page_size, self.first_seen(host, arguments))
 
 
 class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
@@ -195,7 +206,7 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
             most = pages.shape[-1] * attend.kv_cache.shape[1]
             together = most if len(pages.shape) == 1 else None
         on = device, sm_count_of(device)
-        return _key(shape, attend.causal, *on, cache, most, together)
+        return _key(shape, attend.causal, *on, cache, attend.window, most, together)
 
 
 _SCHEDULE = RaggedSchedule[MLAAttentionKey](
@@ -221,7 +232,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         As in ``q`` ``(total_tokens, num_heads, 576)``.
     num_kv_heads, page_size, dtype, cache_dtype : optional
         As for :class:`cumla.MLADecodePlan`.
-    causal, batch_invariant : bool
+    causal, window, batch_invariant
         As in :func:`mla_attention`.
     max_kv_len : int
         With batch_invariant, and only then: tokens of the longest request that the plan is to
@@ -256,6 +267,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         causal: bool = True,
+        window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         device: int | None = None,
@@ -266,7 +278,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads, page_size, dtype)
         causal = checked_flag("causal", causal)
-        modes = checked_cache_dtype(cache_dtype, dtype), _checked_most(batch_invariant, max_kv_len)
+        cache = checked_cache_dtype(cache_dtype, dtype)
+        sides = window_of(checked_window("window", window), causal, cache)
+        modes = cache, sides, _checked_most(batch_invariant, max_kv_len)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
 
@@ -278,6 +292,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         *,
         qo_indptr: Any,
         causal: bool = True,
+        window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         workspace: Any = None,
@@ -289,7 +304,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
-        options = {"causal": causal, "workspace": workspace, "max_kv_len": max_kv_len}
+        options: dict[str, Any] = {"causal": causal, "window": window}
+        options |= {"workspace": workspace, "max_kv_len": max_kv_len}
         return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
 
     @staticmethod
@@ -310,7 +326,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
-        modes = checked_cache_dtype(cache_dtype), _checked_most(batch_invariant, max_kv_len)
+        modes = checked_cache_dtype(cache_dtype), None, _checked_most(batch_invariant, max_kv_len)
         return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
 
     def update(
@@ -342,6 +358,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         softmax_scale: float | None = None,
         kv_scale: Any = None,
         fp8_products: bool = False,
+        sinks: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -351,16 +368,16 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
         Parameters
         ----------
-        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, out, lse, \
-stream
+        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks, out, \
+lse, stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for: the other is one more ValueError.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, out),
-            *(lse, stream),
+            *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks),
+            *(out, lse, stream),
         )
         return state
 
@@ -383,6 +400,7 @@ def _key(
     device: int | None,
     sm_count: int,
     cache: str,
+    window: tuple[int, int] | None,
     most: int,
     together: int | None = None,
 ) -> MLAAttentionKey:
@@ -391,7 +409,7 @@ def _key(
     `most` is the length of the longest request of a batch-invariant plan, and 0 of others;
     `together` is that of all requests, unless each may be the longest.
     """
-    key = MLAAttentionKey(*shape, causal, device, sm_count, cache, most > 0)
+    key = MLAAttentionKey(*shape, causal, device, sm_count, cache, most > 0, window=window)
     if most:
         size = key.piece_blocks * BLOCK_TOKENS
         pieces = -(-most // size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import bind, checked_flag, checked_max_kv_len
+from cumla.core.arguments import bind, checked_flag, checked_max_kv_len, checked_window
 from cumla.core.check_mode import check_mode
 from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
@@ -25,11 +25,15 @@ from cumla.core.paged import (
 from cumla.core.spec import OUT_AND_LSE, Spec, array, flag
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
-from cumla.launch.mla.choice import attend_launch, decode_spec
+from cumla.launch.mla.choice import (
+    attend_launch,
+    decode_schedule_launch,
+    decode_schedule_spec,
+    decode_spec,
+)
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, piece_blocks
-from cumla.launch.split.schedule import schedule_launch, schedule_spec
 from cumla.mla.arguments import (
     QUERY_AXES,
     Columns,
@@ -37,10 +41,13 @@ from cumla.mla.arguments import (
     checked_cache_dtype,
     checked_shape,
     named,
+    window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.launch.source import KernelSpec
@@ -60,7 +67,7 @@ MLA_DECODE = Spec(
         *OUT_AND_LSE,
     ),
     positional=4,
-    kernels=("mla_schedule", "mla_decode_"),
+    kernels=("mla_schedule", "mla_decode_", "mla_attention_schedule", "mla_attention_window"),
     returns=("out", "lse"),
     result=AttentionState,
     planned=("kv_lens",),
@@ -79,6 +86,8 @@ def mla_decode(
     kv_scale: Any = None,
     fp8_products: bool = False,
     causal: bool = True,
+    window: int | Sequence[int | None] | None = None,
+    sinks: Any = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -133,6 +142,15 @@ def mla_decode(
         without it. Refused with a 16-bit cache.
     causal : bool
         Query i of q_len sees ``kv_lens - (q_len - 1 - i)`` tokens; all of them if False.
+    window : int or pair of int, optional
+        left, or (left, right), both inclusive: the tokens that query i sees before and behind its
+        own, token ``kv_lens - q_len + i``. -1 or None is unbounded, and so is what is not given;
+        with `causal` right has no effect. A "sliding window of W tokens" is left = W - 1. Pages
+        that end before all windows may be freed: their entries of block_table may hold anything.
+        For 16-bit caches; with `batch_invariant` by :func:`cumla.mla_attention`.
+    sinks : array, optional
+        ``(num_heads,)`` float32, contiguous: a score per head that takes part in every sum of
+        weights and has no value. It is not multiplied by softmax_scale, and lse includes it.
     batch_invariant : bool
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. Requests are then cut at fixed positions, which takes longer than
@@ -152,8 +170,9 @@ def mla_decode(
     -------
     AttentionState
         ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, q_len, num_heads)``
-        float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``. Where nothing is
-        visible out is 0 and lse -inf. Arrays of q's framework.
+        float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)`` and, with sinks,
+        of ``exp(sink)``. Where nothing is visible out is 0 and lse -inf or, with sinks, the sink.
+        Arrays of q's framework.
 
     Raises
     ------
@@ -209,7 +228,7 @@ def mla_decode(
     """
     state: AttentionState = _DECODE.call(
         *(q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal),
-        *(batch_invariant, out, lse, stream),
+        *(window, sinks, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -227,24 +246,30 @@ class _Attend(MLAAttend[MLADecodeKey]):
         lengths, table = host["kv_lens"], host["block_table"]
         num_pages, page_size = arguments.kv_cache.shape[:2]
         check_table_lengths(lengths, table, page_size)
-        check_block_table(table, lengths, num_pages, page_size)
+        first = self.first_seen(host, arguments)
+        check_block_table(table, lengths, num_pages, page_size, first=first)
 
 
 class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
     def batch(self, attend: DecodeArguments, views: Views) -> int:
         return attend.q.shape[0]
 
+    def arguments(self, views: Views, options: Any) -> Both[DecodeArguments]:
+        found = super().arguments(views, options)
+        _check_cuts(found.attend.window, options.batch_invariant)
+        return found
+
     def key(self, arguments: Both[DecodeArguments], device: int) -> MLADecodeKey:
         _, attend, options = arguments
         blocks = 0
         if options.batch_invariant:  # of the longest request that the block table can name
             blocks = -(-attend.block_table.shape[1] * attend.kv_cache.shape[1] // BLOCK_TOKENS)
-        modes = (options.batch_invariant, blocks, None, cache_of(attend.kv_cache))
+        modes = (options.batch_invariant, blocks, None, cache_of(attend.kv_cache), attend.window)
         shape = shape_of(attend.q, attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), *modes)
 
 
-_SCHEDULE = Schedule[MLADecodeKey]({"kv_lens": KV_LENS}, schedule_launch)
+_SCHEDULE = Schedule[MLADecodeKey]({"kv_lens": KV_LENS}, decode_schedule_launch)
 _ATTEND = _Attend(QUERY_AXES, attend_launch, reference.mla_decode)
 _DECODE = _Decode(_SCHEDULE, _ATTEND, MLA_DECODE)
 
@@ -274,7 +299,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         kv_cache unless `cache_dtype` says otherwise.
     cache_dtype : str or dtype, optional
         ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
-    causal : bool
+    causal, window
         As in :func:`mla_decode`.
     batch_invariant : bool
         As in :func:`mla_decode`; it needs `max_kv_len`.
@@ -338,6 +363,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         causal: bool = True,
+        window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         device: int | None = None,
@@ -351,7 +377,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         cache = checked_cache_dtype(cache_dtype, dtype)
-        modes = (batch_invariant, max_blocks, self._variant, cache)
+        sides = window_of(checked_window("window", window), causal, cache)
+        _check_cuts(sides, batch_invariant)
+        modes = (batch_invariant, max_blocks, self._variant, cache, sides)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
 
@@ -362,6 +390,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         kv_cache: Any,
         *,
         causal: bool = True,
+        window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         workspace: Any = None,
@@ -375,10 +404,11 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
-        causal, batch_invariant, max_kv_len, workspace, stream
+        causal, window, batch_invariant, max_kv_len, workspace, stream
             As for the class.
         """
-        options = {"causal": causal, "workspace": workspace, "max_kv_len": max_kv_len}
+        options: dict[str, Any] = {"causal": causal, "window": window}
+        options |= {"workspace": workspace, "max_kv_len": max_kv_len}
         arrays = named(q, kv_cache, None)
         return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
 
@@ -437,9 +467,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         TypeError, ValueError
             kv_lens does not fit the plan.
         CumlaError
-            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for those of a
-            16-bit cache in two arrays and of a broadcast FP8 cache, both with pages of whole
-            64-token blocks, which the first run loads.
+            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for those with
+            sinks, and those of a 16-bit cache in two arrays and of a broadcast FP8 cache, both
+            with pages of whole 64-token blocks, which the first run loads.
         """
         if misplaced:
             raise self._misplaced("update", misplaced)
@@ -462,6 +492,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         softmax_scale: float | None = None,
         kv_scale: Any = None,
         fp8_products: bool = False,
+        sinks: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -471,7 +502,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
         Parameters
         ----------
-        q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
+        q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, out, lse, stream
             As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
             the check mode, ``CUMLA_CHECK=1``, refuses the call).
 
@@ -488,12 +519,22 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, out, lse, stream
+            *(q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, out, lse),
+            stream,
         )
         return state
 
     def _specs(self) -> tuple[KernelSpec, ...]:
-        return schedule_spec(self.key), decode_spec(self.key)
+        return decode_schedule_spec(self.key), decode_spec(self.key)
+
+
+def _check_cuts(window: tuple[int, int] | None, batch_invariant: bool) -> None:
+    """Refuse a window beside cuts at fixed positions."""
+    if window is not None and batch_invariant:
+        raise ValueError(
+            f"{arg('batch_invariant')}: needs {arg('window')} None, got {window}; leave one of "
+            f"them out, or call mla_attention, which takes both"
+        )
 
 
 @lru_cache(maxsize=1024)

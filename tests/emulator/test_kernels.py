@@ -66,6 +66,13 @@ def fp8_cache(cupy: CuPy) -> None:
     sanitize.attend_fp8(cupy, make_fp8(np, case, np.array(lengths)))
 
 
+def windows_and_sinks(cupy: CuPy) -> None:
+    """A cut window, pages of single rows in a list, and sinks of decoding and of an FP8 cache."""
+    for sample in (sanitize.MLA_MASKS[0], *sanitize.MLA_MASKS[3:5]):
+        sanitize.attend_latent_masked(cupy, sample)
+    sanitize.attend_with_sinks(cupy, sanitize.MLA_SINKS[1])
+
+
 def lists_of_rows(cupy: CuPy) -> None:
     """One case for each kernel: rows of 16 bits, of e4m3, and packed ones of few and many heads."""
     for i in (0, 2, 6, 7):
@@ -145,6 +152,7 @@ CALLS = (
     small_pages,
     ragged_queries,
     fp8_cache,
+    windows_and_sinks,
     lists_of_rows,
     few_rows,
     merges,

@@ -39,6 +39,7 @@
 #include "mla/mla_decode_fp8/finish.cuh"
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "mla/mla_decode_fp8/load.cuh"
+#include "mla/mla_decode/masked.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention over caches with e4m3 latent columns, for a multiple of 64 heads per kv head: paged caches of any
 // form and page size. mla/mla_decode_fp8_64/kernel.cuh has the roles, time line, barriers and budget.
+#include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "mla/mla_decode_fp8_64/page_rows.cuh"
 

@@ -9,6 +9,7 @@
 //                 3,584 + words 88 + barriers 320 = 229,272 B of 232,448
 // Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24
 // Tensor work:    18 + 16 products m64n64k32 per block, 1,088 clocks
+#include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "mla/mla_decode_fp8_64/page_rows.cuh"
 #include "mla/mla_decode_fp8_products/compute.cuh"

@@ -5,11 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.launch.mla.mla_decode import decode_launch, form_of, variant_spec
+from cumla.launch.mla.mla_decode import (
+    decode_launch,
+    form_of,
+    sinks_spec,
+    variant_spec,
+    window_launch,
+    window_spec,
+)
 from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
 from cumla.launch.mla.mla_decode_swapped import swapped_spec
 from cumla.launch.mla.shape import VARIANTS
+from cumla.launch.split import ragged_schedule as ragged
 from cumla.launch.split.plan import page_form
+from cumla.launch.split.schedule import schedule_launch, schedule_spec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -21,7 +30,21 @@ if TYPE_CHECKING:
 
 def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
+    if key.by_windows:
+        return window_spec(key.dtype, form or key.form)
     return _spec(key.dtype, key.variant, form or key.form)
+
+
+def decode_schedule_spec(key: MLADecodeKey) -> KernelSpec:
+    """Look up the kernel that makes the schedule of a shape."""
+    return ragged.schedule_spec(key.by_windows) if key.by_windows else schedule_spec(key)
+
+
+def decode_schedule_launch(key: MLADecodeKey, buffer: int, kv_lens: ArrayView) -> Launch:
+    """Describe how to compute the schedule for ``(batch,)`` int32 lengths into a plan's buffer."""
+    if key.by_windows:
+        return ragged.ragged_schedule_launch(key.by_windows, buffer, None, kv_lens, None)
+    return schedule_launch(key, buffer, kv_lens)
 
 
 def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
@@ -45,5 +68,9 @@ def attend_launch(
     """
     if key.cache == "e4m3":
         return decode_fp8_launch(key, buffer, arguments, out, lse)
-    spec = decode_spec(key, form_of(key, arguments))
+    if key.by_windows:
+        return window_launch(key.by_windows, buffer, arguments, out, lse)
+    form = form_of(key, arguments)
+    has_sinks = arguments.sinks is not None
+    spec = sinks_spec(key.dtype, form) if has_sinks else decode_spec(key, form)
     return decode_launch(spec, key, buffer, arguments, out, lse)

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.launch.mla.mla_decode import decode_launch, form_of, ragged_spec
+from cumla.launch.mla.mla_decode import (
+    decode_launch,
+    form_of,
+    ragged_spec,
+    window_launch,
+    window_spec,
+)
 from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
 
 if TYPE_CHECKING:
@@ -18,7 +24,8 @@ if TYPE_CHECKING:
 
 def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
     """Look up the kernel of a shape's dtype, for caches of a form; by default in one array."""
-    return ragged_spec(key.dtype, form or key.form)
+    spec_of = window_spec if key.window else ragged_spec
+    return spec_of(key.dtype, form or key.form)
 
 
 def attention_launch(
@@ -39,6 +46,8 @@ def attention_launch(
     out = _with_batch(out)
     if key.cache == "e4m3":
         return decode_fp8_launch(key, buffer, one_request, out, lse)
+    if key.window or arguments.sinks is not None:
+        return window_launch(key, buffer, one_request, out, lse)
     spec = attention_spec(key, form_of(key, arguments))
     return decode_launch(spec, key, buffer, one_request, out, lse)
 

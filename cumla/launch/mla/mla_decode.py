@@ -8,7 +8,7 @@ from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, launch_of, strided
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS, Window
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
@@ -36,8 +36,9 @@ class DecodeArguments(NamedTuple):
     softmax_scale: float  # factor of the scores
     causal: bool  # bottom-right causal mask
     empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
-    sinks: ArrayView | None = None  # (num_heads,) float32; of lists alone
+    sinks: ArrayView | None = None  # (num_heads,) float32
     sink_in_lse: bool = True
+    window: Window = None
     fp8_products: bool = False  # whether products of e4m3 columns may be computed in e4m3
 
 
@@ -47,13 +48,20 @@ FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
 _RAGGED = "ragged"  # the variant for queries of different lengths
+_SINKS = "sinks"  # with sinks, for any number of query rows
+_WINDOW = "window"  # for queries of any lengths that see windows, or with sinks
+_TILES = {
+    _RAGGED: ("mla_attention", ["RaggedTile"]),
+    _SINKS: ("mla_decode_sinks", ["WithSinks<Tile>"]),
+    _WINDOW: ("mla_attention_window", ["WithSinks<WindowTile>"]),
+}
 
 
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    name, tile = ("mla_attention", ["RaggedTile"]) if variant == _RAGGED else ("mla_decode", [])
-    suffixes = [tag for tag in (variant, form) if tag not in (_RAGGED, "one_tile", "pages")]
+    name, tile = _TILES.get(variant, ("mla_decode", []))
+    suffixes = [tag for tag in (variant, form) if tag not in (*_TILES, "one_tile", "pages")]
     return KernelSpec.of(
-        *("mla", "mla_decode", "MlaDecodeParams"),
+        *("mla", "mla_decode", "MlaWindowParams" if variant == _WINDOW else "MlaDecodeParams"),
         *(dtype, variant != "one_tile", FORM_TAGS[form], *tile),
         name=name,
         tags=[dtype, *suffixes],
@@ -64,7 +72,7 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
 
 _SPECS = {
     names: _spec(*names)
-    for variants in (VARIANTS[1:], (_RAGGED,))
+    for variants in (VARIANTS[1:], (_RAGGED,), (_SINKS,), (_WINDOW,))
     for names in product(HALVES, variants, PAGE_FORMS)
 }
 SPECS = tuple(_SPECS.values())
@@ -78,6 +86,16 @@ def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
     """Look up the kernel for queries of different lengths."""
     return _SPECS[dtype, _RAGGED, form]
+
+
+def sinks_spec(dtype: str, form: str) -> KernelSpec:
+    """Look up the kernel with sinks for as many queries of each request."""
+    return _SPECS[dtype, _SINKS, form]
+
+
+def window_spec(dtype: str, form: str) -> KernelSpec:
+    """Look up the kernel for windows, and for sinks where query lengths differ."""
+    return _SPECS[dtype, _WINDOW, form]
 
 
 def form_of(key: LatentKey, arguments: DecodeArguments) -> str:
@@ -113,6 +131,16 @@ def decode_launch(
     values = decode_values(key, buffer, arguments, out, lse, maps)
     grid = key.row_tiles, key.parts, key.num_kv_heads
     return launch_of(spec, grid, values | more)
+
+
+def window_launch(
+    key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
+) -> Launch:
+    """Describe the same for windows or sinks by a schedule of row tiles."""
+    left, right = arguments.window or (-1, 0 if arguments.causal else -1)
+    sides = {"window_left": left, "window_right": right}
+    spec = window_spec(key.dtype, form_of(key, arguments))
+    return decode_launch(spec, key, buffer, arguments, out, lse, **sides)
 
 
 _QUERY = "base", "stride_batch", "stride_token", "stride_head"  # struct QueryColumns
@@ -176,7 +204,7 @@ def decode_values(
         "by_heads_per_group": divisor_of(key.heads_per_group),
         "by_page_size": divisor_of(key.page_size),
         "by_num_heads": divisor_of(key.num_heads),
-        "by_q_len": divisor_of(key.q_len),
+        "by_q_len": divisor_of(key.axis_q_len),
         "batch_invariant": key.batch_invariant,
         "empty_lse": arguments.empty_lse,
         "sink_in_lse": arguments.sink_in_lse,

@@ -38,16 +38,19 @@ def smem_bytes(rows: int, grouped: bool, form: str) -> int:
     return constant(_FILE, f"Fp8Layout<{rows}, {in_cuda(grouped)}, {form}>::kBytes")
 
 
-def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
+def _spec(shape: int | str, grouped: bool, form: str, sinks: bool = False) -> KernelSpec:
     rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
     name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
+    tile = "HalfTile" if shape == _RAGGED else f"QueryTile<{rows}>"
+    tiles = [f"WithSinks<{tile}>"] if sinks else ["HalfTile"] if shape == _RAGGED else []
     tags = (
+        *(["sinks"] if sinks else []),
         *(["grouped"] if grouped and form != "packed" else []),
         *([form] if form != "pages" else []),
     )
     return KernelSpec.of(
         *("mla", "mla_decode_fp8", "MlaDecodeFp8Params"),
-        *(rows, grouped, _FORM_TAGS[form], *(["HalfTile"] if shape == _RAGGED else [])),
+        *(rows, grouped, _FORM_TAGS[form], *tiles),
         name=name,
         tags=tags,
         threads=384,
@@ -58,7 +61,8 @@ def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
 # Of ragged queries with scales only the form for any pages: the other one runs out of registers.
 # Packed rows as they lie are for few query rows: with more, all probabilities find no room.
 _SPECS = {
-    (shape, grouped, form): _spec(shape, grouped, form)
+    (shape, grouped, form, sinks): _spec(shape, grouped, form, sinks)
+    for sinks in (False, True)
     for shape in _SHAPES
     for grouped in (False, True)
     for form in _FORM_TAGS
@@ -66,17 +70,17 @@ _SPECS = {
     and (form != "packed" or (shape == NARROW_ROWS[0] and grouped))
 }
 SPECS = tuple(_SPECS.values())
-_FORMS = {spec: form for (_, _, form), spec in _SPECS.items()}
+_FORMS = {spec: form for (_, _, form, _), spec in _SPECS.items()}
 
 
-def fp8_spec(key: LatentKey, grouped: bool, lies: str = "plain") -> KernelSpec:
-    """Look up the kernel of a shape whose cache holds e4m3 numbers.
+def fp8_spec(key: LatentKey, grouped: bool, lies: str = "plain", sinks: bool = False) -> KernelSpec:
+    """Look up the kernel of a shape whose cache holds e4m3 numbers, without sinks or with them.
 
     Where `grouped`, each token has a scale for each 128 of its latent columns. `lies` is one of
     LIES, as :func:`how_it_lies` tells.
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
-    return _SPECS[shape, grouped, _form_of(key, grouped, lies)]
+    return _SPECS[shape, grouped, _form_of(key, grouped, lies), sinks]
 
 
 def _form_of(key: LatentKey, grouped: bool, lies: str) -> str:
@@ -131,15 +135,15 @@ def decode_fp8_launch(
     :func:`cumla.launch.mla.mla_attention.attention_launch` makes them. The rest is as for
     :func:`cumla.launch.mla.choice.attend_launch`.
     """
-    grouped = arguments.kv_scales is not None
+    grouped, sinks = arguments.kv_scales is not None, arguments.sinks is not None
     if key.has_whole_tiles:
         fp8_rope = arguments.kv_rope.dtype != "bfloat16"
         if arguments.fp8_products and not grouped:
-            spec = fp8_products_spec(key, fp8_rope)
+            spec = fp8_products_spec(key, fp8_rope, sinks)
         else:
-            spec = fp8_64_spec(key, grouped, fp8_rope)
+            spec = fp8_64_spec(key, grouped, fp8_rope, sinks)
     else:
-        spec = fp8_spec(key, grouped, how_it_lies(arguments))
+        spec = fp8_spec(key, grouped, how_it_lies(arguments), sinks)
     return launch_with(spec, key, buffer, arguments, out, lse)
 
 

@@ -17,9 +17,11 @@ SMEM_BYTES = constant("mla/mla_decode_fp8_64", "Heads64Layout<false>::kBytes")
 """Shared memory of a thread block."""
 
 
-def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
-    tags = (*(["grouped"] if grouped else []), *(["fp8_rope"] if fp8_rope else []))
+def _spec(ragged: bool, grouped: bool, fp8_rope: bool, sinks: bool) -> KernelSpec:
+    named = {"sinks": sinks, "grouped": grouped, "fp8_rope": fp8_rope}
+    tags = [tag for tag, is_on in named.items() if is_on]
     name, tile = ("mla_attention_fp8_64", "RaggedTile") if ragged else (None, "Tile")
+    tile = f"WithSinks<{tile}>" if sinks else tile
     return KernelSpec.of(
         *("mla", "mla_decode_fp8_64", "MlaDecodeFp8Params"),
         *(grouped, fp8_rope, tile),
@@ -30,10 +32,10 @@ def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
     )
 
 
-_SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=3)}
+_SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=4)}
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool) -> KernelSpec:
+def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool, sinks: bool = False) -> KernelSpec:
     """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
-    return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope]
+    return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope, sinks]

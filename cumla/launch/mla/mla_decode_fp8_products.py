@@ -6,6 +6,7 @@ The kernel takes what mla_decode_fp8_64 takes.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from cumla.launch.layouts import constant
@@ -16,22 +17,23 @@ if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
 
 
-def _spec(ragged: bool, fp8_rope: bool) -> KernelSpec:
+def _spec(ragged: bool, fp8_rope: bool, sinks: bool) -> KernelSpec:
+    tags = [tag for tag, is_on in {"sinks": sinks, "fp8_rope": fp8_rope}.items() if is_on]
     name, tile = ("mla_attention_fp8_products", "RaggedTile") if ragged else (None, "Tile")
     return KernelSpec.of(
         *("mla", "mla_decode_fp8_products", "MlaDecodeFp8Params"),
-        *(fp8_rope, tile),
+        *(fp8_rope, f"WithSinks<{tile}>" if sinks else tile),
         name=name,
-        tags=["fp8_rope"] if fp8_rope else [],
+        tags=tags,
         threads=384,
         smem_bytes=constant("mla/mla_decode_fp8_products", "Heads64Layout<true>::kBytes"),
     )
 
 
-_SPECS = {(ragged, rope): _spec(ragged, rope) for ragged in (False, True) for rope in (False, True)}
+_SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=3)}
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_products_spec(key: LatentKey, fp8_rope: bool) -> KernelSpec:
+def fp8_products_spec(key: LatentKey, fp8_rope: bool, sinks: bool = False) -> KernelSpec:
     """Look up the kernel for a cache under one factor, whose RoPE columns may be e4m3, too."""
-    return _SPECS[not isinstance(key, MLADecodeKey), fp8_rope]
+    return _SPECS[not isinstance(key, MLADecodeKey), fp8_rope, sinks]

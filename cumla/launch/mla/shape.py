@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from cumla.launch.layouts import constant
@@ -11,6 +11,7 @@ from cumla.launch.split.plan import (
     ROW_GROUP,
     ROW_TILE,
     PlanKey,
+    PlanLayout,
     RaggedKey,
     filling_parts,
     piece_blocks,
@@ -37,6 +38,8 @@ CACHES = ("same", "e4m3")
 """What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
 CUT_TOKENS = 8
 """Query tokens of a batch-invariant request of ragged queries that is cut, at most: of drafts."""
+Window = tuple[int, int] | None
+"""Visible tokens before and behind a query's own, -1 for all; None: as `causal` says."""
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
 
 
@@ -50,6 +53,11 @@ class LatentKey(PlanKey):
     def value_dim(self) -> int:
         """Columns of a value: the latent ones."""
         return VALUE_DIM
+
+    @property
+    def axis_q_len(self) -> int:
+        """Query tokens of one step along the first axis of q."""
+        return self.q_len
 
     @property
     def piece_row_bytes(self) -> int:
@@ -86,6 +94,24 @@ class MLADecodeKey(_DenseKey):
     max_blocks: int = 0  # most KV blocks of a request; 0 unless batch_invariant
     pinned: str | None = None  # one of VARIANTS that somebody asked for
     cache: str = "same"  # one of CACHES
+    window: Window = None
+
+    @cached_property
+    def by_windows(self) -> MLAAttentionKey | None:
+        """The key of a schedule without what is before all windows, if there are windows."""
+        if self.window is None:
+            return None
+        return MLAAttentionKey(
+            **{field.name: getattr(self, field.name) for field in fields(_DenseKey)}
+            | {"q_len": self.batch * self.q_len, "cache": self.cache},
+            window=self.window,
+            own_q_len=self.q_len,
+        )
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie in the plan's buffer."""
+        return self.by_windows.layout if self.by_windows else PlanLayout.of(self)
 
     @cached_property
     def variant(self) -> str:
@@ -156,6 +182,18 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     max_pieces: int = 1  # of a batch-invariant request
     more_pieces: int = 0  # of all batch-invariant requests, beyond one for each
     role: str = "batch"  # as RaggedKey says
+    window: Window = None
+    own_q_len: int = 0  # query tokens of each request if q has an axis of requests, else 0
+
+    @property
+    def axis_q_len(self) -> int:
+        """Query tokens of one step along the first axis of q."""
+        return self.own_q_len or self.q_len
+
+    @property
+    def schedule_window(self) -> int:
+        """Visible tokens before a query's own; -1: all, as cuts at fixed positions take them."""
+        return self.window[0] if self.window and not self.batch_invariant else -1
 
     @property
     def total_tokens(self) -> int:  # type: ignore[override]

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cumla.core.arguments import checked_window, window_sides
 from cumla.core.state import AttentionState
 from cumla.mla.shape import HEAD_DIM, SCALED_COLUMNS, VALUE_DIM
 from cumla.reference.mla.cache import columns_of
@@ -27,6 +28,8 @@ def mla_decode(
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
     fp8_products: bool = False,
+    window: int | Sequence[int | None] | None = None,
+    sinks: Array | None = None,
     causal: bool = True,
     batch_invariant: bool = False,
     out: Array | None = None,
@@ -42,6 +45,10 @@ def mla_decode(
         lse = log(sum(exp(softmax_scale * q.k)))
         out = sum(exp(softmax_scale * q.k - lse) * v)
 
+    With sinks ``exp(sink)`` of the query head is one more term of the first sum. Query i of q_len
+    has position ``p = kv_len - q_len + i`` and sees tokens up to p, or all if not `causal`, and of
+    them those from ``p - left`` to ``p + right`` where there is a window.
+
     An FP8 cache stands for the numbers that its factors make of it: an e4m3 column times its scale,
     where there are scales, and times `kv_scale` where there are none.
 
@@ -53,8 +60,8 @@ def mla_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal, \
-batch_invariant, out, lse
+    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal, window, \
+sinks, batch_invariant, out, lse
         As in :func:`cumla.mla_decode`, of any strides, and of float32 and float64, too.
         batch_invariant makes no difference: each request is computed on its own. Nor does
         fp8_products: this is the exact definition.
@@ -64,7 +71,8 @@ batch_invariant, out, lse
     Returns
     -------
     AttentionState
-        ``out`` and ``lse``. A query that sees no token has out 0 and lse -inf.
+        ``out`` and ``lse``. A query that sees no token has out 0 and lse -inf or, with sinks, the
+        sink.
 
     Raises
     ------
@@ -86,29 +94,44 @@ batch_invariant, out, lse
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     out = np.empty((batch, q_len, num_heads, VALUE_DIM), q.dtype) if out is None else out
     lse = np.empty((batch, q_len, num_heads), np.float32) if lse is None else lse
+    left, right = window_sides(checked_window("window", window), causal)
     for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
         rows = cache.rows(table, int(kv_len), np.dtype(accumulate))
+        position = len(rows) - q_len + np.arange(q_len)
         visible = np.full(q_len, len(rows))
-        if causal:
-            visible = np.maximum(visible - np.arange(q_len)[::-1], 0)
+        if right >= 0:
+            visible = np.clip(position + right + 1, 0, len(rows))
+        first = np.maximum(position - left, 0) if left >= 0 else np.zeros_like(position)
         # Queries together, but where numbers that one does not see would make it NaN.
         together = max(1, TOGETHER // num_heads) if np.isfinite(rows).all() else 1
         for i in range(0, q_len, together):
             some = slice(i, i + together)
-            out[b, some], lse[b, some] = attend(queries[some], rows, scale, visible[some])
+            seen = visible[some], first[some]
+            out[b, some], lse[b, some] = attend(queries[some], rows, scale, *seen, sinks)
     return AttentionState(out, lse)
 
 
-def attend(q: Array, rows: Array, scale: float, visible: Array) -> tuple[Array, Array]:
+def attend(
+    q: Array,
+    rows: Array,
+    scale: float,
+    visible: Array,
+    first: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
     """Attend from q (n, num_heads, columns) to the first rows (tokens, num_kv_heads, columns).
 
-    `visible` (n,) is how many each of the n sees.
+    `visible` (n,) is how many each of the n sees, but for those before its `first`. `sinks` are
+    ``(num_heads,)``.
     """
     n, num_heads, columns = q.shape
-    rows = rows[: visible.max()]
+    begin = 0 if first is None else int(first.min())
+    rows, visible = rows[begin : visible.max()], visible - begin
     (tokens, num_kv_heads, _), dtype = rows.shape, rows.dtype
+    sink = np.full(num_heads, -np.inf, dtype) if sinks is None else sinks.astype(dtype)
     if tokens == 0:
-        return np.zeros((n, num_heads, VALUE_DIM), dtype), np.full((n, num_heads), -np.inf, dtype)
+        lse = np.broadcast_to(sink, (n, num_heads))
+        return np.zeros((n, num_heads, VALUE_DIM), dtype), lse
     keys = rows.transpose(1, 2, 0)  # (num_kv_heads, 576, tokens)
     values = rows.transpose(1, 0, 2)[..., :VALUE_DIM]  # (num_kv_heads, tokens, 512)
     by_heads = q.astype(dtype).reshape(n, num_kv_heads, -1, columns).swapaxes(0, 1)
@@ -117,12 +140,16 @@ def attend(q: Array, rows: Array, scale: float, visible: Array) -> tuple[Array, 
     scores = dtype.type(scale) * (by_heads.reshape(num_kv_heads, -1, columns) @ keys)
     scores = scores.reshape(*shape, tokens)
     hidden = np.arange(tokens) >= visible[:, None]
+    if first is not None:
+        hidden |= np.arange(tokens) < (first - begin)[:, None]
     if hidden.any():
         scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
-    # It keeps exp() in range and cancels in both results.
-    top = np.maximum(scores.max(axis=-1, keepdims=True), np.finfo(dtype).min)
+    sink = sink.reshape(num_kv_heads, 1, -1, 1)
+    # It keeps exp() in range and cancels in both results; finite, or a sink of inf would give NaN.
+    top = np.clip(sink, np.finfo(dtype).min, np.finfo(dtype).max)
+    top = np.maximum(scores.max(axis=-1, keepdims=True), top)
     weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
     out = (weights.reshape(num_kv_heads, -1, tokens) @ values).reshape(*shape, VALUE_DIM)
     out = out / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):

@@ -265,6 +265,38 @@ def mla(make: _Maker) -> Iterator[Case]:
         yield "MLA, several KV heads", grouped
 
 
+def mla_masks(make: _Maker) -> Iterator[Case]:
+    """Windows and sinks of dense MLA."""
+    grid = itertools.product(FORMS, HALVES, (64, 16, 1), (1, 5), (16, 20, 64), (1, 40))
+    for form, dtype, page, q_len, heads, batch in grid:
+        if dtype == FP16 and form not in FORMS[:2]:
+            continue
+
+        def call(
+            form: str = form,
+            dtype: np.dtype[Any] = dtype,
+            page: int = page,
+            q_len: int = q_len,
+            heads: int = heads,
+            batch: int = batch,
+        ) -> None:
+            cache = make.latent(form, 9, page, 1, dtype=dtype)
+            table, lens, sinks = make.int32(batch, 40), make.int32(batch), make.float32(heads)
+            q = make(batch, q_len, heads, 576, dtype=dtype)
+            tokens, indptr = make(batch * q_len, heads, 576, dtype=dtype), make.int32(batch + 1)
+            ragged = {"block_table": table, "kv_lens": lens, "qo_indptr": indptr}
+            kinds: list[dict[str, Any]] = [{"sinks": sinks}]
+            if form in FORMS[:2]:
+                kinds += [{"window": 127}, {"window": (30, 5), "causal": False, "sinks": sinks}]
+            elif heads == 64:
+                kinds += [{"sinks": sinks, "fp8_products": True}]
+            for options in kinds:
+                cumla.mla_decode(q, cache, table, lens, **options)
+                cumla.mla_attention(tokens, cache, **ragged, **options)
+
+        yield f"MLA with windows and sinks, {form}, {dtype.name}, {q_len} tokens", call
+
+
 def mla_invariant(make: _Maker) -> Iterator[Case]:
     """Dense decoding whose bits do not depend on the batch."""
     for form, heads, batch, columns in itertools.product(
@@ -731,7 +763,7 @@ def others(make: _Maker) -> Iterator[Case]:
 TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        *(mla, mla_invariant, mla_lists, attention, attention_by_masks, attention_plans),
+        *(mla, mla_masks, mla_invariant, mla_lists, attention, attention_by_masks, attention_plans),
         *(indexer, dsa, caches, small, masks, layouts, others),
     )
 }

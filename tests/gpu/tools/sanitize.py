@@ -70,6 +70,7 @@ from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
 from tests.mha import test_attention_mask as masked  # noqa: E402
 from tests.mha.mask_cases import hostile, interval_cases, tree_cases  # noqa: E402
+from tests.mla import masked_cases as masked_mla  # noqa: E402
 from tests.sparse.top_k_cases import scores_of, shaped  # noqa: E402
 
 PLANTS = {
@@ -131,6 +132,24 @@ FP8_SEGMENTS = (  # by two thread blocks: several requests each; one consumer ha
     (Fp8Case(form="scales", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
     (Fp8Case(form="packed", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
     (Fp8Case(form="scales", batch=5, heads=24), [64, 130, 0, 1, 65]),
+)
+_CUT: dict[str, Any] = {"kv_lens": (1300, 64, 65, 3), "sinks": "normal"}
+MLA_MASKS = (  # windows and sinks, of all pages, whole and cut; then sinks of FP8 caches
+    masked_mla.Sample((2,) * 4, heads=(24, 1), **_CUT),
+    masked_mla.Sample((1,) * 4, heads=(16, 2), page_size=1, form="pair", **_CUT),
+    masked_mla.Sample((1,) * 4, heads=(16, 1), window=70, **_CUT),
+    masked_mla.Sample((2,), (1900,), heads=(16, 1), window=(1500, 3), causal=False, page_size=16),
+    masked_mla.Sample((30, 1, 0, 3), operation="list", window=70, page_size=1, **_CUT),
+    masked_mla.Sample((3, 30, 1, 0), operation="table", dtype="float16", page_size=48, **_CUT),
+)
+MLA_SINKS = (
+    masked_mla.Sample((2,) * 4, heads=(16, 1), form="packed", is_fp8=True, **_CUT),
+    masked_mla.Sample((1,) * 4, heads=(8, 1), form="packed", is_fp8=True, **_CUT),
+    masked_mla.Sample((3, 1, 0, 9), operation="list", form="one", is_fp8=True, **_CUT),
+)
+MLA_SINKS_64 = (
+    masked_mla.Sample((1,) * 4, heads=(64, 1), form="packed", is_fp8=True, **_CUT),
+    masked_mla.Sample((3, 1, 0, 2), operation="table", heads=(64, 1), is_fp8=True, **_CUT),
 )
 _LISTS: dict[str, Any] = {"lists": "mixed", "lengths": "tokens"}
 SPARSE = (  # each kernel: lists that are cut and lists that are not, absent entries, gaps, sinks
@@ -240,6 +259,19 @@ def select_all(cupy: Any) -> None:
         print(f"sanitize: top-k, {name} by {cluster}: agrees", flush=True)
 
 
+def attend_to_pages(cupy: Any) -> None:
+    """Attend from queries of different lengths, and with windows and sinks."""
+    for ragged in RAGGED:
+        attend_ragged(cupy, ragged, batch_invariant=ragged.heads == 8)
+    print("sanitize: queries of different lengths: agree", flush=True)
+    for sample in MLA_MASKS:
+        attend_latent_masked(cupy, sample)
+    with multiprocessors(2):
+        for sample in MLA_MASKS[2:5]:
+            attend_latent_masked(cupy, sample)
+    print("sanitize: MLA with windows and sinks: agree", flush=True)
+
+
 def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
     """Attend to FP8 caches of few heads and of whole tiles of them, also by two thread blocks."""
 
@@ -254,6 +286,17 @@ def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
             for case, lengths in FP8_SEGMENTS:
                 attend(case, lengths)
         print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
+        for sample in MLA_SINKS:
+            attend_with_sinks(cupy, sample)
+        print("sanitize: FP8 caches with sinks: agree", flush=True)
+    for changes, products in (
+        (variants.HEADS_64_EVERY_LANE_ARRIVES, False),
+        (variants.FP8_PRODUCTS_EVERY_LANE_ARRIVES, True),
+    ):
+        with edited("every lane arrives", *changes):
+            for sample in MLA_SINKS_64[products:]:
+                attend_with_sinks(cupy, sample, fp8_products=products)
+        print(f"sanitize: sinks of many heads{', products' * products}: agree", flush=True)
     for kind, changes, cases in (
         ("FP8 cache of many heads", variants.HEADS_64_EVERY_LANE_ARRIVES, FP8_HEADS),
         ("products in e4m3", variants.FP8_PRODUCTS_EVERY_LANE_ARRIVES, FP8_PRODUCTS),
@@ -286,9 +329,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
         for out, lse in decode(cupy, problem):
             problem.check(out, lse)
         print(f"sanitize: pages of {page_size}: agree", flush=True)
-    for ragged in RAGGED:
-        attend_ragged(cupy, ragged, batch_invariant=ragged.heads == 8)
-    print("sanitize: queries of different lengths: agree", flush=True)
+    attend_to_pages(cupy)
     with multiprocessors(2):  # pages of 1: several requests and many blocks a part
         with edited("every lane arrives", *variants.SWAPPED_EVERY_LANE_ARRIVES, page_size=1):
             problem = pages.moved(make_problem(np, *PAGES), 1)
@@ -648,6 +689,31 @@ def attend_ragged(cupy: Any, case: Ragged, **more: Any) -> None:
     }
     out, lse = cumla.mla_attention(**problem.arguments | given, **more)
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
+
+
+def attend_latent_masked(cupy: Any, sample: masked_mla.Sample) -> None:
+    """MLA with windows and sinks."""
+    problem = masked_mla.make(sample)
+    masked_mla.check(problem, *_attend_masked_mla(cupy, problem))
+
+
+def attend_with_sinks(cupy: Any, sample: masked_mla.Sample, **options: Any) -> None:
+    """MLA over an FP8 cache with sinks, beside the same without them."""
+    problem = masked_mla.make(sample)
+    both = problem, masked_mla.without_sinks(problem)
+    found = [_attend_masked_mla(cupy, one, "f4", **options) for one in both]
+    masked_mla.check_sinks(problem, *found)
+
+
+def _attend_masked_mla(
+    cupy: Any, problem: masked_mla.Problem, dtype: Any = None, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    given = {name: there(cupy, value) for name, value in problem.given.items()}
+    shape, own = problem.given["q"].shape[:-1], problem.given["q"].dtype
+    # Rows of no request are not written to.
+    outs = {"out": cupy.zeros((*shape, 512), dtype=dtype or own), "lse": cupy.zeros(shape, "f4")}
+    out, lse = problem.call(**given, **options, **outs)
+    return out.view(f"u{out.dtype.itemsize}").get().view(out.dtype), lse.get()
 
 
 def attend_many_heads(cupy: Any) -> None:

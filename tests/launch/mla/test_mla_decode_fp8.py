@@ -835,9 +835,15 @@ def test_every_kernel_serves_a_shape() -> None:
         for size in (64, 16)
         for key in (decode_key(16, 1, size), decode_key(32, 1, size), attention_key(size))
     ]
-    assert {spec for key in keys for spec in fp8_specs(key)} == set(SPECS)
-    assert len(SPECS) == 12
-    assert len({spec.entry for spec in SPECS}) == 12
+    plain = {spec for key in keys for spec in fp8_specs(key)}
+    with_sinks = {
+        fp8_spec(key, *kind, sinks=True)
+        for key in keys
+        for kind in ((False,), (True,), (True, "packed"))
+    }
+    assert plain | with_sinks == set(SPECS)
+    assert len(plain) == len(with_sinks) == 12
+    assert len({spec.entry for spec in SPECS}) == 24
 
 
 def test_row_tiles_are_those_of_the_kernel() -> None:

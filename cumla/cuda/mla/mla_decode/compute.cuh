@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumer role of mla_decode: from scores to the stored output.
 #pragma once
+#include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode/shared.cuh"
 #include "attend/reduce.cuh"
 #include "split/join.cuh"
@@ -137,6 +138,17 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     consumer_sync(consumer);
   }
 
+  // The same for the rows of a block before the windows of all rows of the tile.
+  __device__ __forceinline__ void clear_values_before(int stage, int block) {
+    const int hidden = tile.first_seen - block * kBlockTokens;
+    if (hidden <= 0) return;
+    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
+    for (int i = threadIdx.x % kWarpgroup; i < hidden * 32; i += kWarpgroup)
+      store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+    consumer_sync(consumer);
+  }
+
   __device__ __forceinline__ void mask_scores(int block) {
     const int column = block * kBlockTokens + (lane % 4) * 2;
 #pragma unroll
@@ -144,6 +156,18 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
+  }
+
+  // Masks the scores before the windows of the two rows.
+  __device__ __forceinline__ void mask_before_windows(int block) {
+    if (block * kBlockTokens >= tile.seen_by_all) return;
+    const int column = block * kBlockTokens + (lane % 4) * 2;
+    const int first[2] = {tile.first_of(p, row), tile.first_of(p, row + 8)};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (column + 8 * j + (e & 1) < first[e >> 1]) scores[4 * j + e] = -kInfinity;
   }
 
   // Masks the scores of absent rows.
@@ -257,6 +281,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     if (!scored) multiply_query(t);
     if constexpr (kPrevious) {
       adopt(t - 1);
+      if constexpr (kHasWindow<AnyTile>) clear_values_before(1 - consumer, segment.begin + i - 1);
       multiply_other(1 - consumer);
       warpgroup_wait<1>();
     } else {
@@ -271,6 +296,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       mask_absent(t);
     else if (last_token > segment.tokens - tile.most_shift)
       mask_scores(block);
+    if constexpr (kHasWindow<AnyTile>) mask_before_windows(block);
     float next[2], block_sum[2] = {0.0f, 0.0f};
     raise_maximum(next);
     exponentiate<0, 16>(next, block_sum);
@@ -290,6 +316,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
     if (!AnyTile::kHasAbsent && last_token > segment.tokens)
       clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
+    if constexpr (kHasWindow<AnyTile>) clear_values_before(consumer, block);
     multiply_own(consumer);
     publish();
 #pragma unroll
@@ -312,6 +339,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
     if (!AnyTile::kHasAbsent && last_token > segment.tokens)
       clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
+    if constexpr (kHasWindow<AnyTile>) clear_values_before(1 - consumer, segment.begin + i);
     multiply_other(1 - consumer);
     warpgroup_wait<0>();
     arrive(shared.free(1 - consumer, consumer));

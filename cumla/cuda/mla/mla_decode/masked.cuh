@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Row tiles of dense MLA with sinks, and with windows. Kernels without them use the tiles of split/tile.cuh.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+#include "split/tile.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
+
+// A tile whose heads may have sinks (split/output.cuh).
+template <typename Base>
+struct WithSinks : Base {
+  using Held = WithSinks;
+  static constexpr bool kHasSinks = true;
+  using Base::Base;
+};
+
+// Base-2 sink of a row; -inf if it has none.
+template <typename Base>
+__device__ __forceinline__ float sink_of(const MlaDecodeParams& p, const WithSinks<Base>& tile, int row) {
+  if (p.sinks == nullptr || row >= tile.rows) return -kInfinity;
+  return bounded_sink(p.sinks[Row(p, tile, row).head * p.sinks_stride]);
+}
+
+// Parameters of kernels over a WindowTile.
+struct MlaWindowParams : MlaDecodeParams {
+  int window_left, window_right;  // visible keys on either side of a query's own position; -1: unbounded
+};
+
+// Row tile whose queries see a window of keys. Its segments begin with the first block that a row sees, and their
+// `tokens` are those before the end of the last row's window. If all requests have q_len queries, q, out and lse have
+// an axis of requests, and by_q_len divides by that q_len.
+struct WindowTile : RaggedTile {
+  using RaggedTile::RaggedTile;
+  int behind;              // keys at the end of the request that no row sees
+  int first_seen;          // first key that a row sees
+  int seen_by_all;         // from here on all rows see keys, up to their ends
+  int position;            // of the request's first query
+
+  __device__ __forceinline__ static const MlaWindowParams& window_of(const MlaDecodeParams& p) {
+    return static_cast<const MlaWindowParams&>(p);
+  }
+  __device__ __forceinline__ int own_token(const MlaDecodeParams& p, int row) const {
+    return min(token_of(p, row), q_len - 1);
+  }
+  // Keys before the end of the last row's window that a row does not see.
+  __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
+    const int right = window_of(p).window_right;
+    return right < 0 ? 0 : max(q_len - 1 - own_token(p, row) - right, 0) - behind;
+  }
+  // First key of a row's window.
+  __device__ __forceinline__ int first_of(const MlaDecodeParams& p, int row) const {
+    const int left = window_of(p).window_left, at = position + own_token(p, row);
+    return left >= 0 && at > left ? at - left : 0;
+  }
+};
+
+template <typename AnyTile>
+constexpr bool kHasWindow = __is_base_of(WindowTile, AnyTile);
+
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, WindowTile& tile, const Part& part,
+                                              int place) {
+  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  tile.move_to(p, at);
+  tile.behind = 0;
+  tile.behind = tile.shift_of(p, tile.rows - 1);
+  tile.least_shift = 0;
+  tile.most_shift = tile.shift_of(p, 0);
+  Segment segment = segment_at(p, part, place, at.tokens, tile.behind);
+  tile.position = segment.tokens - tile.q_len;
+  tile.first_seen = tile.first_of(p, 0);
+  tile.seen_by_all = tile.first_of(p, tile.rows - 1);
+  const int end = segment.begin + segment.blocks;
+  segment.begin = max(segment.begin, min(tile.first_seen / kBlockTokens, end));
+  segment.blocks = end - segment.begin;
+  segment.tokens = max(segment.tokens - tile.behind, 0);
+  segment.request = quotient(tile.q_begin, p.by_q_len);
+  tile.q_begin -= segment.request * tile.q_len;
+  return segment;
+}
+
+}  // namespace cumla::mla
