@@ -154,6 +154,24 @@ def test_fixed_cuts() -> None:
         assert_same_bits(alone, [x[r : r + 1] for x in state])
 
 
+@pytest.mark.parametrize("window", [None, 300, (700, 2)])
+def test_fixed_cuts_of_queries_of_different_lengths(window: Any) -> None:
+    """With windows a request has the same bits in any batch as well."""
+    sample = Sample((1, 3, 2, 70), (9000, 64, 5000, 700), "table", (16, 1), sinks="normal")
+    problem = cases.make(sample._replace(window=window))
+    given = uploaded(problem)
+    state = problem.call(**given, batch_invariant=True)
+    cases.check(problem, *on_host(state))
+    begin = 0
+    for r, n in enumerate(sample.q_lens):
+        rows = {n: given[n][r : r + 1] for n in ("kv_lens", "block_table")}
+        own = slice(begin, begin + n)
+        rows |= {"q": given["q"][own], "qo_indptr": cp.asarray(np.array([0, n], np.int32))}
+        alone = problem.call(**given | rows, batch_invariant=True)
+        assert_same_bits(alone, [x[own] for x in state])
+        begin += n
+
+
 @pytest.mark.parametrize("table_tokens", [64, 640])
 def test_lengths_out_of_range(table_tokens: int) -> None:
     """Lengths that the table does not hold are clamped, and windows stand at the clamped end."""
