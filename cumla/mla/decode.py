@@ -33,7 +33,7 @@ from cumla.launch.mla.choice import (
 )
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLADecodeKey
-from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, piece_blocks
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS
 from cumla.mla.arguments import (
     QUERY_AXES,
     Columns,
@@ -547,7 +547,7 @@ def _key(
         raise ValueError(
             f"{arg('batch_invariant')}: needs at most {MOST_PARTS} pieces of requests, got "
             f"{key.parts}: {key.batch} requests of up to {key.max_blocks * BLOCK_TOKENS} tokens, "
-            f"cut every {piece_blocks(key.row_groups) * BLOCK_TOKENS}; lower a plan's max_kv_len, "
+            f"cut every {key.piece_blocks * BLOCK_TOKENS}; lower a plan's max_kv_len, "
             f"pass fewer columns of {arg('block_table')}, or fewer requests at once"
         )
     return key

@@ -14,7 +14,6 @@ from cumla.launch.split.plan import (
     PlanLayout,
     RaggedKey,
     filling_parts,
-    piece_blocks,
 )
 from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
@@ -161,7 +160,7 @@ class MLADecodeKey(_DenseKey):
         requests.
         """
         if self.batch_invariant:
-            return self.batch * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
+            return self.batch * max(1, -(-self.max_blocks // self.piece_blocks))
         return filling_parts(self.tiles, self.sm_count)
 
     @property

@@ -14,7 +14,6 @@ from cumla.launch.split.plan import (
     ROW_TILE,
     PlanLayout,
     filling_parts,
-    piece_blocks,
 )
 
 __all__ = ["PACKED", "RULES", "V4", "MLASparseKey"]
@@ -40,6 +39,9 @@ class Rules:
     v4_saving: int = 3
     # KV blocks of a piece, at least, of packed rows for many heads and of V4's.
     whole_row_share: int = 1
+    # KV blocks for each 16 query rows, at multiples of which batch-invariant lists are cut: so
+    # storing and combining a piece stays a constant share of computing it.
+    piece_blocks_of_group: int = 8
 
 
 RULES = Rules()
@@ -147,11 +149,16 @@ class MLASparseKey(LatentKey):
         """Most blocks of 64 entries of a list."""
         return -(-self.entries // BLOCK_TOKENS)
 
+    @property
+    def piece_blocks(self) -> int:
+        """Blocks at multiples of which batch-invariant lists are cut."""
+        return RULES.piece_blocks_of_group * self.row_groups
+
     @cached_property
     def parts(self) -> int:
         """Shares into which the blocks of all lists are dealt."""
         if self.batch_invariant:
-            return self.num_places * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
+            return self.num_places * max(1, -(-self.max_blocks // self.piece_blocks))
         return filling_parts(self.tiles, self.sm_count)
 
     @cached_property

@@ -52,9 +52,10 @@ class Rules:
     # combined, with log-normal lengths.
     piece_cost: int = 2
     piece_cost_of_group: int = 2
-    # KV blocks for each 16 query rows, at multiples of which batch-invariant requests are cut: so
-    # storing and combining a piece stays a constant share of computing it.
-    piece_blocks_of_group: int = 8
+    # KV blocks at multiples of which batch-invariant requests are cut, for 1 to 4 times 16 query
+    # rows. With half as many a request of 131,072 tokens has two waves of pieces, all of which one
+    # thread block combines alone; with twice as many 16 requests of 8,192 leave the GPU idle.
+    piece_blocks: tuple[int, ...] = (16, 32, 32, 32)
     # KV blocks that cutting must save, beside two for each 16 query rows: partial results are
     # stored and combined. A single thread block for each part has L2 to itself: no more than most.
     saving: int = 1
@@ -84,7 +85,7 @@ def page_form(page_size: int) -> str:
 
 def piece_blocks(row_groups: int) -> int:
     """Tell where batch-invariant requests are cut: at multiples of so many KV blocks."""
-    return RULES.piece_blocks_of_group * row_groups
+    return RULES.piece_blocks[row_groups - 1]
 
 
 def piece_cost(row_groups: int) -> int:
@@ -207,6 +208,11 @@ class PlanKey(ABC):
         """Query heads that share a kv head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def piece_blocks(self) -> int:
+        """KV blocks at multiples of which batch-invariant requests are cut."""
+        return piece_blocks(self.row_groups)
+
     @cached_property
     def may_wait(self) -> bool:
         """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
@@ -245,11 +251,6 @@ class RaggedKey(PlanKey):
     def most_cut_rows(self) -> int:
         """Query rows of a kv head of a batch-invariant request that is cut, at most."""
         return ROW_TILE
-
-    @property
-    def piece_blocks(self) -> int:
-        """KV blocks at multiples of which batch-invariant requests are cut."""
-        return piece_blocks(self.row_groups)
 
     @property
     def schedule_page_size(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, RULES, piece_blocks, piece_cost
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, RULES, piece_cost
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -48,7 +48,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         "min_share": key.min_share,
         "min_saving": key.min_saving,
         "max_tokens": most,
-        "piece_blocks": piece_blocks(key.row_groups),
+        "piece_blocks": key.piece_blocks,
         "by_parts": divisor_of(key.parts),
     }
     blocks = -(-key.parts // _THREADS) if key.batch_invariant else 1

@@ -221,6 +221,36 @@ def test_bits_of_a_request_do_not_depend_on_its_neighbours(cache: str) -> None:
             assert bool((bits(one) == bits(other)[cp.asarray(rows)]).all())
 
 
+@pytest.mark.parametrize(
+    ("columns", "heads", "page_size"), [(128, (32, 8), 64), (64, (8, 1), 16), (256, (4, 4), 64)]
+)
+def test_a_plan_that_cuts_nothing_decodes_with_the_bits_of_a_prefill(
+    columns: int, heads: tuple[int, int], page_size: int
+) -> None:
+    """Each row of a prefill is that of a chunk, of drafts and of a single token."""
+    tokens, rng = 3000, np.random.default_rng(columns)
+    pages = -(-tokens // page_size)
+    shape = pages, page_size, heads[1], columns
+    k, v = (cp.asarray(rng.standard_normal(shape).astype(BF16)) for _ in "kv")
+    q = cp.asarray(rng.standard_normal((tokens, heads[0], columns)).astype(BF16))
+    table = cp.asarray(rng.permutation(pages).astype(np.int32)[None])
+
+    def rows_to(last: int, count: int) -> list[Array]:
+        """Bits of the last `count` of the first `last` tokens."""
+        ends = cp.asarray(np.array([0, count], np.int32))
+        some = q[last - count : last]
+        plan = cumla.AttentionPlan.from_arrays(
+            some, k, v, qo_indptr=ends, batch_invariant=True, max_kv_len=1
+        )
+        plan.update(cp.asarray(np.array([last], np.int32)), qo_indptr=ends)
+        return [bits(array) for array in plan.run(some, k, v, block_table=table)]
+
+    whole = rows_to(tokens, tokens)
+    for last, count in ((1, 1), (64, 1), (1025, 1), (3000, 1), (2000, 4), (1700, 500), (3000, 65)):
+        for one, other in zip(rows_to(last, count), whole, strict=True):
+            assert bool((one == other[last - count : last]).all()), (last, count)
+
+
 # --- a mix ----------------------------------------------------------------------------------------
 
 MIXED_Q = (0, 1, 2, 3, 4, 5, 17, 64, 65, 114, 514, 1, 1, 0)

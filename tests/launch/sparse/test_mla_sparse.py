@@ -16,7 +16,6 @@ import cumla
 from cumla.core.arrays import ArrayView
 from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
-from cumla.launch.split.plan import piece_blocks
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import (
     MAX_LOGITS,
@@ -176,7 +175,7 @@ def test_batch_invariant_lists_are_cut_at_fixed_places(heads: int, cache: str) -
     """However many there are, each has parts for all its pieces."""
     for batch, topk in ((1, 2048), (7, 2048), (7, 64), (1, 0)):
         key = key_of(heads, cache, batch=batch, topk=topk, batch_invariant=True)
-        pieces = max(1, -(-key.max_blocks // piece_blocks(key.row_groups)))
+        pieces = max(1, -(-key.max_blocks // key.piece_blocks))
         assert key.parts == key.num_places * pieces
 
 
