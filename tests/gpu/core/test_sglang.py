@@ -12,8 +12,9 @@ import pytest
 
 import cumla
 from tests.gpu.tools.waiting import no_waiting
-from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts
+from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts, tree_of
 from tests.sglang.stub import Mode, stubbed
+from tests.sglang.test_plugin import attend_to_trees
 
 KERNELS = ()
 MAY_SKIP = ()
@@ -85,3 +86,37 @@ def test_graphs_serve_later_steps(is_mla: bool, shares_stream: bool) -> None:
             torch.testing.assert_close(outs[0], wanted, rtol=2e-2, atol=2e-2)
             alone = backend.forward_decode(q, None, None, layers[-1], fb)
             torch.testing.assert_close(outs[-1], alone, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("shares_stream", [True, False])
+def test_graphs_serve_later_trees_of_drafts(shares_stream: bool) -> None:
+    """SGLang writes the masks and positions of a step before each replay."""
+    windows = (None, 3)
+    with stubbed(drafts=5, topk=2):
+        server, on_host = Server(False, device="cuda"), Server(False)
+        backend = server.backend
+        backend.init_cuda_graph_state(3, 15)
+        layers = [server.layer(sliding_window_size=-1 if w is None else w) for w in windows]
+        q, side = queries(server, 15), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            fb = server.batch(Mode.TARGET_VERIFY, (90, 90, 90), (5, 5, 5), spec_info=None)
+            backend.init_forward_metadata_out_graph(fb, in_capture=True)
+            for _ in range(2):
+                for layer in layers:
+                    backend.forward_extend(q, None, None, layer, fb)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side if shares_stream else None):
+                outs = [backend.forward_extend(q, None, None, layer, fb) for layer in layers]
+        torch.cuda.synchronize()
+        for lens in ((33, 7, 50), (64, 11, 6), (9, 90, 5)):
+            spec = tree_of(lens, is_full=False, into=backend.verify_mask.buffer)
+            fb = server.batch(Mode.TARGET_VERIFY, lens, (5, 5, 5), spec_info=spec)
+            fb.seq_lens_cpu = fb.seq_lens.cpu()
+            fb.positions.copy_(spec.positions)
+            backend.init_forward_metadata_out_graph(fb)
+            graph.replay()
+            for window, out in zip(windows, outs, strict=True):
+                wanted = attend_to_trees(on_host, spec, lens, q.cpu(), window).flatten(1)
+                torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)

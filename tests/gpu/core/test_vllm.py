@@ -112,6 +112,32 @@ def test_graphs_of_all_shapes_serve_later_steps(stub: None, shares_stream: bool)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_graph_serves_drafts_that_are_cut_on_the_device(stub: None, cache_dtype: Any) -> None:
+    """The host's lengths are those of the capture, or of an even cut."""
+    mla, q = MLA(cache_dtype, device="cuda", cuts_drafts=True), queries(8, "cuda")
+    kv_lens, offsets = on_gpu(*[40] * 8), on_gpu(*range(9))
+    mla.attend(mla.step(kv_lens, offsets, 8), q)
+    step = mla.step(kv_lens, offsets, 8, captured=True)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = [mla.attend(step, q)[0] for _ in range(2)]  # layers
+    even = int32(0, 2, 4, 6, 8, 8, 8, 8, 8)
+    for starts in ((0, 1, 5, 6, 8, 8, 8, 8, 8), (0, 4, 5, 6, 7, 7, 7, 7, 7), tuple(even)):
+        kv_lens.copy_(int32(33, 7, 40, 2, 0, 0, 0, 0))
+        offsets.copy_(int32(*starts))
+        last = int(starts[-1])
+        wanted = eager(mla, q, kv_lens, offsets).out[:last]
+        graph.replay()
+        for out in outs:
+            assert_close(out[:last], wanted)
+            assert bool(out[last:].eq(0).all())
+        with no_waiting():
+            found, _ = mla.attend(mla.step(kv_lens, offsets, 8, even), q)
+        assert_close(found[:last], wanted)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_mha_attends_as_on_the_cpu_in_a_graph_too(stub: None, cache_dtype: Any) -> None:
     found: dict[str, list[Any]] = {}
     steps = (((90, 5, 33), (0, 1, 6, 8)), ((20, 80, 3), (0, 6, 7, 8)), ((20, 7, 0), (0, 6, 7, 7)))
