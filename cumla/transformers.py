@@ -228,7 +228,7 @@ def attention(
     sinks = None if s_aux is None else s_aux.detach().float()
     if not torch.compiler.is_compiling():
         arrays = (query, key, value) if sinks is None else (query, key, value, sinks)
-        out = _STEPS.attend(arrays, bounds, options)
+        out = _STEPS.attend(module, arrays, bounds, options)
         if out is not None:
             return out, None
     state = cumla.attention(
@@ -294,7 +294,7 @@ class _Steps(threading.local):
 
     A step begins where they look different, but for their addresses, or the mask is another one:
     a dynamic cache has one more key in each step, and new memory in each layer. No array of a model
-    is kept.
+    is kept, and what its layers share goes when the one that began the last step does.
     """
 
     def __init__(self) -> None:
@@ -302,7 +302,11 @@ class _Steps(threading.local):
         self._of_shape: dict[Hashable, _Layers] = {}  # that of the latest step comes last
 
     def attend(
-        self, arrays: tuple[Any, ...], bounds: torch.Tensor | None, options: dict[str, Any]
+        self,
+        module: torch.nn.Module,
+        arrays: tuple[Any, ...],
+        bounds: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> torch.Tensor | None:
         """Attend; None where only :func:`cumla.attention` can, or can say what is wrong.
 
@@ -322,20 +326,31 @@ class _Steps(threading.local):
                 rows = _rows_of(arrays)
                 if rows is None:
                     return None
-                layers = self._layers(call, rows, options)
+                layers = self._layers(module, call, rows, options)
                 layers.begin(rows, bounds)
                 layers.form, self._of_form[form] = form, layers
             return layers.run(arrays[0], seen, call.stream)
 
-    def _layers(self, call: Call, rows: _Rows, options: dict[str, Any]) -> _Layers:
+    def _layers(
+        self, module: torch.nn.Module, call: Call, rows: _Rows, options: dict[str, Any]
+    ) -> _Layers:
         """Find what layers of such rows share, or make it; its last step is forgotten."""
         shape = (call.stream, rows.shapes, *options.values())
-        layers = self._of_shape.pop(shape, None) or _Layers(call, rows, options)
-        self._of_form.pop(layers.form, None)
-        if len(self._of_shape) >= _MOST_LAYERS:
-            oldest = self._of_shape.pop(next(iter(self._of_shape)))
-            self._of_form.pop(oldest.form, None)
-        self._of_shape[shape] = layers
+        of_shape, of_form = self._of_shape, self._of_form  # of this thread, for any
+        layers = of_shape.pop(shape, None) or _Layers(call, rows, options)
+        of_form.pop(layers.form, None)
+
+        def forget(owner: Any) -> None:
+            found = of_shape.get(shape)
+            if found is not None and found.owner is owner:
+                of_shape.pop(shape, None)
+                of_form.pop(found.form, None)
+
+        layers.owner = weakref.ref(module, forget)
+        if len(of_shape) >= _MOST_LAYERS:
+            oldest = of_shape.pop(next(iter(of_shape), None), None)
+            of_form.pop(oldest and oldest.form, None)
+        of_shape[shape] = layers
         return layers
 
 
@@ -407,6 +422,7 @@ class _Layers:
     """Schedule, workspace and launches of layers of one shape, on one stream."""
 
     form: Hashable = None  # how the arrays of the last step look
+    owner: weakref.ref[torch.nn.Module] | None = None  # which began it
 
     def __init__(self, call: Call, rows: _Rows, options: dict[str, Any]) -> None:
         operation = cumla.AttentionPlan._operation

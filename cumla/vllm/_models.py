@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
 LOGGER = "vllm.cumla"  # vLLM shows what its own loggers, and those below, say
+_FLAGS = (None, True, False)
 NO_ALIBI = "alibi_slopes: cumla's backend has no ALiBi"
 
 
@@ -136,6 +137,20 @@ def invariance() -> dict[str, Any]:
     """
     asked = environment_flag("VLLM_BATCH_INVARIANT")
     return {"batch_invariant": True, "max_kv_len": 1} if asked else {}
+
+
+def fp8_products(config: Any) -> bool:
+    """Tell whether layers may multiply in FP8: by an option of vLLM, else by the environment."""
+    given = getattr(config, "additional_config", None)
+    options = given.get("cumla", {}) if isinstance(given, dict) else {}
+    name = "fp8_products"
+    if not isinstance(options, dict) or options.keys() - {name} or options.get(name) not in _FLAGS:
+        raise ValueError(
+            f'additional_config: needs {{"cumla": {{"{name}": true}}}}, or false, got '
+            f"{{'cumla': {options!r}}}; leave out what cumla's backend does not know"
+        )
+    asked = options.get(name)
+    return environment_flag("CUMLA_VLLM_FP8_PRODUCTS") if asked is None else bool(asked)
 
 
 def divides_steps(config: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -26,13 +26,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
-from cumla.core.check_mode import environment_flag
 from cumla.vllm._models import (
     LOGGER,
     MLAKernels,
     divides_steps,
     dtype_name,
     factor,
+    fp8_products,
     invariance,
 )
 
@@ -86,7 +86,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             self.page_size,
             dtype_name(self.model_config.dtype),
             cache_dtype(self.kv_cache_spec.dtype),
-            fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"),
+            fp8_products=fp8_products(vllm_config),
         )
         log_layers(LOGGER, {f"layers with MLA ({len(layer_names)})": layers})
 
@@ -195,7 +195,7 @@ def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
 class Impl(MLACommonImpl[MLACommonMetadata]):
     """One layer: writes the cache, and attends from absorbed queries.
 
-    ``CUMLA_VLLM_FP8_PRODUCTS`` lets it multiply in FP8 where the cache is FP8.
+    An option of vLLM, or ``CUMLA_VLLM_FP8_PRODUCTS``, lets it multiply in FP8 where the cache is.
     """
 
     can_return_lse_for_decode: bool = True  # a natural logarithm, as lse_base_on_e says
@@ -210,7 +210,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
             )
         super().__init__(*args, sliding_window=None, **kwargs)
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
-        self._fp8_products = environment_flag("CUMLA_VLLM_FP8_PRODUCTS")
+        self._fp8_products = fp8_products(get_current_vllm_config())
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any

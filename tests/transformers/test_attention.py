@@ -98,7 +98,8 @@ def test_what_is_missing_is_named(missing: str, monkeypatch: pytest.MonkeyPatch)
         import_module("cumla.transformers")
 
 
-MODULE = SimpleNamespace(is_causal=True)
+MODULE = torch.nn.Module()
+MODULE.is_causal = True  # type: ignore[assignment]
 
 
 def rows(batch: int, heads: int, tokens: int, seed: int, layout: str = "heads first") -> Any:

@@ -207,6 +207,24 @@ def test_memory_is_bounded_and_no_cache_is_kept(
 
 
 @pytest.mark.usefixtures("no_gradients")
+def test_what_layers_share_goes_with_their_model(
+    ours: Any, gpu: TorchGpu, bindings: FakeBindings
+) -> None:
+    """Another model that began a later step of the same shape keeps it."""
+    first, second = torch.nn.Module(), torch.nn.Module()
+    ours.attention(first, *layer(12), None)
+    (shared,) = ours._STEPS._of_shape.values()
+    held = weakref.ref(shared)
+    ours.attention(second, *layer(13), None)  # begins a step
+    ours.attention(first, *layer(13, 4), None)
+    assert len(ours._STEPS._of_shape) == 2
+    del first, shared
+    assert list(ours._STEPS._of_shape.values()) == [held()]
+    del second
+    assert held() is None and not ours._STEPS._of_shape and not ours._STEPS._of_form
+
+
+@pytest.mark.usefixtures("no_gradients")
 def test_a_step_that_failed_is_computed_again(
     ours: Any, gpu: TorchGpu, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

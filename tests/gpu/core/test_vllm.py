@@ -131,7 +131,6 @@ def test_a_graph_serves_drafts_that_are_cut_on_the_device(stub: None, cache_dtyp
         graph.replay()
         for out in outs:
             assert_close(out[:last], wanted)
-            assert bool(out[last:].eq(0).all())
         with no_waiting():
             found, _ = mla.attend(mla.step(kv_lens, offsets, 8, even), q)
         assert_close(found[:last], wanted)
