@@ -17,13 +17,14 @@ from tests.calls import (
     all_of,
     every_other,
     int32,
+    numbers,
     refused,
     scores,
     wrong,
     wrong_type,
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy
-from tests.sparse.top_k_cases import expected, scores_of, values_at
+from tests.sparse.top_k_cases import expected, scores_of, shaped, values_at
 
 TOP_K = OPERATIONS["top_k"]
 FLOATS = "float32 or bfloat16 or float16, got"
@@ -136,3 +137,14 @@ def test_rows_at_any_address_and_stride(cupy: FakeCuPy, bindings: FakeBindings) 
     given = {name: cupy.like(value) for name, value in (scores() | {"scores": x}).items()}
     cumla.top_k(**given)
     assert bindings.entries == ["top_k_short_float32"]
+
+
+def test_a_shape_that_is_asked_for_is_launched(cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    """Also for arrays of a form that an earlier call had: other tests depend on it."""
+    shapes = ("short", "row", "wide", "streamed")
+    cumla.top_k(cupy.like(numbers(3, 40, dtype=np.float32)), 5)
+    bindings.entries.clear()
+    for name in shapes:
+        with shaped(name, 1):
+            cumla.top_k(cupy.like(numbers(3, 40, dtype=np.float32)), 5)
+    assert bindings.entries == [f"top_k_{name}_float32" for name in shapes]

@@ -11,6 +11,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
+from cumla.core import operation
 from cumla.launch.sparse import top_k
 from cumla.sparse import top_k as top_k_operation
 
@@ -82,11 +83,16 @@ def values_at(scores: Array, positions: Array) -> Array:
 @contextlib.contextmanager
 def shaped(name: str, cluster: int) -> Iterator[None]:
     """Let one shape of the kernel take all rows, with that many blocks each."""
-    ready = top_k_operation._TOP_K.ready
-    ready.clear()
+    _forget()
     with mock.patch.object(top_k, "choose", return_value=(name, cluster)):
         yield
-    ready.clear()
+    _forget()
+
+
+def _forget() -> None:
+    """Forget what earlier calls launched, also for other arrays of the same form."""
+    top_k_operation._TOP_K.ready.clear()
+    operation.forms.clear()
 
 
 def same_bits(got: Array, want: Array) -> bool:
