@@ -244,7 +244,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   } else {
     // Until the query is loaded, warp 1 is idle.
     // model: fetching_ahead
-    if (kSharedBlocks && threadIdx.x / 32 == 1 && (!AnyTile::kHasSinks || gridDim.x > 1)) prefetch_first_block(p);
+    if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
     const int last_place = last_place_of(p, part);

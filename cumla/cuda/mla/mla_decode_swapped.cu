@@ -29,6 +29,7 @@
 // Registers:      168, of which output 64, scores 8
 // Tensor work:    36 + 32 products m64n16k16 per block, bound by reading A from shared memory
 #include "mla/mla_decode/load.cuh"
+#include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode_swapped/compute.cuh"
 #include "mla/mla_decode_swapped/layout.cuh"
@@ -118,17 +119,17 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
   copy_async_wait_all();
 }
 
-template <typename T, PageForm kForm>
+template <typename T, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  begin_kernel<kForm, Tile>(p, shared, kForm == kRows ? 2 : 0);
+  begin_kernel<kForm, AnyTile>(p, shared, kForm == kRows ? 2 : 0);
   grid_dependency_wait();
 
   const Part part = part_of_cta(p, blockIdx.y);
-  const Tile tile(p);
+  const AnyTile tile(p);
   const int last_place = last_place_of(p, part);
 
   if (warpgroup == 0) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
       load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);
     }
   } else {
-    compute<SwappedConsumer<T, kForm == kRows>>(p, shared, tile, part, last_place, warpgroup);
+    compute<SwappedConsumer<T, kForm == kRows, AnyTile>>(p, shared, tile, part, last_place, warpgroup);
   }
 }
 

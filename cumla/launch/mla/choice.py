@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from cumla.launch.mla.mla_decode import (
     decode_launch,
     form_of,
-    sinks_spec,
     variant_spec,
     window_launch,
     window_spec,
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
 
 
-def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
+def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False) -> KernelSpec:
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
     if key.by_windows:
         return window_spec(key.dtype, form or key.form)
-    return _spec(key.dtype, key.variant, form or key.form)
+    return _spec(key.dtype, key.variant, form or key.form, sinks)
 
 
 def decode_schedule_spec(key: MLADecodeKey) -> KernelSpec:
@@ -47,15 +46,15 @@ def decode_schedule_launch(key: MLADecodeKey, buffer: int, kv_lens: ArrayView) -
     return schedule_launch(key, buffer, kv_lens)
 
 
-def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
+def decode_specs(dtype: str, page_size: int, sinks: bool = False) -> tuple[KernelSpec, ...]:
     """List the kernels of one dtype and page size, for caches in one array."""
-    return tuple(_spec(dtype, variant, page_form(page_size)) for variant in VARIANTS)
+    return tuple(_spec(dtype, variant, page_form(page_size), sinks) for variant in VARIANTS)
 
 
-def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
+def _spec(dtype: str, variant: str, form: str, sinks: bool) -> KernelSpec:
     if variant == "swapped":
-        return swapped_spec(dtype, form)
-    return variant_spec(dtype, variant, form)
+        return swapped_spec(dtype, form, sinks)
+    return variant_spec(dtype, variant, form, sinks)
 
 
 def attend_launch(
@@ -71,6 +70,5 @@ def attend_launch(
     if key.by_windows:
         return window_launch(key.by_windows, buffer, arguments, out, lse)
     form = form_of(key, arguments)
-    has_sinks = arguments.sinks is not None
-    spec = sinks_spec(key.dtype, form) if has_sinks else decode_spec(key, form)
+    spec = decode_spec(key, form, arguments.sinks is not None)
     return decode_launch(spec, key, buffer, arguments, out, lse)

@@ -48,17 +48,17 @@ FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
 _RAGGED = "ragged"  # the variant for queries of different lengths
-_SINKS = "sinks"  # with sinks, for any number of query rows
 _WINDOW = "window"  # for queries of any lengths that see windows, or with sinks
 _TILES = {
     _RAGGED: ("mla_attention", ["RaggedTile"]),
-    _SINKS: ("mla_decode_sinks", ["WithSinks<Tile>"]),
     _WINDOW: ("mla_attention_window", ["WithSinks<WindowTile>"]),
 }
 
 
-def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
+def _spec(dtype: str, variant: str, form: str, sinks: bool = False) -> KernelSpec:
     name, tile = _TILES.get(variant, ("mla_decode", []))
+    if sinks:
+        name, tile = "mla_decode_sinks", ["WithSinks<Tile>"]
     suffixes = [tag for tag in (variant, form) if tag not in (*_TILES, "one_tile", "pages")]
     return KernelSpec.of(
         *("mla", "mla_decode", "MlaWindowParams" if variant == _WINDOW else "MlaDecodeParams"),
@@ -72,30 +72,28 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
 
 _SPECS = {
     names: _spec(*names)
-    for variants in (VARIANTS[1:], (_RAGGED,), (_SINKS,), (_WINDOW,))
-    for names in product(HALVES, variants, PAGE_FORMS)
+    for variants, sinks in (
+        (VARIANTS[1:], (False, True)),
+        ((_RAGGED, _WINDOW), (False,)),
+    )
+    for names in product(HALVES, variants, PAGE_FORMS, sinks)
 }
 SPECS = tuple(_SPECS.values())
 
 
-def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    """Look up the kernel of a variant, one of the last two of VARIANTS."""
-    return _SPECS[dtype, variant, form]
+def variant_spec(dtype: str, variant: str, form: str, sinks: bool = False) -> KernelSpec:
+    """Look up the kernel of a variant, one of the last two of VARIANTS, with sinks or without."""
+    return _SPECS[dtype, variant, form, sinks]
 
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
     """Look up the kernel for queries of different lengths."""
-    return _SPECS[dtype, _RAGGED, form]
-
-
-def sinks_spec(dtype: str, form: str) -> KernelSpec:
-    """Look up the kernel with sinks for as many queries of each request."""
-    return _SPECS[dtype, _SINKS, form]
+    return _SPECS[dtype, _RAGGED, form, False]
 
 
 def window_spec(dtype: str, form: str) -> KernelSpec:
     """Look up the kernel for windows, and for sinks where query lengths differ."""
-    return _SPECS[dtype, _WINDOW, form]
+    return _SPECS[dtype, _WINDOW, form, False]
 
 
 def form_of(key: LatentKey, arguments: DecodeArguments) -> str:

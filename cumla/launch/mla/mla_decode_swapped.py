@@ -14,20 +14,21 @@ from cumla.launch.mla.mla_decode import FORM_TAGS
 from cumla.launch.source import HALVES, KernelSpec
 
 
-def _spec(dtype: str, form: str) -> KernelSpec:
+def _spec(dtype: str, form: str, sinks: bool) -> KernelSpec:
     return KernelSpec.of(
         *("mla", "mla_decode_swapped", "MlaDecodeParams", dtype, FORM_TAGS[form]),
-        name="mla_decode",
+        *(["WithSinks<Tile>"] if sinks else []),
+        name="mla_decode_sinks" if sinks else "mla_decode",
         tags=[dtype, "swapped", *([] if form == "pages" else [form])],
         threads=384,
         smem_bytes=constant("mla/mla_decode_swapped", "SwappedLayout(0).query_free() + 8"),
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(HALVES, FORM_TAGS)}
+_SPECS = {names: _spec(*names) for names in product(HALVES, FORM_TAGS, (False, True))}
 SPECS = tuple(_SPECS.values())
 
 
-def swapped_spec(dtype: str, form: str) -> KernelSpec:
-    """Look up the kernel of a dtype and form."""
-    return _SPECS[dtype, form]
+def swapped_spec(dtype: str, form: str, sinks: bool = False) -> KernelSpec:
+    """Look up the kernel of a dtype and form, with sinks or without."""
+    return _SPECS[dtype, form, sinks]

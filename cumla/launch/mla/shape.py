@@ -214,7 +214,10 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @property
     def row_groups(self) -> int:
         """Groups of 16 rows of a thread block: what it stores of its partial results."""
-        return ROW_TILE // self.row_tiles // ROW_GROUP
+        rows = ROW_TILE // self.row_tiles
+        if self.own_q_len:
+            rows = min(rows, self.own_q_len * self.heads_per_group)
+        return -(-rows // ROW_GROUP)
 
     @property
     def most_cut_rows(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from cumla.launch.mla import mla_decode, mla_decode_swapped
 from cumla.launch.mla.choice import decode_spec, decode_specs
-from cumla.launch.mla.mla_decode import ragged_spec, sinks_spec, window_spec
+from cumla.launch.mla.mla_decode import ragged_spec, window_spec
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 from cumla.launch.split.plan import PAGE_FORMS, ROW_TILE, page_form
 
@@ -86,14 +86,18 @@ def test_every_dtype_has_every_kernel() -> None:
     assert len(every) == len(set(every)) == 2 * len(VARIANTS) * len(PAGE_FORMS)
     ragged = {ragged_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
     assert len(ragged) == 2 * len(PAGE_FORMS)
-    masked = {
-        spec_of(dtype, form)
-        for spec_of in (sinks_spec, window_spec)
+    with_sinks = {
+        spec
         for dtype in ("bfloat16", "float16")
-        for form in PAGE_FORMS
+        for page_size in (64, 16, 1)
+        for spec in decode_specs(dtype, page_size, sinks=True)
     }
-    assert len(masked) == 4 * len(PAGE_FORMS)
-    assert set(every) | ragged | masked == {*mla_decode.SPECS, *mla_decode_swapped.SPECS}
+    windows = {window_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
+    assert (len(with_sinks), len(windows)) == (len(every), len(ragged))
+    assert set(every) | ragged | with_sinks | windows == {
+        *mla_decode.SPECS,
+        *mla_decode_swapped.SPECS,
+    }
 
 
 def test_the_page_size_chooses_the_form() -> None:

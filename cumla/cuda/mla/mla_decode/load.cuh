@@ -66,11 +66,15 @@ struct BlockCursor {
   }
 };
 
-// Has L2 fetch what the first loads depend on: the part, the lengths, and a few lines of the block table per CTA.
+// Has L2 fetch what the first loads depend on: the part, the lengths, and a few lines of the block table per CTA. And
+// sinks of dense kernels, which the end of a segment waits for.
 template <typename AnyTile>
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
   constexpr int kLine = 32, kPlaces = 16;  // entries of a line of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
+  if constexpr (AnyTile::kHasSinks && !AnyTile::kIsList)
+    if (p.sinks != nullptr && thread * kLine < p.heads_per_group)
+      prefetch_l2(p.sinks + (blockIdx.z * p.heads_per_group + thread * kLine) * p.sinks_stride);
   if (AnyTile::kIsRagged) {
     if (thread == 1)
       prefetch_l2(p.tickets + static_cast<i64>(blockIdx.z * gridDim.x + blockIdx.x) * p.parts + blockIdx.y);

@@ -14,7 +14,6 @@ using namespace split;
 // A tile whose heads may have sinks (split/output.cuh).
 template <typename Base>
 struct WithSinks : Base {
-  using Held = WithSinks;
   static constexpr bool kHasSinks = true;
   using Base::Base;
 };
@@ -22,8 +21,9 @@ struct WithSinks : Base {
 // Base-2 sink of a row; -inf if it has none.
 template <typename Base>
 __device__ __forceinline__ float sink_of(const MlaDecodeParams& p, const WithSinks<Base>& tile, int row) {
-  if (p.sinks == nullptr || row >= tile.rows) return -kInfinity;
-  return bounded_sink(p.sinks[Row(p, tile, row).head * p.sinks_stride]);
+  const bool exists = p.sinks != nullptr && row < tile.rows;  // loads without branches overlap
+  return bounded_sink(
+      load_global_float_if(exists, p.sinks + Row(p, tile, row).head * p.sinks_stride, -kInfinity));
 }
 
 // Parameters of kernels over a WindowTile.
@@ -35,6 +35,7 @@ struct MlaWindowParams : MlaDecodeParams {
 // `tokens` are those before the end of the last row's window. If all requests have q_len queries, q, out and lse have
 // an axis of requests, and by_q_len divides by that q_len.
 struct WindowTile : RaggedTile {
+  using Held = WindowTile;
   using RaggedTile::RaggedTile;
   int behind;              // keys at the end of the request that no row sees
   int first_seen;          // first key that a row sees

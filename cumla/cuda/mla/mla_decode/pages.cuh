@@ -8,7 +8,6 @@
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/load.cuh"
-#include "mla/mla_decode/masked.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -88,11 +87,6 @@ __device__ __forceinline__ FetchShare share_of_tile(int behind, int tiles) {
 __device__ __forceinline__ FetchShare share_of_grid() { return share_of_tile(gridDim.x - 1 - blockIdx.x, gridDim.x); }
 // model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const Tile&) { return share_of_grid(); }
-// With sinks one kernel serves any number of tiles.
-// model: fetching_ahead
-__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const WithSinks<Tile>&) {
-  return gridDim.x > 1 ? share_of_grid() : FetchShare{kBlockTokens, 1};
-}
 // A request with ragged queries may have only one tile: then there is no prefetch, as in kernels for one tile.
 // model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const RaggedTile& tile) {

@@ -19,14 +19,14 @@ using namespace split;
 
 // One consumer warpgroup. A lane's accumulators are of tokens, or columns of V, 16 warp + lane / 4 and 8 more; query
 // rows 2 (lane % 4) and 1 more of each eight. kCopied: threads copied the tiles, not TMA.
-template <typename T, bool kCopied>
+template <typename T, bool kCopied, typename AnyTile>
 struct SwappedConsumer {
   static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kValueTiles = 2 * kHalfTiles;
 
   const MlaDecodeParams& p;
   const SwappedLayout& shared;
-  const Tile& tile;
+  const AnyTile& tile;
   const int consumer, warp, lane;
   SlotPlace place;     // slots of this consumer's next block
   u32 begun = 0;       // parity of that block's number among this consumer's blocks
@@ -39,7 +39,7 @@ struct SwappedConsumer {
 
   // model: swapped_ring
   __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
-                                             const Tile& tile, int consumer)
+                                             const AnyTile& tile, int consumer)
       : p(p),
         shared(shared),
         tile(tile),
@@ -239,14 +239,14 @@ struct SwappedConsumer {
     }
     consumers_sync();
     float lse[kOwn];
-    add_up(lse);
+    add_up(lse, segment.split());
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.query_free());  // plant: query read
     const bool split = segment.split();
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
     write_output(segment, split);  // plant: piece
     if (split)
-      LatentJoiner<T, Tile>(
+      LatentJoiner<T, AnyTile>(
           p, {shared.words, shared.probabilities, shared.sums, shared.ring, shared.ring + 4 * kJoinSpace}, tile,
           segment)
           .join(more);
@@ -270,7 +270,7 @@ struct SwappedConsumer {
   }
 
   // Adds the other consumer's output to this consumer's half, and normalises it.
-  __device__ __forceinline__ void add_up(float (&lse)[kOwn]) {
+  __device__ __forceinline__ void add_up(float (&lse)[kOwn], bool split) {
     float of_own[kOwn], of_other[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -282,10 +282,12 @@ struct SwappedConsumer {
                           other_factor * sum_of_four(shared.sum(row, (1 - consumer) * 4));
       const float rounded = own_factor * sum_of_four(shared.weight(row, consumer * 4)) +
                             other_factor * sum_of_four(shared.weight(row, (1 - consumer) * 4));
-      const float inverse = inverse_of_sum(rounded);
+      float inverse = inverse_of_sum(rounded);
+      lse[i] = log_sum_exp(highest, total);
+      if constexpr (AnyTile::kHasSinks)
+        if (!split) take_sink(p, sink_of(p, tile, row), inverse, lse[i]);
       of_own[i] = own_factor * inverse;
       of_other[i] = other_factor * inverse;
-      lse[i] = log_sum_exp(highest, total);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
