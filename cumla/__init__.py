@@ -20,6 +20,9 @@ from cumla.errors import (
 
 if TYPE_CHECKING:
     from cumla import reference as reference
+    from cumla.blocks.attention import BlockSparsePlan, block_sparse_attention
+    from cumla.blocks.scores import block_scores
+    from cumla.blocks.select import select_blocks
     from cumla.indexer.cache import append_indexer_cache
     from cumla.indexer.logits import mqa_logits
     from cumla.indexer.paged_logits import PagedMQALogitsPlan, paged_mqa_logits
@@ -43,6 +46,7 @@ __all__ = [
     "AttentionMask",
     "AttentionPlan",
     "AttentionState",
+    "BlockSparsePlan",
     "CompilationError",
     "CumlaError",
     "DSAPlan",
@@ -60,6 +64,8 @@ __all__ = [
     "append_mla_cache",
     "apply_rope",
     "attention",
+    "block_scores",
+    "block_sparse_attention",
     "merge_attention_states",
     "mla_attention",
     "mla_decode",
@@ -69,10 +75,14 @@ __all__ = [
     "paged_mqa_logits",
     "prepare",
     "quantize_fp8",
+    "select_blocks",
     "top_k",
 ]
 
 _NAMES = {  # public names, by the module that is loaded when one is first asked for
+    "blocks.attention": ("BlockSparsePlan", "block_sparse_attention"),
+    "blocks.scores": ("block_scores",),
+    "blocks.select": ("select_blocks",),
     "indexer.cache": ("append_indexer_cache",),
     "indexer.logits": ("mqa_logits",),
     "indexer.paged_logits": ("PagedMQALogitsPlan", "paged_mqa_logits"),

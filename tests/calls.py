@@ -54,6 +54,7 @@ class Planned(NamedTuple):
     kind: Any
     numbers: Arguments  # by the class
     updates: int = 1  # kernels that an update launches, the first of the call's
+    fixed: tuple[str, ...] = ()  # options of the call that the plan is made with
 
     @property
     def made_of(self) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ class Planned(NamedTuple):
 
     def inputs(self, arguments: Arguments) -> Arguments:
         """What a run takes."""
-        return {n: v for n, v in arguments.items() if n not in self.updated_with}
+        return {n: v for n, v in arguments.items() if n not in (*self.updated_with, *self.fixed)}
 
     def ready(self, arguments: Arguments, **options: Any) -> Any:
         """Make a plan, and update it."""
@@ -289,6 +290,55 @@ def pages() -> Arguments:
     }
 
 
+def blocks() -> Arguments:
+    """Rows 1 to 5 of 8 have a request; a list for each kv head."""
+    return {
+        "q": numbers(8, 4, 64),
+        "k": numbers(6, 32, 2, 64),
+        "v": numbers(6, 32, 2, 64),
+        "block_indices": np.arange(48, dtype=np.int32).reshape(8, 2, 3) % 6,
+        "block_size": 16,
+        "kv_lens": int32(5, 90),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "qo_indptr": int32(1, 4, 6),
+    }
+
+
+def blocks_of_equal_queries() -> Arguments:
+    """Two query tokens of each request; lists that kv heads share, of some entries."""
+    more = {
+        "q": numbers(2, 2, 4, 64),
+        "block_indices": int32([[3, 0]], [[1, 1]], [[2, 9]], [[-1, 0]]),
+    }
+    return (
+        {n: value for n, value in blocks().items() if n != "qo_indptr"}
+        | more
+        | {"topk_length": int32(2, 1, 2, 0)}
+    )
+
+
+def scored_blocks() -> Arguments:
+    """Rows 1 to 5 of 8 have a request."""
+    return {
+        "q": numbers(8, 4, 64),
+        "keys": numbers(6, 32, 64),
+        "block_size": 16,
+        "kv_lens": int32(5, 90),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "qo_indptr": int32(1, 4, 6),
+    }
+
+
+def chosen_blocks() -> Arguments:
+    return {
+        "scores": numbers(3, 2, 40, dtype=np.float32),
+        "k": 5,
+        "visible": int32(40, 3, 17),
+        "init_blocks": 1,
+        "local_blocks": 1,
+    }
+
+
 def rows() -> Arguments:
     """Rows into slots, with a rotation."""
     return {
@@ -491,6 +541,40 @@ OPERATIONS = {
         integers=("kv_lens", "block_table"),
         empty=(("q", "block_table", "kv_lens"),),
     ),
+    "block_sparse_attention": Operation(
+        cumla.block_sparse_attention,
+        blocks,
+        lambda: {"out": aligned((8, 4, 64)), "lse": aligned((8, 4), np.float32)},
+        ("block_rows", "block_lists", "attention_decode_bfloat16_64_64_8"),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(
+            ("q", "block_indices"),
+            ("q", "block_indices", "block_table", "kv_lens", "qo_indptr+1"),
+        ),
+    ),
+    "block_sparse_attention of equal queries": Operation(
+        cumla.block_sparse_attention,
+        blocks_of_equal_queries,
+        lambda: {"out": aligned((2, 2, 4, 64)), "lse": aligned((2, 2, 4), np.float32)},
+        ("block_rows", "block_lists", "attention_decode_bfloat16_64_64_8"),
+        integers=("kv_lens",),
+        empty=(("q", "block_table", "kv_lens", "block_indices", "topk_length"),),
+    ),
+    "block_scores": Operation(
+        cumla.block_scores,
+        scored_blocks,
+        lambda: {"out": aligned((8, 4, 6), np.float32)},
+        ("block_rows", "block_scores_bfloat16_64"),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(("q",),),
+    ),
+    "select_blocks": Operation(
+        cumla.select_blocks,
+        chosen_blocks,
+        lambda: {"out": aligned((3, 2, 5), np.int32)},
+        ("select_blocks", "top_k_short_float32", "select_blocks"),
+        empty=(("scores", "visible"),),
+    ),
     "mla_sparse_decode": Operation(
         cumla.mla_sparse_decode,
         selected,
@@ -620,6 +704,15 @@ KEYS_IN_PAGES = {
     "head_dim_v": 32,
     "page_size": 16,
 }
+BLOCKS = {
+    "batch": 2,
+    "total_tokens": 8,
+    "num_heads": 4,
+    "head_dim": 64,
+    "topk": 3,
+    "block_size": 16,
+    "num_kv_heads": 2,
+}
 PLANS = {
     "MLADecodePlan": Planned(
         "mla_decode",
@@ -655,6 +748,18 @@ PLANS = {
         "attention of equal queries",
         cumla.AttentionPlan,
         KEYS_IN_PAGES | {"total_tokens": 4, "q_len": 2, "page_size": 3},
+    ),
+    "BlockSparsePlan": Planned(
+        "block_sparse_attention",
+        cumla.BlockSparsePlan,
+        BLOCKS,
+        fixed=("block_size",),
+    ),
+    "BlockSparsePlan of equal queries": Planned(
+        "block_sparse_attention of equal queries",
+        cumla.BlockSparsePlan,
+        BLOCKS | {"total_tokens": 4, "q_len": 2, "topk": 2},
+        fixed=("block_size",),
     ),
     "MLASparsePlan": Planned(
         "mla_sparse_decode",

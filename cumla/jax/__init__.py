@@ -24,6 +24,7 @@ from cumla.jax.call import run as run
 from cumla.jax.call import run_eagerly as run_eagerly
 from cumla.jax.plans import (
     AttentionPlan,
+    BlockSparsePlan,
     DSAPlan,
     MLAAttentionPlan,
     MLADecodePlan,
@@ -33,6 +34,7 @@ from cumla.jax.plans import (
 
 __all__ = [
     "AttentionPlan",
+    "BlockSparsePlan",
     "DSAPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",

@@ -8,6 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import jax
 
+from cumla.blocks import attention as block_attention
 from cumla.core.arrays import WORKSPACE, ArrayView
 from cumla.core.frameworks import Framework, framework_of_type
 from cumla.core.plan import Plan
@@ -21,6 +22,7 @@ from cumla.sparse import dsa, mla_sparse
 
 __all__ = [
     "AttentionPlan",
+    "BlockSparsePlan",
     "DSAPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",
@@ -223,6 +225,13 @@ class AttentionPlan(_Front, mha_attention.AttentionPlan, _Value[Any]):  # type: 
     """Schedule of :func:`cumla.attention` as a value.
 
     To :class:`cumla.AttentionPlan` as :class:`MLADecodePlan` is to its namesake; see there.
+    """
+
+
+class BlockSparsePlan(_Front, block_attention.BlockSparsePlan, _Value[Any]):  # type: ignore[misc]
+    """What query tokens of :func:`cumla.block_sparse_attention` see, as a value.
+
+    To :class:`cumla.BlockSparsePlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """
 
 

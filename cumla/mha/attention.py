@@ -97,7 +97,7 @@ _SIZES = (
 )
 
 
-def _checked_softcap(name: str, value: Any) -> float:
+def checked_softcap(name: str, value: Any) -> float:
     """Return the bound of the scores."""
     cap = as_number(name, value)
     if not 1e-3 <= cap <= 1e6:
@@ -122,7 +122,7 @@ ATTENTION = Spec(
         flag("causal", True),
         Option("window", None, checked_window, "int[]?"),
         record("mask", AttentionMask),
-        Option("softcap", None, _checked_softcap, "float?"),
+        Option("softcap", None, checked_softcap, "float?"),
         optional("sinks"),
         SOFTMAX_SCALE,
         Factor("k_scale"),
@@ -305,11 +305,11 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def arguments(self, views: Views, options: Any) -> MHAArguments:
         """Check all but the lengths."""
         given = {name: view for name, view in views.items() if view is not None}
-        q, k, v = (_checked_rows(name, given) for name in ("q", "k", "v"))
+        q, k, v = (checked_rows(name, given) for name in ("q", "k", "v"))
         has_pages = len(k.shape) == 4
         if has_pages and options.kv_layout == "HND":
             k, v = swapped(k), swapped(v)
-        _check_heads(q, k, v)
+        check_heads(q, k, v)
         pages = _checked_form(given, has_pages, options.kv_layout)
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         if not has_pages:
@@ -384,7 +384,7 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
 
     def arguments(self, views: Views, options: Any) -> Both[MHAArguments]:
         given = {name for name, view in views.items() if view is not None}
-        q = _checked_rows("q", views)
+        q = checked_rows("q", views)
         _check_lengths_given(given, len(q.shape), len(views["k"].shape) if views["k"] else 0)
         found = super().arguments(views, options)
         lengths, attend, _ = found
@@ -472,7 +472,7 @@ def _key(
 # --- checks --------------------------------------------------------------------------------------
 
 
-def _checked_rows(name: str, given: Views) -> ArrayView:
+def checked_rows(name: str, given: Views) -> ArrayView:
     view = given[name]
     assert view is not None
     q = given["q"]
@@ -511,7 +511,7 @@ def _column_step(dtype: str) -> tuple[int, int]:
     return 4 if dtype == "float32" else 8, _MOST_COLUMNS
 
 
-def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
+def check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
     """Check that queries, keys and values fit together; pages have the order of NHD."""
     if (k.dtype in E4M3) != (v.dtype in E4M3):
         raise TypeError(
@@ -725,7 +725,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         self._mask_form = _checked_form_of_mask(mask_form, self._window)
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         dtypes = dtype, cache_dtype
-        shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
+        shape = checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
 
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         left, _ = window_sides(self._window, self._causal)
@@ -774,10 +774,10 @@ class AttentionPlan(TableOrList[MHAKey]):
     def _numbers(
         cls, views: dict[str, ArrayView | None], options: dict[str, Any]
     ) -> dict[str, Any]:
-        q, k, v = (_checked_rows(name, views) for name in ("q", "k", "v"))
+        q, k, v = (checked_rows(name, views) for name in ("q", "k", "v"))
         if options.pop("kv_layout") == "HND" and len(k.shape) == 4:
             k, v = swapped(k), swapped(v)
-        _check_heads(q, k, v)
+        check_heads(q, k, v)
         *lead, num_heads, head_dim = q.shape
         batch, q_len = lead[0], lead[1] if len(lead) == 2 else None
         if q_len is None:
@@ -814,7 +814,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
-        shape = _checked_shape(batch, total_tokens, heads, 64, None, ("bfloat16", None))
+        shape = checked_shape(batch, total_tokens, heads, 64, None, ("bfloat16", None))
         sm_count = checked_sm_count(sm_count)
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         key = _key(batch, shape, False, -1, 0, sm_count, cuts)
@@ -961,7 +961,7 @@ def _checked_form_of_mask(form: Any, window: tuple[int, int] | None) -> str | No
     return found
 
 
-def _checked_shape(
+def checked_shape(
     batch: Any,
     total_tokens: Any,
     heads: tuple[Any, ...],

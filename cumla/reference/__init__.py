@@ -11,6 +11,9 @@ read or written, one request at a time, not with the cache.
 """
 
 from cumla.core.state import AttentionState as AttentionState
+from cumla.reference.blocks.attention import block_sparse_attention as block_sparse_attention
+from cumla.reference.blocks.scores import block_scores as block_scores
+from cumla.reference.blocks.select import select_blocks as select_blocks
 from cumla.reference.indexer.cache import append_indexer_cache as append_indexer_cache
 from cumla.reference.indexer.logits import mqa_logits as mqa_logits
 from cumla.reference.indexer.paged_logits import paged_mqa_logits as paged_mqa_logits

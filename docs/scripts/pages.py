@@ -42,6 +42,11 @@ GROUPS = (
         ("mla_sparse_decode", "mla_sparse_attention", "MLASparsePlan", "DSAPlan"),
     ),
     Group(
+        "Sparse GQA by blocks",
+        "guide/block-sparse.md",
+        ("block_sparse_attention", "BlockSparsePlan", "block_scores", "select_blocks"),
+    ),
+    Group(
         "Indexer and top-k",
         "guide/indexer-topk.md",
         (
@@ -77,6 +82,7 @@ GROUPS = (
         (
             *("append_mla_cache", "append_kv_cache", "append_indexer_cache"),
             *("MLADecodePlan", "MLAAttentionPlan", "MLASparsePlan", "AttentionPlan"),
+            "BlockSparsePlan",
             "PagedMQALogitsPlan",
         ),
         "cumla.jax",
@@ -88,6 +94,7 @@ GROUPS = (
             *("mla_decode", "mla_attention", "mla_sparse_decode", "mla_sparse_attention"),
             *("attention", "append_mla_cache", "append_kv_cache", "apply_rope"),
             *("append_indexer_cache", "quantize_fp8", "mqa_logits", "paged_mqa_logits"),
+            *("block_sparse_attention", "block_scores", "select_blocks"),
             *("top_k", "merge_attention_states"),
         ),
         "cumla.reference",

@@ -172,12 +172,12 @@ def test_outputs(operation: Operation) -> None:
 def test_an_lse_has_the_shape_of_out_without_its_columns(
     name: str, cupy: FakeCuPy, bindings: FakeBindings
 ) -> None:
-    """In a new one of a batch, on a GPU, the tokens of a head are together."""
+    """In a new one of a batch, on a GPU, the tokens of a head are together, but with blocks."""
     given = on_gpu(cupy, OPERATIONS[name], outputs=False)
     out, lse = OPERATIONS[name].function(**given)
     assert lse.shape == out.shape[:-1]
     *_, of_token, of_head = lse.strides
-    assert (of_token, of_head)[len(lse.shape) == 2] == 4
+    assert (of_token, of_head)[len(lse.shape) == 2 or "block_indices" in given] == 4
 
 
 @every_operation
@@ -276,7 +276,8 @@ def test_what_is_launched(
     given = on_gpu(cupy, operation)
     results = flat(operation.function(**given))
     assert all(given[n] is r for n, r in zip(operation.outputs(), results, strict=True))
-    assert tuple(bindings.entries) == operation.kernels == tuple(cupy.compiled)
+    assert tuple(bindings.entries) == operation.kernels
+    assert set(cupy.compiled) == set(operation.kernels)
     operation.function(**given)
     first = list(bindings.launched)
     bindings.launched.clear()
@@ -287,7 +288,7 @@ def test_what_is_launched(
     operation.function(**given)
     operation.function(**given, stream=1)  # another name of 0
     assert [launch.stream for launch in bindings.launched] == ([7] * len(first) + [0] * len(first))
-    assert tuple(cupy.compiled) == operation.kernels
+    assert set(cupy.compiled) == set(operation.kernels)
     assert driver.recorded == []
 
 

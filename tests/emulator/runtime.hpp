@@ -124,6 +124,11 @@ static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b,
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned atomicOr(unsigned* address, unsigned bits) {
+  const unsigned before = *address;
+  *address = before | bits;
+  return before;
+}
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return (static_cast<uint64_t>(high) << 32 | low) >> (by & 31);
 }

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("merge", "mla", "indexer", "sparse", "mha")
-MAY_IMPORT = {"sparse": ("indexer", "merge", "mla")}
+FAMILIES = ("merge", "mla", "indexer", "sparse", "mha", "blocks")
+MAY_IMPORT = {"sparse": ("indexer", "merge", "mla"), "blocks": ("mha", "sparse")}
 FOR_REFERENCE = ("cumla.core.arguments", "cumla.core.state", "cumla.errors")
 
 LAUNCH = ("_layouts", "device", "kernel", "layouts", "module", "slots", "source", "tensor_map")

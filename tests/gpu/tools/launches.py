@@ -637,6 +637,63 @@ def dsa(make: _Maker) -> Iterator[Case]:
         yield "DSAPlan", step
 
 
+def blocks(make: _Maker) -> Iterator[Case]:
+    """Block-sparse attention, scores of blocks, and their choice."""
+    grid = itertools.product((64, 128, 192, 256), HALVES, (False, True), ((16, 1), (32, 4)))
+    for width, dtype, fp8, (heads, kv_heads) in grid:
+
+        def attend(
+            width: int = width,
+            dtype: np.dtype[Any] = dtype,
+            fp8: bool = fp8,
+            heads: int = heads,
+            kv_heads: int = kv_heads,
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
+            for block, page, topk in ((128, 128, 16), (16, 64, 40), (4, 64, 513)):
+                for batch, q_len in ((1, 1), (64, 1), (200, 3)):
+                    k, v = (make(9, page, kv_heads, width, dtype=of_cache) for _ in range(2))
+                    q = make(batch, q_len, heads, width, dtype=dtype)
+                    lists = make.int32(batch * q_len, kv_heads, topk)
+                    given: dict[str, Any] = {"block_table": make.int32(batch, 50)}
+                    of_call = {"block_size": block, "kv_lens": make.int32(batch)}
+                    cumla.block_sparse_attention(q, k, v, lists, **of_call, **given)
+                    shared = make(batch * q_len, 1, topk, dtype=INT64)
+                    given |= {
+                        "sinks": make.float32(heads),
+                        "topk_length": make.int32(batch * q_len),
+                    }
+                    cumla.block_sparse_attention(
+                        q, k, v, shared, **of_call, **given, batch_invariant=True
+                    )
+                plan = cumla.BlockSparsePlan.from_arrays(q, k, v, lists, block_size=block)
+                plan.update(of_call["kv_lens"])
+                plan.run(q, k, v, lists, **given, indices_are="tokens")
+
+        cache = "e4m3" if fp8 else "same"
+        yield f"blocks, {width} columns, {dtype.name}, {heads} heads, {cache}", attend
+    for width, dtype in itertools.product((64, 128, 256), (BF16, FP16, E4M3)):
+
+        def score(width: int = width, dtype: np.dtype[Any] = dtype) -> None:
+            for tokens, heads, block in ((3, 4, 128), (900, 1, 16), (900, 32, 64)):
+                given: dict[str, Any] = {"kv_lens": make.int32(3), "block_table": make.int32(3, 99)}
+                keys = make(9, 128, width, dtype=dtype)
+                q = make(tokens, heads, width, dtype=dtype)
+                given |= {"qo_indptr": make.int32(4), "block_size": block}
+                cumla.block_scores(q, keys, **given)
+
+        yield f"scores of blocks, {width} columns, {dtype.name}", score
+    for dtype in FLOATS:
+
+        def select(dtype: np.dtype[Any] = dtype) -> None:
+            for tokens, width, k in ((3, 1024, 16), (700, 40000, 512)):
+                scores, visible = make(tokens, 4, width, dtype=dtype), make.int32(tokens)
+                cumla.select_blocks(scores, k, visible=visible, local_blocks=1)
+                cumla.select_blocks(scores, 3, visible=visible, init_blocks=1, local_blocks=2)
+
+        yield f"choice of blocks, {dtype.name}", select
+
+
 def small(make: _Maker) -> Iterator[Case]:
     """Merging states."""
     for dtype, count, rows in itertools.product(FLOATS, (2, 5), (1, 700)):
@@ -764,7 +821,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
         *(mla, mla_masks, mla_invariant, mla_lists, attention, attention_by_masks, attention_plans),
-        *(indexer, dsa, caches, small, masks, layouts, others),
+        *(indexer, dsa, caches, small, masks, layouts, others, blocks),
     )
 }
 

@@ -52,6 +52,7 @@ from cumla.launch.sparse import top_k  # noqa: E402
 from cumla.mha.mask import AttentionMask  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
+from tests.blocks import block_cases, score_cases  # noqa: E402
 from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
 from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
@@ -81,6 +82,7 @@ PLANTS = {
     "swapped-missing-exchange-sync": variants.SWAPPED_MISSING_EXCHANGE_SYNC,
     "swapped-unwritten-partial": variants.SWAPPED_UNWRITTEN_PARTIAL,
 }
+BLOCKS = (*block_cases.samples(24)[::2], block_cases.samples(1, lens=(2300,), topk=40)[0])
 BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find these
     "missing-tile-wait": "it does not know the copy engine's writes",
     "swapped-missing-exchange-sync": "it does not know what wgmma reads",
@@ -351,6 +353,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
     with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
         attend_many_heads(cupy)
+        attend_blocks(cupy)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
@@ -769,6 +772,28 @@ def attend_by_masks(cupy: Any) -> None:
                 full = sample._replace(mask=mask, columns=columns, dtype="bfloat16", **fixed)
                 attend_masked(cupy, full)
     print("sanitize: attention with masks: agrees", flush=True)
+
+
+def attend_blocks(cupy: Any) -> None:
+    """Lists of blocks, cut into parts or not, of all forms; scores, and their choice."""
+    for sample in BLOCKS:
+        problem = block_cases.make(sample)
+        for count in (132, 3):
+            given = {name: there(cupy, value) for name, value in problem.given.items()}
+            with multiprocessors(count):
+                got = cumla.block_sparse_attention(**given)
+            host = [a.view(f"u{a.dtype.itemsize}").get().view(a.dtype) for a in got]
+            block_cases.check(problem, cumla.AttentionState(*host), sample.dtype)
+    for seed in range(9):
+        case = score_cases.scores_case(seed)
+        given = {name: there(cupy, value) for name, value in case.given.items()}
+        score_cases.check_scores(case, cumla.block_scores(**given).get())
+        wanted = score_cases.select_case(seed)
+        if wanted["scores"].size < 50_000:
+            given = {name: there(cupy, value) for name, value in wanted.items()}
+            got = cumla.select_blocks(**given).get()
+            np.testing.assert_array_equal(got, score_cases.chosen(wanted))
+    print("sanitize: blocks of GQA: agree", flush=True)
 
 
 def attend_masked(cupy: Any, sample: masked.Sample) -> None:

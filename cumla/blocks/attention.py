@@ -1,0 +1,747 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of GQA to lists of blocks: :func:`block_sparse_attention` and its plan."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, Never
+
+import numpy as np
+
+from cumla import reference
+from cumla.core.arguments import (
+    INT32,
+    WIDE,
+    Array,
+    bind,
+    check_lies,
+    checked_flag,
+    checked_int,
+    dtype_name,
+)
+from cumla.core.names import arg
+from cumla.core.operation import Both, Output, Scheduled
+from cumla.core.paged import (
+    KV_LENS,
+    QO_INDPTR,
+    Schedule,
+    Stated,
+    check_made_for,
+    check_ragged_lengths,
+    check_rows,
+    check_table_lengths,
+    checked_pages,
+)
+from cumla.core.plan import Plan
+from cumla.core.spec import (
+    OUT_AND_LSE,
+    SOFTMAX_SCALE,
+    Factor,
+    Option,
+    Spec,
+    array,
+    flag,
+    integer,
+    optional,
+)
+from cumla.core.state import AttentionState
+from cumla.launch.blocks.block_lists import SPECS as LIST_SPECS
+from cumla.launch.blocks.block_lists import (
+    BlockArguments,
+    block_attention_launches,
+    virtual_pages,
+)
+from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
+from cumla.launch.blocks.block_rows import block_rows_launch
+from cumla.launch.blocks.key import BlockKey
+from cumla.launch.device import checked_sm_count, sm_count_of
+from cumla.launch.module import load
+from cumla.launch.split.plan import MOST_PARTS, MOST_TOKENS, ROW_TILE
+from cumla.mha.arguments import E4M3, KV_LAYOUT, checked_layout, checked_scales, swapped
+from cumla.mha.attention import check_heads, checked_rows, checked_shape, checked_softcap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
+
+__all__ = ["BlockSparsePlan", "block_sparse_attention"]
+
+_E4M3 = "float8_e4m3fn"
+_HALVES = ("bfloat16", "float16")
+_ENTRIES = ("blocks", "tokens")
+_MOST_ROWS = (1 << 31) - 128  # virtual requests, that the kernels can number
+LENGTHS = {"qo_indptr": QO_INDPTR, "kv_lens": KV_LENS}
+_SIZES = (
+    *("total_tokens", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size"),
+    *("topk", "dtype", "cache_dtype", "q_len", "batch"),
+)
+
+
+def _checked_entries(name: str, value: Any) -> str:
+    if value not in _ENTRIES:
+        raise ValueError(
+            f"{arg(name)}: needs {' or '.join(map(repr, _ENTRIES))}, got {value!r}; pass one of "
+            f"them"
+        )
+    return _ENTRIES[_ENTRIES.index(value)]
+
+
+BLOCK_SPARSE_ATTENTION = Spec(
+    "block_sparse_attention",
+    (
+        array("q"),
+        array("k"),
+        array("v"),
+        array("block_indices"),
+        integer("block_size", "pass the tokens of a block"),
+        array("kv_lens"),
+        array("block_table"),
+        optional("qo_indptr"),
+        optional("topk_length"),
+        flag("causal", True),
+        Option("softcap", None, checked_softcap, "float?"),
+        optional("sinks"),
+        SOFTMAX_SCALE,
+        Factor("k_scale"),
+        Factor("v_scale"),
+        KV_LAYOUT,
+        Option("indices_are", _ENTRIES[0], _checked_entries, "str"),
+        *OUT_AND_LSE,
+        flag("batch_invariant", False),
+    ),
+    positional=4,
+    kernels=("block_rows", "block_lists", "attention_"),
+    returns=("out", "lse"),
+    result=AttentionState,
+    planned=("kv_lens", "qo_indptr"),
+)
+
+
+@BLOCK_SPARSE_ATTENTION
+def block_sparse_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    block_indices: Any,
+    *,
+    block_size: int,
+    kv_lens: Any,
+    block_table: Any,
+    qo_indptr: Any = None,
+    topk_length: Any = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    sinks: Any = None,
+    softmax_scale: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_layout: str = "NHD",
+    indices_are: str = "blocks",
+    out: Any = None,
+    lse: Any = None,
+    batch_invariant: bool = False,
+    stream: Any = None,
+) -> AttentionState:
+    """Attend to chosen blocks of keys and values: sparse attention of GQA, decoding and drafts.
+
+    Block b of a request holds its tokens from ``b * block_size`` to ``(b + 1) * block_size - 1``.
+    Each query token has a list of blocks for each kv head, or one for all, and attends to the
+    tokens of these blocks up to its own position as in :func:`cumla.attention`. A list is a set:
+    the order of its entries and repeated ones change no bit. Entries that name no visible block
+    are skipped, so the block of the query token itself, which is visible in part, is an entry like
+    others. Devices and streams are as in :func:`cumla.attention`; arrays on the CPU are computed by
+    :func:`cumla.reference.block_sparse_attention`.
+
+    Parameters
+    ----------
+    q : array
+        ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
+        head_dim)`` without, bfloat16 or float16, as in :func:`cumla.attention`; of CuPy, PyTorch,
+        JAX or NumPy. At most 64 heads per kv head.
+    k, v : array
+        Pages ``(num_pages, page_size, num_kv_heads, head_dim)``, of a page size that is a multiple
+        of block_size; v may have another head_dim_v. Of q's dtype, or both float8_e4m3fn, or uint8
+        with its bits. Strides as in :func:`cumla.attention`, those of v in proportion to those of
+        k: of a packed cache pass its two parts.
+    block_indices : array
+        ``(total_tokens, num_kv_heads, topk)``, or ``(total_tokens, 1, topk)`` for lists that all kv
+        heads share, int32 or int64, of any strides. total_tokens is ``batch * q_len`` where q has
+        four axes. An entry below 0, one of a block that begins behind what the query token sees,
+        and one whose page number is outside of the cache stand for nothing, wherever they are.
+    block_size : int
+        Tokens of a block. Multiples of 8 are fast, of 64 fastest.
+    kv_lens : array
+        ``(batch,)`` int32: keys of each request, those of its queries included. Clamped to what the
+        pages of the request hold.
+    block_table : array
+        ``(batch, max_pages)`` int32, rows contiguous: page numbers of each request.
+    qo_indptr : array, optional
+        ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
+        last ones end. Rows of q before the first and from the last on have out 0 and lse -inf.
+    topk_length : array, optional
+        ``(total_tokens,)`` or ``(total_tokens, num_kv_heads)`` int32: entries of each list. Those
+        behind are not read. Clamped to ``[0, topk]``; topk by default.
+    causal : bool
+        No query sees a key after its own position.
+    softcap, sinks, softmax_scale : optional
+        As in :func:`cumla.attention`. With sinks and several kv heads, each kv head takes a launch.
+    k_scale, v_scale : float or array, optional
+        Factors of e4m3 keys and values, as in :func:`cumla.attention`: numbers, or float32 ``(1,)``
+        or ``(num_kv_heads,)``. With ``(num_kv_heads,)`` each kv head takes a launch.
+    kv_layout : str
+        ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
+    indices_are : str
+        ``"blocks"``, or ``"tokens"`` for entries that are positions of tokens: each names the block
+        of its token.
+    out, lse : array, optional
+        Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and float32 of
+        q's shape without its columns.
+    batch_invariant : bool
+        Give a query token the same bits whatever else is in the batch. Lists are then cut every
+        1024 tokens.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    AttentionState
+        ``out`` and ``lse``. A query that sees no key has out 0 and lse -inf or, with sinks, the
+        sink.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`.
+
+    Notes
+    -----
+    Lengths, offsets, page numbers and lists may have any values: none leads out of the arrays.
+    Nothing but the visible tokens of listed blocks reaches a result, NaN included.
+
+    Sources: MiniMax M3 (MSA), InfLLM v2, and NSA (arXiv:2502.11089), whose chosen branch this is.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q = np.ones((2, 1, 4, 64), np.float16)  # one new token of two requests
+    >>> k = v = np.ones((6, 32, 2, 64), np.float16)
+    >>> lens, table = np.int32([90, 33]), np.int32([[0, 4, 5], [2, 1, -1]])
+    >>> blocks = np.int32([[[0, 5], [4, 5]], [[2, -1], [2, 0]]])  # (tokens, kv heads, topk)
+    >>> cumla.block_sparse_attention(
+    ...     q, k, v, blocks, block_size=16, kv_lens=lens, block_table=table).out.shape
+    (2, 1, 4, 64)
+    """
+    state: AttentionState = _OPERATION.call(
+        *(q, k, v, block_indices, block_size, kv_lens, block_table, qo_indptr, topk_length),
+        *(causal, softcap, sinks, softmax_scale, k_scale, v_scale, kv_layout, indices_are),
+        *(out, lse, batch_invariant, stream),
+    )
+    return state
+
+
+class _Attend(Stated[Any, BlockKey]):
+    """Builds the pages of virtual requests, and attends to them."""
+
+    def arguments(self, views: Views, options: Any) -> BlockArguments:
+        """Check all but the lengths."""
+        given = {name: view for name, view in views.items() if view is not None}
+        q, k, v = (checked_rows(name, given) for name in ("q", "k", "v"))
+        _check_forms(q, k)
+        if options.kv_layout == "HND":
+            k, v = swapped(k), swapped(v)
+        check_heads(q, k, v)
+        _check_blocks(q, k, options.block_size)
+        tokens, heads = prod(q.shape[:-2]), (1, k.shape[2])
+        table = checked_pages({"block_table": given["block_table"]})
+        bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
+        entries = _checked_entries_of(given["block_indices"], tokens, heads)
+        lengths = _checked_counts(given.get("topk_length"), tokens, heads)
+        if virtual_pages(k, v, options.block_size) is None:
+            raise ValueError(
+                f"{arg('v')}: needs strides in proportion to those of {arg('k')}, and fewer than "
+                f"2 ** 31 blocks of heads, got strides {v.strides} beside {k.strides}; pass two "
+                f"parts of one cache, or two caches that lie alike"
+            )
+        scales = [
+            checked_scales(name, given.get(name), number, cache, None, "here, not by request")
+            for name, number, cache in zip(
+                ("k_scale", "v_scale"), (options.k_scale, options.v_scale), (k, v), strict=True
+            )
+        ]
+        scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+        return BlockArguments(
+            *(q, k, v, entries, lengths, table, given.get("sinks"), options.block_size),
+            *(options.indices_are == "tokens", scale, options.softcap or 0.0),
+            k_scale=scales[0],
+            v_scale=scales[1],
+            layout=options.kv_layout,
+            causal=options.causal,
+        )
+
+    def value_dim(self, arguments: BlockArguments) -> int:
+        """Tell the columns of values."""
+        return arguments.v.shape[3]
+
+    def outputs(self, arguments: BlockArguments) -> tuple[Output, ...]:
+        """Tell the shapes of out and lse; in memory both have the order of q."""
+        out, lse = super().outputs(arguments)
+        return out, lse._replace(swapped=False)
+
+    def recipe(
+        self, key: BlockKey, arguments: Any, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the launches, or none without query tokens."""
+        if not key.batch:
+            return ()
+        return block_attention_launches(key, buffer, arguments, *outs)
+
+    def check_values(self, host: Host, arguments: BlockArguments) -> None:
+        """Look at lengths and offsets; lists and page numbers may have any values."""
+        tokens, page_size = prod(arguments.q.shape[:-2]), arguments.k.shape[1]
+        check_lengths(host, tokens)
+        if "kv_lens" in host:
+            table = np.broadcast_to(np.int32(0), arguments.block_table.shape)
+            check_table_lengths(host["kv_lens"], table, page_size)
+
+    def reference(self, host: Host, arguments: BlockArguments) -> Results:
+        """Compute on the CPU."""
+        a = arguments
+        options: dict[str, Any] = {**host, "causal": a.causal, "softcap": a.softcap or None}
+        options |= {"block_size": a.block_size, "kv_layout": a.layout}
+        options |= {"softmax_scale": a.softmax_scale}
+        options |= {"indices_are": _ENTRIES[a.entries_are_tokens]}
+        if a.k.dtype in E4M3:
+            options.setdefault("k_scale", a.k_scale.number)
+            options.setdefault("v_scale", a.v_scale.number)
+        return reference.block_sparse_attention(**options)
+
+
+class _Operation(Scheduled[Any, BlockKey]):
+    def batch(self, attend: BlockArguments, views: Views) -> int | None:
+        return attend.q.shape[0] if len(attend.q.shape) == 4 else None
+
+    def arguments(self, views: Views, options: Any) -> Both[Any]:
+        found = super().arguments(views, options)
+        given = {name for name, view in views.items() if view is not None}
+        check_offsets_given("qo_indptr" in given, len(found.attend.q.shape))
+        check_rows(found.attend.block_table, _requests_of(found))
+        return found
+
+    def key(self, arguments: Both[Any], device: int) -> BlockKey:
+        _, attend, options = arguments
+        shape = _shape_of(attend, _requests_of(arguments))
+        return _key(shape, options.causal, options.batch_invariant, device, sm_count_of(device))
+
+
+def _requests_of(arguments: Both[Any]) -> int:
+    requests: int = arguments.lengths[1].shape[0]
+    return requests
+
+
+def _shape_of(a: BlockArguments, requests: int) -> tuple[Any, ...]:
+    """Read off what a key holds of the arrays, as _SIZES lists it."""
+    *tokens, num_heads, head_dim = a.q.shape
+    heads = num_heads, a.k.shape[2], head_dim, a.v.shape[3]
+    cache_dtype = _E4M3 if a.k.dtype in E4M3 else a.k.dtype
+    q_len = tokens[1] if len(tokens) == 2 else 0
+    lists = a.block_size, a.entries.shape[2]
+    return prod(tokens), *heads, *lists, a.q.dtype, cache_dtype, q_len, requests
+
+
+@lru_cache(maxsize=1024)
+def _key(
+    shape: tuple[Any, ...], causal: bool, batch_invariant: bool, device: int | None, sm_count: int
+) -> BlockKey:
+    """Make a key, the same object each time: it keeps what follows from it."""
+    tokens, num_heads, kv_heads, *columns, block_size, topk, dtype, cache, q_len, requests = shape
+    key = BlockKey.of(
+        *(tokens, kv_heads, num_heads // kv_heads, (columns[0], columns[1]), block_size),
+        (dtype, cache),
+        device=device,
+        sm_count=sm_count,
+        batch_invariant=batch_invariant,
+        topk=topk,
+        requests=requests,
+        is_causal=causal,
+        query_len=q_len,
+    )
+    if max(key.num_places, topk * block_size) > _MOST_ROWS:
+        raise ValueError(
+            f"{arg('q')}: needs fewer query tokens and kv heads, or shorter lists, than a schedule "
+            f"can hold, got {tokens} tokens, {kv_heads} kv heads and lists of {topk} blocks; cut "
+            f"the call in two"
+        )
+    if batch_invariant and key.parts > MOST_PARTS:
+        raise ValueError(
+            f"{arg('batch_invariant')}: needs at most {MOST_PARTS} pieces of lists, got "
+            f"{key.parts}; pass fewer query tokens at once, or shorter lists"
+        )
+    return key
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _check_forms(q: ArrayView, k: ArrayView) -> None:
+    if q.dtype not in _HALVES:
+        raise TypeError(f"{arg('q')}: needs {' or '.join(_HALVES)}, got {q.dtype}; convert it")
+    if len(k.shape) != 4:
+        raise ValueError(
+            f"{arg('k')}: needs pages, of four axes, got shape {k.shape}; a contiguous cache "
+            f"(slots, max_len, ...) has pages of max_len tokens, and a block table of one column"
+        )
+
+
+def _check_blocks(q: ArrayView, k: ArrayView, block_size: int) -> None:
+    if k.shape[1] % block_size:
+        raise ValueError(
+            f"{arg('block_size')}: needs a divisor of the page size {k.shape[1]}, got "
+            f"{block_size}; use pages of whole blocks"
+        )
+    group = q.shape[-2] // k.shape[2]
+    if group > ROW_TILE:
+        raise ValueError(
+            f"{arg('q')}: needs at most {ROW_TILE} heads per kv head, got {group}; cut the heads "
+            f"into several calls"
+        )
+
+
+def _checked_entries_of(view: ArrayView, tokens: int, heads: tuple[int, int]) -> ArrayView:
+    """Check the lists."""
+    way_out = "give each query token its lists"
+    sizes = {"total_tokens": tokens}
+    bind(
+        {"block_indices": Array("total_tokens lists topk", WIDE, "elements", way_out)},
+        {"block_indices": view},
+        sizes,
+    )
+    if view.shape[1] not in heads:
+        raise ValueError(
+            f"{arg('block_indices')}: needs lists for each of the {heads[1]} kv heads of "
+            f"{arg('k')}, or one for all, got shape {view.shape}; transpose it, or take the lists "
+            f"of these heads"
+        )
+    return view
+
+
+def _checked_counts(
+    view: ArrayView | None, tokens: int, heads: tuple[int, int]
+) -> ArrayView | None:
+    """Check the lengths of lists, and give them two axes."""
+    if view is None:
+        return None
+    if len(view.shape) == 1:
+        view = view._replace(shape=(*view.shape, 1), strides=(*view.strides, 0))
+    if view.dtype not in INT32:
+        raise TypeError(f"{arg('topk_length')}: needs int32, got {view.dtype}; convert it first")
+    if len(view.shape) != 2 or view.shape[0] != tokens or view.shape[1] not in heads:
+        raise ValueError(
+            f"{arg('topk_length')}: needs shape ({tokens},) or ({tokens}, {heads[1]}), got "
+            f"{view.shape}; give each list its length"
+        )
+    check_lies("topk_length", view, "elements")
+    return view
+
+
+def check_offsets_given(has_offsets: bool, q_axes: int) -> None:
+    if has_offsets == (q_axes == 3):
+        return
+    if has_offsets:
+        raise ValueError(
+            f"{arg('qo_indptr')}: needs {arg('q')} of three axes, got {q_axes}; leave it out"
+        )
+    raise ValueError(
+        f"{arg('qo_indptr')}: needs offsets of the requests for {arg('q')} of three axes, got "
+        f"None; pass it, or {arg('q')} as (batch, q_len, ...)"
+    )
+
+
+def check_lengths(host: Host, total_tokens: int) -> None:
+    """Check mode: raise for the first offset or length out of range."""
+    absent = {"qo_indptr": np.zeros(1, np.int32), "kv_lens": np.zeros(0, np.int32)}
+    check_ragged_lengths(absent | dict(host), total_tokens, 1, MOST_TOKENS)
+
+
+def _rows_launch(key: BlockKey, buffer: int, *lengths: Any) -> Launch:
+    return block_rows_launch(key.query_tokens, key.rows_at(buffer), *lengths)
+
+
+_SCHEDULE: Schedule[BlockKey] = Schedule(LENGTHS, _rows_launch)
+_ATTEND = _Attend()
+_OPERATION = _Operation(_SCHEDULE, _ATTEND, BLOCK_SPARSE_ATTENTION)
+
+
+class BlockSparsePlan(Plan[BlockKey]):
+    """What query tokens see, and workspace, of :func:`block_sparse_attention`, for a step's layers.
+
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
+    streams, threads, CUDA graphs and errors. An update takes the lengths; the lists come with each
+    run, and are dealt out there.
+
+    Parameters
+    ----------
+    batch : int
+        Requests.
+    total_tokens, num_heads, head_dim : int
+        As in ``q`` ``(total_tokens, num_heads, head_dim)``.
+    topk, block_size : int
+        Entries of a list, and tokens of a block.
+    num_kv_heads, head_dim_v : int, optional
+        Of ``k`` and ``v``; num_heads and head_dim by default.
+    q_len : int, optional
+        Query tokens of each request, where q is ``(batch, q_len, num_heads, head_dim)``: then
+        total_tokens is ``batch * q_len``.
+    dtype : str or dtype
+        ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of k and v
+        unless `cache_dtype` says otherwise.
+    cache_dtype : str or dtype, optional
+        ``"float8_e4m3fn"`` for e4m3 keys and values; dtype by default.
+    causal, batch_invariant : bool
+        As in :func:`block_sparse_attention`.
+    device, workspace, like, stream : optional
+        As for :class:`cumla.MLADecodePlan`.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q = np.ones((2, 1, 4, 64), np.float16)  # one new token of two requests
+    >>> k = v = np.ones((6, 32, 2, 64), np.float16)
+    >>> table = np.int32([[0, 4, 5], [2, 1, -1]])
+    >>> blocks = np.int32([[[0, 5], [4, 5]], [[2, -1], [2, 0]]])  # (tokens, kv heads, topk)
+    >>> plan = cumla.BlockSparsePlan.from_arrays(q, k, v, blocks, block_size=16)
+    >>> plan.update(np.int32([90, 33]))
+    >>> for layer in range(3):
+    ...     out, lse = plan.run(q, k, v, blocks, block_table=table)
+    >>> out.shape, lse.shape
+    ((2, 1, 4, 64), (2, 1, 4))
+    """
+
+    _operation = _OPERATION
+    _lengths = "kv_lens, qo_indptr=..."
+
+    def __init__(
+        self,
+        batch: int,
+        total_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        topk: int,
+        block_size: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim_v: int | None = None,
+        q_len: int | None = None,
+        dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
+        causal: bool = True,
+        batch_invariant: bool = False,
+        device: int | None = None,
+        workspace: Any = None,
+        like: Any = None,
+        stream: Any = None,
+    ) -> None:
+        causal = checked_flag("causal", causal)
+        heads = num_heads, num_kv_heads, head_dim, head_dim_v
+        tokens = batch, total_tokens, q_len
+        shape = _checked_shape(tokens, heads, (topk, block_size), (dtype, cache_dtype))
+        invariant = checked_flag("batch_invariant", batch_invariant)
+
+        def key_on(on: int | None) -> BlockKey:
+            return _key(shape, causal, invariant, on, sm_count_of(on))
+
+        self._shape = shape
+        self._make(key_on, device, workspace, like, stream)
+        if q_len:
+            vars(self)["_lengths"] = "kv_lens"
+
+    @classmethod
+    def from_arrays(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        block_indices: Any,
+        *,
+        block_size: int,
+        qo_indptr: Any = None,
+        kv_layout: str = "NHD",
+        causal: bool = True,
+        batch_invariant: bool = False,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> BlockSparsePlan:
+        """Make a plan for the shapes of these arrays, with a buffer of q's framework.
+
+        Of the arrays, which are as in :func:`block_sparse_attention`, only shapes, dtypes and
+        device are looked at; the rest is as for the class.
+        """
+        arrays = {"q": q, "k": k, "v": v, "block_indices": block_indices}
+        if qo_indptr is not None:
+            arrays["qo_indptr"] = qo_indptr
+        options: dict[str, Any] = {"causal": causal, "batch_invariant": batch_invariant}
+        options |= {"kv_layout": checked_layout(kv_layout), "workspace": workspace}
+        options["block_size"] = checked_int("block_size", block_size, "pass the tokens of a block")
+        return cls._from(arrays, stream, **options)
+
+    @classmethod
+    def _numbers(
+        cls, views: dict[str, ArrayView | None], options: dict[str, Any]
+    ) -> dict[str, Any]:
+        q, k, v = (checked_rows(name, views) for name in ("q", "k", "v"))
+        _check_forms(q, k)
+        if options.pop("kv_layout") == "HND":
+            k, v = swapped(k), swapped(v)
+        check_heads(q, k, v)
+        _check_blocks(q, k, options["block_size"])
+        entries = views["block_indices"]
+        assert entries is not None
+        _checked_entries_of(entries, prod(q.shape[:-2]), (1, k.shape[2]))
+        *lead, num_heads, head_dim = q.shape
+        batch, q_len = lead[0], lead[1] if len(lead) == 2 else None
+        check_offsets_given("qo_indptr" in views, len(q.shape))
+        if q_len is None:
+            batch = bind({"qo_indptr": QO_INDPTR}, views, {})["batch"]
+        return {
+            "batch": batch,
+            "total_tokens": prod(lead),
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "topk": entries.shape[2],
+            "num_kv_heads": k.shape[2],
+            "head_dim_v": v.shape[3],
+            "q_len": q_len,
+            "dtype": q.dtype,
+            "cache_dtype": _E4M3 if k.dtype in E4M3 else None,
+        }
+
+    @staticmethod
+    def workspace_bytes(
+        batch: int,
+        total_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        topk: int,
+        block_size: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim_v: int | None = None,
+        batch_invariant: bool = False,
+        sm_count: int | None = None,
+    ) -> int:
+        """Size of a plan's buffer in bytes, for any dtypes; numbers as for the class.
+
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
+        """
+        heads = num_heads, num_kv_heads, head_dim, head_dim_v
+        tokens, lists = (batch, total_tokens, None), (topk, block_size)
+        invariant, count = (
+            checked_flag("batch_invariant", batch_invariant),
+            checked_sm_count(sm_count),
+        )
+        sizes = [
+            _key(
+                _checked_shape(tokens, heads, lists, ("bfloat16", cache)), True, invariant, 0, count
+            )
+            for cache in (None, _E4M3)
+            if cache is None or not (head_dim % 16 or (head_dim_v or 0) % 16)
+        ]
+        return max(key.layout.nbytes for key in sizes)
+
+    def update(
+        self, kv_lens: Any, *, qo_indptr: Any = None, stream: Any = None, **misplaced: Never
+    ) -> None:
+        """Compute what each query token sees, on the device.
+
+        Lengths are as in :func:`block_sparse_attention`; stream, captures and errors as in
+        :meth:`cumla.MLADecodePlan.update`.
+        """
+        if misplaced:
+            raise self._misplaced("update", misplaced)
+        check_offsets_given(qo_indptr is not None, 4 if self.key.query_len else 3)
+        self._renew(kv_lens, qo_indptr, stream)
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        block_indices: Any,
+        *,
+        block_table: Any,
+        topk_length: Any = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        softmax_scale: float | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        kv_layout: str = "NHD",
+        indices_are: str = "blocks",
+        out: Any = None,
+        lse: Any = None,
+        stream: Any = None,
+        **misplaced: Never,
+    ) -> AttentionState:
+        """Attend to lists with the lengths of the last update.
+
+        Parameters
+        ----------
+        q, k, v, block_indices, block_table, topk_length, softcap, sinks, softmax_scale, k_scale, \
+v_scale, kv_layout, indices_are, out, lse, stream
+            As in :func:`block_sparse_attention`. Lists may differ from run to run.
+        """
+        if misplaced:
+            raise self._misplaced("run", misplaced)
+        state: AttentionState = self._call(
+            *(q, k, v, block_indices, block_table, topk_length, softcap, sinks, softmax_scale),
+            *(k_scale, v_scale, kv_layout, indices_are, out, lse, stream),
+        )
+        return state
+
+    @property
+    def _batch(self) -> int | None:
+        return self.key.requests
+
+    def _fixed(self) -> dict[str, Any]:
+        key = self.key
+        modes = {"causal": key.is_causal, "batch_invariant": key.batch_invariant}
+        return {"block_size": key.page_size, **modes}
+
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        for spec in (*ROW_SPECS, *LIST_SPECS, self.key.choice.spec, self.key.one_head.choice.spec):
+            load(spec, device, capturing=capturing)
+
+    def _check_lengths(self, host: Host) -> None:
+        check_lengths(host, self.key.batch)
+
+    def _check_shape(self, arguments: BlockArguments) -> None:
+        got = _shape_of(arguments, arguments.block_table.shape[0])
+        check_made_for(_SIZES, self._shape, got)
+
+
+def _checked_shape(
+    tokens: tuple[Any, ...], heads: tuple[Any, ...], lists: tuple[Any, ...], dtypes: tuple[Any, Any]
+) -> tuple[Any, ...]:
+    """Check the numbers of a plan, and give them as _SIZES lists them."""
+    batch, total_tokens, q_len = tokens
+    topk, block_size = lists
+    checked_int("topk", topk, "nothing to plan for", 0)
+    checked_int("block_size", block_size, "pass the tokens of a block")
+    if dtype_name(dtypes[0]) not in _HALVES:
+        raise ValueError(
+            f"dtype: needs {' or '.join(_HALVES)}, got {dtypes[0]!r}; pass one of them"
+        )
+    of_mha = checked_shape(batch, total_tokens, heads, block_size, q_len, dtypes)
+    total, num_heads, kv_heads, *columns, _, dtype, cache_dtype, q_len = of_mha
+    if num_heads // kv_heads > ROW_TILE:
+        raise ValueError(
+            f"num_heads: needs at most {ROW_TILE} heads per kv head, got {num_heads} for "
+            f"{kv_heads}; cut the heads into several plans"
+        )
+    lists_and_dtypes = block_size, topk, dtype, cache_dtype
+    return total, num_heads, kv_heads, *columns, *lists_and_dtypes, q_len, batch

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of blocks: :func:`block_scores`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla import reference
+from cumla.blocks.attention import LENGTHS, check_lengths, check_offsets_given
+from cumla.core.arguments import bind, check_dtype, check_layout
+from cumla.core.names import arg
+from cumla.core.operation import Operation, Output
+from cumla.core.paged import check_rows, check_table_lengths, checked_pages
+from cumla.core.spec import Out, Spec, array, flag, integer, optional
+from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens, block_rows_launch
+from cumla.launch.blocks.block_scores import (
+    COLUMNS,
+    KEYS_AT_ONCE,
+    MOST_HEADS,
+    BlockScoresArguments,
+    block_scores_launch,
+)
+from cumla.launch.device import require_hopper
+from cumla.mha.arguments import E4M3
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
+
+__all__ = ["block_scores"]
+
+BLOCK_SCORES = Spec(
+    "block_scores",
+    (
+        array("q"),
+        array("keys"),
+        integer("block_size", "pass the tokens of a block"),
+        array("kv_lens"),
+        array("block_table"),
+        optional("qo_indptr"),
+        flag("causal", True),
+        Out("out"),
+    ),
+    positional=2,
+    kernels=("block_rows", "block_scores_"),
+    returns=("out",),
+)
+
+
+@BLOCK_SCORES
+def block_scores(
+    q: Any,
+    keys: Any,
+    *,
+    block_size: int,
+    kv_lens: Any,
+    block_table: Any,
+    qo_indptr: Any = None,
+    causal: bool = True,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Score the blocks of each request: the largest product of a query row with keys of the block.
+
+    With the keys of block b that a query token sees, up to its own position, and for each head of
+    the indexer, ``score[b] = max(q @ keys.T)``. Blocks of which it sees no key have score -inf. A
+    NaN product makes the score NaN. Devices and streams are as in :func:`cumla.attention`; arrays
+    on the CPU are computed by :func:`cumla.reference.block_scores`.
+
+    Parameters
+    ----------
+    q : array
+        ``(total_tokens, heads, columns)`` with qo_indptr, or ``(batch, q_len, heads, columns)``
+        without: query rows of the indexer, bfloat16, float16 or float8_e4m3fn (or uint8 with its
+        bits). Up to 32 heads; 64, 128 or 256 columns. Last axis contiguous, other strides multiples
+        of 16 bytes.
+    keys : array
+        Pages ``(num_pages, page_size, columns)`` of q's dtype, of one key head that all heads use.
+        The page size is a multiple of block_size. Strides as for q.
+    block_size : int
+        Tokens of a block, a multiple of 16.
+    kv_lens, block_table, qo_indptr, causal
+        As in :func:`cumla.block_sparse_attention`.
+    out : array, optional
+        ``(total_tokens, heads, max_pages * page_size // block_size)`` float32, rows contiguous, any
+        other strides; written and returned. total_tokens is ``batch * q_len`` where q has four
+        axes.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    array
+        The scores, as out, for :func:`cumla.select_blocks`.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`.
+
+    Notes
+    -----
+    Products are added up in float32. Page numbers outside of the cache give -inf. The same call
+    gives the same bits, whatever else is in the batch.
+
+    Source: the indexer of MiniMax M3 (MSA).
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q = np.ones((1, 1, 2, 64), np.float16)
+    >>> keys = np.arange(4, dtype=np.float16)[:, None, None] * np.ones((4, 16, 64), np.float16)
+    >>> cumla.block_scores(
+    ...     q, keys, block_size=16, kv_lens=np.int32([40]), block_table=np.int32([[3, 1, 2, 0]]))
+    array([[[192.,  64., 128., -inf],
+            [192.,  64., 128., -inf]]], dtype=float32)
+    """
+    return _BLOCK_SCORES.call(
+        *(q, keys, block_size, kv_lens, block_table, qo_indptr, causal, out, stream)
+    )
+
+
+class _Arguments(NamedTuple):
+    launched: BlockScoresArguments
+    qo_indptr: ArrayView | None
+    kv_lens: ArrayView
+
+    @property
+    def rows(self) -> int:
+        return prod(self.launched.q.shape[:-2])
+
+
+class _BlockScores(Operation[_Arguments, int]):
+    """Scores; its key is the number of query tokens."""
+
+    trusted = tuple(LENGTHS)
+
+    def arguments(self, views: Views, options: Any) -> _Arguments:
+        given = {name: view for name, view in views.items() if view is not None}
+        q, keys = given["q"], given["keys"]
+        _check_rows(q, keys)
+        if options.block_size % KEYS_AT_ONCE or keys.shape[1] % options.block_size:
+            raise ValueError(
+                f"{arg('block_size')}: needs a multiple of {KEYS_AT_ONCE} that divides the page "
+                f"size {keys.shape[1]}, got {options.block_size}; use pages of whole blocks"
+            )
+        check_offsets_given("qo_indptr" in given, len(q.shape))
+        sizes = bind(LENGTHS, views, {"batch": q.shape[0]} if len(q.shape) == 4 else {})
+        table = checked_pages({"block_table": given["block_table"]})
+        check_rows(table, sizes["batch"])
+        launched = BlockScoresArguments(q, keys, table, options.block_size, options.causal)
+        return _Arguments(launched, given.get("qo_indptr"), given["kv_lens"])
+
+    def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
+        a = arguments.launched
+        shape = arguments.rows, a.q.shape[-2], a.width
+        return (Output("out", shape, ("float32",), "row"),)
+
+    def key(self, arguments: _Arguments, device: int) -> int:
+        require_hopper(device)
+        return arguments.rows
+
+    def workspace_bytes(self, key: int) -> int:
+        return ROW_BYTES * key
+
+    def recipe(
+        self, key: int, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        a = arguments.launched
+        if 0 in outs[0].shape:
+            return ()
+        tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
+        rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)
+        return rows, block_scores_launch(buffer, a, outs[0])
+
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
+        check_lengths(host, arguments.rows)
+        table = np.broadcast_to(np.int32(0), arguments.launched.block_table.shape)
+        check_table_lengths(host["kv_lens"], table, arguments.launched.keys.shape[1])
+
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
+        a = arguments.launched
+        found = reference.block_scores(**host, block_size=a.block_size, causal=a.causal)
+        return (found,)
+
+
+def _check_rows(q: ArrayView, keys: ArrayView) -> None:
+    """Check query rows and keys."""
+    for name, view, axes in (
+        ("q", q, "(total_tokens, heads, columns) or (batch, q_len, heads, columns)"),
+        ("keys", keys, "(num_pages, page_size, columns)"),
+    ):
+        check_dtype(name, view.dtype, ("bfloat16", "float16", *E4M3))
+        if len(view.shape) not in ((3, 4) if name == "q" else (3,)) or (
+            view.shape[-1] not in COLUMNS
+        ):
+            raise ValueError(
+                f"{arg(name)}: needs shape {axes} with {', '.join(map(str, COLUMNS))} columns, got "
+                f"{view.shape}; reshape it, or pad the columns with zeros"
+            )
+        check_layout(name, view)
+    if (q.dtype in E4M3) != (keys.dtype in E4M3) or (q.dtype not in E4M3 and q.dtype != keys.dtype):
+        raise TypeError(
+            f"{arg('keys')}: needs the dtype of {arg('q')}, {q.dtype}, got {keys.dtype}; convert "
+            f"the query rows"
+        )
+    if q.shape[-1] != keys.shape[-1]:
+        raise ValueError(
+            f"{arg('keys')}: needs the {q.shape[-1]} columns of {arg('q')}, got shape "
+            f"{keys.shape}; pass the cache of this layer"
+        )
+    if not keys.shape[1]:
+        raise ValueError(f"{arg('keys')}: needs pages of tokens, got shape {keys.shape}; fill them")
+    if not 1 <= q.shape[-2] <= MOST_HEADS:
+        raise ValueError(
+            f"{arg('q')}: needs 1 to {MOST_HEADS} heads, got {q.shape[-2]}; cut them into several "
+            f"calls"
+        )
+
+
+_BLOCK_SCORES = _BlockScores(BLOCK_SCORES)

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// Turns lists of blocks into pages of virtual requests, and deals these out: the attention kernels of mha/attention
+// then attend to them as to any request.
+//
+// A virtual request is a query token of one kv head. It has the heads of that kv head as query rows, one kv head, and
+// as pages the blocks of its list: each once, in ascending order, without those that do not exist or that the query
+// does not see. Only the last one can end within the block, so the length of the virtual request cuts it. A virtual
+// page is a block of one kv head; its number counts steps of a common divisor of all strides.
+//
+// The CTA of a virtual request writes its pages, its place in the schedule (split/plan.cuh), and what it knows of the
+// parts: the beginnings of parts that begin in it, and the ends of those before. All lists count as full there, so no
+// CTA waits for another one. Bounds of parts are scaled to the blocks that a list really has. A batch-invariant
+// request is split every piece_blocks blocks.
+//
+// grid = (virtual requests), 128 threads.
+//
+// Roles and time line of a CTA; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
+//   for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B | count bits | B | write blocks | B
+//   look up pages | B | place, parts
+// Barriers guard the bitmap, the sums of warps, the list of blocks, and the length.
+// Budget: 64 registers per thread, 12.4 KB of shared memory.
+#include "blocks/rows.cuh"
+#include "split/division.cuh"
+#include "split/plan.cuh"
+#include "split/scan.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+using namespace split;
+
+constexpr int kListThreads = 128;
+constexpr int kListWarps = kListThreads / 32;
+constexpr int kWindowWords = 2048;              // of the bitmap
+constexpr int kWindow = kWindowWords * 32;      // blocks
+constexpr int kHeld = 1024;                     // blocks of a list in shared memory; longer lists use global memory
+constexpr int kMinPiece = 2;                    // blocks of 64 tokens before a split, and between two
+
+// Strides are in bytes.
+struct BlockListsParams {
+  const BlockRow* rows;  // [tokens]
+  const char* entries;   // of the lists
+  i64 entries_stride_token, entries_stride_head, entries_stride_entry;
+  const char* lengths;   // of the lists, int32; null: all entries count
+  i64 lengths_stride_token, lengths_stride_head;
+  const int* block_table;
+  i64 block_table_stride;  // in elements
+  int* pages_out;          // [virtual requests, topk]
+  TilePlace* places;       // [virtual requests]
+  Part* parts_out;         // [parts]
+  Ticket* tickets;         // [num_tickets]
+  i64 cost;                // of a full list: its blocks of 64 tokens, and what a request costs beside them
+  int virtual_requests;
+  int kv_heads;
+  int topk;
+  int batch;      // rows of the block table
+  int max_pages;  // columns
+  int num_pages;
+  int page_size;
+  int block_size;
+  int blocks_per_page;
+  int page_step, block_step, head_step;  // of virtual pages
+  int entries_are_wide;                  // 64 bits
+  int parts;
+  int num_tickets;
+  int is_whole;      // no virtual request is split
+  int piece_blocks;  // batch-invariant: blocks of a piece, else 0
+  int pieces;        // batch-invariant: parts of each virtual request
+  Divisor by_kv_heads, by_blocks_per_page;
+  Divisor by_entry;  // entries are tokens: the block size; else 1
+};
+
+// The virtual request of a CTA.
+struct ListRow {
+  int index, head, request;
+  int seen, blocks;  // tokens that the query sees, and blocks that hold them
+  const char* entries;
+  int count;  // entries
+  i64 first;  // the first entry of this thread, loaded while the row is
+
+  __device__ __forceinline__ explicit ListRow(const BlockListsParams& p) {
+    index = blockIdx.x;
+    const int token = quotient(index, p.by_kv_heads);
+    head = index - token * p.kv_heads;
+    entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
+    const BlockRow row = p.rows[token];
+    count = p.topk;
+    if (p.lengths != nullptr) {
+      const char* const at = p.lengths + token * p.lengths_stride_token + head * p.lengths_stride_head;
+      count = min(max(*reinterpret_cast<const int*>(at), 0), p.topk);
+    }
+    first = -1;
+    if (static_cast<int>(threadIdx.x) < count) first = entry_at(p, threadIdx.x);
+    request = row.request;
+    const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
+    seen = request < p.batch ? row.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
+    blocks = (seen + p.block_size - 1) / p.block_size;
+  }
+
+  // The page of a block that the query sees; -1 if the cache has no such page.
+  __device__ __forceinline__ int page_of(const BlockListsParams& p, int block) const {
+    const int page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
+    return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? page : -1;
+  }
+
+  __device__ __forceinline__ i64 entry_at(const BlockListsParams& p, int i) const {
+    const char* const at = entries + i * p.entries_stride_entry;
+    return p.entries_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
+  }
+
+  // The block that an entry names; -1 if it is absent.
+  __device__ __forceinline__ int block_at(const BlockListsParams& p, int i) const {
+    const i64 entry = i == static_cast<int>(threadIdx.x) ? first : entry_at(p, i);
+    if (entry < 0 || entry > 0x7fffffff) return -1;
+    const int block = quotient(static_cast<u32>(entry), p.by_entry);
+    return block < blocks && page_of(p, block) >= 0 ? block : -1;
+  }
+};
+
+struct ListShared {
+  u32 words[kWindowWords];
+  int blocks[kHeld];
+  int warp_sums[kListWarps];
+  int tokens;
+};
+
+// The sum of a value over the threads before this one; `total` is that of all.
+__device__ __forceinline__ int exclusive_sum(ListShared& shared, int value, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, inclusive = warp_inclusive_sum(value);
+  if (lane == 31) shared.warp_sums[warp] = inclusive;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kListWarps; ++w) {
+    before += w < warp ? shared.warp_sums[w] : 0;
+    total += shared.warp_sums[w];
+  }
+  return before + inclusive - value;
+}
+
+// Writes the blocks of a list in ascending order, each once, and returns their number.
+__device__ __forceinline__ int sort_blocks(const BlockListsParams& p, const ListRow& row, ListShared& shared,
+                                           int* blocks_out) {
+  int found = 0;
+  for (int begin = 0; begin < row.blocks && row.count > 0; begin += kWindow) {
+    const int words = (min(row.blocks - begin, kWindow) + 31) / 32;
+    for (int i = threadIdx.x; i < words; i += kListThreads) shared.words[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < row.count; i += kListThreads) {
+      const int block = row.block_at(p, i) - begin;
+      if (block >= 0 && block < kWindow) atomicOr(&shared.words[block / 32], 1u << block % 32);
+    }
+    __syncthreads();
+    const int each = (words + kListThreads - 1) / kListThreads;
+    const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
+    int own = 0, all;
+    for (int i = first; i < end; ++i) own += __popc(shared.words[i]);
+    int at = found + exclusive_sum(shared, own, all);
+    for (int i = first; i < end; ++i)
+      for (u32 bits = shared.words[i]; bits != 0; bits &= bits - 1)
+        blocks_out[at++] = begin + i * 32 + __ffs(bits) - 1;
+    found += all;
+    __syncthreads();  // the blocks are written, and the bitmap is free
+  }
+  return found;
+}
+
+// Where the bounds of parts lie in a virtual request: at a multiple of 1 / parts of the work of all, if all lists were
+// full. The last blocks of the bounds of one request differ, unless they are 0.
+struct Bounds {
+  const BlockListsParams& p;
+  int place, blocks, first, end;  // blocks of 64 tokens; bounds in this place
+
+  __device__ __forceinline__ Bounds(const BlockListsParams& p, int place, int tokens) : p(p), place(place) {
+    blocks = blocks_of(tokens);
+    first = bound_of(place);
+    end = bound_of(place + 1);
+  }
+  // The first bound at or after the beginning of a place.
+  __device__ __forceinline__ int bound_of(int at) const {
+    return static_cast<int>((static_cast<i64>(at) * p.parts + p.virtual_requests - 1) / p.virtual_requests);
+  }
+  __device__ __forceinline__ int block_at(int bound) const {
+    // Bounds that would be less than a piece apart are all at the beginning.
+    if (p.is_whole || static_cast<i64>(blocks) * p.virtual_requests < static_cast<i64>(kMinPiece) * p.parts) return 0;
+    const i64 at = static_cast<i64>(bound) * p.virtual_requests * p.cost / p.parts - place * p.cost;
+    const int block = static_cast<int>(at * blocks / p.cost);
+    return block < kMinPiece ? 0 : block;
+  }
+};
+
+// Each thread writes a part that begins here, and the end of the part before it.
+__device__ __forceinline__ void write_parts(const BlockListsParams& p, int place, int tokens) {
+  const Bounds bounds(p, place, tokens);
+  // The bounds that split the request are the last ones of those here.
+  int first_split = bounds.end;
+  if (bounds.first < bounds.end && bounds.block_at(bounds.end - 1) > 0) {
+    first_split = bounds.first;
+    while (bounds.block_at(first_split) == 0) ++first_split;
+  }
+  const bool splits = first_split < bounds.end;
+  const int first_part = first_split - 1, last_part = bounds.end - 1;  // of a split request
+  for (int i = bounds.first + threadIdx.x; i < bounds.end; i += kListThreads) {
+    const int block = bounds.block_at(i);
+    const bool has_piece = splits && i >= first_part;
+    Part& part = p.parts_out[i];
+    part.place = place;
+    part.block = block;
+    part.request = 0;
+    part.tokens = tokens;
+    part.first_part = has_piece ? first_part : i;
+    part.last_part = has_piece ? last_part : i;
+    // The part before all splits may have begun in an earlier place.
+    part.first_slot = block > 0 && first_part < bounds.first;
+    if (i < p.num_tickets) p.tickets[i] = {};
+    if (i == 0) continue;
+    Part& before = p.parts_out[i - 1];
+    before.end_place = place;
+    before.end_block = block;
+    before.tail_last_part = block > 0 ? last_part : i - 1;
+  }
+  if (place + 1 == p.virtual_requests && threadIdx.x == 0) {
+    Part& last = p.parts_out[p.parts - 1];
+    last.end_place = place + 1;
+    last.end_block = 0;
+    last.tail_last_part = p.parts - 1;
+  }
+}
+
+// The same with splits at fixed positions. Parts that are not needed are empty.
+__device__ __forceinline__ void write_pieces(const BlockListsParams& p, int place, int tokens) {
+  const int begin = place * p.pieces;
+  const int count = min(max((blocks_of(tokens) + p.piece_blocks - 1) / p.piece_blocks, 1), p.pieces);
+  for (int i = threadIdx.x; i < p.pieces; i += kListThreads) {
+    const int index = begin + i, block = i * p.piece_blocks, last = begin + count - 1;
+    const bool ends = index == last;
+    if (i < count)
+      p.parts_out[index] = {place, block, 0, tokens, ends ? place + 1 : place, ends ? 0 : block + p.piece_blocks,
+                            begin, last, 0, ends ? index : last, {}};
+    else
+      p.parts_out[index] = {p.virtual_requests, 0, 0, 0, p.virtual_requests, 0, index, index, 0, index, {}};
+    if (index < p.num_tickets) p.tickets[index] = {};
+  }
+}
+
+__device__ __forceinline__ void block_lists(const BlockListsParams& p) {
+  __shared__ ListShared shared;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const ListRow row(p);
+  int* const pages_out = p.pages_out + static_cast<i64>(row.index) * p.topk;
+  int* const blocks = p.topk <= kHeld ? shared.blocks : pages_out;
+  const int found = sort_blocks(p, row, shared, blocks);
+  if (threadIdx.x == 0 && found == 0) shared.tokens = 0;
+  for (int i = threadIdx.x; i < found; i += kListThreads) {
+    const int block = blocks[i];
+    const int in_page = block - quotient(block, p.by_blocks_per_page) * p.blocks_per_page;
+    pages_out[i] = row.page_of(p, block) * p.page_step + in_page * p.block_step + row.head * p.head_step;
+    if (i == found - 1) shared.tokens = i * p.block_size + min(p.block_size, row.seen - block * p.block_size);
+  }
+  __syncthreads();
+  const int tokens = shared.tokens;
+  if (threadIdx.x == 0) p.places[row.index] = {tokens, 0, 1, row.index, row.index, 0};
+  if (p.piece_blocks > 0)
+    write_pieces(p, row.index, tokens);
+  else
+    write_parts(p, row.index, tokens);
+}
+
+}  // namespace cumla::blocks

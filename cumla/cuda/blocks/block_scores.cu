@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of blocks: the largest product of a query row with the visible keys of each block.
+//
+// A CTA has up to 32 query rows (query tokens x heads), and a range of blocks; one key head serves all heads. A warp
+// has a block at a time, and 16 of its keys at once: keys are the M side of mma.sync products, query rows the N side.
+// Products add up all columns, so both sides may have these in any other order: a lane loads 16 neighbouring bytes of
+// a key row from global memory to registers, and the same columns of query rows from shared memory.
+//
+// grid = (tiles of query tokens, ranges of blocks), 256 threads.
+//
+// Roles and time line:
+//   all      copy query rows to shared memory, e4m3 as float16 | what each sees | B
+//   a warp   for each request of the tile, for each of its blocks:
+//            load 16 keys | load the next 16 | products, maxima | ... | maxima over lanes | store
+// Barriers: one __syncthreads, B, guards the query rows. There are no mbarriers.
+// Budget: 128 registers per thread; shared memory for 32 query rows, 19 KB with 256 columns.
+#include "blocks/rows.cuh"
+#include "split/division.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+using namespace split;
+
+constexpr int kScoreThreads = 256;
+constexpr int kScoreWarps = kScoreThreads / 32;
+constexpr int kScoreRows = 32;  // query rows of a CTA
+constexpr int kKeysAtOnce = 16;
+
+// Strides are in bytes, those of the table and of out in elements.
+struct BlockScoresParams {
+  const BlockRow* rows;  // [total_tokens]
+  const char* q;
+  i64 q_stride_batch, q_stride_token, q_stride_head;
+  const char* keys;  // [num_pages, page_size, columns]
+  i64 keys_stride_page, keys_stride_row;
+  const int* block_table;
+  i64 block_table_stride;
+  float* out;  // [total_tokens, heads, width]
+  i64 out_stride_token, out_stride_head;
+  int total_tokens;
+  int tile_tokens;  // of a CTA
+  int heads;
+  int width;        // blocks
+  int warp_blocks;  // of a warp
+  int batch;        // rows of the block table
+  int max_pages;    // columns
+  int num_pages;
+  int page_size;
+  int block_size;
+  int blocks_per_page;
+  int q_len;        // tokens of a request, where q has an axis of requests, else 0
+  Divisor by_heads, by_blocks_per_page, by_q_len;
+};
+
+template <int kColumns>
+struct ScoreShared {
+  static constexpr int kPitch = kColumns * 2 + 64;  // bytes of a row: lanes of two rows read from all banks
+  alignas(16) unsigned char query[kScoreRows * kPitch];
+  int requests[kScoreRows], seen[kScoreRows];  // of query tokens
+};
+
+// 16 keys in registers: lane 4 g + c has 16 bytes of rows g and g + 8 for each 64 bytes.
+template <int kBytes>
+struct Keys {
+  static constexpr int kLoads = kBytes / 64;
+  uint4 words[2][kLoads];
+
+  __device__ __forceinline__ void load(const char* base, i64 stride_row, int rows) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(lane / 4 + 8 * r, rows - 1);
+      const char* const at = base + row * stride_row + lane % 4 * 16;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) words[r][i] = load_global_16(reinterpret_cast<const uint4*>(at + i * 64));
+    }
+  }
+};
+
+__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+// The larger one; NaN is larger than any number.
+__device__ __forceinline__ float larger(float one, float other) {
+  return other > one || other != other ? other : one;
+}
+
+template <typename T, bool kE4m3, int kColumns>
+struct Scorer {
+  static constexpr int kUnit = kE4m3 ? 1 : 2, kBytes = kColumns * kUnit;
+  static constexpr int kTiles = kScoreRows / 8;
+  using Shared = ScoreShared<kColumns>;
+
+  const BlockScoresParams& p;
+  Shared& shared;
+  const int first_token, rows, lane;
+
+  __device__ __forceinline__ Scorer(const BlockScoresParams& p, Shared& shared)
+      : p(p), shared(shared), first_token(blockIdx.x * p.tile_tokens),
+        rows(min(p.tile_tokens, p.total_tokens - first_token) * p.heads), lane(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ int token_of(int row) const { return quotient(row, p.by_heads); }
+
+  __device__ __forceinline__ void load_query() const {
+    constexpr int kOctets = kColumns / 8;
+    for (int i = threadIdx.x; i < kScoreRows * kOctets; i += kScoreThreads) {
+      const int row = i / kOctets, octet = i % kOctets, token = token_of(row);
+      uint4 words = {};
+      if (row < rows) {
+        const int request = quotient(first_token + token, p.by_q_len);  // 0 if q_len is 0
+        const char* const at = p.q + request * p.q_stride_batch +
+                               (first_token + token - request * p.q_len) * p.q_stride_token +
+                               (row - token * p.heads) * p.q_stride_head + octet * 8 * kUnit;
+        if constexpr (kE4m3) {
+          const uint2 bytes = *reinterpret_cast<const uint2*>(at);
+          expand_e4m3x4(bytes.x, words.x, words.y);
+          expand_e4m3x4(bytes.y, words.z, words.w);
+        } else {
+          words = *reinterpret_cast<const uint4*>(at);
+        }
+      }
+      *reinterpret_cast<uint4*>(shared.query + row * Shared::kPitch + octet * 16) = words;
+    }
+    if (threadIdx.x < kScoreRows) {
+      const int row = threadIdx.x;
+      BlockRow of = {-1, 0, 0, 0};
+      if (row < rows) of = p.rows[first_token + token_of(row)];
+      const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
+      const bool exists = of.request >= 0 && of.request < p.batch;
+      shared.requests[row] = exists ? of.request : -1;
+      shared.seen[row] = exists ? of.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
+    }
+  }
+
+  // The products of 16 keys with eight query rows.
+  __device__ __forceinline__ void multiply(const Keys<kBytes>& keys, int tile, float (&score)[4]) const {
+    const unsigned char* const query =
+        shared.query + (tile * 8 + lane / 4) * Shared::kPitch + lane % 4 * (16 * 2 / kUnit);
+    score[0] = score[1] = score[2] = score[3] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Keys<kBytes>::kLoads; ++i) {
+      if constexpr (kE4m3) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 b = *reinterpret_cast<const uint4*>(query + i * 128 + half * 16);
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            u32 a[4];
+            expand_e4m3x4(word_of(keys.words[0][i], half * 2 + k), a[0], a[2]);
+            expand_e4m3x4(word_of(keys.words[1][i], half * 2 + k), a[1], a[3]);
+            mma_m16n8k16<T>(score, a[0], a[1], a[2], a[3], word_of(b, 2 * k), word_of(b, 2 * k + 1));
+          }
+        }
+      } else {
+        const uint4 b = *reinterpret_cast<const uint4*>(query + i * 64);
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          mma_m16n8k16<T>(score, word_of(keys.words[0][i], 2 * k), word_of(keys.words[1][i], 2 * k),
+                          word_of(keys.words[0][i], 2 * k + 1), word_of(keys.words[1][i], 2 * k + 1),
+                          word_of(b, 2 * k), word_of(b, 2 * k + 1));
+      }
+    }
+  }
+
+  // Scores one block for the query rows [begin, end), which are of one request.
+  __device__ __forceinline__ void score_block(int request, int begin, int end, int most_seen, int block) const {
+    float most[kTiles][2];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) most[t][0] = most[t][1] = -kInfinity;
+    const int first_key = block * p.block_size, keys_there = min(p.block_size, most_seen - first_key);
+    int page = -1;
+    if (keys_there > 0) page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
+    if (static_cast<u32>(page) < static_cast<u32>(p.num_pages)) {
+      const int in_page = block - quotient(block, p.by_blocks_per_page) * p.blocks_per_page;
+      const char* const base = p.keys + page * p.keys_stride_page + in_page * p.block_size * p.keys_stride_row;
+      Keys<kBytes> keys, next;
+      keys.load(base, p.keys_stride_row, keys_there);
+#pragma unroll 1
+      for (int from = 0; from < keys_there; from += kKeysAtOnce) {
+        const int left = keys_there - from - kKeysAtOnce;
+        if (left > 0) next.load(base + (from + kKeysAtOnce) * p.keys_stride_row, p.keys_stride_row, left);
+        const int key = first_key + from + lane / 4;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          if (t * 8 >= end || t * 8 + 8 <= begin) continue;
+          float score[4];
+          multiply(keys, t, score);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int seen = shared.seen[t * 8 + lane % 4 * 2 + j];
+            if (key < seen) most[t][j] = larger(most[t][j], score[j]);
+            if (key + 8 < seen) most[t][j] = larger(most[t][j], score[2 + j]);
+          }
+        }
+        if (left > 0) keys = next;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (t * 8 >= end || t * 8 + 8 <= begin) continue;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& value = most[t][j];
+#pragma unroll
+        for (int apart = 4; apart < 32; apart *= 2) value = larger(value, __shfl_xor_sync(0xffffffffu, value, apart));
+        const int row = t * 8 + lane % 4 * 2 + j;
+        if (lane / 4 != 0 || row < begin || row >= end) continue;
+        const int token = token_of(row);
+        p.out[(first_token + token) * p.out_stride_token + (row - token * p.heads) * p.out_stride_head + block] = value;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void score() const {
+    const int warp = threadIdx.x / 32, first = blockIdx.y * p.warp_blocks * kScoreWarps;
+    for (int begin = 0, end; begin < rows; begin = end) {
+      const int request = shared.requests[begin];
+      int most_seen = shared.seen[begin];
+      for (end = begin + 1; end < rows && shared.requests[end] == request; ++end)
+        most_seen = max(most_seen, shared.seen[end]);
+#pragma unroll 1
+      for (int i = 0; i < p.warp_blocks; ++i) {
+        const int block = first + i * kScoreWarps + warp;
+        if (block < p.width) score_block(request, begin, end, most_seen, block);
+      }
+    }
+  }
+};
+
+template <typename T, bool kE4m3, int kColumns>
+__device__ __forceinline__ void block_scores(const BlockScoresParams& p) {
+  __shared__ ScoreShared<kColumns> shared;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const Scorer<T, kE4m3, kColumns> scorer(p, shared);
+  scorer.load_query();
+  __syncthreads();
+  scorer.score();
+}
+
+}  // namespace cumla::blocks

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_lists.cu: lists of blocks become pages of virtual requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla.core.names import arg
+from cumla.launch.layouts import constant, launch_of
+from cumla.launch.mha.launch import MHAArguments, attention_launch
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.blocks.key import BlockKey
+    from cumla.launch.kernel import Launch
+    from cumla.launch.mha.append_kv_cache import Scale
+
+_THREADS = constant("blocks/block_lists", "kListThreads")
+SPECS = (KernelSpec.of("blocks", "block_lists", "BlockListsParams", threads=_THREADS),)
+
+
+class VirtualPages(NamedTuple):
+    """How blocks of kv heads are numbered: steps of the number for a page, a block and a head."""
+
+    steps: tuple[int, ...]
+    number: int  # of virtual pages
+
+
+class BlockArguments(NamedTuple):
+    """Checked views of one call."""
+
+    q: ArrayView  # (tokens, num_heads, columns), or with an axis of requests before
+    k: ArrayView  # (num_pages, page_size, num_kv_heads, columns)
+    v: ArrayView
+    entries: ArrayView  # (tokens, num_kv_heads or 1, topk) int32 or int64
+    lengths: ArrayView | None  # (tokens, num_kv_heads or 1) int32
+    block_table: ArrayView  # (requests, max_pages) int32
+    sinks: ArrayView | None
+    block_size: int
+    entries_are_tokens: bool
+    softmax_scale: float
+    softcap: float
+    k_scale: Scale
+    v_scale: Scale
+    layout: str  # of the pages that were given
+    causal: bool
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether arrays of numbers for each kv head are read, which take a launch a head."""
+        given = (self.sinks, self.k_scale.view, self.v_scale.view)
+        return self.k.shape[2] > 1 and any(_of_heads(view) for view in given)
+
+
+def _of_heads(view: ArrayView | None) -> bool:
+    return view is not None and view.shape[-1] > 1 and view.strides[-1] != 0
+
+
+def virtual_pages(k: ArrayView, v: ArrayView, block_size: int) -> VirtualPages | None:
+    """Give numbers to the blocks of all kv heads, the same for keys and values.
+
+    A number counts the common divisor of the strides of pages, of blocks in a page and of heads.
+    None if keys and values lie differently, or numbers exceed 32 bits.
+    """
+    num_pages, page_size, kv_heads, _ = k.shape
+    sizes = num_pages, page_size // block_size, kv_heads
+    found = []
+    for view in (k, v):
+        page, row, head, _ = view.strides
+        strides = [
+            stride if size > 1 else 0
+            for stride, size in zip((page, row * block_size, head), sizes, strict=True)
+        ]
+        unit = gcd(*strides) or 16
+        found.append(tuple([stride // unit for stride in strides]))
+    steps, other = found
+    last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True) if size)
+    if steps != other or last >= 2**31 - 1:
+        return None
+    return VirtualPages(steps, last + 1 if num_pages else 0)
+
+
+def _virtual(view: ArrayView, block_size: int, count: int) -> ArrayView:
+    """View a cache as virtual pages: (count, block_size, 1, columns)."""
+    num_pages, page_size, kv_heads, columns = view.shape
+    page, row, head, column = view.strides
+    strides = [
+        stride
+        for stride, size in zip(
+            (page, row * block_size, head),
+            (num_pages, page_size // block_size, kv_heads),
+            strict=True,
+        )
+        if size > 1
+    ]
+    unit = gcd(*strides) or 16
+    return view._replace(shape=(count, block_size, 1, columns), strides=(unit, row, unit, column))
+
+
+def block_attention_launches(
+    key: BlockKey, buffer: int, arguments: BlockArguments, out: ArrayView, lse: ArrayView
+) -> Sequence[Launch]:
+    """Describe how to build the lists, and to attend to them; out and lse have the axes of q."""
+    if not arguments.has_heads:
+        return _launches(key, buffer, arguments, out, lse)
+    found: list[Launch] = []
+    group = key.heads_per_group
+    for head in range(key.q_len):
+        outs = [
+            _part(view, len(view.shape) - last, head * group, group)
+            for view, last in ((out, 2), (lse, 1))
+        ]
+        found += _launches(key.one_head, buffer, _of_head(arguments, head), *outs)
+    return found
+
+
+def _launches(
+    key: BlockKey, buffer: int, a: BlockArguments, out: ArrayView, lse: ArrayView
+) -> list[Launch]:
+    pages = virtual_pages(a.k, a.v, a.block_size)
+    assert pages is not None
+    lists = _lists_launch(key, buffer, a, pages)
+    shape = (max(key.num_places, 1), max(key.topk, 1))
+    table = a.block_table._replace(ptr=key.pages_at(buffer), shape=shape, strides=(4 * shape[1], 4))
+    q, out, lse = rows_of(key.q_len, a.q, out, lse)
+    attend = MHAArguments(
+        q=q,
+        k=_virtual(a.k, a.block_size, pages.number),
+        v=_virtual(a.v, a.block_size, pages.number),
+        pages=table,
+        sinks=a.sinks,
+        softmax_scale=a.softmax_scale,
+        softcap=a.softcap,
+        window=(-1, -1),
+        causal=False,
+        layout="NHD",
+        k_scale=a.k_scale,
+        v_scale=a.v_scale,
+    )
+    apart = replace(key, q_len=q.shape[1])
+    request, row, head = lse.strides
+    by_head = lse._replace(
+        shape=(lse.shape[0], lse.shape[2], lse.shape[1]), strides=(request, head, row)
+    )
+    return [lists, attention_launch(apart, key.schedule_at(buffer), attend, out, by_head)]
+
+
+def rows_of(
+    kv_heads: int, q: ArrayView, out: ArrayView, lse: ArrayView
+) -> tuple[ArrayView, ArrayView, ArrayView]:
+    """Give q, out and lse the axes (n, rows, heads of a kv head, ...), where n x rows are in order.
+
+    A row is a query token of a kv head. n are query tokens, or requests where tokens are not evenly
+    spaced over requests. `ValueError` where then the heads of a token are not evenly spaced either.
+    """
+    views = {"q": (q, 1), "out": (out, 1), "lse": (lse, 0)}
+    if all(_is_even(view, columns) for view, columns in views.values()):
+        q, out, lse = (_of_tokens(view, columns, kv_heads) for view, columns in views.values())
+        return q, out, lse
+    for name, (view, _) in views.items():
+        _, tokens, heads = view.shape[:3]
+        _, of_token, of_head = view.strides[:3]
+        if kv_heads > 1 and tokens > 1 and of_token != heads * of_head:
+            raise ValueError(
+                f"{arg(name)}: needs query tokens evenly spaced over all requests, or heads evenly "
+                f"spaced over the tokens of a request, got strides {view.strides} for shape "
+                f"{view.shape}; make a contiguous copy"
+            )
+    q, out, lse = (_of_requests(view, columns, kv_heads) for view, columns in views.values())
+    return q, out, lse
+
+
+def _is_even(view: ArrayView, columns: int) -> bool:
+    """Tell whether query tokens are evenly spaced over all requests."""
+    if len(view.shape) == 2 + columns:
+        return True
+    return 1 in view.shape[:2] or view.strides[0] == view.shape[1] * view.strides[1]
+
+
+def _of_tokens(view: ArrayView, columns: int, kv_heads: int) -> ArrayView:
+    """Give (..., heads, ...) the axes (tokens, kv heads, heads of one, ...)."""
+    if len(view.shape) == 3 + columns:
+        (batch, tokens, *shape), (request, token, *strides) = view.shape, view.strides
+        step = token if tokens > 1 else request
+        view = view._replace(shape=(batch * tokens, *shape), strides=(step, *strides))
+    tokens, heads, *rest = view.shape
+    of_token, of_head, *of_rest = view.strides
+    group = heads // kv_heads
+    return view._replace(
+        shape=(tokens, kv_heads, group, *rest),
+        strides=(of_token, group * of_head, of_head, *of_rest),
+    )
+
+
+def _of_requests(view: ArrayView, columns: int, kv_heads: int) -> ArrayView:
+    """Give (requests, tokens, heads, ...) the axes (requests, tokens x kv heads, heads, ...)."""
+    batch, tokens, heads, *rest = view.shape
+    of_request, of_token, of_head, *of_rest = view.strides
+    group = heads // kv_heads
+    row = group * of_head if kv_heads > 1 else of_token
+    return view._replace(
+        shape=(batch, tokens * kv_heads, group, *rest),
+        strides=(of_request, row, of_head, *of_rest),
+    )
+
+
+def _part(view: ArrayView, axis: int, begin: int, size: int) -> ArrayView:
+    """Take a range of an axis."""
+    shape = (*view.shape[:axis], size, *view.shape[axis + 1 :])
+    return view._replace(ptr=view.ptr + begin * view.strides[axis], shape=shape)
+
+
+def _of_head(a: BlockArguments, head: int) -> BlockArguments:
+    """Take what a kv head has."""
+    axis = len(a.q.shape) - 2
+    group = a.q.shape[axis] // a.k.shape[2]
+
+    def own(view: ArrayView | None, axis: int) -> ArrayView | None:
+        return None if view is None else _part(view, axis, head % view.shape[axis], 1)
+
+    def scale(of: Scale) -> Scale:
+        return of._replace(view=own(of.view, 1)) if _of_heads(of.view) else of
+
+    entries = own(a.entries, 1)
+    assert entries is not None
+    return a._replace(
+        q=_part(a.q, axis, head * group, group),
+        k=_part(a.k, 2, head, 1),
+        v=_part(a.v, 2, head, 1),
+        entries=entries,
+        lengths=own(a.lengths, 1),
+        sinks=None if a.sinks is None else _part(a.sinks, 0, head * group, group),
+        k_scale=scale(a.k_scale),
+        v_scale=scale(a.v_scale),
+    )
+
+
+def _lists_launch(key: BlockKey, buffer: int, a: BlockArguments, pages: VirtualPages) -> Launch:
+    """Describe how to build the pages of virtual requests, and to deal these out."""
+    places, parts, tickets = key.layout.schedule_at(key.schedule_at(buffer))
+    num_pages, page_size = a.k.shape[:2]
+    in_page = page_size // a.block_size
+    table = a.block_table
+    of_lengths = (0, 0, 0) if a.lengths is None else (a.lengths.ptr, *_over_heads(a.lengths))
+    values: dict[str, Any] = {
+        "rows": key.rows_at(buffer),
+        "entries": a.entries.ptr,
+        "entries_stride_token": a.entries.strides[0],
+        "entries_stride_head": _over_heads(a.entries)[1],
+        "entries_stride_entry": a.entries.strides[2],
+        "lengths": of_lengths[0],
+        "lengths_stride_token": of_lengths[1],
+        "lengths_stride_head": of_lengths[2],
+        "block_table": table.ptr,
+        "block_table_stride": table.strides[0] // 4,
+        "pages_out": key.pages_at(buffer),
+        "places": places,
+        "parts_out": parts,
+        "tickets": tickets,
+        "cost": key.list_cost,
+        "virtual_requests": key.num_places,
+        "kv_heads": key.q_len,
+        "topk": key.topk,
+        "batch": table.shape[0],
+        "max_pages": table.shape[1],
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "block_size": a.block_size,
+        "blocks_per_page": in_page,
+        "page_step": pages.steps[0],
+        "block_step": pages.steps[1],
+        "head_step": pages.steps[2],
+        "entries_are_wide": a.entries.dtype == "int64",
+        "parts": key.parts,
+        "num_tickets": key.num_tickets,
+        "is_whole": key.is_whole,
+        "piece_blocks": key.piece_blocks if key.batch_invariant else 0,
+        "pieces": key.pieces,
+        "by_kv_heads": divisor_of(key.q_len),
+        "by_blocks_per_page": divisor_of(in_page),
+        "by_entry": divisor_of(a.block_size if a.entries_are_tokens else 1),
+    }
+    return launch_of(SPECS[0], (key.num_places, 1, 1), values)
+
+
+def _over_heads(view: ArrayView) -> tuple[int, int]:
+    """Give the strides of tokens and of kv heads; lists that all kv heads share have none."""
+    return view.strides[0], view.strides[1] if view.shape[1] > 1 else 0

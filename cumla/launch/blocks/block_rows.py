@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_rows.cu: what each query token sees of its request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.layouts import constant, launch_of
+from cumla.launch.slots import indices
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
+
+ROW_BYTES = constant("blocks/block_rows", "sizeof(BlockRow)")
+_THREADS = constant("blocks/block_rows", "kBlockRowThreads")
+SPECS = (KernelSpec.of("blocks", "block_rows", "BlockRowsParams", threads=_THREADS),)
+
+
+class Tokens(NamedTuple):
+    """Query tokens of a call."""
+
+    tokens: int
+    requests: int
+    causal: bool
+
+
+def block_rows_launch(
+    of: Tokens, rows: int, qo_indptr: ArrayView | None, kv_lens: ArrayView
+) -> Launch:
+    """Describe how to find the request of each query token; without offsets all have as many.
+
+    `rows` is the address of what is written.
+    """
+    values = {
+        "bounds": indices(qo_indptr),
+        "kv_lens": indices(kv_lens),
+        "rows": rows,
+        "total_tokens": of.tokens,
+        "batch": of.requests,
+        "q_len": of.tokens // max(of.requests, 1) if qo_indptr is None else 0,
+        "causal": of.causal,
+    }
+    return launch_of(SPECS[0], (-(-of.tokens // _THREADS), 1, 1), values)

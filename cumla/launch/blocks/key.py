@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key of a plan for block-sparse attention: virtual requests, and how they are dealt out.
+
+A virtual request is a query token of one kv head, whose pages are the blocks of its list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
+from cumla.launch.mha.choice import Choice, choose
+from cumla.launch.mha.key import MHAKey
+from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, PlanLayout
+
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["BlockKey"]
+
+_ALIGNMENT = 256
+# Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
+# multiprocessors: storing and combining a piece costs about three.
+_LEAST_PART = 4
+# Share of busy multiprocessors from which on no virtual request is split.
+_GOOD_FILL = 0.85
+
+
+@dataclass(frozen=True)
+class BlockKey(MHAKey):
+    """The shape for which a plan of :func:`cumla.block_sparse_attention` is made.
+
+    What kernels of attention see are virtual requests: `num_heads` are those of a kv head,
+    `num_kv_heads` is 1, `page_size` the tokens of a block. `batch` are the query tokens, and
+    `q_len` the kv heads.
+    """
+
+    topk: int = 1
+    requests: int = 1
+    is_causal: bool = True  # of the query tokens; virtual requests have one each
+    query_len: int = 0  # tokens of each request, where q has an axis of requests
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        kv_heads: int,
+        heads_per_group: int,
+        columns: tuple[int, int],
+        block_size: int,
+        dtypes: tuple[str, str],
+        **more: Any,
+    ) -> BlockKey:
+        """Make a key from numbers of the call."""
+        return cls(
+            batch=tokens,
+            total_tokens=tokens * kv_heads,
+            num_heads=heads_per_group,
+            num_kv_heads=1,
+            head_dim=columns[0],
+            head_dim_v=columns[1],
+            page_size=block_size,
+            dtype=dtypes[0],
+            cache_dtype=dtypes[1],
+            causal=False,
+            q_len=kv_heads,
+            **more,
+        )
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The kernel for as many requests of one query token."""
+        decode = MHAKey(
+            batch=self.total_tokens,
+            total_tokens=self.total_tokens,
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            causal=False,
+            q_len=1,
+            device=self.device,
+            sm_count=self.sm_count,
+            batch_invariant=self.batch_invariant,
+        )
+        return choose(decode)
+
+    @property
+    def list_blocks(self) -> int:
+        """Blocks of 64 tokens of a full list."""
+        return -(-self.topk * self.page_size // BLOCK_TOKENS)
+
+    @property
+    def list_cost(self) -> int:
+        """What a full list costs, in blocks."""
+        return max(1, self.list_blocks) + RULES.fixed_cost
+
+    @cached_property
+    def num_places(self) -> int:
+        """Virtual requests."""
+        return self.total_tokens
+
+    @property
+    def pieces(self) -> int:
+        """Parts of each batch-invariant virtual request."""
+        return max(1, -(-self.list_blocks // self.piece_blocks))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether no virtual request is split."""
+        waves = -(-self.num_places // self.sm_count)
+        return self.num_places >= _GOOD_FILL * waves * self.sm_count
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares of the work of all lists."""
+        if self.batch_invariant:
+            return self.num_places * self.pieces
+        if self.is_whole:
+            return min(self.num_places, self.sm_count)
+        equal = self.sm_count // self.num_places * self.num_places if self.num_places else 1
+        most = max(1, self.list_blocks // _LEAST_PART) * max(1, self.num_places)
+        return min(equal if equal >= _GOOD_FILL * self.sm_count else self.sm_count, most)
+
+    @cached_property
+    def row_groups(self) -> int:
+        """Groups of 16 rows in a tile."""
+        if self.batch_invariant:
+            return ROW_TILE // ROW_GROUP
+        return 1 if self.choice.takes_few_rows else -(-self.num_heads // ROW_GROUP)
+
+    @cached_property
+    def num_tickets(self) -> int:
+        """Places where thread blocks meet that share work."""
+        return self.parts if self.parts > 1 else 0
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie behind the rows and pages of lists, and the size of all."""
+        own = PlanLayout.of(self)
+        nbytes = self._rows + self._pages + own.nbytes
+        of_head = self.one_head.layout.nbytes if self.q_len > 1 else 0  # may have more parts
+        return replace(own, nbytes=max(nbytes, of_head))
+
+    @property
+    def query_tokens(self) -> Tokens:
+        """The query tokens."""
+        return Tokens(self.batch, self.requests, self.is_causal)
+
+    def rows_at(self, buffer: int) -> int:
+        """Give the address of what each query token sees, the same for one of the kv heads."""
+        return buffer
+
+    def pages_at(self, buffer: int) -> int:
+        """Give the address of the pages of virtual requests."""
+        return buffer + self._rows
+
+    def schedule_at(self, buffer: int) -> int:
+        """Give the address of the schedule and the partial results."""
+        return buffer + self._rows + self._pages
+
+    @property
+    def _rows(self) -> int:
+        return _aligned(self.batch * ROW_BYTES)
+
+    @property
+    def _pages(self) -> int:
+        return _aligned(self.num_places * self.topk * 4)
+
+    @cached_property
+    def one_head(self) -> BlockKey:
+        """The key of one of the kv heads, in the same buffer."""
+        return replace(self, q_len=1, total_tokens=self.batch)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

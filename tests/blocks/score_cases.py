@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of block_scores and select_blocks, drawn at random; NumPy arrays.
+
+Keys that no query sees hold NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from tests.blocks.block_cases import E4M3, LEAST, MOST
+
+DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), E4M3)
+
+
+class Scores(NamedTuple):
+    """A call of block_scores, and the request and the visible tokens of each query token."""
+
+    given: dict[str, Any]
+    seen: list[tuple[int, int]]
+
+
+def scores_case(seed: int) -> Scores:
+    """Draw the arrays of a call."""
+    draw, rng = random.Random(seed), np.random.default_rng(seed)
+    block, in_page = draw.choice([(16, 1), (16, 8), (64, 1), (64, 4), (128, 1), (128, 2), (48, 2)])
+    columns, heads = draw.choice([64, 128, 128, 256]), draw.choice([1, 2, 4, 4, 16, 32, 5])
+    dtype, page = DTYPES[seed % 3], block * in_page
+    lens = np.array(
+        draw.choice([(900,), (5, 0, 130, 257), (1, 2, 3, 4, 5, 600), (4100,)]), np.int32
+    )
+    batch, causal = len(lens), draw.random() < 0.7
+    queries = draw.choice([1, 1, 2, 4, "ragged", "ragged"])
+    begin = 0
+    if queries == "ragged":
+        counts = rng.integers(0, 40 // heads + 3, batch)
+        begin = draw.choice([0, 1])
+        bounds = (begin + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
+        lead: tuple[int, ...] = (int(bounds[-1]) + draw.choice([0, 2]),)
+    else:
+        counts, bounds, lead = np.full(batch, queries), None, (batch, queries)
+    seen = [(-1, 0)] * int(np.prod(lead))
+    for request, count in enumerate(counts):
+        for i in range(count):
+            behind = int(count) - 1 - i if causal else 0
+            seen[begin + i] = request, max(int(lens[request]) - behind, 0)
+        begin += int(count)
+    most = max(1, -(-int(lens.max()) // page)) + draw.choice([0, 1])
+    num_pages = batch * most + 2
+    table = rng.permutation(num_pages)[: batch * most].reshape(batch, most).astype(np.int32)
+    used = -(-lens // page)
+    table[np.arange(most) >= used[:, None]] = draw.choice([-1, LEAST, MOST, num_pages])
+    if draw.random() < 0.3:
+        table[0, 0] = -7  # a page that is not there
+    keys = np.full((num_pages, page, columns), np.nan)
+    for request, tokens in {(r, max(t for s, t in seen if s == r)) for r, _ in seen if r >= 0}:
+        at = np.arange(tokens)
+        at = at[table[request, at // page] >= 0]
+        numbers = rng.standard_normal((len(at), columns))
+        keys[table[request, at // page], at % page] = numbers
+    given: dict[str, Any] = {
+        "q": rng.standard_normal((*lead, heads, columns)).astype(dtype),
+        "keys": keys.astype(dtype),
+        "block_size": block,
+        "kv_lens": lens,
+        "block_table": table,
+        "causal": causal,
+    }
+    if bounds is not None:
+        given["qo_indptr"] = bounds
+    return Scores(given, seen)
+
+
+def check_scores(case: Scores, got: Any) -> None:
+    """Compare with float64, by a loop over blocks."""
+    given = case.given
+    q = given["q"].reshape(-1, *given["q"].shape[-2:]).astype(np.float64)
+    keys, block = given["keys"], given["block_size"]
+    num_pages, page = keys.shape[:2]
+    assert got.shape == (*q.shape[:2], given["block_table"].shape[1] * page // block)
+    want, sizes = np.full(got.shape, -np.inf), np.zeros(got.shape)
+    for token, (request, seen) in enumerate(case.seen):
+        for b in range(-(-seen // block)):
+            number = int(given["block_table"][request, b * block // page])
+            if not 0 <= number < num_pages:
+                continue
+            begin = b * block % page
+            rows = keys[number, begin : begin + min(block, seen - b * block)].astype(np.float64)
+            want[token, :, b] = (q[token] @ rows.T).max(axis=1)
+            sizes[token, :, b] = (np.abs(q[token]) @ np.abs(rows).T).max(axis=1)
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    there = ~np.isneginf(want)
+    # Each product of two numbers is exact; a sum of n has at most n - 1 roundings.
+    errors = np.abs(got[there].astype(np.float64) - want[there])
+    assert (errors <= 2.0**-22 * q.shape[-1] ** 0.5 * sizes[there]).all(), errors.max()
+
+
+def select_case(seed: int) -> dict[str, Any]:
+    """Draw the arrays of a call of select_blocks."""
+    draw, rng = random.Random(seed), np.random.default_rng(seed)
+    width = draw.choice([1, 7, 40, 1024, 5000, 16384])
+    tokens, groups = draw.choice([(1, 1), (5, 4), (3, 1), (64, 2)])
+    k = draw.choice([1, 3, 16, 17, 96, 512])
+    init, local = draw.choice([(0, 0), (0, 1), (1, 1), (1, 2), (1, 33), (0, 3)])
+    k = max(k, init + local)
+    edges = [0, 1, k - 1, k, k + 1, init, init + local, width, width + 9, -4, width // 2, LEAST]
+    scores = rng.standard_normal((tokens, groups, width))
+    if draw.random() < 0.5:
+        scores = np.round(scores * 2)  # ties
+    if draw.random() < 0.5:
+        odd = rng.random(scores.shape) < 0.2
+        scores[odd] = rng.choice([np.nan, np.inf, -np.inf, -0.0, 0.0], int(odd.sum()))
+    dtype = draw.choice([np.float32, np.float32, np.float16, ml_dtypes.bfloat16])
+    scores = scores.astype(dtype)
+    if draw.random() < 0.4:  # rows of a group together, as engines hold them
+        scores = np.ascontiguousarray(scores.swapaxes(0, 1)).swapaxes(0, 1)
+    visible = np.array(rng.choice(edges, tokens), np.int32)
+    return {
+        "scores": scores,
+        "k": k,
+        "visible": visible,
+        "init_blocks": init,
+        "local_blocks": local,
+    }
+
+
+def chosen(given: dict[str, Any]) -> Any:
+    """Select in Python, row by row."""
+    scores, k, width = given["scores"], given["k"], given["scores"].shape[2]
+    found = np.full((*scores.shape[:2], k), -1, np.int32)
+    for token, group in np.ndindex(scores.shape[:2]):
+        visible = range(min(max(int(given["visible"][token]), 0), width))
+        forced = set(visible[: given["init_blocks"]])
+        if given["local_blocks"]:
+            forced |= set(visible[-given["local_blocks"] :])
+        row = scores[token, group].astype(np.float64)
+        others = sorted(
+            (b for b in visible if b not in forced),
+            key=lambda b: (not np.isnan(row[b]), -row[b] if row[b] == row[b] else 0.0, b),
+        )
+        free = k - given["init_blocks"] - given["local_blocks"]
+        blocks = sorted(forced | set(others[:free]))
+        found[token, group, : len(blocks)] = blocks
+    return found

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores and choice of blocks, against loops over blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from tests.blocks.score_cases import check_scores, chosen, scores_case, select_case
+from tests.gpu.tools.memory import Memory
+
+KERNELS = ("block_scores", "select_blocks")
+cp: Any = pytest.importorskip("cupy")
+
+BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@pytest.fixture(autouse=True)
+def _settled() -> None:
+    cumla.prepare(cumla.block_scores, cumla.select_blocks)
+    cp.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_scores(seed: int) -> None:
+    case, memory = scores_case(seed), Memory(cp)
+    there = {n: memory.upload(v) for n, v in case.given.items()}
+    got = cumla.block_scores(**there)
+    check_scores(case, got.get())
+    tokens, heads, width = got.shape
+    out = cp.zeros((heads, tokens, width), np.float32).swapaxes(0, 1)  # as engines hold them
+    assert cumla.block_scores(**there, out=out) is out
+    assert out.get().tobytes() == got.get().tobytes()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_selection(seed: int) -> None:
+    given, memory = select_case(seed), Memory(cp)
+    there = {n: memory.upload(v) for n, v in given.items()}
+    got = cumla.select_blocks(**there)
+    np.testing.assert_array_equal(got.get(), chosen(given))
+    tokens, groups, k = got.shape
+    buffer = cp.zeros((groups, tokens, k), np.int32).swapaxes(0, 1)
+    assert cumla.select_blocks(**there, out=buffer) is buffer
+    np.testing.assert_array_equal(buffer.get(), got.get())
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_many_pages(dtype: Any) -> None:
+    """8,192 pages a request, and a key of NaN."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((50, 128, 128)).astype(dtype)
+    keys[7, 3] = np.nan
+    table = rng.integers(0, 50, (2, 8192)).astype(np.int32)
+    table[table == 7] = 8
+    table[1, 5000] = 7
+    q = rng.standard_normal((2, 1, 4, 128)).astype(dtype)
+    lens = np.array([8192 * 128, 8000 * 128 + 5], np.int32)
+    given = {"q": q, "keys": keys, "kv_lens": lens, "block_table": table}
+    there = {n: Memory(cp).upload(v) for n, v in given.items()}
+    got = cumla.block_scores(**there, block_size=128).get()
+    of_page = np.einsum("bhd,ptd->bhpt", q[:, 0].astype(np.float32), keys.astype(np.float32))
+    want = np.take_along_axis(of_page.max(-1), table[:, None].astype(np.int64), axis=2)
+    want[1, :, 8001:] = -np.inf
+    last = of_page[1][:, table[1, 8000], :5].max(-1)
+    want[1, :, 8000] = last
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    assert np.isnan(got[1, :, 5000]).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bits(seed: int) -> None:
+    """Lengths, offsets and tables of any values lead nowhere else, and give the same bits."""
+    given, rng = scores_case(seed).given, np.random.default_rng(seed)
+    for name in ("kv_lens", "qo_indptr", "block_table"):
+        if name in given and rng.integers(2):
+            given[name][...] = rng.integers(-(2**31), 2**31, given[name].shape)
+    there = {n: Memory(cp).upload(v) for n, v in given.items()}
+    first, second = (cumla.block_scores(**there).get().tobytes() for _ in range(2))
+    assert first == second
