@@ -22,6 +22,7 @@ from cumla.core.arguments import (
 )
 from cumla.core.names import arg
 from cumla.core.paged import BLOCK_TABLE, Host, refuse_value
+from cumla.core.spec import Option
 from cumla.launch.sparse.mla_sparse import SparseArguments
 from cumla.launch.sparse.shape import PACKED, V4
 from cumla.mla.arguments import (
@@ -46,6 +47,18 @@ TOKEN_AXES = ("total_tokens", "num_heads")  # of q without a batch, before its c
 Rows = tuple[int, ...]
 """Axes of the query tokens: (batch, q_len), or (total_tokens,)."""
 
+_KINDS = ("slots", "positions")
+
+
+def _checked_kind(name: str, value: object) -> str | None:
+    if value is not None and value not in _KINDS:
+        raise ValueError(
+            f"{arg(name)}: needs 'slots' or 'positions', got {value!r}; pass one, or leave it out"
+        )
+    return None if value is None else _KINDS[_KINDS.index(value)]
+
+
+INDICES_ARE = Option("indices_are", None, _checked_kind, "str?")
 _EACH = "pass a list for each query token"
 _LISTS = {
     2: {
@@ -98,6 +111,8 @@ def checked_arguments(
     """
     views = {name: _in_pages(name, view) for name, view in given.items()}
     q = views.get("q")
+    if options.indices_are is not None:
+        _check_kind(options.indices_are, views.get("block_table"))
     is_narrow = q is not None and q.shape[-1:] == (VALUE_DIM,)
     columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, options.kv_scale)
     if options.has_max_logits:
@@ -132,6 +147,20 @@ def checked_arguments(
         has_max_logits=options.has_max_logits,
     )
     return Attended(columns.q, launched, columns.cache)
+
+
+def _check_kind(kind: str, table: ArrayView | None) -> None:
+    """Compare what the indices are said to be with what they are read as."""
+    if kind == "positions" and table is None:
+        raise ValueError(
+            f"{arg('block_table')}: needed with {arg('indices_are')} {kind!r}, got None; pass the "
+            f"pages of each request"
+        )
+    if kind == "slots" and table is not None:
+        raise ValueError(
+            f"{arg('block_table')}: needs None with {arg('indices_are')} {kind!r}, got shape "
+            f"{table.shape}; leave it out"
+        )
 
 
 MOST_ENTRIES = (1 << 31) - 64  # of all lists of a query token

@@ -26,6 +26,7 @@ from cumla.mla.attend import Q_AND_CACHE
 from cumla.mla.fp8_caches import FP8
 from cumla.mla.shape import HEAD_DIM
 from cumla.sparse.arguments import (
+    INDICES_ARE,
     TOKEN_AXES,
     Attended,
     check_cache,
@@ -64,6 +65,7 @@ _SPARSE: dict[str, Any] = {
         optional("sinks"),
         SOFTMAX_SCALE,
         Factor("kv_scale"),
+        INDICES_ARE,
         flag("batch_invariant", False),
         *OUT_AND_LSE,
     ),
@@ -98,6 +100,7 @@ def mla_sparse_decode(
     sinks: Any = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
+    indices_are: str | None = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -160,6 +163,9 @@ def mla_sparse_decode(
         columns.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
+    indices_are : str, optional
+        ``"slots"`` or ``"positions"``: what the indices are, which a block_table, or none, has to
+        agree with. By default it tells.
     batch_invariant : bool
         Give a query token the same bits whatever else is in the call: other query tokens, their
         number, its place among them, and what comes after `topk_lens` entries of its list.
@@ -203,8 +209,8 @@ def mla_sparse_decode(
     """
     state: AttentionState = _DECODE.call(
         *(q, kv_cache, indices, topk_lens, block_table, row_to_request, extra_kv_cache),
-        *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, batch_invariant, out),
-        *(lse, stream),
+        *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, indices_are),
+        *(batch_invariant, out, lse, stream),
     )
     return state
 
@@ -224,6 +230,7 @@ def mla_sparse_attention(
     sinks: Any = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
+    indices_are: str | None = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -254,7 +261,7 @@ def mla_sparse_attention(
         ``(total_tokens,)`` int32, with block_table and only then: the request of each query token.
     extra_kv_cache, extra_indices, extra_topk_lens : array, optional
         As in :func:`cumla.mla_sparse_decode`: lists ``(total_tokens, extra_topk)``.
-    sinks, softmax_scale, kv_scale, batch_invariant, stream
+    sinks, softmax_scale, kv_scale, indices_are, batch_invariant, stream
         As in :func:`cumla.mla_sparse_decode`.
     out, lse : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
@@ -280,8 +287,8 @@ def mla_sparse_attention(
     """
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, indices, topk_lens, block_table, row_to_request, extra_kv_cache),
-        *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, batch_invariant, out),
-        *(lse, stream),
+        *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, indices_are),
+        *(batch_invariant, out, lse, stream),
     )
     return state
 
@@ -482,6 +489,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         sinks: Any = None,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
+        indices_are: str | None = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -492,7 +500,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         Parameters
         ----------
         q, kv_cache, indices, block_table, row_to_request, extra_kv_cache, extra_indices, sinks, \
-softmax_scale, kv_scale, out, lse, stream
+softmax_scale, kv_scale, indices_are, out, lse, stream
             As in :func:`mla_sparse_decode`; for a plan of one request also as in
             :func:`mla_sparse_attention`. Indices may differ from run to run.
 
@@ -505,7 +513,7 @@ softmax_scale, kv_scale, out, lse, stream
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
             *(q, kv_cache, indices, block_table, row_to_request, extra_kv_cache, extra_indices),
-            *(sinks, softmax_scale, kv_scale, out, lse, stream),
+            *(sinks, softmax_scale, kv_scale, indices_are, out, lse, stream),
         )
         return state
 

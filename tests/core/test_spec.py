@@ -38,6 +38,7 @@ KINDS = {  # of options in PyTorch, by their annotations
     "float": "float",
     "int": "int",
     "str": "str",
+    "str | None": "str?",
     "float | None": "float?",
     "int | None": "int?",
     "int | Sequence[int | None] | None": "int[]?",

@@ -76,7 +76,8 @@ def test_arguments_are_those_of_the_functions() -> None:
     plan, of_logits, of_lists = cumla.DSAPlan, cumla.PagedMQALogitsPlan, cumla.MLASparsePlan
     chosen = {"max_kv_len", "logits_dtype", "clean", "out"}  # by the plan
     assert names(plan.select) == {index.get(n, n) for n in listed(paged) - chosen}
-    assert names(plan.run) == listed(attend) - {"row_to_request", "batch_invariant"}
+    decided = {"row_to_request", "batch_invariant", "indices_are"}  # by the plan
+    assert names(plan.run) == listed(attend) - decided
     lengths = {*paged.planned, *attend.planned} - {"topk_lens"}  # which follow
     assert names(plan.update) == lengths | {"stream"}
     for of in (lambda kind: kind, lambda kind: kind.workspace_bytes):

@@ -347,6 +347,24 @@ def test_refusals_without_a_batch(refusal: Refusal) -> None:
         cumla.mla_sparse_attention(**flat(placed()) | refusal.changes)
 
 
+@pytest.mark.parametrize("make", [decode, placed])
+def test_indices_are_what_the_table_says(make: Any) -> None:
+    arguments = make()
+    right, wrong = ("positions", "slots") if make is placed else ("slots", "positions")
+    message = "needs None with indices_are 'slots'" if make is placed else "needed with indices_are"
+    plan, want = plan_of(arguments), cumla.mla_sparse_decode(**arguments)
+    for call in (
+        lambda **more: cumla.mla_sparse_decode(**arguments, **more),
+        lambda **more: cumla.mla_sparse_attention(**arguments, **more),
+        lambda **more: plan.run(**inputs(arguments), **more),
+    ):
+        assert_same(call(indices_are=right), want)
+        with refused(ValueError, f"block_table: {message}"):
+            call(indices_are=wrong)
+        with refused(ValueError, "indices_are: needs 'slots' or 'positions', got 'blocks'"):
+            call(indices_are="blocks")
+
+
 @pytest.mark.parametrize("name", ["q", "kv_cache", "indices", "block_table", "sinks"])
 def test_outputs_share_no_memory(name: str) -> None:
     arguments = placed(sinks=numbers(16, dtype=np.float32))
