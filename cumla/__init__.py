@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cumla.mla.attention import MLAAttentionPlan, mla_attention
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
+    from cumla.prefix_groups import PrefixGroups, find_prefix_groups
     from cumla.preparation import prepare
     from cumla.sparse.dsa import DSAPlan
     from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_attention, mla_sparse_decode
@@ -56,6 +57,7 @@ __all__ = [
     "MissingDependencyError",
     "NotPreparedError",
     "PagedMQALogitsPlan",
+    "PrefixGroups",
     "QuantizedRows",
     "TopKResult",
     "UnsupportedDeviceError",
@@ -66,6 +68,7 @@ __all__ = [
     "attention",
     "block_scores",
     "block_sparse_attention",
+    "find_prefix_groups",
     "merge_attention_states",
     "mla_attention",
     "mla_decode",
@@ -95,6 +98,7 @@ _NAMES = {  # public names, by the module that is loaded when one is first asked
     "mla.attention": ("MLAAttentionPlan", "mla_attention"),
     "mla.cache": ("append_mla_cache",),
     "mla.decode": ("MLADecodePlan", "mla_decode"),
+    "prefix_groups": ("PrefixGroups", "find_prefix_groups"),
     "preparation": ("prepare",),
     "sparse.dsa": ("DSAPlan",),
     "sparse.mla_sparse": ("MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"),

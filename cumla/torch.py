@@ -519,6 +519,7 @@ for _spec in SPECS.values():
     torch.compiler.substitute_in_graph(_spec.function)(_SUBSTITUTES[_spec.name])
 for _kind in (
     cumla.AttentionState,
+    cumla.PrefixGroups,
     cumla.QuantizedRows,
     cumla.TopKResult,
 ):  # so that exported programs can be saved

@@ -425,6 +425,23 @@ def keys_in_rows() -> Arguments:
     }
 
 
+def shared_prefixes() -> Arguments:
+    """Requests whose first page is the same."""
+    groups = int32(0, 0), int32(16, 16)
+    table = int32([0, 1, 2], [0, 4, 5])
+    return keys_in_pages() | {"block_table": table, "kv_lens": int32(20, 40), "groups": groups}
+
+
+def tables() -> Arguments:
+    """Rows that begin alike."""
+    return {
+        "block_table": int32([3, 4, 6], [0, 1, 2], [0, 1, 5]),
+        "kv_lens": int32(9, 40, 35),
+        "page_size": 16,
+        "min_tokens": 20,
+    }
+
+
 def equal_queries() -> Arguments:
     """Two queries of each of two requests."""
     return {
@@ -574,6 +591,26 @@ OPERATIONS = {
         lambda: {"out": aligned((3, 2, 5), np.int32)},
         ("select_blocks", "top_k_short_float32", "select_blocks"),
         empty=(("scores", "visible"),),
+    ),
+    "attention of groups": Operation(
+        cumla.attention,
+        shared_prefixes,
+        attended,
+        (
+            *("prefix_requests", "attention_schedule_numbered"),
+            *("attention_masked_bfloat16_64_64", "combine_prefixes"),
+        ),
+        integers=("qo_indptr", "kv_lens", "block_table", "groups"),
+        any_values=("groups",),
+        empty=(("q",),),
+    ),
+    "find_prefix_groups": Operation(
+        cumla.find_prefix_groups,
+        tables,
+        lambda: {"group": aligned((3,), np.int32), "prefix_len": aligned((3,), np.int32)},
+        ("find_prefix_groups",),
+        integers=("kv_lens",),
+        empty=(("block_table", "kv_lens"),),
     ),
     "mla_sparse_decode": Operation(
         cumla.mla_sparse_decode,

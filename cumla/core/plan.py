@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView, Call
     from cumla.core.operation import Scheduled
-    from cumla.core.spec import Spec
+    from cumla.core.spec import Spec, Split
 
     Launch = Callable[[], None]
 
@@ -346,7 +346,8 @@ class Plan(Single, Generic[K]):
     _attend: ClassVar[Operation[Any, Any]]
     _of_run: ClassVar[tuple[str, ...]]  # arguments
     _sorted: ClassVar[Sorter]
-    _planned: ClassVar[tuple[tuple[int, str, bool], ...]]  # lengths, and whether they are needed
+    # Lengths, whether they are needed, and what names the arrays of a record.
+    _planned: ClassVar[tuple[tuple[int, str, bool, Split | None], ...]]
     _lengths_sorted: ClassVar[Sorter]  # of `update`
 
     key: K  # the shape for which the plan was made
@@ -361,7 +362,7 @@ class Plan(Single, Generic[K]):
             cls._attend = operation.attend
             planned = [a for a in cls._spec.arrays if a.name in cls._spec.planned]
             cls._planned = tuple(
-                [(place, a.name, a.default is not None) for place, a in enumerate(planned)]
+                [(i, a.name, a.default is not None, a.split) for i, a in enumerate(planned)]
             )
             cls._lengths_sorted = Sorter(cls._spec, [*[a.name for a in planned], STREAM.name])
             parameters = signature(cls.run).parameters.values()  # type: ignore[attr-defined]
@@ -461,11 +462,11 @@ class Plan(Single, Generic[K]):
                         memory.update(again, launch)
                     self._values, self._sources, self._thread = None, {}, 0
                     return
-        lengths = {}
-        for place, name, is_needed in self._planned:
+        lengths: dict[str, Any] = {}
+        for place, name, is_needed, split in self._planned:
             value = values[place]
             if value is not None or is_needed:
-                lengths[name] = value
+                lengths |= {name: value} if split is None else split(name, value)
         self._update(lengths, values[-1], key)
 
     def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:

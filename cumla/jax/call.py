@@ -29,6 +29,7 @@ from cumla.jax.spec import Buffer, Spec
 from cumla.launch.device import require_hopper
 from cumla.mha.mask import FIELDS as MASK_FIELDS
 from cumla.mha.mask import AttentionMask
+from cumla.prefix_groups import PrefixGroups
 from cumla.reference import QuantizedRows, TopKResult
 
 if TYPE_CHECKING:
@@ -63,7 +64,12 @@ jax.tree_util.register_dataclass(AttentionMask, list(MASK_FIELDS), [])
 with suppress(ImportError):  # a JAX without jax.export, or without what that needs
     from jax import export
 
-    for _result in (AttentionState, QuantizedRows, TopKResult):  # what exported programs may return
+    for _result in (
+        AttentionState,
+        PrefixGroups,
+        QuantizedRows,
+        TopKResult,
+    ):  # what exported programs may return
         _name = f"cumla.{_result.__name__}"
         export.register_namedtuple_serialization(_result, serialized_name=_name)
 

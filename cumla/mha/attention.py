@@ -30,14 +30,24 @@ from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
     Attend,
-    RaggedSchedule,
     TableOrList,
+    by_head,
     check_made_for,
     check_ragged_lengths,
     check_ragged_pages,
     check_rows,
     checked_pages,
     refuse_value,
+)
+from cumla.core.prefixes import (
+    GROUPS,
+    PrefixSchedule,
+    check_groups_given,
+    check_prefix_arrays,
+    check_prefix_options,
+    check_shared_pages,
+    checked_max_pages,
+    has_whole_groups,
 )
 from cumla.core.spec import (
     OUT_AND_LSE,
@@ -47,6 +57,7 @@ from cumla.core.spec import (
     Spec,
     array,
     flag,
+    in_parts,
     optional,
     record,
 )
@@ -57,6 +68,11 @@ from cumla.launch.mha.choice import RULES
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.launch import MHAArguments, attention_launch
 from cumla.launch.mha.mask_rows import SPECS as MASK_SPECS
+from cumla.launch.mha.prefixes import (
+    PREFIX_SPECS,
+    prefix_attention_launches,
+    prefix_schedule_launches,
+)
 from cumla.launch.module import load
 from cumla.launch.split.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.split.invariant_parts import invariant_parts_launch
@@ -83,6 +99,7 @@ if TYPE_CHECKING:
     from cumla.core.paged import Host, Results
     from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.source import KernelSpec
+    from cumla.prefix_groups import PrefixGroups
 
 __all__ = ["AttentionPlan", "attention"]
 
@@ -122,6 +139,7 @@ ATTENTION = Spec(
         flag("causal", True),
         Option("window", None, checked_window, "int[]?"),
         record("mask", AttentionMask),
+        optional("groups", in_parts("groups", "prefix lengths")),
         Option("softcap", None, checked_softcap, "float?"),
         optional("sinks"),
         SOFTMAX_SCALE,
@@ -132,10 +150,13 @@ ATTENTION = Spec(
         flag("batch_invariant", False),
     ),
     positional=3,
-    kernels=("mla_attention_schedule", "invariant_parts", "attention_", "mask_rows"),
+    kernels=(
+        *("mla_attention_schedule", "invariant_parts", "attention_", "mask_rows"),
+        *("find_prefix_groups", "prefix_requests", "combine_prefixes"),
+    ),
     returns=("out", "lse"),
     result=AttentionState,
-    planned=("kv_lens", "qo_indptr", "kv_indptr"),
+    planned=("kv_lens", "qo_indptr", "kv_indptr", "groups"),
 )
 
 
@@ -153,6 +174,7 @@ def attention(
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
     mask: AttentionMask | None = None,
+    groups: PrefixGroups | None = None,
     softcap: float | None = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
@@ -215,6 +237,11 @@ def attention(
         What each query sees, as arrays that kernels read: image spans, chunks, blocks, requests
         that are causal or not, trees of drafts. In place of a window, which the mask's builders
         take. Where the mask has `end`, `causal` has no effect.
+    groups : PrefixGroups, optional
+        Neighbouring requests whose pages begin alike, as :func:`cumla.find_prefix_groups` finds
+        them: the pages of a prefix are read once for all requests of a group. For keys in pages
+        with a contiguous block_table, without window, mask or batch_invariant. Results differ from
+        those without groups by rounding alone.
     softcap : float, optional
         Bound of the scores, above 0.
     sinks : array, optional
@@ -275,6 +302,7 @@ def attention(
     state: AttentionState = _ATTENTION.call(
         *(q, k, v, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, causal, window, mask),
         *(
+            groups,
             softcap,
             sinks,
             softmax_scale,
@@ -334,6 +362,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def check_values(self, host: Host, arguments: MHAArguments) -> None:
         """Look at page numbers, and at the lengths that came with them."""
         a = arguments
+        check_shared_pages(host, a.k.shape[1])
         num_pages, page_size = a.k.shape[:2]
         tokens = prod(a.q.shape[:-2])
         if a.pages is None:
@@ -355,7 +384,10 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def recipe(
         self, key: Any, arguments: MHAArguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        """Describe one launch, or two for a mixed batch."""
+        """Describe one launch, or two for a mixed batch or for shared prefixes."""
+        if key.both and key.batch and 0 not in arguments.q.shape:
+            out, lse = outs
+            return prefix_attention_launches(key, buffer, arguments, out, by_head(lse))
         launches = super().recipe(key, arguments, outs, buffer)
         if not launches or not key.beside:
             return launches
@@ -368,6 +400,8 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         of_mask: dict[str, Any] = {}
         for name, value in host.items():
             of, _, field = name.partition(".")
+            if name in GROUPS:  # which change nothing but time
+                continue
             (of_mask if of == "mask" else options)[field or name] = value
         if of_mask:
             options |= {"mask": AttentionMask(**of_mask), "window": None}
@@ -392,6 +426,10 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         if attend.pages is not None:
             check_rows(attend.pages, batch)
         check_mask_batch(attend.mask, batch)
+        if has_whole_groups(given):
+            check_prefix_options(options.window, not attend.mask.is_empty, options.batch_invariant)
+            check_prefix_arrays(attend.q, attend.pages, None)
+            _check_scales_of_groups(attend)
         return found
 
     def key(self, arguments: Both[MHAArguments], device: int) -> MHAKey:
@@ -401,7 +439,8 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         cuts = _cuts_of(batch, attend) if options.batch_invariant else _NO_CUTS
         masked = not attend.mask.is_empty
         causal, left = attend.causal, attend.window[0]
-        return _key(batch, shape, causal, left, device, sm_count, cuts, masked)
+        columns = 0 if lengths[-1] is None or attend.pages is None else attend.pages.shape[1]
+        return _key(batch, shape, causal, left, device, sm_count, cuts, masked, columns)
 
 
 def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
@@ -450,13 +489,16 @@ def _key(
     sm_count: int,
     cuts: tuple[bool, int, int],
     masked: bool = False,
+    max_pages: int = 0,
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     *sizes, q_len = shape
     causal = causal and not masked  # of which the arrays tell
-    modes: tuple[Any, ...] = (causal, q_len, device, sm_count, window_left, *cuts, masked)
+    of_gpu: tuple[Any, ...] = (device, sm_count, window_left)
+    modes: tuple[Any, ...] = (causal, q_len, *of_gpu, *cuts, masked, "batch", max_pages)
     key = MHAKey(batch, *sizes, *modes)
-    if key.total_tokens * key.heads_per_group > _MOST_ROWS:
+    rows = key.total_tokens * (2 * key.num_heads if max_pages else key.heads_per_group)
+    if rows > _MOST_ROWS:
         raise ValueError(
             f"{arg('q')}: needs fewer query tokens, or heads, than a schedule can hold, got "
             f"{key.total_tokens} tokens; cut the call in two"
@@ -635,7 +677,9 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
         check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
-_SCHEDULE = RaggedSchedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch, invariant_parts_launch)
+_SCHEDULE = PrefixSchedule[MHAKey](
+    RAGGED_LENGTHS, ragged_schedule_launch, invariant_parts_launch, prefix_schedule_launches
+)
 
 
 _ATTEND = _Attend(attention_launch)
@@ -674,6 +718,10 @@ class AttentionPlan(TableOrList[MHAKey]):
     mask_form : str, optional
         ``"rows"`` for runs with a mask that has no `tree`, ``"tree"`` for those with one; None for
         runs without a mask.
+    prefix_groups : bool
+        Let updates take `groups`, requests that share prefixes. It needs `max_pages`.
+    max_pages : int, optional
+        With prefix_groups, and only then: columns of block_table, which is contiguous.
     max_kv_len : int, optional
         With batch_invariant, and only then: keys of the longest request that the plan is to serve.
         The buffer grows with it. Longer requests are computed as well, their last piece by one
@@ -715,6 +763,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
+        prefix_groups: bool = False,
+        max_pages: int | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -730,14 +780,18 @@ class AttentionPlan(TableOrList[MHAKey]):
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         left, _ = window_sides(self._window, self._causal)
         masked = mask_form is not None
+        columns = checked_max_pages(prefix_groups, max_pages, batch, page_size)
+        if columns:
+            check_prefix_options(self._window, masked, cuts[0])
 
         def key_on(on: int | None) -> MHAKey:
             sm_count = sm_count_of(on)
-            return _key(batch, shape, self._causal, left, on, sm_count, cuts, masked)
+            return _key(batch, shape, self._causal, left, on, sm_count, cuts, masked, columns)
 
         self._make(key_on, device, workspace, like, stream)
         names = ["kv_lens" if page_size else "kv_indptr=..."]
-        vars(self)["_lengths"] = ", ".join(names if q_len else [*names, "qo_indptr=..."])
+        names += ([] if q_len else ["qo_indptr=..."]) + (["groups=..."] if columns else [])
+        vars(self)["_lengths"] = ", ".join(names)
 
     @classmethod
     def from_arrays(
@@ -753,6 +807,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
+        prefix_groups: bool = False,
+        max_pages: int | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> AttentionPlan:
@@ -768,6 +824,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         options: dict[str, Any] = {"causal": causal, "window": window, "kv_layout": layout}
         options |= {"mask_form": mask_form, "batch_invariant": batch_invariant}
         options |= {"max_kv_len": max_kv_len, "workspace": workspace}
+        options |= {"prefix_groups": prefix_groups, "max_pages": max_pages}
         return cls._from(arrays, stream, **options)
 
     @classmethod
@@ -807,6 +864,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         head_dim_v: int | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
+        prefix_groups: bool = False,
+        max_pages: int | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, for any pages and dtypes; numbers as for the class.
@@ -821,6 +880,9 @@ class AttentionPlan(TableOrList[MHAKey]):
         forms: list[dict[str, Any]] = [{}, {"page_size": 1}, {"window_left": 0}]
         if max(key.head_dim, key.head_dim_v) <= MOST_E4M3_COLUMNS:
             forms.append({"cache_dtype": _E4M3})
+        columns = checked_max_pages(prefix_groups, max_pages, batch, 64)
+        if columns:
+            forms = [form | {"max_pages": columns, "causal": True} for form in forms]
         return max(replace(key, **form).layout.nbytes for form in forms)
 
     def update(
@@ -829,18 +891,20 @@ class AttentionPlan(TableOrList[MHAKey]):
         *,
         qo_indptr: Any = None,
         kv_indptr: Any = None,
+        groups: PrefixGroups | None = None,
         stream: Any = None,
         **misplaced: Never,
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
-        Lengths are as in :func:`attention`; stream, captures and errors as in
+        Lengths and groups are as in :func:`attention`; stream, captures and errors as in
         :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
-        or rows without pages; without it they take ``block_table``.
+        or rows without pages; without it they take ``block_table``. A plan with prefix_groups needs
+        groups: the runs that follow take block tables with these prefixes.
         """
         if misplaced:
             raise self._misplaced("update", misplaced)
-        self._renew(kv_lens, qo_indptr, kv_indptr, stream)
+        self._renew(kv_lens, qo_indptr, kv_indptr, groups, stream)
 
     def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:
         self._check_lengths_given(inputs)
@@ -874,6 +938,7 @@ class AttentionPlan(TableOrList[MHAKey]):
             ),
             "kv_lens": (bool(key.page_size), "a plan for pages, to tell the keys of each"),
         }
+        check_groups_given(given, key.max_pages)
         for name, (is_needed, why) in needed.items():
             if is_needed and name not in given:
                 raise ValueError(f"{arg(name)}: needed for {why} request, got None; pass it")
@@ -919,13 +984,15 @@ kv_layout, out, lse, stream
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
         masks = MASK_SPECS if self.key.masked else ()  # whose arrays may be built under capture
-        chunks = () if self.key.beside is None else (self.key.beside.choice.spec,)
+        chunks = () if self.key.both or self.key.beside is None else (self.key.beside.choice.spec,)
+        key = self.key.both or self.key
         specs: tuple[KernelSpec, ...] = (
-            schedule_spec(self.key),
+            schedule_spec(key),
             *cuts,
             *masks,
-            self.key.choice.spec,
+            key.choice.spec,
             *chunks,
+            *(PREFIX_SPECS if self.key.both else ()),
         )
         for spec in specs:
             load(spec, device, capturing=capturing)
@@ -938,6 +1005,9 @@ kv_layout, out, lse, stream
         check_made_for(_SIZES, made, _shape_of(arguments))
         if arguments.pages is not None:
             check_rows(arguments.pages, self.key.batch)
+        if self.key.max_pages:
+            check_prefix_arrays(arguments.q, arguments.pages, self.key.max_pages)
+            _check_scales_of_groups(arguments)
         form = self._mask_form or "none"
         if arguments.mask.form != form:
             words = {"none": "no mask", "rows": "a mask without tree", "tree": "one with a tree"}
@@ -946,6 +1016,17 @@ kv_layout, out, lse, stream
                 f"got {words[arguments.mask.form]}; make a plan for each form of masks"
             )
         check_mask_batch(arguments.mask, self.key.batch)
+
+
+def _check_scales_of_groups(arguments: MHAArguments) -> None:
+    """Refuse scales of requests: a group has those of its first request, or of none."""
+    for name in _FACTORS:
+        view = getattr(arguments, name).view
+        if view is not None and view.shape[0] > 1 and view.strides[0]:
+            raise ValueError(
+                f"{arg(name)}: needs one number, or one for each kv head, beside groups, got shape "
+                f"{view.shape}; leave out the groups"
+            )
 
 
 def _checked_form_of_mask(form: Any, window: tuple[int, int] | None) -> str | None:

@@ -13,19 +13,33 @@ from cumla.core.names import arg
 from cumla.core.operation import Both, Scheduled
 from cumla.core.paged import (
     RAGGED_LENGTHS,
-    RaggedSchedule,
     TableOrList,
+    by_head,
     check_one_form,
     check_ragged_lengths,
     check_ragged_pages,
     check_rows,
     checked_pages,
 )
-from cumla.core.spec import OUT_AND_LSE, Spec, array, flag, optional
+from cumla.core.prefixes import (
+    PrefixSchedule,
+    check_groups_given,
+    check_prefix_arrays,
+    check_prefix_options,
+    check_shared_pages,
+    checked_max_pages,
+    has_whole_groups,
+)
+from cumla.core.spec import OUT_AND_LSE, Spec, array, flag, in_parts, optional
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.prefixes import (
+    PREFIX_SPECS,
+    prefix_attention_launches,
+    prefix_schedule_launches,
+)
 from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.launch.split.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.split.invariant_parts import invariant_parts_launch
@@ -43,13 +57,15 @@ from cumla.mla.arguments import (
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
     from cumla.core.paged import Host
     from cumla.launch.source import KernelSpec
     from cumla.mla.arguments import Shape
+    from cumla.prefix_groups import PrefixGroups
 
 __all__ = ["MLAAttentionPlan", "mla_attention"]
 
@@ -66,15 +82,16 @@ MLA_ATTENTION = Spec(
         optional("block_table"),
         optional("kv_indptr"),
         optional("kv_indices"),
+        optional("groups", in_parts("groups", "prefix lengths")),
         *OPTIONS,
         flag("batch_invariant", False),
         *OUT_AND_LSE,
     ),
     positional=2,
-    kernels=("mla_attention_", "invariant_parts"),
+    kernels=("mla_attention_", "invariant_parts", "prefix_requests", "combine_prefixes"),
     returns=("out", "lse"),
     result=AttentionState,
-    planned=("kv_lens", "qo_indptr", "kv_indptr"),
+    planned=("kv_lens", "qo_indptr", "kv_indptr", "groups"),
     hidden=HIDDEN,
 )
 
@@ -89,6 +106,7 @@ def mla_attention(
     block_table: Any = None,
     kv_indptr: Any = None,
     kv_indices: Any = None,
+    groups: PrefixGroups | None = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
     fp8_products: bool = False,
@@ -128,6 +146,9 @@ def mla_attention(
         In place of block_table: the pages of request r are ``kv_indices[kv_indptr[r] :
         kv_indptr[r + 1]]``. ``(batch + 1,)`` int32, non-decreasing, and ``(pages,)``
         int32, contiguous, as long as ``kv_indptr[-1]`` at least.
+    groups : PrefixGroups, optional
+        Neighbouring requests whose pages begin alike, as in :func:`cumla.attention`. It pays for
+        few query heads, up to 32: those of more take as long for products as for reading the cache.
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
@@ -168,8 +189,9 @@ def mla_attention(
     (5, 16, 512)
     """
     state: AttentionState = _ATTENTION.call(
-        *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, softmax_scale),
-        *(kv_scale, fp8_products, causal, window, sinks, batch_invariant, out, lse, stream),
+        *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, groups),
+        *(softmax_scale, kv_scale, fp8_products, causal, window, sinks, batch_invariant, out, lse),
+        stream,
     )
     return state
 
@@ -182,8 +204,18 @@ class _Attend(MLAAttend[MLAAttentionKey]):
 
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
         num_pages, page_size = arguments.kv_cache.shape[:2]
+        check_shared_pages(host, page_size)
         check_ragged_lengths(host, arguments.q.shape[0], page_size, MOST_TOKENS)
         check_ragged_pages(host, num_pages, page_size, self.first_seen(host, arguments))
+
+    def recipe(
+        self, key: Any, arguments: DecodeArguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe one launch, or several for shared prefixes."""
+        if key.max_pages and key.batch and 0 not in arguments.q.shape:
+            out, lse = outs
+            return prefix_attention_launches(key, buffer, arguments, out, by_head(lse))
+        return super().recipe(key, arguments, outs, buffer)
 
 
 class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
@@ -193,12 +225,15 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
     def arguments(self, views: Views, options: Any) -> Both[DecodeArguments]:
         check_one_form(views)
         found = super().arguments(views, options)
-        _, kv_lens, _ = found.lengths
+        kv_lens = found.lengths[1]
         check_rows(found.attend.block_table, kv_lens.shape[0])
+        if has_whole_groups([name for name, view in views.items() if view is not None]):
+            check_prefix_options(options.window, False, options.batch_invariant)
+            check_prefix_arrays(found.attend.q, found.attend.block_table, None)
         return found
 
     def key(self, arguments: Both[DecodeArguments], device: int) -> MLAAttentionKey:
-        (_, kv_lens, _), attend, options = arguments
+        (_, kv_lens, _, groups, _), attend, options = arguments
         shape = (kv_lens.shape[0], *shape_of(attend.q, attend.kv_cache))
         cache, most, together = cache_of(attend.kv_cache), 0, None
         if options.batch_invariant:  # as many tokens as the pages hold
@@ -206,11 +241,12 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
             most = pages.shape[-1] * attend.kv_cache.shape[1]
             together = most if len(pages.shape) == 1 else None
         on = device, sm_count_of(device)
-        return _key(shape, attend.causal, *on, cache, attend.window, most, together)
+        columns = 0 if groups is None else attend.block_table.shape[1]
+        return _key(shape, attend.causal, *on, cache, attend.window, most, together, columns)
 
 
-_SCHEDULE = RaggedSchedule[MLAAttentionKey](
-    RAGGED_LENGTHS, ragged_schedule_launch, invariant_parts_launch
+_SCHEDULE = PrefixSchedule[MLAAttentionKey](
+    RAGGED_LENGTHS, ragged_schedule_launch, invariant_parts_launch, prefix_schedule_launches
 )
 _ATTEND = _Attend(_AXES, attention_launch, reference.mla_attention)
 _ATTENTION = _Attention(_SCHEDULE, _ATTEND, MLA_ATTENTION)
@@ -234,6 +270,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         As for :class:`cumla.MLADecodePlan`.
     causal, window, batch_invariant
         As in :func:`mla_attention`.
+    prefix_groups, max_pages
+        As for :class:`cumla.AttentionPlan`.
     max_kv_len : int
         With batch_invariant, and only then: tokens of the longest request that the plan is to
         serve. Longer ones are right, and slow.
@@ -270,6 +308,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
+        prefix_groups: bool = False,
+        max_pages: int | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -280,9 +320,13 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         causal = checked_flag("causal", causal)
         cache = checked_cache_dtype(cache_dtype, dtype)
         sides = window_of(checked_window("window", window), causal, cache)
-        modes = cache, sides, _checked_most(batch_invariant, max_kv_len)
+        columns = checked_max_pages(prefix_groups, max_pages, batch, page_size)
+        if columns:
+            check_prefix_options(window, False, batch_invariant)
+            vars(self)["_lengths"] = f"{self._lengths}, groups=..."
+        options = cache, sides, _checked_most(batch_invariant, max_kv_len), None, columns
         place = (device, workspace, like, stream)
-        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
+        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *options), *place)
 
     @classmethod
     def from_arrays(
@@ -295,6 +339,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
+        prefix_groups: bool = False,
+        max_pages: int | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> MLAAttentionPlan:
@@ -306,6 +352,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
         options: dict[str, Any] = {"causal": causal, "window": window}
         options |= {"workspace": workspace, "max_kv_len": max_kv_len}
+        options |= {"prefix_groups": prefix_groups, "max_pages": max_pages}
         return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
 
     @staticmethod
@@ -318,6 +365,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         cache_dtype: Any = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
+        prefix_groups: bool = False,
+        max_pages: int | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, from numbers as for the class.
@@ -327,7 +376,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
         modes = checked_cache_dtype(cache_dtype), None, _checked_most(batch_invariant, max_kv_len)
-        return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
+        columns = checked_max_pages(prefix_groups, max_pages, batch, BLOCK_TOKENS)
+        on = 0, checked_sm_count(sm_count)
+        return _key(shape, False, *on, *modes, None, columns).layout.nbytes
 
     def update(
         self,
@@ -335,18 +386,23 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         *,
         qo_indptr: Any,
         kv_indptr: Any = None,
+        groups: PrefixGroups | None = None,
         stream: Any = None,
         **misplaced: Never,
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
-        Lengths are as in :func:`mla_attention`; stream, captures and errors as in
+        Lengths and groups are as in :func:`mla_attention`; stream, captures and errors as in
         :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
-        without it they take ``block_table``.
+        without it they take ``block_table``. A plan with prefix_groups needs groups.
         """
         if misplaced:
             raise self._misplaced("update", misplaced)
-        self._renew(kv_lens, qo_indptr, kv_indptr, stream)
+        self._renew(kv_lens, qo_indptr, kv_indptr, groups, stream)
+
+    def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:
+        check_groups_given(inputs, self.key.max_pages)
+        super()._update(inputs, stream, key)
 
     def run(
         self,
@@ -386,11 +442,14 @@ lse, stream
 
     def _specs(self) -> tuple[KernelSpec, ...]:
         cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
-        return SCHEDULE_SPEC, *cuts, attention_spec(self.key)
+        shares = PREFIX_SPECS if self.key.max_pages else ()
+        return SCHEDULE_SPEC, *cuts, *shares, attention_spec(self.key)
 
     def _check_shape(self, arguments: DecodeArguments) -> None:
         super()._check_shape(arguments)
         check_rows(arguments.block_table, self.key.batch)
+        if self.key.max_pages:
+            check_prefix_arrays(arguments.q, arguments.block_table, self.key.max_pages)
 
 
 @lru_cache(maxsize=1024)
@@ -403,6 +462,7 @@ def _key(
     window: tuple[int, int] | None,
     most: int,
     together: int | None = None,
+    max_pages: int = 0,
 ) -> MLAAttentionKey:
     """Make a key, the same object each time: it keeps what follows from it.
 
@@ -410,12 +470,14 @@ def _key(
     `together` is that of all requests, unless each may be the longest.
     """
     key = MLAAttentionKey(*shape, causal, device, sm_count, cache, most > 0, window=window)
+    if max_pages:
+        key = replace(key, max_pages=max_pages)
     if most:
         size = key.piece_blocks * BLOCK_TOKENS
         pieces = -(-most // size)
         more = key.batch * (pieces - 1) if together is None else together // size
         key = replace(key, max_pieces=pieces, more_pieces=more)
-    if key.num_places > _MOST_PLACES:
+    if key.num_places > _MOST_PLACES or (max_pages and key.q_len * key.num_heads > _MOST_PLACES):
         raise ValueError(
             f"{arg('total_tokens')}: needs fewer query tokens, or heads, than a schedule can "
             f"hold, got {key.total_tokens}; cut the call in two"

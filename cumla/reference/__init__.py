@@ -26,6 +26,7 @@ from cumla.reference.mha.rope import apply_rope as apply_rope
 from cumla.reference.mla.attention import mla_attention as mla_attention
 from cumla.reference.mla.cache import append_mla_cache as append_mla_cache
 from cumla.reference.mla.decode import mla_decode as mla_decode
+from cumla.reference.prefix_groups import find_prefix_groups as find_prefix_groups
 from cumla.reference.sparse.mla_sparse import mla_sparse_attention as mla_sparse_attention
 from cumla.reference.sparse.mla_sparse import mla_sparse_decode as mla_sparse_decode
 from cumla.reference.sparse.top_k import TopKResult as TopKResult

@@ -36,6 +36,7 @@ GROUPS = (
     ),
     Group("MHA, GQA and MQA", "guide/attention.md", ("attention", "AttentionPlan")),
     Group("Masks of attention", "guide/masks.md", ("AttentionMask",)),
+    Group("Shared prefixes", "guide/shared-prefixes.md", ("find_prefix_groups", "PrefixGroups")),
     Group(
         "Sparse MLA",
         "guide/sparse-mla.md",

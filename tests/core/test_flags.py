@@ -61,6 +61,14 @@ def flags_of(function: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if "bool" in str(parameter.annotation)]
 
 
+BELONGS = {"batch_invariant": "max_kv_len", "prefix_groups": "max_pages"}
+"""What plans take with a flag, and only if it is True."""
+
+
+def parameters_of(kind: type) -> Any:
+    return inspect.signature(kind).parameters
+
+
 def with_fp8(arguments: Arguments) -> Arguments:
     return arguments | {"kv_cache": arguments["kv_cache"].astype(E4M3)}
 
@@ -76,9 +84,8 @@ def calls() -> Iterator[tuple[str, str, Call]]:
                 yield name, option.name, call
     for kind in dict.fromkeys(planned.kind for planned in PLANS.values()):
         name = kind.__name__
-        longest = {"max_kv_len": 64} if "max_kv_len" in inspect.signature(kind).parameters else {}
         for flag in flags_of(kind):
-            options = longest if flag == "batch_invariant" else {}
+            options = {name: 64 for name in [BELONGS.get(flag)] if name in parameters_of(kind)}
             for call in of_plan(name, **options):
                 if flag in inspect.signature(call.function).parameters:
                     method = "" if call.function is kind else f".{call.function.__name__}"
@@ -148,8 +155,8 @@ def test_bools_of_numpy(flag: str, call: Call, value: bool) -> None:
     seen = []
     for given in (value, np.bool_(value)):
         arguments = call.make()
-        if flag == "batch_invariant" and not value:
-            arguments.pop("max_kv_len", None)  # which belongs to True
+        if not value:
+            arguments.pop(BELONGS.get(flag), None)
         result = call.function(**arguments | {flag: given})
         made = getattr(result, "key", result if isinstance(result, int) else None)
         seen.append((made, [array.tobytes() for _, array in arrays_of(arguments)]))

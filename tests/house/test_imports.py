@@ -26,6 +26,7 @@ LAYERS = (
     ("cumla.launch.merge_states", *(f"cumla.launch.{family}" for family in FAMILIES)),
     ("cumla.launch",),  # the list of all kernels
     ("cumla.reference",),
+    ("cumla.prefix_groups",),
     tuple(f"cumla.{family}" for family in FAMILIES),
     ("cumla.preparation",),
     ("cumla.__init__",),

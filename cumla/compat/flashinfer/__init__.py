@@ -23,7 +23,12 @@ from __future__ import annotations
 
 from cumla.compat._arguments import missing_from
 from cumla.compat.flashinfer import cascade, concat_ops, decode, mla, page, prefill, rope, topk
-from cumla.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
+from cumla.compat.flashinfer.cascade import (
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from cumla.compat.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -68,6 +73,7 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MLAPlanMetadata",
+    "MultiLevelCascadeAttentionWrapper",
     "TopKTieBreak",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",

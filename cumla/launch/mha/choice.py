@@ -40,6 +40,9 @@ class Rules:
     # KV blocks that storing and combining a piece costs, beside one for each 16 query rows: about
     # a microsecond, in which two blocks are read.
     piece_cost: int = 2
+    # KV blocks that a row tile costs beside its own, where short rests are beside long prefixes:
+    # with the 2 of other schedules, thread blocks that have rests end long after the others.
+    fixed_cost_of_prefixes: int = 6
     # KV blocks between a cut and the ends of its row tile, at least.
     min_blocks: int = 2
     # Batch-invariant requests are cut at multiples of so many KV blocks.
@@ -80,6 +83,8 @@ def choose(key: MHAShape) -> Choice:
     boxes = gcd(key.page_size, BLOCK_TOKENS)
     if key.dtype == "float32":
         return Choice(MASKED_SIMT_SPEC if key.masked else SIMT_SPEC, box_rows=boxes)
+    if key.role == "prefixes":  # few rows of rests beside many of prefixes, all of them split
+        return Choice(_tiles(key), box_rows=boxes)
     rows = key.total_tokens * key.heads_per_group
     is_full = rows >= RULES.full_rows * key.batch
     is_uniform = key.q_len > 0 or key.batch == 1
@@ -91,9 +96,13 @@ def choose(key: MHAShape) -> Choice:
         return few
     has_chunks = key.total_tokens > RULES.most_drafts * key.batch and not key.has_window
     is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
+    return Choice(_tiles(key), box_rows=boxes, is_mixed=is_mixed)
+
+
+def _tiles(key: MHAShape) -> KernelSpec:
+    """Look up the kernel that serves all shapes of 16-bit queries."""
     form = "e4m3" if key.cache_dtype == E4M3 else "rows" if key.form == "rows" else "boxes"
-    spec = tiles_spec(key.dtype, key.kernel_tiles, form, masked=key.masked)
-    return Choice(spec, box_rows=boxes, is_mixed=is_mixed)
+    return tiles_spec(key.dtype, key.kernel_tiles, form, masked=key.masked)
 
 
 def _full_tiles(key: MHAShape) -> Choice | None:

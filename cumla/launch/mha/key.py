@@ -8,7 +8,8 @@ from functools import cached_property
 
 from cumla.launch.mha.choice import RULES, Choice, choose
 from cumla.launch.mha.shape import COLUMNS, MHAShape
-from cumla.launch.split.plan import ROW_GROUP, ROW_TILE, filling_parts
+from cumla.launch.split.plan import ROW_GROUP, ROW_TILE, PlanLayout, filling_parts
+from cumla.launch.split.prefix_requests import PrefixLayout, PrefixShape
 
 __all__ = ["MHAKey"]
 
@@ -43,6 +44,41 @@ class MHAKey(MHAShape):
     def beside(self) -> MHAKey | None:
         """The key of the full tiles of a batch that may have chunks of prompts."""
         return replace(self, role="full tiles") if self.choice.is_mixed else None
+
+    @cached_property
+    def both(self) -> MHAKey | None:
+        """The key of prefixes and rests: tokens of q are numbered twice, first for prefixes."""
+        if not self.max_pages:
+            return None
+        return replace(
+            self,
+            batch=self.prefix_shape.entries - 1,
+            total_tokens=2 * self.total_tokens,
+            q_len=self.total_tokens,
+            causal=False,
+            masked=self.prefix_shape.needs_ends,
+            role="prefixes",
+            max_pages=0,
+        )
+
+    @cached_property
+    def prefix_shape(self) -> PrefixShape:
+        """What the kernels for shared prefixes know of the shape."""
+        sizes = self.batch, self.total_tokens, self.num_heads, self.head_dim_v, self.page_size
+        return PrefixShape(*sizes, self.max_pages, self.causal and self.q_len != 1)
+
+    @cached_property
+    def prefix_layout(self) -> PrefixLayout:
+        """Where arrays for shared prefixes are in the plan's buffer, behind its schedule."""
+        assert self.both is not None
+        return PrefixLayout.of(self.prefix_shape, self.both.layout.nbytes)
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things are in the plan's buffer."""
+        if self.both is None:
+            return super().layout
+        return replace(self.both.layout, nbytes=self.prefix_layout.nbytes)
 
     @property
     def shares(self) -> int:
@@ -108,6 +144,11 @@ class MHAKey(MHAShape):
     def piece_blocks(self) -> int:
         """KV blocks at multiples of which batch-invariant requests are cut."""
         return RULES.piece_blocks
+
+    @property
+    def fixed_cost(self) -> int:
+        """KV blocks that a row tile costs beside its own."""
+        return RULES.fixed_cost_of_prefixes if self.role == "prefixes" else super().fixed_cost
 
     @property
     def min_blocks(self) -> int:

@@ -34,8 +34,10 @@ class MHAShape(RaggedKey):
     max_pieces: int = 1  # of a batch-invariant request
     more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
     masked: bool = False  # arrays say which keys a query sees; `causal` is then False
-    # As RaggedKey says, or "full tiles": those of a mixed batch that has a schedule beside.
+    # As RaggedKey says, or "full tiles": those of a mixed batch that has a schedule beside; or
+    # "prefixes": those of shared prefixes and of the rests of requests.
     role: str = "batch"
+    max_pages: int = 0  # columns of the block table of requests that share prefixes; 0: none do
 
     @cached_property
     def kernel_tiles(self) -> tuple[int, int]:

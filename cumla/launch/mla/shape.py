@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from cumla.launch.layouts import constant
@@ -15,6 +15,7 @@ from cumla.launch.split.plan import (
     RaggedKey,
     filling_parts,
 )
+from cumla.launch.split.prefix_requests import PrefixLayout, PrefixShape
 from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = [
@@ -183,6 +184,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     role: str = "batch"  # as RaggedKey says
     window: Window = None
     own_q_len: int = 0  # query tokens of each request if q has an axis of requests, else 0
+    max_pages: int = 0  # columns of the block table of requests that share prefixes; 0: none do
 
     @property
     def axis_q_len(self) -> int:
@@ -193,6 +195,30 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     def schedule_window(self) -> int:
         """Visible tokens before a query's own; -1: all, as cuts at fixed positions take them."""
         return self.window[0] if self.window and not self.batch_invariant else -1
+
+    @cached_property
+    def prefix_keys(self) -> tuple[MLAAttentionKey, MLAAttentionKey]:
+        """The keys of shared prefixes, all of whose keys all queries see, and of rests."""
+        rests = replace(self, batch=self.prefix_shape.end_of_rests, max_pages=0)
+        return replace(rests, causal=False), rests
+
+    @cached_property
+    def prefix_shape(self) -> PrefixShape:
+        """What the kernels for shared prefixes know of the shape."""
+        sizes = self.batch, self.total_tokens, self.num_heads, VALUE_DIM, self.page_size
+        return PrefixShape(*sizes, self.max_pages, needs_ends=False, is_together=False)
+
+    @cached_property
+    def prefix_layout(self) -> PrefixLayout:
+        """Where arrays for shared prefixes are in the plan's buffer, behind both schedules."""
+        nbytes = sum(key.layout.nbytes for key in self.prefix_keys)
+        return PrefixLayout.of(self.prefix_shape, nbytes)
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things are in the plan's buffer."""
+        own = super().layout
+        return replace(own, nbytes=self.prefix_layout.nbytes) if self.max_pages else own
 
     @property
     def total_tokens(self) -> int:  # type: ignore[override]

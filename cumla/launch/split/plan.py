@@ -311,6 +311,11 @@ class RaggedKey(PlanKey):
         return buffer + (self.layout.nbytes - (self.beside.layout.nbytes if self.beside else 0))
 
     @property
+    def fixed_cost(self) -> int:
+        """KV blocks that a row tile costs beside its own."""
+        return RULES.fixed_cost
+
+    @property
     def piece_cost(self) -> int:
         """KV blocks that a piece of a row tile costs: to be stored, counted and joined."""
         return piece_cost(self.row_groups)

@@ -9,7 +9,6 @@ from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split import ragged_schedule_numbered as numbered
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import RULES
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -43,15 +42,15 @@ def ragged_schedule_launch(
     beside = key.beside
     values = {
         **_schedule_of(key, buffer),
-        **_int32s("qo_indptr", qo_indptr),
-        **_int32s("kv_lens", kv_lens),
-        **_int32s("kv_indptr", kv_indptr),
+        **int32s("qo_indptr", qo_indptr),
+        **int32s("kv_lens", kv_lens),
+        **int32s("kv_indptr", kv_indptr),
         "batch": key.batch,
         "total_tokens": key.total_tokens,
         "heads_per_group": key.heads_per_group,
         "page_size": key.schedule_page_size,
         "causal": key.causal,
-        "fixed_cost": RULES.fixed_cost,
+        "fixed_cost": key.fixed_cost,
         "piece_cost": key.piece_cost,
         "min_blocks": key.min_blocks,
         "min_share": key.min_share,
@@ -75,6 +74,7 @@ def _schedule_of(key: RaggedKey, buffer: int) -> dict[str, Any]:
     }
 
 
-def _int32s(name: str, view: ArrayView | None) -> dict[str, int]:
+def int32s(name: str, view: ArrayView | None) -> dict[str, int]:
+    """Name where an array of int32 begins, and its stride in elements; None is not given."""
     pointer, stride = (0, 0) if view is None else (view.ptr, view.strides[0] // 4)
     return {name: pointer, f"{name}_stride": stride}

@@ -737,6 +737,49 @@ def masks(make: _Maker) -> Iterator[Case]:
         yield "masks of trees", trees
 
 
+def prefixes(make: _Maker) -> Iterator[Case]:
+    """Shared prefixes: finding them, MHA of one and of several query tokens, MLA, plans."""
+
+    def find() -> None:
+        for columns, n in ((40, 16), (300, 2000)):
+            table, lens = make.int32(n, columns), make.int32(n)
+            cumla.find_prefix_groups(table, lens, page_size=16)
+            cumla.find_prefix_groups(table, lens, make.int32(n + 1), page_size=64, min_tokens=1)
+
+    yield "find_prefix_groups", find
+
+    for dtype, (keys, values), page in itertools.product(FLOATS, WIDTHS[::2], (64, 16, 1)):
+
+        def attend(
+            dtype: np.dtype[Any] = dtype, keys: int = keys, values: int = values, page: int = page
+        ) -> None:
+            k, v = make(9, page, 8, keys, dtype=dtype), make(9, page, 8, values, dtype=dtype)
+            groups = make.int32(16), make.int32(16)
+            pages = {"block_table": make.int32(16, 40), "kv_lens": make.int32(16)}
+            for q_len in (1, 3):
+                q = make(16, q_len, 32, keys, dtype=dtype)
+                cumla.attention(q, k, v, **pages, groups=groups, sinks=make.float32(32))
+            rows, indptr = make(70, 32, keys, dtype=dtype), make.int32(17)
+            cumla.attention(rows, k, v, **pages, qo_indptr=indptr, groups=groups)
+            more: dict[str, Any] = {"prefix_groups": True, "max_pages": 40, "causal": False}
+            plan = cumla.AttentionPlan.from_arrays(rows, k, v, qo_indptr=indptr, **more)
+            plan.update(pages["kv_lens"], qo_indptr=indptr, groups=groups)
+            plan.run(rows, k, v, block_table=pages["block_table"])
+
+        yield f"attention with groups, {keys} and {values} columns, {dtype.name}, {page}", attend
+
+    for dtype, heads in itertools.product(HALVES, (16, 128)):
+
+        def latent(dtype: np.dtype[Any] = dtype, heads: int = heads) -> None:
+            groups, lens, indptr = (make.int32(16), make.int32(16)), make.int32(16), make.int32(17)
+            for tokens, page in ((16, 64), (50, 1)):
+                q, cache = make(tokens, heads, 576, dtype=dtype), make(9, page, 576, dtype=dtype)
+                given = {"kv_lens": lens, "qo_indptr": indptr, "block_table": make.int32(16, 40)}
+                cumla.mla_attention(q, cache, **given, groups=groups)
+
+        yield f"MLA with groups, {heads} heads, {dtype.name}", latent
+
+
 def layouts(make: _Maker) -> Iterator[Case]:
     """Arrays with gaps, given outputs, scales of requests and heads, right windows, no pages."""
     for dtype, batch, heads in itertools.product(HALVES, (3, 40), (16, 128)):
@@ -821,7 +864,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
         *(mla, mla_masks, mla_invariant, mla_lists, attention, attention_by_masks, attention_plans),
-        *(indexer, dsa, caches, small, masks, layouts, others, blocks),
+        *(indexer, dsa, caches, small, masks, prefixes, layouts, others, blocks),
     )
 }
 

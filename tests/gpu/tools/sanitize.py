@@ -52,6 +52,7 @@ from cumla.launch.sparse import top_k  # noqa: E402
 from cumla.mha.mask import AttentionMask  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
+from tests import prefix_cases  # noqa: E402
 from tests.blocks import block_cases, score_cases  # noqa: E402
 from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
@@ -67,6 +68,7 @@ from tests.gpu.tools.sparse_problem import (  # noqa: E402
     make_sparse,
 )
 from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
+from tests.launch.split.find_prefix_groups_mirror import expected_groups  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
 from tests.mha import test_attention_mask as masked  # noqa: E402
@@ -252,6 +254,8 @@ def append_all(cupy: Any) -> None:
         print(f"sanitize: keys and values into {cache}: agree", flush=True)
     build_masks(cupy)
     print("sanitize: masks: agree", flush=True)
+    share_prefixes(cupy)
+    print("sanitize: shared prefixes: agree", flush=True)
 
 
 def select_all(cupy: Any) -> None:
@@ -523,6 +527,43 @@ def build_masks(cupy: Any) -> None:
         got = getattr(AttentionMask, builder)(**there).given
         for name, expected in getattr(AttentionMask, builder)(**given).given.items():
             np.testing.assert_array_equal(got[name].get(), expected)
+
+
+def share_prefixes(cupy: Any) -> None:
+    """Find groups, and attend with them: MHA with and without causality, and MLA."""
+    for batch, least in prefix_cases.detection_cases().values():
+        tables = [there(cupy, array) for array in batch[:3]]
+        found = cumla.find_prefix_groups(*tables, page_size=batch.page_size, min_tokens=least)
+        arrays = [array.get().tolist() for array in found]
+        assert arrays == list(expected_groups(batch, least))
+    chosen = [s for s in prefix_cases.samples(96) if max(s.columns) <= 128][:10:2]
+    for sample in chosen:
+        problem, options = prefix_cases.make(sample)
+        given = {name: there(cupy, value) for name, value in problem.given.items()}
+        more = {name: there(cupy, value) for name, value in options.items()}
+        tables = [given[name] for name in ("block_table", "kv_lens", "qo_indptr")]
+        size = problem.batch.page_size
+        groups = cumla.find_prefix_groups(*tables, page_size=size, min_tokens=64)
+        shape = *problem.given["q"].shape[:-1], problem.given["v"].shape[-1]
+        lse = cupy.zeros(shape[:-1], "f4")  # rows of no request are not written to
+        outs = {"out": cupy.zeros(shape, dtype=given["q"].dtype), "lse": lse}
+        out, lse = cumla.attention(**given, **more, **outs, groups=groups)
+        host = out.view(f"u{out.dtype.itemsize}").get().view(out.dtype)
+        rounding = attention_cases.ROUNDING[sample.dtype]
+        prefix_cases.check(problem, cumla.AttentionState(host, lse.get()), rounding, **options)
+    groups = [prefix_cases.Group(3, 256), prefix_cases.Group(2, 64, (90,))]
+    batch = prefix_cases.batch_of(groups, 64, (1, 2))
+    tables = [there(cupy, array) for array in batch[:3]]
+    rng = np.random.default_rng(0)
+    shapes = (7, 16, 576), (batch.num_pages, 64, 576)
+    host = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+    lengths = {"block_table": batch.block_table, "kv_lens": batch.kv_lens}
+    expected = cumla.mla_attention(*host, **lengths, qo_indptr=batch.qo_indptr)
+    at = {"block_table": tables[0], "kv_lens": tables[1], "qo_indptr": tables[2]}
+    found = cumla.find_prefix_groups(*tables, page_size=64, min_tokens=64)
+    out, lse = cumla.mla_attention(*(there(cupy, a) for a in host), **at, groups=found)
+    np.testing.assert_allclose(out.get(), expected.out, atol=4e-3)
+    np.testing.assert_allclose(lse.get(), expected.lse, atol=2e-4)
 
 
 def quantize_rows(cupy: Any, dtype: str) -> None:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that share prefixes: what is found, what attention makes of it, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla import PrefixGroups
+from tests.launch.split.find_prefix_groups_mirror import expected_groups
+from tests.prefix_cases import (
+    Group,
+    batch_of,
+    detection_cases,
+    make,
+    problem_of,
+    samples,
+)
+
+CASES = detection_cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_found(name: str) -> None:
+    batch, least = CASES[name]
+    found = cumla.find_prefix_groups(*batch[:3], page_size=batch.page_size, min_tokens=least)
+    group, prefix_len = expected_groups(batch, least)
+    assert (found.group.tolist(), found.prefix_len.tolist()) == (group, prefix_len)
+
+
+def test_the_cases_have_groups() -> None:
+    """Of each kind some, or nothing would be tested."""
+    lens = {name: expected_groups(*case)[1] for name, case in CASES.items()}
+    assert set(lens["none"]) == {0}
+    assert set(lens["all"]) == {320}
+    assert set(lens["system prompt"]) == {128}  # eight groups, not one of 32 tokens
+    assert set(lens["long system prompt"]) == {112}  # one group: the eighth page saves less
+    assert set(lens["fork inside a page"]) == {96}
+    assert any(lens["hostile"])
+
+
+def test_arrays_to_write_to() -> None:
+    batch, least = CASES["all"]
+    given: dict[str, Any] = {"page_size": 16, "min_tokens": least}
+    group, prefix_len = np.zeros(40, np.int32), np.zeros(40, np.int32)
+    found = cumla.find_prefix_groups(*batch[:3], **given, group=group, prefix_len=prefix_len)
+    assert found.group is group
+    assert found.prefix_len is prefix_len
+    assert prefix_len.tolist() == [320] * 40
+    drafts = cumla.find_prefix_groups(*batch[:2], **given, q_len=9)
+    assert set(drafts.prefix_len.tolist()) == {304}  # five tokens and four of the last page are new
+
+
+@pytest.mark.parametrize("sample", samples(24), ids=lambda s: str(s.seed))
+def test_groups_change_nothing_on_the_cpu(sample: Any) -> None:
+    problem, options = make(sample)
+    batch = problem.batch
+    groups = cumla.find_prefix_groups(*batch[:3], page_size=batch.page_size, min_tokens=64)
+    got = cumla.attention(**problem.given, groups=groups, **options)
+    without = cumla.attention(**problem.given, **options)
+    rows = slice(0, problem.tokens)
+    for one, other in zip(got, without, strict=True):
+        assert one[rows].tobytes() == other[rows].tobytes()
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def call(**more: Any) -> Any:
+    batch = batch_of([Group(3, 64)], 16)
+    given = problem_of(batch, (4, 2), (64, 64), np.float16).given
+    groups = cumla.find_prefix_groups(*batch[:3], page_size=16, min_tokens=16)
+    return cumla.attention(**{**given, "groups": groups, **more})
+
+
+def test_a_group_alone() -> None:
+    assert call().out.shape == (3, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"window": 7}, "window: needs none beside groups of shared prefixes, got window"),
+        ({"mask": cumla.AttentionMask(end=np.zeros(3, np.int32))}, "mask: needs none beside"),
+        ({"batch_invariant": True}, "batch_invariant: needs none beside groups"),
+        ({"groups": np.zeros(3, np.int32)}, "groups: needs PrefixGroups, or a pair"),
+        (
+            {"groups": PrefixGroups(np.zeros(3, np.int32), None)},
+            r"groups\[1\]: needs",
+        ),
+        (
+            {"groups": PrefixGroups(np.zeros(2, np.int32), np.zeros(3, np.int32))},
+            r"groups\[\d\]: needs",
+        ),
+        (
+            {"groups": PrefixGroups(np.zeros(3, np.int64), np.zeros(3, np.int32))},
+            r"groups\[0\]: needs int32",
+        ),
+    ],
+)
+def test_refused(more: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(**more)
+
+
+def test_tables_that_are_refused() -> None:
+    batch = batch_of([Group(3, 64)], 16)
+    wide = np.zeros((3, 32), np.int32)
+    wide[:, : batch.block_table.shape[1]] = batch.block_table
+    with pytest.raises(ValueError, match="block_table: needs contiguous rows beside groups"):
+        call(block_table=wide[:, : batch.block_table.shape[1]])
+    lists = {"kv_indices": wide[0], "kv_indptr": np.arange(4, dtype=np.int32)}
+    with pytest.raises(ValueError, match="groups: needs block_table"):
+        call(block_table=None, **lists)
+
+
+def plan_of(**more: Any) -> cumla.AttentionPlan:
+    given: dict[str, Any] = {"page_size": 16, "dtype": "float16", "like": np.zeros(1)}
+    return cumla.AttentionPlan(3, 3, 4, 64, num_kv_heads=2, **{**given, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"prefix_groups": True}, "max_pages: needs the columns of block_table"),
+        ({"max_pages": 7}, "max_pages: needs prefix_groups=True, got 7"),
+        ({"prefix_groups": True, "max_pages": 7, "page_size": 0}, "prefix_groups: needs keys in"),
+        ({"prefix_groups": True, "max_pages": 7, "window": 9}, "window: needs none beside groups"),
+        ({"prefix_groups": True, "max_pages": 7, "mask_form": "rows"}, "mask: needs none beside"),
+        ({"prefix_groups": True, "max_pages": 1 << 30}, "block_table: needs at most"),
+        ({"prefix_groups": 1, "max_pages": 7}, "prefix_groups: needs True or False"),
+    ],
+)
+def test_plans_that_are_refused(more: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan_of(**more)
+
+
+def test_updates_and_runs_that_are_refused() -> None:
+    batch = batch_of([Group(3, 64)], 16)
+    given = problem_of(batch, (4, 2), (64, 64), np.float16).given
+    groups = cumla.find_prefix_groups(*batch[:3], page_size=16, min_tokens=16)
+    lengths: dict[str, Any] = {"kv_lens": batch.kv_lens, "qo_indptr": batch.qo_indptr}
+    with pytest.raises(ValueError, match="groups: needs a plan with prefix_groups=True"):
+        plan_of().update(**lengths, groups=groups)
+    plan = plan_of(prefix_groups=True, max_pages=9)
+    with pytest.raises(ValueError, match="groups: needed for a plan with prefix_groups, got None"):
+        plan.update(**lengths)
+    with pytest.raises(ValueError, match="kv_indptr: needs None for a plan with prefix_groups"):
+        plan.update(**lengths, groups=groups, kv_indptr=batch.qo_indptr)
+    plan.update(**lengths, groups=groups)
+    rest = {n: given[n] for n in ("q", "k", "v", "block_table")}
+    with pytest.raises(ValueError, match="block_table: needs the 9 columns of a plan"):
+        plan.run(**rest)
+    with pytest.raises(TypeError, match="groups: needs to be given to update, got it in run"):
+        plan.run(**rest, groups=groups)
+
+
+def test_check_mode_sees_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    call()
+    other = PrefixGroups(np.zeros(3, np.int32), np.full(3, 80, np.int32))
+    with pytest.raises(ValueError, match=r"groups\[0\]\[1\]: needs another number than request 0"):
+        call(groups=other)
+    other = PrefixGroups(np.zeros(3, np.int32), np.full(3, -1, np.int32))
+    with pytest.raises(ValueError, match=r"groups\[1\]\[0\]: needs a length from 0"):
+        call(groups=other)
+
+
+def test_the_size_of_a_workspace() -> None:
+    numbers: dict[str, Any] = {"num_kv_heads": 2, "sm_count": 132}
+    size = cumla.AttentionPlan.workspace_bytes(64, 64, 8, 128, **numbers)
+    with_groups = cumla.AttentionPlan.workspace_bytes(
+        64, 64, 8, 128, **numbers, prefix_groups=True, max_pages=9
+    )
+    assert with_groups > size + 2 * 64 * 8 * 128 * 4
