@@ -129,6 +129,18 @@ def test_fp8_caches(heads: int) -> None:
     check(got, exact, tokens, ROUNDING["bfloat16"])
 
 
+def test_sinks_count_once() -> None:
+    batch = batch_of([Group(9, 640, (70, 3)), Group(2, 64)], 64, (1, 2))
+    given, exact, _ = problem_of(batch, 16, BF16)
+    memory, tokens = Memory(cp), int(batch.qo_indptr[-1])
+    there = {key: memory.upload(value) for key, value in given.items()}
+    tables = [there[key] for key in ("block_table", "kv_lens", "qo_indptr")]
+    found = cumla.find_prefix_groups(*tables, page_size=64, min_tokens=64)
+    sinks = np.linspace(-9, 9, 16).astype(np.float32)
+    got = on_host(cumla.mla_attention(**there, groups=found, sinks=cp.asarray(sinks)))
+    check(got, exact, tokens, ROUNDING["bfloat16"], sinks=sinks)
+
+
 def test_a_graph_replayed_with_other_groups() -> None:
     kinds = [
         [Group(12, 640)],
