@@ -15,10 +15,11 @@
 // grid = (virtual requests), 128 threads.
 //
 // Roles and time line of a CTA; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
-//   for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B | count bits | B | write blocks | B
-//   look up pages | B | place, parts
-// Barriers guard the bitmap, the sums of warps, the list of blocks, and the length.
-// Budget: 64 registers per thread, 12.4 KB of shared memory.
+//   look up the pages of entries | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
+//   count bits of warps | B | of words | B | write pages, where the bits before theirs say | B
+//   place, parts
+// Barriers guard the bitmap, and the numbers of bits of warps and of words.
+// Budget: 64 registers per thread, 16.4 KB of shared memory.
 #include "blocks/rows.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -35,7 +36,6 @@ constexpr int kListThreads = 128;
 constexpr int kListWarps = kListThreads / 32;
 constexpr int kWindowWords = 2048;              // of the bitmap
 constexpr int kWindow = kWindowWords * 32;      // blocks
-constexpr int kHeld = 1024;                     // blocks of a list in shared memory; longer lists use global memory
 constexpr int kMinPiece = 2;                    // blocks of 64 tokens before a split, and between two
 
 // Strides are in bytes.
@@ -72,6 +72,11 @@ struct BlockListsParams {
   Divisor by_entry;  // entries are tokens: the block size; else 1
 };
 
+// A block of a list, and its page; both are -1 if the query sees no such block, or the cache has no such page.
+struct Listed {
+  int block, page;
+};
+
 // The virtual request of a CTA.
 struct ListRow {
   int index, head, request;
@@ -96,13 +101,7 @@ struct ListRow {
     request = row.request;
     const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
     seen = request < p.batch ? row.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
-    blocks = (seen + p.block_size - 1) / p.block_size;
-  }
-
-  // The page of a block that the query sees; -1 if the cache has no such page.
-  __device__ __forceinline__ int page_of(const BlockListsParams& p, int block) const {
-    const int page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
-    return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? page : -1;
+    blocks = static_cast<int>((static_cast<u32>(seen) + p.block_size - 1) / p.block_size);
   }
 
   __device__ __forceinline__ i64 entry_at(const BlockListsParams& p, int i) const {
@@ -110,20 +109,28 @@ struct ListRow {
     return p.entries_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
   }
 
-  // The block that an entry names; -1 if it is absent.
-  __device__ __forceinline__ int block_at(const BlockListsParams& p, int i) const {
+  // What an entry names.
+  __device__ __forceinline__ Listed at(const BlockListsParams& p, int i) const {
+    const Listed none = {-1, -1};
+    if (i >= count) return none;
     const i64 entry = i == static_cast<int>(threadIdx.x) ? first : entry_at(p, i);
-    if (entry < 0 || entry > 0x7fffffff) return -1;
+    if (entry < 0 || entry > 0x7fffffff) return none;
     const int block = quotient(static_cast<u32>(entry), p.by_entry);
-    return block < blocks && page_of(p, block) >= 0 ? block : -1;
+    if (block >= blocks) return none;
+    const int page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
+    return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? Listed{block, page} : none;
+  }
+
+  __device__ __forceinline__ int virtual_page(const BlockListsParams& p, const Listed& listed) const {
+    const int in_page = listed.block - quotient(listed.block, p.by_blocks_per_page) * p.blocks_per_page;
+    return listed.page * p.page_step + in_page * p.block_step + head * p.head_step;
   }
 };
 
 struct ListShared {
   u32 words[kWindowWords];
-  int blocks[kHeld];
+  int before[kWindowWords];  // bits of the words before each one
   int warp_sums[kListWarps];
-  int tokens;
 };
 
 // The sum of a value over the threads before this one; `total` is that of all.
@@ -141,31 +148,47 @@ __device__ __forceinline__ int exclusive_sum(ListShared& shared, int value, int&
   return before + inclusive - value;
 }
 
-// Writes the blocks of a list in ascending order, each once, and returns their number.
-__device__ __forceinline__ int sort_blocks(const BlockListsParams& p, const ListRow& row, ListShared& shared,
-                                           int* blocks_out) {
-  int found = 0;
+// Writes the pages of a list in ascending order of its blocks, each once, and returns their tokens. The first words
+// of the bitmap, one per thread, are clear.
+__device__ __forceinline__ int write_pages(const BlockListsParams& p, const ListRow& row, ListShared& shared) {
+  int* const pages_out = p.pages_out + static_cast<i64>(row.index) * p.topk;
+  const Listed own = row.at(p, threadIdx.x);
+  int found = 0, missing = 0;  // missing: tokens of the last block that the query does not see
   for (int begin = 0; begin < row.blocks && row.count > 0; begin += kWindow) {
-    const int words = (min(row.blocks - begin, kWindow) + 31) / 32;
-    for (int i = threadIdx.x; i < words; i += kListThreads) shared.words[i] = 0;
+    const int words = (min(row.blocks - begin, kWindow) + 31) / 32, later = begin > 0 ? 0 : kListThreads;
+    for (int i = later + threadIdx.x; i < words; i += kListThreads) shared.words[i] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < row.count; i += kListThreads) {
-      const int block = row.block_at(p, i) - begin;
-      if (block >= 0 && block < kWindow) atomicOr(&shared.words[block / 32], 1u << block % 32);
-    }
+    const auto for_each = [&](auto do_it) {
+      for (int i = threadIdx.x; i < row.count; i += kListThreads) {
+        const Listed listed = i < kListThreads ? own : row.at(p, i);
+        const int bit = listed.block - begin;
+        if (bit >= 0 && bit < kWindow) do_it(listed, bit / 32, bit % 32);
+      }
+    };
+    for_each([&](const Listed&, int word, int bit) { atomicOr(&shared.words[word], 1u << bit); });
     __syncthreads();
     const int each = (words + kListThreads - 1) / kListThreads;
     const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
-    int own = 0, all;
-    for (int i = first; i < end; ++i) own += __popc(shared.words[i]);
-    int at = found + exclusive_sum(shared, own, all);
-    for (int i = first; i < end; ++i)
-      for (u32 bits = shared.words[i]; bits != 0; bits &= bits - 1)
-        blocks_out[at++] = begin + i * 32 + __ffs(bits) - 1;
+    int sum = 0, all;
+    for (int i = first; i < end; ++i) sum += __popc(shared.words[i]);
+    int before = found + exclusive_sum(shared, sum, all);
+    for (int i = first; i < end; ++i) {
+      shared.before[i] = before;
+      before += __popc(shared.words[i]);
+    }
+    __syncthreads();
+    // Entries of the same block write the same number.
+    for_each([&](const Listed& listed, int word, int bit) {
+      const int at = shared.before[word] + __popc(shared.words[word] & ((1u << bit) - 1));
+      pages_out[at] = row.virtual_page(p, listed);
+    });
     found += all;
-    __syncthreads();  // the blocks are written, and the bitmap is free
+    const int last = row.blocks - 1 - begin;
+    if (last < kWindow && (shared.words[last / 32] >> last % 32 & 1))
+      missing = p.block_size - (row.seen - (row.blocks - 1) * p.block_size);
+    if (begin + kWindow < row.blocks) __syncthreads();  // the bitmap is free
   }
-  return found;
+  return found * p.block_size - missing;
 }
 
 // Where the bounds of parts lie in a virtual request: at a multiple of 1 / parts of the work of all, if all lists were
@@ -248,21 +271,11 @@ __device__ __forceinline__ void write_pieces(const BlockListsParams& p, int plac
 
 __device__ __forceinline__ void block_lists(const BlockListsParams& p) {
   __shared__ ListShared shared;
+  shared.words[threadIdx.x] = 0;
   grid_dependency_launch();
   grid_dependency_wait();
   const ListRow row(p);
-  int* const pages_out = p.pages_out + static_cast<i64>(row.index) * p.topk;
-  int* const blocks = p.topk <= kHeld ? shared.blocks : pages_out;
-  const int found = sort_blocks(p, row, shared, blocks);
-  if (threadIdx.x == 0 && found == 0) shared.tokens = 0;
-  for (int i = threadIdx.x; i < found; i += kListThreads) {
-    const int block = blocks[i];
-    const int in_page = block - quotient(block, p.by_blocks_per_page) * p.blocks_per_page;
-    pages_out[i] = row.page_of(p, block) * p.page_step + in_page * p.block_step + row.head * p.head_step;
-    if (i == found - 1) shared.tokens = i * p.block_size + min(p.block_size, row.seen - block * p.block_size);
-  }
-  __syncthreads();
-  const int tokens = shared.tokens;
+  const int tokens = write_pages(p, row, shared);
   if (threadIdx.x == 0) p.places[row.index] = {tokens, 0, 1, row.index, row.index, 0};
   if (p.piece_blocks > 0)
     write_pieces(p, row.index, tokens);
