@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bench.case import Section
-from bench.sections import caches, heads, indexer, lists, mla
+from bench.sections import blocks, caches, heads, indexer, lists, mla
 
 SECTIONS: tuple[Section, ...] = (
     mla.DENSE,
@@ -19,6 +19,9 @@ SECTIONS: tuple[Section, ...] = (
     lists.PREFILL,
     indexer.LOGITS,
     indexer.TOP_K,
+    blocks.DECODE,
+    blocks.SCORES,
+    blocks.SELECT,
     mla.SCHEDULES,
     mla.INVARIANT,
     mla.PAGES,

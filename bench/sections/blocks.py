@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse GQA by blocks: attention to chosen blocks, scores of blocks, and their choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cumla
+from bench.case import Case, Section, Variant, shapes
+from bench.lab import Lab
+from bench.oracle import attend, row_error, sampled
+
+_BLOCK, _TOP, _COLUMNS, _KV_LEN = 128, 16, 128, 32768
+_INDEX_HEADS = 4
+
+
+def decode(lab: Lab, cache: str, batch: int, queries: int, heads: int, kv_heads: int) -> Case:
+    batch, heads, kv_len, top = lab.at_most(
+        batch=(batch, 2), heads=(heads, 4 * kv_heads), kv_len=(_KV_LEN, 512), top=(_TOP, 2)
+    )
+    torch, visible, scale = lab.torch, kv_len // _BLOCK, _COLUMNS**-0.5
+    pages = min(batch * visible, 32768 // kv_heads)  # of which few are read twice
+    table = lab.ints(torch.randint(0, pages, (batch, visible), device=lab.device))
+    k, v = (lab.normal(pages, _BLOCK, kv_heads, _COLUMNS) for _ in range(2))
+    if cache == "e4m3":
+        k, v = (x.to(lab.dtype("float8_e4m3fn")) for x in (k, v))
+    q = lab.normal(batch, queries, heads, _COLUMNS)
+    tokens = batch * queries
+    lists = lab.distinct(tokens * kv_heads, visible, top).view(tokens, kv_heads, top)
+    lists[..., -1] = visible - 1  # its own block, which is visible in part
+    lens = lab.full(batch, kv_len)
+    out, lse = lab.empty(*q.shape), lab.empty(*q.shape[:-1], dtype="float32")
+    plan = cumla.BlockSparsePlan.from_arrays(q, k, v, lists, block_size=_BLOCK)
+    plan.update(lens)
+
+    def run() -> Any:
+        plan.run(q, k, v, lists, block_table=table, out=out, lse=lse)
+        return out
+
+    def error(got: Any) -> float:
+        group, worst = heads // kv_heads, 0.0
+        for token in sampled(tokens):
+            request, behind = token // queries, queries - 1 - token % queries
+            for head in range(kv_heads):
+                page = table[request, lists[token, head].long()].long()
+                keys, values = (
+                    x[page, :, head].float().reshape(-1, _COLUMNS)[: top * _BLOCK - behind]
+                    for x in (k, v)
+                )
+                some = slice(head * group, (head + 1) * group)
+                want = attend(q.view(tokens, heads, -1)[token, some], keys, values, scale)
+                worst = max(worst, row_error(got.view(tokens, heads, -1)[token, some], want))
+        return worst
+
+    unit = k.element_size()
+    return Case(
+        run,
+        error,
+        limit=6e-3,
+        nbytes=tokens * (kv_heads * top * _BLOCK * 2 * unit + heads * 4) * _COLUMNS,
+        flops=4 * tokens * heads * top * _BLOCK * _COLUMNS,
+        peers=_plain(lab, q, k, v, table, lists),
+    )
+
+
+def _plain(lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any) -> dict[str, list[Variant]]:
+    """Plain attention to pages that hold the chosen blocks alone, where these are whole pages."""
+    if k.shape[2] > 1 or q.shape[1] > 1:
+        return {}
+    pages = lab.ints(table.gather(1, lists[:, 0].long())).contiguous()
+    lens = lab.full(len(q), pages.shape[1] * _BLOCK)
+    out, lse = lab.empty(*q.shape), lab.empty(*q.shape[:-1], dtype="float32")
+    plan = cumla.AttentionPlan.from_arrays(q, k, v)
+    plan.update(lens)
+
+    def run() -> Any:
+        plan.run(q, k, v, block_table=pages, out=out, lse=lse)
+        return out
+
+    return {"plain": [Variant("plain", run)]}
+
+
+DECODE = Section(
+    name="blocks",
+    title="Sparse GQA by blocks, MiniMax M3",
+    about="`cumla.BlockSparsePlan.run`: each query token and kv head attends to its own 16 of 256 "
+    "blocks of 128 tokens, 128 columns. Beside it `cumla.AttentionPlan.run` over pages that hold "
+    "these blocks alone.",
+    columns={
+        "cache": "K/V",
+        "batch": "requests",
+        "queries": "query tokens",
+        "heads": "heads",
+        "kv_heads": "kv heads",
+    },
+    shapes=shapes(
+        "cache batch queries heads kv_heads",
+        *(
+            (cache, *sizes)
+            for cache in ("bfloat16", "e4m3")
+            for sizes in (
+                *((batch, 1, 16, 1) for batch in (1, 8, 32, 64, 128, 256)),
+                (128, 1, 64, 4),
+                (64, 4, 16, 1),
+            )
+        ),
+    ),
+    build=decode,
+    baseline="attention to these pages",
+)
+
+
+def scores(lab: Lab, cache: str, batch: int, kv_len: int) -> Case:
+    batch, kv_len = lab.at_most(batch=(batch, 2), kv_len=(kv_len, 512))
+    pages = kv_len // _BLOCK
+    keys, q = lab.normal(batch * pages, _BLOCK, _COLUMNS), lab.normal(batch, 1, 4, _COLUMNS)
+    if cache == "e4m3":
+        keys, q = (x.to(lab.dtype("float8_e4m3fn")) for x in (keys, q))
+    table, lens = lab.table(batch, pages), lab.full(batch, kv_len)
+    out = lab.empty(batch, _INDEX_HEADS, pages, dtype="float32")
+
+    def run() -> Any:
+        return cumla.block_scores(
+            q, keys, block_size=_BLOCK, kv_lens=lens, block_table=table, out=out
+        )
+
+    def error(got: Any) -> float:
+        worst = 0.0
+        for request in sampled(batch):
+            rows = keys[table[request].long()].float()
+            want = (rows @ q[request, 0].float().T).amax(1).T
+            worst = max(worst, float((got[request] - want).abs().max() / want.abs().max()))
+        return worst
+
+    return Case(
+        run,
+        error,
+        limit=1e-5,
+        nbytes=batch * kv_len * _COLUMNS * keys.element_size() + out.numel() * 4,
+        flops=2 * batch * _INDEX_HEADS * kv_len * _COLUMNS,
+    )
+
+
+SCORES = Section(
+    name="block-scores",
+    title="Scores of blocks, MiniMax M3",
+    about="`cumla.block_scores`: the largest products of 4 index heads with the keys of each block "
+    "of 128 tokens.",
+    columns={"cache": "keys", "batch": "requests", "kv_len": "context"},
+    shapes=shapes(
+        "cache batch kv_len",
+        *(
+            (cache, batch, kv_len)
+            for cache in ("bfloat16", "e4m3")
+            for batch, kv_len in ((1, 131072), (8, 131072), (64, 32768), (64, 131072))
+        ),
+    ),
+    build=scores,
+)
+
+
+def select(lab: Lab, rows: int, width: int, top: int) -> Case:
+    rows, width, top = lab.at_most(rows=(rows, 4), width=(width, 64), top=(top, 8))
+    torch = lab.torch
+    values, visible = lab.normal(rows, 4, width, dtype="float32"), lab.full(rows, width)
+    out = lab.empty(rows, 4, top, dtype="int32")
+
+    def run() -> Any:
+        return cumla.select_blocks(values, top, visible=visible, local_blocks=1, out=out)
+
+    def error(got: Any) -> float:
+        best = values[..., :-1].topk(top - 1).indices.sort().values
+        last = torch.full_like(best[..., :1], width - 1)
+        return float((got.long() != torch.cat([best, last], -1)).any())
+
+    return Case(run, error, limit=0.0, nbytes=rows * 4 * (width + top) * 4)
+
+
+SELECT = Section(
+    name="block-choice",
+    title="The choice of blocks",
+    about="`cumla.select_blocks` for 4 kv heads, exact; the last block is forced.",
+    columns={"rows": "query tokens", "width": "blocks", "top": "chosen"},
+    shapes=shapes("rows width top", (1, 1024, 16), (128, 1024, 16), (64, 32768, 512)),
+    build=select,
+)
