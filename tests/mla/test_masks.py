@@ -55,6 +55,7 @@ def test_windows_are_scheduled_by_row_tiles() -> None:
     assert tiles is not None
     assert (tiles.total_tokens, tiles.schedule_window, tiles.axis_q_len) == (15, 511, 3)
     assert key.layout == tiles.layout
+    assert (tiles.row_groups, tiles.piece_cost, tiles.min_blocks) == (3, 2, 2)
     assert MLADecodeKey(5, 3, 16, 1, 64, "bfloat16", True, 0, 132).by_windows is None
 
 

@@ -10,6 +10,7 @@ from cumla.launch.layouts import constant
 from cumla.launch.split.plan import (
     ROW_GROUP,
     ROW_TILE,
+    RULES,
     PlanKey,
     PlanLayout,
     RaggedKey,
@@ -244,6 +245,20 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
         if self.own_q_len:
             rows = min(rows, self.own_q_len * self.heads_per_group)
         return -(-rows // ROW_GROUP)
+
+    @property
+    def piece_cost(self) -> int:
+        """KV blocks that a piece of a row tile costs; few where requests have few queries.
+
+        Such a row tile has few blocks, whose chain takes longer than to combine its pieces, as
+        long as multiprocessors are idle.
+        """
+        return RULES.piece_cost if self.own_q_len else super().piece_cost
+
+    @property
+    def min_blocks(self) -> int:
+        """KV blocks between a cut and the ends of its row tile, at least."""
+        return RULES.min_share if self.own_q_len else super().min_blocks
 
     @property
     def most_cut_rows(self) -> int:
