@@ -238,6 +238,7 @@ __device__ __forceinline__ void write_parts(const BlockListsParams& p, int place
     part.last_part = has_piece ? last_part : i;
     // The part before all splits may have begun in an earlier place.
     part.first_slot = block > 0 && first_part < bounds.first;
+    part.unused[0] = part.unused[1] = 0;  // it is loaded whole
     if (i < p.num_tickets) p.tickets[i] = {};
     if (i == 0) continue;
     Part& before = p.parts_out[i - 1];

@@ -16,6 +16,7 @@ from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 
 KERNELS = ("block_lists", "block_rows")
+MAY_SKIP = ("needs 20 GB",)
 cp: Any = pytest.importorskip("cupy")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -113,6 +114,12 @@ def test_long_lists(block: int, topk: int) -> None:
 def test_batches(batch: int, kv_heads: int) -> None:
     lens = np.random.default_rng(batch).integers(0, 9000, batch)
     given = decoding(batch, 1 + batch % 3, (16 * kv_heads, kv_heads), lens, 16, num_pages=300)
+    agrees(given, run(given))
+
+
+def test_prefill() -> None:
+    """Chunks of prompts with and without history, whose first tokens see few blocks."""
+    given = decoding(3, 300, (8, 2), [300, 301, 2500], 6, 64, 64)
     agrees(given, run(given))
 
 
