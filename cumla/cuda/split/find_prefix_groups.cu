@@ -4,14 +4,15 @@
 // grid = (windows of 1,024 requests), 1,024 threads. Groups do not extend over two windows.
 //
 // Roles and time line; B is __syncthreads:
-//   warp        compare the rows of a request and of the one before it, 128 page numbers at a time | B |
+//   thread      a request: pages that all its queries see whole | B |
+//   warp        compare the rows of a request and of the one before it, 256 page numbers at a time | B |
 //   thread      a request: find its run of requests that share min_pages | choose how many pages a group shares | B |
 //               cut the run where fewer are shared | least number of pages in the group | store
 // A group of n requests that share s pages saves (n - 1) x s pages of reading. Each request proposes the pages that it
 // shares with the one before; a run takes the proposal that saves most, the longest one if several do.
 //
 // Barriers guard the arrays of PrefixShared: every thread arrives, once per B.
-// Budget: 64 registers per thread, 16 KiB of static shared memory.
+// Budget: 64 registers per thread, 17 KiB of static shared memory.
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -39,6 +40,7 @@ struct FindPrefixGroupsParams {
 constexpr int kPrefixWindow = kScheduleThreads;
 
 struct PrefixShared {
+  int usable[kPrefixWindow];      // leading pages that all queries of a request see whole
   int pages[kPrefixWindow];       // leading pages that a request shares with the one before
   i64 saved[kPrefixWindow];       // pages that are not read if a run takes this number
   u32 breaks[kPrefixWindow / 32];  // a bit per request: set if it begins a run
@@ -54,13 +56,14 @@ __device__ __forceinline__ int usable_pages(const FindPrefixGroupsParams& p, int
   return static_cast<int>(max(tokens, i64{0}) / p.page_size);
 }
 
-// Leading pages that a request and the one before it have in common. All lanes of a warp compute it together.
-__device__ __forceinline__ int shared_pages(const FindPrefixGroupsParams& p, int request) {
-  const int lane = threadIdx.x % 32, most = min(usable_pages(p, request), usable_pages(p, request - 1));
+// Leading pages, of `most`, that a request and the one before it have in common. All lanes of a warp compute it
+// together.
+__device__ __forceinline__ int shared_pages(const FindPrefixGroupsParams& p, int request, int most) {
+  const int lane = threadIdx.x % 32;
   if (most < p.min_pages) return 0;
   const int* const own = p.block_table + request * p.block_table_stride;
   const int* const before = own - p.block_table_stride;
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = 8;
 #pragma unroll 1
   for (int first = 0; first < most; first += 32 * kAtOnce) {
     bool differs[kAtOnce];
@@ -108,9 +111,12 @@ __device__ __forceinline__ void find_prefix_groups(const FindPrefixGroupsParams&
   grid_dependency_launch();
   grid_dependency_wait();
 
-  if (own >= requests) shared.pages[own] = 0;
+  if (own < requests) shared.usable[own] = usable_pages(p, window + own);
+  shared.pages[own] = 0;
+  __syncthreads();
   for (int i = warp; i < requests; i += kScheduleWarps) {
-    const int pages = i == 0 ? 0 : shared_pages(p, window + i);
+    if (i == 0) continue;
+    const int pages = shared_pages(p, window + i, min(shared.usable[i], shared.usable[i - 1]));
     if (own % 32 == 0) shared.pages[i] = pages;
   }
   __syncthreads();
