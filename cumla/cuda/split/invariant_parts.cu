@@ -3,7 +3,8 @@
 //
 // It runs after ragged_schedule.cu with one part, which lists the row tiles and their number. The tiles of a request
 // that has at most most_rows query rows of a kv head, as in decoding, are split every piece_blocks blocks from its
-// first key. Other tiles stay whole. Each segment has its own part, in the order of tiles; the remaining parts are empty.
+// first key. Other tiles stay whole. Each segment has its own part, in the order of tiles; the remaining parts are
+// empty.
 //
 // Roles: one CTA of 1,024 threads, each of which has a tile at a time and writes its parts.
 // Barriers: __syncthreads, all threads. The first guards the number of tiles, which part 0 holds and will lose; those
