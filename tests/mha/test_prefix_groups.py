@@ -177,3 +177,27 @@ def test_the_size_of_a_workspace() -> None:
         64, 64, 8, 128, **numbers, prefix_groups=True, max_pages=9
     )
     assert with_groups > size + 2 * 64 * 8 * 128 * 4
+
+
+def test_a_step_inside_jax_jit() -> None:
+    """Groups are found, and a plan is updated and run, in one program."""
+    jax = pytest.importorskip("jax")
+    import cumla.jax
+
+    batch = batch_of([Group(3, 64), Group(1, 48)], 16)
+    given = problem_of(batch, (4, 2), (64, 64), np.float16).given
+    given |= {name: np.nan_to_num(given[name]) for name in ("k", "v")}
+
+    @jax.jit
+    def step(q: Any, k: Any, v: Any, **lengths: Any) -> Any:
+        table, kv_lens, qo_indptr = (lengths[n] for n in ("block_table", "kv_lens", "qo_indptr"))
+        groups = cumla.find_prefix_groups(table, kv_lens, qo_indptr, page_size=16, min_tokens=16)
+        more = {"prefix_groups": True, "max_pages": table.shape[1]}
+        plan = cumla.jax.AttentionPlan.from_arrays(q, k, v, qo_indptr=qo_indptr, **more)
+        plan = plan.update(kv_lens, qo_indptr=qo_indptr, groups=groups)
+        state, plan = plan.run(q, k, v, block_table=table)
+        return state, groups
+
+    state, groups = step(**given)
+    assert groups.prefix_len.tolist() == [64, 64, 64, 0]
+    np.testing.assert_array_equal(np.asarray(state.out), cumla.attention(**given).out)
