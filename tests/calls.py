@@ -589,7 +589,7 @@ OPERATIONS = {
         cumla.select_blocks,
         chosen_blocks,
         lambda: {"out": aligned((3, 2, 5), np.int32)},
-        ("select_blocks", "top_k_short_float32", "select_blocks"),
+        ("select_blocks_float32_1024",),
         empty=(("scores", "visible"),),
     ),
     "attention of groups": Operation(

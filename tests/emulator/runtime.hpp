@@ -165,6 +165,10 @@ static inline unsigned __ballot_sync(unsigned mask, int vote) {
     if (mask >> i & 1) votes |= static_cast<unsigned>(all[i]) << i;
   return votes;
 }
+static inline int __reduce_add_sync(unsigned mask, int value) {
+  for (int apart = 1; apart < 32; apart *= 2) value += __shfl_xor_sync(mask, value, apart);
+  return value;
+}
 static inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 static inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, !vote) == 0; }
 template <typename T>

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/blocks/select_blocks.cu, and of top_k between its two launches."""
+"""Launcher of cuda/blocks/select_blocks.cu, and of top_k between two of its launches."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.layouts import constant, launch_of
-from cumla.launch.source import KernelSpec
+from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.source import FLOATS, KernelSpec
 from cumla.launch.sparse.top_k import TopKViews, top_k_launch
 from cumla.launch.split.division import divisor_of
 
@@ -20,7 +21,21 @@ __all__ = ["SPECS", "SelectArguments", "select_launches", "workspace_of"]
 
 _FILE = "blocks/select_blocks"
 _THREADS, _WARPS = (constant(_FILE, name) for name in ("kSelectThreads", "kSelectWarps"))
-SPECS = (KernelSpec.of("blocks", "select_blocks", "SelectBlocksParams", threads=_THREADS),)
+_AROUND = KernelSpec.of("blocks", "select_blocks", "SelectBlocksParams", threads=_THREADS)
+_KEYS = (32, 128)  # of a lane, which hold the candidates of a row
+
+
+def _spec(dtype: str, keys: int) -> KernelSpec:
+    return KernelSpec.of(
+        *("blocks", "select_blocks", "ChooseBlocksParams"),
+        *(dtype, keys),
+        tags=[dtype, str(32 * keys)],
+        threads=_THREADS,
+    )
+
+
+_AT_ONCE = {key: _spec(*key) for key in product(FLOATS, _KEYS)}
+SPECS = (_AROUND, *_AT_ONCE.values())
 _ALIGNMENT = 256
 
 
@@ -52,8 +67,15 @@ class SelectArguments(NamedTuple):
         return True if of_group == tokens * of_token else None
 
 
+def _keys_of(arguments: SelectArguments) -> int | None:
+    """Tell how many keys of a lane hold a row; None: top_k is to select."""
+    return next((keys for keys in _KEYS if 32 * keys >= arguments.scores.shape[2]), None)
+
+
 def workspace_of(arguments: SelectArguments) -> tuple[int, int, int, int]:
     """Tell where lengths, counts and selected blocks lie behind the starts, and where all ends."""
+    if _keys_of(arguments) is not None:
+        return 0, 0, 0, 0
     row = _aligned(4 * arguments.rows)
     return row, 2 * row, 3 * row, 3 * row + _aligned(4 * arguments.rows * arguments.most)
 
@@ -63,9 +85,22 @@ def select_launches(
 ) -> Sequence[Launch]:
     """Describe how to select, for at least one row."""
     a = arguments
-    if not a.most or not a.scores.shape[2]:
-        return (_launch(a, out, buffer, finishes=True, has_selected=False),)
+    grid, rows = (-(-a.rows // _WARPS), 1, 1), _rows_of(a, out)
+    keys = _keys_of(a)
+    if keys is not None:
+        scores = strided(a.scores, "scores", "scores_stride_token", "scores_stride_group")
+        return (launch_of(_AT_ONCE[a.scores.dtype, keys], grid, {"of": rows, **scores}),)
     lengths, counts, selected, _ = workspace_of(a)
+    around = {
+        "of": rows,
+        "starts": buffer,
+        "lengths": buffer + lengths,
+        "selected": buffer + selected if a.most else 0,
+        "counts": buffer + counts,
+    }
+    after = launch_of(_AROUND, grid, {**around, "is_before": False})
+    if not a.most:
+        return (after,)
     _, groups, width = a.scores.shape
     of_token, of_group, of_block = a.scores.strides
     step = of_token if a.is_group_major or groups == 1 else of_group
@@ -88,39 +123,32 @@ def select_launches(
         counts=of_rows(counts),
     )
     return (
-        _launch(a, None, buffer, finishes=False, has_selected=True),
+        launch_of(_AROUND, grid, {**around, "is_before": True}),
         top_k_launch(views, a.most, 1, False, sm_count),
-        _launch(a, out, buffer, finishes=True, has_selected=True),
+        after,
     )
 
 
-def _launch(
-    a: SelectArguments, out: ArrayView | None, buffer: int, *, finishes: bool, has_selected: bool
-) -> Launch:
+def _rows_of(a: SelectArguments, out: ArrayView) -> dict[str, Any]:
+    """Name the values of struct RowsOfBlocks."""
     tokens, groups, width = a.scores.shape
-    lengths, counts, selected, _ = workspace_of(a)
-    group_major = bool(a.is_group_major)
-    values: dict[str, Any] = {
+    minor = tokens if a.is_group_major else groups
+    return {
         "visible": a.visible.ptr,
         "visible_stride": a.visible.strides[0] // 4,
-        "starts": buffer,
-        "lengths": buffer + lengths,
-        "selected": buffer + selected if finishes and has_selected else 0,
-        "counts": buffer + counts,
-        "out": 0 if out is None else out.ptr,
-        "out_stride_token": 0 if out is None else out.strides[0] // 4,
-        "out_stride_group": 0 if out is None else out.strides[1] // 4,
+        "out": out.ptr,
+        "out_stride_token": out.strides[0] // 4,
+        "out_stride_group": out.strides[1] // 4,
         "rows": a.rows,
         "width": width,
         "k": a.k,
         "most": a.most,
         "init_blocks": a.init_blocks,
         "local_blocks": a.local_blocks,
-        "minor": tokens if group_major else groups,
-        "is_group_major": group_major,
-        "by_minor": divisor_of(tokens if group_major else groups),
+        "minor": minor,
+        "is_group_major": bool(a.is_group_major),
+        "by_minor": divisor_of(minor),
     }
-    return launch_of(SPECS[0], (-(-a.rows // _WARPS), 1, 1), values)
 
 
 def _aligned(nbytes: int) -> int:
