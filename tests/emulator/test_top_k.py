@@ -46,6 +46,27 @@ def test_selection(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
         assert same_bits(np.asarray(result.values), values_at(scores, want))
 
 
+LONG = [(cluster, kind) for kind in (*KINDS, "sampled ones") for cluster in (1, 2)]
+
+
+@pytest.mark.parametrize(("cluster", "kind"), some(LONG, 8))
+def test_a_limit_from_a_sample(cluster: int, kind: str, cupy: CuPy) -> None:
+    """Rows longer than the list, for which the limit is good, too low, or too high."""
+    width, k = 16400, 2048
+    scores = scores_of("normal" if kind == "sampled ones" else kind, 3, width)
+    if kind == "sampled ones":  # the largest scores are those of the sample: too few for the list
+        index = np.arange(1024, dtype=np.uint64)
+        random = (index * 0x9E3779B1 & 0xFFFFFFFF) >> 16
+        groups = ((index << 16 | random) * (width // 4) >> 26).astype(int)
+        scores.reshape(3, -1, 4)[:, groups[:200]] += 10
+    lengths = np.array([width, 8193, 8192], np.int32)
+    with shaped("sampled", cluster):
+        result = cumla.top_k(cupy.asarray(scores), k, row_lens=cupy.asarray(lengths), values=True)
+    want = expected(scores, k, lengths)
+    np.testing.assert_array_equal(result.indices, want)
+    assert same_bits(np.asarray(result.values), values_at(scores, want))
+
+
 @pytest.mark.parametrize("dtype", some(["float32", "float16"], 2))
 @pytest.mark.parametrize(("name", "cluster"), some(SELECTIONS, 5))
 def test_nothing_after_a_row_is_read(name: str, cluster: int, dtype: str, cupy: CuPy) -> None:

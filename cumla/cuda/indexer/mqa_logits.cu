@@ -104,7 +104,8 @@ struct QueryTiles {
   }
 };
 
-constexpr int kItemCost = 1;  // of a change of items, in blocks: the pipeline of products runs dry
+// Of a change of items, in blocks: two warps load its queries, and the pipeline of products runs dry.
+constexpr int kItemCost = 5;
 
 struct ShareScratch {
   i64 warp_costs[kLogitsThreads / 32];
@@ -201,8 +202,8 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   grid_dependency_wait();
 
   const QueryTiles<Shape> work{p};
-  const SegmentCursor<QueryTiles<Shape>> cursor =
-      take_share(work, *reinterpret_cast<ShareScratch*>(shared_bytes + shared.kScratchOffset));  // synchronises the CTA
+  ShareScratch& scratch = *reinterpret_cast<ShareScratch*>(shared_bytes + shared.kScratchOffset);
+  const SegmentCursor<QueryTiles<Shape>> cursor = take_share(work, scratch);  // synchronises the CTA
   do_segments(p.logits, work, shared, [&] { load_tokens(p, shared, cursor); });
 }
 

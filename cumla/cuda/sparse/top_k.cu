@@ -10,18 +10,22 @@
 //   4. the cluster's first block makes the remaining passes over the list, and writes the chosen entries
 // Step 2 is rare, because a bin of the first pass is a quarter of an octave. More: docs/kernels/top_k.md.
 //
+// Sampled keys begin with a sample of the row, which gives a limit. The keys before it are marked and listed, and then
+// step 4 follows. If they are too few, or too many for the list, steps 1 to 4 are made instead.
+//
 // barrier                                 who arrives               who waits  guards
 // __syncthreads                           all threads of a block    the same   counters, sums of bins and of warps,
 //                                                                              `found`, the list
-// cluster_sync, after counting and after  all threads of a cluster  the same   counters of other blocks; the first
-// listing                                                                      block's list
+// cluster_sync, after counting and after  all threads of a cluster  the same   counters and marks of other blocks; the
+// listing                                                                      first block's list
+// __syncwarp                              a warp                    the same   its marks
 // There are no mbarriers.
 //
-// Shared memory: 25 KB of counters, the list (8 B per entry), kStored x 16 B per thread
+// Shared memory: 25 KB of counters, the list (8 B per entry), kStored x 16 B per thread: keys, or bits of marks
 // Registers:     4 kHeld per thread for keys
 // Rows of at most k scores are not read, unless values or their order are wanted.
 #include "sparse/top_k/finish.cuh"
-#include "ptx/sync.cuh"
+#include "sparse/top_k/sampled.cuh"
 
 namespace cumla::sparse {
 
@@ -48,6 +52,16 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
   };
 
   Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
+  if constexpr (Keys::kIsSampled) {
+    const u32 wanted = count_of(row, p.k);
+    const u32 listed =
+        keys.template list_by_sample<kCapacity, kClustered>(head, list, wanted, rank, cluster, sync);
+    if (wanted <= listed && listed <= kCapacity) {
+      const Threshold all = {kNoKey - 1, 0, 0, kPasses - 1}, none = {0, wanted, 0, -1};
+      if (rank == 0) finish<Element, kThreads>(head, list, listed, 0, listed == wanted ? all : none, p);
+      return;
+    }
+  }
   keys.load_and_count(counters_of(head, 0));
   const u32 wanted = count_of(row, p.k);
   Threshold threshold = {0, wanted, 0, 0};
@@ -63,11 +77,11 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
     block.chosen += found.lower_before;
     block.equal = found.lower_count;
     listed = wanted - threshold.need + threshold.count;
-    if (threshold.is_whole() || listed <= kCapacity) break;
+    if (threshold.is_whole() || (!Keys::kIsSampled && listed <= kCapacity)) break;
   }
 
   constexpr u32 kMost = kCapacity;
-  const bool fits = listed <= kMost;
+  const bool fits = !Keys::kIsSampled && listed <= kMost;
   const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
   const Choice choice = threshold.choice();
   if (!fits) {  // only the chosen keys
@@ -88,6 +102,19 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
   }
 }
 
+template <typename Element, int kThreads, int kHeld, int kStored>
+struct KeysOf {
+  using Type = Resident<Element, kThreads, kHeld, kStored>;
+};
+template <typename Element, int kThreads, int kStored>
+struct KeysOf<Element, kThreads, 0, kStored> {
+  using Type = Sampled<Element, kThreads, kStored>;
+};
+template <typename Element, int kThreads>
+struct KeysOf<Element, kThreads, 0, 0> {
+  using Type = Streamed<Element, kThreads>;
+};
+
 template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity, bool kClustered>
 __device__ __forceinline__ void top_k(const TopKParams& p) {
   static_assert((power_of_two_from(kCapacity) - kCapacity) * 8 <= kStored * kThreads * 16,
@@ -97,14 +124,10 @@ __device__ __forceinline__ void top_k(const TopKParams& p) {
   Head& head = *reinterpret_cast<Head*>(memory);
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(Head));
   unsigned char* const stored = memory + sizeof(Head) + kCapacity * sizeof(u64);
-  uint4* const counters = reinterpret_cast<uint4*>(head.histogram);
-  constexpr int kQuads = sizeof(head.histogram) / sizeof(uint4);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kQuads; i += kThreads) counters[i] = {0, 0, 0, 0};
+  clear_counters<kThreads>(head);
   grid_dependency_wait();
-  using Kept = Resident<Element, kThreads, kHeld, kStored>;
-  if constexpr (kHeld > 0) select_row<Element, Kept, kThreads, kCapacity, kClustered>(p, head, list, stored);
-  else select_row<Element, Streamed<Element, kThreads>, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
+  select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
 }
 
 }  // namespace cumla::sparse

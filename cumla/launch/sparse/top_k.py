@@ -46,9 +46,24 @@ class _Shape(NamedTuple):
         return _HEAD_BYTES + self.entries * _ENTRY_BYTES + stored
 
     def holds(self, keys: int, cluster: int) -> bool:
-        """Tell whether that many blocks keep a row's keys; one that keeps none takes any."""
-        groups = self.held + self.stored
+        """Tell whether that many blocks keep a row's keys, or marks; one without takes any."""
+        groups = self.held + self.stored * (32 if self.is_sampled else 1)
         return not groups or keys <= groups * _QUAD * self.threads * cluster
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether shared memory has a mark for each key."""
+        return not self.held and self.stored > 0
+
+    @property
+    def most(self) -> int:
+        """Entries that may be wanted: a sample selects some more."""
+        return self.entries // 2 if self.is_sampled else self.entries
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether more than a list may be wanted."""
+        return not self.held and not self.stored
 
 
 _SHAPES = {
@@ -57,6 +72,7 @@ _SHAPES = {
     "rows": _Shape(512, 8, 8, 3072, 2, (1,), 4.0, 0.36),
     "cluster": _Shape(1024, 6, 2, 8192, 1, _CLUSTERS[1:], 2.6, 0.2),
     "wide": _Shape(1024, 6, 10, 5120, 1, _CLUSTERS, 3.5, 0.24),
+    "sampled": _Shape(1024, 0, 2, 8192, 1, _CLUSTERS, 7.5, 0.178),
     "streamed": _Shape(512, 0, 0, 8192, 1, _CLUSTERS, 4.0, 1.0),
 }
 # What a cluster's waits take; and how many clusters 132 multiprocessors run at once.
@@ -141,8 +157,7 @@ def _times(
 ) -> Iterator[tuple[float, str, int]]:
     """List the time of each shape that serves: only one that streams the rows takes turns."""
     for name, shape in _SHAPES.items():
-        takes_turns = not shape.held and not is_sorted
-        if wanted > shape.entries and not takes_turns:
+        if wanted > shape.most and (is_sorted or not shape.takes_turns):
             continue
         for cluster in shape.clusters:
             if shape.holds(keys, cluster):

@@ -30,7 +30,10 @@ cp: Any = pytest.importorskip("cupy")
 
 Array = Any
 SENTINEL = -7
-SHAPES = (*SELECTIONS, ("cluster", 4), ("wide", 4), ("wide", 8), ("streamed", 8))
+SHAPES = (
+    *SELECTIONS,
+    *(("cluster", 4), ("wide", 4), ("wide", 8), ("sampled", 8), ("streamed", 8)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +52,11 @@ def on_device(scores: np.ndarray, begin: int = 0, gap: int = 8) -> Array:
 
 
 def widest(name: str, cluster: int) -> int:
+    """The most columns that a shape holds, or many."""
+    many = 300_003
     shape = top_k._SHAPES[name]
-    return ((shape.held + shape.stored) * 4 * shape.threads * cluster or 300_003) - 3
+    held = shape.held + shape.stored * (32 if shape.is_sampled else 1)
+    return min(held * 4 * shape.threads * cluster or many, many) - 3
 
 
 class Guarded:

@@ -190,8 +190,8 @@ LOGITS_SHAPES = (  # heads, head_dim, q_len: other kernels than those for 64 hea
     (64, 64, 4),
 )
 SELECTIONS = (  # shapes of top_k, and blocks of a row
-    *((name, 1) for name in ("short", "row", "rows", "wide", "streamed")),
-    *((name, 2) for name in ("cluster", "wide", "streamed")),
+    *((name, 1) for name in ("short", "row", "rows", "wide", "sampled", "streamed")),
+    *((name, 2) for name in ("cluster", "wide", "sampled", "streamed")),
     ("cluster", 8),
 )
 DONE = "sanitize: the grid is done"
@@ -592,13 +592,15 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
 def select_rows(cupy: Any, name: str, cluster: int, dtype: str = "float32") -> None:
     """Select from rows of all kinds with one shape of the kernel: slots, positions and values."""
     shape = top_k._SHAPES[name]
-    width, starts = 4500, np.array([0, 2, 3, 1], np.int32)
-    lengths = np.array([width, 4003, 2049, 100], np.int32)
-    table = np.random.default_rng(1).permutation(300)[:142].reshape(2, 71).astype(np.int32)
+    width = 8900 if shape.is_sampled else 4500  # more than the list: a sample is taken
+    starts, pages = np.array([0, 2, 3, 1], np.int32), width // 64 + 1
+    lengths = np.array([width, width - 497, 2049, 100], np.int32)
+    table = np.random.default_rng(1).permutation(300)[: 2 * pages].reshape(2, pages)
+    table = table.astype(np.int32)
     some = {"row_to_request": np.array([1, 0, 7, 1], np.int32), "block_table": table}
     some |= {"row_lens": lengths, "row_starts": starts, "offsets": np.array([0, 3, 0, 9], np.int32)}
     for i, kind in enumerate(("normal", "crowded", "equal", "special")):
-        k = 4200 if i == 0 and not shape.held else 600
+        k = 4200 if i == 0 and shape.takes_turns else 600
         host = scores_of(kind, 4, width + 5, dtype)[:, 5:]
         there = cupy.asarray(np.zeros((4, width + 5), f"u{host.itemsize}")).view(host.dtype)[:, 5:]
         there[...] = cupy.asarray(host.view(f"u{host.itemsize}")).view(host.dtype)

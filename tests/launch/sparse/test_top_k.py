@@ -80,16 +80,24 @@ def test_every_row_has_a_shape_that_holds_it(rows: int, is_sorted: bool) -> None
             shape = SHAPES[name]
             assert shape.holds(width, cluster)
             assert cluster in shape.clusters
-            assert wanted <= shape.entries or (shape.held == 0 and not is_sorted)
+            assert wanted <= shape.entries or (shape.takes_turns and not is_sorted)
 
 
 def test_rows_that_fit_are_read_once() -> None:
-    """Up to 512 K columns; with more only the kernel is left that reads them for every pass."""
-    most = max(s.held + s.stored for s in SHAPES.values()) * 4 * 1024 * 8
+    """Up to 2 M columns; with more only the kernel is left that reads them for every pass."""
+    most = 1 << 21
+    assert [name for name, shape in SHAPES.items() if shape.takes_turns] == ["streamed"]
     for width in (1000, 8192, 32768, 131072, most):
         for rows in (1, 64, 4096):
-            assert SHAPES[choose(rows, width, min(width, 2048), False, SMS)[0]].held
+            assert choose(rows, width, min(width, 2048), False, SMS)[0] != "streamed"
     assert choose(1, most + 1, 2048, False, SMS)[0] == "streamed"
+
+
+def test_a_sample_has_room_on_both_sides() -> None:
+    """What a sample's limit selects is about the middle between what is wanted and the list."""
+    most = SHAPES["sampled"].entries // 2
+    assert choose(1, 1 << 20, most, False, SMS)[0] == "sampled"
+    assert choose(1, 1 << 20, most + 1, False, SMS)[0] != "sampled"
 
 
 def test_targets_of_the_choice() -> None:

@@ -16,6 +16,14 @@ __device__ __forceinline__ u32 counters_of(const Head& head, int pass) {
   return copy_of(shared_address(head.histogram[pass]));
 }
 
+template <int kThreads>
+__device__ __forceinline__ void clear_counters(Head& head) {
+  uint4* const counters = reinterpret_cast<uint4*>(head.histogram);
+  constexpr int kQuads = sizeof(head.histogram) / sizeof(uint4);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) counters[i] = {0, 0, 0, 0};
+}
+
 // The first lane whose inclusive sum reaches `need`.
 __device__ __forceinline__ int lane_that_reaches(u32 inclusive, u32 need) {
   return max(__ffs(static_cast<int>(__ballot_sync(kAll, inclusive >= need))) - 1, 0);

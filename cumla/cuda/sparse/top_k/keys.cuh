@@ -70,15 +70,15 @@ template <typename Element, int kThreads>
 struct Share {
   const char* origin;  // of position 0
   int first;           // position of this thread's first score
-  int groups;          // of each warp
+  int groups;          // of each warp: a multiple of what the constructor gets
   int length;
 
-  __device__ __forceinline__ Share(const char* scores, int length, int rank, int cluster)
+  __device__ __forceinline__ Share(const char* scores, int length, int rank, int cluster, int multiple = 1)
       : origin(scores), length(length) {
     constexpr int kBytes = kElementBytes<Element>;
     const int early = static_cast<int>(reinterpret_cast<u64>(scores) / kBytes % 4);
-    const int in_round = cluster * kThreads * 4;
-    groups = static_cast<int>((static_cast<u32>(length + early) + in_round - 1) / in_round);
+    const int in_round = cluster * kThreads * 4 * multiple;
+    groups = static_cast<int>((static_cast<u32>(length + early) + in_round - 1) / in_round) * multiple;
     const int warp = rank * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     first = warp * groups * 128 + static_cast<int>(threadIdx.x) % 32 * 4 - early;
   }

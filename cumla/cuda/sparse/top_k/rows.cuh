@@ -106,7 +106,7 @@ __device__ __forceinline__ void place_by_group(Head& head, const Choice& choice,
 template <typename Element, int kThreads, int kHeld, int kStored>
 struct Resident {
   static constexpr int kGroups = kHeld + kStored, kWords = (kGroups + 3) / 4;
-  static constexpr bool kTakesTurns = false;
+  static constexpr bool kTakesTurns = false, kIsSampled = false;
   const Share<Element, kThreads> share;
   uint4* const stored;
   u32 held[kHeld][4];
@@ -243,14 +243,14 @@ struct Resident {
 };
 
 // Rows of any length. A warp loads kAhead of its groups at once.
-template <typename Element, int kThreads>
+template <typename Element, int kThreads, int kAhead = 8>
 struct Streamed {
-  static constexpr int kAhead = 8;
-  static constexpr bool kTakesTurns = true;
+  static constexpr bool kTakesTurns = true, kIsSampled = false;
   const Share<Element, kThreads> share;
 
-  __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*)
-      : share(scores, length, rank, cluster) {}
+  __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*,
+                                      int multiple = 1)
+      : share(scores, length, rank, cluster, multiple) {}
 
   // Calls f(keys, position of the first).
   template <typename F>
