@@ -1,30 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of hatch: the README as the description on a package index.
+"""A hook of hatch: the project's URLs, and the README as the description on a package index.
 
-A relative link leads nowhere there. With a project URL named Repository it leads into that. Without
-one there is nothing to link to: links become their text, and images are left out.
+The URLs come from the variables that the site is built with: ``REPO_URL`` and ``SITE_URL``. A
+relative link leads nowhere on an index. With a REPO_URL it leads into that. Without one there is
+nothing to link to: links become their text, and images are left out.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _IMAGE = re.compile(r"^!\[([^\]]*)\]\((?!\w+:)([^)]+)\)\n", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)]+)\)")
 
 
 class Description(MetadataHookInterface):
-    """Sets the readme, which pyproject.toml calls dynamic."""
+    """Sets what pyproject.toml calls dynamic, the version aside."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Write the description into the metadata."""
-        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        url = metadata.get("urls", {}).get("Repository")
+        """Write URLs and description into the metadata."""
+        root = Path(self.root)
+        text = (root / "README.md").read_text(encoding="utf-8")
+        urls = project_urls(os.environ)
+        url = urls.get("Repository")
+        metadata["urls"] = urls
         metadata["readme"] = {"content-type": "text/markdown", "text": description(text, url)}
+
+
+def project_urls(environment: Mapping[str, str]) -> dict[str, str]:
+    """List the URLs of the project that the environment names."""
+    repository = environment.get("REPO_URL", "").rstrip("/")
+    urls = {"Documentation": environment.get("SITE_URL", "")}
+    if repository:
+        urls |= {
+            "Repository": repository,
+            "Issues": f"{repository}/issues",
+            "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        }
+    return {name: url for name, url in urls.items() if url}
 
 
 def description(readme: str, url: str | None) -> str:

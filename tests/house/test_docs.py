@@ -273,3 +273,14 @@ def test_the_description_on_an_index_has_no_link_that_leads_nowhere() -> None:
         path = re.sub(r"^https://host/cumla/(blob|raw)/main/", "", link)
         assert path != link
         assert (ROOT / path.partition("#")[0]).exists()
+
+
+def test_the_urls_of_the_project_are_those_of_the_site() -> None:
+    pytest.importorskip("hatchling")
+    urls = load("description").project_urls
+    assert not urls({})
+    found = urls({"REPO_URL": "https://host/cumla/", "SITE_URL": "https://site/"})
+    assert found.pop("Documentation") == "https://site/"
+    assert found["Repository"] == "https://host/cumla"
+    assert all(url.startswith("https://host/cumla") for url in found.values())
+    assert (ROOT / found["Changelog"].partition("/main/")[2]).exists()
