@@ -943,7 +943,8 @@ STRUCTS: dict[str, dict[str, str]] = {
         "sinks_stride": "q",
         "window_left": "i",
         "window_right": "i",
-        "padding_776": "56x",
+        "axis_q_len": "i",
+        "padding_780": "52x",
     },
     "MqaLogitsParams": {
         "keys": "128s",

@@ -168,6 +168,26 @@ def test_kernels_on_the_cpu(call: Callable[[CuPy], None], cupy: CuPy) -> None:
     call(cupy)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_by_a_schedule_of_garbage(cupy: CuPy, seed: int) -> None:
+    """No row tile that a plan's buffer names leads out of the arrays: they lie between fences."""
+    random, fenced = np.random.default_rng(seed), Fenced(at_end=seed % 2 == 0)
+    q = random.standard_normal((5, 3, 24, 576)).astype(np.float16)
+    pages = random.standard_normal((6, 64, 576)).astype(np.float16)
+    table = random.integers(-2, 8, (5, 3)).astype(np.int32)
+    q, pages, table = (fenced.copy(array).view(Array) for array in (q, pages, table))
+    out, lse = fenced.empty((5, 3, 24, 512), np.float16), fenced.empty((5, 3, 24), np.float32)
+    plan = cumla.MLADecodePlan.from_arrays(q, pages, window=70)
+    plan.update(cupy.asarray(np.int32([190, 1, 70, 64, 150])))
+    assert plan._memory is not None
+    layout, numbers = plan.key.layout, plan._memory.owner.view(np.int32)
+    places = numbers[layout.places // 4 : layout.parts // 4]
+    near = random.integers(-3, 20, len(places))
+    far = random.integers(-(2**31), 2**31, len(places))
+    places[:] = np.where(random.random(len(places)) < 0.7, near, far)
+    plan.run(q, pages, block_table=table, out=out.view(Array), lse=lse.view(Array))
+
+
 def test_logits_of_the_last_keys_that_int32_can_name(cupy: CuPy) -> None:
     """All keys and scales are the same; each query sees so many of the last ones."""
     count, seen = 2**31 - 1, np.array([100, 64, 63, 1, 0], np.int32)

@@ -136,9 +136,9 @@ def window_launch(
 ) -> Launch:
     """Describe the same for windows or sinks by a schedule of row tiles."""
     left, right = arguments.window or (-1, 0 if arguments.causal else -1)
-    sides = {"window_left": left, "window_right": right}
+    more = {"window_left": left, "window_right": right, "axis_q_len": key.axis_q_len}
     spec = window_spec(key.dtype, form_of(key, arguments))
-    return decode_launch(spec, key, buffer, arguments, out, lse, **sides)
+    return decode_launch(spec, key, buffer, arguments, out, lse, **more)
 
 
 _QUERY = "base", "stride_batch", "stride_token", "stride_head"  # struct QueryColumns

@@ -29,11 +29,12 @@ __device__ __forceinline__ float sink_of(const MlaDecodeParams& p, const WithSin
 // Parameters of kernels over a WindowTile.
 struct MlaWindowParams : MlaDecodeParams {
   int window_left, window_right;  // visible keys on either side of a query's own position; -1: unbounded
+  int axis_q_len;                 // query tokens of a step along the axis of requests of q; by_q_len divides by it
 };
 
 // Row tile whose queries see a window of keys. Its segments begin with the first block that a row sees, and their
-// `tokens` are those before the end of the last row's window. If all requests have q_len queries, q, out and lse have
-// an axis of requests, and by_q_len divides by that q_len.
+// `tokens` are those before the end of the last row's window. If all requests have as many queries, q, out and lse have
+// an axis of requests.
 struct WindowTile : RaggedTile {
   using Held = WindowTile;
   using RaggedTile::RaggedTile;
@@ -65,8 +66,13 @@ constexpr bool kHasWindow = __is_base_of(WindowTile, AnyTile);
 
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, WindowTile& tile, const Part& part,
                                               int place) {
-  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  const int axis_q_len = WindowTile::window_of(p).axis_q_len;
+  at.q_begin = min(max(at.q_begin, 0), p.q_len - 1);
+  const int request = quotient(at.q_begin, p.by_q_len), q_begin = at.q_begin - request * axis_q_len;
+  at.q_len = min(at.q_len, axis_q_len - q_begin);
   tile.move_to(p, at);
+  tile.q_begin = q_begin;
   tile.behind = 0;
   tile.behind = tile.shift_of(p, tile.rows - 1);
   tile.least_shift = 0;
@@ -79,8 +85,7 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, WindowTi
   segment.begin = max(segment.begin, min(tile.first_seen / kBlockTokens, end));
   segment.blocks = end - segment.begin;
   segment.tokens = max(segment.tokens - tile.behind, 0);
-  segment.request = quotient(tile.q_begin, p.by_q_len);
-  tile.q_begin -= segment.request * tile.q_len;
+  segment.request = request;
   return segment;
 }
 
