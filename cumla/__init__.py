@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cumla.indexer.quantize import QuantizedRows, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
     from cumla.mha.attention import AttentionPlan, attention
+    from cumla.mha.bias import AttentionBias
     from cumla.mha.cache import append_kv_cache
     from cumla.mha.mask import AttentionMask
     from cumla.mha.rope import apply_rope
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AttentionBias",
     "AttentionMask",
     "AttentionPlan",
     "AttentionState",
@@ -93,6 +95,7 @@ _NAMES = {  # public names, by the module that is loaded when one is first asked
     "merge": ("AttentionState", "merge_attention_states"),
     "mha.attention": ("AttentionPlan", "attention"),
     "mha.cache": ("append_kv_cache",),
+    "mha.bias": ("AttentionBias",),
     "mha.mask": ("AttentionMask",),
     "mha.rope": ("apply_rope",),
     "mla.attention": ("MLAAttentionPlan", "mla_attention"),

@@ -10,7 +10,8 @@ Operations have the arguments of the functions, but for these:
 
 * Arrays that may come in parts, or as a sequence, are lists of tensors: ``[q]``,
   ``[q_nope, q_pe]``.
-* ``mask`` of ``attention`` is its arrays, ``mask_start``, ``mask_end`` and so on.
+* ``mask`` and ``bias`` of ``attention`` are their arrays, ``mask_start``, ``bias_slopes`` and so
+  on.
 * ``kv_scale``, ``k_scale`` and ``v_scale`` are tensors; a number is ``kv_scale_number`` and so on.
 * ``mla_decode`` returns out and lse. ``mla_decode_out`` takes both and returns nothing, its
   overload ``mla_decode_out.out`` takes out and returns lse. A result that is None is an empty
@@ -524,7 +525,8 @@ for _kind in (
     cumla.TopKResult,
 ):  # so that exported programs can be saved
     _register_namedtuple(_kind, serialized_type_name=f"cumla.{_kind.__name__}")
-torch.export.register_dataclass(
-    cumla.AttentionMask, serialized_type_name="cumla.AttentionMask"
-)  # so that traced and exported programs take masks
+for _record in (cumla.AttentionMask, cumla.AttentionBias):
+    torch.export.register_dataclass(  # so that traced and exported programs take them
+        _record, serialized_type_name=f"cumla.{_record.__name__}"
+    )
 framework_of_type |= dict.fromkeys(_WITHOUT_MEMORY, _WithoutMemory())

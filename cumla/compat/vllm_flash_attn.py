@@ -8,8 +8,10 @@ Names, order and defaults of the arguments are those of the fork, which differ f
 Differences from vLLM's fork are those of `cumla.compat.flash_attn` from FlashAttention-3, and:
 
 * One set of kernels serves every ``fa_version``. What belongs to FlashAttention-4 but
-  dynamic_causal, and q_v, dropout_p, alibi_slopes, cp_world_size and cp_tot_seqused_k, is refused
-  with `NotImplementedError`.
+  dynamic_causal, and q_v, dropout_p, cp_world_size and cp_tot_seqused_k, is refused with
+  `NotImplementedError`.
+* alibi_slopes lower the scores of earlier keys alone: a call that shows later ones is refused, and
+  so are softcap, dynamic_causal and more than 256 columns beside them.
 * Sinks are float32, bfloat16 or float16, for any number of heads; blocks have any size, and any
   strides in multiples of 16 bytes.
 * ``out`` may be float32. Where nothing is visible it is 0, and lse is -inf or the sink.
@@ -29,6 +31,7 @@ from cumla.compat._arguments import (
 from cumla.compat._flash_attention import attend_to_rows, factors_of, no_metadata, options_of
 from cumla.compat._table import Interface
 from cumla.core.names import arg
+from cumla.mha.bias import AttentionBias
 from cumla.mha.cache import append_kv_cache
 
 if TYPE_CHECKING:
@@ -49,7 +52,6 @@ _REFUSED = {
         "multiplies a latent cache; call cumla.mla_attention with the pairs (q_v, q) and (v, k)"
     ),
     "dropout_p": "cumla is for inference; leave it at 0",
-    "alibi_slopes": "cumla.attention adds no bias to the scores; leave it out",
     **dict.fromkeys(("cp_world_size", "cp_tot_seqused_k"), _OF_MANY_GPUS),
     **dict.fromkeys(
         (
@@ -75,6 +77,9 @@ _ATTEND = Interface(
         "window": "window_size",
         "sinks": "s_aux",
         "flags": "dynamic_causal",
+        "mask": "dynamic_causal",
+        "bias": "alibi_slopes",
+        "bias.slopes": "alibi_slopes",
         "k_scale": "k_descale",
         "v_scale": "v_descale",
     },
@@ -144,7 +149,6 @@ def flash_attn_varlen_func(
         {
             "q_v": q_v,
             "dropout_p": dropout_p,
-            "alibi_slopes": alibi_slopes,
             "cp_world_size": cp_world_size,
             "cp_tot_seqused_k": cp_tot_seqused_k,
             "output_scale": output_scale,
@@ -157,12 +161,17 @@ def flash_attn_varlen_func(
         }
     )
     check_tensors(cu_seqlens_q=cu_seqlens_q)
-    check_given(out=out, s_aux=s_aux, dynamic_causal=dynamic_causal)
+    check_given(out=out, s_aux=s_aux, dynamic_causal=dynamic_causal, alibi_slopes=alibi_slopes)
     _check_lengths(cu_seqlens_k, seqused_k, block_table)
     window = (-1, -1) if window_size is None else window_size
     if dynamic_causal is not None:
         with _ATTEND():
             check_axes("dynamic_causal", dynamic_causal, "batch_size")
+    if alibi_slopes is not None and not causal and window[1] != 0:
+        raise NotImplementedError(
+            f"alibi_slopes: needs causal=True, or 0 as window_size[1], got causal={causal} and "
+            f"{tuple(window)}; cumla's biases of later keys have the other sign"
+        )
     is_scaled = getattr(k, "itemsize", 0) == 1  # keys of 16 bits have no scales
     return attend_to_rows(
         _ATTEND,
@@ -177,6 +186,7 @@ def flash_attn_varlen_func(
         sinks=None if s_aux is None else s_aux.float(),
         out=out,
         flags=dynamic_causal,
+        bias=None if alibi_slopes is None else AttentionBias(alibi_slopes.float()),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +28,7 @@ from cumla.jax.fallback import callback
 from cumla.jax.handler import register, unknown_layout
 from cumla.jax.spec import Buffer, Spec
 from cumla.launch.device import require_hopper
-from cumla.mha.mask import FIELDS as MASK_FIELDS
+from cumla.mha.bias import AttentionBias
 from cumla.mha.mask import AttentionMask
 from cumla.prefix_groups import PrefixGroups
 from cumla.reference import QuantizedRows, TopKResult
@@ -60,7 +61,8 @@ TARGET = "cumla"
 
 register(TARGET, "cpu", on_cpu)
 register(TARGET, "CUDA", on_gpu)
-jax.tree_util.register_dataclass(AttentionMask, list(MASK_FIELDS), [])
+for _kind in (AttentionMask, AttentionBias):
+    jax.tree_util.register_dataclass(_kind, [field.name for field in fields(_kind)], [])
 with suppress(ImportError):  # a JAX without jax.export, or without what that needs
     from jax import export
 

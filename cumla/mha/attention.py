@@ -89,6 +89,7 @@ from cumla.mha.arguments import (
     checked_scales,
     swapped,
 )
+from cumla.mha.bias import AttentionBias, check_beside, checked_bias, checked_form
 from cumla.mha.mask import AttentionMask
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ ATTENTION = Spec(
         flag("causal", True),
         Option("window", None, checked_window, "int[]?"),
         record("mask", AttentionMask),
+        record("bias", AttentionBias),
         optional("groups", in_parts("groups", "prefix lengths")),
         Option("softcap", None, checked_softcap, "float?"),
         optional("sinks"),
@@ -174,6 +176,7 @@ def attention(
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
     mask: AttentionMask | None = None,
+    bias: AttentionBias | None = None,
     groups: PrefixGroups | None = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -191,7 +194,7 @@ def attention(
     Query head ``h`` uses kv head ``h // (num_heads // num_kv_heads)``. With the sums over the keys
     that a query sees, and c being `softcap`::
 
-        score = softmax_scale * q.k             or, with softcap, c * tanh(softmax_scale * q.k / c)
+        score = softmax_scale * q.k + bias      or, with softcap, c * tanh(softmax_scale * q.k / c)
         lse   = log(sum(exp(score)))            or, with sinks, log(exp(sink) + sum(exp(score)))
         out   = sum(exp(score - lse) * v)
 
@@ -237,11 +240,14 @@ def attention(
         What each query sees, as arrays that kernels read: image spans, chunks, blocks, requests
         that are causal or not, trees of drafts. In place of a window, which the mask's builders
         take. Where the mask has `end`, `causal` has no effect.
+    bias : AttentionBias, optional
+        A number for each score, by the distance of the key: ALiBi, or a table. Beside no mask and
+        no softcap, with at most 256 columns of k and v.
     groups : PrefixGroups, optional
         Neighbouring requests whose pages begin alike, as :func:`cumla.find_prefix_groups` finds
         them: the pages of a prefix are read once for all requests of a group. For keys in pages
-        with a contiguous block_table, without window, mask or batch_invariant. Results differ from
-        those without groups by rounding alone.
+        with a contiguous block_table, without window, mask, bias or batch_invariant. Results differ
+        from those without groups by rounding alone.
     softcap : float, optional
         Bound of the scores, above 0.
     sinks : array, optional
@@ -302,6 +308,7 @@ def attention(
     state: AttentionState = _ATTENTION.call(
         *(q, k, v, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, causal, window, mask),
         *(
+            bias,
             groups,
             softcap,
             sinks,
@@ -350,10 +357,13 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         if not mask.is_empty:
             _check_no_window(options.window)
             window = -1, -1
+        bias = checked_bias(given, prod(q.shape[:-2]), q.shape[-2], _told_batch(q, pages))
+        if bias.form:
+            check_beside(not mask.is_empty, options.softcap, max(q.shape[-1], v.shape[3]))
         k_scale, v_scale = factors
         return MHAArguments(
             *(q, k, v, pages, sinks, scale, cap, window, options.causal, options.kv_layout),
-            *(k_scale, v_scale, mask),
+            *(k_scale, v_scale, mask, bias),
         )
 
     def value_dim(self, arguments: MHAArguments) -> int:
@@ -397,14 +407,16 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
         a = arguments
         options: dict[str, Any] = {"causal": a.causal, "window": a.window}
-        of_mask: dict[str, Any] = {}
+        records: dict[str, dict[str, Any]] = {}
         for name, value in host.items():
             of, _, field = name.partition(".")
             if name in GROUPS:  # which change nothing but time
                 continue
-            (of_mask if of == "mask" else options)[field or name] = value
-        if of_mask:
-            options |= {"mask": AttentionMask(**of_mask), "window": None}
+            (records.setdefault(of, {}) if field else options)[field or name] = value
+        if "mask" in records:
+            options |= {"mask": AttentionMask(**records["mask"]), "window": None}
+        if "bias" in records:
+            options["bias"] = AttentionBias(**records["bias"])
         options |= {"softcap": a.softcap or None, "softmax_scale": a.softmax_scale}
         if a.k.dtype in E4M3:
             options.setdefault("k_scale", a.k_scale.number)
@@ -429,6 +441,7 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         if has_whole_groups(given):
             check_prefix_options(options.window, not attend.mask.is_empty, options.batch_invariant)
             check_prefix_arrays(attend.q, attend.pages, None)
+            _check_no_bias(attend.bias.form)
             _check_scales_of_groups(attend)
         return found
 
@@ -440,7 +453,8 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         masked = not attend.mask.is_empty
         causal, left = attend.causal, attend.window[0]
         columns = 0 if lengths[-1] is None or attend.pages is None else attend.pages.shape[1]
-        return _key(batch, shape, causal, left, device, sm_count, cuts, masked, columns)
+        last = columns, attend.bias.form
+        return _key(batch, shape, causal, left, device, sm_count, cuts, masked, *last)
 
 
 def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
@@ -490,12 +504,13 @@ def _key(
     cuts: tuple[bool, int, int],
     masked: bool = False,
     max_pages: int = 0,
+    bias: str = "",
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     *sizes, q_len = shape
     causal = causal and not masked  # of which the arrays tell
     of_gpu: tuple[Any, ...] = (device, sm_count, window_left)
-    modes: tuple[Any, ...] = (causal, q_len, *of_gpu, *cuts, masked, "batch", max_pages)
+    modes: tuple[Any, ...] = (causal, q_len, *of_gpu, *cuts, masked, "batch", max_pages, bias)
     key = MHAKey(batch, *sizes, *modes)
     rows = key.total_tokens * (2 * key.num_heads if max_pages else key.heads_per_group)
     if rows > _MOST_ROWS:
@@ -592,17 +607,20 @@ def _checked_factors(
 ) -> list[Scale]:
     q = given["q"]
     assert q is not None
-    batch = None
-    if len(q.shape) == 4:
-        batch = q.shape[0]
-    elif pages is not None and len(pages.shape) == 2:
-        batch = pages.shape[0]
+    batch = _told_batch(q, pages)
     return [
         checked_scales(
             name, given.get(name), number, cache, batch, "with block_table or q of four axes"
         )
         for name, number, cache in zip(_FACTORS, numbers, caches, strict=True)
     ]
+
+
+def _told_batch(q: ArrayView, pages: ArrayView | None) -> int | None:
+    """Count the requests, if kernels know the number of a row's request."""
+    if len(q.shape) == 4:
+        return q.shape[0]
+    return pages.shape[0] if pages is not None and len(pages.shape) == 2 else None
 
 
 def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | None:
@@ -718,6 +736,9 @@ class AttentionPlan(TableOrList[MHAKey]):
     mask_form : str, optional
         ``"rows"`` for runs with a mask that has no `tree`, ``"tree"`` for those with one; None for
         runs without a mask.
+    bias_form : str, optional
+        ``"linear"`` for runs with a bias of `slopes`, ``"table"`` for those with a `table`; None
+        for runs without a bias.
     prefix_groups : bool
         Let updates take `groups`, requests that share prefixes. It needs `max_pages`.
     max_pages : int, optional
@@ -761,6 +782,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
         mask_form: str | None = None,
+        bias_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         prefix_groups: bool = False,
@@ -773,6 +795,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         self._causal = checked_flag("causal", causal)
         self._window = checked_window("window", window)
         self._mask_form = _checked_form_of_mask(mask_form, self._window)
+        bias = checked_form(bias_form)
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         dtypes = dtype, cache_dtype
         shape = checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
@@ -783,10 +806,16 @@ class AttentionPlan(TableOrList[MHAKey]):
         columns = checked_max_pages(prefix_groups, max_pages, batch, page_size)
         if columns:
             check_prefix_options(self._window, masked, cuts[0])
+            _check_no_bias(bias)
+        if bias:
+            check_beside(
+                masked, None, max(head_dim, head_dim if head_dim_v is None else head_dim_v)
+            )
+        last = columns, bias
 
         def key_on(on: int | None) -> MHAKey:
             sm_count = sm_count_of(on)
-            return _key(batch, shape, self._causal, left, on, sm_count, cuts, masked, columns)
+            return _key(batch, shape, self._causal, left, on, sm_count, cuts, masked, *last)
 
         self._make(key_on, device, workspace, like, stream)
         names = ["kv_lens" if page_size else "kv_indptr=..."]
@@ -805,6 +834,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
         mask_form: str | None = None,
+        bias_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         prefix_groups: bool = False,
@@ -822,7 +852,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         if qo_indptr is not None:
             arrays["qo_indptr"] = qo_indptr
         options: dict[str, Any] = {"causal": causal, "window": window, "kv_layout": layout}
-        options |= {"mask_form": mask_form, "batch_invariant": batch_invariant}
+        options |= {"mask_form": mask_form, "bias_form": bias_form}
+        options |= {"batch_invariant": batch_invariant}
         options |= {"max_kv_len": max_kv_len, "workspace": workspace}
         options |= {"prefix_groups": prefix_groups, "max_pages": max_pages}
         return cls._from(arrays, stream, **options)
@@ -879,7 +910,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         key = _key(batch, shape, False, -1, 0, sm_count, cuts)
         forms: list[dict[str, Any]] = [{}, {"page_size": 1}, {"window_left": 0}]
         if max(key.head_dim, key.head_dim_v) <= MOST_E4M3_COLUMNS:
-            forms.append({"cache_dtype": _E4M3})
+            forms += [{"cache_dtype": _E4M3}, {"bias": "linear"}]
         columns = checked_max_pages(prefix_groups, max_pages, batch, 64)
         if columns:
             forms = [form | {"max_pages": columns, "causal": True} for form in forms]
@@ -952,6 +983,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         block_table: Any = None,
         kv_indices: Any = None,
         mask: AttentionMask | None = None,
+        bias: AttentionBias | None = None,
         softcap: float | None = None,
         sinks: Any = None,
         softmax_scale: float | None = None,
@@ -967,17 +999,17 @@ class AttentionPlan(TableOrList[MHAKey]):
 
         Parameters
         ----------
-        q, k, v, block_table, kv_indices, mask, softcap, sinks, softmax_scale, k_scale, v_scale, \
-kv_layout, out, lse, stream
+        q, k, v, block_table, kv_indices, mask, bias, softcap, sinks, softmax_scale, k_scale, \
+v_scale, kv_layout, out, lse, stream
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
             for, and neither for rows without pages. A mask if the plan has a `mask_form`, and of
-            that form.
+            that form; a bias likewise.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, k, v, block_table, kv_indices, mask, softcap, sinks, softmax_scale, k_scale),
-            *(v_scale, kv_layout, out, lse, stream),
+            *(q, k, v, block_table, kv_indices, mask, bias, softcap, sinks, softmax_scale),
+            *(k_scale, v_scale, kv_layout, out, lse, stream),
         )
         return state
 
@@ -1016,6 +1048,21 @@ kv_layout, out, lse, stream
                 f"got {words[arguments.mask.form]}; make a plan for each form of masks"
             )
         check_mask_batch(arguments.mask, self.key.batch)
+        if arguments.bias.form != self.key.bias:
+            told = {"": "no bias", "linear": "a bias of slopes", "table": "a bias by a table"}
+            raise ValueError(
+                f"{arg('bias')}: needs {told[self.key.bias]} for a plan of bias_form "
+                f"{self.key.bias or None!r}, got {told[arguments.bias.form]}; make a plan for each "
+                f"form of biases"
+            )
+
+
+def _check_no_bias(form: str) -> None:
+    """Refuse a bias beside groups: keys of a prefix have other positions there."""
+    if form:
+        raise ValueError(
+            f"{arg('bias')}: needs None beside {arg('groups')}, got one; leave out the groups"
+        )
 
 
 def _check_scales_of_groups(arguments: MHAArguments) -> None:

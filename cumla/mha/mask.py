@@ -504,7 +504,7 @@ class _Call(NamedTuple):
 class _Build(Unplanned[_Call]):
     """Writes what is asked for of start, end and tree."""
 
-    trusted = ("qo_indptr", "kv_lens")
+    trusted = ("qo_indptr", "kv_lens", "mask")
 
     def arguments(self, views: Views, options: _Options) -> _Call:
         given = {name: view for name, view in views.items() if view is not None}
@@ -544,6 +544,8 @@ class _Build(Unplanned[_Call]):
         absent = {"qo_indptr": np.zeros(1, np.int32), "kv_lens": np.zeros(0, np.int32)}
         total = arguments.built.rules.total_tokens
         check_ragged_lengths(absent | dict(host), total, 1, MOST_TOKENS)
+        if "mask" in host:
+            _check_tree(host, arguments.built.rules)
 
     def outputs(self, arguments: _Call) -> tuple[Output, ...]:
         rules = arguments.built.rules
@@ -644,6 +646,43 @@ def _form_of_tree(tree: ArrayView, full: bool) -> str:
             f"mask of all keys"
         )
     return "bits"
+
+
+def _check_tree(host: Host, rules: Rules) -> None:
+    """Check mode: raise for drafts that a tree does not show, and hidden keys before drafts."""
+    tree, form = host["mask"], rules.tree_form
+    places = [host.get(name) for name in _PLACES[:2]] + [None]
+    lengths = queries_of(rules.total_tokens, rules.batch, rules.q_len, *places).lengths
+    most = tree.shape[1] if form == "drafts" else WORD * rules.words
+    begin = 0  # of a request, in a mask of all keys
+    for request, (q_len, kv_len) in enumerate(lengths):
+        if q_len > most:
+            raise ValueError(
+                f"{arg('mask')}: needs at most {most} drafts a request, got {q_len} query tokens "
+                f"of request {request}; the others would not be seen"
+            )
+        if not rules.tree_form.endswith("keys"):
+            continue
+        of_bits = form == "bits of keys"
+        size = q_len * kv_len
+        end = begin + (-(-size // 8) if of_bits else size)
+        if end > len(tree):
+            raise ValueError(
+                f"{arg('mask')}: needs {q_len} x {kv_len} elements of request {request}, from "
+                f"{begin} on, got {tree.shape}; what is missing would hide drafts"
+            )
+        own = tree[begin:end]
+        seen = np.unpackbits(own, bitorder="little")[:size] if of_bits else own
+        before = seen.reshape(q_len, kv_len)[:, : max(kv_len - q_len, 0)]
+        hidden = np.argwhere(before == 0)
+        if hidden.size:
+            row, key = hidden[0].tolist()
+            raise ValueError(
+                f"{arg('mask')}: needs true for all keys before the drafts of a request, got false "
+                f"for request {request}, draft {row}, key {key}; it would be seen: pass a window, "
+                f"or arrays of AttentionMask"
+            )
+        begin = end
 
 
 def _as_bytes(tree: ArrayView) -> ArrayView:

@@ -25,7 +25,6 @@ DTYPES = ("float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
 LOGGER = "vllm.cumla"  # vLLM shows what its own loggers, and those below, say
 _FLAGS = (None, True, False)
-NO_ALIBI = "alibi_slopes: cumla's backend has no ALiBi"
 
 
 class Kernels:
@@ -179,7 +178,7 @@ _WITH_MLA = (
     *("pangu_ultra_moe", "bailing_hybrid", "axk1"),
 )
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
-_WITH_ALIBI = ("bloom", "mpt", "step1")
+_WITH_ALIBI_BY_ROOTS = ("step1",)
 # Parts of names in a config.json.
 _UNTRIED = {
     "layers of other sizes than these": ("block_configs", "other_setting", "num_global", "swa_num"),
@@ -340,8 +339,8 @@ def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
 
 
 def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
-    if config.get("alibi", kind in _WITH_ALIBI) or config.get("position_embedding_type") == "alibi":
-        yield NO_ALIBI
+    if kind in _WITH_ALIBI_BY_ROOTS:
+        yield "alibi_sqrt: cumla's backend has no ALiBi by square roots of distances"
     if (
         whole.get("is_encoder_decoder")
         or "bert" in kind

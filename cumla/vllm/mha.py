@@ -19,9 +19,9 @@ from vllm.v1.attention.backend import (
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype, current_capture
+from cumla.mha.bias import MOST_COLUMNS
 from cumla.vllm._models import (
     LOGGER,
-    NO_ALIBI,
     MHAKernels,
     divides_steps,
     dtype_name,
@@ -37,11 +37,15 @@ class Form(NamedTuple):
 
     num_heads: int
     window: int | None
+    has_alibi: bool = False
 
     @property
     def name(self) -> str:
         """Tell the layers of a model from each other."""
-        return "without a window" if self.window is None else f"with a window of {self.window + 1}"
+        window = "without a window"
+        if self.window is not None:
+            window = f"with a window of {self.window + 1}"
+        return f"{window}, with ALiBi" if self.has_alibi else window
 
 
 # Plans by model, kind of cache and form of layers. vLLM divides layers of one form into groups;
@@ -108,6 +112,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             form: _plans_of(form, kv_cache_spec, vllm_config, device)
             for form in {layers[name].impl.form for name in layer_names}
         }
+        for name in layer_names:
+            layers[name].impl.settle(device)
         self._others: dict[Any, Plans] = {}  # of steps that are not causal, and of those with masks
         impls = Counter(
             (layer.impl.form, layer.impl.num_kv_heads, layer.impl.head_size)
@@ -169,6 +175,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         spans = _spans(common, self.device) if common.mm_req_doc_ranges else None
         if flags is None and spans is None:
             return
+        if any(form.has_alibi for form in self._plans):
+            raise NotImplementedError(
+                "alibi_slopes: cumla's backend has no ALiBi in steps with images, or where some "
+                "requests are causal and others are not; leave out --attention-backend CUSTOM"
+            )
         metadata.causal = flags
         metadata.mm_prefix_range_tensor = spans
         metadata.masks, metadata.masked = {}, {}
@@ -247,6 +258,9 @@ def _plans_of(
         "rows": {"mask_form": "rows"},
     }
 
+    if form.has_alibi:
+        windows[sees]["bias_form"] = "linear"
+
     def make() -> Plans:
         return Plans(
             device,
@@ -285,8 +299,11 @@ class Impl(AttentionImpl[Metadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if alibi_slopes is not None:
-            raise NotImplementedError(f"{NO_ALIBI}; leave out --attention-backend CUSTOM")
+        if alibi_slopes is not None and (logits_soft_cap or head_size > MOST_COLUMNS):
+            raise NotImplementedError(
+                f"alibi_slopes: needs heads of at most {MOST_COLUMNS} columns and no soft cap, got "
+                f"{head_size} and {logits_soft_cap}; leave out --attention-backend CUSTOM"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
@@ -296,8 +313,17 @@ class Impl(AttentionImpl[Metadata]):
         self.sinks = sinks
         self._sinks: torch.Tensor | None = None
         self._softcap = logits_soft_cap or None
+        self._slopes = alibi_slopes
+        self._bias: cumla.AttentionBias | None = None  # of the slopes, on the device
         # W tokens are a window of W - 1 to the left, and one's own.
-        self.form = Form(num_heads, None if sliding_window is None else sliding_window - 1)
+        window = None if sliding_window is None else sliding_window - 1
+        self.form = Form(num_heads, window, alibi_slopes is not None)
+
+    def settle(self, device: torch.device) -> None:
+        """Bring the slopes to the device, before any step."""
+        if self._slopes is not None and self._bias is None:
+            slopes = torch.tensor(self._slopes, dtype=torch.float32, device=device)
+            self._bias = cumla.AttentionBias(slopes)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks as they were loaded, in float32; again after each loading.
@@ -344,6 +370,7 @@ class Impl(AttentionImpl[Metadata]):
             *_pages(kv_cache),
             block_table=attn_metadata.block_table,
             mask=mask,
+            bias=self._bias,
             softcap=self._softcap,
             sinks=self._sinks,
             softmax_scale=self.scale,

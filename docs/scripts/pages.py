@@ -35,7 +35,7 @@ GROUPS = (
         ("mla_decode", "MLADecodePlan", "mla_attention", "MLAAttentionPlan"),
     ),
     Group("MHA, GQA and MQA", "guide/attention.md", ("attention", "AttentionPlan")),
-    Group("Masks of attention", "guide/masks.md", ("AttentionMask",)),
+    Group("Masks and biases of attention", "guide/masks.md", ("AttentionMask", "AttentionBias")),
     Group("Shared prefixes", "guide/shared-prefixes.md", ("find_prefix_groups", "PrefixGroups")),
     Group(
         "Sparse MLA",

@@ -37,6 +37,7 @@ def naive(
     sinks: Any = None,
     chunk: int = 0,
     mask: Any = None,
+    slopes: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of one request: q (n, h, d), k and v (t, kvh, d); lse is (h, n)."""
     n, heads, columns = q.shape
@@ -47,6 +48,8 @@ def naive(
     left, right = window
     p, j = (torch.arange(count, device=q.device) for count in (n, len(k)))
     p = p[:, None] + len(k) - n
+    if slopes is not None:  # ALiBi
+        scores = scores - slopes.float()[:, None, None] * (p - j).abs()
     hidden = torch.zeros(n, len(k), dtype=torch.bool, device=q.device)
     if causal:
         right = 0

@@ -466,6 +466,35 @@ def test_rotation_before_attention(form: str, rope: dict[str, float]) -> None:
     check(found, expected)
 
 
+@pytest.mark.parametrize("num_heads", [8, 12])
+def test_alibi(num_heads: int) -> None:
+    """Slopes follow from the number of heads, as in the paper."""
+    most = 8
+    slopes = [2.0 ** -(8 / most * (i + 1)) for i in range(most)]
+    slopes += [2.0 ** -(4 / most * i) for i in (1, 3, 5, 7)]
+    options = {"slopes": torch.tensor(slopes[:num_heads])}
+    batch = make_batch((1, 1, 1), (70, 3, 33), heads=(num_heads, 4))
+    found = planned_decode(batch, pos_encoding_mode="ALIBI").run(batch.q, batch.cache)
+    torch.testing.assert_close(found.float(), batch.expected(**options)[0], **CLOSE)
+    batch = make_batch((5, 1, 20), (70, 3, 33), heads=(num_heads, 4))
+    wrapper = planned_prefill(batch, pos_encoding_mode="ALIBI", causal=True)
+    found = wrapper.run(batch.q, batch.cache)
+    expected = batch.expected(causal=True, **options)[0]
+    torch.testing.assert_close(found.float(), expected, **CLOSE)
+    with pytest.raises(ValueError, match=r"^return_lse: needs False with pos_encoding_mode"):
+        wrapper.run(batch.q, batch.cache, return_lse=True)
+    q, (k, v) = batch.q[:5], batch.rows(0)
+    found = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, pos_encoding_mode="ALIBI")
+    torch.testing.assert_close(found.float(), expected[:5], **CLOSE)
+    wrapper.plan(
+        *(batch.qo_indptr, *batch.pages, num_heads, 4, 64, 16),
+        causal=True,
+        q_data_type=batch.q.dtype,
+    )
+    expected = batch.expected(causal=True)[0]
+    torch.testing.assert_close(wrapper.run(batch.q, batch.cache).float(), expected, **CLOSE)
+
+
 def test_rotations_that_cannot_be() -> None:
     options: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA", "q_data_type": torch.float16}
     lists = int32(0, 1), int32(0, 1), int32(0), int32(1)
@@ -1119,8 +1148,12 @@ ONES = torch.ones(2)
     ("changes", "message"),
     [
         (
-            {"pos_encoding_mode": "ALIBI"},
-            "pos_encoding_mode: needs 'NONE' or .*'ALIBI'; .*flashin",
+            {"pos_encoding_mode": "ALiBi"},
+            "pos_encoding_mode: needs 'NONE', 'ROPE_LLAMA' or 'ALIBI', got 'ALiBi'",
+        ),
+        (
+            {"pos_encoding_mode": "ALIBI", "logits_soft_cap": 3.0},
+            "logits_soft_cap: needs None or 0 with pos_encoding_mode 'ALIBI', got 3.0",
         ),
         ({"prefix_len_ptr": ONES}, "prefix_len_ptr: belongs to the scoring of several items"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len: belongs to the scoring"),
@@ -1183,7 +1216,7 @@ def test_arguments_of_a_plan(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: needs 'NONE'"),
+        ({"pos_encoding_mode": "alibi"}, "pos_encoding_mode: needs 'NONE'"),
         ({"window_right": 3}, "window_right: belongs to kernels"),
         ({"use_token_head_sf": True}, "use_token_head_sf: belongs to kernels"),
         ({"is_causal": True}, "is_causal: needs what q_len_per_req 1 says, got True"),
@@ -1324,9 +1357,9 @@ def test_one_request_that_does_not_fit() -> None:
         ),
         (
             lambda: flashinfer.single_prefill_with_kv_cache(
-                q[None], k, k, pos_encoding_mode="ALIBI"
+                q[None], k, k, pos_encoding_mode="ALIBI", return_lse=True
             ),
-            "pos_encoding_mode: needs 'NONE'",
+            "return_lse: needs False with pos_encoding_mode 'ALIBI', got True",
         ),
     ):
         with pytest.raises(ValueError, match=f"^({message})"):

@@ -54,9 +54,11 @@ class Batch(NamedTuple):
         k, v = (cache[pages].flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache))
         return k, v
 
-    def expected(self, **options: Any) -> list[Any]:
+    def expected(self, slopes: Any = None, **options: Any) -> list[Any]:
+        each = [slopes] * len(self.q_lens) if slopes is None or slopes.ndim == 1 else slopes
         states = [
-            naive(q, *self.rows(r), **options) for r, q in enumerate(split(self.q, self.q_lens))
+            naive(q, *self.rows(r), slopes=each[r], **options)
+            for r, q in enumerate(split(self.q, self.q_lens))
         ]
         return [torch.cat([state[i] for state in states], dim=i) for i in range(2)]
 
@@ -124,6 +126,34 @@ def test_sinks(window: Any, dtype: Any) -> None:
         **batch.arguments, causal=True, window_size=window, s_aux=sinks, return_softmax_lse=True
     )
     check(found, batch.expected(causal=True, window=window or (-1, -1), sinks=sinks))
+
+
+@pytest.mark.parametrize("by_request", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, (30, 0)), (False, (-1, 0))])
+def test_alibi(causal: bool, window: Any, by_request: bool) -> None:
+    """Scores are lower the further away a key is."""
+    batch = make_batch()
+    slopes = torch.rand(*([len(batch.q_lens)] if by_request else []), 8)
+    options = {"causal": causal, "window_size": window, "alibi_slopes": slopes}
+    found = flash_attn_varlen_func(**batch.arguments, **options, return_softmax_lse=True)
+    check(found, batch.expected(causal=True, window=window or (-1, -1), slopes=slopes))
+
+
+def test_alibi_that_cannot_be() -> None:
+    batch, slopes = make_batch(), torch.rand(8)
+    for options, message in (
+        (
+            {"alibi_slopes": slopes, "softcap": 3.0},
+            "softcap: needs None beside alibi_slopes, got 3",
+        ),
+        ({"alibi_slopes": slopes[:3]}, r"alibi_slopes: needs shape \(num_heads,\) or "),
+        (
+            {"alibi_slopes": slopes, "dynamic_causal": torch.ones(5)},
+            "dynamic_causal: needs None beside alibi_slopes",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            flash_attn_varlen_func(**batch.arguments, causal=True, **options)
 
 
 def test_what_vllm_passes_beside() -> None:
@@ -484,7 +514,7 @@ ONES = torch.ones(2, 2)
     [
         ({"q_v": ROWS}, "q_v: .*cumla.mla_attention"),
         ({"dropout_p": 0.1}, "dropout_p: .*leave it at 0"),
-        ({"alibi_slopes": ONES[0]}, "alibi_slopes: .*leave it out"),
+        ({"alibi_slopes": ONES[0]}, "alibi_slopes: needs causal=True, or 0 as window_size"),
         ({"cp_world_size": 2}, "cp_world_size: .*cumla.merge_attention_states"),
         ({"cp_tot_seqused_k": int32(1, 1)}, "cp_tot_seqused_k: .*merge_attention_states"),
         ({"output_scale": ONES}, "output_scale: .*leave it out"),

@@ -192,6 +192,51 @@ def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         AttentionMask.blocks(4, kv_lens=LENS, qo_indptr=bounds, total_tokens=4)
 
 
+FULL = np.ones(2 * 5 + 2 * 9, bool)
+
+
+@pytest.mark.parametrize(
+    ("mask", "given", "message"),
+    [
+        (
+            FULL[:-1],
+            {"full": True},
+            "mask: needs 2 x 9 elements of request 1, from 10 on, got (2",
+        ),
+        (
+            np.where(np.arange(28) == 19 + 3, False, FULL),
+            {"full": True},
+            "mask: needs true for all keys before ... got false for request 1, draft 1, key 3; it",
+        ),
+        (
+            np.uint8([255, 3, 255, 0b11110111, 3]),
+            {"full": True},
+            "mask: needs true for all keys before ... got false for request 1, draft 1, key 2; it",
+        ),
+        (np.ones((2, 2, 2), bool), {"q_len": 3}, "mask: needs at most 2 drafts a request, got 3 q"),
+        (
+            np.ones(2 * 300 * 9, bool),
+            {"full": True, "qo_indptr": np.int32([0, 300, 300]), "total_tokens": 300},
+            "mask: needs at most 256 drafts a request, got 300 query tokens of request 0; the ot",
+        ),
+    ],
+    ids=range(5),
+)
+def test_trees_in_check_mode(
+    mask: Any, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden keys before the drafts would be seen, and drafts that no bit shows would not."""
+    places = {"kv_lens": LENS, **given}
+    if "qo_indptr" not in places:
+        places.setdefault("q_len", 2)
+    AttentionMask.from_tree(mask, **places)
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    with refused(ValueError, message):
+        AttentionMask.from_tree(mask, **places)
+    for good in (FULL, np.uint8([255, 3, 255, 255, 3])):
+        AttentionMask.from_tree(good, full=True, kv_lens=LENS, q_len=2)
+
+
 def test_given_arrays_come_back() -> None:
     out = AttentionMask(start=ROWS.copy(), end=ROWS.copy(), prefix_len=LENS)
     assert AttentionMask.blocks(4, kv_lens=LENS, q_len=2, out=out) is out

@@ -807,6 +807,25 @@ def test_mha_attends_as_the_eager_call(
     torch.testing.assert_close(out[:last], wanted.out)
 
 
+def test_mha_with_alibi() -> None:
+    slopes = [0.5**i for i in range(HEADS)]
+    mha = MHA(alibi_slopes=slopes)
+    kv_lens, offsets = int32(90, 5, 33), int32(0, 1, 6, 8)
+    step, q = mha.step(kv_lens, offsets, 8), torch.randn(8, HEADS, 64).bfloat16()
+    for name, window in (("full", None), ("window", 7)):
+        wanted = cumla.attention(
+            q,
+            *mha.pages(),
+            kv_lens=kv_lens,
+            qo_indptr=offsets,
+            block_table=step.block_table,
+            window=window,
+            bias=cumla.AttentionBias(torch.tensor(slopes)),
+            softmax_scale=SCALE,
+        )
+        torch.testing.assert_close(mha.attend(name, step, q), wanted.out)
+
+
 def test_mha_reads_and_writes_fp8_caches_with_their_scales() -> None:
     outs = []
     for dtype in (torch.bfloat16, torch.uint8):
@@ -955,8 +974,12 @@ def test_a_graph_serves_later_requests_without_order(launched: tuple[Any, list[A
 def test_mha_refuses_what_it_does_not_have() -> None:
     from cumla.vllm.mha import Impl
 
+    for size, cap in ((320, None), (64, 20.0)):
+        with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
+            Impl(HEADS, size, SCALE, 2, [1.0] * HEADS, logits_soft_cap=cap)
+    mha = MHA(alibi_slopes=[1.0] * HEADS)
     with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
-        Impl(HEADS, 64, SCALE, 2, alibi_slopes=[1.0] * HEADS)
+        mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=torch.tensor([True, False]))
     with pytest.raises(NotImplementedError, match=r"^rswa_window: .* got 128; leave out"):
         MHA(model={"rswa_window": 128})
     with pytest.raises(NotImplementedError, match=r"^enable_dbo: .* leave out --enable-dbo"):

@@ -36,6 +36,7 @@ from cumla.core.names import arg
 from cumla.core.paged import refuse_value
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
+from cumla.mha.bias import AttentionBias
 from cumla.mha.mask import AttentionMask
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ ATTENTION = Interface(
         "softcap": "logits_soft_cap",
         "window": "window_left",
         "num_heads": "num_qo_heads",
+        "bias": "pos_encoding_mode",
     },
     ValueError,
     refused={
@@ -137,6 +139,7 @@ class _Shape(NamedTuple):
     causal: bool
     window: int | None
     mask_form: str | None
+    bias_form: str | None
     q_len: int | None  # query tokens of each request; None: offsets tell
     batch_invariant: bool
     max_kv_len: int | None  # with batch_invariant: keys of the longest request
@@ -149,15 +152,16 @@ class Options(NamedTuple):
     logits_soft_cap: float | None
     sm_scale: float | None
     rope: Frequencies | None = None  # of the rotation before attention
+    alibi: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Check them among the arguments of a call, and name in one way what is absent."""
         mode = given["pos_encoding_mode"]
-        if mode not in ("NONE", "ROPE_LLAMA"):
+        if mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
             raise ValueError(
-                f"pos_encoding_mode: needs 'NONE' or 'ROPE_LLAMA', got {mode!r}; cumla.attention "
-                f"adds no bias: for ALIBI import the wrapper from flashinfer"
+                f"pos_encoding_mode: needs 'NONE', 'ROPE_LLAMA' or 'ALIBI', got {mode!r}; pass one "
+                f"of them"
             )
         rope = None
         if mode == "ROPE_LLAMA":
@@ -167,10 +171,34 @@ class Options(NamedTuple):
                 factor_of("rope_theta", 1e4 if theta is None else theta, ""),
             )
         cap, scale = given["logits_soft_cap"], given["sm_scale"]
+        if mode == "ALIBI" and cap:
+            raise ValueError(
+                f"logits_soft_cap: needs None or 0 with pos_encoding_mode 'ALIBI', got {cap}; for "
+                f"both import the wrapper from flashinfer"
+            )
         with ATTENTION():
             left = checked_int("window_left", given["window_left"], "pass -1 for none", -(1 << 31))
             scale = None if scale is None else checked_scale(scale, 1.0)
-        return cls(max(left, -1), cap if cap is not None and cap > 0 else None, scale, rope)
+        return cls(
+            max(left, -1),
+            cap if cap is not None and cap > 0 else None,
+            scale,
+            rope,
+            mode == "ALIBI",
+        )
+
+    @property
+    def bias_form(self) -> str | None:
+        """The form of a plan's biases."""
+        return "linear" if self.alibi else None
+
+    def check_lse(self, return_lse: Any) -> None:
+        """Refuse sums that FlashInfer would make of distances from another key."""
+        if self.alibi and return_lse:
+            raise ValueError(
+                "return_lse: needs False with pos_encoding_mode 'ALIBI', got True; cumla counts "
+                "distances from the query's own key: call cumla.attention with a bias"
+            )
 
     def check_rotation(self, head_dim: int, cache_dtype: str) -> None:
         """Check that what is rotated can be."""
@@ -218,6 +246,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         self._mask: AttentionMask | None = None  # of the last plan; in graphs it stays there
         self._keeps_masks = use_cuda_graph and given.get("custom_mask_buf") is not None
         self._options = Options(-1, None, None)
+        self._slopes: Any = None  # of ALiBi, on the device
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -265,9 +294,16 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         mask = self._mask_of(given, arrays, options.window_left)
         splits = max_kv_len is not None, max_kv_len
         left = options.window_left
-        shape = _Shape(batch, *numbers, *names, bool(causal), left, None, q_len, *splits)
+        shape = _Shape(
+            batch, *numbers, *names, bool(causal), left, None, options.bias_form, q_len, *splits
+        )
         if mask is not None:
             form = "rows" if mask.tree is None else "tree"
+            if options.alibi:
+                raise ValueError(
+                    "pos_encoding_mode: needs no custom mask beside 'ALIBI', got one; for both "
+                    "import the wrapper from flashinfer"
+                )
             shape = shape._replace(causal=False, window=None, mask_form=form)
         if shape != self._shape or any(type(size) is not int for size in numbers):  # 16.0 equals 16
             self._check_numbers(shape)
@@ -283,8 +319,14 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         self._types, self._options = (query, cache), options
         offsets = arrays.get("qo_indptr")
         self._tokens = int(offsets[-1]) if offsets is not None and not offsets.is_cuda else 0
+        self._keep_slopes(shape.num_heads)
         if self._use_cuda_graph and self._plan is None:
             self._prepare(shape)
+
+    def _keep_slopes(self, num_heads: int) -> None:
+        """Bring slopes to the device, where captured runs find them."""
+        if self._options.alibi and (self._slopes is None or len(self._slopes) != num_heads):
+            self._slopes = alibi_slopes(num_heads).to(self.device)
 
     def _mask_of(
         self, given: Mapping[str, Any], arrays: Mapping[str, Any], window_left: int
@@ -360,13 +402,16 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         if self._use_cuda_graph:
             self._check_said(_said(bool(causal), options))
         if shape.mask_form is None:
-            self._shape = shape._replace(causal=bool(causal), window=options.window_left)
+            self._shape = shape._replace(
+                causal=bool(causal), window=options.window_left, bias_form=options.bias_form
+            )
         elif options.window_left != self._options.window_left:
             raise ValueError(
                 f"window_left: needs that of the plan beside a mask, "
                 f"{self._options.window_left}, got {options.window_left}; plan for it"
             )
         self._options = options
+        self._keep_slopes(shape.num_heads)
         scales = {n: given[n] for n in ("q_scale", "k_scale", "v_scale") if n in given}
         return self.run(*arrays, **scales, return_lse=given["return_lse"])  # type: ignore[attr-defined]
 
@@ -405,6 +450,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             _check_type("q", q, "q_data_type", self._types[0])
             _check_type("k", k, "kv_data_type", self._types[1])
             wants_lse = bool(return_lse or lse is not None)
+            options.check_lse(wants_lse)
             heads_first = is_turned and wants_lse
             if lse is not None:
                 axes = "num_qo_heads, tokens" if heads_first else "tokens, num_qo_heads"
@@ -429,6 +475,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 v,
                 kv_indices=kv_indices,
                 mask=self._mask,
+                bias=AttentionBias(self._slopes) if options.alibi else None,
                 softcap=options.logits_soft_cap,
                 sinks=None if sinks is None else sinks.float(),
                 softmax_scale=scale,
@@ -579,6 +626,10 @@ def attend_once(
         mask = None
         if masks is not None and is_masked(masks):
             mask, window = mask_of(masks, [q.shape[0]], [kv_len], options.window_left), None
+        options.check_lse(return_lse)
+        bias = None
+        if options.alibi:
+            bias = AttentionBias(alibi_slopes(q.shape[1]).to(q.device))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out, _ = attention(
             q[None],
@@ -589,6 +640,7 @@ def attend_once(
             causal=bool(causal),
             window=window,
             mask=mask,
+            bias=bias,
             softcap=options.logits_soft_cap,
             softmax_scale=scale,
             **factors,
@@ -599,6 +651,15 @@ def attend_once(
     if v_factor != 1.0:
         out.mul_(v_factor)
     return (out, lse.mul_(LOG2_E)) if return_lse else out
+
+
+def alibi_slopes(num_heads: int) -> Any:
+    """Return the slopes of ALiBi (arXiv:2108.12409), ``(num_heads,)`` float32 on the CPU."""
+    most = 1 << num_heads.bit_length() - 1  # the greatest power of two
+    slopes = [2.0 ** (-8 * (i + 1) / most) for i in range(most)]
+    slopes += [2.0 ** (-4 * (2 * i + 1) / most) for i in range(num_heads - most)]
+    torch = sys.modules["torch"]
+    return torch.tensor(slopes, dtype=torch.float32)
 
 
 def splits_alike(given: Mapping[str, Any]) -> bool:

@@ -20,8 +20,8 @@ Differences from FlashInfer, of these wrappers and of those for prefill:
 * Queries and outputs are bfloat16 or float16, keys and values the same or float8_e4m3fn. Pages have
   any size, kv heads any number of query heads, and head_dim is a multiple of 8 up to 512, of 16 up
   to 256 for e4m3. Caches of pages of one token may lack the axis of tokens.
-* pos_encoding_mode is "NONE", or "ROPE_LLAMA" for keys of 16 bits: each run rotates a copy of all
-  listed pages, so it is slow.
+* pos_encoding_mode is "NONE"; "ALIBI" without a soft cap, a custom mask or lse; or "ROPE_LLAMA" for
+  keys of 16 bits: each run rotates a copy of all listed pages, so it is slow.
 * fixed_split_size and disable_split_kv give a request the same bits in any batch, whatever the size
   is. The memory of such a plan grows with the longest request, which max_sequence_kv says; with
   lists on the GPU, or use_cuda_graph, that is all pages of indices.

@@ -29,12 +29,15 @@
 //                              3 (64)
 // query_free                   a lane per consumer warp     warps 2 and 3                 query rows may be
 //                              (8)                                                        overwritten
+// mask_full(slot)              with a mask: a lane of warp   all who attend or load,   what a tile's queries see
+//                              0 (1)                         once per tile             is written
 // named, kConsumersBarrier     both consumers (256)         the same                      exchange, sums
 // named, one per consumer      its threads (128)            the same                      zeroed rows of V
 //
 // Shared memory: query 8,192 per 64 columns + stages of as much for keys and for values + exchange of 64 x value
 //                columns x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                512 columns: one stage, exchange 9,216 for combining; 207,616 B
+//                with a mask: + 256 to 1,024 of announcements
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (mha/attention/e4m3.cuh)
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
 //                200 and 104 with 256 columns
@@ -65,7 +68,8 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
   const int lane = threadIdx.x % 32, first = lane * p.box_rows;
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
-    const Segment segment = visible_segment(p, tile, part, place);
+    MaskOf<Params> mask;
+    const Segment segment = visible_segment(p, shared, tile, part, place, mask, true);
 #pragma unroll 1
     for (int i = 0; i < segment.blocks; ++i, ++t) {
       const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
@@ -119,7 +123,8 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16;
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
-    const Segment segment = visible_segment(p, tile, part, place);
+    MaskOf<Params> mask;
+    const Segment segment = visible_segment(p, shared, tile, part, place, mask, warp == 0);
     if (warp >= 2) load_query(p, shared, tile, warp - 2, (place - part.place) & 1);
 #pragma unroll 1
     for (int i = 0; i < segment.blocks; ++i, ++t) {
@@ -157,6 +162,9 @@ __device__ __forceinline__ void attention(const Params& p) {
       mbarrier_init(shared.keys_free(s), Layout::kDivided ? 8 : 4);
       mbarrier_init(shared.values_free(s), Layout::kDivided ? 8 : 4);
     }
+    if constexpr (kHasMask<Params>)
+#pragma unroll
+      for (int slot = 0; slot < Layout::kMaskSlots; ++slot) mbarrier_init(shared.mask_full(slot), 1);
     mbarrier_init(shared.query_full(), 64);
     mbarrier_init(shared.query_free(), 8);
     fence_mbarrier_init();
@@ -186,7 +194,7 @@ __device__ __forceinline__ void attention(const Params& p) {
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3, Params> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
-      const Segment segment = visible_segment(p, tile, part, place);
+      const Segment segment = visible_segment(p, shared, tile, part, place, consumer.mask);
       consumer.compute(segment, t, (place - part.place) & 1);
       consumer.finish(segment, place < last_place);
       t += segment.blocks;

@@ -9,6 +9,7 @@
 // Barriers: none. Warps are independent; shuffles are the only exchange.
 //
 // Registers: query and output 32, four keys or values in flight 64. Shared memory: none.
+#include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention/mask.cuh"
 #include "split/output.cuh"
@@ -105,6 +106,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Params& a
   const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[from.head]);
   float maximum = -kInfinity, sum = 0.0f;
   RowKeys<Params> keys(all_params, tile, segment, row);
+  RowBias<Params> bias;
+  if constexpr (kHasBias<Params>) bias.begin(all_params, tile, segment.tokens, row);
 #pragma unroll 1
   for (int first = keys.seen.first; first < keys.seen.end; first += kAtOnce) {
     keys.move_to(first);
@@ -122,6 +125,8 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Params& a
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       weight[i] = keys.has(first + i, i) ? score_of(p, query, loaded[i]) : -kInfinity;
+      if constexpr (kHasBias<Params>)
+        if (keys.has(first + i, i)) weight[i] += bias.plus(bias.from(first + i), 0);
       highest = fmaxf(highest, weight[i]);
     }
     const float factor = maximum == -kInfinity ? 0.0f : exp2_approx(maximum - highest);

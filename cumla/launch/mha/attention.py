@@ -13,33 +13,54 @@ COLUMNS = 64  # of a tile
 MOST_E4M3_COLUMNS = 256
 TILES = ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
-_MASKED = (False, True)  # whether arrays say which keys a query sees
+# What a kernel takes beside keys and values, and its parameter struct; "masked": arrays that say
+# which keys a query sees; the others are forms of a bias.
+VARIANTS = {
+    "": "AttentionParams",
+    "masked": "MaskedParams",
+    "linear": "LinearParams",
+    "table": "TableParams",
+}
+BIASED_TILES = ((1, 1), (2, 2), (4, 4))  # with a bias narrower keys or values are padded
+
+
+def tiles_of(variant: str) -> tuple[tuple[int, int], ...]:
+    """List the widths that kernels with this variant have, the narrowest first."""
+    return TILES if variant in ("", "masked") else BIASED_TILES
+
+
+def named(stem: str, variant: str) -> str | None:
+    """Name the entry points of a variant."""
+    return f"{stem}_{variant}" if variant else None
+
+
 E4M3 = "float8_e4m3fn"
 
 
-def _spec(dtype: str, tiles: tuple[int, int], form: str, masked: bool) -> KernelSpec:
+def _spec(dtype: str, tiles: tuple[int, int], form: str, variant: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     layout = f"SharedLayout<{tiles[0]}, {tiles[1]}, {in_cuda(form == 'e4m3')}>"
     return KernelSpec.of(
-        *("mha", "attention", "MaskedParams" if masked else "AttentionParams"),
+        *("mha", "attention", VARIANTS[variant]),
         *(dtype, *tiles, _FORMS[form]),
-        name="attention_masked" if masked else None,
+        name=named("attention", variant),
         tags=[dtype, *names, *([form] if form != "boxes" else [])],
         threads=constant(_FILE, f"(2 + {layout}::kLoaders) * kWarpgroup"),
-        smem_bytes=constant(_FILE, f"{layout}::kBytes"),
+        smem_bytes=constant(
+            _FILE, f"{layout}::{'kMaskedBytes' if variant == 'masked' else 'kBytes'}"
+        ),
     )
 
 
 _SPECS = {
     names: _spec(*names)
-    for names in product(HALVES, TILES, _FORMS, _MASKED)
-    if names[2] != "e4m3" or max(names[1]) * COLUMNS <= MOST_E4M3_COLUMNS
+    for names in product(HALVES, TILES, _FORMS, VARIANTS)
+    if names[1] in tiles_of(names[3])
+    and (names[2] != "e4m3" or max(names[1]) * COLUMNS <= MOST_E4M3_COLUMNS)
 }
 SPECS = tuple(_SPECS.values())
 
 
-def tiles_spec(
-    dtype: str, tiles: tuple[int, int], form: str, *, masked: bool = False
-) -> KernelSpec:
+def tiles_spec(dtype: str, tiles: tuple[int, int], form: str, variant: str = "") -> KernelSpec:
     """Look up the kernel of these tiles of 64 columns; `form` is "boxes", "rows" or "e4m3"."""
-    return _SPECS[dtype, tiles, form, masked]
+    return _SPECS[dtype, tiles, form, variant]

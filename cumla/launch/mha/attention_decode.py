@@ -6,10 +6,12 @@ from __future__ import annotations
 from itertools import product
 
 from cumla.launch.layouts import constant
+from cumla.launch.mha.attention import VARIANTS, named, tiles_of
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _FILE = "mha/attention_decode"
+_VARIANTS = ("", "linear")
 _WARPS = constant(_FILE, "kDecodeWarps")
 CHUNK_TOKENS = constant(_FILE, "kChunk")  # of a warp at once
 
@@ -29,14 +31,15 @@ def _fits(tiles: tuple[int, int], rows: int, e4m3: bool) -> bool:
     return tiles == (1, 1) or (tiles, rows) == ((2, 2), 8)
 
 
-def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSpec:
+def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool, variant: str) -> KernelSpec:
     columns = [str(64 * count) for count in tiles]
     form = ["e4m3"] if e4m3 else []
     layout = f"DecodeLayout<{', '.join(columns)}, {rows}, {in_cuda(e4m3)}>"
     end = f"{layout}{{}}.undone({layout}::kQuerySlots, 0)"
     return KernelSpec.of(
-        *("mha", "attention_decode", "AttentionParams"),
+        *("mha", "attention_decode", VARIANTS[variant]),
         *(dtype, *columns, rows, e4m3),
+        name=named("attention_decode", variant),
         tags=[dtype, *columns, *form, str(rows)],
         threads=32 * _WARPS,
         smem_bytes=constant(_FILE, end),
@@ -44,17 +47,19 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSp
 
 
 _SPECS = {
-    key: _spec(*key) for key in product(HALVES, _TILES, (8, 16), (False, True)) if _fits(*key[1:])
+    key: _spec(*key)
+    for key in product(HALVES, _TILES, (8, 16), (False, True), _VARIANTS)
+    if _fits(*key[1:4]) and key[1] in tiles_of(key[4])
 }
 SPECS = tuple(_SPECS.values())
 
 
 def decode_spec(
-    dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool
+    dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool, variant: str = ""
 ) -> tuple[int, KernelSpec] | None:
     """Find the kernel of so many query rows of a kv head, and how many it has; None if too many."""
     for most in (8, 16):
-        spec = _SPECS.get((dtype, tiles, most, e4m3))
+        spec = _SPECS.get((dtype, tiles, most, e4m3, variant))
         if spec and rows <= most:
             return most, spec
     return None

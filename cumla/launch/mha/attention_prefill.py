@@ -6,9 +6,11 @@ from __future__ import annotations
 from itertools import product
 
 from cumla.launch.layouts import constant
+from cumla.launch.mha.attention import VARIANTS, named, tiles_of
 from cumla.launch.source import HALVES, KernelSpec
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
+_VARIANTS = ("", "masked", "linear")
 
 
 def block_tokens(tiles: tuple[int, int]) -> int:
@@ -26,14 +28,14 @@ def tile_rows(tiles: tuple[int, int], form: str) -> int:
     return 64 * _consumers(tiles, form == "rows")
 
 
-def _spec(dtype: str, tiles: tuple[int, int], rows: bool, masked: bool) -> KernelSpec:
+def _spec(dtype: str, tiles: tuple[int, int], rows: bool, variant: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     block, consumers = block_tokens(tiles), _consumers(tiles, rows)
     layout = f"PrefillLayout<{tiles[0]}, {tiles[1]}, {block}, {consumers}>"
     return KernelSpec.of(
-        *("mha", "attention_prefill", "MaskedParams" if masked else "AttentionParams"),
+        *("mha", "attention_prefill", VARIANTS[variant]),
         *(dtype, *tiles, block, consumers, rows),
-        name="attention_prefill_masked" if masked else None,
+        name=named("attention_prefill", variant),
         tags=[dtype, *names, *(["rows"] if rows else [])],
         threads=128 * (1 + consumers),
         smem_bytes=constant("mha/attention_prefill", f"{layout}::kBytes"),
@@ -41,15 +43,16 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool, masked: bool) -> Kerne
 
 
 _SPECS = {
-    (dtype, tiles, rows, masked): _spec(dtype, tiles, rows, masked)
-    for dtype, tiles, rows, masked in product(HALVES, _TILES, (False, True), (False, True))
-    if not (rows and (masked or tiles == (4, 4)))  # has too few registers
+    (dtype, tiles, rows, variant): _spec(dtype, tiles, rows, variant)
+    for dtype, tiles, rows, variant in product(HALVES, _TILES, (False, True), _VARIANTS)
+    if not (rows and (variant or tiles == (4, 4)))  # has too few registers
+    and tiles in tiles_of(variant)
 }
 SPECS = tuple(_SPECS.values())
 
 
 def prefill_spec(
-    dtype: str, tiles: tuple[int, int], rows: bool, *, masked: bool = False
+    dtype: str, tiles: tuple[int, int], rows: bool, variant: str = ""
 ) -> KernelSpec | None:
     """Look up the kernel of these tiles of 64 columns; `rows`: of pages that are copied by rows."""
-    return _SPECS.get((dtype, tiles, rows, masked))
+    return _SPECS.get((dtype, tiles, rows, variant))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cumla.launch.mha.attention import tiles_spec
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec, tile_rows
-from cumla.launch.mha.attention_simt import MASKED_SPEC as MASKED_SIMT_SPEC
-from cumla.launch.mha.attention_simt import SPEC as SIMT_SPEC
+from cumla.launch.mha.attention_simt import BY_VARIANT as SIMT_SPECS
 from cumla.launch.mha.shape import E4M3
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_TILE
 
@@ -75,14 +74,14 @@ class Choice(NamedTuple):
     @property
     def takes_single_rows(self) -> bool:
         """Whether each warp of attention_simt takes a row, without tensor cores."""
-        return self.spec.stem == SIMT_SPEC.stem
+        return self.spec.stem == SIMT_SPECS[""].stem
 
 
 def choose(key: MHAShape) -> Choice:
     """Choose by dtype, query rows and pages."""
     boxes = gcd(key.page_size, BLOCK_TOKENS)
     if key.dtype == "float32":
-        return Choice(MASKED_SIMT_SPEC if key.masked else SIMT_SPEC, box_rows=boxes)
+        return Choice(SIMT_SPECS[key.variant], box_rows=boxes)
     if key.role == "prefixes":  # few rows of rests beside many of prefixes, all of them split
         return Choice(_tiles(key), box_rows=boxes)
     rows = key.total_tokens * key.heads_per_group
@@ -102,14 +101,14 @@ def choose(key: MHAShape) -> Choice:
 def _tiles(key: MHAShape) -> KernelSpec:
     """Look up the kernel that serves all shapes of 16-bit queries."""
     form = "e4m3" if key.cache_dtype == E4M3 else "rows" if key.form == "rows" else "boxes"
-    return tiles_spec(key.dtype, key.kernel_tiles, form, masked=key.masked)
+    return tiles_spec(key.dtype, key.kernel_tiles, form, key.variant)
 
 
 def _full_tiles(key: MHAShape) -> Choice | None:
     """Full row tiles, if a kernel serves these pages."""
     if key.cache_dtype != key.dtype:
         return None
-    spec = prefill_spec(key.dtype, key.kernel_tiles, key.form == "rows", masked=key.masked)
+    spec = prefill_spec(key.dtype, key.kernel_tiles, key.form == "rows", key.variant)
     if spec is None:
         return None
     boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
@@ -135,7 +134,9 @@ def _few_rows(key: MHAShape) -> Choice | None:
     if key.batch_invariant or key.masked or not (is_e4m3 or gains):
         return None
     tokens = key.q_len or -(-key.total_tokens // max(key.batch, 1))
-    found = decode_spec(key.dtype, key.kernel_tiles, tokens * key.heads_per_group, is_e4m3)
+    found = decode_spec(
+        key.dtype, key.kernel_tiles, tokens * key.heads_per_group, is_e4m3, key.variant
+    )
     if found is None:
         return None
     return Choice(found[1], found[0], gcd(key.page_size, CHUNK_TOKENS))

@@ -10,6 +10,7 @@ from cumla.launch.layouts import launch_of, strided
 from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, tile_bytes
 from cumla.launch.mha.attention_simt import ROWS
+from cumla.launch.mha.bias_arrays import NO_BIAS, BiasArrays
 from cumla.launch.mha.mask_arrays import NO_MASK, MaskArrays
 from cumla.launch.mha.shape import COLUMNS, E4M3
 from cumla.launch.split.division import divisor_of
@@ -40,6 +41,7 @@ class MHAArguments(NamedTuple):
     k_scale: Scale = Scale()  # of e4m3
     v_scale: Scale = Scale()
     mask: MaskArrays = NO_MASK
+    bias: BiasArrays = NO_BIAS
 
 
 def attention_launch(
@@ -68,7 +70,7 @@ def attention_launch(
 def attention_values(
     key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
 ) -> dict[str, Any]:
-    """Name the values of struct AttentionParams, or with a mask of MaskedParams."""
+    """Name the values of struct AttentionParams, or of one that is derived from it."""
     a = arguments
     left, right = (-1, -1) if key.masked else a.window
     if 0 in a.k.shape:  # of which nothing is read, but copies of zeros need an address that exists
@@ -135,6 +137,7 @@ def attention_values(
         "num_kv_heads": key.num_kv_heads,
         "is_of_chunks": key.is_of_chunks,
         **({"mask": _mask(key, a)} if key.masked else {}),
+        **a.bias.values,
     }
 
 

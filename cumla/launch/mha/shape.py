@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from cumla.launch.mha.attention import COLUMNS, E4M3, TILES
+from cumla.launch.mha.attention import COLUMNS, E4M3, tiles_of
 from cumla.launch.split.plan import RaggedKey, page_form
 
 __all__ = ["COLUMNS", "E4M3", "MHAShape"]
@@ -38,12 +38,20 @@ class MHAShape(RaggedKey):
     # "prefixes": those of shared prefixes and of the rests of requests.
     role: str = "batch"
     max_pages: int = 0  # columns of the block table of requests that share prefixes; 0: none do
+    bias: str = ""  # form of the bias of scores; "": none
+
+    @property
+    def variant(self) -> str:
+        """Which of VARIANTS a kernel must have."""
+        return "masked" if self.masked else self.bias
 
     @cached_property
     def kernel_tiles(self) -> tuple[int, int]:
         """Tiles of 64 columns, of keys and of values, in the kernel that serves these widths."""
         keys, values = -(-self.head_dim // COLUMNS), -(-self.head_dim_v // COLUMNS)
-        fitting = (tiles for tiles in TILES if tiles[0] >= keys and tiles[1] >= values)
+        fitting = (
+            tiles for tiles in tiles_of(self.variant) if tiles[0] >= keys and tiles[1] >= values
+        )
         return next(fitting, (keys, values))
 
     @property

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from cumla.core.state import AttentionState
+from cumla.reference.mha.bias import Bias, bias_of
 from cumla.reference.mha.mask import Mask, visible
 from cumla.reference.rows import E4M3, Array, as_e4m3, cached_rows, clamped, page_tables
 from cumla.reference.threads import one_blas_thread
@@ -38,13 +39,14 @@ def attention(
     out: Array | None = None,
     lse: Array | None = None,
     mask: Mask | None = None,
+    bias: Bias | None = None,
 ) -> AttentionState:
     """Attend from the query tokens of each request to its keys and values.
 
     Query head ``h`` uses KV head ``h // (num_heads // num_kv_heads)``. With the sums over the keys
     that a query sees, and c being `softcap`::
 
-        score = softmax_scale * q.k             or, with softcap, c * tanh(softmax_scale * q.k / c)
+        score = softmax_scale * q.k + bias      or, with softcap, c * tanh(softmax_scale * q.k / c)
         lse   = log(sum(exp(score)))            or, with sinks, log(exp(sink) + sum(exp(score)))
         out   = sum(exp(score - lse) * v)
 
@@ -70,6 +72,8 @@ def attention(
         As there, `sinks` in any dtype of floats. Rows of no request are not written.
     mask : optional
         As :class:`cumla.AttentionMask`, of NumPy; beside no window.
+    bias : optional
+        As :class:`cumla.AttentionBias`, of NumPy.
 
     Returns
     -------
@@ -137,9 +141,13 @@ def attention(
                 seen = _visible(kv_len - q_len + places, kv_len, left, right)
             else:
                 seen = visible(mask, r, rows, places, q_len, kv_len, causal)
+            added = None
+            if bias is not None:
+                positions = kv_len - q_len + places
+                added = bias_of(bias, r, np.asarray(rows)[places], positions, kv_len)
             for result, found in zip(
                 request[1:],
-                _attend(request[0][some], keys, values, seen, scale, softcap, sink),
+                _attend(request[0][some], keys, values, seen, scale, softcap, sink, added),
                 strict=True,
             ):
                 result[some] = found
@@ -154,10 +162,12 @@ def _attend(
     scale: float,
     softcap: float | None,
     sink: Array,
+    bias: Array | None,
 ) -> tuple[Array, Array]:
     """Attend from q (n, num_heads, head_dim) to keys (tokens, num_kv_heads, head_dim).
 
-    Each of the n sees those that are true in its row of `seen` (n, tokens).
+    Each of the n sees those that are true in its row of `seen` (n, tokens). `bias` is (n or 1,
+    num_heads, tokens).
     """
     n, num_heads, _ = q.shape
     among = np.flatnonzero(seen.any(axis=0))
@@ -175,6 +185,9 @@ def _attend(
     scores = scale * (rows @ keys.transpose(1, 2, 0)).reshape(*shape, -1)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
+    if bias is not None:
+        of_heads = np.broadcast_to(bias[..., some], (n, num_heads, len(among)))
+        scores = scores + of_heads.reshape(n, num_kv_heads, -1, len(among)).swapaxes(0, 1)
     scores[np.broadcast_to(hidden[:, None], scores.shape)] = -np.inf
     # It keeps exp() in range and cancels in both results; finite, or a sink of inf would give NaN.
     top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)

@@ -280,3 +280,34 @@ def test_graphs_see_other_arrays() -> None:
             assert on_host(got.out)[rows].tobytes() == on_host(eager.out)[rows].tobytes()
         else:
             assert on_host(got.out).tobytes() == on_host(eager.out).tobytes()
+
+
+_RACE = r"""
+extern "C" __global__ void race(volatile int* a, int n, int rounds) {
+  for (int r = 0; r < rounds; ++r)
+    for (int i = threadIdx.x; i < n; i += 32) a[i] = (r * 2654435761u >> 7) % 9000;
+}
+"""
+
+
+@pytest.mark.parametrize("page", [64, 1], ids=["boxes", "rows"])
+@pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
+def test_arrays_that_change_during_a_call_hang_nothing(cache: Any, page: int) -> None:
+    """The warps of a thread block agree on the blocks of a tile, whatever the arrays hold."""
+    race = cp.RawKernel(_RACE, "race")
+    batch, per, longest = 40, 8000 // page, 7999
+    k = cp.zeros((batch * per, page, 2, 128), f"u{cache.itemsize}").view(cache)
+    q = cp.zeros((batch, 1, 8, 128), cp.uint16).view(BF16)
+    start, end = cp.zeros(batch, cp.int32), cp.full(batch, 9000, cp.int32)
+    lens = cp.full(batch, longest, cp.int32)
+    table = cp.arange(batch * per, dtype=cp.int32).reshape(batch, per)
+    mask = AttentionMask(start=start, end=end)
+    cumla.attention(q, k, k, kv_lens=lens, block_table=table, mask=mask)
+    cp.cuda.Device().synchronize()
+    other = cp.cuda.Stream(non_blocking=True)
+    race((1,), (32,), (start, batch, 100000), stream=other)
+    for _ in range(100):
+        out, lse = cumla.attention(q, k, k, kv_lens=lens, block_table=table, mask=mask)
+    cp.cuda.Device().synchronize()
+    assert not on_host(out).astype(np.float32).any()
+    assert not np.isnan(on_host(lse)).any()

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import cumla
+import cumla.mha.bias
 import cumla.mha.mask
 from cumla.core import _lifetime, arrays, frameworks, operation, plan
 from cumla.launch import device, kernel, module, tensor_map
@@ -707,6 +708,45 @@ def small(make: _Maker) -> Iterator[Case]:
         yield f"merge_attention_states, {dtype.name}", merge
 
 
+def attention_by_biases(make: _Maker) -> Iterator[Case]:
+    """Attention with slopes and tables: all widths, dtypes and forms of pages."""
+    build = cumla.mha.bias.AttentionBias
+    for (keys, values), dtype, fp8, page in itertools.product(
+        WIDTHS, FLOATS, (False, True), (0, 64, 1)
+    ):
+        if max(keys, values) > 256 or (fp8 and (dtype == FP32 or keys % 16 or values % 16)):
+            continue
+
+        def call(
+            keys: int = keys,
+            values: int = values,
+            dtype: np.dtype[Any] = dtype,
+            fp8: bool = fp8,
+            page: int = page,
+        ) -> None:
+            of_cache, batch = E4M3 if fp8 else dtype, 16
+            shape = (9, page, 8) if page else (5000, 8)
+            k, v = make(*shape, keys, dtype=of_cache), make(*shape, values, dtype=of_cache)
+            pages: dict[str, Any] = {"kv_indptr": make.int32(batch + 1)}
+            if page:
+                pages = {"block_table": make.int32(batch, 40), "kv_lens": make.int32(batch)}
+            for tokens in (batch, 40 * batch):
+                q, indptr = make(tokens, 32, keys, dtype=dtype), make.int32(batch + 1)
+                given = {"qo_indptr": indptr, **pages}
+                cumla.attention(q, k, v, **given, bias=build(slopes=make.float32(32)))
+                table = make(tokens, 32, 100, dtype=dtype)
+                cumla.attention(q, k, v, **given, bias=build(table=table), window=99)
+                heads = build(table=make.float32(32, 9), first=make.int32(1))
+                cumla.attention(q, k, v, **given, bias=heads, causal=False)
+            if page:
+                for q_len in (1, 4, 300):
+                    q, slopes = make(batch, q_len, 32, keys, dtype=dtype), make.float32(batch, 32)
+                    cumla.attention(q, k, v, **pages, bias=build(slopes=slopes))
+
+        cache = "e4m3" if fp8 else "same"
+        yield f"biases in attention, {keys} and {values} columns, {dtype.name}, {cache}", call
+
+
 def masks(make: _Maker) -> Iterator[Case]:
     """Building masks of attention: intervals, by requests and by tokens, and trees in all forms."""
     build = cumla.mha.mask.AttentionMask
@@ -865,8 +905,9 @@ def others(make: _Maker) -> Iterator[Case]:
 TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        *(mla, mla_masks, mla_invariant, mla_lists, attention, attention_by_masks, attention_plans),
-        *(indexer, dsa, caches, small, masks, prefixes, layouts, others, blocks),
+        *(mla, mla_masks, mla_invariant, mla_lists, attention, attention_by_masks),
+        *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
+        *(prefixes, layouts, others, blocks),
     )
 }
 

@@ -71,6 +71,7 @@ from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
 from tests.launch.split.find_prefix_groups_mirror import expected_groups  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
+from tests.mha import bias_cases as biased  # noqa: E402
 from tests.mha import test_attention_mask as masked  # noqa: E402
 from tests.mha.mask_cases import hostile, interval_cases, tree_cases  # noqa: E402
 from tests.mla import masked_cases as masked_mla  # noqa: E402
@@ -799,6 +800,7 @@ def attend_many_heads(cupy: Any) -> None:
         attend_mha(cupy, sample)
     print("sanitize: attention of many heads: agrees", flush=True)
     attend_by_masks(cupy)
+    attend_by_biases(cupy)
 
 
 def attend_by_masks(cupy: Any) -> None:
@@ -849,6 +851,34 @@ def attend_masked(cupy: Any, sample: masked.Sample) -> None:
     found, lse = cumla.attention(**given, **outs, mask=AttentionMask(**arrays))
     host = found.view(f"u{found.dtype.itemsize}").get().view(found.dtype)
     masked.check(problem, cumla.AttentionState(host, lse.get()), sample.dtype)
+
+
+def attend_by_biases(cupy: Any) -> None:
+    """All forms of keys and values with biases of each kind, and full row tiles."""
+    few = biased.samples(72)[:60:5]
+    for kind, sample in few:
+        attend_biased(cupy, kind, sample)
+        attend_biased(cupy, kind, sample._replace(dtype="bfloat16", cache="e4m3"))
+    attend_biased(cupy, few[0][0], few[0][1]._replace(dtype="float32", cache="same"))
+    with multiprocessors(1):
+        fixed = {"q_lens": (64, 64, 64), "heads": (8, 1), "cache": "same", "page_size": 16}
+        for kind, sample in few[:2]:
+            for columns in ((64, 64), (128, 128), (256, 256)):
+                full = sample._replace(columns=columns, dtype="bfloat16", **fixed)
+                attend_biased(cupy, kind, full)
+    print("sanitize: attention with biases: agrees", flush=True)
+
+
+def attend_biased(cupy: Any, kind: str, sample: masked.Sample) -> None:
+    call = biased.make(kind, sample)
+    given = {name: there(cupy, value) for name, value in call.problem.given.items()}
+    shape = (*call.problem.given["q"].shape[:-1], call.problem.given["v"].shape[-1])
+    # Rows of no request are not written to.
+    outs = {"out": cupy.zeros(shape, dtype=given["q"].dtype), "lse": cupy.zeros(shape[:-1], "f4")}
+    bias = call.bias(lambda array: there(cupy, array))
+    found, lse = cumla.attention(**given, **outs, **call.options, bias=bias)
+    host = found.view(f"u{found.dtype.itemsize}").get().view(found.dtype)
+    biased.check(call, cumla.AttentionState(host, lse.get()), sample.dtype)
 
 
 def attend_mha(cupy: Any, sample: attention_cases.Sample, **options: Any) -> None:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A consumer warpgroup of attention: products and softmax of its blocks, and the end of a row tile.
 #pragma once
+#include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention/mask.cuh"
 #include "mha/attention/shared.cuh"
@@ -46,7 +47,8 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2], seen_by_all;
-  typename TypeIf<kHasMask<Params>, TileMask, Nothing>::Type mask;
+  MaskOf<Params> mask;
+  RowBias<Params> bias[2];
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
   __device__ __forceinline__ Consumer(const Params& p, const Layout& shared, const HeadTile& tile, int consumer)
@@ -67,6 +69,8 @@ struct Consumer {
   __device__ __forceinline__ float score_factor() const {
     return kScaled && p.to_softcap == 0.0f ? key_factor : p.scale_log2;
   }
+  // The same once the bias, which is in base 2, has been added.
+  __device__ __forceinline__ float biased_factor() const { return kHasBias<Params> ? 1.0f : score_factor(); }
   __device__ __forceinline__ float cap_factor() const { return kScaled ? key_factor : p.to_softcap; }
 
   __device__ __forceinline__ void begin(const Segment& segment) {
@@ -78,10 +82,7 @@ struct Consumer {
       key_factor = fminf(fmaxf(factor, kMinFactor), kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
-    if constexpr (kHasMask<Params>) {
-      mask.of = RequestMask(all_params, segment.request, tile.q_len, segment.tokens);
-      mask.hull = Hull(all_params, tile, mask.of);
-    } else {
+    if constexpr (!kHasMask<Params>) {
       // The first row has the least end, the last row the greatest beginning.
       seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     }
@@ -93,6 +94,7 @@ struct Consumer {
         seen[r] = interval_of(all_params, tile, mask.of, own_token(p, tile, row + 8 * r));
       else
         seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
+      if constexpr (kHasBias<Params>) bias[r].begin(all_params, tile, segment.tokens, row + 8 * r);
     }
   }
 
@@ -189,6 +191,19 @@ struct Consumer {
       }
   }
 
+  // Scales the scores, and adds the bias. Scores are masked afterwards: a bias of what is not seen may be NaN.
+  __device__ __forceinline__ void add_bias(int block) {
+    if constexpr (kHasBias<Params>) {
+      const int first = block * kBlockTokens + lane % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!kScaled && !has_rows(r)) continue;
+        const auto score = [&](int i) -> float& { return scores[i / 2 * 4 + 2 * r + i % 2]; };
+        bias[r].template add<kScaled>(score, score_factor(), bias[r].from(first));
+      }
+    }
+  }
+
   // Turns the scores of kRows of the two rows into weights.
   template <int kRows>
   __device__ __forceinline__ void weigh() {
@@ -205,7 +220,7 @@ struct Consumer {
       next[r] = scores[2 * r];
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-      next[r] *= score_factor();
+      next[r] *= biased_factor();
       next[r] = max_of_quad(next[r]);
       if (next[r] <= maximum[r] + kMaximumSlack) next[r] = maximum[r];
       grown |= next[r] != maximum[r];
@@ -231,8 +246,8 @@ struct Consumer {
     for (int i = 0; i < 32; i += 2) {
       const int r = i >> 1 & 1;
       if (r >= kRows) continue;
-      const float low = exp2_approx(__fmaf_rn(scores[i], score_factor(), -maximum[r]));
-      const float high = exp2_approx(__fmaf_rn(scores[i + 1], score_factor(), -maximum[r]));
+      const float low = exp2_approx(__fmaf_rn(scores[i], biased_factor(), -maximum[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], biased_factor(), -maximum[r]));
       sum[r] += low + high;
       probabilities[i / 2] = pack_pair<Value>(low, high);
       weight[r] += sum_of_pair<Value>(probabilities[i / 2]);
@@ -252,6 +267,7 @@ struct Consumer {
       arrive(shared.keys_free(stage));
       cap_scores();
       if (has_rows(0)) {
+        add_bias(segment.begin + i);
         mask_scores(segment.begin + i);
         if (has_rows(1))
           weigh<2>();

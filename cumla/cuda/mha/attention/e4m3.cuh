@@ -84,17 +84,21 @@ struct RawRows {
 
 // The next block of this warpgroup whose page numbers are copied, one per lane of 16. Each row of a block has two
 // words: the page number, and the row in its page or -1.
-template <int kLoaders, typename Params>
+template <typename Layout, typename Params>
 struct BlockAhead {
   const Params& p;
+  const Layout& shared;
   const Part& part;
   const int last_place;
   HeadTile tile;
   Segment segment;
   int place, block;  // block: of the segment
+  bool announces;    // masks: the first warp is never behind another one by more than what it converts next
 
-  __device__ __forceinline__ BlockAhead(const Params& p, const Part& part, int last_place, int parity)
-      : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(parity) {
+  __device__ __forceinline__ BlockAhead(const Params& p, const Layout& shared, const Part& part, int last_place,
+                                        int parity)
+      : p(p), shared(shared), part(part), last_place(last_place), tile(p), place(part.place - 1), block(parity),
+        announces(threadIdx.x < 32) {
     segment.blocks = 0;
   }
 
@@ -102,7 +106,8 @@ struct BlockAhead {
   __device__ __forceinline__ void copy_pages_async(u32 words) {
     while (block >= segment.blocks && place < last_place) {
       block -= segment.blocks;
-      segment = visible_segment(p, tile, part, ++place);
+      MaskOf<Params> mask;
+      segment = visible_segment(p, shared, tile, part, ++place, mask, announces);
     }
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     if (lane < 16) {
@@ -115,7 +120,7 @@ struct BlockAhead {
       copy_4_async(words + lane * 8, p.block_table + (has_number ? entry : 0), has_number);
       store_shared_u32(words + lane * 8 + 4, entry < 0 ? ~0u : row);
     }
-    block += kLoaders;
+    block += Layout::kLoaders;
   }
 };
 
@@ -156,7 +161,7 @@ __device__ __forceinline__ void load_e4m3(const Params& p, const Layout& shared,
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);  // plant: e4m3 tiles
   };
-  BlockAhead<kLoaders, Params> ahead(p, part, last_place, parity);
+  BlockAhead<Layout, Params> ahead(p, shared, part, last_place, parity);
 #pragma unroll 1
   for (int slot = 0; slot < kAhead; ++slot) ahead.copy_pages_async(words(slot));
   copy_async_wait_all();
@@ -173,7 +178,8 @@ __device__ __forceinline__ void load_e4m3(const Params& p, const Layout& shared,
   }
   int t = 0, slot = 0;
   for (int place = part.place; place <= last_place; ++place) {
-    const Segment segment = visible_segment(p, tile, part, place);
+    MaskOf<Params> mask;
+    const Segment segment = visible_segment(p, shared, tile, part, place, mask);
     const int end = t + segment.blocks;
     if (parity == 0 && warp >= 2) load_query(p, shared, tile, warp - 2, (place - part.place) & 1);
 #pragma unroll 1

@@ -10,6 +10,8 @@
 #include "mha/attention/layout.cuh"
 #include "split/tile.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
@@ -184,17 +186,70 @@ __device__ __forceinline__ int number_at(const AttentionParams& p, int place) {
   return static_cast<int>(reinterpret_cast<const TilePlace*>(p.places)[place].unused);
 }
 
-// The segment at a place, without the blocks that no query of the tile sees. It has the number of the request.
-__device__ __forceinline__ Segment visible_segment(const MaskedParams& p, RaggedTile& tile, const Part& part,
-                                                   int place) {
+template <typename Params>
+using MaskOf = typename TypeIf<kHasMask<Params>, TileMask, Nothing>::Type;
+
+constexpr u32 kCompleteBit = 1u << 31;  // beside the first key that some query sees, which is not below 0
+
+// Announces what the queries of the tile see, as 24 bytes behind the mbarrier `full`. Whoever needs it reads it here:
+// two who read the arrays of a mask might differ, if these change meanwhile, and would wait for each other for ever.
+__device__ __forceinline__ void announce(u32 full, const TileMask& mask) {
+  const auto store = [&](int i, int word) { store_shared_u32(full + 8 + 4 * i, static_cast<u32>(word)); };
+  if (threadIdx.x % 32 != 0) return;
+  store(0, mask.of.prefix);
+  store(1, mask.of.tree);
+  store(2, mask.hull.any.first | (mask.hull.is_complete ? kCompleteBit : 0));
+  store(3, mask.hull.any.end);
+  store(4, mask.hull.all.first);
+  store(5, mask.hull.all.end);
+  mbarrier_arrive(full);
+}
+__device__ __forceinline__ TileMask announced(u32 full, u32 phase, int tokens) {
+  mbarrier_wait(full, phase, "what a tile sees");
+  const auto load = [&](int i) { return static_cast<int>(load_shared_u32(full + 8 + 4 * i)); };
+  TileMask mask;
+  mask.of.tokens = tokens;
+  mask.of.prefix = load(0);
+  mask.of.tree = load(1);
+  const u32 first = load(2);
+  mask.hull.is_complete = (first & kCompleteBit) != 0;
+  mask.hull.any = {static_cast<int>(first & ~kCompleteBit), load(3)};
+  mask.hull.all = {load(4), load(5)};
+  return mask;
+}
+
+// The segment at a place, without the blocks that no query of the tile sees. It has the number of the request, and at
+// least one block, so that nobody is more tiles ahead than kMaskSlots: of a tile that sees nothing the one behind its
+// last key. One warp announces the masks of all tiles.
+template <typename Layout>
+__device__ __forceinline__ Segment visible_segment(const MaskedParams& p, const Layout& shared, RaggedTile& tile,
+                                                   const Part& part, int place, TileMask& mask,
+                                                   bool announces = false) {
   Segment segment = visible_segment(static_cast<const AttentionParams&>(p), tile, part, place);
   segment.request = number_at(p, place);
-  const RequestMask of(p, segment.request, tile.q_len, segment.tokens);
-  const Seen keys = keys_to_read(p, of, Hull(p, tile, of).any);
+  const u32 n = place - part.place, full = shared.mask_full(n % Layout::kMaskSlots);
+  if (announces) {
+    mask.of = RequestMask(p, segment.request, tile.q_len, segment.tokens);
+    mask.hull = Hull(p, tile, mask.of);
+    announce(full, mask);
+  } else {
+    mask = announced(full, n / Layout::kMaskSlots & 1, segment.tokens);
+  }
+  const Seen keys = keys_to_read(p, mask.of, mask.hull.any);
   const int end = min(segment.begin + segment.blocks, blocks_of(keys.end));
-  segment.begin = min(max(segment.begin, keys.first / kBlockTokens), max(end, segment.begin));
-  segment.blocks = max(end - segment.begin, 0);
+  segment.begin = max(segment.begin, keys.first / kBlockTokens);
+  segment.blocks = end - segment.begin;
+  if (segment.blocks <= 0) {
+    segment.begin = blocks_of(segment.tokens);
+    segment.blocks = 1;
+  }
   return segment;
+}
+// The same without a mask.
+template <typename Layout>
+__device__ __forceinline__ Segment visible_segment(const AttentionParams& p, const Layout&, RaggedTile& tile,
+                                                   const Part& part, int place, Nothing&, bool = false) {
+  return visible_segment(p, tile, part, place);
 }
 
 }  // namespace cumla::mha

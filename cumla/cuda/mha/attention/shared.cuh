@@ -30,6 +30,11 @@ struct SharedLayout {
   static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
                                 kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
   static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
+  // With a mask: tiles that the most advanced warp may be ahead of others (BlockAhead in e4m3.cuh), and one more.
+  static constexpr int kTilesAhead = 2 * kRawBlocks + kStages + 2;
+  static constexpr int kMaskSlots = kTilesAhead <= 8 ? 8 : kTilesAhead <= 16 ? 16 : 32;
+  static constexpr int kMaskedBytes = kBytes + kMaskSlots * 32;
+  static_assert(kMaskedBytes <= 232448 || kTiles > 15, "more than a block has");
 
   u32 query;
 
@@ -49,6 +54,7 @@ struct SharedLayout {
   __device__ __forceinline__ u32 query_full() const { return barriers() + 4 * kStages * 8; }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
   __device__ __forceinline__ u32 words() const { return query_full() + 16; }
+  __device__ __forceinline__ u32 mask_full(int slot) const { return query + kBytes + slot * 32; }
   __device__ __forceinline__ u32 raw_keys(int s) const {
     return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2;
   }

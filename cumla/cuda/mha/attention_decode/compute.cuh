@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp of attention_decode and one chunk: scores, softmax, and the product with the values.
 #pragma once
+#include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention_decode/layout.cuh"
 #include "split/tile.cuh"
@@ -27,7 +28,7 @@ __device__ __forceinline__ float loaded_scale(const Scales& scale, u32 from) {
 
 // A warp's state of a row tile. For each eight rows, lane 4 g + q has the query of row g, and the results of rows 2 q
 // and 2 q + 1.
-template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, typename Params>
 struct ChunkAttender {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
   using Unit = typename TypeIf<kE4m3, Fp16, T>::Type;  // of the products
@@ -37,6 +38,7 @@ struct ChunkAttender {
   static constexpr bool kNarrows = kE4m3 && kIsBf16<T>;  // narrows query rows
 
   const AttentionParams& p;
+  const Params& all_params;
   const Layout& shared;
   const HeadTile& tile;
   const int warp, lane;
@@ -47,9 +49,10 @@ struct ChunkAttender {
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
   float factor[kEights][2];  // of scores (base 2), or of the argument of the cap
   Seen common;  // keys that all rows see
+  RowBias<Params> bias[kEights][2];
 
-  __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const HeadTile& tile)
-      : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+  __device__ __forceinline__ ChunkAttender(const Params& p, const Layout& shared, const HeadTile& tile)
+      : p(p), all_params(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   // The group of eight columns of a lane's query words 4 i to 4 i + 3. It matches the lane's key words.
   __device__ __forceinline__ int query_piece(int i) const {
@@ -166,6 +169,8 @@ struct ChunkAttender {
         float of_scores = p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap;
         if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(query_slot, n * 8 + lane % 4 * 2 + r));
         factor[n][r] = fminf(of_scores * of_keys, kMaxFactor);
+        if constexpr (kHasBias<Params>)
+          bias[n][r].begin(all_params, tile, segment.tokens, n * 8 + lane % 4 * 2 + r);
       }
     }
   }
@@ -233,6 +238,20 @@ struct ChunkAttender {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
+  }
+
+  __device__ __forceinline__ void add_bias(int first) {
+    if constexpr (kHasBias<Params>) {
+      const int token = first + token_of_row(lane / 4);
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const auto from = bias[n][r].from(token);
+          scores[n][r] += bias[n][r].plus(from, 0);
+          scores[n][r + 2] += bias[n][r].plus(from, 8);
+        }
+    }
   }
 
   __device__ __forceinline__ void mask_scores(const Segment& segment, int first) {
@@ -358,6 +377,7 @@ struct ChunkAttender {
     u32 probabilities[kEights][2];
     multiply_keys(chunk);
     cap_scores();
+    add_bias(first);
     mask_scores(segment, first);
     raise_maximum();
     exponentiate(probabilities);

@@ -157,9 +157,9 @@ struct Adder {
 };
 
 // A warp and a row tile: its chunks, and the end.
-template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
-struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3> {
-  using Base = ChunkAttender<T, kKeys, kValues, kRows, kE4m3>;
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, typename Params>
+struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params> {
+  using Base = ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params>;
   using typename Base::Layout;
   using Base::kEights;
   using Base::p, Base::shared, Base::tile, Base::warp, Base::lane;

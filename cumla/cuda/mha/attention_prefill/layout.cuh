@@ -99,8 +99,6 @@ __device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& i
   return mask;
 }
 
-constexpr u32 kCompleteBit = 1u << 31;  // beside the first key to be read, which is not below 0
-
 template <typename Layout>
 __device__ __forceinline__ void announce_mask(const Layout& shared, u32 n, const ItemMask& mask) {
   const auto word = [](int value) { return static_cast<u32>(value); };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The softmax of attention_prefill, and the end of a row tile: out and log-sum-exp.
 #pragma once
+#include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention_prefill/layout.cuh"
 #include "attend/reduce.cuh"
@@ -35,6 +36,8 @@ struct PrefillSoftmax {
   // With a mask, of this thread's rows. Where registers do not suffice, they are loaded for each block.
   static constexpr bool kHoldsIntervals = kConsumers != 3;
   Seen intervals[2];
+  RowBias<Params> bias[2];
+  float from[2];  // bias of this thread's first key of a block
 
   __device__ __forceinline__ PrefillSoftmax(const Params& p, const Layout& shared, int consumer)
       : p(p), all_params(p), shared(shared), consumer(consumer),
@@ -57,7 +60,10 @@ struct PrefillSoftmax {
     // The first row has the least end, the last row the greatest beginning.
     seen_by_all = {seen_by(p, tile, item.tokens, 63).first, max(seen_by(p, tile, item.tokens, 0).end, 0)};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) position[r] = position_of(p, tile, item.tokens, row + 8 * r);
+    for (int r = 0; r < 2; ++r) {
+      position[r] = position_of(p, tile, item.tokens, row + 8 * r);
+      if constexpr (kHasBias<Params>) bias[r].begin(all_params, tile, item.tokens, row + 8 * r);
+    }
   }
 
   __device__ __forceinline__ void begin() {
@@ -88,6 +94,7 @@ struct PrefillSoftmax {
   __device__ __forceinline__ void mask(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
+    move_bias(block);
     if constexpr (kHasMask<Params> && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
     // True if all rows see all keys of the block.
     const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
@@ -130,16 +137,39 @@ struct PrefillSoftmax {
     }
   }
 
+  // The largest score of this thread in a row, without its scale or, with a bias, with scale and bias.
+  __device__ __forceinline__ float largest(int r) const {
+    const auto score = [&](int i) {
+      if constexpr (kHasBias<Params>) return biased(scores[i] * p.scale_log2, i);
+      return scores[i];
+    };
+    float next = fmaxf(score(2 * r), score(2 * r + 1));
+#pragma unroll
+    for (int j = 1; j < kBlock / 8; ++j) next = fmaxf(next, fmaxf(score(4 * j + 2 * r), score(4 * j + 2 * r + 1)));
+    if constexpr (kHasBias<Params>) next += from[r];
+    return next;
+  }
+
+  // A number of score i with its bias, relative to that of the first key of the row.
+  __device__ __forceinline__ float biased(float number, int i) const {
+    if constexpr (kHasBias<Params>)
+      return __fmaf_rn(bias[i / 2 % 2].slope, static_cast<float>(i / 4 * 8 + i % 2), number);
+    return number;
+  }
+
+  __device__ __forceinline__ void move_bias(int block) {
+    if constexpr (kHasBias<Params>)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) from[r] = bias[r].from(block * kBlock + lane % 4 * 2);
+  }
+
   // Raises the maximum of each row, and leaves the factor of earlier sums in `factor`. Returns true if one is not 1.
   __device__ __forceinline__ bool raise_maximum() {
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float next = fmaxf(scores[2 * r], scores[2 * r + 1]);
-#pragma unroll
-      for (int j = 1; j < kBlock / 8; ++j) next = fmaxf(next, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-      next = max_of_quad(next);
-      next *= p.scale_log2;
+      float next = max_of_quad(largest(r));
+      if constexpr (!kHasBias<Params>) next *= p.scale_log2;
       if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
       grown |= next != maximum[r];
       factor[r] = exp2_approx(maximum[r] - next);
@@ -152,12 +182,18 @@ struct PrefillSoftmax {
   // Turns scores into float32 weights. `added` holds the sums of this thread's weights.
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) added[r] = 0.0f;
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      added[r] = 0.0f;
+      shift[r] = maximum[r];
+      if constexpr (kHasBias<Params>) shift[r] -= from[r];
+    }
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int r = i >> 1 & 1;
-      scores[i] = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
-      scores[i + 1] = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
+      scores[i] = exp2_approx(biased(__fmaf_rn(scores[i], p.scale_log2, -shift[r]), i));
+      scores[i + 1] = exp2_approx(biased(__fmaf_rn(scores[i + 1], p.scale_log2, -shift[r]), i + 1));
       added[r] += scores[i] + scores[i + 1];
     }
   }
