@@ -38,6 +38,10 @@ FACES = [
         for name in ("cascade", "concat_ops", "decode", "page", "prefill", "rope", "topk")
     ),
     ("flashinfer/mla.py", "flashinfer_python", "flashinfer/mla/_batch_mla/_wrapper.py"),
+    *(
+        ("flashinfer/msa_ops.py", "flashinfer_python", f"flashinfer/msa_ops/{name}.py")
+        for name in ("proxy_score", "sparse_topk_select", "sparse_prefill", "sparse_decode")
+    ),
     # DeepGEMM itself has no archive; vLLM and SGLang ship it with functions in Python.
     ("deep_gemm.py", "vllm", "vllm/third_party/deep_gemm/_C.py"),
     ("deep_gemm.py", "sgl_deep_gemm", "deep_gemm/__init__.py"),

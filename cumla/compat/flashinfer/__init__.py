@@ -22,7 +22,17 @@ Differences from FlashInfer:
 from __future__ import annotations
 
 from cumla.compat._arguments import missing_from
-from cumla.compat.flashinfer import cascade, concat_ops, decode, mla, page, prefill, rope, topk
+from cumla.compat.flashinfer import (
+    cascade,
+    concat_ops,
+    decode,
+    mla,
+    msa_ops,
+    page,
+    prefill,
+    rope,
+    topk,
+)
 from cumla.compat.flashinfer.cascade import (
     MultiLevelCascadeAttentionWrapper,
     merge_state,
@@ -96,6 +106,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "mla",
+    "msa_ops",
     "page",
     "prefill",
     "rope",

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's sparse attention of MiniMax M3 over cumla's: scores, selection, attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cumla.blocks.attention import block_sparse_attention
+from cumla.blocks.scores import block_scores
+from cumla.blocks.select import select_blocks
+from cumla.compat._arguments import (
+    check_axes,
+    check_given,
+    check_tensors,
+    missing_from,
+    refuse_gradients,
+)
+from cumla.compat._table import Interface
+from cumla.compat._torch import import_torch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "msa_proxy_score",
+    "msa_sparse_attention",
+    "msa_sparse_decode_attention",
+    "msa_topk_select",
+]
+__getattr__ = missing_from(__name__, "flashinfer.msa_ops")
+
+_BLOCK = 128  # tokens, of a page as well
+_PAGED = {
+    "cu_seqlens_k": "is for keys without pages; pass pages, page_table and seqused_k",
+    "q_offset": "has no counterpart: the last query token stands at the last key; leave it out",
+}
+_SCORE = Interface(
+    {
+        "keys": "k",
+        "kv_lens": "seqused_k",
+        "block_table": "page_table",
+        "qo_indptr": "cu_seqlens_q",
+        "out": "output",
+    },
+    refused=_PAGED,
+)
+_SELECT = Interface(
+    {
+        "scores": "max_score",
+        "k": "topk",
+        "visible": "num_valid_pages",
+        "init_blocks": "force_begin_blocks",
+        "local_blocks": "force_end_blocks",
+        "out": "output",
+    }
+)
+_ATTEND = Interface(
+    {
+        "block_indices": "q2k_indices",
+        "kv_lens": "seqused_k",
+        "block_table": "page_table",
+        "qo_indptr": "cu_seqlens_q",
+        "k_scale": "k_global_scale",
+        "v_scale": "v_global_scale",
+    },
+    refused={
+        **_PAGED,
+        "k_scale": "is for FP4 caches, which cumla does not read; keep the cache in e4m3",
+        "v_scale": "is for FP4 caches, which cumla does not read; keep the cache in e4m3",
+        "return_temperature_lse": "has no counterpart; call FlashInfer for it",
+    },
+    unused={"return_temperature_lse": False},
+)
+
+
+def msa_proxy_score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    page_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    causal: bool = True,
+    max_seqlen_q: int | None = None,
+    max_k_tiles: int | None = None,
+    output: torch.Tensor | None = None,
+    reduce_heads: bool = False,
+    q_offset: Any = None,
+    use_fp32_acc: bool = True,
+) -> torch.Tensor:
+    """Score blocks of 128 tokens by the largest product of a query row with their keys.
+
+    Differences from FlashInfer: keys are pages, of q's dtype. max_k_tiles is the columns of
+    page_table by default, because lengths are not read on the host. Products are added up in
+    float32, whatever use_fp32_acc is. max_seqlen_q is ignored. Scores are written with the blocks
+    of a row together, and copied to FlashInfer's order of axes: `cumla.block_scores` saves that.
+    """
+    _SCORE.refuse({"cu_seqlens_k": cu_seqlens_k, "q_offset": q_offset})
+    check_tensors(q=q, k=k, cu_seqlens_q=cu_seqlens_q)
+    check_given(page_table=page_table, seqused_k=seqused_k, output=output)
+    check_axes("q", q, "total_q, num_qo_heads, head_dim")
+    check_axes("k", k, "num_pages, num_kv_heads, 128, head_dim")
+    table, lens = _given(page_table=page_table, seqused_k=seqused_k)
+    refuse_gradients(q=q, k=k)
+    torch = import_torch()
+    kv_heads, (tokens, heads) = k.shape[1], q.shape[:2]
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"q: needs a multiple of the {kv_heads} heads of k, got {heads}; pass all")
+    group, pages = heads // kv_heads, {"kv_lens": lens, "block_table": table}
+    scores = q.new_empty(tokens, heads, table.shape[1], dtype=torch.float32)
+    with _SCORE():
+        for head in range(kv_heads):
+            some = slice(head * group, (head + 1) * group)
+            options: dict[str, Any] = {"qo_indptr": cu_seqlens_q, "causal": causal, **pages}
+            block_scores(q[:, some], k[:, head], block_size=_BLOCK, out=scores[:, some], **options)
+    if reduce_heads:
+        scores = scores.amax(1, keepdim=True)
+    width = table.shape[1] if max_k_tiles is None else max_k_tiles
+    if output is None:
+        output = scores.new_empty(scores.shape[1], width, tokens)
+    elif tuple(output.shape) != (scores.shape[1], width, tokens):
+        raise ValueError(
+            f"output: needs shape {(scores.shape[1], width, tokens)}, got {tuple(output.shape)}; "
+            f"pass max_k_tiles, or leave it out"
+        )
+    both = min(width, table.shape[1])
+    output[:, :both] = scores[:, :, :both].permute(1, 2, 0)
+    output[:, both:] = -torch.inf
+    return output
+
+
+def msa_topk_select(
+    max_score: torch.Tensor,
+    topk: int,
+    num_valid_pages: int | torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+) -> torch.Tensor:
+    """Select the topk blocks with the largest scores for each query token and head.
+
+    Differences from FlashInfer: any topk. The choice is exact, and of equal scores the lowest
+    blocks are selected. Forced blocks may be more than those that are visible. The scores are
+    copied so that those of a row lie together: `cumla.select_blocks` takes them so.
+    """
+    check_tensors(max_score=max_score)
+    check_given(output=output)
+    check_axes("max_score", max_score, "num_qo_heads, max_k_tiles, total_qo_len")
+    torch = import_torch()
+    visible = max_score.shape[1] if num_valid_pages is None else num_valid_pages
+    if not hasattr(visible, "new_empty"):
+        kind = {"dtype": torch.int32, "device": max_score.device}
+        visible = torch.full((max_score.shape[2],), visible, **kind)
+    with _SELECT():
+        found: Any = select_blocks(
+            max_score.permute(2, 0, 1).contiguous(),
+            topk,
+            visible=visible,
+            init_blocks=force_begin_blocks,
+            local_blocks=force_end_blocks,
+            out=output,
+        )
+    return found
+
+
+def msa_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q2k_indices: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    page_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
+    q_offset: Any = None,
+    return_temperature_lse: bool = False,
+    lse_temperature_scale: float = 1.0,
+    workspace: Any = None,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """Attend to the selected blocks of 128 tokens, with query tokens of different numbers.
+
+    Differences from FlashInfer: keys and values are pages, of q's dtype or e4m3, and may be the
+    parts of a packed cache. Any topk, in any order. k_global_scale and v_global_scale are factors
+    of e4m3 caches. workspace is ignored.
+    """
+    given = {"cu_seqlens_k": cu_seqlens_k, "q_offset": q_offset, "k_scale": k_scale}
+    given |= {"v_scale": v_scale, "return_temperature_lse": return_temperature_lse}
+    _ATTEND.refuse(given)
+    check_tensors(q=q, cu_seqlens_q=cu_seqlens_q)
+    options = {"qo_indptr": cu_seqlens_q, "causal": causal, "softmax_scale": softmax_scale}
+    scales = k_global_scale, v_global_scale
+    state = _attend(q, k, v, q2k_indices, page_table, seqused_k, scales, out, options)
+    return tuple(state) if return_softmax_lse else state[0]
+
+
+def msa_sparse_decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q2k_indices: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqlen_q: int = 1,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_softmax_lse: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
+    q_offset: Any = None,
+    partial_dtype: torch.dtype | None = None,
+    force_fused: bool | None = None,
+    workspace: Any = None,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """Attend to the selected blocks of 128 tokens, with seqlen_q query tokens of each request.
+
+    Differences from FlashInfer are those of `msa_sparse_attention`. partial_dtype and force_fused
+    are ignored.
+    """
+    given = {"cu_seqlens_k": cu_seqlens_k, "q_offset": q_offset, "k_scale": k_scale}
+    _ATTEND.refuse(given | {"v_scale": v_scale})
+    check_tensors(q=q)
+    check_axes("q", q, "batch * seqlen_q, num_qo_heads, head_dim")
+    if seqlen_q < 1 or q.shape[0] % seqlen_q:
+        raise ValueError(
+            f"seqlen_q: needs a divisor of the {q.shape[0]} query tokens of q, got {seqlen_q}; "
+            f"pass the tokens of each request"
+        )
+    shape = q.shape[0] // seqlen_q, seqlen_q, *q.shape[1:]
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    scales, there = (k_global_scale, v_global_scale), None if out is None else out.view(shape)
+    state = _attend(
+        q.reshape(shape), k, v, q2k_indices, page_table, seqused_k, scales, there, options
+    )
+    found = state[0].reshape(q.shape) if out is None else out
+    return (found, state[1].reshape(q.shape[:-1])) if return_softmax_lse else found
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    lists: Any,
+    page_table: Any,
+    seqused_k: Any,
+    scales: tuple[float | None, float | None],
+    out: Any,
+    options: dict[str, Any],
+) -> tuple[Any, Any]:
+    check_tensors(k=k, v=v, q2k_indices=lists)
+    check_given(page_table=page_table, seqused_k=seqused_k, out=out)
+    check_axes("q2k_indices", lists, "num_kv_heads, total_q, topk")
+    table, lens = _given(page_table=page_table, seqused_k=seqused_k)
+    with _ATTEND():
+        state = block_sparse_attention(
+            q,
+            k,
+            v,
+            lists.transpose(0, 1),
+            block_size=_BLOCK,
+            kv_lens=lens,
+            block_table=table,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            kv_layout="HND",
+            out=out,
+            **options,
+        )
+    return state.out, state.lse
+
+
+def _given(**tensors: Any) -> tuple[Any, ...]:
+    """Check that these are given."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise ValueError(f"{name}: needed for keys in pages, got None; pass it")
+    return tuple(tensors.values())
