@@ -21,7 +21,10 @@ LEAST, MOST = -(2**31), 2**31 - 1
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "block": ((16, 1), (16, 4), (64, 1), (64, 2), (128, 1), (128, 2), (8, 8), (4, 4)),
-    "columns": ((64, 64), (128, 128), (128, 128), (192, 192), (256, 256), (192, 128)),
+    "columns": (
+        *((64, 64), (128, 128), (128, 128), (192, 192), (256, 256), (192, 128)),
+        *((96, 96), (40, 136), (512, 512)),
+    ),
     "dtype": ("bfloat16", "bfloat16", "float16"),
     "cache": ("same", "same", "e4m3"),
     "heads": ((1, 1), (3, 1), (16, 1), (16, 2), (8, 4), (12, 2), (32, 1), (6, 2)),
@@ -117,7 +120,7 @@ def make(sample: Sample) -> Problem:
         for head, (_, at) in enumerate(of_heads):
             if request >= 0:
                 used[table[request, at // page], at % page, head] = True
-    is_e4m3 = sample.cache == "e4m3" and all(n % 16 == 0 for n in sample.columns)
+    is_e4m3 = sample.cache == "e4m3" and all(n % 16 == 0 and n <= 256 for n in sample.columns)
     caches = [
         _cache(rng, used, n, E4M3 if is_e4m3 else dtype, sample.layout) for n in sample.columns
     ]
