@@ -562,9 +562,9 @@ def test_what_a_graph_would_not_see_is_refused() -> None:
     wrapper.plan(*batch.csr, *settings(batch).values())
     wrapper.run(*batch.parts)
     with pytest.raises(
-        ValueError, match=r"^query: needs 11 query tokens, .* got 10; with use_cuda"
+        ValueError, match=r"^query: needs 11 query tokens, .* got 22; with use_cuda"
     ):
-        wrapper.run(*(part[:10] for part in batch.parts[:2]), *batch.parts[2:])
+        wrapper.run(*(torch.cat([part, part]) for part in batch.parts[:2]), *batch.parts[2:])
     for name, had, got in (
         ("causal", True, False),
         ("page_size", 16, 8),
@@ -717,6 +717,10 @@ def test_lengths_that_do_not_fit() -> None:
 def test_arguments_of_a_run() -> None:
     batch = make_batch()
     parts = batch.parts
+    with pytest.raises(
+        ValueError, match=r"^query: needs the 11 query tokens that qo_indptr .* 10;"
+    ):
+        planned(batch).run(*(part[:10] for part in parts[:2]), *parts[2:])
     with pytest.raises(RuntimeError, match=r"^run: needs a plan, got none; call plan\(\) first"):
         make_wrapper().run(*parts)
     wrapper = planned(batch)

@@ -242,7 +242,6 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         if self._kept:
             checked_batch(self._names.buffers, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys
-        self._tokens = 0  # of the last plan, where the host knows them
         self._mask: AttentionMask | None = None  # of the last plan; in graphs it stays there
         self._keeps_masks = use_cuda_graph and given.get("custom_mask_buf") is not None
         self._options = Options(-1, None, None)
@@ -317,8 +316,6 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         else:
             self._mask = mask
         self._types, self._options = (query, cache), options
-        offsets = arrays.get("qo_indptr")
-        self._tokens = int(offsets[-1]) if offsets is not None and not offsets.is_cuda else 0
         self._keep_slopes(shape.num_heads)
         if self._use_cuda_graph and self._plan is None:
             self._prepare(shape)
@@ -442,11 +439,6 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             check_axes("q", q, _Q)
             for name, rows in (("k", k), ("v", v)) if shape.page_size else ():
                 self._check_heads(name, rows)
-            if len(q) < self._tokens:
-                raise ValueError(
-                    f"{arg('q')}: needs the {self._tokens} query tokens that {arg('qo_indptr')} of "
-                    f"the plan ends with, got {len(q)}; pass the rows of all requests"
-                )
             _check_type("q", q, "q_data_type", self._types[0])
             _check_type("k", k, "kv_data_type", self._types[1])
             wants_lse = bool(return_lse or lse is not None)

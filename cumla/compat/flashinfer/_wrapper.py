@@ -78,6 +78,7 @@ class Planned(ABC, Generic[P, S]):
                 self._check_buffer(own_name, buffer, _AXES[name])
                 self._kept[name] = buffer
         self._arrays: dict[str, Any] = {}  # of the last plan, by cumla's names
+        self._tokens = 0  # that the last plan's offsets end with, where the host knows them
         self._shape: S | None = None
         self._said: dict[str, Any] = {}  # of the first plan: the values that a graph depends on
         self._plan: P | None = None
@@ -127,6 +128,7 @@ class Planned(ABC, Generic[P, S]):
             self._said = said
         else:
             self._arrays = {name: self._there(array) for name, array in arrays.items()}
+        self._tokens = _known_end(arrays.get("qo_indptr"))
         self._shape, self._updated_on = shape, None
         if self._use_cuda_graph and self._plan is not None:
             self._update()  # for graphs that hold runs without an update
@@ -161,6 +163,12 @@ class Planned(ABC, Generic[P, S]):
         assert self._shape is not None
         place = _place(self._q_name, q)
         tokens = q.shape[0]
+        if tokens < self._tokens:
+            raise ValueError(
+                f"{self._q_name}: needs the {self._tokens} query tokens that "
+                f"{self._theirs['qo_indptr']} of the plan ends with, got {tokens}; pass the rows "
+                f"of all requests"
+            )
         made_for = self._shape, tokens
         if self._plan is None or made_for != self._made_for:
             if self._made_for is not None and self._use_cuda_graph:
@@ -193,6 +201,11 @@ def _place(name: str, tensor: Any) -> tuple[int, bool]:
     """Return the stream of a call with this tensor, and whether it is being captured."""
     with open_call(((name, tensor),)) as call:  # the driver answers for the current context
         return call.stream, call.capturing
+
+
+def _known_end(offsets: Any) -> int:
+    """Tell what offsets end with, where the host knows it; 0 where it does not."""
+    return 0 if offsets is None or offsets.is_cuda else int(offsets[-1])
 
 
 def checked_batch(theirs: Mapping[str, str], arrays: dict[str, Any]) -> int:
