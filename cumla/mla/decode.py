@@ -420,6 +420,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         *,
         num_kv_heads: int = 1,
         cache_dtype: Any = None,
+        window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         sm_count: int | None = None,
@@ -428,7 +429,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads, cache_dtype, batch_invariant, max_kv_len
+        batch, q_len, num_heads, num_kv_heads, cache_dtype, window, batch_invariant, max_kv_len
             As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
@@ -445,7 +446,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         cache = checked_cache_dtype(cache_dtype)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
-        modes = (batch_invariant, max_blocks, None, cache)
+        sides = window_of(checked_window("window", window), True, cache)
+        _check_cuts(sides, batch_invariant)
+        modes = (batch_invariant, max_blocks, None, cache, sides)
         return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
 
     def update(self, kv_lens: Any, *, stream: Any = None, **misplaced: Never) -> None:

@@ -59,6 +59,13 @@ def test_windows_are_scheduled_by_row_tiles() -> None:
     assert MLADecodeKey(5, 3, 16, 1, 64, "bfloat16", True, 0, 132).by_windows is None
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 16), (5, 3, 128), (200, 1, 24)])
+def test_the_size_of_a_buffer(shape: tuple[int, int, int]) -> None:
+    key = MLADecodeKey(*shape, 1, 64, "bfloat16", True, 0, 132, window=(511, 0))
+    nbytes = cumla.MLADecodePlan.workspace_bytes(*shape, window=511, sm_count=132)
+    assert nbytes == key.layout.nbytes
+
+
 def small(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     q, kv_cache = np.ones((2, 1, 4, 576), np.float16), np.ones((4, 64, 576), np.float16)
     table, lens = np.int32([[0, 1], [2, 3]]), np.int32([100, 7])
