@@ -320,7 +320,7 @@ def test_the_options_of_from_arrays() -> None:
 
 def test_batch_invariant_plans_have_room_for_their_longest_request(cupy: FakeCuPy) -> None:
     q = cupy.like(decode()["q"])
-    for longest, max_blocks, parts in ((1, 1, 2), (1024, 16, 2), (1025, 17, 4), (4096, 64, 8)):
+    for longest, max_blocks, parts in ((1, 1, 2), (2048, 32, 2), (2049, 33, 4), (4096, 64, 4)):
         mode: dict[str, Any] = {"batch_invariant": True, "max_kv_len": longest}
         sizes = {
             cumla.MLADecodePlan.workspace_bytes(2, 2, 16, **mode, sm_count=n) for n in (1, 78, 132)
