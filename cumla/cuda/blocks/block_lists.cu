@@ -191,8 +191,8 @@ __device__ __forceinline__ int write_pages(const BlockListsParams& p, const List
   return found * p.block_size - missing;
 }
 
-// Where the bounds of parts lie in a virtual request: at a multiple of 1 / parts of the work of all, if all lists were
-// full. The last blocks of the bounds of one request differ, unless they are 0.
+// The bounds of parts that lie in a virtual request: at multiples of 1 / parts of the work of all, if all lists were
+// full. Bounds in one request have different blocks, unless these are 0.
 struct Bounds {
   const BlockListsParams& p;
   int place, blocks, first, end;  // blocks of 64 tokens; bounds in this place
