@@ -334,11 +334,11 @@ def test_batch_invariant_plans_have_room_for_their_longest_request(cupy: FakeCuP
 
 
 def test_more_pieces_than_a_grid_has_thread_blocks(cupy: FakeCuPy, bindings: FakeBindings) -> None:
-    """65535 along y: with 32 rows, 65535 * 1024 tokens of one request, or half of two."""
-    most = 65535 // 2 * 1024
+    """65535 along y: with 32 rows, 65535 * 2048 tokens of one request, or half of two."""
+    most = 65535 // 2 * 2048
     message = (
         "batch_invariant: needs at most 65535 pieces of requests, got 65536: 2 requests of up to "
-        "33553472 tokens, cut every 1024; lower a plan's max_kv_len, pass fewer columns of"
+        "67106880 tokens, cut every 2048; lower a plan's max_kv_len, pass fewer columns of"
     )
     given = {name: cupy.like(array) for name, array in decode().items()}
     for arguments in (decode(), given):
