@@ -583,10 +583,10 @@ def test_a_step_of_sparse_attention(of: Step, each: bool) -> None:
             kv_lens=lens,
             **window_of(given),
         )
-        with refused(ValueError, "plan: needs an update, got none that succeeded"):
+        with refused(ValueError, "plan: needs an ... call plan = plan.update(kv_lens) before"):
             plan.select(**{name: given[name] for name in SELECTED_FROM})
         updated = plan.update(lens, **recent)
-        with refused(ValueError, "indices: needs a selection of this step"):
+        with refused(ValueError, "indices: needs ... call indices, plan = plan.select("):
             updated.run(**{name: given[name] for name in ATTENDED}, **window_of(given))
         found, plan = updated.select(**{name: given[name] for name in SELECTED_FROM})
         assert updated.indices is None
