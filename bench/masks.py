@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What masks of attention take, in turns with calls without a mask.
+"""What masks and biases of attention take, in turns with calls without them.
 
     python -m bench.masks FILE
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import cumla
-from cumla import AttentionMask
+from cumla import AttentionBias, AttentionMask
 
 TURNS = 15
 IMAGES, WIDTH = (512, 2500, 4096, 7000), 256  # tokens at which an image begins, and its tokens
@@ -39,7 +39,23 @@ SHAPES = (
     ("trees of 64", 1, 64, 8192, 32, 8, 128),
     ("trees of 8", 64, 8, 4096, 32, 8, 128),
     ("trees of 8, 64 columns", 64, 8, 4096, 64, 8, 64),
+    ("slopes, prefill", 1, 8192, 8192, 32, 8, 128),
+    ("slopes, prefill, 64 columns", 1, 8192, 8192, 32, 8, 64),
+    ("slopes, prefill, 256 columns", 1, 8192, 8192, 16, 8, 256),
+    ("slopes, decoding", 128, 1, 8192, 32, 8, 128),
+    ("slopes, decoding, e4m3", 64, 1, 8192, 32, 8, 128),
+    ("a table of 1,024, decoding one request", 1, 1, 8192, 4, 1, 128),
+    ("a table of 1,024, decoding", 64, 1, 8192, 32, 8, 128),
+    ("a table of 1,024, prefill", 1, 8192, 8192, 32, 8, 128),
 )
+
+
+def bias_of(name: str, tokens: int, heads: int) -> AttentionBias:
+    if "slopes" in name:
+        slopes = 2.0 ** -(8 / heads * torch.arange(1, heads + 1, device="cuda"))
+        return AttentionBias(slopes=slopes.float())
+    table = torch.randn(tokens, heads, 1024, dtype=torch.bfloat16, device="cuda")
+    return AttentionBias(table=table)
 
 
 def mask_of(name: str, batch: int, q_len: int, lens: torch.Tensor) -> AttentionMask:
@@ -92,11 +108,15 @@ def main() -> None:
             "kv_lens": lens,
             "block_table": torch.randperm(batch * per, device="cuda").int().view(batch, per),
         }
-        mask = mask_of(name, batch, q_len, lens)
-        calls: dict[str, Callable[[], Any]] = {
-            "causal": partial(cumla.attention, **given),
-            "mask": partial(cumla.attention, **given, mask=mask),
-        }
+        if "e4m3" in name:
+            given |= {part: given[part].to(torch.float8_e4m3fn) for part in ("k", "v")}
+        calls: dict[str, Callable[[], Any]] = {"causal": partial(cumla.attention, **given)}
+        if "slopes" in name or "table" in name:
+            bias = bias_of(name, batch * q_len, heads)
+            calls["bias"] = partial(cumla.attention, **given, bias=bias)
+        else:
+            mask = mask_of(name, batch, q_len, lens)
+            calls["mask"] = partial(cumla.attention, **given, mask=mask)
         if "windows" in name:
             calls["window"] = partial(cumla.attention, **given, window=1023)
         shape = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads": [heads, kv_heads]}
