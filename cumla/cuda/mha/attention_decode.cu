@@ -49,8 +49,7 @@ using namespace ptx;
 using namespace split;
 
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, typename Params>
-__device__ __forceinline__ void attention_decode(const Params& all_params) {
-  const AttentionParams& p = all_params;
+__device__ __forceinline__ void attention_decode(const Params& p) {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
   // Narrows query rows; copies them ahead
   constexpr bool kNarrows = kE4m3 && kIsBf16<T>, kAhead = Layout::kQuerySlots > 1;
@@ -88,7 +87,7 @@ __device__ __forceinline__ void attention_decode(const Params& all_params) {
   int chunks = 0;
   HeadTile tile(p);
   Segment segment;
-  Attender<T, kKeys, kValues, kRows, kE4m3, Params> attender(all_params, shared, tile);
+  Attender<T, kKeys, kValues, kRows, kE4m3, Params> attender(p, shared, tile);
   if (place <= last_place) segment = chunks_at<kRows>(p, tile, place, chunks);
   // Copies the query of this tile, or of the next one.
   const auto copy_query = [&](int later) {

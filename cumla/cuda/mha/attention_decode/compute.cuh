@@ -26,10 +26,16 @@ __device__ __forceinline__ float loaded_scale(const Scales& scale, u32 from) {
   return scale.data == nullptr ? scale.value : load_shared_float(from);
 }
 
+template <typename Params, int kEights>
+struct ChunkBias {
+  RowBias<Params> bias[kEights][2];
+};
+struct Nothing {};  // takes no place as a base: its members would change what ptxas makes of kernels without a bias
+
 // A warp's state of a row tile. For each eight rows, lane 4 g + q has the query of row g, and the results of rows 2 q
 // and 2 q + 1.
 template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, typename Params>
-struct ChunkAttender {
+struct ChunkAttender : TypeIf<kHasBias<Params>, ChunkBias<Params, kRows / 8>, Nothing>::Type {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
   using Unit = typename TypeIf<kE4m3, Fp16, T>::Type;  // of the products
   static constexpr int kEights = kRows / 8;
@@ -38,7 +44,6 @@ struct ChunkAttender {
   static constexpr bool kNarrows = kE4m3 && kIsBf16<T>;  // narrows query rows
 
   const AttentionParams& p;
-  const Params& all_params;
   const Layout& shared;
   const HeadTile& tile;
   const int warp, lane;
@@ -49,10 +54,9 @@ struct ChunkAttender {
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
   float factor[kEights][2];  // of scores (base 2), or of the argument of the cap
   Seen common;  // keys that all rows see
-  RowBias<Params> bias[kEights][2];
 
-  __device__ __forceinline__ ChunkAttender(const Params& p, const Layout& shared, const HeadTile& tile)
-      : p(p), all_params(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+  __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const HeadTile& tile)
+      : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   // The group of eight columns of a lane's query words 4 i to 4 i + 3. It matches the lane's key words.
   __device__ __forceinline__ int query_piece(int i) const {
@@ -170,7 +174,7 @@ struct ChunkAttender {
         if constexpr (kNarrows) of_scores *= load_shared_float(shared.undone(query_slot, n * 8 + lane % 4 * 2 + r));
         factor[n][r] = fminf(of_scores * of_keys, kMaxFactor);
         if constexpr (kHasBias<Params>)
-          bias[n][r].begin(all_params, tile, segment.tokens, n * 8 + lane % 4 * 2 + r);
+          this->bias[n][r].begin(static_cast<const Params&>(p), tile, segment.tokens, n * 8 + lane % 4 * 2 + r);
       }
     }
   }
@@ -247,9 +251,9 @@ struct ChunkAttender {
       for (int n = 0; n < kEights; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const auto from = bias[n][r].from(token);
-          scores[n][r] += bias[n][r].plus(from, 0);
-          scores[n][r + 2] += bias[n][r].plus(from, 8);
+          const auto from = this->bias[n][r].from(token);
+          scores[n][r] += this->bias[n][r].plus(from, 0);
+          scores[n][r + 2] += this->bias[n][r].plus(from, 8);
         }
     }
   }
