@@ -359,7 +359,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         kernels = zip(SPARSE_8, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
         return dict(kernels)[stem].SPECS
     if stem in ATTENTION:
-        return tuple(spec for spec in all_specs() if spec.entry == "attention_bfloat16_64_64_e4m3")
+        specs = (spec for spec in all_specs() if spec.stem == "attention")
+        return tuple(spec for spec in specs if spec.entry.endswith("_e4m3"))
     if stem in DECODE:
         return attention_decode.SPECS
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
