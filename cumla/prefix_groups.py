@@ -11,7 +11,13 @@ from cumla import reference
 from cumla.core.arguments import INT32, bind
 from cumla.core.names import arg
 from cumla.core.operation import Output
-from cumla.core.paged import BLOCK_TABLE, KV_LENS, QO_INDPTR, check_table_lengths
+from cumla.core.paged import (
+    BLOCK_TABLE,
+    KV_LENS,
+    QO_INDPTR,
+    check_ragged_lengths,
+    check_table_lengths,
+)
 from cumla.core.spec import Out, Spec, array, integer, optional
 from cumla.launch.kernel import Unplanned
 from cumla.launch.split.find_prefix_groups import FindArguments, find_prefix_groups_launch
@@ -155,7 +161,7 @@ _TABLE = {
 class _Find(Unplanned[FindArguments]):
     """Writes groups and prefixes."""
 
-    trusted = ("kv_lens",)
+    trusted = ("kv_lens", "qo_indptr")
 
     def arguments(self, views: Views, options: Any) -> FindArguments:
         bind(_TABLE, views, {})
@@ -183,6 +189,8 @@ class _Find(Unplanned[FindArguments]):
     def check_values(self, host: Host, arguments: FindArguments) -> None:
         table = np.zeros(arguments.block_table.shape, np.int8)
         check_table_lengths(host["kv_lens"], table, arguments.page_size)
+        if "qo_indptr" in host:
+            check_ragged_lengths(host, _MOST_INT32, arguments.page_size, _MOST_INT32)
 
     def launches(self, arguments: FindArguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         if not arguments.block_table.shape[0]:

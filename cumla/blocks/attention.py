@@ -56,6 +56,7 @@ from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
 from cumla.launch.blocks.block_rows import block_rows_launch
 from cumla.launch.blocks.key import BlockKey
 from cumla.launch.device import checked_sm_count, sm_count_of
+from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
 from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_PARTS, MOST_TOKENS, ROW_TILE
 from cumla.mha.arguments import E4M3, KV_LAYOUT, checked_layout, checked_scales, swapped
@@ -75,6 +76,7 @@ __all__ = ["BlockSparsePlan", "block_sparse_attention"]
 _E4M3 = "float8_e4m3fn"
 _HALVES = ("bfloat16", "float16")
 _ENTRIES = ("blocks", "tokens")
+_MOST_TABLE = (1 << 31) - (1 << 16)  # tokens
 _MOST_ROWS = (1 << 31) - 128  # virtual requests, that the kernels can number
 LENGTHS = {"qo_indptr": QO_INDPTR, "kv_lens": KV_LENS}
 _SIZES = (
@@ -190,10 +192,12 @@ def block_sparse_attention(
     causal : bool
         No query sees a key after its own position.
     softcap, sinks, softmax_scale : optional
-        As in :func:`cumla.attention`. With sinks and several kv heads, each kv head takes a launch.
+        As in :func:`cumla.attention`. With sinks and several kv heads, each kv head takes two
+        launches.
     k_scale, v_scale : float or array, optional
         Factors of e4m3 keys and values, as in :func:`cumla.attention`: numbers, or float32 ``(1,)``
-        or ``(num_kv_heads,)``. With ``(num_kv_heads,)`` each kv head takes a launch.
+        or ``(num_kv_heads,)``. With ``(num_kv_heads,)`` each kv head takes two
+        launches.
     kv_layout : str
         ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
     indices_are : str
@@ -259,6 +263,7 @@ class _Attend(Stated[Any, BlockKey]):
         _check_blocks(q, k, options.block_size)
         tokens, heads = prod(q.shape[:-2]), (1, k.shape[2])
         table = checked_pages({"block_table": given["block_table"]})
+        check_columns(table, k.shape[1])
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         entries = _checked_entries_of(given["block_indices"], tokens, heads)
         lengths = _checked_counts(given.get("topk_length"), tokens, heads)
@@ -395,6 +400,15 @@ def _check_forms(q: ArrayView, k: ArrayView) -> None:
         raise ValueError(
             f"{arg('k')}: needs pages, of four axes, got shape {k.shape}; a contiguous cache "
             f"(slots, max_len, ...) has pages of max_len tokens, and a block table of one column"
+        )
+
+
+def check_columns(table: ArrayView, page_size: int) -> None:
+    """Refuse tables of more tokens than the kernels number, which look at 65,536 blocks at once."""
+    if table.shape[1] * page_size > _MOST_TABLE:
+        raise ValueError(
+            f"{arg('block_table')}: needs max_pages * page_size up to {_MOST_TABLE}, got "
+            f"{table.shape[1]} pages of {page_size}; pass fewer columns"
         )
 
 
@@ -649,7 +663,7 @@ class BlockSparsePlan(Plan[BlockKey]):
                 _checked_shape(tokens, heads, lists, ("bfloat16", cache)), True, invariant, 0, count
             )
             for cache in (None, _E4M3)
-            if cache is None or not (head_dim % 16 or (head_dim_v or 0) % 16)
+            if cache is None or all(map(_may_be_e4m3, (head_dim, head_dim_v or head_dim)))
         ]
         return max(key.layout.nbytes for key in sizes)
 
@@ -722,6 +736,10 @@ v_scale, kv_layout, indices_are, out, lse, stream
     def _check_shape(self, arguments: BlockArguments) -> None:
         got = _shape_of(arguments, arguments.block_table.shape[0])
         check_made_for(_SIZES, self._shape, got)
+
+
+def _may_be_e4m3(columns: Any) -> bool:
+    return bool(columns % 16 == 0 and columns <= MOST_E4M3_COLUMNS)
 
 
 def _checked_shape(

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cumla import reference
-from cumla.blocks.attention import LENGTHS, check_lengths, check_offsets_given
+from cumla.blocks.attention import (
+    LENGTHS,
+    check_columns,
+    check_lengths,
+    check_offsets_given,
+)
 from cumla.core.arguments import bind, check_dtype, check_layout
 from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
@@ -155,6 +160,7 @@ class _BlockScores(Operation[_Arguments, int]):
         sizes = bind(LENGTHS, views, {"batch": q.shape[0]} if len(q.shape) == 4 else {})
         table = checked_pages({"block_table": given["block_table"]})
         check_rows(table, sizes["batch"])
+        check_columns(table, keys.shape[1])
         launched = BlockScoresArguments(q, keys, table, options.block_size, options.causal)
         return _Arguments(launched, given.get("qo_indptr"), given["kv_lens"])
 

@@ -201,3 +201,11 @@ def test_a_step_inside_jax_jit() -> None:
     state, groups = step(**given)
     assert groups.prefix_len.tolist() == [64, 64, 64, 0]
     np.testing.assert_array_equal(np.asarray(state.out), cumla.attention(**given).out)
+
+
+def test_the_check_mode_looks_at_the_offsets_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    table, lens = np.zeros((3, 4), np.int32), np.full(3, 60, np.int32)
+    offsets = np.array([0, 1, -7, 99], np.int32)
+    with pytest.raises(ValueError, match=r"^qo_indptr\[2\]"):
+        cumla.find_prefix_groups(table, lens, offsets, page_size=16)
