@@ -145,29 +145,44 @@ class _SparseShape(NamedTuple):
 class FlashMLASchedMeta:
     """The metadata object: empty at first, with a schedule from the first call on.
 
-    FlashMLA's fields may be assigned, as SGLang does before dense FP8 calls; nobody reads them.
+    FlashMLA's fields may be assigned, as SGLang does before dense FP8 calls; nobody reads what they
+    hold. With another tile_scheduler_metadata the object is as new: a step of its own.
     """
 
     __slots__ = (
         "_device",
         "_plans",
         "_shape",
+        "_stale",
+        "_tiles",
         "config",
         "have_initialized",
         "num_splits",
-        "tile_scheduler_metadata",
     )
 
     def __init__(self) -> None:
         self.have_initialized = False
         self.config: Any = None
-        self.tile_scheduler_metadata: Any = None
         self.num_splits: Any = None
+        self._tiles: Any = None
+        self._stale: set[Any] = set()  # plans whose schedules are of a former step
         self._shape: _Shape | _SparseShape | None = None  # of the calls that succeeded
         self._device: int | None = None  # where those were, as a CUDA ordinal
         # By shape, stream, and whether a graph computes the schedule. Graphs hold their addresses,
         # so none is let go.
         self._plans: dict[tuple[_Shape | _SparseShape, int, bool], Plan[Any]] = {}
+
+    @property
+    def tile_scheduler_metadata(self) -> Any:
+        """What was assigned last."""
+        return self._tiles
+
+    @tile_scheduler_metadata.setter
+    def tile_scheduler_metadata(self, tiles: Any) -> None:
+        if tiles is not self._tiles:
+            self._stale = set(self._plans)  # which graphs may read
+            self._shape = None
+        self._tiles = tiles
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -288,11 +303,11 @@ def flash_mla_with_kvcache(
         return written(out, found), lse.masked_fill(lse == -inf, inf).mT
     _check_first_use(metadata, shape)
 
-    def updated() -> MLADecodePlan:
+    def updated(plan: MLADecodePlan | None) -> MLADecodePlan:
         _check_integers(q, block_table=block_table, kv_lens=cache_seqlens)
         modes: dict[str, Any] = {"causal": shape.causal, "max_kv_len": longest}
         modes["batch_invariant"] = longest is not None
-        plan = FlashMLAPlan.from_arrays(queries, k_cache, **modes)
+        plan = plan or FlashMLAPlan.from_arrays(queries, k_cache, **modes)
         plan.update(cache_seqlens)
         return plan
 
@@ -328,7 +343,10 @@ def _fp8_arguments(
         return q, {"kv_scale": descale_k}
     factors = [factor for factor in (descale_q, descale_k) if factor is not None]
     for name, factor in {"descale_q": descale_q, "descale_k": descale_k}.items():
-        if factor is not None and (factor.numel() != 1 or factor.dtype.itemsize != 4):
+        if factor is None:
+            continue
+        check_tensors(**{name: factor})
+        if factor.numel() != 1 or factor.dtype != import_torch().float32:
             raise ValueError(
                 f"{name}: needs one float32 number, got shape {tuple(factor.shape)} and "
                 f"{factor.dtype}; pass the factor of the whole tensor"
@@ -395,8 +413,8 @@ def _attend_sparsely(
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
     _check_first_use(metadata, shape)
 
-    def updated() -> MLASparsePlan:
-        plan = FlashMLASparsePlan.from_arrays(
+    def updated(plan: MLASparsePlan | None) -> MLASparsePlan:
+        plan = plan or FlashMLASparsePlan.from_arrays(
             q, cache, indices, **second, batch_invariant=invariant
         )
         plan.update(topk_length, extra_topk_lens=extra.extra_topk_length)
@@ -459,23 +477,28 @@ def _updated_plan(
     metadata: FlashMLASchedMeta,
     shape: _Shape | _SparseShape,
     q: Any,
-    updated: Callable[[], Plan[Any]],
+    updated: Callable[[Any], Plan[Any]],
 ) -> Any:
     """Return a plan whose schedule serves a call on the current stream; make one by `updated`.
 
     A schedule that was only captured has not been computed, so it serves captures alone.
     """
-    plans = metadata._plans
+    plans, stale = metadata._plans, metadata._stale
     if metadata._shape is not None:  # then it is this one, whose tensors are all in one place
-        plan = plans.get((shape, current_stream("q", q, metadata._device), False))
-        if plan is not None:
+        key = shape, current_stream("q", q, metadata._device), False
+        plan = plans.get(key)
+        if plan is not None and key not in stale:
             return plan
     call = open_call((("q", q),))
     with call:  # the driver answers for the current context, which a new thread does not have
         capturing = call.capturing
-    plan = plans.get((shape, call.stream, False)) or plans.get((shape, call.stream, capturing))
-    if plan is None:
-        plan = plans[shape, call.stream, capturing] = updated()
+    key = shape, call.stream, False
+    if key not in plans or key in stale:
+        key = shape, call.stream, capturing
+    plan = plans.get(key)
+    if plan is None or key in stale:
+        plan = plans[key] = updated(plan)
+        stale.discard(key)
     metadata._device = plan._device
     return plan
 

@@ -910,7 +910,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         key = _key(batch, shape, False, -1, 0, sm_count, cuts)
         forms: list[dict[str, Any]] = [{}, {"page_size": 1}, {"window_left": 0}]
         if max(key.head_dim, key.head_dim_v) <= MOST_E4M3_COLUMNS:
-            forms += [{"cache_dtype": _E4M3}, {"bias": "linear"}]
+            e4m3 = {"cache_dtype": _E4M3}
+            forms += [e4m3, *({"bias": b} | c for b in ("linear", "table") for c in ({}, e4m3))]
         columns = checked_max_pages(prefix_groups, max_pages, batch, 64)
         if columns:
             forms = [form | {"max_pages": columns, "causal": True} for form in forms]

@@ -485,8 +485,8 @@ def _key(
     if most and key.parts > MOST_PARTS:
         raise ValueError(
             f"{arg('batch_invariant')}: needs at most {MOST_PARTS} pieces of requests, got "
-            f"{key.parts}, cut every {key.piece_blocks * BLOCK_TOKENS} tokens; lower a plan's "
-            f"max_kv_len, pass fewer pages, or fewer requests at once"
+            f"{key.parts}, of which {key.num_places} are of {key.total_tokens} query tokens; cut "
+            f"the call in two, lower a plan's max_kv_len, or pass fewer pages"
         )
     return key
 

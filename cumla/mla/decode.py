@@ -446,10 +446,15 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         cache = checked_cache_dtype(cache_dtype)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
-        sides = window_of(checked_window("window", window), True, cache)
-        _check_cuts(sides, batch_invariant)
-        modes = (batch_invariant, max_blocks, None, cache, sides)
-        return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
+        sm_count, given = checked_sm_count(sm_count), checked_window("window", window)
+
+        def nbytes(causal: bool) -> int:
+            sides = window_of(given, causal, cache)
+            _check_cuts(sides, batch_invariant)
+            modes = (batch_invariant, max_blocks, None, cache, sides)
+            return _key(shape, False, 0, sm_count, *modes).layout.nbytes
+
+        return max(nbytes(causal) for causal in (True, False))
 
     def update(self, kv_lens: Any, *, stream: Any = None, **misplaced: Never) -> None:
         """Compute the schedule for these lengths, on the device.

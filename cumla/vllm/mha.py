@@ -152,6 +152,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         common = common_attn_metadata
         plans, flags = self._plans, None
         if common.causal is not True:
+            self._refuse_alibi()
             flags = common.causal if isinstance(common.causal, torch.Tensor) else None
             plans = {} if flags is not None else {f: self._other(f, "all") for f in plans}
         metadata = Metadata(
@@ -175,17 +176,21 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         spans = _spans(common, self.device) if common.mm_req_doc_ranges else None
         if flags is None and spans is None:
             return
-        if any(form.has_alibi for form in self._plans):
-            raise NotImplementedError(
-                "alibi_slopes: cumla's backend has no ALiBi in steps with images, or where some "
-                "requests are causal and others are not; leave out --attention-backend CUSTOM"
-            )
+        self._refuse_alibi()
         metadata.causal = flags
         metadata.mm_prefix_range_tensor = spans
         metadata.masks, metadata.masked = {}, {}
         for num_heads in {form.num_heads for form in self._plans}:
             form = Form(num_heads, None)  # the window is the mask's
             metadata.masked[num_heads] = self._begin(common, self._other(form, "rows"), form)
+
+    def _refuse_alibi(self) -> None:
+        """Refuse ALiBi where a query sees later keys, whose distance counts there."""
+        if any(form.has_alibi for form in self._plans):
+            raise NotImplementedError(
+                "alibi_slopes: cumla's backend has no ALiBi in steps with images, or with requests "
+                "that are not causal; leave out --attention-backend CUSTOM"
+            )
 
     def _other(self, form: Form, sees: str) -> Plans:
         plans = self._others.get((form, sees))

@@ -470,6 +470,22 @@ def test_an_e4m3_cache_under_its_factor(
     assert again is out and torch.equal(out, found)
 
 
+def test_other_tensors_in_the_metadata_begin_a_step(
+    inputs: StepInputs, plans: Plans, metadata: Any
+) -> None:
+    """The plan is updated with the lengths of that step, in the memory that graphs read."""
+    for lengths in (LENGTHS, (60, 7, 128), (0, 1, 2)):
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        tiles, metadata.num_splits = flash_mla.get_mla_decoding_metadata(lens)
+        metadata.tile_scheduler_metadata = tiles
+        found = call(inputs, metadata, cache_seqlens=lens)
+        want = call(inputs, flash_mla.get_mla_metadata()[0], cache_seqlens=lens)
+        assert all(map(torch.equal, found, want))
+        assert len(metadata._plans) == 1
+        again = call(inputs, metadata, cache_seqlens=lens)
+        assert all(map(torch.equal, again, want))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -483,6 +499,13 @@ def test_factors_of_what_is_not_e4m3(
 ) -> None:
     with pytest.raises(error, match=message):
         call(inputs, metadata, **change)
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.ones(1, dtype=torch.int32), torch.ones(2)])
+def test_factors_are_one_float32_number(inputs: StepInputs, metadata: Any, factor: Any) -> None:
+    given = {"q": e4m3(inputs.queries[0], 1.0), "k_cache": e4m3(inputs.caches[0], 1.0)}
+    with pytest.raises((TypeError, ValueError), match=r"^descale_q: needs"):
+        call(inputs, metadata, **given, descale_q=factor, descale_k=torch.ones(1))
 
 
 def test_tensors_as_metadata_are_refused(inputs: StepInputs) -> None:

@@ -5,6 +5,7 @@ each bias, what they refuse, and biases in the frameworks' programs."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,23 @@ def test_a_distance_more_or_less_shows() -> None:
             assert not np.allclose(attend(changed, query, q)[1], exact, rtol=1e-4, atol=1e-4), kind
 
 
-def test_buffers_of_plans_are_large_enough() -> None:
-    for columns in ((64, 64), (192, 128), (256, 256)):
-        sizes = {"num_kv_heads": 2, "head_dim_v": columns[1]}
-        most = cumla.AttentionPlan.workspace_bytes(40, 160, 8, columns[0], **sizes, sm_count=132)
-        for form in ("linear", "table"):
-            for more in ({}, {"page_size": 1}, {"cache_dtype": "float8_e4m3fn"}, {"window": 3}):
-                made = cumla.AttentionPlan(
-                    *(40, 160, 8, columns[0]), **sizes, **more, bias_form=form, like=int32(0)
-                )
-                key = replace(made.key, sm_count=132)
-                assert key.layout.nbytes <= most
+@pytest.mark.parametrize("numbers", [(40, 160, 8), (1, 4096, 16)])
+@pytest.mark.parametrize("columns", [(64, 64), (192, 128), (256, 256)])
+def test_buffers_of_plans_are_large_enough(
+    numbers: tuple[int, int, int], columns: tuple[int, int]
+) -> None:
+    for kv_heads in (2, numbers[2]):
+        sizes = {"num_kv_heads": kv_heads, "head_dim_v": columns[1]}
+        most = cumla.AttentionPlan.workspace_bytes(*numbers, columns[0], **sizes, sm_count=132)
+        e4m3 = {"cache_dtype": "float8_e4m3fn"}
+        for form, more in product(
+            ("linear", "table"),
+            ({}, {"page_size": 1}, e4m3, {"window": 3}, e4m3 | {"page_size": 16}),
+        ):
+            made = cumla.AttentionPlan(
+                *(*numbers, columns[0]), **sizes, **more, bias_form=form, like=int32(0)
+            )
+            assert replace(made.key, sm_count=132).layout.nbytes <= most
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,15 @@ def test_windows_are_scheduled_by_row_tiles() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (5, 3, 128), (200, 1, 24)])
 def test_the_size_of_a_buffer(shape: tuple[int, int, int]) -> None:
-    key = MLADecodeKey(*shape, 1, 64, "bfloat16", True, 0, 132, window=(511, 0))
-    nbytes = cumla.MLADecodePlan.workspace_bytes(*shape, window=511, sm_count=132)
-    assert nbytes == key.layout.nbytes
+    """That of the larger of the plans with and without a causal mask."""
+    for window in (511, (-1, 2)):
+        nbytes = cumla.MLADecodePlan.workspace_bytes(*shape, window=window, sm_count=132)
+        like = np.zeros(1, np.int32)
+        keys = [
+            cumla.MLADecodePlan(*shape, window=window, causal=causal, like=like).key
+            for causal in (True, False)
+        ]
+        assert nbytes == max(replace(k, sm_count=132, device=0).layout.nbytes for k in keys)
 
 
 def small(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:

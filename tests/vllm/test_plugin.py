@@ -980,6 +980,8 @@ def test_mha_refuses_what_it_does_not_have() -> None:
     mha = MHA(alibi_slopes=[1.0] * HEADS)
     with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
         mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=torch.tensor([True, False]))
+    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* not causal"):
+        mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=False)
     with pytest.raises(NotImplementedError, match=r"^rswa_window: .* got 128; leave out"):
         MHA(model={"rswa_window": 128})
     with pytest.raises(NotImplementedError, match=r"^enable_dbo: .* leave out --enable-dbo"):
