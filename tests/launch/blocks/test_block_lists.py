@@ -38,7 +38,7 @@ def problem(lens: tuple[int, ...], topk: int, seed: int) -> dict[str, Any]:
 
 
 CASES = (
-    ((2000,), 32, 33, False),  # few lists, each in many parts
+    pytest.param((2000,), 32, 33, False, marks=pytest.mark.exhaustive),  # a list in many parts
     ((2000, 100, 0, 64), 32, 33, False),  # short ones among them, and an empty one
     ((900, 1500, 65), 16, 5, False),  # parts that end within lists
     ((700,) * 5, 8, 4, False),
