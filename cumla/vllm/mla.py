@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of models with dense MLA: decoding, drafts and short prefills by cumla.
 
-Longer prefills go to the MLA prefill backend that vLLM chooses.
+Longer prefills go to the MLA prefill backend that vLLM chooses, unless bits are to be invariant.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Tells the layers of a step what its schedule follows from.
 
     Where the user asks for full CUDA graphs of mixed steps, a graph serves any requests that fit
-    into it, and prefills of that size count as decoding. With adaptive verification vLLM cuts
+    into it, and prefills of that size count as decoding. Under VLLM_BATCH_INVARIANT all prefills
+    do: expanded keys would give other bits, and merging chunks others again. With adaptive
+    verification vLLM cuts
     drafts on the device, and the host's query lengths are no more than a total: then every step
     reads them on the device.
     """
@@ -67,6 +69,9 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         if _has_mixed_graphs(vllm_config):
             most = vllm_config.compilation_config.max_cudagraph_capture_size
             self.reorder_batch_threshold = max(self.reorder_batch_threshold, most)
+        invariant = invariance()
+        if invariant:
+            self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._cuts_drafts = _cuts_drafts(vllm_config)
         if self._cuts_drafts and self.dcp_world_size > 1:
@@ -77,7 +82,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         self._captures_mixture = False
         self._plans = Plans(
             self.device,
-            {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)} | invariance(),
+            {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)} | invariant,
             page_size=self.page_size,
             dtype=self.model_config.dtype,
         )

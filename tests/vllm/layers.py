@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 PAGES, PAGE, HEADS, SCALE = 24, 16, 4, 0.1
+BATCHED_TOKENS = 2048
 
 
 def queries(tokens: int, device: str = "cpu") -> tuple[Any, Any]:
@@ -93,6 +94,7 @@ class MLA:
             compilation_config=SimpleNamespace(
                 cudagraph_mode=CUDAGraphMode[graphs], max_cudagraph_capture_size=512
             ),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=BATCHED_TOKENS),
             speculative_config=SimpleNamespace(enable_adaptive_verification=cuts_drafts),
         )
         spec = SimpleNamespace(dtype=cache_dtype, block_size=PAGE, dcp=dcp)

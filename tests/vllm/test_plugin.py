@@ -24,6 +24,7 @@ import tests.emulator
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
 from tests.vllm.layers import (
+    BATCHED_TOKENS,
     HEADS,
     MHA,
     MLA,
@@ -436,6 +437,7 @@ def test_under_batch_invariance_decoding_has_the_bits_of_a_prefill(
             assert torch.equal(decoded[0], prefilled[last - 1]), last
         (plan,) = {step.steps[form].plan for form in step.steps if form.window is None}
         assert plan.key.batch_invariant and plan.key.parts == plan.key.num_places
+        assert mla.builder.reorder_batch_threshold == BATCHED_TOKENS  # no prefill goes elsewhere
         rows = queries(4)
         verified, _ = mla.attend(mla.step(int32(90), int32(0, 4), 4), rows)
         step = mla.step(int32(90), int32(0, 1), 1)
