@@ -9,6 +9,6 @@ merge them through what the user runs already: PyTorch's process groups, JAX's c
 from __future__ import annotations
 
 from cumla.distributed.context import ContextParallel
-from cumla.distributed.shard import LocalPages, Shard
+from cumla.distributed.shard import LocalLists, LocalPages, Shard
 
-__all__ = ["ContextParallel", "LocalPages", "Shard"]
+__all__ = ["ContextParallel", "LocalLists", "LocalPages", "Shard"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import cumla
 from cumla.core.arguments import checked_flag
 from cumla.distributed.groups import group_of
-from cumla.distributed.shard import Shard, namespace
+from cumla.distributed.shard import Shard, arange, as_int32, namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,6 +219,66 @@ class ContextParallel(Shard):
 
         buffer = self._group.computed(copy, (heads, *axes, columns), out)
         return self._exchanged(buffer, heads, tuple(axes), columns, out, gather)
+
+    def top_k(self, scores: Any, topk: int, *, row_lens: Any = None) -> Any:
+        """Select the topk largest scores of each row over all ranks: :func:`cumla.top_k`'s list.
+
+        Each rank selects among its own tokens, and the ranks exchange these candidates, 8 bytes
+        each. The list is that of one GPU with all scores, equal ones and NaN included, and the same
+        on every rank. :meth:`lists` tells which of its tokens a rank holds.
+
+        Parameters
+        ----------
+        scores : array
+            ``(rows, local width)`` float32, bfloat16 or float16: column j is the score of the token
+            that is number j among those of this rank, as the logits over ``pages(...)`` are
+            (:func:`cumla.paged_mqa_logits`). Of the group's framework.
+        topk : int
+            How many to select, from 1; on all ranks alike.
+        row_lens : array, optional
+            ``(rows,)`` int32: how many of its columns count: the kv_lens of ``pages(...)``.
+
+        Returns
+        -------
+        array
+            ``(rows, topk)`` int32: ascending positions in the request, then -1.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`cumla.top_k`; scores of another framework than the group's.
+
+        Examples
+        --------
+        >>> import numpy as np, torch, cumla
+        >>> from cumla.distributed import ContextParallel
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> parallel = ContextParallel(torch.distributed.group.WORLD)
+        >>> parallel.top_k(torch.tensor([[3.0, 1, 4, 1, 5]]), 3).tolist()
+        [[0, 2, 4]]
+        >>> torch.distributed.destroy_process_group()
+        """
+        self._group.check("scores", scores)
+        xp = namespace(scores)
+        found = cumla.top_k(scores, topk, row_lens=row_lens, values=True)
+        none = xp.iinfo(xp.int32).max
+        at = self._position(found.indices)
+        positions = as_int32(xp.where(found.indices >= 0, at, none))
+        rows = scores.shape[0]
+
+        def of_all(array: Any) -> Any:
+            each = self._group.all_gather(array).reshape(self.world, rows, topk)
+            return xp.moveaxis(each, 0, 1).reshape(rows, self.world * topk)
+
+        positions, values = of_all(positions), of_all(found.values)
+        # A list of a rank ascends; in the order of positions the lowest of equal scores are taken.
+        order = xp.argsort(positions)
+        row = arange(rows, scores)[:, None]
+        positions, values = positions[row, order], values[row, order]
+        lens = as_int32((positions != none).sum(-1))
+        best = cumla.top_k(values, topk, row_lens=lens).indices
+        return as_int32(xp.where(best >= 0, positions[row, best.clip(0)], -1))
 
     def gather_heads(self, array: Any) -> Any:
         """Gather arrays of which each rank has a share of the heads, such as the queries.

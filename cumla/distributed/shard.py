@@ -10,7 +10,7 @@ import numpy as np
 
 from cumla.core.arguments import checked_int
 
-__all__ = ["LocalPages", "Shard"]
+__all__ = ["LocalLists", "LocalPages", "Shard"]
 
 _MOST = (1 << 31) - 1  # of lengths and slots
 _MOST_TOGETHER = 1 << 20  # times the ranks this is below 2 ** 31
@@ -47,6 +47,21 @@ class LocalPages(NamedTuple):
 
     block_table: Any
     kv_lens: Any
+
+
+class LocalLists(NamedTuple):
+    """What one rank holds of listed tokens, as sparse attention takes it.
+
+    Attributes
+    ----------
+    indices : array of int32, in the shape of the positions
+        Slots of this rank's cache, in descending order, then -1.
+    topk_lens : array of int32, in their shape without the last axis
+        How many slots there are.
+    """
+
+    indices: Any
+    topk_lens: Any
 
 
 class Shard:
@@ -176,7 +191,7 @@ class Shard:
             total = checked_int("total_tokens", total_tokens, "count the rows of q", 0)
             rows, seen = _seen_by_tokens(seen, qo_indptr, total)
         elif q_len > 1:
-            tokens = _arange(batch * q_len, kv_lens)
+            tokens = arange(batch * q_len, kv_lens)
             rows = tokens // q_len
             seen = seen[rows] - (q_len - 1 - tokens % q_len)
         else:
@@ -222,6 +237,53 @@ class Shard:
         slot = page * self.page_size + self._local_position(at) % self.page_size
         return xp.where(own & known & exists, slot, -1)
 
+    def lists(self, positions: Any, block_table: Any, row_to_request: Any = None) -> LocalLists:
+        """Tell which of the listed tokens this rank holds, for sparse attention.
+
+        Parameters
+        ----------
+        positions : array
+            ``(rows, topk)`` or ``(batch, q_len, topk)`` int32: positions in the requests, as
+            :meth:`ContextParallel.top_k` returns them. Those that do not exist are left out.
+        block_table : array
+            ``(batch, max_pages)`` int32, as for :meth:`pages`.
+        row_to_request : array, optional
+            ``(rows,)`` int32: the request of each row of positions. Row i is of request i without
+            it.
+
+        Returns
+        -------
+        LocalLists
+            In the shape of positions: pass both to :func:`cumla.mla_sparse_decode` or
+            :func:`cumla.mla_sparse_attention`, and the result to :meth:`ContextParallel.merge`.
+
+        Raises
+        ------
+        ValueError
+            Shapes do not fit.
+        """
+        shape = tuple(positions.shape)
+        batch, _ = _table_shape(block_table)
+        rows = batch if row_to_request is None else shape[0]
+        if len(shape) not in (2, 3) or shape[0] != rows:
+            axes = "(batch, topk) or (batch, q_len, topk)"
+            raise ValueError(
+                f"positions: needs shape {axes} for {batch} rows of block_table, got {shape}; pass "
+                f"row_to_request for rows of other requests"
+            )
+        if row_to_request is None:
+            row_to_request = arange(rows, positions)
+        else:
+            _check_shape("row_to_request", row_to_request, "(rows,)", (rows,))
+        xp = namespace(positions)
+        requests = row_to_request.reshape(-1, *(1,) * (len(shape) - 1))
+        requests = xp.broadcast_to(requests, shape).reshape(-1)
+        slots = self.slots(block_table, requests, positions.reshape(-1)).reshape(shape)
+        ordered = xp.sort(-slots)
+        ordered = -getattr(ordered, "values", ordered)  # PyTorch sorts into a pair
+        held = (slots >= 0).sum(-1)
+        return LocalLists(*(as_int32(array) for array in (ordered, held)))
+
     @property
     def _entry_tokens(self) -> int:
         """Tokens that an entry of a block table stands for, on all ranks together."""
@@ -238,6 +300,11 @@ class Shard:
         size, period = self.block_size, self.block_size * self.world
         return positions // period * size + positions % size
 
+    def _position(self, local: Any) -> Any:
+        """Position of a token in its request, from its place among those of this rank."""
+        size, period = self.block_size, self.block_size * self.world
+        return local // size * period + self.rank * size + local % size
+
     def _own_table(self, block_table: Any, rows: Any) -> Any:
         """Take this rank's entries of some rows of a block table, or of all.
 
@@ -248,9 +315,9 @@ class Shard:
         batch, columns = block_table.shape
         pages = self.block_size // self.page_size
         period = pages * self.world
-        local = _arange(min(-(-columns // period) * pages, columns), block_table)
+        local = arange(min(-(-columns // period) * pages, columns), block_table)
         there = local // pages * period + self.rank * pages + local % pages
-        rows = _arange(batch, block_table) if rows is None else rows
+        rows = arange(batch, block_table) if rows is None else rows
         return block_table[rows[:, None], there.clip(0, max(columns - 1, 0))[None]]
 
 
@@ -263,17 +330,23 @@ def namespace(array: Any) -> Any:
     return np
 
 
-def _arange(size: int, like: Any) -> Any:
+def arange(size: int, like: Any) -> Any:
     """Count in int32, where another array lies."""
     xp = namespace(like)
     place = {"device": like.device} if xp is sys.modules.get("torch") else {}
     return xp.arange(size, dtype=xp.int32, **place)
 
 
+def as_int32(array: Any) -> Any:
+    if namespace(array) is sys.modules.get("torch"):
+        return array.int()
+    return array.astype(np.int32)
+
+
 def _seen_by_tokens(seen: Any, qo_indptr: Any, total: int) -> tuple[Any, Any]:
     """Find the request of each query token, and what it sees there if it belongs to any."""
     batch = seen.shape[0]
-    tokens = _arange(total, seen)
+    tokens = arange(total, seen)
     if not batch:
         raise ValueError("qo_indptr: needs at least one request, got none; skip the call")
     rows = namespace(seen).searchsorted(qo_indptr, tokens, side="right") - 1

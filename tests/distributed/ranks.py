@@ -63,7 +63,12 @@ SYMMETRIC = (
     "decode, q_len 3, gather",
     "attention, q_len 1",
 )
-FEW = ("decode, q_len 3", "attention, q_len 3, gather", "lists")  # for other blocks than pages
+FEW = (
+    "decode, q_len 3",
+    "attention, q_len 3, gather",
+    "lists",
+    "largest",
+)  # for other blocks than pages
 
 
 def there(*arrays: torch.Tensor) -> Any:
@@ -242,13 +247,41 @@ def lists(parallel: ContextParallel) -> None:
     most = setting.page * setting.columns + 5
     positions = torch.randint(-5, most, shape, generator=generator, dtype=torch.int32)
     positions[0] = -1
-    requests, positions = there(torch.arange(batch).repeat_interleave(80), positions)
+    positions = there(positions)
     whole = cumla.mla_sparse_decode(q, *kv.whole, positions, block_table=kv.table)
-    slots = parallel.slots(kv.own_table, requests, positions.flatten()).view(shape).int()
-    slots = slots.sort(descending=True).values
-    held = (slots >= 0).sum(-1, dtype=torch.int32)
+    slots, held = parallel.lists(positions, kv.own_table)
     partial = cumla.mla_sparse_decode(q, *kv.own, slots, topk_lens=held)
     compare(parallel, parallel.merge(*partial), whole, False)
+    requests = there(torch.arange(batch, dtype=torch.int32).repeat_interleave(2))
+    by_rows = parallel.lists(positions.view(-1, 40), kv.own_table, requests)
+    assert torch.equal(by_rows.indices.view(shape), slots)
+    assert torch.equal(by_rows.topk_lens.view(batch, 2), held)
+
+
+def largest(parallel: ContextParallel) -> None:
+    """The list of one rank with all scores: equal scores, NaN, infinite ones, few tokens."""
+    kv, batch = made(parallel, "mla"), len(setting.lengths)
+    generator = torch.Generator().manual_seed(23)
+    width = setting.page * setting.columns
+    scores = torch.randint(-3, 3, (batch, width), generator=generator).float()
+    scores[torch.rand(scores.shape, generator=generator) < 0.1] = -torch.inf
+    scores[1:5, ::7] = torch.nan
+    scores = there(scores)
+    local, kv_lens = parallel.pages(kv.kv_lens, kv.own_table)
+    own = local.shape[1] * setting.page
+    places = parallel._position(torch.arange(own, device=setting.device))
+    held = scores.new_full((batch, own), 5.0)  # behind the ends: larger than any
+    seen = places < width
+    held[:, seen] = scores[:, places[seen]]
+    for dtype in (torch.float32, torch.bfloat16):
+        for topk in (1, 9, width // 2, width + 3):
+            whole = cumla.top_k(scores.to(dtype), topk, row_lens=kv.kv_lens.clip(0, width))
+            found = parallel.top_k(held.to(dtype), topk, row_lens=kv_lens)
+            assert torch.equal(found, whole.indices), (dtype, topk)
+    with pytest.raises(TypeError, match=r"^scores: needs a torch\.Tensor"):
+        parallel.top_k(np.zeros((2, 3), np.float32), 2)
+    with pytest.raises(ValueError, match=r"^positions: needs shape .batch, topk. or"):
+        parallel.lists(there(torch.zeros(3, 2, dtype=torch.int32)), kv.own_table)
 
 
 def same_bits(parallel: ContextParallel) -> None:
@@ -406,6 +439,7 @@ def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
         "same bits": same_bits,
         "one after the other": one_after_the_other,
         "lists": lists,
+        "largest": largest,
         "odd heads": odd_heads,
         "no tokens": no_tokens,
         "refused": refused,

@@ -190,6 +190,38 @@ def writes(world: int) -> None:
     assert changed == 4
 
 
+def selects(world: int) -> None:
+    """The list of one device with all scores, and what each rank holds of it."""
+    _, _, table = caches(world, (8,))
+    random = np.random.default_rng(3)
+    width = COLUMNS * PAGE
+    scores = random.integers(-3, 3, (len(LENGTHS), width)).astype(np.float32)
+    scores[1, ::5] = np.nan
+    own = [np.full_like(scores, 9) for _ in range(world)]  # behind the ends: larger than any
+    for rank in range(world):
+        entries = [scores[:, e * PAGE : (e + 1) * PAGE] for e in range(rank, COLUMNS, world)]
+        own[rank][:, : len(entries) * PAGE] = np.concatenate(entries, 1)
+    whole = cumla.top_k(scores, 7, row_lens=np.clip(LENGTHS, 0, width).astype(np.int32))
+    parallel = ContextParallel("ranks", page_size=PAGE)
+
+    def select(table: Any, kv_lens: Any, scores: Any) -> Any:
+        pages = parallel.pages(kv_lens, table)
+        positions = parallel.top_k(scores, 7, row_lens=pages.kv_lens)
+        found = positions, *parallel.lists(positions, table)
+        return jax.tree.map(lambda array: array[None], found)
+
+    given = tuple(jax.numpy.asarray(part) for part in own)
+    spec = jax.sharding.PartitionSpec("ranks")
+    found, slots, lens = mapped(world, select, spec, table, lengths(), given)
+    for rank in range(world):
+        np.testing.assert_array_equal(found[rank], whole.indices)
+        shard = Shard(rank, world, page_size=PAGE)
+        wanted = shard.lists(whole.indices, np.asarray(table))
+        np.testing.assert_array_equal(slots[rank], wanted.indices)
+        np.testing.assert_array_equal(lens[rank], wanted.topk_lens)
+    assert int(np.asarray(lens).sum()) == int((whole.indices >= 0).sum()) > 0
+
+
 def python(program: str, devices: int) -> None:
     flags = {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -211,6 +243,7 @@ from tests.distributed import test_jax as t
 t.decodes(4, 3)
 t.writes(4)
 t.merges_nothing(4)
+t.selects(4)
 """
 MORE = """
 t.decodes(2, 1)

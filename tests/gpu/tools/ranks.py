@@ -356,7 +356,32 @@ def cupy_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
         for q_len in (1, 3)
         for gather in (False, True)
     }
-    return {**found, "index maps": write, "graph": partial(cupy_graph, parallel, upload, table)}
+    found |= {"index maps": write, "largest": partial(cupy_largest, parallel, lengths, table)}
+    return {**found, "graph": partial(cupy_graph, parallel, upload, table)}
+
+
+def cupy_largest(parallel: Any, lengths: Any, table: Any) -> None:
+    """The largest scores of all ranks, and which of them the rank holds."""
+    import cupy as cp
+
+    import cumla
+    from cumla.distributed import Shard
+
+    rank, (batch, columns) = parallel.rank, table.shape
+    width, random = columns * 64, np.random.default_rng(1)
+    scores = random.integers(-9, 9, (batch, width)).astype(np.float32)
+    scores[3, ::7] = np.nan
+    own = np.full_like(scores, 99)  # behind the ends: larger than any
+    entries = [scores[:, e * 64 : (e + 1) * 64] for e in range(rank, columns, WORLD)]
+    own[:, : len(entries) * 64] = np.concatenate(entries, 1)
+    kv_lens, block_table = cp.asarray(lengths), cp.asarray(table)
+    whole = cumla.top_k(cp.asarray(scores), 200, row_lens=kv_lens.clip(0, width)).indices
+    pages = parallel.pages(kv_lens, block_table)
+    found = parallel.top_k(cp.asarray(own), 200, row_lens=pages.kv_lens)
+    np.testing.assert_array_equal(found.get(), whole.get())
+    host = Shard(rank, WORLD, page_size=64).lists(whole.get(), table)
+    for here, wanted in zip(parallel.lists(found, block_table), host, strict=True):
+        np.testing.assert_array_equal(here.get(), wanted)
 
 
 def cupy_graph(parallel: Any, upload: Callable[[tuple[int, ...]], Any], table: Any) -> None:
