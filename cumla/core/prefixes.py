@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,28 +144,30 @@ def check_groups_given(given: Collection[str], max_pages: int) -> None:
         )
 
 
-def check_shared_pages(host: Host, page_size: int) -> None:
-    """Check mode: raise for the first request whose prefix is not that of the one before."""
+def check_shared_pages(host: Host, page_size: int, total_tokens: int) -> None:
+    """Check mode: raise for the first request that has other pages than the first of its group.
+
+    Looked at are the pages that the group would share, which prefix_len may exceed: see
+    :class:`cumla.PrefixGroups`.
+    """
     if "groups[0]" not in host or "block_table" not in host:
         return
     group, prefix_len, table = (host[name] for name in ("groups[0]", "groups[1]", "block_table"))
-    most = table.shape[1] * page_size
-    refuse_value(
-        "groups[1]",
-        prefix_len,
-        (prefix_len < 0) | (prefix_len > most),
-        f"a length from 0 to {most}, what the request's pages hold",
-        "the kernels would clamp it",
-    )
-    wrong = np.zeros(len(group), bool)
-    for i in range(1, len(group)):
-        pages = min(prefix_len[i], prefix_len[i - 1]) // page_size
-        wrong[i] = group[i] == group[i - 1] and (table[i, :pages] != table[i - 1, :pages]).any()
+    batch, held = len(group), table.shape[1] * page_size
+    keys = np.clip(host.get("kv_lens", np.full(batch, held)), 0, held)
+    bounds = host.get("qo_indptr", np.arange(batch + 1) * (total_tokens // max(batch, 1)))
+    queries = np.diff(bounds.astype(np.int64).clip(0, total_tokens))
+    pages = np.clip(prefix_len, 0, np.maximum(keys - queries, 0)) // page_size
+    ends = [*(np.flatnonzero(group[1:] != group[:-1]) + 1), batch]
+    wrong, first = np.zeros(batch, bool), np.zeros(batch, int)
+    for begin, end in pairwise([0, *ends] if batch else []):
+        shared, first[begin:end] = pages[begin:end].min(), begin
+        wrong[begin:end] = (table[begin:end, :shared] != table[begin, :shared]).any(axis=1)
     refuse_value(
         "groups[0]",
         group,
         wrong,
-        lambda i: f"another number than request {i - 1}'s, which has other pages",
+        lambda i: f"another number than request {first[i]}'s, which has other pages",
         "pages of another request would be read",
     )
 

@@ -372,9 +372,9 @@ class _Attend(Attend[MHAArguments, MHAKey]):
     def check_values(self, host: Host, arguments: MHAArguments) -> None:
         """Look at page numbers, and at the lengths that came with them."""
         a = arguments
-        check_shared_pages(host, a.k.shape[1])
         num_pages, page_size = a.k.shape[:2]
         tokens = prod(a.q.shape[:-2])
+        check_shared_pages(host, page_size, tokens)
         if a.pages is None:
             _check_lengths(host, tokens, 1)
             if "kv_indptr" in host:

@@ -40,7 +40,9 @@ class AttentionBias:
     ===================  ==================================================================
 
     Arrays are those of the framework of `q`, on its device; kernels read them, so that a CUDA graph
-    serves other numbers at each replay. -inf hides a key. NaN shows in the rows alone that read it.
+    serves other numbers at each replay. A bias below -2.4e38, as -inf and the least numbers of
+    float32 and bfloat16 are, hides its key; any other is above -2e38. Slopes are at most 1e36 in
+    size. NaN shows in the rows alone that read it.
 
     Attributes
     ----------

@@ -204,7 +204,7 @@ class _Attend(MLAAttend[MLAAttentionKey]):
 
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
         num_pages, page_size = arguments.kv_cache.shape[:2]
-        check_shared_pages(host, page_size)
+        check_shared_pages(host, page_size, arguments.q.shape[0])
         check_ragged_lengths(host, arguments.q.shape[0], page_size, MOST_TOKENS)
         check_ragged_pages(host, num_pages, page_size, self.first_seen(host, arguments))
 

@@ -119,25 +119,120 @@ def test_attention(cache: str) -> None:
     assert torch.equal(plain, out[:2])
 
 
-def test_refusals() -> None:
-    q, k = numbers(3, HEADS, COLUMNS), numbers(5, KV_HEADS, BLOCK, COLUMNS)
-    lists, bounds = torch.zeros(KV_HEADS, 3, 4, dtype=torch.int32), int32(*BOUNDS)
-    for change, error, message in (
-        ({"cu_seqlens_k": bounds}, NotImplementedError, "cu_seqlens_k: is for keys without pages"),
-        ({"q_offset": 3}, NotImplementedError, "q_offset: has no counterpart"),
-        ({"k_scale": k}, NotImplementedError, "k_scale: is for FP4 caches"),
-        ({"return_temperature_lse": True}, NotImplementedError, "return_temperature_lse: has no"),
-        ({"page_table": None}, ValueError, "page_table: needed for keys in pages"),
+Q, K = numbers(3, HEADS, COLUMNS), numbers(5, KV_HEADS, BLOCK, COLUMNS)
+LISTS, OFFSETS = torch.zeros(KV_HEADS, 3, 4, dtype=torch.int32), int32(*BOUNDS)
+FP4 = "needs None, got factors of an FP4 cache; keep the cache in e4m3, and pass"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens_k": OFFSETS}, NotImplementedError, "cu_seqlens_k: needs None, got offsets"),
+        ({"q_offset": 3}, NotImplementedError, "q_offset: needs None, got positions of queries"),
+        ({"k_scale": K}, NotImplementedError, f"k_scale: {FP4} k_global_scale"),
+        ({"v_scale": K}, NotImplementedError, f"v_scale: {FP4} v_global_scale"),
+        (
+            {"return_temperature_lse": True},
+            NotImplementedError,
+            "return_temperature_lse: needs False, got True; call FlashInfer for it",
+        ),
+        ({"page_table": None}, ValueError, "page_table: needs a tensor beside keys in pages, got"),
+        ({"seqused_k": None}, ValueError, "seqused_k: needs a tensor beside keys in pages, got"),
         ({"k_global_scale": 2.0}, ValueError, "k_global_scale: needs an e4m3 cache"),
-        ({"q2k_indices": lists[0]}, ValueError, "q2k_indices: needs axes (num_kv_heads, total_q"),
-        ({"seqused_k": PAGES["seqused_k"].long()}, TypeError, "seqused_k: needs int32"),
-    ):
-        given = {"q": q, "k": k, "v": k, "q2k_indices": lists, "cu_seqlens_q": bounds, **PAGES}
+        ({"q2k_indices": LISTS[0]}, ValueError, "q2k_indices: needs axes (num_kv_heads, total_q"),
+        ({"q2k_indices": LISTS[:, :2]}, ValueError, "q2k_indices: needs shape"),
+        ({"q2k_indices": LISTS.numpy()}, TypeError, "q2k_indices: needs a PyTorch tensor"),
+        ({"seqused_k": OFFSETS.long()}, TypeError, "seqused_k: needs int32"),
+        (
+            {"k": K[:, :, :64]},
+            ValueError,
+            "k: needs pages of 128 tokens, got shape (5, 2, 64, 128)",
+        ),
+        ({"v": K[:, :, :64]}, ValueError, "v: needs pages of 128 tokens, got shape"),
+        ({"v": K[0]}, ValueError, "v: needs axes (num_pages, num_kv_heads, 128, head_dim), got"),
+        ({"q": Q.double()}, TypeError, "q: needs bfloat16 or float16 or float32, got float64"),
+        ({"cu_seqlens_q": OFFSETS.float()}, TypeError, "cu_seqlens_q: needs int32"),
+        ({"out": Q[:2]}, ValueError, "out: needs shape (3, 8, 128), got (2, 8, 128)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_attention_refuses(change: Any, error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"q": Q, "k": K, "v": K, "q2k_indices": LISTS, **PAGES}
+    with refused(error, message):
+        msa_ops.msa_sparse_attention(**{**given, "cu_seqlens_q": OFFSETS, **change})
+    if "cu_seqlens_q" not in change and "return_temperature_lse" not in change:
+        if "out" in change:
+            message = "out: needs the 3 query tokens of q, got shape (2, 8, 128); leave it out"
         with refused(error, message):
-            msa_ops.msa_sparse_attention(**given | change)
-    with refused(ValueError, "seqlen_q: needs a divisor of the 3 query tokens"):
-        msa_ops.msa_sparse_decode_attention(q, k, k, lists, seqlen_q=2, **PAGES)
-    with refused(ValueError, "output: needs shape (8, 3, 3)"):
-        msa_ops.msa_proxy_score(q, k[:, :1], bounds, output=torch.zeros(1), **PAGES)
-    with refused(ValueError, "topk: needs at least the 3 forced blocks"):
-        msa_ops.msa_topk_select(torch.zeros(1, 4, 1), 2, None, None, 1, 2)
+            msa_ops.msa_sparse_decode_attention(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"seqlen_q": 2},
+            ValueError,
+            "seqlen_q: needs a divisor of the 3 query tokens of q, got 2",
+        ),
+        ({"seqlen_q": 0}, ValueError, "seqlen_q: needs a number from 1, got 0"),
+        ({"seqlen_q": 1.0}, TypeError, "seqlen_q: needs an int, got float"),
+        ({"out": Q[0]}, ValueError, "out: needs axes (batch * seqlen_q, num_qo_heads, head_dim)"),
+        ({"q": Q[0]}, ValueError, "q: needs axes (batch * seqlen_q, num_qo_heads, head_dim), got"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_decoding_refuses(change: Any, error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"q": Q, "k": K, "v": K, "q2k_indices": LISTS, **PAGES}
+    with refused(error, message):
+        msa_ops.msa_sparse_decode_attention(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"output": torch.zeros(1)}, ValueError, "output: needs shape (8, 3, 3) and torch.float32"),
+        (
+            {"output": torch.zeros(8, 3, 3).bfloat16()},
+            ValueError,
+            "output: needs shape (8, 3, 3) and torch.float32, got (8, 3, 3) and torch.bfloat16",
+        ),
+        ({"max_k_tiles": -1}, ValueError, "max_k_tiles: needs a number from 0, got -1; leave it"),
+        ({"k": K[:, :0]}, ValueError, "q: needs a multiple of the 0 heads of k, one at least"),
+        ({"q": Q[:, :3]}, ValueError, "q: needs a multiple of the 2 heads of k, one at least, got"),
+        ({"q": Q[0]}, ValueError, "q: needs axes (total_q, num_qo_heads, head_dim)"),
+        ({"k": K[:, :, :64]}, ValueError, "k: needs pages of 128 tokens, got shape"),
+        ({"k": K.half()}, TypeError, "k: needs the dtype of q, bfloat16, got float16"),
+        ({"q_offset": 3}, NotImplementedError, "q_offset: needs None"),
+        ({"cu_seqlens_k": OFFSETS}, NotImplementedError, "cu_seqlens_k: needs None"),
+        ({"page_table": None}, ValueError, "page_table: needs a tensor beside keys in pages, got"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_scores_refuse(change: Any, error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"q": Q, "k": K, "cu_seqlens_q": OFFSETS, **PAGES}
+    with refused(error, message):
+        msa_ops.msa_proxy_score(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"topk": 2}, ValueError, "topk: needs at least the 3 forced blocks, got 2"),
+        ({"topk": None}, TypeError, "topk: needs an int, got"),
+        ({"force_begin_blocks": -1}, ValueError, "force_begin_blocks: needs a number from 0"),
+        ({"force_end_blocks": -1}, ValueError, "force_end_blocks: needs a number from 0"),
+        ({"num_valid_pages": -1}, ValueError, "num_valid_pages: needs a number from 0, got -1"),
+        ({"num_valid_pages": 2.0}, TypeError, "num_valid_pages: needs an int, got float"),
+        ({"num_valid_pages": int32(1, 2)}, ValueError, "num_valid_pages: needs shape"),
+        ({"max_score": torch.zeros(4, 1)}, ValueError, "max_score: needs axes (num_qo_heads, max_"),
+        ({"output": torch.zeros(1, 1, 3)}, TypeError, "output: needs int32, got float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_selection_refuses(change: Any, error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"max_score": torch.zeros(1, 4, 1), "topk": 3}
+    forced = {"force_begin_blocks": 1, "force_end_blocks": 2}
+    assert msa_ops.msa_topk_select(**given, num_valid_pages=2**40).tolist() == [[[0, 1, 2]]]
+    with refused(error, message):
+        msa_ops.msa_topk_select(**given | forced | change)

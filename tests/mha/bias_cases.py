@@ -154,3 +154,15 @@ def poisoned(biased: Biased) -> Biased:
                 used[:, min(max(distance - first, 0), table.shape[1] - 1)] = True
     arrays["table"] = np.where(used, table, np.nan).astype(table.dtype)
     return biased._replace(arrays=arrays)
+
+
+def hiding(dtype: Any, least: float, columns: int = 64) -> tuple[dict[str, Any], Any]:
+    """A call and the bias of its heads: least where a key is to be hidden, all keys of head 1."""
+    rng, lens = np.random.default_rng(3), np.int32([300, 70])
+    q = rng.standard_normal((2, 2, 4, columns)).astype(dtype)
+    k, v = (rng.standard_normal((6, 64, 2, columns)).astype(dtype) for _ in "kv")
+    table = rng.standard_normal((4, 400)).astype(np.float32)
+    table[:, 20:70] = table[1] = table[2, 1:] = least
+    pages = rng.permutation(6)[:5].astype(np.int32)
+    given = {"q": q, "k": k, "v": v, "kv_lens": lens}
+    return given | {"block_table": np.stack([pages, pages[::-1]])}, table

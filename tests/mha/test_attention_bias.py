@@ -14,7 +14,7 @@ import pytest
 import cumla
 from tests.calls import BF16, int32, keys_in_pages, refused
 from tests.fake_cuda import FakeCuPy
-from tests.mha.bias_cases import attend, check, make, poisoned, samples
+from tests.mha.bias_cases import attend, check, hiding, make, poisoned, samples
 from tests.mha.test_attention_mask import Sample
 
 BIAS = cumla.AttentionBias
@@ -62,6 +62,20 @@ def test_a_distance_more_or_less_shows() -> None:
         changed = biased._replace(arrays=biased.arrays | {name: other})
         if other.shape[-1] > 1:
             assert not np.allclose(attend(changed, query, q)[1], exact, rtol=1e-4, atol=1e-4), kind
+
+
+@pytest.mark.parametrize("least", [-2.4e38, np.finfo(np.float32).min])
+def test_the_least_numbers_hide_keys(least: float) -> None:
+    """As -inf does: a query whose keys are all hidden sees none."""
+    given, table = hiding(np.float16, least)
+    got = cumla.attention(**given, bias=cumla.AttentionBias(table=table))
+    endless = np.where(table == np.float32(least), np.float32(-np.inf), table)
+    want = cumla.attention(**given, bias=cumla.AttentionBias(table=endless))
+    for one, other in zip(got, want, strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert not got.out[:, :, 1].any()
+    assert np.isneginf(got.lse[:, :, 1]).all()
+    assert np.isfinite(got.lse[:, :, [0, 2, 3]]).all()
 
 
 @pytest.mark.parametrize("numbers", [(40, 160, 8), (1, 4096, 16)])

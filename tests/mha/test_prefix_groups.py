@@ -159,15 +159,120 @@ def test_updates_and_runs_that_are_refused() -> None:
         plan.run(**rest, groups=groups)
 
 
+def test_queries_that_are_refused() -> None:
+    batch = batch_of([Group(3, 64)], 16, (2,))
+    given = problem_of(batch, (4, 2), (64, 64), np.float16).given
+    del given["qo_indptr"]
+    q = given["q"].reshape(3, 2, 4, 64)
+    apart = np.zeros((3, 3, 4, 64), np.float16)[:, :2]
+    groups = PrefixGroups(np.zeros(3, np.int32), np.full(3, 64, np.int32))
+    assert cumla.attention(**given | {"q": q}, groups=groups).out.shape == q.shape
+    with pytest.raises(ValueError, match=r"q: needs requests one after the other beside groups"):
+        cumla.attention(**given | {"q": apart}, groups=groups)
+    wide = np.lib.stride_tricks.as_strided(np.zeros(1, np.int32), (3, 1 << 30), (1 << 32, 4))
+    with pytest.raises(ValueError, match=r"block_table: needs at most 2147483647 entries beside"):
+        cumla.attention(**given | {"q": q, "block_table": wide}, groups=groups)
+
+
+MLA = {"q": np.ones((3, 16, 576), np.float16), "kv_cache": np.ones((20, 16, 576), np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"window": 7}, "window: needs none beside groups of shared prefixes, got window"),
+        ({"batch_invariant": True}, "batch_invariant: needs none beside groups"),
+        ({"groups": np.zeros(3, np.int32)}, "groups: needs PrefixGroups, or a pair"),
+        ({"kv_indices": np.zeros(3, np.int32)}, "groups: needs block_table, got pages in another"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mla_refused(more: Any, message: str) -> None:
+    batch = batch_of([Group(3, 64)], 16)
+    lengths: dict[str, Any] = {"kv_lens": batch.kv_lens, "qo_indptr": batch.qo_indptr}
+    pages: dict[str, Any] = {"block_table": batch.block_table}
+    groups = cumla.find_prefix_groups(*batch[:3], page_size=16, min_tokens=16)
+    assert cumla.mla_attention(**MLA, **lengths, **pages, groups=groups).out.shape == (3, 16, 512)
+    if "kv_indices" in more:
+        pages = {"kv_indptr": np.arange(4, dtype=np.int32)}
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        cumla.mla_attention(**{**MLA, **lengths, **pages, "groups": groups, **more})
+
+
+def test_mla_plans_that_are_refused() -> None:
+    numbers: dict[str, Any] = {"page_size": 16, "dtype": "float16", "like": np.zeros(1)}
+    with pytest.raises(ValueError, match=r"^max_pages: needs the columns of block_table"):
+        cumla.MLAAttentionPlan(3, 3, 16, **numbers, prefix_groups=True)
+    with pytest.raises(ValueError, match=r"^max_pages: needs prefix_groups=True, got 7"):
+        cumla.MLAAttentionPlan(3, 3, 16, **numbers, max_pages=7)
+    with pytest.raises(ValueError, match=r"^window: needs none beside groups"):
+        cumla.MLAAttentionPlan(3, 3, 16, **numbers, prefix_groups=True, max_pages=9, window=5)
+    plan = cumla.MLAAttentionPlan(3, 3, 16, **numbers, prefix_groups=True, max_pages=9)
+    lengths = np.full(3, 70, np.int32), np.arange(4, dtype=np.int32)
+    with pytest.raises(
+        ValueError, match=r"^groups: needed for a plan with prefix_groups, got None"
+    ):
+        plan.update(lengths[0], qo_indptr=lengths[1])
+    groups = PrefixGroups(np.zeros(3, np.int32), np.full(3, 64, np.int32))
+    plan.update(lengths[0], qo_indptr=lengths[1], groups=groups)
+    with pytest.raises(ValueError, match=r"^block_table: needs the 9 columns of a plan"):
+        plan.run(**MLA, block_table=np.zeros((3, 5), np.int32))
+
+
+FOUND = [
+    ({"page_size": 0}, "page_size: needs a number from 1, got 0; pass the tokens of a page"),
+    (
+        {"page_size": 1 << 29},
+        "page_size: needs max_pages * page_size up to 2147483647, got 5 pages",
+    ),
+    ({"q_len": 2}, "q_len: needs no qo_indptr beside it, got both; pass one of them"),
+    ({"q_len": 0, "qo_indptr": None}, "q_len: needs a number from 1, got 0"),
+    ({"min_tokens": 0}, "min_tokens: needs a number from 1, got 0"),
+    ({"kv_lens": np.zeros(2, np.int32)}, "kv_lens: needs shape"),
+    ({"kv_lens": np.zeros(3)}, "kv_lens: needs int32, got float64"),
+    ({"qo_indptr": np.zeros(3, np.int32)}, "qo_indptr: needs shape"),
+    ({"block_table": np.zeros((3, 5))}, "block_table: needs int32, got float64"),
+    ({"block_table": np.zeros((3, 8), np.int32)[:, ::2]}, "block_table: needs contiguous rows"),
+    ({"group": np.zeros(2, np.int32)}, "group: needs shape"),
+    ({"prefix_len": np.zeros(3, np.int64)}, "prefix_len: needs int32, got int64"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), FOUND, ids=[message for _, message in FOUND])
+def test_what_is_not_looked_for(more: Any, message: str) -> None:
+    given: dict[str, Any] = {
+        "block_table": np.zeros((3, 5), np.int32),
+        "kv_lens": np.full(3, 70, np.int32),
+        "qo_indptr": np.arange(4, dtype=np.int32),
+        "page_size": 16,
+    }
+    with pytest.raises((ValueError, TypeError)) as caught:
+        cumla.find_prefix_groups(**given | more)
+    assert str(caught.value).startswith(message)
+
+
 def test_check_mode_sees_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among those that the group shares: what kernels cut off from prefixes may be anything."""
     monkeypatch.setenv("CUMLA_CHECK", "1")
     call()
-    other = PrefixGroups(np.zeros(3, np.int32), np.full(3, 80, np.int32))
-    with pytest.raises(ValueError, match=r"groups\[0\]\[1\]: needs another number than request 0"):
-        call(groups=other)
-    other = PrefixGroups(np.zeros(3, np.int32), np.full(3, -1, np.int32))
-    with pytest.raises(ValueError, match=r"groups\[1\]\[0\]: needs a length from 0"):
-        call(groups=other)
+    batch = batch_of([Group(3, 64, (21, 40))], 16)
+    given = problem_of(batch, (4, 2), (64, 64), np.float16).given
+    want = cumla.attention(**given)
+    for lens in ([64, 64, 64], [96, 64, 2**31 - 1], [-1, 96, 96], [79, 79, 79], [15, 2**20, 17]):
+        groups = PrefixGroups(np.zeros(3, np.int32), np.array(lens, np.int32))
+        got = cumla.attention(**given, groups=groups)
+        assert got.out.tobytes() == want.out.tobytes()
+    message = r"^groups\[0\]\[1\]: needs another number than request 0's, which has other pages"
+    with pytest.raises(ValueError, match=message):
+        cumla.attention(**given, groups=PrefixGroups(groups.group, np.full(3, 80, np.int32)))
+    other = batch.block_table.copy()
+    other[2, 1] += 1
+    groups = PrefixGroups(groups.group, np.full(3, 32, np.int32))
+    with pytest.raises(ValueError, match=r"^groups\[0\]\[2\]: needs another number than request 0"):
+        cumla.attention(**given | {"block_table": other}, groups=groups)
+    other[1, 1] += 1  # now the last two have the same page, and the first one another
+    with pytest.raises(ValueError, match=r"^groups\[0\]\[1\]: needs another number than request 0"):
+        cumla.attention(**given | {"block_table": other}, groups=groups)
 
 
 def test_the_size_of_a_workspace() -> None:

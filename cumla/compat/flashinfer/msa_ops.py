@@ -17,6 +17,7 @@ from cumla.compat._arguments import (
 )
 from cumla.compat._table import Interface
 from cumla.compat._torch import import_torch
+from cumla.core.arguments import checked_int
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +32,12 @@ __getattr__ = missing_from(__name__, "flashinfer.msa_ops")
 
 _BLOCK = 128  # tokens, of a page as well
 _PAGED = {
-    "cu_seqlens_k": "is for keys without pages; pass pages, page_table and seqused_k",
-    "q_offset": "has no counterpart: the last query token stands at the last key; leave it out",
+    "cu_seqlens_k": "needs None, got offsets of keys without pages; pass pages, page_table and "
+    "seqused_k",
+    "q_offset": "needs None, got positions of queries; leave it out: the last query token is at "
+    "the last key",
 }
+_FP4 = "needs None, got factors of an FP4 cache; keep the cache in e4m3, and pass {}_global_scale"
 _SCORE = Interface(
     {
         "keys": "k",
@@ -65,9 +69,9 @@ _ATTEND = Interface(
     },
     refused={
         **_PAGED,
-        "k_scale": "is for FP4 caches, which cumla does not read; keep the cache in e4m3",
-        "v_scale": "is for FP4 caches, which cumla does not read; keep the cache in e4m3",
-        "return_temperature_lse": "has no counterpart; call FlashInfer for it",
+        "k_scale": _FP4.format("k"),
+        "v_scale": _FP4.format("v"),
+        "return_temperature_lse": "needs False, got True; call FlashInfer for it",
     },
     unused={"return_temperature_lse": False},
 )
@@ -100,13 +104,25 @@ def msa_proxy_score(
     check_tensors(q=q, k=k, cu_seqlens_q=cu_seqlens_q)
     check_given(page_table=page_table, seqused_k=seqused_k, output=output)
     check_axes("q", q, "total_q, num_qo_heads, head_dim")
-    check_axes("k", k, "num_pages, num_kv_heads, 128, head_dim")
+    _check_pages("k", k)
     table, lens = _given(page_table=page_table, seqused_k=seqused_k)
     refuse_gradients(q=q, k=k)
     torch = import_torch()
     kv_heads, (tokens, heads) = k.shape[1], q.shape[:2]
     if not kv_heads or heads % kv_heads:
-        raise ValueError(f"q: needs a multiple of the {kv_heads} heads of k, got {heads}; pass all")
+        raise ValueError(
+            f"q: needs a multiple of the {kv_heads} heads of k, one at least, got shape "
+            f"{tuple(q.shape)}; pass all heads of both"
+        )
+    width = table.shape[1]
+    if max_k_tiles is not None:
+        width = checked_int("max_k_tiles", max_k_tiles, "leave it out", 0)
+    shape = 1 if reduce_heads else heads, width, tokens
+    if output is not None and (tuple(output.shape), output.dtype) != (shape, torch.float32):
+        raise ValueError(
+            f"output: needs shape {shape} and {torch.float32}, got {tuple(output.shape)} and "
+            f"{output.dtype}; pass such a tensor, or leave it out"
+        )
     group, pages = heads // kv_heads, {"kv_lens": lens, "block_table": table}
     scores = q.new_empty(tokens, heads, table.shape[1], dtype=torch.float32)
     with _SCORE():
@@ -116,14 +132,8 @@ def msa_proxy_score(
             block_scores(q[:, some], k[:, head], block_size=_BLOCK, out=scores[:, some], **options)
     if reduce_heads:
         scores = scores.amax(1, keepdim=True)
-    width = table.shape[1] if max_k_tiles is None else max_k_tiles
     if output is None:
-        output = scores.new_empty(scores.shape[1], width, tokens)
-    elif tuple(output.shape) != (scores.shape[1], width, tokens):
-        raise ValueError(
-            f"output: needs shape {(scores.shape[1], width, tokens)}, got {tuple(output.shape)}; "
-            f"pass max_k_tiles, or leave it out"
-        )
+        output = scores.new_empty(shape)
     both = min(width, table.shape[1])
     output[:, :both] = scores[:, :, :both].permute(1, 2, 0)
     output[:, both:] = -torch.inf
@@ -150,8 +160,9 @@ def msa_topk_select(
     torch = import_torch()
     visible = max_score.shape[1] if num_valid_pages is None else num_valid_pages
     if not hasattr(visible, "new_empty"):
+        visible = checked_int("num_valid_pages", visible, "pass 0 where no page is valid", 0)
         kind = {"dtype": torch.int32, "device": max_score.device}
-        visible = torch.full((max_score.shape[2],), visible, **kind)
+        visible = torch.full((max_score.shape[2],), min(visible, max_score.shape[1]), **kind)
     with _SELECT():
         found: Any = select_blocks(
             max_score.permute(2, 0, 1).contiguous(),
@@ -234,19 +245,29 @@ def msa_sparse_decode_attention(
     _ATTEND.refuse(given | {"v_scale": v_scale})
     check_tensors(q=q)
     check_axes("q", q, "batch * seqlen_q, num_qo_heads, head_dim")
-    if seqlen_q < 1 or q.shape[0] % seqlen_q:
+    seqlen_q = checked_int("seqlen_q", seqlen_q, "pass the query tokens of each request")
+    if q.shape[0] % seqlen_q:
         raise ValueError(
             f"seqlen_q: needs a divisor of the {q.shape[0]} query tokens of q, got {seqlen_q}; "
-            f"pass the tokens of each request"
+            f"pass the query tokens of each request, or call msa_sparse_attention"
         )
-    shape = q.shape[0] // seqlen_q, seqlen_q, *q.shape[1:]
+    check_given(out=out)
+    lead, there = (q.shape[0] // seqlen_q, seqlen_q), out
+    if out is not None:
+        check_axes("out", out, "batch * seqlen_q, num_qo_heads, head_dim")
+        if out.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"out: needs the {q.shape[0]} query tokens of q, got shape {tuple(out.shape)}; "
+                f"leave it out"
+            )
+        there = out.unflatten(0, lead)
     options = {"causal": causal, "softmax_scale": softmax_scale}
-    scales, there = (k_global_scale, v_global_scale), None if out is None else out.view(shape)
+    scales = k_global_scale, v_global_scale
     state = _attend(
-        q.reshape(shape), k, v, q2k_indices, page_table, seqused_k, scales, there, options
+        q.unflatten(0, lead), k, v, q2k_indices, page_table, seqused_k, scales, there, options
     )
-    found = state[0].reshape(q.shape) if out is None else out
-    return (found, state[1].reshape(q.shape[:-1])) if return_softmax_lse else found
+    found = state[0].flatten(0, 1) if out is None else out
+    return (found, state[1].flatten(0, 1)) if return_softmax_lse else found
 
 
 def _attend(
@@ -263,6 +284,8 @@ def _attend(
     check_tensors(k=k, v=v, q2k_indices=lists)
     check_given(page_table=page_table, seqused_k=seqused_k, out=out)
     check_axes("q2k_indices", lists, "num_kv_heads, total_q, topk")
+    _check_pages("k", k)
+    _check_pages("v", v)
     table, lens = _given(page_table=page_table, seqused_k=seqused_k)
     with _ATTEND():
         state = block_sparse_attention(
@@ -282,9 +305,21 @@ def _attend(
     return state.out, state.lse
 
 
+def _check_pages(name: str, pages: Any) -> None:
+    check_axes(name, pages, f"num_pages, num_kv_heads, {_BLOCK}, head_dim")
+    if pages.shape[2] != _BLOCK:
+        raise ValueError(
+            f"{name}: needs pages of {_BLOCK} tokens, got shape {tuple(pages.shape)}; call cumla's "
+            f"own functions for others"
+        )
+
+
 def _given(**tensors: Any) -> tuple[Any, ...]:
     """Check that these are given."""
     for name, tensor in tensors.items():
         if tensor is None:
-            raise ValueError(f"{name}: needed for keys in pages, got None; pass it")
+            raise ValueError(
+                f"{name}: needs a tensor beside keys in pages, got None; pass the pages of each "
+                f"request as page_table, and their keys as seqused_k"
+            )
     return tuple(tensors.values())

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.core.names import arg
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mha.launch import MHAArguments, attention_launch
 from cumla.launch.source import KernelSpec
@@ -107,7 +106,8 @@ def block_attention_launches(
     key: BlockKey, buffer: int, arguments: BlockArguments, out: ArrayView, lse: ArrayView
 ) -> Sequence[Launch]:
     """Describe how to build the lists, and to attend to them; out and lse have the axes of q."""
-    if not arguments.has_heads:
+    views = (arguments.q, 1), (out, 1), (lse, 0)
+    if not arguments.has_heads and _rows_are_even(key.q_len, *views):
         return _launches(key, buffer, arguments, out, lse)
     found: list[Launch] = []
     group = key.heads_per_group
@@ -157,23 +157,22 @@ def rows_of(
     """Give q, out and lse the axes (n, rows, heads of a kv head, ...), where n x rows are in order.
 
     A row is a query token of a kv head. n are query tokens, or requests where tokens are not evenly
-    spaced over requests. `ValueError` where then the heads of a token are not evenly spaced either.
+    spaced over requests.
     """
-    views = {"q": (q, 1), "out": (out, 1), "lse": (lse, 0)}
-    if all(_is_even(view, columns) for view, columns in views.values()):
-        q, out, lse = (_of_tokens(view, columns, kv_heads) for view, columns in views.values())
-        return q, out, lse
-    for name, (view, _) in views.items():
-        _, tokens, heads = view.shape[:3]
-        _, of_token, of_head = view.strides[:3]
-        if kv_heads > 1 and tokens > 1 and of_token != heads * of_head:
-            raise ValueError(
-                f"{arg(name)}: needs query tokens evenly spaced over all requests, or heads evenly "
-                f"spaced over the tokens of a request, got strides {view.strides} for shape "
-                f"{view.shape}; make a contiguous copy"
-            )
-    q, out, lse = (_of_requests(view, columns, kv_heads) for view, columns in views.values())
+    views = (q, 1), (out, 1), (lse, 0)
+    of = _of_tokens if all(_is_even(*view) for view in views) else _of_requests
+    q, out, lse = (of(view, columns, kv_heads) for view, columns in views)
     return q, out, lse
+
+
+def _rows_are_even(kv_heads: int, *views: tuple[ArrayView, int]) -> bool:
+    """Tell whether :func:`rows_of` can give views, with their axes of columns, such axes."""
+    if kv_heads == 1 or all(_is_even(*view) for view in views):
+        return True
+    return all(
+        view.shape[1] == 1 or view.strides[1] == view.shape[2] * view.strides[2]
+        for view, _ in views
+    )
 
 
 def _is_even(view: ArrayView, columns: int) -> bool:

@@ -9,6 +9,8 @@ import numpy as np
 
 from cumla.reference.rows import Array
 
+LEAST = -3e38 * np.log(2)  # kernels have scores in base 2, and see none below -3e38
+
 
 class Bias(Protocol):
     """The arrays of a bias, as :class:`cumla.AttentionBias` has them."""
@@ -19,11 +21,16 @@ class Bias(Protocol):
 
 
 def bias_of(bias: Bias, request: int, rows: Array, positions: Array, kv_len: int) -> Array:
-    """Give what each score gets, (queries, num_heads, kv_len) in float64.
+    """Give what each score gets, (queries, num_heads, kv_len) in float64; -inf hides a key.
 
     `rows` are those of the queries in q, counted over all requests, `positions` their positions in
     the request.
     """
+    found = _numbers(bias, request, rows, positions, kv_len)
+    return np.where(found < LEAST, -np.inf, found)
+
+
+def _numbers(bias: Bias, request: int, rows: Array, positions: Array, kv_len: int) -> Array:
     distance = positions[:, None, None] - np.arange(kv_len)  # p - j
     if bias.slopes is not None:
         slopes = bias.slopes[request] if bias.slopes.ndim == 2 else bias.slopes

@@ -117,6 +117,26 @@ def test_batches(batch: int, kv_heads: int) -> None:
     agrees(given, run(given))
 
 
+@pytest.mark.parametrize("heads", [(16, 4), (6, 1)])
+def test_heads_and_tokens_that_are_not_evenly_spaced(heads: tuple[int, int]) -> None:
+    """Each kv head then takes launches of its own."""
+    given = decoding(5, 3, heads, 2000, 8)
+    there = {n: Memory(cp).upload(v) for n, v in given.items()}
+    want = cumla.block_sparse_attention(**there)
+    agrees(given, cumla.AttentionState(*map(on_host, want)))
+
+    def apart(array: Any) -> Any:
+        batch, tokens, number, *columns = array.shape
+        wide = cp.zeros((batch, tokens + 1, number + 1, *columns), f"u{array.dtype.itemsize}")
+        part = wide[:, :tokens, :number]
+        part[...] = array.view(part.dtype)
+        return part.view(array.dtype)
+
+    there["q"] = apart(there["q"])
+    got = cumla.block_sparse_attention(**there, out=apart(want.out), lse=apart(want.lse))
+    agrees(given, cumla.AttentionState(*map(on_host, got)))
+
+
 def test_prefill() -> None:
     """Chunks of prompts with and without history, whose first tokens see few blocks."""
     given = decoding(3, 300, (8, 2), [300, 301, 2500], 6, 64, 64)

@@ -11,7 +11,7 @@ import pytest
 
 import cumla
 from tests.gpu.tools.memory import Memory
-from tests.mha.bias_cases import check, make, poisoned, samples
+from tests.mha.bias_cases import check, hiding, make, poisoned, samples
 
 KERNELS = (
     "attention",
@@ -104,6 +104,24 @@ def test_long_requests(shape: Any, kind: str) -> None:
     wanted = expected.out.astype(np.float64)
     np.testing.assert_allclose(out.astype(np.float64), wanted, rtol=close, atol=close)
     np.testing.assert_allclose(lse, expected.lse, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("q_len", [2, 150])
+@pytest.mark.parametrize("least", [-2.4e38, np.finfo(np.float32).min, -np.inf])
+def test_the_least_numbers_hide_keys(dtype: Any, q_len: int, least: float) -> None:
+    """Of decoding and of prefill; a query whose keys are all hidden sees none."""
+    given, table = hiding(dtype, least)
+    given["q"] = np.resize(given["q"], (2, q_len, *given["q"].shape[2:]))
+    want = cumla.attention(**given, bias=cumla.AttentionBias(table=table))
+    there = {name: Memory(cp).upload(value) for name, value in given.items()}
+    got = cumla.attention(**there, bias=cumla.AttentionBias(table=cp.asarray(table)))
+    out, lse = (on_host(array) for array in got)
+    assert not out[:, :, 1].astype(np.float32).any()
+    assert np.isneginf(lse[:, :, 1]).all()
+    wanted = want.out.astype(np.float64)
+    np.testing.assert_allclose(out.astype(np.float64), wanted, rtol=1.6e-2, atol=1.6e-2)
+    np.testing.assert_allclose(lse, want.lse, rtol=1e-4, atol=2e-3)
 
 
 def test_graphs_see_other_arrays() -> None:

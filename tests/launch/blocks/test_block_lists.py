@@ -148,6 +148,24 @@ def test_attention(sample: Any) -> None:
     check(problem, cumla.AttentionState(*map(np.array, got)), sample.dtype)
 
 
+@pytest.mark.parametrize("names", [("q",), ("out", "lse")], ids=str)
+def test_heads_and_tokens_that_are_not_evenly_spaced(names: tuple[str, ...]) -> None:
+    """Each kv head then takes launches of its own."""
+    sizes = {"block": (16, 1), "columns": (64, 64), "topk": 3, "cache": "same"}
+    (sample,) = samples(1, heads=(6, 2), queries=2, lens=(40, 33), outputs="given", **sizes)
+    problem = make(sample)
+    given = dict(problem.given)
+    for name in names:
+        batch, tokens, heads, *columns = given[name].shape
+        wide = np.zeros((batch, tokens + 1, heads + 1, *columns), given[name].dtype)
+        given[name] = wide[:, :tokens, :heads]
+        given[name][...] = problem.given[name]
+    with emulated_gpu(3) as cupy:
+        there = {name: cupy.like(value) for name, value in given.items()}
+        got = cumla.block_sparse_attention(**there)
+        check(problem, cumla.AttentionState(*map(np.array, got)), sample.dtype)
+
+
 def test_caches_that_lie_differently() -> None:
     """Keys and values are numbered alike, or refused."""
     k = np.zeros((4, 32, 2, 64), np.float16)
