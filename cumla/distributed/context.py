@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import cumla
 from cumla.core.arguments import checked_flag
 from cumla.distributed.groups import group_of
-from cumla.distributed.shard import Shard, arange, as_int32, namespace
+from cumla.distributed.shard import NO_END, Shard, arange, as_int32, namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +23,8 @@ _REFUSED = {
     "out": "results are merged into new memory: leave it out",
     "lse": "results are merged into new memory: leave it out",
     "stream": "the exchange runs on the framework's current stream: make this one current",
-    "window": "a layer with a window needs a cache of that size alone: keep it whole on each rank, "
-    "and call attention with the heads of the rank",
+    "window": "call attention with ContextParallel.mask of AttentionMask.windows; or keep a cache "
+    "that is no longer than the window whole on each rank",
     "kv_indices": "pages of a rank are told by a table: pass block_table",
     "kv_indptr": "pages of a rank are told by a table: pass block_table",
 }
@@ -107,7 +107,8 @@ class ContextParallel(Shard):
             Queries, of all heads, the same on every rank: ``(batch, q_len, num_heads, columns)``
             or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token is
             handed on as a request of its own: take the pages from :meth:`pages` with the q_len or
-            the qo_indptr of the queries, and make a plan for so many requests of q_len 1.
+            the qo_indptr of the queries, and make a plan for so many requests of q_len 1. With a
+            :meth:`mask` they stay together, and so do the pages.
         *arrays, **options
             The rest as `attention` takes it, with the cache and the pages of this rank. sinks come
             to all ranks, and are counted once. With ``causal=False`` queries see all tokens of a
@@ -156,9 +157,12 @@ class ContextParallel(Shard):
         for name, way_out in _REFUSED.items():
             if options.get(name) is not None:
                 raise ValueError(f"{name}: needs None over a cache that is cut; {way_out}")
+        mask = options.get("mask")
+        if mask is not None and getattr(mask, "end", None) is None:
+            raise ValueError(f"mask: needs end over a cache that is cut, got None; {NO_END}")
         *axes, heads, _ = queries[0].shape
         called = tuple(axes)
-        if self._takes_tokens(attention, axes, options):
+        if mask is None and self._takes_tokens(attention, axes, options):
             called = (prod(axes), 1)
             queries = [part.reshape(*called, *part.shape[-2:]) for part in queries]
         sinks = options.get("sinks")

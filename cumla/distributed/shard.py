@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cumla.core.arguments import checked_int
 
+if TYPE_CHECKING:
+    from cumla.mha.mask import AttentionMask
+
 __all__ = ["LocalLists", "LocalPages", "Shard"]
 
 _MOST = (1 << 31) - 1  # of lengths and slots
 _MOST_TOGETHER = 1 << 20  # times the ranks this is below 2 ** 31
+NO_END = "take AttentionMask.windows, with left=None for a causal mask"
 _FIT = "give each request its entry"
 
 
@@ -236,6 +241,56 @@ class Shard:
         exists = (page >= 0) & (page < _MOST // self.page_size)
         slot = page * self.page_size + self._local_position(at) % self.page_size
         return xp.where(own & known & exists, slot, -1)
+
+    def mask(self, mask: AttentionMask) -> AttentionMask:
+        """Take this rank's part of a mask: windows, chunks, prefixes, and causal queries together.
+
+        Pass it to :meth:`ContextParallel.attend` with :func:`cumla.attention`, with the rank's
+        ``pages(kv_lens, block_table)`` without q_len: the mask tells what each query sees, so a
+        request's cache is read once for all of its queries.
+
+        Parameters
+        ----------
+        mask : cumla.AttentionMask
+            ``end``, and where they are needed ``start`` and ``prefix_len``, in positions of the
+            requests. :meth:`cumla.AttentionMask.windows` with ``left=None`` is a causal one.
+
+        Returns
+        -------
+        cumla.AttentionMask
+            The same for the tokens of this rank.
+
+        Raises
+        ------
+        ValueError
+            A tree, whose bits do not lie together on any rank; no end.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cumla import AttentionMask
+        >>> from cumla.distributed import Shard
+        >>> mask = AttentionMask.windows(99, kv_lens=np.int32([300]), q_len=2)
+        >>> mask.start.tolist(), mask.end.tolist()
+        ([199, 200], [298, 299])
+        >>> own = Shard(1, 2, page_size=64).mask(mask)
+        >>> own.start.tolist(), own.end.tolist()
+        ([71, 72], [127, 127])
+        """
+        for name in ("tree", "tree_start"):
+            if getattr(mask, name) is not None:
+                raise ValueError(
+                    f"mask: needs no {name}, whose keys lie on several ranks; attend to the tree's "
+                    f"own keys apart, and merge with ContextParallel.merge"
+                )
+        if mask.end is None:
+            raise ValueError(f"mask: needs end over a cache that is cut, got None; {NO_END}")
+
+        def before(ends: Any) -> Any:
+            return None if ends is None else as_int32(self._local(ends.clip(0, _MOST)))
+
+        end = as_int32(self._local(mask.end.clip(-1, _MOST - 1) + 1) - 1)
+        return replace(mask, start=before(mask.start), end=end, prefix_len=before(mask.prefix_len))
 
     def lists(self, positions: Any, block_table: Any, row_to_request: Any = None) -> LocalLists:
         """Tell which of the listed tokens this rank holds, for sparse attention.

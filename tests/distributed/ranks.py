@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -68,6 +68,7 @@ FEW = (
     "attention, q_len 3, gather",
     "lists",
     "largest",
+    "masked",
 )  # for other blocks than pages
 
 
@@ -258,6 +259,50 @@ def lists(parallel: ContextParallel) -> None:
     assert torch.equal(by_rows.topk_lens.view(batch, 2), held)
 
 
+def masked(parallel: ContextParallel, gather: bool) -> None:
+    """Windows, chunks, prefixes and causal queries, which stay together."""
+    kv, batch = made(parallel, "mha"), len(setting.lengths)
+    lens = kv.kv_lens.clip(0, setting.page * setting.columns)
+    local, own_lens = parallel.pages(lens, kv.own_table)
+    whole_pages = {"kv_lens": lens, "block_table": kv.table}
+    pages = {"kv_lens": own_lens, "block_table": local}
+    options: dict[str, Any] = {"sinks": sinks(), "softcap": 20.0}
+    offsets = there(torch.tensor(OFFSETS, dtype=torch.int32))
+    together = {"kv_lens": lens, "q_len": 3}
+    ragged = {"kv_lens": lens, "qo_indptr": offsets, "total_tokens": OFFSETS[-1]}
+    prefix_len = there(torch.arange(batch, dtype=torch.int32) * 2 - 1)
+    windows = cumla.AttentionMask.windows
+    for mask, q, more in (
+        (windows(None, **together), queries("mha", batch, 3), {}),
+        (windows(6, **together), queries("mha", batch, 3), {}),
+        (windows(setting.page, **ragged), queries("mha", OFFSETS[-1]), {"qo_indptr": offsets}),
+        (
+            cumla.AttentionMask.chunks(7, **ragged),
+            queries("mha", OFFSETS[-1]),
+            {"qo_indptr": offsets},
+        ),
+        (
+            replace(windows(2, **together), prefix_len=prefix_len),
+            queries("mha", batch, 3),
+            {},
+        ),
+    ):
+        whole = cumla.attention(q, *kv.whole, **whole_pages, mask=mask, **more, **options)
+        own = parallel.mask(mask)
+        found = parallel.attend(
+            cumla.attention, q, *kv.own, **pages, mask=own, **more, **options, gather=gather
+        )
+        compare(parallel, found, whole, gather)
+    tree = there(torch.zeros(batch, 1, dtype=torch.int32))
+    for bad, said in ((cumla.AttentionMask(tree=tree), "no tree"), (cumla.AttentionMask(), "end")):
+        with pytest.raises(ValueError, match=f"^mask: needs {said}"):
+            parallel.mask(bad)
+    with pytest.raises(ValueError, match=r"^mask: needs end over"):
+        parallel.attend(
+            cumla.attention, queries("mha", batch, 1), *kv.own, **pages, mask=cumla.AttentionMask()
+        )
+
+
 def largest(parallel: ContextParallel) -> None:
     """The list of one rank with all scores: equal scores, NaN, infinite ones, few tokens."""
     kv, batch = made(parallel, "mla"), len(setting.lengths)
@@ -365,10 +410,10 @@ def refused(parallel: ContextParallel) -> None:
             {},
         ),
         (ValueError, "out: needs None over a cache that is cut", decoding, {"out": q}),
-        (ValueError, "window: needs None .*; .* keep it whole on each", decoding, {"window": 4}),
+        (ValueError, "window: needs None .*; call attention with", decoding, {"window": 4}),
         (
             ValueError,
-            "window: needs None .*; .* keep it whole on each",
+            "window: needs None .*; call attention with",
             (functools.partial(cumla.mla_decode, window=4), *decoding[1:]),
             {},
         ),
@@ -440,6 +485,8 @@ def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
         "one after the other": one_after_the_other,
         "lists": lists,
         "largest": largest,
+        "masked": lambda p: masked(p, False),
+        "masked, gather": lambda p: masked(p, True),
         "odd heads": odd_heads,
         "no tokens": no_tokens,
         "refused": refused,
