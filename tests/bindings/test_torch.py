@@ -129,8 +129,15 @@ def test_one_output_of_two() -> None:
         assert getattr(found, name) is into
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_order_of_writes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "turns"),
+    [
+        ("aot_eager", True),
+        ("inductor", False),  # nothing that a C++ compiler would have to compile
+        pytest.param("inductor", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_order_of_writes(backend: str, turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers of a step that write into one cache and read it, and queries turned in place.
 
     No operation gets a copy of the cache.
@@ -148,13 +155,12 @@ def test_order_of_writes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(q: Any, kv_cache: Any, rows: Any, slots: Any) -> tuple[Any, ...]:
         states = []
         for layer in range(2):
-            q = q * 1.5
-            q_pe = q[:, 0, :, 512:]
+            written, at, options = rows[layer:], slots[layer:], {}
+            if turns:
+                q, written, at = q * 1.5, rows * (layer + 1), slots
+                options = {"q_pe": q[:, 0, :, 512:]}
             cumla.append_mla_cache(
-                *(rows * (layer + 1), kv_cache, slots),
-                positions=slots,
-                cos_sin=new["cos_sin"],
-                q_pe=q_pe,
+                written, kv_cache, at, positions=at, cos_sin=new["cos_sin"], **options
             )
             states.append(
                 cumla.mla_decode(q, kv_cache, given["block_table"], given["kv_lens"], causal=False)

@@ -137,11 +137,10 @@ def chosen(given: dict[str, Any]) -> Any:
         forced = set(visible[: given["init_blocks"]])
         if given["local_blocks"]:
             forced |= set(visible[-given["local_blocks"] :])
-        row = scores[token, group].astype(np.float64)
-        others = sorted(
-            (b for b in visible if b not in forced),
-            key=lambda b: (not np.isnan(row[b]), -row[b] if row[b] == row[b] else 0.0, b),
-        )
+        row = scores[token, group, : len(visible)].astype(np.float64)
+        is_nan = np.isnan(row)
+        best = np.lexsort((np.where(is_nan, 0.0, -row), ~is_nan)).tolist()  # equal ones by number
+        others = [b for b in best if b not in forced]
         free = k - given["init_blocks"] - given["local_blocks"]
         blocks = sorted(forced | set(others[:free]))
         found[token, group, : len(blocks)] = blocks

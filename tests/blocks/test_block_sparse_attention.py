@@ -10,9 +10,10 @@ import pytest
 
 import cumla
 from tests.blocks.block_cases import check, make, samples
+from tests.selection import some
 
 
-@pytest.mark.parametrize("sample", samples(168), ids=str)
+@pytest.mark.parametrize("sample", some(samples(168), 3), ids=str)
 def test_grid(sample: Any) -> None:
     problem = make(sample)
     check(problem, cumla.block_sparse_attention(**problem.given), sample.dtype)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -180,49 +179,6 @@ def test_to_moves_every_tensor() -> None:
     info.to(device="meta")
     assert {tensor.device.type for tensor in info.args} == {"meta"}
     assert info.device.type == "meta"
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "seq_len", "wanted"),
-    [
-        ((1, 6), [3, 1, 2, 0], [3, 1, 2]),
-        ((3, 1), [1, 1, 1, 0], [1, 1, 1]),
-        ((4, 1), [1, 1, 0, 0], [1, 1, 1, 1]),  # a padded graph
-        ((1, 1), [1, 0], [1]),
-    ],
-)
-def test_sanitized_lengths(input_ids: Any, seq_len: list[int], wanted: list[int]) -> None:
-    lengths = torch.tensor(seq_len, dtype=torch.int32)
-    given = torch.zeros(input_ids), lengths
-    assert SequenceInfo._get_sanitized_num_sequences(*given) == len(wanted)
-    found = SequenceInfo._get_sanitized_seq_len(*given)
-    assert found.tolist() == wanted
-    assert found.dtype == torch.int32
-
-
-def test_zeros_among_lengths_are_refused() -> None:
-    given = torch.zeros(1, 3), torch.tensor([2, 0, 1])
-    with pytest.raises(ValueError, match=r"^seq_len: .*got \[2, 0, 1\]"):
-        SequenceInfo._get_sanitized_num_sequences(*given)
-
-
-def test_examples() -> None:
-    info = SequenceInfo(32, 3, 8, 72)
-    info._set_example_sequence()
-    assert info.input_ids.shape == (2, 4)
-    assert info.sequence_lengths == [4, 4]
-    info._set_max_num_tokens_sample()
-    assert info.input_ids.shape == (1, 72)
-    assert info.pages_per_seq.tolist() == [3, 3, 3]
-    assert all(n * info.page_size >= 24 for n in info.pages_per_seq.tolist())
-    info._set_generate_only_batch()
-    assert info.input_ids.tolist() == [[1]] * 3
-    ragged = SequenceInfo(10, 2, 8)
-    ragged._set_max_num_tokens_sample()
-    assert ragged.pages_per_seq.tolist() == [2, 2]  # room for all of 10 tokens
-    many = SequenceInfo(10, 2, 8, 1000)
-    many._set_max_num_tokens_sample()
-    assert many.sequence_lengths == [10, 10]  # no more than a sequence may have
 
 
 def test_dynamic_shapes_are_those_of_the_arguments() -> None:

@@ -8,11 +8,9 @@ Its operations are functions here, and operations of PyTorch after `register`::
     auto_deploy.register()  # torch.ops.cumla.fused_mha_with_cache and the others
     auto_deploy.register("attention", "rope")  # the names that AutoDeploy has
 
-`SequenceInfo`, `AttentionInfo`, `CacheConfig`, `PositionalEmbeddingConfig`, `AttentionDescriptor`
-and `AttentionRegistry` are AutoDeploy's, too. The descriptors ``"cumla"``, for contiguous caches,
-and ``"cumla_paged"`` are registered.
+The descriptors ``"cumla"``, for contiguous caches, and ``"cumla_paged"`` are registered.
 
-They are those of TensorRT-LLM 0.19, the first release with AutoDeploy. Later releases rotate
+The interface is that of TensorRT-LLM 0.19, the first release with AutoDeploy. Later releases rotate
 outside of attention, without freqs_cis, and call the operations
 ``torch.ops.auto_deploy.triton_attention_...``: those are not here.
 
@@ -30,51 +28,14 @@ Differences from AutoDeploy:
 from __future__ import annotations
 
 from cumla.compat._arguments import missing_from
-from cumla.compat.auto_deploy.descriptors import (
-    AttentionDescriptor,
-    AttentionRegistry,
-    CumlaAttention,
-    CumlaPagedAttention,
-)
-from cumla.compat.auto_deploy.functions import (
-    apply_rope_on_flattened_inputs,
-    apply_rope_with_input_pos,
-    fused_flattened_mha_with_cache,
-    fused_flattened_mha_with_cache_rope_fusion,
-    fused_flattened_mha_with_paged_cache,
-    fused_mha_with_cache,
-    fused_mha_with_paged_cache,
-    prepare_fused_mha_metadata,
-    prepare_paged_mha_metadata,
-    scaled_dot_product_attention,
-)
+from cumla.compat.auto_deploy import descriptors, functions, sequence
+from cumla.compat.auto_deploy.descriptors import *  # noqa: F403
+from cumla.compat.auto_deploy.functions import *  # noqa: F403
 from cumla.compat.auto_deploy.ops import register
-from cumla.compat.auto_deploy.sequence import (
-    AttentionInfo,
-    CacheConfig,
-    PositionalEmbeddingConfig,
-    SequenceInfo,
-)
+from cumla.compat.auto_deploy.sequence import *  # noqa: F403
 
-__all__ = [
-    "AttentionDescriptor",
-    "AttentionInfo",
-    "AttentionRegistry",
-    "CacheConfig",
-    "CumlaAttention",
-    "CumlaPagedAttention",
-    "PositionalEmbeddingConfig",
-    "SequenceInfo",
-    "apply_rope_on_flattened_inputs",
-    "apply_rope_with_input_pos",
-    "fused_flattened_mha_with_cache",
-    "fused_flattened_mha_with_cache_rope_fusion",
-    "fused_flattened_mha_with_paged_cache",
-    "fused_mha_with_cache",
-    "fused_mha_with_paged_cache",
-    "prepare_fused_mha_metadata",
-    "prepare_paged_mha_metadata",
-    "register",
-    "scaled_dot_product_attention",
-]
+__all__ = ["register"]
+__all__ += descriptors.__all__
+__all__ += functions.__all__
+__all__ += sequence.__all__
 __getattr__ = missing_from(__name__, "tensorrt_llm._torch.auto_deploy")

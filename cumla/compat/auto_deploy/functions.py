@@ -13,50 +13,60 @@ from cumla.mha.cache import append_kv_cache
 from cumla.mha.rope import apply_rope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import Tensor
 
-    import torch
+__all__ = [
+    "apply_rope_on_flattened_inputs",
+    "apply_rope_with_input_pos",
+    "fused_flattened_mha_with_cache",
+    "fused_flattened_mha_with_cache_rope_fusion",
+    "fused_flattened_mha_with_paged_cache",
+    "fused_mha_with_cache",
+    "fused_mha_with_paged_cache",
+    "prepare_fused_mha_metadata",
+    "prepare_paged_mha_metadata",
+    "scaled_dot_product_attention",
+]
 
 _TABLE = {"cos_sin[0]": "freqs_cis", "cos_sin[1]": "freqs_cis", "cos_sin": "freqs_cis"}
-_LENGTHS = {"kv_lens": "input_pos", "qo_indptr": "seq_start"}
 _ROPE = Interface({"q": "x", "positions": "input_pos", **_TABLE})
-# Tables for writing and for attending, by the argument that names the pages of a request.
-_NAMES = {
-    pages: [
-        Interface({"q_out": "q", **_TABLE, **lengths, **caches})
-        for caches in ({}, {"k": "k_cache", "v": "v_cache"})
-    ]
-    for pages, lengths in (
-        *((name, {"block_table": name, **_LENGTHS}) for name in ("k_cache", "cache_loc")),
-        ("page_table", {"block_table": "page_table", **_LENGTHS}),
-        ("kv_indices", {}),
-    )
-}
+
+
+def _names(pages: str, lengths: dict[str, str]) -> tuple[Interface, Interface]:
+    """Name the arguments of writing and of attending; `pages` has those of a request."""
+    names = {"q_out": "q", "block_table": pages, **_TABLE, **lengths}
+    return Interface(names), Interface({**names, "k": "k_cache", "v": "v_cache"})
+
+
+_LENGTHS = {"kv_lens": "input_pos", "qo_indptr": "seq_start"}
+_NAMES = {pages: _names(pages, _LENGTHS) for pages in ("k_cache", "cache_loc", "page_table")}
+_NAMES["kv_indices"] = _names("kv_indices", {})
 
 
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Call PyTorch's function of this name, which marks attention in a graph."""
-    attend: Callable[..., torch.Tensor] = import_torch().nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    attend: Any = import_torch().nn.functional.scaled_dot_product_attention
+    result: Tensor = attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    return result
 
 
 def fused_mha_with_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    input_pos: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    freqs_cis: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_pos: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    freqs_cis: Tensor | None,
+) -> Tensor:
     """Write the keys and values of equally long requests into their caches, and attend.
 
     Differences from AutoDeploy: the history in the cache is visible. rotary_dim is a multiple of
@@ -69,45 +79,46 @@ def fused_mha_with_cache(
             f"k_cache: needs a slot for each of the {batch} requests of q, got shape "
             f"{tuple(k_cache.shape)}; make caches with more slots"
         )
-    slots = import_torch().arange(batch, dtype=import_torch().int32, device=q.device)
+    torch = import_torch()
+    slots = torch.arange(batch, dtype=torch.int32, device=q.device)
     places = {"kv_lens": _int32(input_pos) + seqlen, "block_table": slots[:, None]}
     return _attend("k_cache", rows, (k_cache, v_cache), freqs_cis, places)
 
 
 def fused_flattened_mha_with_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_len: torch.Tensor,
-    input_pos: torch.Tensor,
-    cache_loc: torch.Tensor,
-    seq_start: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    freqs_cis: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_len: Tensor,
+    input_pos: Tensor,
+    cache_loc: Tensor,
+    seq_start: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    freqs_cis: Tensor | None,
+) -> Tensor:
     """Write the keys and values of any requests into their slots, and attend.
 
     Differences from AutoDeploy: a request without tokens is skipped; where each request has one
     token its result is 0. Rows of no request hold anything. The rotation is as in
     `fused_mha_with_cache`.
     """
-    lists = seq_len, input_pos, seq_start, cache_loc
-    return _attend_flattened((q, k, v), lists, None, (k_cache, v_cache), freqs_cis)
+    lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
+    return _attend_flattened((q, k, v), lists, cache_loc, None, (k_cache, v_cache), freqs_cis)
 
 
 def fused_flattened_mha_with_cache_rope_fusion(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    input_pos: torch.Tensor,
-    cache_loc: torch.Tensor,
-    seq_len: torch.Tensor,
-    seq_start: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    freqs_cis: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_pos: Tensor,
+    cache_loc: Tensor,
+    seq_len: Tensor,
+    seq_start: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    freqs_cis: Tensor | None,
+) -> Tensor:
     """Call `fused_flattened_mha_with_cache`, which has another order of the arguments."""
     return fused_flattened_mha_with_cache(
         q, k, v, seq_len, input_pos, cache_loc, seq_start, k_cache, v_cache, freqs_cis
@@ -115,40 +126,41 @@ def fused_flattened_mha_with_cache_rope_fusion(
 
 
 def fused_mha_with_paged_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    input_pos: torch.Tensor,
-    cache_loc: torch.Tensor,
-    seq_len: torch.Tensor,
-    seq_start: torch.Tensor,
-    page_table: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_pos: Tensor,
+    cache_loc: Tensor,
+    seq_len: Tensor,
+    seq_start: Tensor,
+    page_table: Tensor,
     max_seq_len: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    freqs_cis: torch.Tensor | None,
-) -> torch.Tensor:
+    k_cache: Tensor,
+    v_cache: Tensor,
+    freqs_cis: Tensor | None,
+) -> Tensor:
     """Write the keys and values of any requests into their pages, and attend.
 
     Differences from AutoDeploy are those of `fused_flattened_mha_with_cache`. New tokens may begin
     inside a page. max_seq_len is ignored.
     """
-    lists = seq_len, input_pos, seq_start, cache_loc
-    return _attend_flattened((q, k, v), lists, page_table, (k_cache, v_cache), freqs_cis)
+    lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
+    caches = k_cache, v_cache
+    return _attend_flattened((q, k, v), lists, cache_loc, page_table, caches, freqs_cis)
 
 
 def fused_flattened_mha_with_paged_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_lens: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    freqs_cis: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_lens: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    freqs_cis: Tensor | None,
+) -> Tensor:
     """Write keys and values into pages, and attend, with the metadata of one step.
 
     AutoDeploy has no such operation: it is that of the descriptor ``"cumla_paged"``, whose
@@ -161,13 +173,13 @@ def fused_flattened_mha_with_paged_cache(
 
 
 def prepare_fused_mha_metadata(
-    input_ids: torch.Tensor,
-    seq_len: torch.Tensor,
-    input_pos: torch.Tensor,
-    cache_loc: torch.Tensor,
-    pages_per_seq: torch.Tensor,
+    input_ids: Tensor,
+    seq_len: Tensor,
+    input_pos: Tensor,
+    cache_loc: Tensor,
+    pages_per_seq: Tensor,
     page_size: int,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Make seq_len, input_pos, cache_loc and seq_start of `fused_flattened_mha_with_cache`.
 
     Differences from AutoDeploy: in batches of several tokens a request the requests without tokens
@@ -181,30 +193,30 @@ def prepare_fused_mha_metadata(
 
 
 def prepare_paged_mha_metadata(
-    input_ids: torch.Tensor,
-    seq_len: torch.Tensor,
-    input_pos: torch.Tensor,
-    cache_loc: torch.Tensor,
-    pages_per_seq: torch.Tensor,
+    input_ids: Tensor,
+    seq_len: Tensor,
+    input_pos: Tensor,
+    cache_loc: Tensor,
+    pages_per_seq: Tensor,
     page_size: int,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Make the metadata of `fused_flattened_mha_with_paged_cache`, which AutoDeploy has not."""
-    check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
-    check_integers(pages_per_seq=pages_per_seq)
-    places = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
+    lists = {"seq_len": seq_len, "input_pos": input_pos}
+    check_integers(**lists, cache_loc=cache_loc, pages_per_seq=pages_per_seq)
+    places = _lengths(input_ids, **lists, seq_start=seq_len.cumsum(0) - seq_len)
     lens = places["kv_lens"]
-    if "qo_indptr" not in places:
-        numbers = import_torch().arange(lens.shape[0] + 1, device=lens.device)
-        places["qo_indptr"] = _int32(numbers)
+    bounds = places.get("qo_indptr")
+    if bounds is None:
+        bounds = _int32(import_torch().arange(lens.shape[0] + 1, device=lens.device))
     (pages,) = _of_requests(lens.shape[0], pages_per_seq=pages_per_seq)
     # Counts of padded requests are old ones.
     ends = pages.cumsum(0).clamp(max=cache_loc.shape[0])
-    return [lens, places["qo_indptr"], _with_zero(ends), _int32(cache_loc).clone()]
+    return [lens, bounds, _with_zero(ends), _int32(cache_loc).clone()]
 
 
 def apply_rope_with_input_pos(
-    x: torch.Tensor, freqs_cis: torch.Tensor, input_pos: torch.Tensor | None, layout: str
-) -> torch.Tensor:
+    x: Tensor, freqs_cis: Tensor, input_pos: Tensor | None, layout: str
+) -> Tensor:
     """Rotate queries or keys of equally long requests by the positions from input_pos on.
 
     Differences from AutoDeploy: tokens without a row of freqs_cis stay as they are.
@@ -232,43 +244,36 @@ def apply_rope_with_input_pos(
     with _ROPE:
         turned = _rotated(rows.flatten(0, 1), (input_pos[:, None] + numbers).flatten(), freqs_cis)
     back = [axes.index(axis) for axis in range(4)]
-    return turned.view(rows.shape).permute(back).contiguous()
+    result: Tensor = turned.view(rows.shape).permute(back).contiguous()
+    return result
 
 
 def apply_rope_on_flattened_inputs(
-    x: torch.Tensor,
-    freqs_cis: torch.Tensor,
-    input_pos: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_start_indices: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor, freqs_cis: Tensor, input_pos: Tensor, seq_lens: Tensor, seq_start_indices: Tensor
+) -> Tensor:
     """Rotate queries or keys of any requests by the positions from input_pos on.
 
     Differences from AutoDeploy: rows of no request hold anything.
     """
-    lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
-    check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)
+    lists = {"input_pos": input_pos, "seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
+    check_tensors(x=x, freqs_cis=freqs_cis, **lists)
     check_axes("x", x, "total_tokens, heads, head_dim")
-    check_integers(input_pos=input_pos, **lists)
+    check_integers(**lists)
     offsets = _with_zero(seq_start_indices + seq_lens)
     with _ROPE:
-        return _rotated(x, positions_of(offsets, _int32(input_pos), x.shape[0]), freqs_cis)
+        rotated: Tensor = _rotated(x, positions_of(offsets, _int32(input_pos), len(x)), freqs_cis)
+    return rotated
 
 
 def _attend_flattened(
-    rows: tuple[Any, Any, Any],
-    lists: tuple[Any, Any, Any, Any],
-    page_table: Any,
-    caches: tuple[Any, Any],
-    freqs_cis: Any,
+    rows: Any, lists: dict[str, Any], cache_loc: Any, page_table: Any, caches: Any, freqs_cis: Any
 ) -> Any:
     """Write and attend in slots, or in the pages that a table has for each slot."""
-    named = dict(zip(("seq_len", "input_pos", "seq_start", "cache_loc"), lists, strict=True))
-    k_cache, v_cache = caches
-    given = _checked(*rows, k_cache, v_cache, **named)
-    _of_requests(max(numbers.shape[0] for numbers in lists), **named)
-    places = _lengths(given[0], *lists[:3])
-    (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=lists[3])
+    named = {**lists, "cache_loc": cache_loc}
+    given = _checked(*rows, *caches, **named)
+    _of_requests(max(numbers.shape[0] for numbers in named.values()), **named)
+    places = _lengths(given[0], **lists)
+    (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
     if page_table is None:
         places["block_table"] = _int32(slots)[:, None]
         return _attend("cache_loc", given, caches, freqs_cis, places)
@@ -280,9 +285,7 @@ def _attend_flattened(
     return _attend("page_table", given, caches, freqs_cis, places)
 
 
-def _checked(
-    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, **lists: Any
-) -> tuple[Any, Any, Any]:
+def _checked(q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, **lists: Any) -> list[Any]:
     """Check that these are tensors with the right numbers of axes; give q, k and v four."""
     check_tensors(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, **lists)
     for name, tensor in lists.items():
@@ -310,7 +313,7 @@ def _checked(
         raise ValueError(
             f"q: needs a multiple of the {k.shape[2]} heads of k, got {q.shape[2]}; check the two"
         )
-    return q, k, _with_heads("v", v, v_cache)
+    return [q, k, _with_heads("v", v, v_cache)]
 
 
 def _with_heads(name: str, rows: Any, cache: Any) -> Any:
@@ -342,8 +345,7 @@ def _is_generate_only(rows: Any) -> bool:
 
 def _requests(rows: Any, seq_len: Any) -> int:
     """Count the requests that the shapes show."""
-    count: int = rows.shape[0] if _is_generate_only(rows) else seq_len.shape[0]
-    return count
+    return int((rows if _is_generate_only(rows) else seq_len).shape[0])
 
 
 def _of_requests(count: int, **lists: Any) -> list[Any]:
@@ -369,18 +371,10 @@ def _lengths(rows: Any, seq_len: Any, input_pos: Any, seq_start: Any) -> dict[st
     return {"kv_lens": input_pos + _int32(seq_len), "qo_indptr": ends}
 
 
-def _attend(
-    pages: str,
-    rows: tuple[Any, Any, Any],
-    caches: tuple[Any, Any],
-    freqs_cis: Any,
-    places: dict[str, Any],
-) -> Any:
+def _attend(pages: str, rows: Any, caches: Any, freqs_cis: Any, places: dict[str, Any]) -> Any:
     """Write new rows into the caches and attend; out has the heads of a token in one axis."""
-    (q, k, v), (k_cache, v_cache) = rows, caches
-    lead = q.shape[:2]
-    if "qo_indptr" in places:
-        q, k, v = (x.flatten(0, 1) for x in rows)
+    lead, (k_cache, v_cache) = rows[0].shape[:2], caches
+    q, k, v = (x.flatten(0, 1) for x in rows) if "qo_indptr" in places else rows
     writing, attending = _NAMES[pages]
     with writing:
         rotation: dict[str, Any] = {}

@@ -11,21 +11,10 @@ from cumla.compat.auto_deploy import functions
 
 __all__ = ["register"]
 
-_TYPES = {
-    "torch.Tensor": "Tensor",
-    "torch.Tensor | None": "Tensor?",
-    "list[torch.Tensor]": "Tensor[]",
-    "int": "SymInt",
-    "float": "float",
-    "float | None": "float?",
-    "bool": "bool",
-    "str": "str",
-}
+_TYPES = {"Tensor | None": "Tensor?", "list[Tensor]": "Tensor[]", "int": "SymInt"}
+_TYPES |= {"float | None": "float?"}
 _WRITTEN = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
-
-
-def _fake_sdpa(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+_libraries: dict[tuple[str, str], Any] = {}  # namespace, operation; they live as long as these
 
 
 def _fake_attention(q: Any, *arguments: Any) -> Any:
@@ -39,31 +28,24 @@ def _fake_rope(x: Any, *_: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-# Each operation, and its result without values. Metadata follow from shapes alone, so their
-# functions are their own.
-_ATTENTION = {
-    "scaled_dot_product_attention": _fake_sdpa,
-    "fused_mha_with_cache": _fake_attention,
-    "fused_flattened_mha_with_cache": _fake_attention,
-    "fused_flattened_mha_with_cache_rope_fusion": _fake_attention,
-    "fused_mha_with_paged_cache": _fake_attention,
-    "fused_flattened_mha_with_paged_cache": _fake_attention,
-    "prepare_fused_mha_metadata": functions.prepare_fused_mha_metadata,
-    "prepare_paged_mha_metadata": functions.prepare_paged_mha_metadata,
-}
-_ROPE = dict.fromkeys(("apply_rope_with_input_pos", "apply_rope_on_flattened_inputs"), _fake_rope)
-_libraries: dict[tuple[str, str], Any] = {}  # namespace, operation; they live as long as these
+def _fake_sdpa(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+# What makes the result of an operation without values. Metadata follow from shapes alone.
+_FAKES = {"fused": _fake_attention, "apply": _fake_rope, "scaled": _fake_sdpa}
 
 
 def _schema(name: str) -> str:
     """Write the schema of a function from its signature."""
     signature = inspect.signature(getattr(functions, name))
     arguments = [
-        f"{_WRITTEN.get(p.name) or _TYPES[p.annotation]} {p.name}"
+        f"{_WRITTEN.get(p.name) or _TYPES.get(p.annotation, p.annotation)} {p.name}"
         + ("" if p.default is p.empty else f"={p.default}")
         for p in signature.parameters.values()
     ]
-    return f"{name}({', '.join(arguments)}) -> {_TYPES[signature.return_annotation]}"
+    result = signature.return_annotation
+    return f"{name}({', '.join(arguments)}) -> {_TYPES.get(result, result)}"
 
 
 def register(namespace: str = "cumla", rope_namespace: str | None = None) -> None:
@@ -84,18 +66,19 @@ def register(namespace: str = "cumla", rope_namespace: str | None = None) -> Non
     torch.Size([1, 3, 2, 16])
     """
     torch = import_torch()
-    wanted = {(namespace, name): fake for name, fake in _ATTENTION.items()}
-    wanted |= {(rope_namespace or namespace, name): fake for name, fake in _ROPE.items()}
-    new = {key: fake for key, fake in wanted.items() if key not in _libraries}
+    spaces = {False: namespace, True: rope_namespace or namespace}
+    wanted = [(spaces[name.startswith("apply_rope")], name) for name in functions.__all__]
+    new = [key for key in wanted if key not in _libraries]
     for space, name in new:
         if hasattr(getattr(torch.ops, space), name):
             raise ValueError(
                 f"namespace: needs one in which {name} is free, got {space!r}, where it is "
                 f"registered already; pass another"
             )
-    for (space, name), fake in new.items():
+    for space, name in new:
         library = torch.library.Library(space, "FRAGMENT")
         library.define(_schema(name))
         library.impl(name, getattr(functions, name), "CompositeExplicitAutograd")
+        fake = _FAKES.get(name.partition("_")[0], getattr(functions, name))
         torch.library.register_fake(f"{space}::{name}", fake, lib=library)
         _libraries[space, name] = library

@@ -186,29 +186,6 @@ class SequenceInfo:
         counts = self.pages_per_seq[: self.num_sequences].tolist()
         return [pages.tolist() for pages in self.cache_loc[: sum(counts)].split(counts)]
 
-    @classmethod
-    def _get_sanitized_seq_len(cls, input_ids: torch.Tensor, seq_len: torch.Tensor) -> torch.Tensor:
-        """Cut seq_len to the sequences; each of ``(batch, 1)`` counts one token, padding too."""
-        count = cls._get_sanitized_num_sequences(input_ids, seq_len)
-        if input_ids.shape[1] > 1:
-            return seq_len[:count].detach().clone()
-        return seq_len.new_ones(count)
-
-    @staticmethod
-    def _get_sanitized_num_sequences(input_ids: torch.Tensor, seq_len: torch.Tensor) -> int:
-        """Count the sequences; of ``(1, total_tokens)`` this copies lengths to the host."""
-        count: int = input_ids.shape[0]
-        if input_ids.shape[1] <= 1:
-            return count
-        lengths = seq_len.tolist()
-        count = sum(length > 0 for length in lengths)
-        if any(lengths[count:]):
-            raise ValueError(
-                f"seq_len: needs its zeros after all other lengths, got {lengths}; leave sequences "
-                f"without tokens out"
-            )
-        return count
-
     def to(self, *args: Any, **kwargs: Any) -> None:
         """Move or convert all tensors, as `torch.Tensor.to` does."""
         for name in _TENSORS:
@@ -237,25 +214,6 @@ class SequenceInfo:
         self.input_pos.zero_()
         self.pages_per_seq.fill_(1)
         self._put("cache_loc", _int32(range(self.num_pages)))
-
-    def _set_generate_only_batch(self) -> None:
-        """Make it an example of sequences that decode."""
-        self.reset()
-        self.nest_sequences([[1]] * self.max_batch_size)
-
-    def _set_example_sequence(self) -> None:
-        """Make it an example to export a model with: input_ids have the axes of a plain batch."""
-        self.reset()
-        input_ids = self.seq_len.new_ones(min(2, self.max_batch_size), min(4, self.max_seq_len))
-        self.nest_sequences(list(input_ids))
-        self.input_ids = input_ids
-
-    def _set_max_num_tokens_sample(self) -> None:
-        """Make it an example of prefills of max_num_tokens in all."""
-        self.reset()
-        tokens = min(self.max_num_tokens // self.max_batch_size, self.max_seq_len)
-        self.pages_per_seq.fill_(-(-tokens // self.page_size))
-        self.nest_sequences([[1] * tokens] * self.max_batch_size)
 
     def nest_sequences(self, input_ids: Sequence[Sequence[int] | torch.Tensor]) -> None:
         """Take new tokens, a list or a tensor per sequence; positions and pages stay."""
