@@ -263,7 +263,9 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
 def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:
     columns = _COLUMNS[name]
     if name.startswith("q"):
-        hint = ", with q_len 1 where each request has one query" if "q_len" in query_axes else ""
+        hint = ", with q_len 1 where each request has one query"
+        if "q_len" not in query_axes:
+            hint = ", or call cumla.mla_decode, whose q has a batch" if len(view.shape) == 4 else ""
         return (
             f"{arg(name)}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), "
             f"got shape {view.shape}; reshape it{hint}"

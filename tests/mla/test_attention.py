@@ -77,9 +77,9 @@ REFUSED = [
     wrong_type("qo_indptr", np.zeros(3, int), "int32, got int64; convert"),
     wrong_type("kv_lens", np.zeros(2, "u4"), "int32, got uint32; convert"),
     wrong_type("out", zeros(*OUT, dtype="f2"), "bfloat16 or float32, got float16; allocate"),
-    *(
-        wrong("q", zeros(*shape), f"3 axes (total_tokens, num_heads, 576), got shape {shape}; resh")
-        for shape in ((8, 576), (1, *Q))
+    wrong("q", zeros(8, 576), "3 axes (total_tokens, num_heads, 576), got shape (8, 576); reshape"),
+    wrong(
+        "q", zeros(1, *Q), "3 axes ... reshape it, or call cumla.mla_decode, whose q has a batch"
     ),
     wrong("q", zeros(8, 16, 512), "a last axis of 576 ... (8, 16, 512); pass a tuple"),
     wrong("q", zeros(8, 0, 576), "at least one head, got shape (8, 0, 576); skip"),
