@@ -17,6 +17,8 @@ from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_attention import attention_spec as mla_attention_spec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
+from cumla.launch.mla.shape import HEAD_DIM
+from cumla.launch.sparse.mla_sparse import sparse_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +41,8 @@ class Layers(NamedTuple):
     head_dim_v: int | None = None
     window: int | None = None  # to the left
     fp8_products: bool = False
+    topk: int = 0  # of sparse MLA
+    cache_format: str | None = None
 
     def kernels(self, batch: int, tokens: int, q_len: int = 0) -> list[str]:
         """Name those of a step: `q_len` tokens of each request, 0 where they differ."""
@@ -53,6 +57,11 @@ class Layers(NamedTuple):
         return [k.choice.spec.entry for k in (key, key.beside) if k is not None]
 
     def _of_mla(self, batch: int, tokens: int, q_len: int, options: dict[str, Any]) -> str:
+        if self.topk:
+            options |= {"cache_format": self.cache_format}
+            del options["page_size"]
+            sparse = cumla.MLASparsePlan(1, tokens, self.num_heads, self.topk, **options).key
+            return sparse_specs(replace(sparse, sm_count=_sm_count()), HEAD_DIM)[-1].entry
         kind: Any = cumla.MLADecodePlan if q_len else cumla.MLAAttentionPlan
         key = kind(batch, q_len or tokens, self.num_heads, **options).key
         if self.cache_dtype is None:

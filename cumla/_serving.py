@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _MOST_PLANS = 256
 _MOST_ROOM = 64 << 20  # bytes beyond what a shape needs
 MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
+_OF_LENGTHS = (cumla.MLADecodePlan, cumla.PagedMQALogitsPlan)  # plans that take kv_lens alone
 
 
 def is_tested(
@@ -129,7 +130,7 @@ class Step:
         self.plan = self._plans.find(*self._choose(), self._kv_lens)
         self.plan.prepare()
 
-    def _schedule(self, on: torch.device) -> None:
+    def schedule(self, on: torch.device) -> None:
         """Compute the schedule, unless a layer before this one has."""
         self.has_run = True
         plans = self._plans
@@ -139,17 +140,20 @@ class Step:
             return
         if self.plan is None:
             self.plan = plans.find(*self._choose(), self._kv_lens)
-        if isinstance(self.plan, cumla.MLADecodePlan):
-            self.plan.update(self._kv_lens)
-        else:
-            self.plan.update(self._kv_lens, qo_indptr=self._offsets)
+        self._update()
         plans.scheduled, plans.capture = self, capture
         if capture:
             plans.captured.append(self)
 
+    def _update(self) -> None:
+        if isinstance(self.plan, _OF_LENGTHS):
+            self.plan.update(self._kv_lens)
+        else:
+            self.plan.update(self._kv_lens, qo_indptr=self._offsets)
+
     def run(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
         """Attend for one layer."""
-        self._schedule(arrays[0].device)
+        self.schedule(arrays[0].device)
         state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
         return state
 
@@ -159,13 +163,81 @@ class Step:
         out is ``(tokens, num_heads, 512)``; lse with its first axes flattened ``(tokens,
         num_heads)``.
         """
-        self._schedule(arrays[0].device)
+        self.schedule(arrays[0].device)
         q = q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
         if not isinstance(self.plan, cumla.MLADecodePlan):
             return self.run(q, *arrays, **options)
         q = tuple(part.unflatten(0, (-1, self.plan.key.q_len)) for part in q)
         out, lse = self.plan.run(q, *arrays, **options)
         return cumla.AttentionState(out.flatten(0, 1), lse)
+
+
+class SparseStep(Step):
+    """The lengths of a step of sparse MLA, whose lists have min(visible, topk) entries.
+
+    `q_len` tells the query tokens of each request, 0 where they differ: then `requests` has the
+    request of each token. Tokens of padded requests, whose lengths are 0, have empty lists.
+    """
+
+    __slots__ = ("_requests",)
+
+    def __init__(
+        self,
+        plans: Plans,
+        num_heads: int,
+        topk: int,
+        q_len: Callable[[], int],
+        kv_lens: torch.Tensor,
+        offsets: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> None:
+        def choose() -> tuple[Any, tuple[int, ...]]:
+            each = q_len()
+            lists = (len(kv_lens), each) if each else (1, len(requests))
+            self._requests = None if each else requests
+            return cumla.MLASparsePlan, (*lists, num_heads, topk)
+
+        super().__init__(plans, choose, kv_lens, offsets)
+        self._requests: torch.Tensor | None = None
+
+    def _update(self) -> None:
+        lens, requests, q_len = self._kv_lens, self._requests, self.plan.key.q_len
+        if requests is not None:
+            ends = (lens - self._offsets[1:]).index_select(0, requests)
+            lens = ends + torch.arange(1, q_len + 1, dtype=lens.dtype, device=lens.device)
+        elif q_len > 1:
+            hidden = torch.arange(1 - q_len, 1, dtype=lens.dtype, device=lens.device)
+            lens = lens[:, None] + hidden
+        self.plan.update(lens)  # which clamps them
+
+    def run_sparse(
+        self,
+        q: Any,
+        kv_cache: torch.Tensor,
+        indices: torch.Tensor,
+        block_table: torch.Tensor,
+        **options: Any,
+    ) -> cumla.AttentionState:
+        """Attend for one layer to the positions ``(tokens, topk)`` of each token's request.
+
+        `q` is one tensor or a pair, with rows of tokens. out is ``(tokens, num_heads, 512)``, and
+        lse ``(tokens, num_heads)``.
+        """
+        self.schedule(kv_cache.device)
+        q, lists = _parts(q), (-1, self.plan.key.q_len)
+        if self._requests is None:
+            block_table = block_table[: self.plan.key.batch]
+            q = tuple(part.unflatten(0, lists) for part in q)
+            indices = indices.unflatten(0, lists)
+        else:
+            options["row_to_request"] = self._requests
+        out, lse = self.plan.run(q, kv_cache, indices, block_table=block_table, **options)
+        return cumla.AttentionState(out.flatten(0, -3), lse.flatten(0, -2))
+
+
+def _parts(q: Any) -> tuple[torch.Tensor, ...]:
+    """Return latent columns and those with RoPE, of one tensor or a pair."""
+    return q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
 
 
 def current_capture(on: torch.device) -> tuple[int, int]:

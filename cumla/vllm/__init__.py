@@ -4,7 +4,8 @@
 vLLM finds this plugin by the entry point of cumla's own wheel (group ``vllm.general_plugins``) and
 calls :func:`register` in each of its processes. Nothing changes for a server that does not ask for
 CUSTOM. One that does asks this module for ``Backend``: :class:`cumla.vllm.mla.Backend` for models
-with MLA, :class:`cumla.vllm.mha.Backend` for the others.
+with MLA, :class:`cumla.vllm.sparse.Backend` where an indexer chooses tokens,
+:class:`cumla.vllm.mha.Backend` for the others.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Choose the class when vLLM resolves the path: one name serves both kinds of attention."""
+    """Choose the class when vLLM resolves the path: one name serves all kinds of attention."""
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm
@@ -69,7 +70,9 @@ def __getattr__(name: str) -> Any:
 
     from cumla._serving import backend_of
 
-    kind = "mla" if get_current_vllm_config().model_config.use_mla else "mha"
+    model = get_current_vllm_config().model_config
+    is_sparse = hasattr(getattr(model, "hf_config", None), "index_topk")  # as vLLM asks
+    kind = ("sparse" if is_sparse else "mla") if model.use_mla else "mha"
     classes = ("Backend", "Builder", "Impl")
     module = f"{__name__}.{kind}"
     return backend_of("vllm", vllm.__version__, TESTED, "CUSTOM", module, classes).Backend

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
+PACKED = "fp8_ds_mla"  # vLLM's name of rows of 656 bytes: e4m3 columns, four scales, RoPE columns
 LOGGER = "vllm.cumla"  # vLLM shows what its own loggers, and those below, say
 _FLAGS = (None, True, False)
 
@@ -129,13 +130,41 @@ class MHAKernels(Kernels):
         return None
 
 
+class SparseMLAKernels(MLAKernels):
+    """Those of models with sparse MLA."""
+
+    supported_kv_cache_dtypes: ClassVar = [*Kernels.supported_kv_cache_dtypes, PACKED]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Tell whether layers may have a sink per head."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype | str,
+        kv_cache_dtype: str | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        """Refuse float16 queries over an FP8 cache."""
+        asked = FP8[0] if kv_cache_dtype == PACKED else kv_cache_dtype
+        return super().supports_combination(head_size, dtype, asked)
+
+
+def is_invariant() -> bool:
+    """Tell whether bits are not to depend on what else is in a step."""
+    return environment_flag("VLLM_BATCH_INVARIANT")
+
+
 def invariance() -> dict[str, Any]:
     """Return what plans have under VLLM_BATCH_INVARIANT, where bits are to be those of a prefill.
 
     A plan for requests of one token cuts none, so all steps add up the keys in the same order.
     """
-    asked = environment_flag("VLLM_BATCH_INVARIANT")
-    return {"batch_invariant": True, "max_kv_len": 1} if asked else {}
+    return {"batch_invariant": True, "max_kv_len": 1} if is_invariant() else {}
 
 
 def fp8_products(config: Any) -> bool:

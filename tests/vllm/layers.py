@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import cumla
+
 torch = pytest.importorskip("torch")
 
 PAGES, PAGE, HEADS, SCALE = 24, 16, 4, 0.1
@@ -138,6 +140,156 @@ class MLA:
 
     def attend(self, step: Any, q: Any) -> Any:
         return self.impl.forward_mqa(q, self.cache, step, self.layer)
+
+
+TOPK, INDEX_HEADS, LONGEST = 32, 8, 320
+
+
+class SparseMLA:
+    """A builder, a layer, an indexer and both caches, as vLLM sets them up."""
+
+    def __init__(
+        self,
+        cache_dtype: str = "auto",
+        heads: int = HEADS,
+        device: str = "cpu",
+        dcp: int = 1,
+        ubatching: bool = False,
+        topk: int = TOPK,
+        pages: int = PAGES,
+        page: int = PAGE,
+        sinks: Any = None,
+    ) -> None:
+        from cumla.vllm.sparse import Backend, Builder, Impl
+
+        torch.manual_seed(1)
+        self.device, self.heads, self.topk = device, heads, topk
+        model = SimpleNamespace(
+            dtype=torch.bfloat16,
+            hf_config=SimpleNamespace(index_topk=topk),
+            get_num_attention_heads=lambda parallel: heads,
+        )
+        config = SimpleNamespace(
+            model_config=model,
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            parallel_config=SimpleNamespace(use_ubatching=ubatching),
+            attention_config=SimpleNamespace(sparse_mla_force_mqa=False),
+        )
+        stored = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
+        spec = SimpleNamespace(dtype=stored, block_size=page, dcp=dcp)
+        self.builder = Builder(spec, ["layer"], config, torch.device(device))
+        self.buffer = torch.full((512, topk), 7, dtype=torch.int32, device=device)
+        self.impl = Impl(scale=SCALE, topk_indices_buffer=self.buffer, sinks=sinks)
+        self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5, device=device))
+        shape = Backend.get_kv_cache_shape(pages, page, 1, 576, cache_dtype)
+        self.cache = torch.zeros(shape, dtype=stored, device=device)
+        if cache_dtype == "fp8":
+            self.cache = self.cache.view(torch.float8_e4m3fn)  # as vLLM views it
+        self.keys = torch.zeros(pages, page, 132, dtype=torch.uint8, device=device)
+        slots = torch.arange(pages * page, device=device)
+        rows = torch.randn(len(slots), 576, device=device).bfloat16()
+        scale = None if cache_dtype in ("auto", "fp8_ds_mla") else self.layer._k_scale.view(1)
+        cumla.append_mla_cache(rows, self.cache, slots, kv_scale=scale)
+        keys = torch.randn(len(slots), 128, device=device).bfloat16()
+        cumla.append_indexer_cache(keys, self.keys, slots, power_of_two_scales=True)
+        self.schedule = torch.zeros(1, device=device)
+
+    def step(
+        self,
+        kv_lens: Any,
+        offsets: Any,
+        tokens: int,
+        host: Any = None,
+        captured: bool = False,
+        table: Any = None,
+        decodes: int | None = None,
+    ) -> Any:
+        """Metadata for requests with kv_lens, whose queries `offsets`, and `host`, tell."""
+        host = offsets.cpu() if host is None else host
+        common = SimpleNamespace(
+            block_table_tensor=tables(kv_lens) if table is None else table,
+            seq_lens=kv_lens,
+            query_start_loc_cpu=host,
+            query_start_loc=offsets,
+            num_actual_tokens=tokens,
+            num_decodes=len(kv_lens) if decodes is None else decodes,
+        )
+        if captured:
+            return self.builder.build_for_cudagraph_capture(common)
+        return self.builder.build(0, common)
+
+    def attend(self, step: Any, q: Any, **options: Any) -> Any:
+        return self.impl.forward_mqa(q, self.cache, step, self.layer)
+
+    def lists(self, visible: Any) -> None:
+        """Fill vLLM's buffer as an indexer does: some of the visible tokens, then -1."""
+        generator = torch.Generator().manual_seed(3)
+        for row, count in zip(self.buffer, visible, strict=False):
+            chosen = torch.randperm(count, generator=generator)[: self.topk].sort().values
+            row.fill_(-1)
+            row[: len(chosen)] = chosen.to(self.device)
+
+    def index_inputs(self, tokens: int) -> tuple[Any, Any, Any]:
+        """Queries of the indexer, their weights, and new keys."""
+        generator = torch.Generator().manual_seed(tokens)
+        q = torch.randn(tokens, INDEX_HEADS, 128, generator=generator)
+        weights = torch.randn(tokens, INDEX_HEADS, generator=generator)
+        keys = torch.randn(tokens, 128, generator=generator).bfloat16()
+        q, weights, keys = (each.to(self.device) for each in (q, weights, keys))
+        return q.to(torch.float8_e4m3fn), weights, keys
+
+    def index(self, step: Any, q: Any, weights: Any, keys: Any, longest: int = LONGEST) -> Any:
+        """Call vLLM's operation for a layer."""
+        from cumla.vllm.indexer import select
+        from tests.vllm import stub
+
+        stub.steps, stub.device = {"layer.k_cache": step}, self.device
+        return select(
+            *(torch.zeros(len(q), 8), "layer.k_cache", self.keys, q, None, keys, weights, 128),
+            *("ue8m0", self.topk, 128, longest, 4096, self.buffer, False, False),
+        )
+
+    def decoding(self, lens: Any, table: Any, offsets: Any, padded: bool = False) -> Any:
+        """Metadata of the indexer for lengths ``(batch, q_len)`` that tokens see."""
+        tokens = int(offsets[-1]) if padded else lens.numel()
+        decode = SimpleNamespace(
+            block_table=table,
+            seq_lens=lens,
+            decode_lens=offsets.diff(),
+            requires_padding=padded,
+            schedule_metadata=self.schedule,
+        )
+        return SimpleNamespace(
+            slot_mapping=torch.full((tokens,), -1, device=self.device),
+            num_prefills=0,
+            num_decode_tokens=tokens,
+            decode=decode,
+        )
+
+    def prefilling(self, lens: Any, starts: Any, table: Any) -> Any:
+        """Metadata of the indexer for prefills in one chunk."""
+        places = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cpu().cumsum(0)])
+        ks, ke = [], []
+        for i, length in enumerate(lens.tolist()):
+            queries = int(starts[i + 1] - starts[i])
+            ks += [int(places[i])] * queries
+            ke += [int(places[i]) + length - queries + 1 + j for j in range(queries)]
+        chunk = SimpleNamespace(
+            token_start=0,
+            token_end=int(starts[-1]),
+            total_seq_lens=int(places[-1]),
+            skip_kv_gather=False,
+            block_table=table,
+            cu_seq_lens=places.int().to(self.device),
+            cu_seqlen_ks=int32(*ks, device=self.device),
+            cu_seqlen_ke=int32(*ke, device=self.device),
+        )
+        return SimpleNamespace(
+            slot_mapping=torch.full((int(starts[-1]),), -1, device=self.device),
+            num_prefills=len(lens),
+            num_decode_tokens=0,
+            prefill=SimpleNamespace(chunks=[chunk]),
+        )
 
 
 class MHA:

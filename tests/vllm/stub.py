@@ -10,8 +10,11 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
+import pytest
+
 from tests.bindings.stand_in import standing_in
 
+torch = pytest.importorskip("torch")
 M = TypeVar("M")
 
 
@@ -65,6 +68,91 @@ class MLABuilder(SpecBuilder[M]):
         return self.build(0, common)
 
 
+class SparseBuilder(SpecBuilder[M]):
+    """Tells of a step what vLLM's own does, whose prefills here are absorbed as decoding is."""
+
+    metadata_cls: Any
+
+    def __init__(self, spec: Any, names: list[str], config: Any, device: Any) -> None:
+        super().__init__(spec, names, config, device)
+        self.model_config, self.dcp_world_size = config.model_config, spec.dcp
+        self.topk_tokens = config.model_config.hf_config.index_topk
+        # A graph finds them where they were.
+        self.req_id_per_token_buffer = torch.zeros(512, dtype=torch.int32, device=device)
+
+    def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool) -> None:
+        self.reorder_batch_threshold = threshold
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        lengths = common.query_start_loc_cpu.diff()
+        requests = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        self.req_id_per_token_buffer.zero_()
+        self.req_id_per_token_buffer[: len(requests)] = requests.to(self.device)
+        tokens, decodes = common.num_actual_tokens, common.num_decodes
+        return self.metadata_cls(
+            num_reqs=len(lengths),
+            num_actual_tokens=tokens,
+            query_start_loc=common.query_start_loc,
+            block_table=common.block_table_tensor,
+            req_id_per_token=self.req_id_per_token_buffer[:tokens],
+            seq_lens=common.seq_lens,
+            topk_tokens=self.topk_tokens,
+            num_decodes=decodes,
+            num_decode_tokens=int(common.query_start_loc_cpu[decodes]),
+        )
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        return self.build(0, common)
+
+
+class Workspace:
+    """Memory for the keys of prefills."""
+
+    def get_simultaneous(self, *wanted: Any) -> list[Any]:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
+
+
+device = "cpu"  # of that memory
+steps: dict[str, Any] | None = {}  # of layers, as the forward context has them
+
+
+def sparse_attn_indexer(
+    hidden_states: Any,
+    k_cache_prefix: str,
+    kv_cache: Any,
+    q_quant: Any,
+    q_scale: Any,
+    k: Any,
+    weights: Any,
+    quant_block_size: int,
+    scale_fmt: str | None,
+    topk_tokens: int,
+    head_dim: int,
+    max_model_len: int,
+    total_seq_lens: int,
+    topk_indices_buffer: Any,
+    skip_k_cache_insert: bool,
+    use_pcp: bool,
+    use_fp4_cache: bool = False,
+    dcp_rank: int = 0,
+) -> Any:
+    """The operation of vLLM, where it measures memory."""
+    return topk_indices_buffer
+
+
+def gather_keys(cache: Any, keys: Any, scales: Any, table: Any, starts: Any) -> None:
+    """cp_gather_indexer_k_quant_cache: keys and scales of requests, one after another."""
+    pages, page, _ = cache.shape
+    rows = cache.view(pages, -1)
+    of_keys = rows[:, : page * 128].view(pages, page, 128)
+    of_scales = rows[:, page * 128 :].view(pages, page, 4)
+    for i, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        places = torch.arange(end - begin, device=cache.device)
+        at = table[i, places // page].long(), places % page
+        keys.view(torch.uint8)[begin:end] = of_keys[at]
+        scales[begin:end] = of_scales[at]
+
+
 class GraphMode(Enum):
     """What CUDA graphs are captured of."""
 
@@ -80,9 +168,13 @@ class DecodeMetadata:
 
 
 @contextmanager
-def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
+def stubbed(
+    version: str = "0.32.0", use_mla: bool = True, index_topk: int | None = None
+) -> Iterator[None]:
     """Let the plugin import the stub."""
-    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
+    of_model = {} if index_topk is None else {"index_topk": index_topk}
+    model = SimpleNamespace(use_mla=use_mla, hf_config=SimpleNamespace(**of_model))
+    config = SimpleNamespace(model_config=model)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.config": {"get_current_vllm_config": lambda: config, "CUDAGraphMode": GraphMode},
@@ -99,6 +191,7 @@ def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
                 UNIFORM_SINGLE_TOKEN_DECODE=1, UNIFORM_BATCH=2, ALWAYS=3
             ),
             "AttentionImpl": Base,
+            "AttentionMetadata": Base,
             "AttentionMetadataBuilder": SpecBuilder,
         },
         "vllm.model_executor": {},
@@ -111,6 +204,25 @@ def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
             "MLACommonMetadata": Base,
             "MLACommonMetadataBuilder": MLABuilder,
             "QueryLenSupport": SimpleNamespace(VARLEN="varlen"),
+        },
+        "vllm.model_executor.layers.attention.sparse_mla_attention": {
+            "SparseMLACommonImpl": Base,
+            "SparseMLACommonMetadataBuilder": SparseBuilder,
+        },
+        "vllm.model_executor.layers.sparse_attn_indexer": {
+            "sparse_attn_indexer": sparse_attn_indexer,
+            "eager_break_during_capture": lambda function: function,
+            "get_forward_context": lambda: SimpleNamespace(attn_metadata=steps),
+            "_resolve_layer_name": lambda name: name,
+            "current_workspace_manager": Workspace,
+            "ops": SimpleNamespace(cp_gather_indexer_k_quant_cache=gather_keys),
+        },
+        "vllm.v1.attention.backends.mla": {},
+        "vllm.v1.attention.backends.mla.indexer": {"has_deep_gemm": lambda: True},
+        "vllm.platforms": {
+            "current_platform": SimpleNamespace(
+                dispatch_key="CPU", fp8_dtype=lambda: torch.float8_e4m3fn
+            )
         },
     }
     with standing_in(contents, "cumla.vllm"):

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer of sparse MLA: cumla scores and selects where vLLM calls DeepGEMM and its own top-k.
+
+vLLM's layer, its cache and its metadata stay. :func:`take_over` puts :func:`select` in the place of
+the operation behind them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from inspect import signature
+from typing import Any
+
+import torch
+from vllm.model_executor.layers import sparse_attn_indexer as theirs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mla import indexer as metadata
+
+import cumla
+from cumla._serving import Plans, Step
+
+__all__ = ["Logits", "select", "take_over"]
+
+_NAMES = tuple(signature(theirs.sparse_attn_indexer).parameters)
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in signature(theirs.sparse_attn_indexer).parameters.items()
+    if parameter.default is not parameter.empty
+}
+_NEEDED = (
+    *("k_cache_prefix", "kv_cache", "q_quant", "k", "weights", "scale_fmt", "topk_tokens"),
+    *("head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer", "skip_k_cache_insert"),
+)
+if _missing := [name for name in _NEEDED if name not in _NAMES]:
+    raise AttributeError(f"sparse_attn_indexer has no argument {', '.join(_missing)}")
+_COLUMNS = 64  # of logits: rows that begin at 16 bytes
+_original = theirs.sparse_attn_indexer
+_library: Any = None
+_plans: dict[Any, Plans] = {}
+
+
+def take_over() -> None:
+    """Serve vLLM's operation `sparse_attn_indexer` in this process; again: change nothing."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("vllm", "FRAGMENT")
+    name, key = "sparse_attn_indexer", current_platform.dispatch_key
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that the operation had an implementation
+        _library.impl(name, theirs.eager_break_during_capture(select), key, allow_override=True)
+    metadata.has_deep_gemm = lambda: False  # whose schedule nothing reads then
+
+
+class Logits(cumla.PagedMQALogitsPlan):
+    """A plan for one visible length per query token, made of numbers alone."""
+
+    def __init__(
+        self,
+        batch: int,
+        q_len: int,
+        num_heads: int,
+        head_dim: int,
+        page_size: int,
+        max_pages: int,
+        **place: Any,
+    ) -> None:
+        pages = _pages(batch, q_len, page_size, max_pages)
+        super().__init__(batch, q_len, num_heads, head_dim, **pages, **place)
+
+    @staticmethod
+    def workspace_bytes(  # type: ignore[override]
+        batch: int, q_len: int, num_heads: int, head_dim: int, page_size: int, max_pages: int
+    ) -> int:
+        """Size of a plan's buffer in bytes."""
+        return cumla.PagedMQALogitsPlan.workspace_bytes(
+            batch, q_len, num_heads, head_dim, **_pages(batch, q_len, page_size, max_pages)
+        )
+
+
+def _pages(batch: int, q_len: int, page_size: int, max_pages: int) -> dict[str, Any]:
+    return {"page_size": page_size, "max_pages": max_pages, "kv_lens_shape": (batch, q_len)}
+
+
+def select(*args: Any, **kwargs: Any) -> Any:
+    """Write the keys of new tokens, and the positions of each token's best ones into the buffer.
+
+    Arguments and result are those of vLLM's operation.
+    """
+    given = _DEFAULTS | dict(zip(_NAMES, args, strict=False)) | kwargs
+    steps = theirs.get_forward_context().attn_metadata
+    if not isinstance(steps, dict):  # vLLM measures memory
+        return _original(*args, **kwargs)
+    step = steps[theirs._resolve_layer_name(given["k_cache_prefix"])]
+    cache, buffer = given["kv_cache"], given["topk_indices_buffer"]
+    if not given["skip_k_cache_insert"]:
+        slots = step.slot_mapping
+        in_powers = given["scale_fmt"] == "ue8m0"
+        cumla.append_indexer_cache(
+            given["k"][: len(slots)], cache, slots, power_of_two_scales=in_powers
+        )
+    q, weights, topk = given["q_quant"], given["weights"].float(), given["topk_tokens"]
+    if step.num_prefills:
+        _prefill(step.prefill.chunks, given, q, weights)
+    if step.num_decode_tokens:
+        tokens = slice(step.num_decode_tokens)
+        out = buffer[tokens, :topk]
+        _decode(step.decode, cache, q[tokens], weights[tokens], given["max_model_len"], out)
+    return buffer
+
+
+def _prefill(chunks: list[Any], given: dict[str, Any], q: Any, weights: Any) -> None:
+    """Select for chunks of prefills, whose keys vLLM gathers."""
+    fp8 = current_platform.fp8_dtype()
+    specs = (
+        ((given["total_seq_lens"], given["head_dim"]), fp8),
+        (
+            (given["total_seq_lens"], 4),
+            torch.uint8,
+        ),
+    )
+    keys, scales = theirs.current_workspace_manager().get_simultaneous(*specs)
+    for chunk in chunks:
+        tokens, count = slice(chunk.token_start, chunk.token_end), chunk.total_seq_lens
+        k, scale = keys[:count], scales[:count]
+        if not chunk.skip_kv_gather:
+            theirs.ops.cp_gather_indexer_k_quant_cache(
+                given["kv_cache"], k, scale, chunk.block_table, chunk.cu_seq_lens
+            )
+        ks, ke = chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
+        if not hasattr(chunk, "row_lens"):
+            chunk.row_lens = ke - ks  # for all layers
+        pair = k, scale.view(torch.float32).squeeze(-1)
+        logits = cumla.mqa_logits(q[tokens], pair, weights[tokens], ks, ke, clean=False)
+        topk = given["topk_tokens"]
+        out = given["topk_indices_buffer"][tokens, :topk]
+        cumla.top_k(logits, topk, row_starts=ks, row_lens=chunk.row_lens, out=out)
+
+
+def _decode(
+    step: Any, cache: torch.Tensor, q: Any, weights: Any, max_model_len: int, out: Any
+) -> None:
+    """Select for query tokens of decoding, by one schedule for all layers."""
+    if not hasattr(step, "scored"):
+        lens, table = _each(step, len(q)) if step.requires_padding else (step.seq_lens, None)
+        table = step.block_table if table is None else table
+        shape = *lens.shape, *q.shape[1:], cache.shape[1], table.shape[1]
+        builder = getattr(step.schedule_metadata, "data_ptr", int)()  # each has its own
+        plans = _plans.setdefault((q.device, builder), Plans(q.device, {}))
+        step.scored = Step(plans, lambda: (Logits, shape), lens, lens), lens.reshape(-1), table
+    scored, row_lens, table = step.scored
+    scored.schedule(q.device)
+    width = -(-max_model_len // _COLUMNS) * _COLUMNS
+    logits = torch.empty((len(q), width), dtype=torch.float32, device=q.device)
+    scored.plan.run(
+        q.unflatten(0, (-1, scored.plan.key.q_len)),
+        cache,
+        weights,
+        block_table=table[: scored.plan.key.batch],
+        max_kv_len=width,
+        clean=False,
+        out=logits,
+    )
+    cumla.top_k(logits, out.shape[1], row_lens=row_lens, out=out)
+
+
+def _each(step: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See query tokens of requests that have different numbers of them as requests of one each."""
+    ends = step.decode_lens.cumsum(0, dtype=torch.int32)
+    token = torch.arange(tokens, dtype=torch.int32, device=ends.device)
+    request = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
+    visible = step.seq_lens[:, -1][request] - (ends[request] - 1 - token)
+    visible = torch.where(token < ends[-1], visible, 0).to(torch.int32)
+    return visible[:, None], step.block_table[request].contiguous()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of models with sparse MLA: DeepSeek-V3.2, GLM-5 and others with their indexer.
+
+All query tokens that vLLM does not give to its MLA prefill backend attend to the positions that the
+indexer has left in `topk_indices_buffer`, of any number of heads. :mod:`cumla.vllm.indexer` serves
+the indexer itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SparseMLACommonImpl,
+    SparseMLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata
+
+from cumla._choices import Layers, log_layers
+from cumla._serving import Plans, SparseStep, cache_dtype
+from cumla.launch.sparse.shape import PACKED as V32
+from cumla.vllm._models import (
+    LOGGER,
+    PACKED,
+    SparseMLAKernels,
+    divides_steps,
+    dtype_name,
+    factor,
+    is_invariant,
+)
+from cumla.vllm.indexer import take_over
+from cumla.vllm.mla import uniform_length
+
+__all__ = ["Backend", "Builder", "Impl", "Metadata"]
+
+_ROW_BYTES = 656
+
+
+class Metadata(AttentionMetadata):
+    """What vLLM's builder tells of a step, under its names, and the steps of cumla."""
+
+    def __init__(self, **told: Any) -> None:
+        vars(self).update(told)
+        self.steps: dict[int, SparseStep] = {}  # by their query tokens
+
+    def begin(self, plans: Plans, num_heads: int, offsets: torch.Tensor) -> None:
+        """Keep what steps are made of; `offsets` are those of the host."""
+        self._made_of = plans, num_heads, offsets
+
+    def step(self, tokens: int) -> SparseStep:
+        """Return the step of the first so many query tokens: all, or those of decoding alone."""
+        step = self.steps.get(tokens)
+        if step is None:
+            told: Any = self
+            plans, num_heads, offsets = self._made_of
+            count = told.num_reqs if tokens == told.num_actual_tokens else told.num_decodes
+            step = self.steps[tokens] = SparseStep(
+                plans,
+                num_heads,
+                told.topk_tokens,
+                partial(uniform_length, offsets[: count + 1], tokens),
+                told.seq_lens[:count],
+                told.query_start_loc[: count + 1],
+                told.req_id_per_token[:tokens],
+            )
+        return step
+
+
+class Builder(SparseMLACommonMetadataBuilder[Metadata]):
+    """Tells the layers of a step what its schedule follows from."""
+
+    metadata_cls = Metadata
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(
+                "decode_context_parallel_size: cumla's backend for sparse MLA has no decode "
+                f"context parallelism, got {self.dcp_world_size} ranks; leave it out"
+            )
+        take_over()
+        self._init_reorder_batch_threshold(128, supports_spec_as_decode=True)
+        model, is_packed = self.model_config, vllm_config.cache_config.cache_dtype == PACKED
+        self.num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
+        options: dict[str, Any] = {
+            "cache_dtype": None if is_packed else cache_dtype(kv_cache_spec.dtype),
+            "cache_format": V32 if is_packed else None,
+            "batch_invariant": is_invariant(),
+        }
+        self._plans = Plans(device, options, dtype=model.dtype)
+        if is_invariant():  # prefills as dense attention would depend on the step's longest one
+            vllm_config.attention_config.sparse_mla_force_mqa = True
+        page, dtype = kv_cache_spec.block_size, dtype_name(model.dtype)
+        layers = Layers(
+            self.num_heads,
+            page,
+            dtype,
+            options["cache_dtype"],
+            topk=self.topk_tokens,
+            cache_format=options["cache_format"],
+        )
+        log_layers(LOGGER, {f"layers with sparse MLA ({len(layer_names)})": layers})
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:
+        """Serve graphs of equal query lengths, as vLLM's indexer does."""
+        if divides_steps(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Metadata:
+        """Begin a step."""
+        metadata: Metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.begin(self._plans, self.num_heads, common_attn_metadata.query_start_loc_cpu)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """Load the kernels of a step that will be captured."""
+        metadata: Metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.step(common_attn_metadata.num_actual_tokens).prepare()
+        return metadata
+
+
+class Impl(SparseMLACommonImpl[Metadata]):
+    """One layer: attends from absorbed queries to the tokens that the indexer chose."""
+
+    can_return_lse_for_decode: bool = True  # a natural logarithm, as lse_base_on_e says
+    supports_pcp: bool = False
+
+    def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
+        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+            if kwargs.get(name) is not None:  # the base would go on without it
+                raise NotImplementedError(
+                    f"{name}: cumla's backend for sparse MLA does not have it, got "
+                    f"{kwargs[name]}; leave out --attention-backend CUSTOM"
+                )
+        super().__init__(*args, **kwargs)
+        self.sinks = None if sinks is None else sinks.float().contiguous()
+        self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        assert self.topk_indices_buffer is not None
+        is_packed = kv_c_and_k_pe_cache.shape[-1] == _ROW_BYTES
+        out, lse = attn_metadata.step(tokens).run_sparse(
+            q,
+            kv_c_and_k_pe_cache,
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.block_table,
+            softmax_scale=self.scale,
+            kv_scale=None if is_packed else factor(layer._k_scale, kv_c_and_k_pe_cache),
+            sinks=self.sinks,
+        )
+        return out, lse if self.need_to_return_lse_for_decode else None
+
+
+class Backend(SparseMLAKernels, AttentionBackend):
+    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+
+    impl: ClassVar[type] = Impl
+    builder: ClassVar[type] = Builder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Tell that layers pass latent rows."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Tell that layers have an indexer."""
+        return True
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+        **_: Any,
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache: rows of 576 columns, or of 656 bytes."""
+        return num_blocks, block_size, _ROW_BYTES if cache_dtype_str == PACKED else head_size

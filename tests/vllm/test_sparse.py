@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's backend for sparse MLA, and its indexer, on a stub of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cumla
+import tests.emulator
+from tests.compat.torch_gpu import torch_gpu
+from tests.vllm import stub
+from tests.vllm.layers import HEADS, PAGE, PAGES, SCALE, TOPK, SparseMLA, int32, queries, tables
+from tests.vllm.stub import stubbed
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def vllm() -> Iterator[None]:
+    with stubbed(index_topk=TOPK):
+        yield
+
+
+STEPS = {  # lengths of the cache, offsets, tokens: the lists of a plan
+    "decoding": ((90, 5, 33), (0, 1, 2, 3), 3, (3, 1)),
+    "drafts": ((90, 5, 33), (0, 2, 4, 6), 6, (3, 2)),
+    "padded requests": ((90, 5, 0, 0), (0, 2, 4, 4, 4), 8, (4, 2)),
+    "prefills": ((90, 5, 33), (0, 1, 6, 14), 14, (1, 14)),
+}
+
+
+def visible(lens: Any, starts: Any) -> list[int]:
+    """What each query token sees."""
+    spans = zip(lens, starts, starts[1:], strict=False)
+    return [n - (end - 1 - i) for n, first, end in spans for i in range(first, end)]
+
+
+def wanted(sparse: SparseMLA, q: Any, lens: Any, starts: Any, table: Any) -> Any:
+    """Attention of all query tokens by one eager call, every entry looked at."""
+    counts = torch.tensor(starts).diff()
+    requests = torch.repeat_interleave(torch.arange(len(lens)), counts).int()
+    rows = sparse.buffer[: starts[-1]]
+    is_scaled = sparse.cache.dtype == torch.float8_e4m3fn
+    return cumla.mla_sparse_attention(
+        tuple(part[: starts[-1]] for part in q),
+        sparse.cache,
+        rows,
+        block_table=table,
+        row_to_request=requests,
+        softmax_scale=SCALE,
+        kv_scale=sparse.layer._k_scale.view(1) if is_scaled else None,
+        sinks=sparse.impl.sinks,
+    )
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize(("lens", "starts", "tokens", "lists"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("in_one", [False, True])
+def test_sparse_mla_attends_as_the_eager_call(
+    lens: Any, starts: Any, tokens: int, lists: Any, in_one: bool, cache_dtype: str
+) -> None:
+    sparse, kv_lens = SparseMLA(cache_dtype), int32(*lens)
+    sparse.lists(visible(lens, starts))
+    step, q = sparse.step(kv_lens, int32(*starts), tokens), queries(tokens)
+    out, lse = sparse.attend(step, torch.cat(q, -1) if in_one else q)
+    plan = step.step(tokens).plan
+    assert type(plan) is cumla.MLASparsePlan
+    assert (plan.key.batch, plan.key.q_len) == lists
+    assert out.shape == (tokens, HEADS, 512)
+    assert lse is None
+    real = starts[-1]
+    torch.testing.assert_close(out[:real], wanted(sparse, q, lens, starts, tables(kv_lens)).out)
+    assert bool(out[real:].eq(0).all())
+
+
+def test_a_step_attends_for_decoding_alone_where_prefills_are_dense() -> None:
+    """vLLM passes the first tokens then; later layers of the step may pass all of them."""
+    lens, starts = (90, 5, 33), (0, 1, 2, 14)
+    sparse, kv_lens = SparseMLA(), int32(*lens)
+    sparse.lists(visible(lens, starts))
+    step, q = sparse.step(kv_lens, int32(*starts), 14, decodes=2), queries(14)
+    expected = wanted(sparse, q, lens, starts, tables(kv_lens)).out
+    for tokens in (2, 14, 2):
+        out, _ = sparse.attend(step, tuple(part[:tokens] for part in q))
+        torch.testing.assert_close(out, expected[:tokens])
+    assert sorted(step.steps) == [2, 14]
+
+
+def test_sinks_and_the_logarithm_of_layers() -> None:
+    lens, starts = (90, 5, 33), (0, 1, 2, 3)
+    sparse, kv_lens = SparseMLA(sinks=torch.linspace(-1, 1, HEADS).bfloat16()), int32(*lens)
+    sparse.impl.need_to_return_lse_for_decode = True
+    sparse.lists(visible(lens, starts))
+    out, lse = sparse.attend(sparse.step(kv_lens, int32(*starts), 3), queries(3))
+    state = wanted(sparse, queries(3), lens, starts, tables(kv_lens))
+    torch.testing.assert_close(out, state.out)
+    torch.testing.assert_close(lse, state.lse)
+
+
+def test_the_plugin_refuses_what_sparse_mla_does_not_have() -> None:
+    from cumla.vllm.sparse import Impl
+
+    for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+        with pytest.raises(NotImplementedError, match=rf"^{name}: .* got 128; leave out"):
+            Impl(scale=SCALE, **{name: 128})
+    with pytest.raises(NotImplementedError, match=r"^decode_context_parallel_size: .* got 2 ranks"):
+        SparseMLA(dcp=2)
+
+
+def test_the_name_serves_sparse_mla() -> None:
+    backend = cumla.vllm.Backend
+    assert backend.__module__ == "cumla.vllm.sparse"
+    assert backend.is_mla() and backend.is_sparse() and backend.supports_sink()
+    assert backend.get_name() == "CUSTOM"
+    assert backend.get_kv_cache_shape(3, 64, 1, 576) == (3, 64, 576)
+    assert backend.get_kv_cache_shape(3, 64, 1, 576, "fp8_ds_mla") == (3, 64, 656)
+    assert "bfloat16" in str(backend.supports_combination(576, torch.float16, "fp8_ds_mla"))
+    assert backend.supports_combination(576, torch.bfloat16, "fp8_ds_mla") is None
+    with stubbed(use_mla=False, index_topk=TOPK):
+        assert cumla.vllm.Backend.__module__ == "cumla.vllm.mha"
+
+
+# --- the indexer ---------------------------------------------------------------------------------
+
+
+def best(sparse: SparseMLA, q: Any, weights: Any, request: Any, count: int) -> Any:
+    """The best tokens of one query token, of `count` that it sees."""
+    logits = cumla.paged_mqa_logits(
+        q[None, None],
+        sparse.keys,
+        weights[None],
+        request[None],
+        int32(count),
+        max_kv_len=len(request) * PAGE,
+    )
+    return cumla.top_k(logits, TOPK, row_lens=int32(count)).indices[0]
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_the_indexer_selects_for_decoding(q_len: int) -> None:
+    sparse, lens = SparseMLA(), (90, 5, 33)
+    table = tables(int32(*lens))
+    seen = torch.tensor([[n - q_len + 1 + i for i in range(q_len)] for n in lens]).int()
+    tokens = 3 * q_len
+    step = sparse.decoding(seen, table, torch.arange(4) * q_len)
+    q, weights, keys = sparse.index_inputs(tokens)
+    for _ in range(2):  # layers
+        sparse.buffer.fill_(7)
+        assert sparse.index(step, q, weights, keys) is sparse.buffer
+        for i, count in enumerate(seen.flatten().tolist()):
+            chosen = best(sparse, q[i], weights[i], table[i // q_len], count)
+            assert torch.equal(sparse.buffer[i], chosen)
+        assert bool(sparse.buffer[tokens:].eq(7).all())
+
+
+def test_the_indexer_selects_for_unequal_decoding() -> None:
+    """vLLM says that it would pad the queries."""
+    sparse, lens, starts = SparseMLA(), (90, 5, 33), (0, 1, 3, 4)
+    table = tables(int32(*lens))
+    seen = torch.tensor([[n - 1, n] for n in lens]).int()
+    step = sparse.decoding(seen, table, torch.tensor(starts), padded=True)
+    q, weights, keys = sparse.index_inputs(4)
+    sparse.index(step, q, weights, keys)
+    for i, (request, count) in enumerate(((0, 90), (1, 4), (1, 5), (2, 33))):
+        chosen = best(sparse, q[i], weights[i], table[request], count)
+        assert torch.equal(sparse.buffer[i], chosen)
+
+
+def test_the_indexer_selects_for_prefills() -> None:
+    sparse, lens, starts = SparseMLA(), (90, 45), (0, 3, 8)
+    table = tables(int32(*lens))
+    step = sparse.prefilling(int32(*lens), starts, table)
+    q, weights, keys = sparse.index_inputs(8)
+    for _ in range(2):
+        sparse.buffer.fill_(7)
+        sparse.index(step, q, weights, keys)
+        for i, count in enumerate(visible(lens, starts)):
+            request = sum(i >= start for start in starts[1:])
+            chosen = best(sparse, q[i], weights[i], table[request], count)
+            assert torch.equal(sparse.buffer[i], chosen)
+
+
+def test_the_indexer_writes_new_keys() -> None:
+    sparse = SparseMLA()
+    step = sparse.decoding(int32(90, 5).view(2, 1), tables(int32(90, 5)), torch.arange(3))
+    step.slot_mapping = torch.tensor([17, -1])
+    q, weights, keys = sparse.index_inputs(2)
+    expected = sparse.keys.clone()
+    cumla.append_indexer_cache(keys[:1], expected, torch.tensor([17]), power_of_two_scales=True)
+    sparse.index(step, q, weights, keys)
+    assert torch.equal(sparse.keys, expected)
+
+
+def test_the_indexer_leaves_it_to_vllm_to_measure_memory() -> None:
+    from cumla.vllm.indexer import select
+
+    stub.steps = None
+    assert select(*[None] * 13, "buffer", False, False) == "buffer"
+
+
+def test_vllms_operation_is_taken_over() -> None:
+    """Whatever the layers call, once in a process; and DeepGEMM makes no schedule."""
+    from vllm.v1.attention.backends.mla import indexer as metadata
+
+    from cumla.vllm import indexer
+
+    assert metadata.has_deep_gemm()
+    for _ in range(2):
+        SparseMLA()
+    assert not metadata.has_deep_gemm()
+    assert indexer._library is not None
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any]]]:
+    """A GPU, and what is launched there instead of being run."""
+    noted: list[Any] = []
+    with torch_gpu(always=True) as gpu:
+        monkeypatch.setattr(tests.emulator, "emulate", noted.append)
+        yield gpu, noted
+
+
+def entries(launches: list[Any]) -> list[str]:
+    return [launch.spec.entry for launch in launches]
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("starts", [(0, 1, 2), (0, 2, 2)])
+@pytest.mark.parametrize(("streams", "captured"), [((0, 7), False), ((5, 7), True)])
+def test_a_graph_holds_one_schedule(
+    cache_dtype: str,
+    starts: Any,
+    streams: Any,
+    captured: bool,
+    launched: tuple[Any, list[Any]],
+) -> None:
+    """On whatever streams vLLM builds and captures, and whether or not layers ran before."""
+    (gpu, noted), (gpu.stream, stream) = launched, streams
+    tokens = 2 * starts[1]
+    sparse = SparseMLA(cache_dtype)
+    step = sparse.step(int32(90, 90), int32(*starts), tokens, captured=captured)
+    lens = torch.full((2, starts[1]), 90, dtype=torch.int32)
+    index = sparse.decoding(lens, tables(int32(90, 90)), torch.tensor(starts))
+    inputs = sparse.index_inputs(tokens)
+    if captured:
+        sparse.index(index, *inputs)
+        sparse.attend(step, queries(tokens))
+    for _ in range(2):
+        noted.clear()
+        with gpu.capture(stream):
+            for _ in range(3):
+                sparse.index(index, *inputs)
+                sparse.attend(step, queries(tokens))
+        names = entries(noted)
+        once = ["paged_mqa_schedule", "bound_rows", "mla_schedule"]
+        for name in once:
+            assert sum(entry.startswith(name) for entry in names) == 1, (name, names)
+        each = ["append_indexer_cache", "paged_mqa_logits", "top_k", "mla_sparse"]
+        each += ["select_rows"] if cache_dtype == "auto" else []
+        for name in each:
+            assert sum(entry.startswith(name) for entry in names) == 3, (name, names)
+        assert len(names) == len(once) + 3 * len(each), names
+
+
+def test_groups_of_micro_batches_have_plans_of_their_own() -> None:
+    """Each has a builder of vLLM's, whose buffer tells them apart."""
+    from cumla.vllm import indexer
+
+    sparse = SparseMLA()
+    table, starts = tables(int32(90, 5)), torch.arange(3)
+    for schedule in (torch.zeros(1), torch.zeros(1)):
+        step = sparse.decoding(int32(90, 5).view(2, 1), table, starts)
+        step.decode.schedule_metadata = schedule
+        sparse.index(step, *sparse.index_inputs(2))
+    assert len(indexer._plans) >= 2
+
+
+def test_under_batch_invariance_all_tokens_are_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense prefills would depend on the longest one of a step."""
+    from cumla.vllm.sparse import Backend
+
+    assert Backend.supports_batch_invariance()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    lens, starts = (90, 5, 33), (0, 1, 6, 14)
+    with torch_gpu(always=True):
+        sparse = SparseMLA()
+        assert sparse.builder.vllm_config.attention_config.sparse_mla_force_mqa
+        sparse.lists(visible(lens, starts))
+        q = queries(14)
+        whole, _ = sparse.attend(sparse.step(int32(*lens), int32(*starts), 14), q)
+        step = sparse.step(int32(90), int32(0, 1), 1, table=tables(int32(*lens))[:1])
+        alone, _ = sparse.attend(step, tuple(part[:1] for part in q))
+        assert step.step(1).plan.key.batch_invariant
+        assert torch.equal(alone[0], whole[0])
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 2), (0, 2, 4)])
+def test_a_graph_serves_later_lengths_and_lists(starts: Any) -> None:
+    with torch_gpu() as gpu:
+        sparse, tokens = SparseMLA(), starts[-1]
+        q, kv_lens, offsets = queries(tokens), int32(90, 90), int32(*starts)
+        sparse.lists([90] * tokens)
+        step = sparse.step(kv_lens, offsets, tokens, captured=True)
+        with gpu.capture(0):
+            out, _ = sparse.attend(step, q)
+        for lens in ((33, 7), (50, 90)):
+            kv_lens.copy_(int32(*lens))
+            sparse.lists(visible(lens, starts))
+            gpu.replay()
+            if starts[1] > 1:
+                continue  # what torch adds up is not captured here
+            expected = wanted(sparse, q, lens, starts, tables(kv_lens)).out
+            torch.testing.assert_close(out, expected)
+
+
+def test_vllm_is_told_which_graphs_there_are() -> None:
+    from cumla.vllm.sparse import Builder
+
+    for divided, support in ((False, 2), (True, 1)):
+        config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=divided))
+        assert Builder.get_cudagraph_support(config, None) == support
+    assert PAGES * PAGE > 90
