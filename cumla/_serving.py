@@ -191,6 +191,8 @@ class SparseStep(Step):
         offsets: torch.Tensor,
         requests: torch.Tensor,
     ) -> None:
+        self._requests: torch.Tensor | None = None
+
         def choose() -> tuple[Any, tuple[int, ...]]:
             each = q_len()
             lists = (len(kv_lens), each) if each else (1, len(requests))
@@ -198,7 +200,6 @@ class SparseStep(Step):
             return cumla.MLASparsePlan, (*lists, num_heads, topk)
 
         super().__init__(plans, choose, kv_lens, offsets)
-        self._requests: torch.Tensor | None = None
 
     def _update(self) -> None:
         lens, requests, q_len = self._kv_lens, self._requests, self.plan.key.q_len

@@ -309,11 +309,14 @@ def _layer_rows(
     """Name the kernels that attend in the layers of a window, by steps."""
     from cumla._choices import E4M3, Layers
     from cumla.core.check_mode import environment_flag
-    from cumla.vllm._models import FP8
+    from cumla.launch.sparse.shape import PACKED as V32
+    from cumla.vllm._models import FP8, PACKED
 
     count = model.windows[window]
     layers = Layers(model.num_heads, page, model.dtype, E4M3 if cache in FP8 else None)
-    if model.use_mla:
+    if model.topk:
+        layers = layers._replace(topk=model.topk, cache_format=V32 if cache == PACKED else None)
+    elif model.use_mla:
         layers = layers._replace(fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"))
     else:
         layers = layers._replace(
@@ -322,7 +325,8 @@ def _layer_rows(
             window=None if window is None else window - 1,
         )
     what = f"full attention{model.chunks}" if window is None else f"a window of {window} tokens"
+    what = f"sparse MLA, {model.topk} tokens of an indexer" if model.topk else what
     yield f"{count} layer{'s' * (count > 1)}", what
     for step, names in layers.steps().items():
-        is_prefill = model.use_mla and step.startswith("prefill")
+        is_prefill = model.use_mla and not model.topk and step.startswith("prefill")
         yield f"  {step}", "vLLM's own backend" if is_prefill else ", ".join(names)

@@ -11,7 +11,13 @@ with MLA, :class:`cumla.vllm.sparse.Backend` where an indexer chooses tokens,
 from __future__ import annotations
 
 import logging
-from typing import Any
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 __all__ = ["TESTED", "register"]
 
@@ -59,6 +65,47 @@ def register() -> None:
         )
         return
     register_backend(custom, _PATH)
+    if not any(isinstance(finder, WithoutDeepGEMM) for finder in sys.meta_path):
+        sys.meta_path.insert(0, WithoutDeepGEMM())
+
+
+class WithoutDeepGEMM(MetaPathFinder):
+    """Lets vLLM's sparse indexer be made without DeepGEMM where cumla's backend is asked for.
+
+    vLLM makes the indexer before it resolves the backend of the first layer, and refuses without
+    DeepGEMM, which :mod:`cumla.vllm.indexer` does not use. Nothing happens until vLLM imports the
+    indexer's module, and nothing changes for other backends.
+    """
+
+    name = "vllm.model_executor.layers.sparse_attn_indexer"
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find the module as others do; then replace what it asks about DeepGEMM."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_replace(module: Any) -> None:
+                execute(module)
+                theirs = module.has_deep_gemm
+                module.has_deep_gemm = lambda: _is_asked_for() or theirs()
+
+            setattr(spec.loader, "exec_module", execute_and_replace)  # noqa: B010
+        return spec
+
+
+def _is_asked_for() -> bool:
+    """Tell whether the server asks for CUSTOM, and this plugin is CUSTOM."""
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = get_current_vllm_config().attention_config
+    kinds: dict[str, Any] = getattr(config, "backend_per_kind", None) or {}
+    custom = AttentionBackendEnum.CUSTOM
+    return custom in (config.backend, *kinds.values()) and custom.get_path() == _PATH
 
 
 def __getattr__(name: str) -> Any:

@@ -248,20 +248,20 @@ class Model(NamedTuple):
     windows: dict[int | None, int]  # numbers of layers: those of a window, and those without one
     chunks: str  # which of those without one see chunks only
     has_sink: bool
-    is_sparse: bool
+    topk: int  # tokens that an indexer chooses, 0 where there is none
     refused: tuple[str, ...]  # what else the plugin or vLLM refuses
     untried: tuple[str, ...]
 
     @property
     def kernels(self) -> type[MLAKernels | MHAKernels]:
         """What vLLM asks about this model."""
+        if self.topk:
+            return SparseMLAKernels
         return MLAKernels if self.use_mla else MHAKernels
 
     def refusals(self, kv_cache_dtype: str) -> list[str]:
         """Tell why vLLM would not take the backend, by the answers that vLLM gets."""
         kernels, found = self.kernels, list(self.refused)
-        if self.is_sparse:
-            found.append("layers: needs dense attention, got sparse MLA")
         if not kernels.supports_head_size(self.head_size):
             need = f"rows of {HEAD_DIM} columns" if self.use_mla else "a multiple of 8, up to 512"
             found.append(f"head size: needs {need}, got {self.head_size}")
@@ -271,7 +271,7 @@ class Model(NamedTuple):
             names = ", ".join(kernels.supported_kv_cache_dtypes)
             found.append(f"--kv-cache-dtype: needs one of {names}, got {kv_cache_dtype}")
         if self.has_sink and not kernels.supports_sink():
-            found.append("sinks: not with MLA")
+            found.append("sinks: not with dense MLA")
         if set(self.windows) != {None} and not kernels.supports_sliding_window():
             found.append("sliding_window: not with MLA")
         combined = kernels.supports_combination(self.head_size, self.dtype, kv_cache_dtype)
@@ -311,7 +311,7 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         dict(Counter((width or None) if "sliding" in each else None for each in kinds)),
         f"; {chunked} in chunks of {config.get('attention_chunk_size')} tokens" if chunked else "",
         kind == "gpt_oss" or any("sink" in name and value for name, value in config.items()),
-        "index_topk" in config or "compress_ratios" in config,
+        _number(config, "index_topk") if use_mla and "index_topk" in config else 0,
         tuple(refused),
         tuple(_untried(whole, config, chunked)),
     )
@@ -377,6 +377,8 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
         or config.get("is_causal") is False
     ):
         yield "layers: needs causal self-attention, got an encoder"
+    if "compress_ratios" in config:
+        yield f"layers: {kind} has compressed caches, and vLLM chooses their backends by itself"
 
 
 def _untried(whole: dict[str, Any], config: dict[str, Any], chunked: int) -> Iterator[str]:

@@ -42,7 +42,8 @@ class Metadata(AttentionMetadata):
     """What vLLM's builder tells of a step, under its names, and the steps of cumla."""
 
     def __init__(self, **told: Any) -> None:
-        vars(self).update(told)
+        for name, value in told.items():
+            setattr(self, name, value)
         self.steps: dict[int, SparseStep] = {}  # by their query tokens
 
     def begin(self, plans: Plans, num_heads: int, offsets: torch.Tensor) -> None:

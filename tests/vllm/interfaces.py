@@ -54,7 +54,7 @@ def reasons(backend: Any, **asked: Any) -> list[str]:
         "block_size": None,
         "use_mla": backend.is_mla(),
         "has_sink": False,
-        "use_sparse": False,
+        "use_sparse": backend.is_sparse(),
         "use_mm_prefix": False,
         "use_per_head_quant_scales": False,
         "device_capability": DeviceCapability(9, 0),
@@ -85,7 +85,7 @@ def graphs_of_drafts(builder: Any) -> CUDAGraphMode:
 def main() -> None:
     load_general_plugins()
     assert AttentionBackendEnum.CUSTOM.get_path() == "cumla.vllm.Backend"
-    for family in ("mla", "mha"):
+    for family in ("mla", "sparse", "mha"):
         module = import_module(f"cumla.vllm.{family}")
         for kind in (module.Backend, module.Builder, module.Impl):
             check(kind)
@@ -95,20 +95,24 @@ def main() -> None:
             {"kv_cache_dtype": "fp8"},
             {"dtype": torch.float16},
             {"block_size": 1},
-            {"use_adaptive_verification": True},
+            {"use_batch_invariant": True},
         )
         refused: tuple[dict[str, Any], ...] = (
             {"dtype": torch.float32},
             {"kv_cache_dtype": "fp8_e5m2"},
-            {"use_sparse": True},
-            {"use_batch_invariant": True},
+            {"use_sparse": family != "sparse"},
             {"device_capability": DeviceCapability(10, 0)},
             {"attn_type": "encoder_only"},
             {"head_size": 12},
         )
-        if family == "mla":
+        if family != "mha":
             refused = (*refused, {"kv_cache_dtype": "fp8", "dtype": torch.float16})
+        if family == "sparse":
+            served = (*served, {"kv_cache_dtype": "fp8_ds_mla"}, {"has_sink": True})
+        elif family == "mla":
+            served = (*served, {"use_adaptive_verification": True})
         else:
+            served = (*served, {"use_adaptive_verification": True})
             served = (*served, {"has_sink": True, "has_sliding_window": True})
             served = (*served, {"use_mm_prefix": True}, {"use_non_causal": True})
             refused = (*refused, {"kv_cache_dtype": "fp8", "head_size": 512})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,7 +175,8 @@ def stubbed(
     """Let the plugin import the stub."""
     of_model = {} if index_topk is None else {"index_topk": index_topk}
     model = SimpleNamespace(use_mla=use_mla, hf_config=SimpleNamespace(**of_model))
-    config = SimpleNamespace(model_config=model)
+    asked = SimpleNamespace(backend=Backends.CUSTOM, backend_per_kind=None)
+    config = SimpleNamespace(model_config=model, attention_config=asked)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.config": {"get_current_vllm_config": lambda: config, "CUDAGraphMode": GraphMode},
@@ -228,3 +230,5 @@ def stubbed(
     with standing_in(contents, "cumla.vllm"):
         overrides.clear()
         yield
+        kept = [finder for finder in sys.meta_path if type(finder).__module__ != "cumla.vllm"]
+        sys.meta_path[:] = kept

@@ -24,6 +24,7 @@ MLA = COMMON | {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
 }
+V32 = MLA | {"model_type": "deepseek_v32", "index_topk": 2048}
 KIMI = {"model_type": "kimi_vl", "text_config": MLA | {"model_type": "kimi_k2"}}
 LLAMA = COMMON | {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}
@@ -59,6 +60,20 @@ def info(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -
 
 def rows(text: str) -> dict[str, str]:
     return {line[:24].strip(): line[25:] for line in text.splitlines() if line[:24].strip()}
+
+
+def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
+    code, text = info(V32)
+    found = rows(text)
+    assert code == 0
+    assert found["12 layers"] == "sparse MLA, 2048 tokens of an indexer"
+    assert found["decoding, 128 requests"] == "mla_sparse_bfloat16_shared_blocks"
+    assert found["prefill, 1 request"] == "mla_sparse_bfloat16_shared_blocks"
+    packed = "--kv-cache-dtype", "fp8_ds_mla"
+    assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed"
+    found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
+    assert found["decoding, 1 request"] == "mla_sparse_fp8_16_packed"
+    assert rows(info(V32, "--kv-cache-dtype", "fp8")[1])["served"].startswith("yes")
 
 
 def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +154,9 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
-        (MLA | {"index_topk": 2048}, (), "layers: needs dense attention, got sparse MLA"),
+        (MLA | {"compress_ratios": [4]}, (), "layers: deepseek_v3 has compressed caches, and vLLM"),
+        (V32, ("--kv-cache-dtype", "fp8_e5m2"), "fp8_e4m3, fp8_ds_mla, got fp8_e5m2"),
+        (V32, ("--kv-cache-dtype", "fp8_ds_mla", "--dtype", "half"), "a model in bfloat16"),
         (MLA | {"kv_lora_rank": 256}, (), "head size: needs rows of 576 columns, got 320"),
         (MLA | {"sliding_window": 128}, (), "sliding_window: not with MLA"),
         (MLA, ("--dtype", "float32"), "--dtype: needs float16 or bfloat16, got float32"),
