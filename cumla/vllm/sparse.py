@@ -180,6 +180,11 @@ class Backend(SparseMLAKernels, AttentionBackend):
         """Tell that layers have an indexer."""
         return True
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Refuse query lengths that are decided on the device: lists follow the host's."""
+        return False
+
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int,

@@ -109,6 +109,8 @@ def main() -> None:
             refused = (*refused, {"kv_cache_dtype": "fp8", "dtype": torch.float16})
         if family == "sparse":
             served = (*served, {"kv_cache_dtype": "fp8_ds_mla"}, {"has_sink": True})
+            if "use_adaptive_verification" in signature(backend.validate_configuration).parameters:
+                refused = (*refused, {"use_adaptive_verification": True})
         elif family == "mla":
             served = (*served, {"use_adaptive_verification": True})
         else:

@@ -118,6 +118,7 @@ def test_the_name_serves_sparse_mla() -> None:
     backend = cumla.vllm.Backend
     assert backend.__module__ == "cumla.vllm.sparse"
     assert backend.is_mla() and backend.is_sparse() and backend.supports_sink()
+    assert not backend.supports_device_cpu_query_lens_mismatch()
     assert backend.get_name() == "CUSTOM"
     assert backend.get_kv_cache_shape(3, 64, 1, 576) == (3, 64, 576)
     assert backend.get_kv_cache_shape(3, 64, 1, 576, "fp8_ds_mla") == (3, 64, 656)
