@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 _MOST_PLANS = 256
 _MOST_ROOM = 64 << 20  # bytes beyond what a shape needs
 MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
-_OF_LENGTHS = (cumla.MLADecodePlan, cumla.PagedMQALogitsPlan)  # plans that take kv_lens alone
+# Plans whose lengths are all that they take.
+_OF_LENGTHS = (cumla.MLADecodePlan, cumla.MLASparsePlan, cumla.PagedMQALogitsPlan)
 
 
 def is_tested(

@@ -3,7 +3,8 @@
 
 SGLang finds this plugin by the entry point of cumla's own wheel (group ``sglang.srt.plugins``) and
 calls :func:`register` in each of its processes. Nothing changes for a server that does not ask for
-cumla; one that does gets :class:`cumla.sglang.backend.Backend`.
+cumla; one that does gets :class:`cumla.sglang.backend.Backend`, or with a model of sparse MLA
+:class:`cumla.sglang.sparse.Backend`.
 """
 
 from __future__ import annotations
@@ -56,21 +57,32 @@ def _make(runner: Any) -> Any:
 
     from cumla._serving import backend_of
 
-    module = f"{__name__}.backend"
+    is_sparse = runner.use_mla_backend and _has_indexer(runner)
+    module = f"{__name__}.{'sparse' if is_sparse else 'backend'}"
     backend = backend_of("sglang", sglang.__version__, TESTED, _NAME, module, ("Backend",))
     if runner.use_mla_backend:
-        _teach_deepseek()
+        _teach_deepseek(is_sparse)
     return backend.Backend(runner)
 
 
-def _teach_deepseek() -> None:
-    """Let models with MLA always pass absorbed queries, in two parts."""
+def _has_indexer(runner: Any) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return bool(is_deepseek_dsa(runner.model_config.hf_config))
+
+
+def _teach_deepseek(is_sparse: bool) -> None:
+    """Let models with MLA always pass absorbed queries, in two parts.
+
+    With sparse MLA short prompts are dense, as SGLang's own backend decides.
+    """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         AttnForwardMethod,
     )
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 
-    AttentionBackendRegistry.register(_NAME, lambda attn, batch: AttnForwardMethod.MLA)
+    handler = AttentionBackendRegistry.get_handler("dsa") if is_sparse else None
+    AttentionBackendRegistry.register(_NAME, handler or (lambda attn, batch: AttnForwardMethod.MLA))
     if _NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(_NAME)

@@ -40,7 +40,7 @@ class Server:
             page_size=page,
             dtype=torch.bfloat16,
             kv_cache_dtype=cache_dtype,
-            model_config=SimpleNamespace(context_len=LONGEST),
+            model_config=SimpleNamespace(context_len=LONGEST, hf_config=SimpleNamespace()),
             spec_algorithm=SimpleNamespace(is_ngram=lambda: is_ngram),
             req_to_token_pool=SimpleNamespace(req_to_token=slots),
             token_to_kv_pool=SimpleNamespace(

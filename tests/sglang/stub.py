@@ -67,6 +67,39 @@ class Handlers:
     def register(cls, name: str, handler: Any) -> None:
         cls.found[name] = handler
 
+    @classmethod
+    def get_handler(cls, name: str) -> Any:
+        return f"as {name}"
+
+
+class SparseBackend:
+    """SGLang's own for sparse MLA: it passes slots to the kernel that it was told to take."""
+
+    def __init__(self, runner: Any) -> None:
+        vars(self).update(runner.sparse)
+        self.dsa_prefill_impl = self.dsa_decode_impl = "flashmla_auto"
+        self.enable_auto_select_prefill_impl = True
+        self.device = runner.device
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.lengths = forward_batch.lengths
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool) -> None:
+        self.lengths.copy_(forward_batch.lengths)
+
+    def forward_decode(self, q: Any, cache: Any, slots: Any, sinks: Any = None) -> Any:
+        assert self.dsa_decode_impl == "flashmla_sparse"
+        assert self.get_topk_transform_method("extend") == "slots"  # type: ignore[attr-defined]
+        return self._forward_flashmla_sparse(  # type: ignore[attr-defined]
+            q_all=q,
+            kv_cache=cache,
+            page_table_1=slots,
+            sm_scale=0.1,
+            v_head_dim=512,
+            topk_length=self.lengths,
+            attn_sink=sinks,
+        )
+
 
 choices: list[str] = []
 backends: dict[str, Any] = {}
@@ -107,6 +140,15 @@ def stubbed(
             "AttentionBackendRegistry": Handlers,
             "AttnForwardMethod": SimpleNamespace(MLA="absorbed"),
         },
+        "sglang.srt.configs": {},
+        "sglang.srt.configs.model_config": {
+            "is_deepseek_dsa": lambda config: hasattr(config, "index_topk")
+        },
+        "sglang.srt.layers.attention.dsa": {},
+        "sglang.srt.layers.attention.dsa.dsa_topk_backend": {
+            "TopkTransformMethod": SimpleNamespace(PAGED="slots", RAGGED="rows")
+        },
+        "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBackend},
         f"{common}.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": absorbing},
         "sglang.srt.runtime_context": {
             "get_parallel": lambda: parallel,

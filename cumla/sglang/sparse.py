@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of models with sparse MLA in SGLang: DeepSeek-V3.2, GLM-5 and others.
+
+SGLang's own backend for them, `dsa`, keeps its indexer, its metadata and its dense attention of
+short prompts. cumla attends to the slots that the indexer chose, with any number of heads, in pools
+of 16 bits and in those of packed FP8 rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+import cumla
+from cumla._choices import Layers, log_layers
+from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+from cumla.launch.sparse.shape import PACKED
+
+__all__ = ["Backend"]
+
+_IMPL = "flashmla_sparse"  # of SGLang: it passes slots, their number, and sinks
+
+
+class Backend(DeepseekSparseAttnBackend):
+    """Attends where SGLang's backend would call FlashMLA's sparse prefill, in all of its steps."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        width = self.kv_lora_rank, self.qk_rope_head_dim
+        refused = {
+            "kv_lora_rank, qk_rope_head_dim": (width, MLA_WIDTHS),
+            "index_kpool": (self.dsa_index_kpool, 1),
+            "dcp_size": (self.dcp_size, 1),
+            "hisparse_coordinator": (self.hisparse_coordinator, None),
+        }
+        for name, (found, needed) in refused.items():
+            if found != needed:
+                raise NotImplementedError(
+                    f"{name}: cumla's backend for sparse MLA needs {needed}, got {found}; leave "
+                    f"out --attention-backend cumla"
+                )
+        self.dsa_prefill_impl = self.dsa_decode_impl = _IMPL
+        self.enable_auto_select_prefill_impl = False
+        stored = runner.kv_cache_dtype
+        self._sizes: dict[str, Any] = {
+            "cache_dtype": None if self.dsa_kv_cache_store_fp8 else cache_dtype(stored),
+            "cache_format": PACKED if self.dsa_kv_cache_store_fp8 else None,
+        }
+        self._dtype = runner.dtype
+        self._plans: Plans | None = None
+        self._steps: dict[tuple[int, int], Step] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a step that runs eagerly."""
+        super().init_forward_metadata(forward_batch)
+        self._steps.clear()
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step before its graph is captured or replayed."""
+        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._steps.clear()
+
+    def get_topk_transform_method(self, forward_mode: Any = None) -> Any:
+        """Ask for slots of the pool: no rows are copied for a prefill."""
+        return TopkTransformMethod.PAGED
+
+    def _forward_flashmla_sparse(
+        self,
+        q_all: torch.Tensor,
+        kv_cache: torch.Tensor,
+        v_head_dim: int,
+        page_table_1: torch.Tensor,
+        sm_scale: float,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: ``(tokens, num_heads, 512)``."""
+        tokens, num_heads, _ = q_all.shape
+        key = tokens, num_heads
+        if key not in self._steps:
+            topk = page_table_1.shape[1]
+            if topk_length is None or len(topk_length) < tokens:
+                topk_length = page_table_1.new_full((tokens,), topk, dtype=torch.int32)
+            shape = (1, tokens, num_heads, topk)
+            plans = self._plans or self._made(num_heads, topk)
+            lens = topk_length[:tokens]
+            self._steps[key] = Step(plans, lambda: (cumla.MLASparsePlan, shape), lens, lens)
+        sinks = None if attn_sink is None else attn_sink.detach().float()
+        state = self._steps[key].run(
+            q_all, kv_cache, page_table_1, sinks=sinks, softmax_scale=sm_scale
+        )
+        return state.out
+
+    def _made(self, num_heads: int, topk: int) -> Plans:
+        self._plans = Plans(torch.device(self.device), self._sizes, dtype=self._dtype)
+        dtype = str(self._dtype).removeprefix("torch.")
+        layers = Layers(num_heads, 1, dtype, topk=topk, **self._sizes)
+        log_layers("cumla.sglang", {"layers with sparse MLA": layers})
+        return self._plans

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's backend for sparse MLA on a stub of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cumla
+import cumla.sglang
+import tests.emulator
+from tests.compat.torch_gpu import torch_gpu
+from tests.sglang.stub import Handlers, absorbing, backends, stubbed
+
+torch = pytest.importorskip("torch")
+
+SLOTS, TOPK = 200, 24
+CACHES = {"bfloat16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "packed": torch.uint8}
+
+
+@pytest.fixture(autouse=True)
+def sglang() -> Iterator[None]:
+    with stubbed():
+        yield
+
+
+def made(kind: str = "bfloat16", **other: Any) -> Any:
+    """A backend as SGLang makes it, and a cache."""
+    is_packed = kind == "packed"
+    of_pool = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "dsa_index_kpool": 1,
+        "dcp_size": 1,
+        "hisparse_coordinator": None,
+        "dsa_kv_cache_store_fp8": is_packed,
+    }
+    runner = SimpleNamespace(
+        use_mla_backend=True,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=CACHES[kind] if not is_packed else torch.float8_e4m3fn,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(index_topk=TOPK)),
+        device="cpu",
+        sparse=of_pool | other,
+    )
+    cumla.sglang.register()
+    backend = backends["cumla"](runner)
+    columns = 656 if is_packed else 576
+    cache = torch.zeros(SLOTS, 1, columns, dtype=CACHES[kind])
+    rows = torch.randn(SLOTS, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    cumla.append_mla_cache(rows, cache, torch.arange(SLOTS))
+    return backend, cache
+
+
+def inputs(tokens: int, heads: int = 4) -> tuple[Any, Any, Any]:
+    """Queries, slots and the number of slots of each token."""
+    generator = torch.Generator().manual_seed(tokens)
+    q = torch.randn(tokens, heads, 576, generator=generator).bfloat16()
+    slots = torch.randint(0, SLOTS, (tokens, TOPK), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, TOPK + 1, (tokens,), generator=generator, dtype=torch.int32)
+    slots[torch.arange(TOPK)[None] >= lengths[:, None]] = -1
+    return q, slots, lengths
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("missing", [0, 2])
+def test_sparse_mla_attends_as_the_eager_call(kind: str, missing: int) -> None:
+    """Also where SGLang has told lengths of fewer tokens, or of padding behind them."""
+    backend, cache = made(kind)
+    q, slots, lengths = inputs(5)
+    sinks = torch.linspace(-1, 1, 4).bfloat16()
+    wanted = cumla.mla_sparse_attention(q, cache, slots, sinks=sinks.float(), softmax_scale=0.1)
+    for told in (lengths[: 5 - missing], torch.cat([lengths, lengths])):
+        backend.init_forward_metadata(SimpleNamespace(lengths=told))
+        for _ in range(2):
+            out = backend.forward_decode(q, cache, slots, sinks)
+            torch.testing.assert_close(out, wanted.out)
+
+
+def test_models_are_told_to_absorb_as_sglangs_own_backend_decides() -> None:
+    backend, _ = made()
+    assert type(backend).__module__ == "cumla.sglang.sparse"
+    assert absorbing == ["fa3", "cumla"]
+    assert Handlers.found["cumla"] == "as dsa"
+
+
+def test_a_step_has_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+    with torch_gpu(always=True) as gpu:
+        monkeypatch.setattr(tests.emulator, "emulate", noted.append)
+        backend, cache = made("packed")
+        q, slots, lengths = inputs(5)
+        backend.init_forward_metadata(SimpleNamespace(lengths=lengths))
+        backend.forward_decode(q, cache, slots)
+        for captured in (False, True):
+            backend.init_forward_metadata_out_graph(SimpleNamespace(lengths=lengths), captured)
+            noted.clear()
+            with gpu.capture(7):
+                for _ in range(3):
+                    backend.forward_decode(q, cache, slots)
+            names = [launch.spec.entry for launch in noted]
+            assert sum("schedule" in name for name in names) == 1, names
+            assert sum(name.startswith("mla_sparse") for name in names) == 3, names
+
+
+REFUSED = {
+    "kv_lora_rank, qk_rope_head_dim": {"qk_rope_head_dim": 0},
+    "index_kpool": {"dsa_index_kpool": 4},
+    "dcp_size": {"dcp_size": 2},
+    "hisparse_coordinator": {"hisparse_coordinator": "host"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_has_its_name(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"^{name}: .* got .*; leave out"):
+        made(**REFUSED[name])
