@@ -222,8 +222,8 @@ class SparseStep(Step):
     ) -> cumla.AttentionState:
         """Attend for one layer to the positions ``(tokens, topk)`` of each token's request.
 
-        `q` is one tensor or a pair, with rows of tokens. out is ``(tokens, num_heads, 512)``, and
-        lse ``(tokens, num_heads)``.
+        `q` is one tensor or a pair, with rows of tokens. out is ``(tokens, num_heads, 512)``; lse
+        with its first axes flattened ``(tokens, num_heads)``.
         """
         self.schedule(kv_cache.device)
         q, lists = _parts(q), (-1, self.plan.key.q_len)
@@ -234,7 +234,7 @@ class SparseStep(Step):
         else:
             options["row_to_request"] = self._requests
         out, lse = self.plan.run(q, kv_cache, indices, block_table=block_table, **options)
-        return cumla.AttentionState(out.flatten(0, -3), lse.flatten(0, -2))
+        return cumla.AttentionState(out.flatten(0, -3), lse)
 
 
 def _parts(q: Any) -> tuple[torch.Tensor, ...]:

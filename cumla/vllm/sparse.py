@@ -161,7 +161,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
             kv_scale=None if is_packed else factor(layer._k_scale, kv_c_and_k_pe_cache),
             sinks=self.sinks,
         )
-        return out, lse if self.need_to_return_lse_for_decode else None
+        return out, lse.flatten(0, -2) if self.need_to_return_lse_for_decode else None
 
 
 class Backend(SparseMLAKernels, AttentionBackend):
