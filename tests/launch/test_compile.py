@@ -36,15 +36,18 @@ def run_on_a_gpu(spec: KernelSpec) -> bool:
     return known.get("source") == sources().kernels[spec.stem]["entries"][spec.entry]
 
 
-def some_files(step: int) -> pytest.MarkDecorator:
-    """One kernel of every `step`-th file; of all of them with --exhaustive."""
-    return pytest.mark.parametrize(
-        "spec",
-        [
-            pytest.param(spec, id=spec.entry, marks=[pytest.mark.exhaustive] if i % step else [])
-            for i, spec in enumerate(FIRST_OF_FILES.values())
-        ],
-    )
+two_files = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(
+            spec,
+            id=spec.entry,
+            marks=() if stem in ("paged_mqa_logits", "quantize_fp8") else pytest.mark.exhaustive,
+        )
+        for stem, spec in FIRST_OF_FILES.items()
+    ],
+)
+"""One kernel of a file with waits and of one without, soon compiled; of all with --exhaustive."""
 
 
 @each_code
@@ -62,7 +65,7 @@ def test_every_kernel_compiles_within_its_budget(
     assert spec.smem_bytes <= kernel.smem <= 227 * 1024
 
 
-@some_files(16)
+@two_files
 def test_debug_build_compiles_and_is_another(
     spec: KernelSpec, compiled: Compiler, compiled_for_debugging: Compiler
 ):
@@ -72,7 +75,7 @@ def test_debug_build_compiles_and_is_another(
     assert (debug != sections(compiled(spec).cubin)[name]) == waits
 
 
-@some_files(16)
+@two_files
 def test_cupy_and_nvrtc_make_the_same_code(
     spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):
