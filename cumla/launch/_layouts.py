@@ -1333,6 +1333,6 @@ STRUCTS: dict[str, dict[str, str]] = {
         "stride_page": "q",
         "lists": "Lists",
         "entries": "i",
-        "unused": "4x",
+        "is_fp4": "i",
     },
 }

@@ -197,6 +197,26 @@ def checked_v4(name: str, cache: ArrayView) -> ArrayView:
     return cache
 
 
+def check_rows(name: str, cache: ArrayView, nbytes: int) -> ArrayView:
+    """Check rows of bytes in a format without anything between the parts of a row."""
+    if len(cache.shape) != 4 or cache.shape[-1] != nbytes:
+        raise ValueError(heads_problem(name, "num_pages, page_size", nbytes, cache))
+    check_dtype(name, cache.dtype, E4M3)
+    check_one_head(name, cache)
+    if 0 in cache.shape:
+        raise ValueError(f"{arg(name)}: needs at least one token, got shape {cache.shape}; skip it")
+    check_layout(name, cache)
+    size = cache.shape[1]
+    if size > 1 and not nbytes <= cache.strides[1] < 1 << 31:
+        raise ValueError(
+            f"{arg(name)}: needs rows {nbytes} to {(1 << 31) - 1} bytes apart, got strides "
+            f"{cache.strides}; make a contiguous copy"
+        )
+    return (
+        cache if size > 1 else cache._replace(strides=(*cache.strides[:1], 0, *cache.strides[2:]))
+    )
+
+
 def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:
     """Check ranks, dtypes and sizes; the cache with its head axis."""
     if "kv_cache" in given and is_v4(given["kv_cache"]):  # whose queries have 512 columns

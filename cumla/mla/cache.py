@@ -12,12 +12,24 @@ from cumla import reference
 from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import refuse_pages, refuse_positions, refuse_slots
-from cumla.core.spec import Factor, Input, Instead, Spec, array, cache, flag, in_parts, optional
+from cumla.core.spec import (
+    Factor,
+    Input,
+    Instead,
+    Option,
+    Spec,
+    array,
+    cache,
+    flag,
+    in_parts,
+    optional,
+)
 from cumla.launch.kernel import Unplanned
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
 from cumla.mla.cache_arguments import NUMBERS, checked_append_arguments
+from cumla.mla.fp8_caches import checked_format
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +67,7 @@ APPEND_MLA_CACHE = Spec(
         optional("q_pe"),
         Instead("q_pe_out", of="q_pe"),
         Factor("kv_scale"),
+        Option("cache_format", None, checked_format, "str?"),
     ),
     positional=3,
     kernels=("append_cache_", "append_fp8_cache_"),
@@ -77,6 +90,7 @@ def append_mla_cache(
     q_pe: Any = None,
     q_pe_out: Any = None,
     kv_scale: Any = None,
+    cache_format: str | None = None,
     stream: Any = None,
 ) -> None:
     """Write the latent rows of new tokens into the pages of an MLA cache, in place.
@@ -107,8 +121,8 @@ def append_mla_cache(
         function of that name in `cumla.jax` returns the new cache.
 
         FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns; and the
-        slots of DeepSeek-V4, ``(num_pages, page_size, 1, 584)`` uint8 or float8_e4m3fn, as in
-        :func:`cumla.mla_sparse_decode`.
+        slots of DeepSeek-V4, ``(num_pages, page_size, 1, 584)`` uint8 or float8_e4m3fn, and the
+        rows of other formats, as in :func:`cumla.mla_sparse_decode`.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
@@ -136,6 +150,10 @@ def append_mla_cache(
     kv_scale : float or array, optional
         Of an e4m3 cache without scales of its own: rows are written divided by it. One float32 in
         an array is read by the kernel, and may change between the replays of a graph. 1 by default.
+    cache_format : str, optional
+        The format of a kv_cache of bytes, as in :func:`cumla.mla_sparse_decode`. Rows have 512
+        columns in all. With ``"v32_no_rope"`` none of them is a RoPE column; with ``"v41"`` and
+        ``"v41_fp4"`` the last 64 are, a tuple holds 448 and 64, and rows are bfloat16 or float32.
     stream : optional
         A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
         framework.
@@ -154,6 +172,11 @@ def append_mla_cache(
     ``row * (1 / kv_scale)`` in float32. Scales of 128 columns are as in
     :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`; so are those of 64
     columns of V4's slots, of which the exponents are written, and 0 in the byte after them.
+
+    Scales of ``"v41"`` are ``2 ** ceil(log2(max(largest, 1e-4) / 448))``, those of ``"v41_fp4"``
+    ``max(largest, 6 / 512) / 6``, rounded to e4m3; largest is the largest magnitude of the columns
+    that share a scale, after the rotation. Numbers of e2m1 are rounded to nearest even, and
+    saturate at 6; there NaN is 6.
 
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
 
@@ -177,7 +200,7 @@ def append_mla_cache(
     """
     _APPEND.call(
         *(rows, kv_cache, slot_mapping, batch_indices, positions, block_table, kv_indices),
-        *(kv_indptr, cos_sin, interleaved, q_pe, q_pe_out, kv_scale, stream),
+        *(kv_indptr, cos_sin, interleaved, q_pe, q_pe_out, kv_scale, cache_format, stream),
     )
 
 
@@ -186,7 +209,8 @@ class _Append(Unplanned[AppendArguments]):
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 
     def arguments(self, views: Views, options: Any) -> AppendArguments:
-        return checked_append_arguments(views, options.kv_scale, options.interleaved)
+        options = options.kv_scale, options.interleaved, options.cache_format
+        return checked_append_arguments(views, *options)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let rows lie in the cache, in slots of which only the caller knows."""
@@ -219,6 +243,7 @@ class _Append(Unplanned[AppendArguments]):
             parts_on_host(host, "rows"),
             parts_on_host(host, "kv_cache"),
             interleaved=arguments.interleaved,
+            cache_format=arguments.form,
             **others,
         )
         return ()

@@ -19,9 +19,24 @@ from cumla.core.arguments import (
 )
 from cumla.core.names import arg
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.mla.arguments import DTYPES, checked_v4, columns_apart, heads_problem, with_head_axis
-from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, is_v4, unpacked, v4_apart
-from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
+from cumla.mla.arguments import (
+    DTYPES,
+    check_rows,
+    checked_v4,
+    columns_apart,
+    heads_problem,
+    with_head_axis,
+)
+from cumla.mla.fp8_caches import (
+    E4M3,
+    check_factor,
+    format_of,
+    scales_apart,
+    unnamed_format,
+    unpacked,
+    v4_apart,
+)
+from cumla.mla.shape import FORMATS, NO_ROPE, PACKED, PACKED_BYTES, ROPE_DIM, SCALES, V4, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,17 +52,22 @@ NUMBERS = {
 
 
 def checked_append_arguments(
-    given: Views, scale_number: float | None, interleaved: bool
+    given: Views, scale_number: float | None, interleaved: bool, form: str | None = None
 ) -> AppendArguments:
     """Check the views of one call, by name, against each other.
 
     `scale_number` is the argument kv_scale if that is a number; `interleaved` tells which columns
-    a rotation pairs.
+    a rotation pairs; `form` is the argument cache_format.
     """
     views = {name: view for name, view in given.items() if view is not None}
     _check_combination(views)
-    cache = _checked_cache(views)
-    dtype = _dtype_of_16_bits(cache.rope, views)
+    cache = _checked_cache(views, form)
+    if cache.form == NO_ROPE and "cos_sin" in views:
+        raise ValueError(
+            f"{arg('cos_sin')}: needs a cache with RoPE columns, got {arg('cache_format')} "
+            f"{NO_ROPE!r}; leave it out"
+        )
+    dtype = DTYPES[0] if cache.form else _dtype_of_16_bits(cache.rope, views)
     latent_rows, rope_rows = _checked_rows(views, dtype, cache)
     slices, joins = "reshape it, or slice the RoPE columns", "join the two tables"
     rotating = {
@@ -69,6 +89,7 @@ def checked_append_arguments(
         power_of_two_scales=cache.is_whole,
         scale_number=1.0 if scale_number is None else scale_number,
         interleaved=interleaved,
+        form=cache.form,
         **{name: views.get(name) for name in (*NUMBERS, "cos_sin", "kv_scale")},
     )
 
@@ -128,16 +149,30 @@ class _Cache(NamedTuple):
     rope: ArrayView
     scales: ArrayView | None
     is_whole: bool  # whether one array holds scales, too: they are powers of two then
+    form: str | None = None  # of FORMATS, but of PACKED, whose parts are numbers
 
 
-def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
+def _checked_cache(views: Mapping[str, ArrayView], form: str | None) -> _Cache:
     whole = views.get("kv_cache")
-    if whole is not None and is_packed(whole):
+    if whole is None and form is not None:
+        raise ValueError(
+            f"{arg('cache_format')}: needs a {arg('kv_cache')} in one array, got several; leave it "
+            f"out"
+        )
+    if whole is not None:
+        form = format_of("kv_cache", whole, "cache_format", form)
+        if form is None and (problem := unnamed_format("kv_cache", whole, "cache_format")):
+            raise problem
+    if whole is not None and form == PACKED:
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
-    if whole is not None and is_v4(whole):
-        pages = checked_v4("kv_cache", with_head_axis(whole, 4))
+    if whole is not None and form is not None:
+        view = with_head_axis(whole, 4)
+        is_v4 = form == V4
+        pages = (
+            checked_v4("kv_cache", view) if is_v4 else check_rows("kv_cache", view, FORMATS[form])
+        )
         check_written("kv_cache", pages)
-        return _Cache(*v4_apart(pages), True)
+        return _Cache(*(v4_apart(pages) if is_v4 else scales_apart(pages, form)), True, form)
     checked = {}
     for name, (given, columns) in _columns_of("kv_cache", views, VALUE_DIM).items():
         check_dtype(name, given.dtype, DTYPES + E4M3)
@@ -196,15 +231,23 @@ def _checked_rows(
     """Check the new rows, and give their latent and their RoPE columns."""
     dtypes: tuple[str, ...]
     *_, num_kv_heads, latent = cache.latent.shape
-    if cache.rope.dtype in E4M3:  # throughout: any of the others
+    if cache.form not in (None, NO_ROPE):
+        latent = VALUE_DIM - ROPE_DIM
+    if cache.form is None and cache.rope.dtype in E4M3:  # throughout: any of the others
         dtypes, need = DTYPES, f"{', '.join(DTYPES)} or float32 for an e4m3 cache"
     else:
         dtypes, need = (dtype,), f"{arg('kv_cache')}'s dtype {dtype}, or float32"
     checked = {}
-    for name, (given, columns) in _columns_of("rows", views, latent).items():
+    if cache.form == NO_ROPE and "rows" not in views:
+        raise ValueError(
+            f"{arg('rows')}: needs one array of {VALUE_DIM} columns with {arg('cache_format')} "
+            f"{NO_ROPE!r}, got a pair; pass the latent columns"
+        )
+    rope = 0 if cache.form == NO_ROPE else ROPE_DIM
+    for name, (given, columns) in _columns_of("rows", views, latent, rope).items():
         if given.dtype not in (*dtypes, "float32"):
             raise TypeError(f"{arg(name)}: needs {need}, got {given.dtype}; convert it first")
-        _check_columns(name, given, columns, latent)
+        _check_columns(name, given, columns, latent, rope)
         view = with_head_axis(given, 3)
         if len(view.shape) != 3:
             raise ValueError(heads_problem(name, "tokens", columns, given))
@@ -215,15 +258,17 @@ def _checked_rows(
             )
         check_layout(name, view)
         checked[name] = view
+    if not rope:
+        return checked["rows"], checked["rows"]
     return _as_pair(checked)
 
 
 def _columns_of(
-    name: str, views: Mapping[str, ArrayView], latent: int
+    name: str, views: Mapping[str, ArrayView], latent: int, rope: int = ROPE_DIM
 ) -> dict[str, tuple[ArrayView, int]]:
     """Give the array, or the pair, of an argument, and how many columns each must have."""
     if name in views:
-        return {name: (views[name], latent + ROPE_DIM)}
+        return {name: (views[name], latent + rope)}
     first, second = f"{name}[0]", f"{name}[1]"
     return {first: (views[first], latent), second: (views[second], ROPE_DIM)}
 
@@ -248,7 +293,9 @@ def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     return latent, rope
 
 
-def _check_columns(name: str, view: ArrayView, columns: int, latent: int) -> None:
+def _check_columns(
+    name: str, view: ArrayView, columns: int, latent: int, rope: int = ROPE_DIM
+) -> None:
     if view.shape[-1:] != (columns,):
         form = (
             f"{latent} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
@@ -256,6 +303,8 @@ def _check_columns(name: str, view: ArrayView, columns: int, latent: int) -> Non
             else f"of a pair of {latent} latent and {ROPE_DIM} RoPE columns"
         )
         way_out = "join or slice the columns"
+        if not rope:
+            form, way_out = "latent ones, without RoPE columns", "slice the columns"
         if columns == latent and view.shape[-1:] == (ROPE_DIM,):
             way_out = "these look swapped: pass the latent ones first"
         raise ValueError(

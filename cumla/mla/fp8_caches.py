@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 from cumla.core.arguments import check_dtype
 from cumla.core.names import arg
 from cumla.mla.shape import (
+    FORMATS,
+    NO_ROPE,
     PACKED_BYTES,
     ROPE_DIM,
     SCALES,
+    UNNAMED,
     V4_BYTES,
     V4_FP8_DIM,
     V4_ROW_BYTES,
     V4_SCALE_BYTES,
+    V41_FP4,
     VALUE_DIM,
 )
 
@@ -24,6 +28,47 @@ if TYPE_CHECKING:
 
 FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
+
+
+def checked_format(name: str, value: object) -> str | None:
+    """Check the name of a format of bytes, or None."""
+    if value is not None and value not in FORMATS:
+        names = ", ".join(map(repr, FORMATS))
+        raise ValueError(
+            f"{arg(name)}: needs one of {names}, got {value!r}; leave it out for caches of numbers"
+        )
+    return None if value is None else str(value)
+
+
+def format_of(name: str, cache: ArrayView, of: str, stated: str | None) -> str | None:
+    """Tell the format of a cache's bytes; None if it holds numbers.
+
+    `stated` is the argument `of`, as `checked_format` returns it. Widths that several formats have,
+    or caches of numbers, need it.
+    """
+    width = cache.shape[-1:]
+    if stated is not None:
+        if cache.dtype not in E4M3 or width != (FORMATS[stated],):
+            raise ValueError(
+                f"{arg(name)}: needs rows of {FORMATS[stated]} bytes, {' or '.join(E4M3)}, with "
+                f"{arg(of)} {stated!r}, got shape {cache.shape} of {cache.dtype}; pass the format "
+                f"that wrote them"
+            )
+        return stated
+    if is_packed(cache) or is_v4(cache):
+        return UNNAMED[is_v4(cache)]
+    return None
+
+
+def unnamed_format(name: str, cache: ArrayView, of: str) -> ValueError | None:
+    """Make the error for rows as wide as those of formats that no width tells, if they are."""
+    names = [n for n, nbytes in FORMATS.items() if cache.shape[-1:] == (nbytes,)]
+    if cache.dtype not in E4M3 or not names or set(names) <= set(UNNAMED):
+        return None
+    return ValueError(
+        f"{arg(of)}: needed to tell the format of {arg(name)}, whose rows have "
+        f"{cache.shape[-1]} bytes, got None; pass {' or '.join(map(repr, names))}"
+    )
 
 
 def is_packed(cache: ArrayView) -> bool:
@@ -64,6 +109,27 @@ def v4_apart(pages: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
         part(0, V4_ROW_BYTES, V4_FP8_DIM, "uint8", 1),
         part(V4_FP8_DIM, V4_ROW_BYTES, ROPE_DIM, "bfloat16", 2),
         part(size * V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_BYTES, "uint8", 1),
+    )
+
+
+def scales_apart(rows: ArrayView, form: str) -> tuple[ArrayView, ArrayView, ArrayView]:
+    """Take rows whose scales follow their columns apart: columns, RoPE columns, scales, as bytes.
+
+    NO_ROPE has no RoPE columns, and float32 scales; V41 and V41_FP4 have 64 like those before.
+    """
+    lead, steps = rows.shape[:3], rows.strides[:3]
+    columns = VALUE_DIM // 2 if form == V41_FP4 else VALUE_DIM  # in bytes
+    rope = 0 if form == NO_ROPE else ROPE_DIM * columns // VALUE_DIM
+
+    def part(begin: int, nbytes: int, itemsize: int = 1, dtype: str = "uint8") -> ArrayView:
+        shape, strides = (*lead, nbytes // itemsize), (*steps, itemsize)
+        return rows._replace(ptr=rows.ptr + begin, shape=shape, strides=strides, dtype=dtype)
+
+    scales = columns, FORMATS[form] - columns
+    return (
+        part(0, columns - rope),
+        part(columns - rope, rope),
+        part(*scales, 4, "float32") if form == NO_ROPE else part(*scales),
     )
 
 

@@ -15,3 +15,21 @@ V4_SCALES = V4_FP8_DIM // V4_SCALED_COLUMNS
 V4_ROW_BYTES = V4_FP8_DIM + 2 * ROPE_DIM  # all rows of a page lie before all of its scales
 V4_SCALE_BYTES = V4_SCALES + 1  # the last one is nothing
 V4_BYTES = V4_ROW_BYTES + V4_SCALE_BYTES
+
+# DeepSeek-V4.1's rows: VALUE_DIM columns, then their scales.
+V41_SCALED_COLUMNS = 32  # e4m3 columns that share a power of two, one byte
+V41_BYTES = VALUE_DIM + VALUE_DIM // V41_SCALED_COLUMNS
+FP4_SCALED_COLUMNS = 16  # e2m1 columns, two a byte, that share an e4m3 scale
+FP4_BYTES = VALUE_DIM // 2 + VALUE_DIM // FP4_SCALED_COLUMNS
+
+PACKED, NO_ROPE, V4, V41, V41_FP4 = "v32", "v32_no_rope", "v4", "v41", "v41_fp4"
+FORMATS = {
+    PACKED: PACKED_BYTES,
+    NO_ROPE: VALUE_DIM + 4 * SCALES,
+    V4: V4_BYTES,
+    V41: V41_BYTES,
+    V41_FP4: FP4_BYTES,
+}
+"""Bytes of a row, or slot, of each format of bytes, by its name."""
+UNNAMED = (PACKED, V4)
+"""Formats that their widths tell: no other cache has these."""

@@ -109,14 +109,14 @@ def quantized(x: Array, power_of_two_scales: bool) -> tuple[Array, Array]:
     amax = np.fmax.reduce(np.abs(numbers), axis=-1, initial=np.float32(0))
     scale = np.asarray(np.minimum(amax, np.finfo(np.float32).max) / _MOST_E4M3)
     if power_of_two_scales:
-        scale = _rounded_up(np.maximum(scale, _LEAST_POWER_SCALE))
+        scale = rounded_up(np.maximum(scale, _LEAST_POWER_SCALE))
     else:
         scale = np.maximum(scale, _LEAST_NORMAL)
     inverse = np.asarray(np.float32(1) / scale)
     return e4m3_bits(numbers, inverse[..., None]), scale
 
 
-def _rounded_up(scale: Array) -> Array:
+def rounded_up(scale: Array) -> Array:
     """Round float32 numbers up to powers of two: a mantissa that is not 0 carries."""
     bits = np.asarray(scale, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
@@ -137,3 +137,30 @@ def page_tables(
 def clamped(offsets: Array, most: int) -> list[int]:
     """Clamp offsets to ``[0, most]``, as Python integers, which do not overflow."""
     return [min(max(offset, 0), most) for offset in offsets.tolist()]
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1_TIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+
+
+def e2m1_numbers(codes: Array) -> Array:
+    """Give the float32 numbers of e2m1 codes, two a byte, along the last axis."""
+    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    numbers: Array = np.where(halves & 8, np.float32(-1), np.float32(1)) * _E2M1[halves & 7]
+    return numbers
+
+
+def e2m1_codes(numbers: Array, scales: Array) -> Array:
+    """Give the codes of float32 numbers divided by float32 scales, two a byte.
+
+    They are rounded to nearest even, and saturate at 6; NaN is 6. Products of ties and scales are
+    compared, so that no quotient is rounded.
+    """
+    magnitudes, codes = np.abs(numbers), np.zeros(numbers.shape, np.uint8)
+    with np.errstate(invalid="ignore"):
+        for i, tie in enumerate(_E2M1_TIES):
+            ties = tie * scales
+            codes += ~(magnitudes < ties) if i % 2 else ~(magnitudes <= ties)
+    codes |= np.signbit(numbers).astype(np.uint8) << 3
+    packed: Array = codes[..., ::2] | codes[..., 1::2] << 4
+    return packed

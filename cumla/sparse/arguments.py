@@ -24,12 +24,12 @@ from cumla.core.names import arg
 from cumla.core.paged import BLOCK_TABLE, Host, refuse_value
 from cumla.core.spec import Option
 from cumla.launch.sparse.mla_sparse import SparseArguments
-from cumla.launch.sparse.shape import PACKED, V4
 from cumla.mla.arguments import (
     DTYPES,
     QUERY_AXES,
     cache_of,
     check_one_head,
+    check_rows,
     checked_cache_dtype,
     checked_kv_scale,
     checked_query_and_cache,
@@ -37,11 +37,21 @@ from cumla.mla.arguments import (
     heads_problem,
     with_head_axis,
 )
-from cumla.mla.fp8_caches import E4M3, FP8, is_packed, is_v4
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES, VALUE_DIM
+from cumla.mla.fp8_caches import (
+    E4M3,
+    FP8,
+    check_factor,
+    checked_format,
+    format_of,
+    relabelled,
+    scales_apart,
+    unnamed_format,
+)
+from cumla.mla.shape import FORMATS, HEAD_DIM, NO_ROPE, PACKED, V4, V41, V41_FP4, VALUE_DIM
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
+    from cumla.launch.sparse.shape import MLASparseKey
 
 TOKEN_AXES = ("total_tokens", "num_heads")  # of q without a batch, before its columns
 Rows = tuple[int, ...]
@@ -59,6 +69,12 @@ def _checked_kind(name: str, value: object) -> str | None:
 
 
 INDICES_ARE = Option("indices_are", None, _checked_kind, "str?")
+CACHE_FORMATS = (
+    Option("cache_format", None, checked_format, "str?"),
+    Option("extra_cache_format", None, checked_format, "str?"),
+)
+BESIDE = {V4: (V4,), V41: (V41, V41_FP4), V41_FP4: (V41, V41_FP4)}
+"""Formats of a second cache, by that of the first one; its own is the default."""
 _EACH = "pass a list for each query token"
 _LISTS = {
     2: {
@@ -80,7 +96,8 @@ class Attended(NamedTuple):
     # Latent columns, (batch, q_len, num_heads, 512) or (total_tokens, num_heads, 512).
     q: ArrayView
     launched: SparseArguments
-    cache: str  # as a key names it: that of dense attention, PACKED or V4
+    cache: str  # as a key names it: that of dense attention, or one of FORMATS
+    extra_cache: str  # one of FORMATS; "" without a second cache
 
     @property
     def rows(self) -> Rows:
@@ -114,14 +131,14 @@ def checked_arguments(
     if options.indices_are is not None:
         _check_kind(options.indices_are, views.get("block_table"))
     is_narrow = q is not None and q.shape[-1:] == (VALUE_DIM,)
-    columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, options.kv_scale)
+    columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, options)
     if options.has_max_logits:
         check_dtype("kv_cache", columns.kv_cache.dtype, (columns.q.dtype,))
     rows, num_heads = columns.q.shape[:-2], columns.q.shape[-2]
     sizes = dict(zip(QUERY_AXES if len(rows) == 2 else TOKEN_AXES, columns.q.shape, strict=False))
     for name in ("indices", "extra_indices"):
         views[name] = _one_list(views.get(name), rows)
-    extra = _checked_extra(views, columns.cache)
+    extra, extra_cache = _checked_extra(views, columns.cache, options.extra_cache_format)
     lists = _LISTS[len(rows)]
     bind(lists if extra else {"indices": lists["indices"]}, views, sizes)
     counts = [views[name] for name in ("indices", "extra_indices")]
@@ -146,7 +163,7 @@ def checked_arguments(
         as_flash_mla=options.as_flash_mla,
         has_max_logits=options.has_max_logits,
     )
-    return Attended(columns.q, launched, columns.cache)
+    return Attended(columns.q, launched, columns.cache, extra_cache)
 
 
 def _check_kind(kind: str, table: ArrayView | None) -> None:
@@ -175,8 +192,8 @@ def check_entries(topk: int, extra_topk: int) -> None:
         )
 
 
-def _checked_extra(views: Views, cache: str) -> ArrayView | None:
-    """Check a second cache, and that its lists come with it."""
+def _checked_extra(views: Views, cache: str, form: str | None) -> tuple[ArrayView | None, str]:
+    """Check a second cache, and that its lists come with it; tell its format, too."""
     names = ("extra_kv_cache", "extra_indices", "extra_topk_lens")
     whole, lists, lengths = (views.get(name) for name in names)
     if whole is None:
@@ -186,24 +203,49 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
                     f"{arg(name)}: needs an {arg('extra_kv_cache')}, whose slots it is about, got "
                     f"None; pass it"
                 )
-        return None
+        if form is not None:
+            raise ValueError(
+                f"{arg('extra_cache_format')}: needs an {arg('extra_kv_cache')}, got None; pass "
+                f"it, or leave this out"
+            )
+        return None, ""
     if lists is None:
         raise ValueError(
             f"{arg('extra_indices')}: needed with {arg('extra_kv_cache')}, got None; pass a list "
             f"for each query token"
         )
-    if cache != V4:
+    form = checked_beside(cache, form)
+    if whole.shape[-1:] != (FORMATS[form],):
         raise ValueError(
-            f"{arg('extra_kv_cache')}: needs a {arg('kv_cache')} of {V4_BYTES} bytes per slot "
-            f"beside it, got one in another format; attend to both and merge the results by "
-            f"cumla.merge_attention_states"
+            f"{arg('extra_kv_cache')}: needs slots of {FORMATS[form]} bytes in format {form!r}, "
+            f"got shape {whole.shape}; write them by cumla.append_mla_cache, or pass "
+            f"{arg('extra_cache_format')} if they are of another format"
         )
-    if whole.shape[-1:] != (V4_BYTES,):
+    return _checked_slots("extra_kv_cache", with_head_axis(whole, 4), form), form
+
+
+def checked_beside(cache: str, form: str | None) -> str:
+    """Check the format of a second cache beside one of `cache`."""
+    if cache not in BESIDE:
         raise ValueError(
-            f"{arg('extra_kv_cache')}: needs slots of {V4_BYTES} bytes, as {arg('kv_cache')} has, "
-            f"got shape {whole.shape}; write them by cumla.append_mla_cache"
+            f"{arg('extra_kv_cache')}: needs a {arg('kv_cache')} in one of the formats "
+            f"{', '.join(map(repr, BESIDE))} beside it, got one in another; attend to both and "
+            f"merge the results by cumla.merge_attention_states"
         )
-    return checked_v4("extra_kv_cache", with_head_axis(whole, 4))
+    if form is not None and form not in BESIDE[cache]:
+        raise ValueError(
+            f"{arg('extra_cache_format')}: needs {' or '.join(map(repr, BESIDE[cache]))} beside "
+            f"{arg('cache_format')} {cache!r}, got {form!r}; attend to both and merge the results "
+            f"by cumla.merge_attention_states"
+        )
+    return form or cache
+
+
+def _checked_slots(name: str, cache: ArrayView, form: str) -> ArrayView:
+    """Check the pages of a cache of WIDENED rows."""
+    if form == V4:
+        return checked_v4(name, cache)
+    return check_rows(name, cache, FORMATS[form])
 
 
 def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str:
@@ -212,14 +254,10 @@ def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str
         if (given := dtype_name(cache_dtype)) not in (None, FP8, *DTYPES):
             raise TypeError(
                 f"cache_dtype: needs {', '.join(DTYPES)} or {FP8}, got {given}; pass cache_format="
-                f"{PACKED!r} or {V4!r} for rows of a byte format"
+                f"{PACKED!r} or another for rows of a byte format"
             )
         return checked_cache_dtype(cache_dtype, dtype)
-    if cache_format not in (PACKED, V4):
-        raise ValueError(
-            f"cache_format: needs {PACKED!r} for rows of {PACKED_BYTES} bytes, or {V4!r} for slots "
-            f"of {V4_BYTES}, got {cache_format!r}; leave it out for caches of one dtype"
-        )
+    checked_format("cache_format", cache_format)
     if dtype_name(cache_dtype) not in (None, FP8):
         raise ValueError(
             f"cache_dtype: needs {FP8} with cache_format {cache_format!r}, got "
@@ -229,19 +267,19 @@ def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str
     return str(cache_format)
 
 
-def check_cache(arguments: Attended, made: str) -> None:
-    """Refuse a cache that a plan is not made for."""
-    names = {
-        "same": arguments.q.dtype,
-        "e4m3": FP8,
-        PACKED: f"packed rows of {PACKED_BYTES} bytes",
-        V4: f"V4's slots of {V4_BYTES} bytes",
-    }
-    if arguments.cache != made:
-        raise ValueError(
-            f"plan: made for a cache of {names[made]}, got one of {names[arguments.cache]}; make a "
-            f"plan for each"
-        )
+def check_cache(arguments: Attended, key: MLASparseKey) -> None:
+    """Refuse caches that a plan is not made for."""
+    names = {"same": arguments.q.dtype, "e4m3": FP8}
+    names |= {name: f"{nbytes} bytes a row ({name})" for name, nbytes in FORMATS.items()}
+    for which, made, got in (
+        ("cache", key.cache, arguments.cache),
+        ("second cache", key.extra_cache, arguments.extra_cache),
+    ):
+        if made and got and made != got:
+            raise ValueError(
+                f"plan: made for a {which} of {names[made]}, got one of {names[got]}; make a plan "
+                f"for each"
+            )
 
 
 def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -254,25 +292,38 @@ def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
     return TOKEN_AXES if len(query.shape) == 3 else QUERY_AXES
 
 
-def _checked_columns(views: Views, axes: tuple[str, ...] | None, factor: float | None) -> _Columns:
+def _form_of(whole: ArrayView | None, options: Any) -> str | None:
+    """Tell the format of a cache in one array."""
+    if whole is None:
+        if options.cache_format is not None:
+            raise ValueError(
+                f"{arg('cache_format')}: needs a {arg('kv_cache')} in one array, got several; "
+                f"leave it out"
+            )
+        return None
+    return format_of("kv_cache", whole, "cache_format", options.cache_format)
+
+
+def _checked_columns(views: Views, axes: tuple[str, ...] | None, options: Any) -> _Columns:
     """Check query and cache of 576 columns."""
     query = cast("ArrayView", views["q"] if "q" in views else views["q[0]"])
-    whole = views.get("kv_cache")
-    if whole is not None and is_v4(whole):
+    form = _form_of(whole := views.get("kv_cache"), options)
+    if form not in (None, PACKED):
         raise ValueError(
             f"{'q' if 'q' in views else 'q[0]'}: needs one array of {VALUE_DIM} columns with "
-            f"{arg('kv_cache')} of {V4_BYTES} bytes per slot, got shape {query.shape}; join or "
-            f"slice the columns"
+            f"{arg('kv_cache')} of {FORMATS[form]} bytes per slot, got shape {query.shape}; join "
+            f"or slice the columns"
         )
+    if form == PACKED and whole is not None and whole.dtype != "uint8":
+        views = {**views, "kv_cache": whole._replace(dtype="uint8")}
     columns = checked_query_and_cache(views, _axes_of(query, axes))
     check_one_head("kv_cache", columns.kv_cache)
-    packed = whole is not None and is_packed(whole)
-    kv_scale = checked_kv_scale(columns, views, factor)
-    return _Columns(*columns, kv_scale, PACKED if packed else cache_of(columns.kv_cache))
+    kv_scale = checked_kv_scale(columns, views, options.kv_scale)
+    return _Columns(*columns, kv_scale, form or cache_of(columns.kv_cache))
 
 
-def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | None) -> _Columns:
-    """Check query and cache of 512 columns: in 16 bits, or in V4's format."""
+def _checked_narrow(views: Views, axes: tuple[str, ...] | None, options: Any) -> _Columns:
+    """Check query and cache of 512 columns: numbers, or rows of a format."""
     q, whole = cast("ArrayView", views["q"]), views.get("kv_cache")
     axes = _axes_of(q, axes)
     if len(q.shape) != len(axes) + 1:
@@ -289,29 +340,36 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | 
             f"{arg('kv_cache')}: needs one array beside queries of {VALUE_DIM} columns, got "
             f"several; pass rows of {VALUE_DIM} columns, or queries of {HEAD_DIM}"
         )
+    form = _form_of(whole, options)
+    if form is None and (problem := unnamed_format("kv_cache", whole, "cache_format")):
+        raise problem
     whole = with_head_axis(whole, 4)
     if len(whole.shape) != 4:
         raise ValueError(heads_problem("kv_cache", "num_pages, page_size", VALUE_DIM, whole))
-    if factor is not None or views.get("kv_scale") is not None:
+    if form == PACKED:
         raise ValueError(
-            f"{arg('kv_scale')}: needs a cache with e4m3 columns that have no scales of their "
-            f"own, got rows of {VALUE_DIM} columns; leave it out"
+            f"{arg('q')}: needs {HEAD_DIM} columns with {arg('kv_cache')} of {FORMATS[form]} bytes "
+            f"per row, got shape {q.shape}; pass the queries of the model that has the cache"
         )
-    if whole.shape[-1] == V4_BYTES:
-        check_dtype("kv_cache", whole.dtype, E4M3)
-        if q.dtype != DTYPES[0]:
-            raise TypeError(
-                f"{arg('q')}: needs {DTYPES[0]} with {arg('kv_cache')} of {V4_BYTES} bytes per "
-                f"slot, got {q.dtype}; convert it first"
-            )
-        return _Columns(q, None, checked_v4("kv_cache", whole), None, None, 1.0, V4)
+    is_fp8 = form is not None or whole.dtype in E4M3
+    kv_scale = _factor_of_narrow(views, options.kv_scale, is_fp8 and form is None)
+    if is_fp8 and q.dtype != DTYPES[0]:
+        what = f"{whole.shape[-1]} bytes per slot" if form else FP8
+        raise TypeError(
+            f"{arg('q')}: needs {DTYPES[0]} with {arg('kv_cache')} of {what}, got {q.dtype}; "
+            f"convert it first"
+        )
+    if form is not None:
+        rows = _checked_slots("kv_cache", whole, form)
+        latent, _, scales = scales_apart(rows, form) if form == NO_ROPE else (rows, None, None)
+        return _Columns(q, None, latent, None, scales, 1.0, form)
     if whole.shape[-1] != VALUE_DIM:
         raise ValueError(
-            f"{arg('kv_cache')}: needs a last axis of {VALUE_DIM}, or of the {V4_BYTES} bytes of "
-            f"V4's slots, beside queries of {VALUE_DIM} columns, got shape {whole.shape}; pass "
+            f"{arg('kv_cache')}: needs a last axis of {VALUE_DIM}, or of the {FORMATS[V4]} bytes "
+            f"of V4's slots, beside queries of {VALUE_DIM} columns, got shape {whole.shape}; pass "
             f"rows as wide as the queries"
         )
-    if whole.dtype != q.dtype:
+    if whole.dtype != q.dtype and not is_fp8:
         raise TypeError(
             f"{arg('kv_cache')}: needs {arg('q')}'s dtype {q.dtype}, got {whole.dtype}; convert "
             f"one of them"
@@ -322,7 +380,23 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | 
         )
     check_layout("kv_cache", whole)
     check_one_head("kv_cache", whole)
-    return _Columns(q, None, whole, None, None, 1.0, "same")
+    return _Columns(q, None, relabelled(whole), None, None, kv_scale, "e4m3" if is_fp8 else "same")
+
+
+def _factor_of_narrow(views: Views, number: float | None, is_scaled: bool) -> ArrayView | float:
+    """Check the factor of rows of 512 columns, which e4m3 numbers have."""
+    view = views.get("kv_scale")
+    if number is None and view is None:
+        return 1.0
+    if not is_scaled:
+        raise ValueError(
+            f"{arg('kv_scale')}: needs a cache with e4m3 columns that have no scales of their "
+            f"own, got rows of {VALUE_DIM} columns; leave it out"
+        )
+    if view is None:
+        return cast("float", number)
+    check_factor("kv_scale", view)
+    return view
 
 
 def _in_pages(name: str, view: ArrayView | None) -> ArrayView | None:

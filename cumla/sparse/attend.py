@@ -15,7 +15,7 @@ from cumla.core.paged import Host, Results, Stated, by_head
 from cumla.launch.device import sm_count_of
 from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
 from cumla.launch.sparse.shape import MLASparseKey
-from cumla.mla.shape import VALUE_DIM
+from cumla.mla.shape import FORMATS, VALUE_DIM
 from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.arguments import (
     Attended,
@@ -135,6 +135,8 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
             host["indices"],
             softmax_scale=a.softmax_scale,
             kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
+            cache_format=arguments.cache if arguments.cache in FORMATS else None,
+            extra_cache_format=arguments.extra_cache or None,
             **given,
         )
         if a.as_flash_mla:
@@ -166,7 +168,7 @@ class SparseAttention(Scheduled[Attended, MLASparseKey]):
         _, attended, options = arguments
         modes = attended.cache, device, sm_count_of(device), options.batch_invariant
         a = attended.launched
-        return key_of(*shape_of(a), *modes, a.has_max_logits)
+        return key_of(*shape_of(a), *modes, a.has_max_logits, attended.extra_cache)
 
 
 def shape_of(arguments: Any) -> tuple[int, int, int, int, int, str]:
@@ -193,7 +195,8 @@ def key_of(
     sm_count: int,
     batch_invariant: bool = False,
     has_max_logits: bool = False,
+    extra_cache: str = "",
 ) -> MLASparseKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     modes = dtype, cache, device, sm_count, batch_invariant, extra_topk, has_max_logits
-    return MLASparseKey(batch, q_len, num_heads, topk, *modes)
+    return MLASparseKey(batch, q_len, num_heads, topk, *modes, extra_cache)

@@ -157,7 +157,7 @@ class DSAPlan(Single):
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
-    extra_topk, dtype, cache_dtype, cache_format : optional
+    extra_topk, dtype, cache_dtype, cache_format, extra_cache_format : optional
         As for :class:`cumla.MLASparsePlan`.
     device, stream : optional
         As for :class:`cumla.MLADecodePlan`.
@@ -235,6 +235,7 @@ class DSAPlan(Single):
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         cache_format: str | None = None,
+        extra_cache_format: str | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -243,6 +244,7 @@ class DSAPlan(Single):
         pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
         cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
+        cache |= {"extra_cache_format": extra_cache_format}
         attend = _Sizes((batch, q_len, num_heads, topk), {"extra_topk": extra_topk, **cache})
         own = _checked_own(index, topk, max_kv_len)
         self._shape, self._width, self._seen = (batch, q_len, topk), own.width, own.seen
@@ -297,6 +299,8 @@ class DSAPlan(Single):
         kv_lens: Any = None,
         extra_kv_cache: Any = None,
         extra_indices: Any = None,
+        cache_format: str | None = None,
+        extra_cache_format: str | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> Self:
@@ -306,7 +310,7 @@ class DSAPlan(Single):
 
         Parameters
         ----------
-        q, kv_cache, extra_kv_cache, extra_indices
+        q, kv_cache, extra_kv_cache, extra_indices, cache_format, extra_cache_format
             As in :func:`cumla.mla_sparse_decode`.
         index_q, index_cache, block_table
             As `q`, `kv_cache` and `block_table` of :func:`cumla.paged_mqa_logits`.
@@ -331,7 +335,8 @@ class DSAPlan(Single):
         found = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, found.views, strict=True))
         views["indices"] = unplaced(Output("indices", (batch, q_len, topk), INT32), call.device)
-        numbers = Attention._numbers(views, None)
+        formats = {"cache_format": cache_format, "extra_cache_format": extra_cache_format}
+        numbers = Attention._numbers(views, formats)
         with call:
             plan = cls(
                 **numbers,
@@ -364,6 +369,7 @@ class DSAPlan(Single):
         extra_topk: int = 0,
         cache_dtype: Any = None,
         cache_format: str | None = None,
+        extra_cache_format: str | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's workspace in bytes, from numbers as for the class.
@@ -373,6 +379,7 @@ class DSAPlan(Single):
         pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
         cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
+        cache |= {"extra_cache_format": extra_cache_format}
         attend = _Sizes((batch, q_len, num_heads, topk), {"extra_topk": extra_topk, **cache})
         own = _checked_own(index, topk, max_kv_len)
         return _bytes(own, index, attend, checked_sm_count(sm_count))

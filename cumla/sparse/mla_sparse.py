@@ -20,18 +20,21 @@ from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
-from cumla.launch.sparse.shape import PACKED, V4, MLASparseKey
+from cumla.launch.sparse.shape import MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import Q_AND_CACHE
-from cumla.mla.fp8_caches import FP8
-from cumla.mla.shape import HEAD_DIM
+from cumla.mla.fp8_caches import FP8, checked_format
+from cumla.mla.shape import FORMATS, HEAD_DIM, UNNAMED
 from cumla.sparse.arguments import (
+    BESIDE,
+    CACHE_FORMATS,
     INDICES_ARE,
     TOKEN_AXES,
     Attended,
     check_cache,
     check_entries,
     check_lengths,
+    checked_beside,
     checked_cache,
 )
 from cumla.sparse.attend import (
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"]
 
+_FORMATS_BESIDE = " or ".join(map(repr, BESIDE))
 _SIZES = ("batch", "q_len", "num_heads", "topk", "extra_topk", "dtype")
 _SPARSE: dict[str, Any] = {
     "arguments": (
@@ -66,6 +70,7 @@ _SPARSE: dict[str, Any] = {
         SOFTMAX_SCALE,
         Factor("kv_scale"),
         INDICES_ARE,
+        *CACHE_FORMATS,
         flag("batch_invariant", False),
         *OUT_AND_LSE,
     ),
@@ -101,6 +106,8 @@ def mla_sparse_decode(
     softmax_scale: float | None = None,
     kv_scale: Any = None,
     indices_are: str | None = None,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -119,15 +126,16 @@ def mla_sparse_decode(
     q : array or pair of arrays
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, or a tuple ``(q_nope, q_pe)``, as in
         :func:`cumla.mla_decode`. Any number of heads: nothing has to be padded. One array of 512
-        columns goes with a cache of as many, whose rows are key and value (DeepSeek-V4).
+        columns goes with a cache of as many, whose rows are key and value (DeepSeek-V4, GLM-5.3).
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, 1, 576)`` or ``(num_pages, page_size, 576)`` in any of the forms of
         :func:`cumla.mla_decode`, FP8 caches included, such as the packed rows of 656 bytes of
         DeepSeek-V3.2; with one kv head. Rows without pages, ``(n, 576)`` and so on, are pages of
         one slot. Rows that no list names may hold anything, NaN included.
 
-        Beside queries of 512 columns the last axis is 512, of q's dtype, or the 584 bytes (uint8 or
-        float8_e4m3fn) of DeepSeek-V4's slots, with bfloat16 queries. A page of those holds
+        Beside queries of 512 columns the last axis is 512, of q's dtype or, with bfloat16 queries,
+        float8_e4m3fn under kv_scale; or the bytes (uint8 or float8_e4m3fn) of `cache_format`; or
+        the 584 bytes of DeepSeek-V4's slots, again with bfloat16 queries. A page of those holds
         ``page_size`` rows of 576 bytes, 448 e4m3 columns and 64 bfloat16 ones, then 8 bytes for
         each row: the exponents of the scales of 64 columns each, biased by 127, and one that is not
         read. An exponent of 0 counts as a scale of 0 on the GPU, and one of 255 as NaN. Pages are
@@ -150,8 +158,9 @@ def mla_sparse_decode(
         ``(batch,)`` or ``(batch, q_len)`` int32, with block_table only: the request of each query
         token. One outside of the table has an empty list; that of a second cache remains.
     extra_kv_cache, extra_indices : array, optional
-        A second cache in V4's format, beside a kv_cache in the same, with pages of any size, and
-        ``(batch, q_len, extra_topk)`` int32: slots of it. One softmax goes over both lists.
+        A second cache, with pages of any size, and ``(batch, q_len, extra_topk)`` int32: slots of
+        it. One softmax goes over both lists. It is for formats ``"v4"``, beside a kv_cache in the
+        same, and ``"v41"`` and ``"v41_fp4"``, each of which goes with each.
     extra_topk_lens : array, optional
         As topk_lens, of extra_indices.
     sinks : array, optional
@@ -166,6 +175,20 @@ def mla_sparse_decode(
     indices_are : str, optional
         ``"slots"`` or ``"positions"``: what the indices are, which a block_table, or none, has to
         agree with. By default it tells.
+    cache_format : str, optional
+        The format of a kv_cache of bytes. Widths tell ``"v32"`` and ``"v4"``, above; the other
+        formats have to be named, because their widths are those of other caches, too. Their rows
+        have 512 columns, and any stride:
+
+        - ``"v32_no_rope"``, 528 bytes: 512 e4m3 columns, then 4 float32 scales, each of 128.
+        - ``"v41"`` of DeepSeek-V4.1, 528 bytes: 512 e4m3 columns, then 16 exponents, each of 32.
+        - ``"v41_fp4"``, 288 bytes: 512 e2m1 columns, of two in a byte the first in the low half,
+          then 32 e4m3 scales, each of 16.
+
+        Exponents are as in V4's slots. Products of columns and scales are exact, but for scales
+        of ``"v32_no_rope"`` that are no powers of two.
+    extra_cache_format : str, optional
+        The same of extra_kv_cache; that of kv_cache by default.
     batch_invariant : bool
         Give a query token the same bits whatever else is in the call: other query tokens, their
         number, its place among them, and what comes after `topk_lens` entries of its list.
@@ -210,7 +233,7 @@ def mla_sparse_decode(
     state: AttentionState = _DECODE.call(
         *(q, kv_cache, indices, topk_lens, block_table, row_to_request, extra_kv_cache),
         *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, indices_are),
-        *(batch_invariant, out, lse, stream),
+        *(cache_format, extra_cache_format, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -231,6 +254,8 @@ def mla_sparse_attention(
     softmax_scale: float | None = None,
     kv_scale: Any = None,
     indices_are: str | None = None,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -261,7 +286,8 @@ def mla_sparse_attention(
         ``(total_tokens,)`` int32, with block_table and only then: the request of each query token.
     extra_kv_cache, extra_indices, extra_topk_lens : array, optional
         As in :func:`cumla.mla_sparse_decode`: lists ``(total_tokens, extra_topk)``.
-    sinks, softmax_scale, kv_scale, indices_are, batch_invariant, stream
+    sinks, softmax_scale, kv_scale, indices_are, cache_format, extra_cache_format, \
+batch_invariant, stream
         As in :func:`cumla.mla_sparse_decode`.
     out, lse : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
@@ -288,7 +314,7 @@ def mla_sparse_attention(
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, indices, topk_lens, block_table, row_to_request, extra_kv_cache),
         *(extra_indices, extra_topk_lens, sinks, softmax_scale, kv_scale, indices_are),
-        *(batch_invariant, out, lse, stream),
+        *(cache_format, extra_cache_format, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -330,9 +356,13 @@ class MLASparsePlan(Plan[MLASparseKey]):
     cache_dtype : str or dtype, optional
         ``"float8_e4m3fn"`` for FP8 caches without a format, with dtype bfloat16; dtype by default.
     cache_format : str, optional
-        ``"v32"`` for rows of 656 bytes, ``"v4"`` for slots of 584, both with dtype bfloat16.
+        The format of caches of bytes, by its name, as in :func:`mla_sparse_decode`; with dtype
+        bfloat16. ``run`` takes rows of this format without being told.
     extra_topk : int
-        As in ``extra_indices`` ``(batch, q_len, extra_topk)``, with cache_format ``"v4"``.
+        As in ``extra_indices`` ``(batch, q_len, extra_topk)``, with a cache_format that may have a
+        second cache beside it.
+    extra_cache_format : str, optional
+        As in :func:`mla_sparse_decode`, with extra_topk; cache_format by default.
     batch_invariant : bool
         As in :func:`mla_sparse_decode`.
     device, workspace, like, stream : optional
@@ -366,6 +396,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         cache_format: str | None = None,
+        extra_cache_format: str | None = None,
         batch_invariant: bool = False,
         device: int | None = None,
         workspace: Any = None,
@@ -376,9 +407,14 @@ class MLASparsePlan(Plan[MLASparseKey]):
         check_dtype("dtype", dtype, DTYPES)
         cache = checked_cache(cache_dtype, cache_format, dtype)
         sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
+        extra = _checked_extra(cache, extra_topk, extra_cache_format)
         invariant = checked_flag("batch_invariant", batch_invariant)
-        place = (device, workspace, like, stream)
-        self._make(lambda on: key_of(*sizes, dtype, cache, on, sm_count_of(on), invariant), *place)
+
+        def key_on(on: int | None) -> MLASparseKey:
+            modes = dtype, cache, on, sm_count_of(on), invariant
+            return key_of(*sizes, *modes, extra_cache=extra)
+
+        self._make(key_on, device, workspace, like, stream)
 
     @classmethod
     def from_arrays(
@@ -389,6 +425,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         *,
         extra_kv_cache: Any = None,
         extra_indices: Any = None,
+        cache_format: str | None = None,
+        extra_cache_format: str | None = None,
         batch_invariant: bool = False,
         workspace: Any = None,
         stream: Any = None,
@@ -396,12 +434,15 @@ class MLASparsePlan(Plan[MLASparseKey]):
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
         Of the arrays, which are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`,
-        only shapes, dtypes and device are looked at; the rest is as for the class.
+        like their formats, only shapes, dtypes and device are looked at; the rest is as for the
+        class.
         """
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
         given = {name: array for name, array in extra.items() if array is not None}
         arrays = named(q, kv_cache, None, indices=indices, **given)
-        options = {"batch_invariant": batch_invariant, "workspace": workspace}
+        formats = {"cache_format": cache_format, "extra_cache_format": extra_cache_format}
+        given_formats = {name: value for name, value in formats.items() if value is not None}
+        options = {"batch_invariant": batch_invariant, "workspace": workspace, **given_formats}
         plan = cls._from(arrays, stream, **options)
         plan._note_columns(q)
         return plan
@@ -411,9 +452,13 @@ class MLASparsePlan(Plan[MLASparseKey]):
 
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
-        attended = _ATTEND.arguments(views, MLA_SPARSE_DECODE.defaults)
+        formats = {option.name: options.pop(option.name, None) for option in CACHE_FORMATS}
+        checked = {o.name: o.check(o.name, formats[o.name]) for o in CACHE_FORMATS}
+        attended = _ATTEND.arguments(views, MLA_SPARSE_DECODE.defaults._replace(**checked))
         numbers = dict(zip(_SIZES, shape_of(attended.launched), strict=True))
-        if attended.cache in (PACKED, V4):
+        if attended.extra_cache:
+            numbers["extra_cache_format"] = attended.extra_cache
+        if attended.cache in FORMATS:
             return numbers | {"cache_format": attended.cache}
         return numbers | {"cache_dtype": FP8 if attended.cache == "e4m3" else None}
 
@@ -427,6 +472,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         extra_topk: int = 0,
         cache_dtype: Any = None,
         cache_format: str | None = None,
+        extra_cache_format: str | None = None,
         batch_invariant: bool = False,
         sm_count: int | None = None,
     ) -> int:
@@ -436,9 +482,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
         """
         cache = checked_cache(cache_dtype, cache_format)
         sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
+        extra = _checked_extra(cache, extra_topk, extra_cache_format)
         invariant = checked_flag("batch_invariant", batch_invariant)
-        key = key_of(*sizes, DTYPES[0], cache, 0, checked_sm_count(sm_count), invariant)
-        return _ATTEND.workspace_bytes(key)
+        modes = DTYPES[0], cache, 0, checked_sm_count(sm_count), invariant
+        return _ATTEND.workspace_bytes(key_of(*sizes, *modes, extra_cache=extra))
 
     def update(
         self,
@@ -469,10 +516,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
         """
         if misplaced:
             raise self._misplaced("update", misplaced)
-        if extra_topk_lens is not None and self.key.cache != V4:
+        if extra_topk_lens is not None and self.key.cache not in BESIDE:
             raise ValueError(
-                f"{arg('extra_topk_lens')}: needs a plan with cache_format {V4!r}, the format "
-                f"that may have a second cache, got another; leave it out"
+                f"{arg('extra_topk_lens')}: needs a plan with cache_format {_FORMATS_BESIDE}, the "
+                f"formats that may have a second cache, got another; leave it out"
             )
         self._renew(topk_lens, extra_topk_lens, stream)
 
@@ -522,7 +569,13 @@ softmax_scale, kv_scale, indices_are, out, lse, stream
         return self.key.batch, self.key.q_len
 
     def _fixed(self) -> dict[str, Any]:
-        return {"batch_invariant": self.key.batch_invariant}
+        key = self.key
+        named = key.cache in FORMATS and key.cache not in UNNAMED
+        return {
+            "batch_invariant": key.batch_invariant,
+            "cache_format": key.cache if named else None,
+            "extra_cache_format": (key.extra_cache or None) if named else None,
+        }
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         for spec in sparse_specs(self.key, self._columns):
@@ -534,7 +587,7 @@ softmax_scale, kv_scale, indices_are, out, lse, stream
     def _check_shape(self, arguments: Attended) -> None:
         made = tuple([getattr(self.key, name) for name in _SIZES])
         check_made_for(_SIZES, made, shape_of(arguments.launched))
-        check_cache(arguments, self.key.cache)
+        check_cache(arguments, self.key)
 
 
 def _checked_sizes(
@@ -545,9 +598,17 @@ def _checked_sizes(
         checked_int(name, value, "nothing to plan for", least=0)
     checked_int("num_heads", num_heads, "nothing to plan for")
     check_entries(topk, extra_topk)
-    if extra_topk and cache != V4:
+    if extra_topk and cache not in BESIDE:
         raise ValueError(
-            f"{arg('extra_topk')}: needs cache_format {V4!r}, the format that may have a second "
-            f"cache, got another; leave it out"
+            f"{arg('extra_topk')}: needs cache_format {_FORMATS_BESIDE}, the formats that may have "
+            f"a second cache, got another; leave it out"
         )
     return batch, q_len, num_heads, topk, extra_topk
+
+
+def _checked_extra(cache: str, extra_topk: int, form: Any) -> str:
+    """Check the format of a second cache, and name it as a key does: "" if there is none."""
+    form = checked_format("extra_cache_format", form)
+    if form is not None:
+        checked_beside(cache, form)
+    return form or (cache if extra_topk else "")

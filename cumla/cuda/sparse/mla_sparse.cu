@@ -10,13 +10,6 @@
 
 namespace cumla::sparse {
 
-// Rows of 512 columns.
-struct ValueTile : SelectedTile<kRowTile> {
-  using Held = ValueTile;
-  static constexpr bool kHasRope = false;
-  using SelectedTile<kRowTile>::SelectedTile;
-};
-
 struct MlaSparseMaxLogitsParams : MlaDecodeParams {
   float* max_logits;          // layout of lse, natural units
   float* partial_max_logits;  // [row tile][part][slot][row], base 2
@@ -42,7 +35,8 @@ struct MaxLogitsTile : AnyTile {
   }
 };
 
-// kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile, or MaxLogitsTile of either.
+// kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of
+// either.
 template <typename T, bool kSharedBlocks, typename AnyTile>
 __device__ __forceinline__ void mla_sparse(const MlaDecodeParams& p) {
   mla_decode<T, kSharedBlocks, kRows, AnyTile>(p);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token over its own list of packed FP8 rows (656 bytes), for more than 16 heads:
-// mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages.
+// MLA attention of each query token over its own list of packed FP8 rows, for more than 16 heads:
+// mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. Rows have 656 bytes, or 528 without RoPE columns.
 //
 // grid = (row tiles of up to 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.
 #include "mla/mla_decode_fp8_64/kernel.cuh"
@@ -14,20 +14,23 @@ namespace cumla::sparse {
 using namespace ptx;
 
 struct MlaSparsePackedParams {
-  MlaDecodeParams decode;  // latent: whole rows of 656 bytes
+  MlaDecodeParams decode;  // latent: whole rows
   Lists lists;
 };
 
+template <bool kRope>
 struct PackedTile : ListTile<kHeads> {
   using Held = PackedTile;
+  static constexpr bool kHasRope = kRope;
   __device__ __forceinline__ explicit PackedTile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
 };
 
+template <bool kRope>
 struct ListRows {
   using Params = MlaSparsePackedParams;
-  using Form = RowForm<true, false>;
+  using Form = RowForm<true, false, false, kRope>;
   using Consumer = Heads64Consumer<Form>;
-  using Tile = PackedTile;
+  using Tile = PackedTile<kRope>;
 
   __device__ __forceinline__ static void prefetch(const Params& params, int thread, int threads) {
     prefetch_lists(params.decode, params.lists, params.decode.max_tokens, thread, threads);
@@ -35,11 +38,11 @@ struct ListRows {
 
   __device__ __forceinline__ static float kv_scale(const Params&) { return 1.0f; }
 
-  __device__ __forceinline__ static void load(const Params& params, const Form::Layout& shared, Tile& tile,
+  __device__ __forceinline__ static void load(const Params& params, const typename Form::Layout& shared, Tile& tile,
                                               const Part& part, int last_place, int warp) {
     const MlaDecodeParams& p = params.decode;
     const int own = warp * kGranuleRows + threadIdx.x % kGranuleRows;
-    GranulePlace<Form::Layout> at(warp);
+    GranulePlace<typename Form::Layout> at(warp);
 #pragma unroll 1
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);
@@ -58,6 +61,9 @@ struct ListRows {
   }
 };
 
-__device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& p) { attend_64_heads<ListRows>(p); }
+template <bool kRope>
+__device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& p) {
+  attend_64_heads<ListRows<kRope>>(p);
+}
 
 }  // namespace cumla::sparse

@@ -63,6 +63,14 @@ struct SelectedTile : ListTile<kTileRows> {
   }
 };
 
+// The same for rows of 512 columns, which are all values.
+template <typename AnyTile>
+struct ValueTile : AnyTile {
+  using Held = ValueTile;
+  static constexpr bool kHasRope = false;
+  using AnyTile::AnyTile;
+};
+
 template <int kTileRows>
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, SelectedTile<kTileRows>& tile,
                                               const Part& part, int place) {

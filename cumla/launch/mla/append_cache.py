@@ -33,9 +33,9 @@ SPECS = tuple(_SPECS.values())
 class AppendArguments(NamedTuple):
     """Checked views of one call, as :func:`cumla.append_mla_cache` describes the arrays."""
 
-    latent_rows: ArrayView  # (tokens, num_kv_heads, 512); 448 of V4's slots
-    rope_rows: ArrayView  # (tokens, num_kv_heads, 64)
-    latent_cache: ArrayView  # (num_pages, page_size, num_kv_heads, 512); 448 of V4's slots
+    latent_rows: ArrayView  # (tokens, num_kv_heads, 512); 448 of V4 and V4.1
+    rope_rows: ArrayView  # (tokens, num_kv_heads, 64); without RoPE columns any
+    latent_cache: ArrayView  # (num_pages, page_size, num_kv_heads, 512); 448 of V4 and V4.1
     rope_cache: ArrayView  # the same with 64
     slot_mapping: ArrayView | None  # (tokens,), as the next two
     batch_indices: ArrayView | None
@@ -48,12 +48,13 @@ class AppendArguments(NamedTuple):
     q_pe_out: ArrayView | None  # the same; both, or neither
     dtype: str  # of all that has 16 bits
     # Of an e4m3 cache with a scale for 128 columns: (num_pages, page_size, num_kv_heads, 4). Of V4:
-    # (num_pages, page_size, 1, 8), seven exponents and a zero in bytes.
+    # (num_pages, page_size, 1, 8), seven exponents and a zero in bytes. Of V4.1 16 or 32 bytes.
     scales: ArrayView | None
     kv_scale: ArrayView | None  # of an e4m3 cache with one scale, where it is an array: one float32
     power_of_two_scales: bool  # whether `scales` are rounded up to powers of two
     scale_number: float  # of an e4m3 cache with one scale, where that is no array
     interleaved: bool  # which columns a rotation pairs
+    form: str | None = None  # of FORMATS without 656 bytes, whose parts are numbers
 
 
 def append_launch(arguments: AppendArguments) -> Launch:

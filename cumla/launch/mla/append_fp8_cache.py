@@ -9,21 +9,25 @@ from cumla.launch.layouts import launch_of
 from cumla.launch.mla.append_cache import THREADS, append_values
 from cumla.launch.slots import pages
 from cumla.launch.source import HALVES, KernelSpec
+from cumla.mla.shape import NO_ROPE, V4, V41, V41_FP4
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
     from cumla.launch.mla.append_cache import AppendArguments
 
 
+_FORMATS = {NO_ROPE: "kNoRope", V4: "kV4", V41: "kV41", V41_FP4: "kV41Fp4"}  # in CUDA
+
+
 def _spec(form: str, float_rows: bool) -> KernelSpec:
-    dtype, flags = ("bfloat16", [True]) if form == "v4" else (form, [])
+    dtype, flags = ("bfloat16", [_FORMATS[form]]) if form in _FORMATS else (form, [])
     rows, tags = ("float32", [form, "from_float32"]) if float_rows else (dtype, [form])
     names = "mla", "append_fp8_cache", "AppendFp8CacheParams"
     return KernelSpec.of(*names, dtype, rows, *flags, tags=tags, threads=THREADS, min_blocks=3)
 
 
 _SPECS = {
-    (form, floats): _spec(form, floats) for form in (*HALVES, "v4") for floats in (False, True)
+    (form, floats): _spec(form, floats) for form in (*HALVES, *_FORMATS) for floats in (False, True)
 }
 SPECS = tuple(_SPECS.values())
 
@@ -43,6 +47,5 @@ def append_fp8_launch(arguments: AppendArguments) -> Launch:
         "rope_is_e4m3": arguments.rope_cache.dtype not in HALVES,
         "power_of_two": arguments.power_of_two_scales,
     }
-    form = "v4" if scales is not None and scales.dtype == "uint8" else arguments.dtype
-    spec = _SPECS[form, arguments.latent_rows.dtype == "float32"]
+    spec = _SPECS[arguments.form or arguments.dtype, arguments.latent_rows.dtype == "float32"]
     return launch_of(spec, grid, params)

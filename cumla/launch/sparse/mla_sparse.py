@@ -17,10 +17,8 @@ from cumla.launch.sparse.mla_sparse_fp8 import (
     sparse_fp8_packed_launch,
     sparse_fp8_specs,
 )
-from cumla.launch.sparse.mla_sparse_packed import SPECS as PACKED_SPECS
-from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch
-from cumla.launch.sparse.mla_sparse_v4 import SPECS as V4_SPECS
-from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch
+from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch, sparse_packed_spec
+from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch, sparse_v4_spec
 from cumla.launch.sparse.select_rows import SPECS as SELECT_SPECS
 from cumla.launch.sparse.select_rows import (
     RowSteps,
@@ -29,8 +27,9 @@ from cumla.launch.sparse.select_rows import (
     row_steps,
     select_rows_launch,
 )
-from cumla.launch.sparse.shape import PACKED, RULES, V4
+from cumla.launch.sparse.shape import RULES, WHOLE_ROWS
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
+from cumla.mla.shape import V4
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
@@ -47,7 +46,7 @@ class SparseArguments(NamedTuple):
 
     q: ArrayView  # (batch, q_len, num_heads, 512)
     q_rope: ArrayView | None  # (batch, q_len, num_heads, 64); None of rows of 512 columns
-    # (num_pages, page_size, 1, 512), of q's dtype or of float8_e4m3fn, or 584 bytes of V4
+    # (num_pages, page_size, 1, 512), of q's dtype or of float8_e4m3fn, or bytes of V4 or V4.1
     kv_cache: ArrayView
     kv_rope: ArrayView | None  # the same with 64 columns
     kv_scales: ArrayView | None  # the same with 4 float32
@@ -57,7 +56,7 @@ class SparseArguments(NamedTuple):
     row_to_request: ArrayView | None  # (batch, q_len) int32
     sinks: ArrayView | None  # (num_heads,) float32
     softmax_scale: float  # factor of the scores
-    extra_kv_cache: ArrayView | None = None  # as kv_cache, V4
+    extra_kv_cache: ArrayView | None = None  # as kv_cache, V4 or V4.1
     extra_indices: ArrayView | None = None  # (batch, q_len, extra_topk) int32
     as_flash_mla: bool = False  # the log-sum-exp is without sinks, and inf for an empty list
     has_max_logits: bool = False  # the largest score of each row is an output, too
@@ -68,7 +67,10 @@ class SparseArguments(NamedTuple):
         return VALUE_DIM if self.q_rope is None else HEAD_DIM
 
 
-_TILES = {HEAD_DIM: "SelectedTile<kRowTile>", VALUE_DIM: "ValueTile"}  # by the columns of a row
+_TILES = {
+    HEAD_DIM: "SelectedTile<kRowTile>",
+    VALUE_DIM: "ValueTile<SelectedTile<kRowTile>>",
+}  # by the columns of a row
 
 
 def _made(dtype: str, columns: int, shared: bool, has_max_logits: bool) -> KernelSpec:
@@ -92,18 +94,18 @@ SPECS = tuple(_SPECS.values())
 
 
 def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape; of rows in 16 bits for so many columns, or for each width."""
+    """List the kernels of a shape; of rows of numbers for so many columns, or for each width."""
     return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key, columns))
 
 
 def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, ...]:
     if key.cache == "same":
         return tuple([_spec(key, width) for width in _TILES if columns in (None, width)])
-    if key.cache == V4:
-        return V4_SPECS
+    if key.is_widened:
+        return (sparse_v4_spec(key),)
     if key.has_whole_rows:
-        return PACKED_SPECS
-    return sparse_fp8_specs(key)
+        return (sparse_packed_spec(key),)
+    return sparse_fp8_specs(key, columns)
 
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
@@ -135,7 +137,7 @@ def attend_launches(
     num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``. `max_logits`, of keys that have it,
     lies as lse does.
     """
-    if key.cache == V4:
+    if key.is_widened:
         return _v4_launches(key, buffer, arguments, out, lse)
     return _row_launches(key, buffer, arguments, out, lse, max_logits)
 
@@ -148,7 +150,7 @@ def _row_launches(
     lse: ArrayView,
     max_logits: ArrayView | None,
 ) -> tuple[Launch, ...]:
-    """Describe both for rows of 576 columns, or of 512 in 16 bits."""
+    """Describe both for rows of 576 columns, or of 512 that are numbers or whole rows."""
     given = tuple(part for part in (a.kv_cache, a.kv_rope, a.kv_scales) if part is not None)
     steps = row_steps(given)
     pages = a.kv_cache.shape[0], a.kv_cache.shape[1]
@@ -157,9 +159,9 @@ def _row_launches(
         _as_rows(part, steps.total, n) for part, n in zip(given, steps.strides, strict=True)
     )
     rope = _zeros(key, buffer, latent.shape) if a.kv_rope is None else others[0]
-    scales = others[1] if a.kv_scales is not None else None
+    scales = None if a.kv_scales is None else others[-1]
     decode = _decode_arguments(key, buffer, a, latent, rope)._replace(kv_scales=scales)
-    if key.cache == PACKED:
+    if key.cache in WHOLE_ROWS:
         of_key = sparse_packed_launch if key.has_whole_rows else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
@@ -169,21 +171,22 @@ def _row_launches(
             more = {"max_logits": max_logits.ptr, "partial_max_logits": at}
         attend = decode_launch(spec, key, buffer, decode, out, lse, **more)
     else:
-        attend = sparse_fp8_launch(key, buffer, decode, out, lse)
+        attend = sparse_fp8_launch(key, buffer, decode, a.columns, out, lse)
     return select_rows_launch(key, buffer, lists), attend
 
 
 def _v4_launches(
     key: MLASparseKey, buffer: int, a: SparseArguments, out: ArrayView, lse: ArrayView
 ) -> tuple[Launch, ...]:
-    """Describe it for rows of V4, of one or two caches."""
+    """Describe it for rows of V4 or V4.1, of one or two caches."""
     given = [(a.kv_cache, a.indices, a.block_table, a.row_to_request)]
     if key.extra_topk and a.extra_kv_cache is not None and a.extra_indices is not None:
         given.append((a.extra_kv_cache, a.extra_indices, None, None))
     caches = []
     for cache, indices, table, requests in given:
         pages = cache.shape[0], cache.shape[1]
-        steps = RowSteps(pages[1], 1, pages[0] * pages[1], ())
+        row_step = 1 if key.cache == V4 else cache.strides[1]
+        steps = RowSteps(pages[1], row_step, pages[0] * pages[1], ())
         caches.append((cache, lists_values(indices, pages, steps, table, requests)))
     nothing = _zeros(key, buffer, (1, 1, 1))
     firsts = ArrayView(

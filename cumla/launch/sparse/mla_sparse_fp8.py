@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.mla.mla_decode_fp8 import launch_with, smem_bytes
-from cumla.launch.mla.shape import NARROW_ROWS
-from cumla.launch.source import KernelSpec
-from cumla.launch.sparse.shape import PACKED
+from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM
+from cumla.launch.source import KernelSpec, in_cuda
+from cumla.launch.sparse.shape import WHOLE_ROWS
+from cumla.mla.shape import PACKED
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -18,49 +19,75 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SPECS",
+    "columns_of",
     "sparse_fp8_launch",
     "sparse_fp8_packed_launch",
     "sparse_fp8_specs",
     "with_zeros",
 ]
 
-_SPECS = {
-    (rows, grouped): KernelSpec.of(
+
+def _spec(rows: int, grouped: bool, columns: int) -> KernelSpec:
+    narrow = columns == VALUE_DIM
+    return KernelSpec.of(
         *("sparse", "mla_sparse_fp8", "MlaDecodeFp8Params", rows, grouped),
-        tags=[str(rows), *(["grouped"] if grouped else [])],
+        *([f"ValueTile<SelectedTile<{rows}>>"] if narrow else []),
+        tags=[str(rows), *(["grouped"] if grouped else []), *(["512"] if narrow else [])],
         threads=384,
         smem_bytes=smem_bytes(rows, grouped, "kRows"),
     )
+
+
+def _packed(columns: int) -> KernelSpec:
+    has_rope = columns == HEAD_DIM
+    return KernelSpec(
+        stem="mla_sparse_fp8",
+        package="cumla.cuda.sparse",
+        entry=f"mla_sparse_fp8_16_packed{'' if has_rope else '_512'}",
+        function=f"mla_sparse_fp8_packed<16, {in_cuda(has_rope)}>",
+        params="MlaSparseFp8Params",
+        threads=384,
+        smem_bytes=smem_bytes(16, True, "kPackedRows"),
+    )
+
+
+# Rows of 512 columns have one factor, or scales that follow their columns.
+_SPECS = {
+    (rows, grouped, columns): _spec(rows, grouped, columns)
     for rows in NARROW_ROWS
-    for grouped in (False, True)
+    for grouped, columns in ((False, HEAD_DIM), (True, HEAD_DIM), (False, VALUE_DIM))
 }
-_PACKED = KernelSpec(
-    stem="mla_sparse_fp8",
-    package="cumla.cuda.sparse",
-    entry="mla_sparse_fp8_16_packed",
-    function="mla_sparse_fp8_packed<16>",
-    params="MlaSparseFp8Params",
-    threads=384,
-    smem_bytes=smem_bytes(16, True, "kPackedRows"),
-)
-SPECS = (*_SPECS.values(), _PACKED)
+_PACKED = {columns: _packed(columns) for columns in (HEAD_DIM, VALUE_DIM)}
+SPECS = (*_SPECS.values(), *_PACKED.values())
 
 
-def sparse_fp8_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape: of one factor, and of scales."""
-    if key.cache == PACKED:
-        return (_PACKED,)
-    return _SPECS[key.row_tile, False], _SPECS[key.row_tile, True]
+def sparse_fp8_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, ...]:
+    """List the kernels of a shape: of one factor, and of scales; of rows of so many columns."""
+    if key.cache in WHOLE_ROWS:
+        return (_PACKED[columns_of(key)],)
+    kinds = ((False, HEAD_DIM), (True, HEAD_DIM), (False, VALUE_DIM))
+    return tuple([_SPECS[key.row_tile, *kind] for kind in kinds if columns in (None, kind[1])])
+
+
+def columns_of(key: MLASparseKey) -> int:
+    """Tell the columns of whole rows."""
+    return HEAD_DIM if key.cache == PACKED else VALUE_DIM
 
 
 def sparse_fp8_launch(
-    key: MLASparseKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
+    key: MLASparseKey,
+    buffer: int,
+    arguments: DecodeArguments,
+    columns: int,
+    out: ArrayView,
+    lse: ArrayView,
 ) -> Launch:
-    """Describe how to attend to the lists in a plan's buffer.
+    """Describe how to attend to the lists in a plan's buffer, of rows of so many columns.
 
-    Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
+    Other parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a
+    page.
     """
-    spec = _SPECS[key.row_tile, arguments.kv_scales is not None]
+    spec = _SPECS[key.row_tile, arguments.kv_scales is not None, columns]
     return launch_with(spec, key, buffer, arguments, out, lse)
 
 
@@ -74,7 +101,7 @@ def sparse_fp8_packed_launch(
 ) -> Launch:
     """Describe the same for packed rows and lists, the values of struct Lists."""
     arguments = with_zeros(key, buffer, arguments)
-    return launch_with(_PACKED, key, buffer, arguments, out, lse, lists=lists)
+    return launch_with(_PACKED[columns_of(key)], key, buffer, arguments, out, lse, lists=lists)
 
 
 def with_zeros(key: MLASparseKey, buffer: int, arguments: DecodeArguments) -> DecodeArguments:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from cumla.launch.layouts import launch_of
 from cumla.launch.mla.mla_decode import decode_values
 from cumla.launch.mla.mla_decode_fp8_64 import SMEM_BYTES
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import KernelSpec
+from cumla.launch.sparse.mla_sparse_fp8 import columns_of
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -16,10 +18,24 @@ if TYPE_CHECKING:
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.sparse.shape import MLASparseKey
 
-__all__ = ["SPECS", "sparse_packed_launch"]
+__all__ = ["SPECS", "sparse_packed_launch", "sparse_packed_spec"]
 
 _NAMES = "sparse", "mla_sparse_packed", "MlaSparsePackedParams"
-SPECS = (KernelSpec.of(*_NAMES, threads=384, smem_bytes=SMEM_BYTES),)
+_SPECS = {
+    columns: KernelSpec.of(
+        *(*_NAMES, columns == HEAD_DIM),
+        tags=[] if columns == HEAD_DIM else ["512"],
+        threads=384,
+        smem_bytes=SMEM_BYTES,
+    )
+    for columns in (HEAD_DIM, VALUE_DIM)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def sparse_packed_spec(key: MLASparseKey) -> KernelSpec:
+    """Look up the kernel of a shape: with RoPE columns, or without."""
+    return _SPECS[columns_of(key)]
 
 
 def sparse_packed_launch(
@@ -36,4 +52,4 @@ def sparse_packed_launch(
     page.
     """
     values = {"decode": decode_values(key, buffer, arguments, out, lse), "lists": lists}
-    return launch_of(SPECS[0], (key.row_tiles, key.parts, 1), values)
+    return launch_of(sparse_packed_spec(key), (key.row_tiles, key.parts, 1), values)

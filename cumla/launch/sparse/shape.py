@@ -15,13 +15,14 @@ from cumla.launch.split.plan import (
     PlanLayout,
     filling_parts,
 )
+from cumla.mla.shape import FORMATS, NO_ROPE, PACKED, V4, V41, V41_FP4
 
-__all__ = ["PACKED", "RULES", "V4", "MLASparseKey"]
+__all__ = ["RULES", "WHOLE_ROWS", "WIDENED", "MLASparseKey"]
 
-PACKED = "v32"
-"""A cache of rows of 656 bytes: e4m3 latent columns, four scales, bfloat16 RoPE columns."""
-V4 = "v4"
-"""A cache in DeepSeek-V4's format: rows of 512 columns in 576 bytes, and 8 bytes of scales."""
+WHOLE_ROWS = (PACKED, NO_ROPE)
+"""Caches of whole rows: e4m3 latent columns, four scales, perhaps RoPE columns."""
+WIDENED = (V4, V41, V41_FP4)
+"""Caches whose rows of 512 columns become bfloat16 in shared memory."""
 _ALIGNMENT = 256
 
 
@@ -60,12 +61,13 @@ class MLASparseKey(LatentKey):
     num_heads: int
     topk: int  # entries of a list
     dtype: str  # "bfloat16" or "float16"
-    cache: str  # one of CACHES of cumla.launch.mla.shape, PACKED or V4
+    cache: str  # one of CACHES of cumla.launch.mla.shape, or of FORMATS
     device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
     sm_count: int  # multiprocessors of that device, 0 for the CPU
     batch_invariant: bool = False
     extra_topk: int = 0  # entries of a list that name rows of a second cache
     has_max_logits: bool = False  # the largest score of each row is an output, too; cache "same"
+    extra_cache: str = ""  # the format of that second cache, beside one of WIDENED
 
     num_kv_heads = 1
     page_size = 1  # what a list names is one row
@@ -74,16 +76,21 @@ class MLASparseKey(LatentKey):
     @property
     def has_whole_rows(self) -> bool:
         """Whether the kernel computes from whole packed rows, for many heads."""
-        return self.cache == PACKED and self.num_heads > NARROW_ROWS[0]
+        return self.cache in WHOLE_ROWS and self.num_heads > NARROW_ROWS[0]
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether a kernel for one or two caches of WIDENED computes."""
+        return self.cache in WIDENED
 
     @cached_property
     def row_tile(self) -> int:
         """Heads of one thread block: fewer where it computes from e4m3 numbers.
 
-        Few lists of whole or V4's rows are cut by heads, too.
+        Few lists of whole or widened rows are cut by heads, too.
         """
         narrow, wide = NARROW_ROWS
-        if self.has_whole_rows or self.cache == V4:
+        if self.has_whole_rows or self.is_widened:
             widths = (ROW_TILE,) if self.batch_invariant else (narrow, wide, ROW_TILE)
             return min(widths, key=self._cost_of)
         if self.cache == "same":
@@ -120,13 +127,13 @@ class MLASparseKey(LatentKey):
 
     @property
     def min_saving(self) -> int:
-        """KV blocks that cutting a list must save: few of V4, which take long."""
-        return RULES.v4_saving if self.cache == V4 else super().min_saving
+        """KV blocks that cutting a list must save: few of widened rows, which take long."""
+        return RULES.v4_saving if self.is_widened else super().min_saving
 
     @property
     def min_share(self) -> int:
         """KV blocks of a piece, at least."""
-        is_whole = self.has_whole_rows or self.cache == V4
+        is_whole = self.has_whole_rows or self.is_widened
         return RULES.whole_row_share if is_whole else super().min_share
 
     @property
@@ -165,14 +172,14 @@ class MLASparseKey(LatentKey):
     def selected(self) -> int:
         """Where in the buffer the selected rows lie, and after them how many each list has.
 
-        Kernels for packed and V4's rows look at the lists themselves.
+        Kernels for rows of formats look at the lists themselves.
         """
         return PlanLayout.of(self).nbytes
 
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        entries = 0 if self.cache in (PACKED, V4) else self.num_places * self.entries
+        entries = 0 if self.cache in FORMATS else self.num_places * self.entries
         return self.selected + entries * 4
 
     @cached_property

@@ -9,7 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from cumla.mla.shape import (
+    FP4_SCALED_COLUMNS,
+    NO_ROPE,
     PACKED_BYTES,
+    ROPE_DIM,
     SCALED_COLUMNS,
     SCALES,
     V4_BYTES,
@@ -18,17 +21,22 @@ from cumla.mla.shape import (
     V4_SCALE_BYTES,
     V4_SCALED_COLUMNS,
     V4_SCALES,
+    V41,
+    V41_FP4,
+    V41_SCALED_COLUMNS,
     VALUE_DIM,
 )
 from cumla.reference.rows import (
     E4M3,
     Array,
     as_e4m3,
+    e2m1_codes,
     e4m3_bits,
     in_float32,
     page_numbers,
     quantized,
     rotated,
+    rounded_up,
 )
 
 
@@ -47,6 +55,7 @@ def append_mla_cache(
     q_pe: Array | None = None,
     q_pe_out: Array | None = None,
     kv_scale: Array | float | None = None,
+    cache_format: str | None = None,
 ) -> None:
     """Write the rows of new tokens into the pages of a cache, and rotate their RoPE columns.
 
@@ -65,12 +74,15 @@ def append_mla_cache(
     subnormal numbers taken for 0; the conversion rounds to nearest even and saturates at 448. Where
     the cache has scales of its own, each 128 latent columns of a row are quantised as rows are by
     :func:`quantize_fp8`, in the packed format with power_of_two_scales; and so are each 64 of V4's,
-    whose scales are written as exponents, biased by 127, with a byte of 0 after the seven.
+    whose scales are written as exponents, biased by 127, with a byte of 0 after the seven. Other
+    formats have all columns x of a row quantised, in groups with the largest magnitude m: e4m3
+    numbers ``x / s`` and the exponent of ``s = 2 ** ceil(log2(max(m, 1e-4) / 448))`` per 32
+    columns; or e2m1 numbers ``x / s`` and ``s = e4m3(max(m, 6 / 512) / 6)`` per 16.
 
     Parameters
     ----------
     rows, kv_cache, slot_mapping, batch_indices, positions, block_table, kv_indices, kv_indptr, \
-cos_sin, interleaved, q_pe, q_pe_out, kv_scale
+cos_sin, interleaved, q_pe, q_pe_out, kv_scale, cache_format
         As in :func:`cumla.append_mla_cache`, of any floating dtype and any strides. q_pe_out is
         q_pe itself by default.
 
@@ -79,8 +91,17 @@ cos_sin, interleaved, q_pe, q_pe_out, kv_scale
     ValueError
         If it is not clear where the rows go, or shapes disagree.
     """
-    ckv, k_pe, scales = columns_of(kv_cache)
-    ckv_rows, k_pe_rows = (_with_heads(part, 3) for part in _halves(rows, ckv.shape[-1]))
+    follow = None
+    if cache_format in (NO_ROPE, V41, V41_FP4):
+        assert isinstance(kv_cache, np.ndarray)
+        follow = _with_heads(kv_cache.view(np.uint8), 4)
+        ckv = k_pe = follow
+        scales = None
+        latent = VALUE_DIM - (0 if cache_format == NO_ROPE else ROPE_DIM)
+    else:
+        ckv, k_pe, scales = columns_of(kv_cache)
+        latent = ckv.shape[-1]
+    ckv_rows, k_pe_rows = (_with_heads(part, 3) for part in _halves(rows, latent))
     num_pages, page_size = ckv.shape[:2]
     if slot_mapping is not None:
         place = slot_mapping.astype(np.int64)
@@ -105,6 +126,10 @@ cos_sin, interleaved, q_pe, q_pe_out, kv_scale
             q_pe_out[known] = rotated(q_pe[known], angles, interleaved)
 
     where = page[exists], place[exists] % page_size
+    if follow is not None and cache_format is not None:
+        whole = [in_float32(part[exists]) for part in (ckv_rows, k_pe_rows)]
+        follow[where] = _row_bytes(np.concatenate(whole, axis=-1), cache_format)
+        return
     factor = np.float32(1) / np.asarray(1 if kv_scale is None else kv_scale, np.float32).reshape(())
     _write(k_pe, where, k_pe_rows[exists], factor)
     if scales is None:
@@ -117,6 +142,31 @@ cos_sin, interleaved, q_pe, q_pe_out, kv_scale
     bits, found = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
     ckv.view(np.uint8)[where] = bits.reshape(new.shape)
     scales[where] = _exponents(found) if is_v4 else found
+
+
+def _row_bytes(rows: Array, form: str) -> Array:
+    """Quantise rows of 512 float32 columns: columns, then their scales, as bytes."""
+    columns = {NO_ROPE: SCALED_COLUMNS, V41: V41_SCALED_COLUMNS, V41_FP4: FP4_SCALED_COLUMNS}[form]
+    lead = rows.shape[:-1]
+    groups = rows.reshape(*lead, VALUE_DIM // columns, columns)
+    if form == NO_ROPE:
+        bits, scales = quantized(groups, power_of_two_scales=True)
+        return _joined(bits, scales, lead)
+    largest = np.fmax.reduce(np.abs(groups), axis=-1, initial=np.float32(0))
+    largest = np.minimum(largest, np.finfo(np.float32).max)
+    if form == V41:
+        scales = rounded_up(np.maximum(largest, np.float32(1e-4)) / np.float32(448))
+        bits = e4m3_bits(groups, (np.float32(1) / scales)[..., None])
+        return _joined(bits, (scales.view(np.uint32) >> 23).astype(np.uint8), lead)
+    scales = np.maximum(largest, np.float32(6 / 512)) / np.float32(6)
+    codes = e4m3_bits(scales, np.float32(1))
+    factors = codes.view(E4M3).astype(np.float32)
+    return _joined(e2m1_codes(groups, factors[..., None]), codes, lead)
+
+
+def _joined(columns: Array, scales: Array, lead: tuple[int, ...]) -> Array:
+    parts = [np.ascontiguousarray(x).reshape(*lead, -1).view(np.uint8) for x in (columns, scales)]
+    return np.concatenate(parts, axis=-1)
 
 
 def columns_of(kv_cache: Array | Sequence[Array]) -> tuple[Array, Array, Array | None]:

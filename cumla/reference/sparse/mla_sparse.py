@@ -10,10 +10,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cumla.core.state import AttentionState
-from cumla.mla.shape import V4_BYTES, V4_SCALED_COLUMNS, V4_SCALES, VALUE_DIM
+from cumla.mla.shape import (
+    FP4_SCALED_COLUMNS,
+    NO_ROPE,
+    SCALED_COLUMNS,
+    V4_BYTES,
+    V4_SCALED_COLUMNS,
+    V4_SCALES,
+    V41,
+    V41_FP4,
+    V41_SCALED_COLUMNS,
+    VALUE_DIM,
+)
 from cumla.reference.mla.cache import columns_of
 from cumla.reference.mla.decode import Cache, attend
-from cumla.reference.rows import Array
+from cumla.reference.rows import E4M3, Array, e2m1_numbers
 from cumla.reference.threads import one_blas_thread
 
 
@@ -32,6 +43,8 @@ def mla_sparse_decode(
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
     batch_invariant: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
@@ -51,7 +64,7 @@ def mla_sparse_decode(
         As in :func:`mla_sparse_attention`, of each request or of each query token: ``(batch,)`` or
         ``(batch, q_len)``. By default request b of the table is that of ``q[b]``.
     kv_cache, block_table, extra_kv_cache, extra_indices, sinks, softmax_scale, kv_scale, \
-batch_invariant, accumulate
+cache_format, extra_cache_format, batch_invariant, accumulate
         As in :func:`mla_sparse_attention`.
     out, lse : ndarray, optional
         As in :func:`cumla.mla_sparse_decode`.
@@ -96,6 +109,8 @@ batch_invariant, accumulate
             sinks=sinks,
             softmax_scale=softmax_scale,
             kv_scale=kv_scale,
+            cache_format=cache_format,
+            extra_cache_format=extra_cache_format,
             out=out[b],
             lse=lse[b],
             accumulate=accumulate,
@@ -118,6 +133,8 @@ def mla_sparse_attention(
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
     batch_invariant: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
@@ -152,11 +169,17 @@ def mla_sparse_attention(
         page holds page_size rows of 448 e4m3 and 64 bfloat16 columns, then 8 bytes per row. Of
         these byte i is the exponent, biased by 127, of the factor of columns 64 i to 64 i + 63, NaN
         if it is 255, and the last is none. A byte of 0 is 2^-127, as E8M0 defines it; the kernels
-        take 0 for it, which is at most 448 * 2^-127 away.
+        take 0 for it, which is at most 448 * 2^-127 away. Or it is the bytes of cache_format.
     indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
         The list of each query token.
     topk_lens, block_table, row_to_request, extra_kv_cache, extra_indices : optional
         As in :func:`cumla.mla_sparse_attention`.
+    cache_format, extra_cache_format : str, optional
+        Rows of 512 columns, key and value. ``"v32_no_rope"``: 512 e4m3 columns, then 4 float32
+        scales, one per 128 columns. ``"v41"``: 512 e4m3 columns, then 16 exponents as those of V4,
+        one per 32 columns. ``"v41_fp4"``: 512 e2m1 columns, two a byte, the first one in the low
+        half, then 32 e4m3 scales, one per 16 columns. By default widths tell; the second cache has
+        the format of the first.
     extra_topk_lens, sinks, softmax_scale, kv_scale, batch_invariant, out, lse : optional
         As there. batch_invariant makes no difference: each query token is computed on its own.
     accumulate : {"float64", "float32"}
@@ -180,12 +203,12 @@ def mla_sparse_attention(
     lse = np.empty((tokens, num_heads), np.float32) if lse is None else lse
     columns = sum(part.shape[-1] for part in parts)
     scale = columns**-0.5 if softmax_scale is None else softmax_scale
-    cache = _cache_of(kv_cache, kv_scale)
+    cache = _cache_of(kv_cache, kv_scale, cache_format)
     caches = [(cache, _selections(cache, indices, topk_lens, block_table, row_to_request))]
     if extra_kv_cache is not None:
         if extra_indices is None:
             raise ValueError("extra_indices: needed with extra_kv_cache; pass them")
-        extra = _cache_of(extra_kv_cache, None)
+        extra = _cache_of(extra_kv_cache, None, extra_cache_format or cache_format)
         caches.append((extra, _selections(extra, extra_indices, extra_topk_lens, None, None)))
     dtype = np.dtype(accumulate)
     for i in range(tokens):
@@ -225,17 +248,56 @@ class V4Cache(NamedTuple):
 
     def rows_at(self, pages: Array, slots: Array, dtype: np.dtype[Any]) -> Array:
         """Gather the rows of some slots of some pages: (rows, 1, 512)."""
-        exponents = self.exponents[pages, slots][..., :V4_SCALES]
-        factors = np.ldexp(dtype.type(1), np.minimum(exponents, 254).astype(np.int32) - 127)
-        factors[exponents == 255] = np.nan
+        factors = _powers(self.exponents[pages, slots][..., :V4_SCALES], dtype)
         columns = self.ckv[pages, slots].astype(dtype)
         columns *= np.repeat(factors, V4_SCALED_COLUMNS, axis=-1)
         return np.concatenate([columns, self.k_pe[pages, slots].astype(dtype)], axis=-1)
 
 
-def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> Cache | V4Cache:
+class ScaledCache(NamedTuple):
+    """Rows of 512 columns of few bits, followed by their scales: (num_pages, page_size, 1, n)."""
+
+    ckv: Array
+    form: str
+
+    def rows_at(self, pages: Array, slots: Array, dtype: np.dtype[Any]) -> Array:
+        """Gather the rows of some slots of some pages: (rows, 1, 512)."""
+        rows = np.ascontiguousarray(self.ckv[pages, slots])
+        if self.form == V41_FP4:
+            codes, scales = np.split(rows, [VALUE_DIM // 2], axis=-1)
+            scales = np.ascontiguousarray(scales)
+            columns = e2m1_numbers(codes).astype(dtype)
+            factors, each = scales.view(E4M3).astype(dtype), FP4_SCALED_COLUMNS
+        else:
+            numbers, scales = np.split(rows, [VALUE_DIM], axis=-1)
+            columns = np.ascontiguousarray(numbers).view(E4M3).astype(dtype)
+            scales = np.ascontiguousarray(scales)
+            if self.form == V41:
+                factors, each = _powers(scales, dtype), V41_SCALED_COLUMNS
+            else:
+                factors, each = scales.view(np.float32).astype(dtype), SCALED_COLUMNS
+        columns *= np.repeat(factors, each, axis=-1)
+        return columns
+
+
+def _powers(exponents: Array, dtype: np.dtype[Any]) -> Array:
+    """Give the powers of two of E8M0 bytes."""
+    factors: Array = np.ldexp(dtype.type(1), np.minimum(exponents, 254).astype(np.int32) - 127)
+    factors[exponents == 255] = np.nan
+    return factors
+
+
+def _cache_of(
+    kv_cache: Array | Sequence[Array],
+    kv_scale: Array | float | None,
+    form: str | None = None,
+) -> Cache | V4Cache | ScaledCache:
     """Take a cache apart; its rows without pages are pages of one slot."""
     parts = (kv_cache,) if isinstance(kv_cache, np.ndarray) else kv_cache
+    if form in (NO_ROPE, V41, V41_FP4):
+        rows = parts[0][:, None] if parts[0].ndim == 2 else parts[0]
+        rows = rows[:, :, None] if rows.ndim == 3 else rows
+        return ScaledCache(rows.view(np.uint8), form)
     if parts[0].shape[-1] == V4_BYTES:
         ckv, k_pe, exponents = columns_of(parts[0][:, None] if parts[0].ndim == 2 else parts[0])
         assert exponents is not None
@@ -245,7 +307,7 @@ def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None)
 
 
 def _selections(
-    cache: Cache | V4Cache,
+    cache: Cache | V4Cache | ScaledCache,
     indices: Array,
     topk_lens: Array | None,
     block_table: Array | None,

@@ -29,7 +29,9 @@ ROPE_DIM = HEAD_DIM - VALUE_DIM
 PACKED = 656
 POISON = 0xFF  # a NaN of every type here
 V4_DIM = 512  # columns of a row of DeepSeek-V4
-FORMS = ("one", "pair", "16-bit rope", "scales", "packed", "v4")
+NAMED = {"v32_no_rope": 528, "v41": 528, "v41_fp4": 288}
+"""Bytes of rows of formats that have to be named."""
+FORMS = ("one", "pair", "16-bit rope", "scales", "packed", "v4", *NAMED)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tokens": (1, 2, 15, 16, 17, 63, 300, 3000),
     "page_size": (1, 3, 16, 64, 128),
@@ -58,7 +60,7 @@ class Sample:
 
     @property
     def columns(self) -> int:
-        return V4_DIM if self.form == "v4" else HEAD_DIM
+        return V4_DIM if self.form.startswith("v") else HEAD_DIM
 
     @property
     def name(self) -> str:
@@ -71,12 +73,15 @@ def samples(count: int) -> list[Sample]:
     found = []
     for seed in range(count):
         chosen = {name: rng.choice(values) for name, values in FACTORS.items()}
-        if chosen["form"] in ("packed", "v4"):
+        if chosen["form"] in ("packed", "v4", *NAMED):
             chosen["dtype"] = "bfloat16"
-        if chosen["form"] in ("packed", "scales", "v4"):
+        if chosen["form"] in ("packed", "scales", "v4", *NAMED):
             chosen["scale"] = None
-        if chosen["form"] == "v4":
+        if chosen["form"].startswith("v"):
             chosen["heads"] = 1
+        if chosen["form"] == "v32_no_rope":  # whose rows have one part
+            chosen["rows"] = chosen["rows"].replace("float32 pair", "float32")
+            chosen["rows"] = chosen["rows"].replace("pair", "plain")
         found.append(Sample(**chosen, seed=seed))
     return found
 
@@ -121,6 +126,7 @@ class Cache:
             "scales": [(VALUE_DIM, np.uint8), (ROPE_DIM, rope), (4, np.float32)],
             "packed": [(PACKED, np.uint8)],
             "v4": [(584, np.uint8)],
+            **{name: [(nbytes, np.uint8)] for name, nbytes in NAMED.items()},
         }
         self.kinds = parts[form]
         self.lead = lead
@@ -188,7 +194,7 @@ def make_places(s: Sample) -> tuple[dict[str, np.ndarray], int]:
     }, pages
 
 
-@pytest.mark.parametrize("s", samples(120), ids=lambda s: s.name)
+@pytest.mark.parametrize("s", samples(180), ids=lambda s: s.name)
 def test_grid(s: Sample) -> None:
     """Padding and all that is not named included."""
     places, pages = make_places(s)
@@ -199,6 +205,8 @@ def test_grid(s: Sample) -> None:
     if scale is not None:
         places["kv_scale"] = scale
         there["kv_scale"] = cp.asarray(scale) if s.scale == "array" else scale
+    if s.form in NAMED:
+        places["cache_format"] = there["cache_format"] = s.form
     reference(host_rows, cache.view(cache.host), **places)
     cumla.append_mla_cache(rows, cache.view(cache.device), **there)
     cache.check()
@@ -254,6 +262,57 @@ def test_rotations(rows_dtype: str, form: str, interleaved: bool) -> None:
     got_q = queries.view(cp.uint16).get().view(BF16)
     check_rounding(got_q[known].astype(np.float64), exact_q[known], 8, -126)
     assert (got_q[~known] == q_pe[~known]).all()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("form", ["v41", "v41_fp4"])
+@pytest.mark.parametrize("rows_dtype", ["bfloat16", "float32"])
+def test_rotations_before_scales(rows_dtype: str, form: str, interleaved: bool) -> None:
+    """Scales are those of the rotated columns; numbers are within half a step of the exact ones."""
+    tokens = 600
+    rng = np.random.default_rng(6)
+    rows = rng.standard_normal((tokens, V4_DIM)).astype(NUMPY_DTYPES[rows_dtype])
+    angles = 6.3 * rng.random((700, ROPE_DIM // 2))
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    positions, slots = rng.integers(-3, 703, tokens), rng.permutation(tokens)
+    exact = np.full((tokens, 1, HEAD_DIM), np.nan)
+    wide = np.concatenate([np.zeros((tokens, ROPE_DIM)), rows.astype(np.float64)], axis=1)
+    more: dict[str, Any] = {"positions": positions, "cos_sin": table}
+    reference(wide, exact, slots, interleaved=interleaved, **more)
+    cache = Cache(form, (tokens, 1, 1), "bfloat16")
+    cumla.append_mla_cache(
+        on_device(rows),
+        cache.view(cache.device),
+        cp.asarray(slots),
+        interleaved=interleaved,
+        cache_format=form,
+        **{name: cp.asarray(array) for name, array in more.items()},
+    )
+    written = ~np.isnan(exact[:, 0, 0])
+    got = cache.view(cache.device).get()[:, 0, 0][written]
+    wanted = exact[written, 0, ROPE_DIM:]
+    columns, each, most = (512, 32, 448) if form == "v41" else (256, 16, 6)
+    groups = wanted.reshape(len(wanted), -1, each)
+    largest = np.abs(groups).max(axis=-1)
+    if form == "v41":
+        scales = np.exp2(got[:, columns:].astype(np.float64) - 127)
+        assert (largest <= scales * most * (1 + 1e-6)).all()
+        assert (largest >= scales * most / 2 * (1 - 1e-6)).all()
+        numbers = got[:, :columns].view(FP8).astype(np.float64).reshape(groups.shape)
+        _, exponent = np.frexp(groups / scales[..., None])
+        half_step = np.ldexp(1.0, np.maximum(exponent - 1, -6) - 4)
+    else:
+        scales = np.ascontiguousarray(got[:, columns:]).view(FP8).astype(np.float64)
+        assert (np.abs(largest / 6 - scales) <= scales / 16 * (1 + 1e-6)).all()
+        codes = np.stack([got[:, :columns] & 15, got[:, :columns] >> 4], axis=-1)
+        numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+        numbers = numbers.reshape(groups.shape)
+        size = np.abs(groups / scales[..., None])
+        half_step = np.select([size <= 2, size <= 4, size <= 6], [0.25, 0.5, 1.0], 1.0)
+    error = np.abs(numbers - np.clip(groups / scales[..., None], -most, most))
+    assert (error <= half_step * (1 + 1e-4)).all()
+    rest = cache.device[0].get()[1:-1][~written]
+    assert (rest == POISON).all()
 
 
 def check_rounding(got: np.ndarray, exact: np.ndarray, digits: int, least: int) -> None:

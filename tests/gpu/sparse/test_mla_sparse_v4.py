@@ -16,7 +16,10 @@ from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.problem import Guarded
 from tests.gpu.tools.v4_problem import CASES, V4Case, V4Problem, make_v4, place_caches
 
-KERNELS = ("select_rows", "mla_sparse", "mla_sparse_v4")
+KERNELS = (
+    *("select_rows", "mla_sparse", "mla_sparse_v4", "mla_sparse_v41"),
+    *("mla_sparse_fp8", "mla_sparse_packed"),
+)
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -24,11 +27,25 @@ EVERY_FORM = (  # form, heads, entries of a second list
     ("v4", 64, 512),
     ("v4", 16, 0),
     ("v4", 128, 70),
+    ("v41", 64, 512),
+    ("v41", 16, 0),
+    ("v41+v41_fp4", 64, 512),
+    ("v41_fp4", 128, 70),
+    ("v32_no_rope", 16, 0),
+    ("v32_no_rope", 64, 0),
+    ("e4m3", 16, 0),
+    ("e4m3", 64, 0),
     ("bfloat16", 16, 0),
     ("bfloat16", 128, 0),
     ("float16", 64, 0),
 )
 every_form = pytest.mark.parametrize(("form", "heads", "extra"), EVERY_FORM)
+
+
+def formed(form: str) -> dict[str, str]:
+    """What a case has of a form, or of those of two caches."""
+    first, _, second = form.partition("+")
+    return {"form": first, "extra_form": second}
 
 
 def run(problem: V4Problem, plan: Any = None, **options: Any) -> tuple[Guarded, Guarded]:
@@ -80,11 +97,16 @@ def test_forms_and_modes(case: V4Case, record_figures: Report) -> None:
 @pytest.mark.parametrize("lists", ["random", "same", "absent", "mixed", "first", "blocks"])
 @pytest.mark.parametrize("scales", ["powers", "wild", "zero"])
 @pytest.mark.parametrize("heads", [17, 64, 128])
-def test_lists_and_scales(heads: int, scales: str, lists: str, record_figures: Report) -> None:
+@pytest.mark.parametrize("form", ["v4", "v41", "v41+v41_fp4", "v32_no_rope"])
+def test_lists_and_scales(
+    form: str, heads: int, scales: str, lists: str, record_figures: Report
+) -> None:
     for batch, topk, extra in ((200, 1, 1), (80, 70, 130), (3, 2048, 640)):
-        extra = 0 if lists == "same" else extra  # of two rows that cancel, roundings are left
+        # Of two rows that cancel, roundings are left
+        extra = 0 if lists == "same" or form == "v32_no_rope" else extra
         case = V4Case(
             *(batch, 1, heads, topk),
+            **formed(form),
             extra=extra,
             extra_page_size=64,
             scales=scales,
@@ -97,9 +119,11 @@ def test_lists_and_scales(heads: int, scales: str, lists: str, record_figures: R
 
 @pytest.mark.parametrize("page_size", [1, 2, 53, 64, 256])
 @pytest.mark.parametrize("extra_page_size", [1, 2, 64])
-def test_pages(page_size: int, extra_page_size: int, record_figures: Report) -> None:
+@pytest.mark.parametrize("form", ["v4", "v41+v41_fp4"])
+def test_pages(form: str, page_size: int, extra_page_size: int, record_figures: Report) -> None:
     case = V4Case(
         *(4, 2, 64, 300),
+        **formed(form),
         page_size=page_size,
         extra=150,
         extra_page_size=extra_page_size,
@@ -113,7 +137,7 @@ def test_pages(page_size: int, extra_page_size: int, record_figures: Report) -> 
 @every_form
 def test_every_tail(form: str, heads: int, extra: int, record_figures: Report) -> None:
     ends = np.array([1, 2, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 127, 128, 129, 191, 193, 255])
-    case = V4Case(batch=len(ends), q_len=2, heads=heads, topk=256, form=form, extra=extra)
+    case = V4Case(batch=len(ends), q_len=2, heads=heads, topk=256, **formed(form), extra=extra)
     lists = {"topk_lens": ends.astype(np.int32)}
     if extra:
         lists["extra_topk_lens"] = ends[::-1].astype(np.int32) % 71
@@ -124,7 +148,7 @@ def test_every_tail(form: str, heads: int, extra: int, record_figures: Report) -
 def test_the_highest_sinks(form: str, heads: int, extra: int, record_figures: Report) -> None:
     """As in test_mla_sparse.py."""
     for batch, topk in ((1, 2000), (100, 65)):
-        case = V4Case(*(batch, 2, heads, topk), form=form, extra=extra, sinks="mixed")
+        case = V4Case(*(batch, 2, heads, topk), **formed(form), extra=extra, sinks="mixed")
         case = dataclasses.replace(case, lengths="tokens")
         record_figures(attend_and_check(make_v4(cp, case)))
 
@@ -137,10 +161,14 @@ def test_batches_around_the_number_of_multiprocessors(heads: int, record_figures
         record_figures(attend_and_check(make_v4(cp, case)))
 
 
-@pytest.mark.parametrize(("form", "extra"), [("v4", 64), ("bfloat16", 0)])
+@pytest.mark.parametrize(
+    ("form", "extra"), [("v4", 64), ("v41+v41_fp4", 64), ("v32_no_rope", 0), ("bfloat16", 0)]
+)
 def test_thousands_of_query_tokens(form: str, extra: int, record_figures: Report) -> None:
     """As a prefill has them."""
-    case = V4Case(*(1, 4001, 64, 200), form=form, extra=extra, operation="tokens", lists="mixed")
+    case = V4Case(
+        *(1, 4001, 64, 200), **formed(form), extra=extra, operation="tokens", lists="mixed"
+    )
     record_figures(attend_and_check(make_v4(cp, case)))
 
 
@@ -168,11 +196,14 @@ def test_every_e4m3_number_and_every_exponent(record_figures: Report) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "extra"), [("v4", 70), ("bfloat16", 0)])
+@pytest.mark.parametrize(
+    ("form", "extra"),
+    [("v4", 70), ("v41", 70), ("v41_fp4", 0), ("v32_no_rope", 0), ("bfloat16", 0)],
+)
 def test_slots_beyond_2_gigabytes(form: str, extra: int) -> None:
     cp.get_default_memory_pool().free_all_blocks()
-    slots = 2_400_000 if form == "bfloat16" else 4_400_000
-    case = V4Case(topk=700, form=form, extra=extra, lists="mixed")
+    slots = {"bfloat16": 2_400_000, "v41_fp4": 8_000_000}.get(form, 4_400_000)
+    case = V4Case(topk=700, **formed(form), extra=extra, lists="mixed")
     problem = make_v4(cp, case, num_pages=slots // case.page_size)
     assert problem.memory["kv_cache"].nbytes > 1 << 31
     attend_and_check(problem)
@@ -182,18 +213,27 @@ def test_slots_beyond_2_gigabytes(form: str, extra: int) -> None:
 @pytest.mark.parametrize("what", ["column", "scale"])
 def test_a_nan_that_is_selected(form: str, heads: int, extra: int, what: str) -> None:
     """It makes NaN of the results of queries that see it, and changes no bit of others."""
-    if what == "scale" and form != "v4":
+    if what == "scale" and not form.startswith("v"):
         return
-    case = V4Case(batch=20, q_len=2, heads=heads, topk=130, form=form, extra=extra)
+    case = V4Case(batch=20, q_len=2, heads=heads, topk=130, **formed(form), extra=extra)
     problem = make_v4(cp, case)
     before = run(problem)
     row = 77
     sees = (problem.named() == row).any(axis=1)
     assert 0 < sees.sum() < len(sees)
-    if what == "scale":
+    if problem.raw:
+        rows, is_fp4 = problem.raw["kv_cache"], form == "v41_fp4"
+        if what == "scale" or is_fp4:
+            columns = 256 if is_fp4 else 512
+            nan = {"v41": [0xFF], "v41_fp4": [0x7F]}.get(case.form, [0, 0, 0xC0, 0x7F])
+            at = columns + 4 * len(nan)
+            rows[row, at : at + len(nan)] = cp.asarray(np.array(nan, np.uint8))
+        else:
+            rows[row, 300] = 0x7F
+    elif what == "scale":
         problem.scales[row, 3] = 0xFF
     else:
-        problem.latent[row, 300] = {"v4": 0x7F, "float16": 0x7E01}.get(form, 0x7FC1)
+        problem.latent[row, 300] = {"v4": 0x7F, "e4m3": 0x7F, "float16": 0x7E01}.get(form, 0x7FC1)
     place_caches(problem)
     after = run(problem)
     for values in problem.by_token(*arrays_of(after)):
@@ -208,7 +248,7 @@ def test_a_nan_that_is_selected(form: str, heads: int, extra: int, what: str) ->
 
 @every_form
 def test_an_entry_that_is_left_out_shows(form: str, heads: int, extra: int) -> None:
-    problem = make_v4(cp, V4Case(heads=heads, topk=640, form=form, extra=extra))
+    problem = make_v4(cp, V4Case(heads=heads, topk=640, **formed(form), extra=extra))
     name = "extra_indices" if extra else "indices"
     indices = problem.lists[name].copy()
     indices[1, 0, 33] = -1
@@ -223,7 +263,7 @@ def test_an_entry_that_is_left_out_shows(form: str, heads: int, extra: int) -> N
 @every_form
 def test_50_repeats_give_the_same_bits(form: str, heads: int, extra: int) -> None:
     for batch, topk in ((1, 2048), (5, 700), (150, 130)):
-        case = V4Case(batch=batch, heads=heads, topk=topk, form=form, extra=extra)
+        case = V4Case(batch=batch, heads=heads, topk=topk, **formed(form), extra=extra)
         problem = make_v4(cp, case)
         results = [arrays_of(run(problem)) for _ in range(50)]
         assert all(same_bits(result, results[0]) for result in results[1:])
@@ -232,7 +272,7 @@ def test_50_repeats_give_the_same_bits(form: str, heads: int, extra: int) -> Non
 @every_form
 def test_batch_invariant(form: str, heads: int, extra: int, record_figures: Report) -> None:
     """A list alone, or in another place among others."""
-    case = V4Case(batch=6, heads=heads, topk=2048, form=form, extra=extra, lengths="requests")
+    case = V4Case(batch=6, heads=heads, topk=2048, **formed(form), extra=extra, lengths="requests")
     problem = make_v4(cp, case)
     whole = run(problem, batch_invariant=True)
     record_figures(problem.check(*arrays_of(whole)))
@@ -248,9 +288,12 @@ def test_batch_invariant(form: str, heads: int, extra: int, record_figures: Repo
 @every_form
 def test_a_plan_over_layers(form: str, heads: int, extra: int, record_figures: Report) -> None:
     """With other lists in each, and garbage in its buffer before the update."""
-    case = V4Case(*(5, 2, heads, 600), form=form, extra=extra, lengths="tokens", sinks="finite")
+    case = V4Case(
+        *(5, 2, heads, 600), **formed(form), extra=extra, lengths="tokens", sinks="finite"
+    )
     first = make_v4(cp, case)
-    kind = {"cache_format": "v4"} if form == "v4" else {}
+    kind = {"cache_format": "v4"} if form == "v4" else first.case.formats
+    kind = {"cache_dtype": "float8_e4m3fn"} if form == "e4m3" else kind
     size = cumla.MLASparsePlan.workspace_bytes(5, 2, heads, 600, extra_topk=extra, **kind)
     buffer = cp.full(size + 4096, 0xFF, cp.uint8)
     plan = first.plan(workspace=buffer[:size])
@@ -269,7 +312,9 @@ def test_a_plan_over_layers(form: str, heads: int, extra: int, record_figures: R
 
 @every_form
 def test_a_graph_serves_new_lists_and_lengths(form: str, heads: int, extra: int) -> None:
-    case = V4Case(*(4, 2, heads, 500), form=form, extra=extra, lengths="requests", sinks="finite")
+    case = V4Case(
+        *(4, 2, heads, 500), **formed(form), extra=extra, lengths="requests", sinks="finite"
+    )
     problem = make_v4(cp, case)
     plan = problem.plan()
     out, lse = problem.outputs()
@@ -335,7 +380,8 @@ def test_random_delays_around_every_barrier() -> None:
         (700, 64, 130, 0, "requests"),  # many lists a part, some of them empty
     )
     problems = [
-        make_v4(cp, V4Case(batch=batch, heads=heads, topk=topk, extra=extra, lengths=lengths))
+        make_v4(cp, V4Case(batch, 1, heads, topk, **formed(form), extra=extra, lengths=lengths))
+        for form in ("v4", "v41", "v41+v41_fp4")
         for batch, heads, topk, extra, lengths in shapes
     ]
     expected = [arrays_of(run(problem)) for problem in problems]

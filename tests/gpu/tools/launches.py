@@ -320,13 +320,16 @@ def mla_invariant(make: _Maker) -> Iterator[Case]:
 
 # --- lists of rows -------------------------------------------------------------------------------
 
+_BYTES = {"v4": 584, "v41": 528, "v41_fp4": 288, "v32_no_rope": 528, "e4m3, 512 columns": 512}
+_NAMED = ("v41", "v41_fp4", "v32_no_rope")
+
 
 def mla_lists(make: _Maker) -> Iterator[Case]:
     """Sparse attention, in all formats of caches, with the largest scores of FlashMLA's face."""
     from cumla.sparse.mla_sparse import attend_as_flash_mla
 
     grid = itertools.product(
-        (*FORMS, "v4"), HALVES, (1, 2), (16, 20, 64, 128), (1, 20, 300), (5, 512, 2048)
+        (*FORMS, *_BYTES), HALVES, (1, 2), (16, 20, 64, 128), (1, 20, 300), (5, 512, 2048)
     )
     for form, dtype, q_len, heads, batch, topk in grid:
         if (dtype == FP16 and form not in FORMS[:2]) or (q_len > 1 and batch != 20):
@@ -340,23 +343,28 @@ def mla_lists(make: _Maker) -> Iterator[Case]:
             batch: int = batch,
             topk: int = topk,
         ) -> None:
-            v4 = form == "v4"
-            cache = make(9, 64, 1, 584, dtype=BYTES) if v4 else None
+            nbytes = _BYTES.get(form)
+            cache = make(9, 64, 1, nbytes, dtype=BYTES) if nbytes else None
             cache = cache or make.latent(form, 9, 64, 1, dtype=dtype)
-            q = make(batch, q_len, heads, 512 if v4 else 576, dtype=dtype)
+            named = {"cache_format": form} if form in _NAMED else {}
+            q = make(batch, q_len, heads, 512 if nbytes else 576, dtype=dtype)
             indices, sinks = make.int32(batch, q_len, topk), make.float32(heads)
-            cumla.mla_sparse_decode(q, cache, indices)
+            cumla.mla_sparse_decode(q, cache, indices, **named)
             more: dict[str, Any] = {"topk_lens": make.int32(batch), "sinks": sinks}
-            if v4 and topk == 512:
-                more["extra_kv_cache"] = make(5, 2, 1, 584, dtype=BYTES)
+            if form.startswith("v4") and topk == 512:
+                more["extra_kv_cache"] = make(5, 2, 1, nbytes, dtype=BYTES)
                 more["extra_indices"] = make.int32(batch, q_len, 128)
             more["block_table"] = make.int32(batch, 40)
-            cumla.mla_sparse_decode(q, cache, indices, **more)
+            cumla.mla_sparse_decode(q, cache, indices, **named, **more)
+            if form == "v41" and topk == 512:
+                more["extra_kv_cache"] = make(5, 2, 1, 288, dtype=BYTES)
+                second = {"extra_cache_format": "v41_fp4"}
+                cumla.mla_sparse_decode(q, cache, indices, **named, **more, **second)
             if topk == 512:
-                tokens = make(batch, heads, 512 if v4 else 576, dtype=dtype)
-                cumla.mla_sparse_attention(tokens, cache, make.int32(batch, topk))
+                tokens = make(batch, heads, 512 if nbytes else 576, dtype=dtype)
+                cumla.mla_sparse_attention(tokens, cache, make.int32(batch, topk), **named)
                 options = {"batch_invariant": True}
-                cumla.mla_sparse_decode(q, cache, indices, **options)
+                cumla.mla_sparse_decode(q, cache, indices, **named, **options)
 
         yield f"lists, {form}, {dtype.name}", call
     for dtype, columns, heads, batch in itertools.product(
@@ -572,7 +580,7 @@ def indexer(make: _Maker) -> Iterator[Case]:
 def caches(make: _Maker) -> Iterator[Case]:
     """New rows into caches, with and without a rotation."""
     for form, of_cache, of_rows, rows, page in itertools.product(
-        ("same", "apart", "e4m3", "e4m3 beside", "scales", "packed", "v4"),
+        ("same", "apart", "e4m3", "e4m3 beside", "scales", "packed", "v4", *_NAMED),
         *(HALVES, FLOATS, (1, 700), (64, 16)),
     ):
         only_bf16 = form not in (*FORMS[:2], "e4m3")
@@ -586,14 +594,15 @@ def caches(make: _Maker) -> Iterator[Case]:
             rows: int = rows,
             page: int = page,
         ) -> None:
-            v4 = form == "v4"
-            cache = make(9, page, 1, 584, dtype=BYTES) if v4 else None
+            nbytes = _BYTES.get(form)
+            cache = make(9, page, 1, nbytes, dtype=BYTES) if nbytes else None
             cache = cache or make.latent(form, 9, page, 1, dtype=of_cache)
-            given = make(rows, 512 if v4 else 576, dtype=of_rows)
+            given = make(rows, 512 if nbytes else 576, dtype=of_rows)
             place = {"batch_indices": make.int32(rows), "positions": make.int32(rows)}
             table = {"block_table": make.int32(5, 40)}
-            cumla.append_mla_cache(given, cache, **place, **table)
-            if not v4:
+            named = {"cache_format": form} if form in _NAMED else {}
+            cumla.append_mla_cache(given, cache, **place, **table, **named)
+            if not nbytes:
                 turn = {"cos_sin": make.float32(99, 64), "q_pe": make(rows, 3, 64, dtype=of_cache)}
                 cumla.append_mla_cache(
                     given, cache, make(rows, dtype=INT64), positions=make.int32(rows), **turn

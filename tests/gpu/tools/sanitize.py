@@ -67,7 +67,7 @@ from tests.gpu.tools.sparse_problem import (  # noqa: E402
     in_a_larger_cache,
     make_sparse,
 )
-from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
+from tests.gpu.tools.v4_problem import V4Case, make_v4  # noqa: E402
 from tests.launch.split.find_prefix_groups_mirror import expected_groups  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
@@ -171,6 +171,13 @@ SPARSE = (  # each kernel: lists that are cut and lists that are not, absent ent
 V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
     V4Case(batch=2, topk=128, extra=512, page_size=16, gaps=True, sinks="finite", **_LISTS),
     V4Case(batch=1, heads=80, topk=700, scales="wild", places="rows", page_size=53, **_LISTS),
+    V4Case(form="v41", batch=2, topk=70, extra=300, page_size=16, gaps=True, **_LISTS),
+    V4Case(form="v41", batch=1, heads=80, topk=128, extra=300, extra_form="v41_fp4", **_LISTS),
+    V4Case(form="v41_fp4", heads=8, topk=300, places="rows", page_size=53, sinks="finite"),
+    V4Case(form="v32_no_rope", batch=2, heads=16, topk=700, gaps=True, **_LISTS),
+    V4Case(form="v32_no_rope", batch=2, heads=72, topk=300, places="rows", **_LISTS),
+    V4Case(form="e4m3", batch=2, heads=16, topk=300, page_size=16, gaps=True, **_LISTS),
+    V4Case(form="e4m3", heads=40, topk=200, sinks="finite", **_LISTS),
     V4Case(batch=2, heads=16, topk=200, form="bfloat16", gaps=True, **_LISTS),
     V4Case(heads=80, topk=300, form="bfloat16", sinks="finite", **_LISTS),
 )
@@ -250,6 +257,8 @@ def append_all(cupy: Any) -> None:
     for form in ("slots", "requests, rotated"):
         append_rows(cupy, form)
         print(f"sanitize: rows by {form}: agree", flush=True)
+    append_formats(cupy)
+    print("sanitize: rows of formats: agree", flush=True)
     for cache in ("bfloat16", "uint8"):
         append_kv(cupy, cache)
         print(f"sanitize: keys and values into {cache}: agree", flush=True)
@@ -484,6 +493,26 @@ def append_rows(cupy: Any, form: str) -> None:
     cumla.append_mla_cache(typed(bits, "bfloat16"), typed(there, "bfloat16"), **given)
     cumla.reference.append_mla_cache(rows, cache, **arguments)
     np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
+
+
+def append_formats(cupy: Any) -> None:
+    """Write rows of formats of bytes; those with RoPE columns also rotated, by quarter turns."""
+    rng = np.random.default_rng(0)
+    tokens, bf16 = 37, NUMPY_DTYPES["bfloat16"]
+    rows = rng.standard_normal((tokens, 512)).astype(bf16)
+    slots = rng.permutation(100)[:tokens] - 10
+    turns = np.zeros((20, 64), np.float32)
+    turns[:, 32:] = 1
+    rotated = {"positions": np.arange(tokens) - 3, "cos_sin": turns}
+    for form, nbytes in (("v32_no_rope", 528), ("v41", 528), ("v41_fp4", 288)):
+        for more in ({}, rotated) if form != "v32_no_rope" else ({},):
+            cache = np.zeros((5, 16, 1, nbytes), np.uint8)
+            there = cupy.asarray(cache)
+            given = {name: cupy.asarray(array) for name, array in more.items()}
+            bits = typed(cupy.asarray(rows.view(np.uint16)), "bfloat16")
+            cumla.append_mla_cache(bits, there, cupy.asarray(slots), cache_format=form, **given)
+            cumla.reference.append_mla_cache(rows, cache, slots, cache_format=form, **more)
+            np.testing.assert_array_equal(there.get(), cache)
 
 
 def append_kv(cupy: Any, cache: str) -> None:
@@ -952,9 +981,8 @@ def attend_v4(cupy: Any, case: V4Case) -> None:
     """Rows of 512 columns, in the same ways."""
     problem = make_v4(np, case)
     given = {name: there(cupy, array) for name, array in problem.arguments.items()}
-    sizes = {"kv_cache": case.page_size, "extra_kv_cache": case.extra_page_size}
     for name in problem.memory.keys() if case.is_fp8 else ():  # with what lies between pages
-        given[name] = as_slots(cupy.asarray(problem.memory[name]), sizes[name])
+        given[name] = problem.view_of(name, cupy.asarray(problem.memory[name]))
     decodes = case.operation == "decode"
     call = cumla.mla_sparse_decode if decodes else cumla.mla_sparse_attention
     moved = replace(problem, arguments=given)

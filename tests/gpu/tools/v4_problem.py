@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of sparse MLA over rows of 512 columns: in 16 bits, or DeepSeek-V4's slots of 584 bytes.
+"""Calls of sparse MLA over rows of 512 columns: in 16 bits, e4m3, or in a format of bytes.
 
-Everything but columns and caches is as in sparse_problem.py. A V4 case may have a second cache;
-its rows are numbered after those of the first. Poison is NaN in columns, scales and paddings.
+Everything but columns and caches is as in sparse_problem.py. A case of V4 or V4.1 may have a second
+cache; its rows are numbered after those of the first. Poison is NaN in columns, scales and
+paddings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ import cumla
 from tests.gpu.tools import oracle, sparse_problem
 from tests.gpu.tools.fp8_problem import FACTOR, e4m3_bits, e4m3_numbers
 from tests.gpu.tools.problem import INF_BITS, NAN_BITS, VALUE_DIM, normal_bits, typed
-from tests.gpu.tools.sparse_problem import FEW, LESS, QUERY, SIZE, Seen, SparseCase, SparseProblem
+from tests.gpu.tools.sparse_problem import (
+    FEW,
+    LESS,
+    QUERY,
+    SIZE,
+    WILD_SCALE,
+    Seen,
+    SparseCase,
+    SparseProblem,
+)
 
 Array = Any
 FP8_DIM, ROPE_DIM, SCALES = 448, 64, 7
@@ -26,37 +36,57 @@ ROW_BYTES, SCALE_BYTES, SLOT_BYTES = 576, 8, 584
 TILE = 64  # columns that share a scale
 WILD = 2.0**-8
 CACHES = ("kv_cache", "extra_kv_cache")
+FOLLOWED = {"v32_no_rope": 528, "v41": 528, "v41_fp4": 288}
+"""Bytes of rows whose scales follow their columns, by the name of the format."""
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 @dataclass(frozen=True)
 class V4Case(SparseCase):
-    """One call; `form` is "v4", "bfloat16" or "float16"."""
+    """One call; `form` is "v4", one of FOLLOWED, "e4m3", "bfloat16" or "float16"."""
 
     heads: int = 64
     form: str = "v4"
     extra: int = 0  # entries of lists of a second cache
     extra_page_size: int = 2
+    extra_form: str = ""  # of the second cache; "": as the first
 
     @property
     def name(self) -> str:
         """A short test id."""
         extra = f"-extra{self.extra}-page{self.extra_page_size}" if self.extra else ""
+        extra += f"-{self.extra_form}" if self.extra_form else ""
         return super().name + extra
 
     @property
     def is_fp8(self) -> bool:
-        """Whether slots are V4's."""
-        return self.form == "v4"
+        """Whether the cache has no numbers of 16 bits alone."""
+        return "float" not in self.form
 
     @property
     def has_scales(self) -> bool:
-        """The same."""
-        return self.is_fp8
+        """Whether rows have scales of their own."""
+        return self.is_fp8 and self.form != "e4m3"
+
+    @property
+    def is_rounded(self) -> bool:
+        """As of packed rows."""
+        return self.form == "v32_no_rope" and self.heads > 16
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """What has to be named."""
+        if self.form not in FOLLOWED:
+            return {}
+        extra = {"extra_cache_format": self.extra_form} if self.extra_form else {}
+        return {"cache_format": self.form, **extra}
 
     @property
     def softmax_scale(self) -> float:
         """Factor of the scores."""
         wild = self.has_scales and self.scales == "wild"
+        if wild and self.form == "v32_no_rope":
+            return self.steep * WILD_SCALE
         return self.steep * VALUE_DIM**-0.5 * (WILD if wild else 1)
 
     @property
@@ -64,6 +94,7 @@ class V4Case(SparseCase):
         """What the lists of the second cache are made by."""
         return dataclasses.replace(
             self,
+            form=self.extra_form or self.form,
             topk=self.extra,
             page_size=self.extra_page_size,
             places="slots",
@@ -79,6 +110,7 @@ class V4Problem(SparseProblem):
     extra_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     extra_pages: int = 0
     memory: dict[str, Array] = field(default_factory=dict)
+    raw: dict[str, Array] = field(default_factory=dict)  # (rows, bytes) of caches of FOLLOWED
 
     def named(self) -> np.ndarray:
         """Numbers of the rows that both lists name, (tokens, topk + extra)."""
@@ -96,7 +128,26 @@ class V4Problem(SparseProblem):
     def seen(self, *, rounded: bool) -> Seen:
         """The rows as they are: the kernel's bfloat16 holds them."""
         xp = self.xp
-        if not self.case.is_fp8:
+        assert isinstance(self.case, V4Case)
+        if self.case.form == "v32_no_rope":
+            latent = xp.asarray(e4m3_numbers())[self.latent.astype(np.int32)]
+            whole = sparse_problem._host(self.scales).astype(np.float64)
+            keys = values = latent * xp.asarray(np.repeat(whole, 128, axis=1))
+            wide, is_wide = values, xp.zeros(len(keys), bool)
+            if rounded:
+                values, wide, is_wide = self._rounded(sparse_problem._host(latent))
+            return Seen(keys, values, wide, is_wide)
+        if self.raw:
+            forms = (self.case.form, self.case.second.form)
+            parts = [
+                decoded(xp, self.raw[name], form)
+                for name, form in zip(CACHES, forms, strict=True)
+                if name in self.raw
+            ]
+            keys = xp.concatenate(parts)
+        elif self.case.form == "e4m3":
+            keys = xp.asarray(e4m3_numbers())[self.latent.astype(np.int32)] * FACTOR
+        elif not self.case.is_fp8:
             keys = oracle.widen(xp, self.latent, self.case.dtype)
         else:
             assert self.scales is not None
@@ -107,11 +158,22 @@ class V4Problem(SparseProblem):
             keys = xp.concatenate([numbers * xp.repeat(factors, TILE, axis=1), rope], axis=-1)
         return Seen(keys, keys, keys, xp.zeros(len(keys), bool))
 
+    def view_of(self, name: str, memory: Array) -> Array:
+        """The argument in memory of a cache that is not of 16 bits alone."""
+        case = self.case
+        assert isinstance(case, V4Case)
+        page_size = case.page_size if name == "kv_cache" else case.extra_page_size
+        if name not in self.raw and case.form != "e4m3":
+            return as_slots(memory, page_size)
+        width = self.raw.get(name, self.latent).shape[1]
+        return memory[:, :page_size, :, :width]
+
     def plan(self, **options: Any) -> cumla.MLASparsePlan:
         """A plan for these arrays, updated."""
         names = ("q", "kv_cache", "indices", "extra_kv_cache", "extra_indices")
         made_of = {name: self.arguments[name] for name in names if name in self.arguments}
-        plan = cumla.MLASparsePlan.from_arrays(**made_of, **options)
+        assert isinstance(self.case, V4Case)
+        plan = cumla.MLASparsePlan.from_arrays(**made_of, **self.case.formats, **options)
         plan.update(**self.lengths)
         return plan
 
@@ -124,7 +186,9 @@ class V4Problem(SparseProblem):
     @property
     def inputs(self) -> dict[str, Any]:
         """What a run of a plan takes, but for its outputs."""
-        return {name: a for name, a in self.arguments.items() if name not in self.lengths}
+        assert isinstance(self.case, V4Case)
+        others = {*self.lengths, *self.case.formats}
+        return {name: a for name, a in self.arguments.items() if name not in others}
 
 
 def make_v4(xp: Any, case: V4Case, num_pages: int | None = None) -> V4Problem:
@@ -138,19 +202,34 @@ def make_v4(xp: Any, case: V4Case, num_pages: int | None = None) -> V4Problem:
         extra = sparse_problem.lists_of(case.second, rng, extra_slots, extra_pages)
         lists |= {f"extra_{name}": array for name, array in extra.items()}
     rows, offset = len(slots) + len(extra_slots), 66666 * (case.seed + 1)
-    scales = None
-    if case.is_fp8:
+    scales, rope, raw = None, None, {}
+    if case.form in FOLLOWED:
+        counts = len(slots), len(extra_slots)
+        latent = np.empty(0)
+        for name, form, count in zip(CACHES, (case.form, case.second.form), counts, strict=True):
+            if count:
+                raw[name] = _raw_rows(xp, case, form, rng, count, offset)
+        if case.form == "v32_no_rope":
+            latent = raw["kv_cache"][:, :VALUE_DIM]
+            scales = xp.ascontiguousarray(raw["kv_cache"][:, VALUE_DIM:]).view(xp.float32)
+    elif case.form == "e4m3":
+        latent = e4m3_bits(xp, (rows, VALUE_DIM), offset)
+    elif case.is_fp8:
         latent = e4m3_bits(xp, (rows, FP8_DIM), offset)
         rope = normal_bits(xp, (rows, ROPE_DIM), "bfloat16", SIZE, 5 * offset)
         scales = xp.asarray(_exponents(case, rng, rows))
     else:
-        latent, rope = normal_bits(xp, (rows, VALUE_DIM), case.dtype, SIZE, offset), None
+        latent = normal_bits(xp, (rows, VALUE_DIM), case.dtype, SIZE, offset)
     problem = V4Problem(
         *(xp, case, slots, pages, latent, rope, scales, None, lists),
         {name: xp.asarray(array) for name, array in lists.items()},
         extra_slots,
         extra_pages,
+        raw=raw,
     )
+    problem.arguments |= case.formats
+    if case.form == "e4m3":
+        problem.arguments["kv_scale"] = FACTOR
     problem.arguments["q"] = _query(problem, offset)
     if case.softmax_scale != VALUE_DIM**-0.5:
         problem.arguments["softmax_scale"] = case.softmax_scale
@@ -169,6 +248,40 @@ def _some_slots(
     slots = rng.permutation(count)[:rows]
     slots[-1] = count - 1 if count - 1 not in slots else slots[-1]
     return slots, num_pages
+
+
+def decoded(xp: Any, rows: Array, form: str) -> Array:
+    """The numbers that rows of V4.1 stand for, float64."""
+    if form == "v41_fp4":
+        codes = xp.stack([rows[:, :256] & 15, rows[:, :256] >> 4], axis=-1).reshape(len(rows), -1)
+        numbers = xp.asarray(E2M1)[codes & 7] * xp.where(codes & 8, -1.0, 1.0)
+        factors = xp.asarray(e4m3_numbers())[rows[:, 256:].astype(np.int32)]
+        return numbers * xp.repeat(factors, 16, axis=1)
+    exponents = rows[:, VALUE_DIM:].astype(xp.float64) - 127
+    factors = xp.where(rows[:, VALUE_DIM:] == 255, np.nan, xp.exp2(exponents))
+    numbers = xp.asarray(e4m3_numbers())[rows[:, :VALUE_DIM].astype(np.int32)]
+    return numbers * xp.repeat(factors, 32, axis=1)
+
+
+def _raw_rows(
+    xp: Any, case: V4Case, form: str, rng: np.random.Generator, rows: int, offset: int
+) -> Array:
+    """Columns, and the scales that follow them."""
+    if form == "v41_fp4":
+        low, high = (8, 60) if case.scales == "wild" else (24, 40)  # codes of e4m3
+        scales = rng.integers(low, high, (rows, 32)).astype(np.uint8)
+        columns = xp.asarray(rng.integers(0, 256, (rows, 256)).astype(np.uint8))
+    elif form == "v41":
+        usual = 127 + round(log2(FACTOR))
+        low, high = (-12, 7) if case.scales == "wild" else (-2, 3)
+        scales = rng.integers(usual + low, usual + high, (rows, 16)).astype(np.uint8)
+        columns = e4m3_bits(xp, (rows, VALUE_DIM), offset)
+    else:
+        scales = sparse_problem._scales(case, rng, rows).view(np.uint8)
+        columns = e4m3_bits(xp, (rows, VALUE_DIM), offset)
+    if case.scales == "zero" and form != "v32_no_rope":
+        scales[rng.random(scales.shape) < 0.3] = 0
+    return xp.concatenate([columns, xp.asarray(scales)], axis=1)
 
 
 def _exponents(case: V4Case, rng: np.random.Generator, rows: int) -> np.ndarray:
@@ -212,6 +325,15 @@ def place_caches(problem: V4Problem) -> None:
         if not len(slots):
             continue
         at = [xp.asarray(i) for i in np.divmod(slots, page_size)]
+        if name in problem.raw or case.form == "e4m3":
+            rows = problem.raw.get(name, problem.latent)
+            width = rows.shape[1] + 16 * case.gaps
+            memory = xp.full((pages, page_size + case.gaps, 1, width), 0x7F, "u1")
+            memory[..., ::3] = 0xFF
+            memory[at[0], at[1], 0, : rows.shape[1]] = rows
+            problem.memory[name] = memory
+            problem.arguments[name] = problem.view_of(name, memory)
+            continue
         if not case.is_fp8:
             width = VALUE_DIM + 8 * case.gaps
             memory = xp.full((pages, page_size + case.gaps, 1, width), NAN_BITS[case.dtype], "u2")
@@ -232,7 +354,7 @@ def place_caches(problem: V4Problem) -> None:
         scale_at = page + page_size * ROW_BYTES + at[1] * SCALE_BYTES
         flat[scale_at[:, None] + xp.arange(SCALE_BYTES)] = problem.scales[some]
         problem.memory[name] = memory
-        problem.arguments[name] = as_slots(memory, page_size)
+        problem.arguments[name] = problem.view_of(name, memory)
 
 
 def as_slots(memory: Array, page_size: int) -> Array:
@@ -253,6 +375,22 @@ CASES = (
     V4Case(batch=3, heads=96, topk=576, extra=200, lists="same", outputs="allocated"),
     V4Case(batch=5, q_len=4, heads=64, topk=1, extra=1, operation="tokens", sinks="0"),
     V4Case(batch=3, heads=1, topk=4096, extra=65, lists="sorted", lengths="tokens"),
+    V4Case(form="v41", batch=2, topk=128, extra=512, page_size=256, sinks="finite", gaps=True),
+    V4Case(form="v41", heads=17, topk=130, scales="wild", page_size=53, query_form="padded"),
+    V4Case(form="v41", batch=2, q_len=2, topk=700, lists="mixed", lengths="tokens", places="rows"),
+    V4Case(form="v41", batch=200, heads=128, topk=128, extra=512, extra_form="v41_fp4"),
+    V4Case(form="v41", topk=70, extra=130, lists="mixed", gaps=True, extra_form="v41_fp4"),
+    V4Case(form="v41", heads=8, topk=1, extra=640, scales="zero", extra_form="v41_fp4"),
+    V4Case(form="v41_fp4", batch=1, topk=2049, extra=300, extra_form="v41", outputs="float32"),
+    V4Case(form="v41_fp4", batch=5, q_len=4, topk=130, operation="tokens", lengths="requests"),
+    V4Case(form="v32_no_rope", heads=16, topk=300, page_size=1, gaps=True, lists="mixed"),
+    V4Case(form="v32_no_rope", heads=8, batch=1, topk=2176, scales="zero", lengths="tokens"),
+    V4Case(form="v32_no_rope", heads=64, topk=700, places="rows", lists="blocks", sinks="finite"),
+    V4Case(form="v32_no_rope", heads=24, topk=300, scales="wild", lists="blocks", page_size=1),
+    V4Case(form="v32_no_rope", heads=128, batch=70, topk=130, outputs="float32", scales="powers"),
+    V4Case(form="e4m3", heads=16, topk=300, lists="mixed", gaps=True, lengths="tokens"),
+    V4Case(form="e4m3", heads=64, batch=1, topk=2176, sinks="finite", query_form="padded"),
+    V4Case(form="e4m3", heads=128, topk=640, operation="tokens", batch=40, q_len=2, page_size=1),
     V4Case(form="bfloat16", heads=64, topk=512, lists="mixed", gaps=True, lengths="tokens"),
     V4Case(form="bfloat16", heads=128, topk=640, operation="tokens", batch=40, q_len=2),
     V4Case(form="bfloat16", heads=16, topk=300, places="rows", sinks="finite", page_size=16),

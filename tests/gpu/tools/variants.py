@@ -36,7 +36,7 @@ FP8 = ("mla_decode_fp8",)
 SPARSE_16 = ("mla_sparse",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
 SPARSE_PACKED = ("mla_sparse_packed",)
-SPARSE_V4 = ("mla_sparse_v4",)
+SPARSE_V4 = ("mla_sparse_v4", "mla_sparse_v41")
 SPARSE_8 = SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
 SPARSE = SPARSE_16 + SPARSE_8
 FP8_64 = ("mla_decode_fp8_64",)
@@ -275,7 +275,8 @@ V4_EVERY_LANE_ARRIVES = (
     Edit(SPARSE_V4, "V4 rows found, arrivals", ", 32 * warps)", r", warps\)"),
     Edit(SPARSE_V4, "V4 rows used, arrivals", ", 32 * warps)", r", warps\)"),
     Edit(
-        SPARSE_V4, "V4 tiles, arrivals", "32 * warps, 64 * warps,", r"warps, warps \+ warps \* 32,"
+        *(SPARSE_V4, "V4 tiles, arrivals"),
+        *("32 * warps, 32 * warps + finding,", r"warps, warps \+ finding,"),
     ),
     Edit(SPARSE_V4, "V4 rows found", "", _ONE_LANE),
     Edit(SPARSE_V4, "V4 rows used", "", _ONE_LANE),
@@ -356,8 +357,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
             spec for spec in all_specs() if spec.entry == "mla_sparse_bfloat16_shared_blocks"
         )
     if stem in SPARSE_8:
-        kernels = zip(SPARSE_8, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
-        return dict(kernels)[stem].SPECS
+        launchers = (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4)
+        return tuple(s for of in launchers for s in of.SPECS if s.stem == stem)
     if stem in ATTENTION:
         specs = (spec for spec in all_specs() if spec.stem == "attention")
         return tuple(spec for spec in specs if spec.entry.endswith("_e4m3"))

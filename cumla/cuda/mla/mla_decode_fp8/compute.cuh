@@ -46,8 +46,9 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_commit();
   }
 
-  // scores (+)= sums of e4m3 columns. `low` and `high` are the scales of this thread's two tokens.
-  template <bool kFirst>
+  // scores (+)= sums of e4m3 columns. `low` and `high` are the scales of this thread's two tokens; of RoPE columns
+  // they are kv_scale.
+  template <bool kFirst, bool kOfRope = kFirst>
   __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
@@ -56,16 +57,16 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
       for (int j = 0; j < 2; ++j) {
         const int at = 4 * (i / 2) + j;
         const float factor = j == 0 ? factors.x : factors.y;
-        scores[at] = __fmaf_rn(sums[at], bounded<kFirst>(factor * low), kFirst ? 0.0f : scores[at]);
-        scores[at + 2] = __fmaf_rn(sums[at + 2], bounded<kFirst>(factor * high), kFirst ? 0.0f : scores[at + 2]);
+        scores[at] = __fmaf_rn(sums[at], bounded<kOfRope>(factor * low), kFirst ? 0.0f : scores[at]);
+        scores[at + 2] = __fmaf_rn(sums[at + 2], bounded<kOfRope>(factor * high), kFirst ? 0.0f : scores[at + 2]);
       }
     }
   }
 
   // Bounds factors that include kv_scale. Scales of tokens and groups stay as they are.
-  template <bool kFirst>
+  template <bool kOfRope>
   __device__ __forceinline__ static float bounded(float factor) {
-    return kGrouped && !kFirst ? factor : fminf(factor, kMaxFactor);
+    return kGrouped && !kOfRope ? factor : fminf(factor, kMaxFactor);
   }
 
   // Starts the base-2 scores with the RoPE columns.
@@ -124,7 +125,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   __device__ __forceinline__ void multiply_query(u32 s, u32 phase) {
     const u32 slot = shared.slot(s), source = slot + key_offset();
     mbarrier_wait(shared.full(s), phase, "a KV block");
-    multiply_rope(slot + Layout::kRopeOffset);
+    if constexpr (AnyTile::kHasRope) multiply_rope(slot + Layout::kRopeOffset);
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
     // The sums of a group are added to the scores beside the next group.
     constexpr int kSets = kGrouped && kRoomy ? 2 : 1;
@@ -158,13 +159,17 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     if constexpr (!kGrouped) {
       warpgroup_wait<0>();
       keep_behind_wait(sums[0]);
-      add_to_scores<false>(sums[0], kv_scale, kv_scale);
+      add_to_scores<!AnyTile::kHasRope, false>(sums[0], kv_scale, kv_scale);
     }
   }
 
   __device__ __forceinline__ void add_group(float (&sums)[kSums], u32 slot, int group) {
     keep_behind_wait(sums);
-    add_to_scores<false>(sums, scale_of(slot, group, 0), scale_of(slot, group, 1));
+    const float low = scale_of(slot, group, 0), high = scale_of(slot, group, 1);
+    if (!AnyTile::kHasRope && group == 0)
+      add_to_scores<true, false>(sums, low, high);
+    else
+      add_to_scores<false>(sums, low, high);
   }
 
   // Loads 32 tokens of 64 columns of V; a lane's row address covers 16 columns.

@@ -42,10 +42,12 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
   for (u32 t = 0; rows.take(); ++t) {
     const u32 s = t % Layout::kSlots, slot = shared.slot(s);
     mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
-    if (p.rope_is_fp8)
-      copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset);
-    else
-      rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});
+    if constexpr (AnyTile::kHasRope) {
+      if (p.rope_is_fp8)
+        copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset);
+      else
+        rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});
+    }
     if constexpr (kGrouped) {
       const i64 offset = rows.offset_of(p.scales, rows.now);
       const bool exists = offset >= 0;
@@ -143,7 +145,8 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
                                                const Part& part, int last_place, int loader) {
   // A row is kept in registers. With 32 rows, or a ragged tile, there are too few of them.
   constexpr bool kKeeps = kQueryRows == 16 && !AnyTile::kIsRagged;
-  constexpr int kAtOnce = kKeeps ? kTiles : 3;
+  constexpr int kOwnTiles = AnyTile::kHasRope ? kTiles : kRopeTile;
+  constexpr int kAtOnce = kKeeps ? kOwnTiles : AnyTile::kHasRope ? 3 : 4;
   const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
@@ -162,14 +165,14 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
         if (valid) v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
         return v;
       };
-      uint4 kept[kKeeps ? kTiles : 1];
+      uint4 kept[kKeeps ? kOwnTiles : 1];
       if constexpr (kKeeps) {
 #pragma unroll
-        for (int k = 0; k < kTiles; ++k) kept[k] = words_of(k);
+        for (int k = 0; k < kOwnTiles; ++k) kept[k] = words_of(k);
       }
       u32 highest = 0;
 #pragma unroll kAtOnce
-      for (int k = 0; k < kTiles; ++k) {
+      for (int k = 0; k < kOwnTiles; ++k) {
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);
         if (k < kRopeTile || params.rope_is_fp8) highest = highest_magnitude(highest, v);
       }
@@ -177,7 +180,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
       const u32 row_bytes = shared.query(copy_of(n)) + row * 128;
 #pragma unroll kAtOnce
-      for (int k = 0; k < kTiles; ++k) {
+      for (int k = 0; k < kOwnTiles; ++k) {
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // else loaded again, from L2
         const u32 to = row_bytes + k * Layout::kQueryTileBytes;
         if (k < kRopeTile || params.rope_is_fp8) {

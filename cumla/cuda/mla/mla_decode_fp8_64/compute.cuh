@@ -112,7 +112,8 @@ struct Heads64Consumer {
   // to the scale of the current group of columns: before each group they are divided by its scale. If only latent
   // columns have a factor, RoPE columns are last, and the sums before them are multiplied by it.
   __device__ __forceinline__ void multiply_query(u32 t) {
-    constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = !kGrouped && !kRopeIsFp8;
+    constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = Form::kHasRope && !kGrouped && !kRopeIsFp8;
+    constexpr bool kRopeIsFirst = Form::kHasRope && kGrouped && !kRopeIsFp8;
     const GranulePlace<Layout> place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
@@ -139,7 +140,7 @@ struct Heads64Consumer {
         warpgroup_commit();
       }
     };
-    if constexpr (!kRopeIsFp8 && !kRopeIsLast) multiply_rope();
+    if constexpr (kRopeIsFirst) multiply_rope();
     const u32 source = own + lane % 4 * 16;
     KeyTile keys;
     keys.load<kPackedBytes>(source + column_of(0));
@@ -170,8 +171,10 @@ struct Heads64Consumer {
             ratio[e] = divisor[e] * reciprocal_approx(to);
             divisor[e] = to;
           }
+          if (Form::kHasRope || k > 0) {
 #pragma unroll
-          for (int i = 0; i < kHeads / 2; ++i) scores[i] *= ratio[i >> 1 & 1];
+            for (int i = 0; i < kHeads / 2; ++i) scores[i] *= ratio[i >> 1 & 1];
+          }
         }
         warpgroup_arrive();
 #pragma unroll
@@ -181,7 +184,7 @@ struct Heads64Consumer {
               descriptor_of_rows<128>(shared.query,
                                       (kRopeIsFp8 ? (k + kRopeTile) % kTiles : k) * Layout::kQueryTileBytes +
                                           half * 64 + i * 32),
-              (kGrouped && !kRopeIsFp8) || k + half + i > 0);
+              kRopeIsFirst || k + half + i > 0);
         warpgroup_commit();
       }
       if (k + 1 < kValueTiles + kFirst) keys = next;

@@ -72,7 +72,7 @@ __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consum
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
   const int thread = threadIdx.x - kWarpgroup;
   if (thread < kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
-  const float factor = !Form::kGrouped && Form::kRopeIsFp8 ? consumer.kv_scale : 1.0f;
+  const float factor = !Form::kGrouped && (Form::kRopeIsFp8 || !Form::kHasRope) ? consumer.kv_scale : 1.0f;
   load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
   consumers_sync();
   return segment.blocks;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   if (threadIdx.x == 0) initialise_barriers(shared);
   if (threadIdx.x / 64 == 1) {  // only two warps: if all threads fetch a line, they queue before the first load
     prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
-    if (AnyTile::kIsList) prefetch_queries<true>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
+    if (AnyTile::kIsList) prefetch_queries<AnyTile::kHasRope>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
     if (!AnyTile::kIsRagged) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
     Rows::prefetch(params, threadIdx.x - 64, 64);
   }

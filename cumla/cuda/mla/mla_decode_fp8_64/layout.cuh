@@ -69,16 +69,18 @@ struct Heads64Layout {
 };
 
 // The format of a cache row. Shared memory has the layout of packed rows, except that 8-bit RoPE columns follow
-// latent columns without scales directly. kE4m3Products: products of e4m3 columns are computed in e4m3.
-template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false>
+// latent columns without scales directly. kE4m3Products: products of e4m3 columns are computed in e4m3. Without
+// kHasRope there are no RoPE columns.
+template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false, bool kHasRopeColumns = true>
 struct RowForm {
   static_assert(!(kHasScales && kInE4m3), "scales of each token would need probabilities for each of them");
   static constexpr bool kE4m3Products = kInE4m3;
   using Layout = Heads64Layout<kE4m3Products>;
   static constexpr bool kGrouped = kHasScales;  // a scale per 128 latent columns
-  static constexpr bool kRopeIsFp8 = kHasFp8Rope;
+  static constexpr bool kHasRope = kHasRopeColumns, kRopeIsFp8 = kHasFp8Rope && kHasRope;
   static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;
-  static constexpr int kScaleBytes = kGrouped ? 4 * kScaleGroups : 0, kRopeBytes = kRopeIsFp8 ? 64 : 128;
+  static constexpr int kScaleBytes = kGrouped ? 4 * kScaleGroups : 0;
+  static constexpr int kRopeBytes = !kHasRope ? 0 : kRopeIsFp8 ? 64 : 128;
   static constexpr int kBytes = kValueDim + kScaleBytes + kRopeBytes;
 };
 

@@ -50,11 +50,11 @@ template <typename Form, typename AnyTile>
 __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const typename Form::Layout& shared,
                                               const AnyTile& tile, int request, float factor_of_all) {
   using Layout = typename Form::Layout;
-  constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup);
+  constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup), kOwnTiles = Form::kHasRope ? kTiles : kRopeTile;
   constexpr u32 kExponent = Form::kE4m3Products ? 7 : 14;  // of a row's highest magnitude after division
   const int thread = copy_of(threadIdx.x) - kWarpgroup;  // loaded anew: ptxas would keep addresses over the blocks
   const int chunk = thread % 8;
-  uint4 kept[kRounds][kTiles];
+  uint4 kept[kRounds][kOwnTiles];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int row = round * (kHeads / kRounds) + thread / 8;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
     const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
     const char* const rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
+    for (int k = 0; k < kOwnTiles; ++k) {
       kept[round][k] = {0, 0, 0, 0};
       if (valid) kept[round][k] = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
     }
@@ -73,13 +73,13 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
     const int row = round * (kHeads / kRounds) + thread / 8;
     u32 highest = 0;
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) highest = highest_magnitude(highest, kept[round][k]);
+    for (int k = 0; k < kOwnTiles; ++k) highest = highest_magnitude(highest, kept[round][k]);
     const u32 exponent = row_exponent(highest);
     const bool finite = !Form::kE4m3Products || exponent < 255;
     const float factor = __uint_as_float(finite ? (127 + kExponent + 127 - exponent) << 23 : 0x7fffffffu);
     const u32 row_bytes = shared.query + row * 128;
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
+    for (int k = 0; k < kOwnTiles; ++k) {
       const uint4& v = kept[round][k];
       const u32 words[4] = {v.x, v.y, v.z, v.w};
       if (Form::kE4m3Products && (k < kRopeTile || Form::kRopeIsFp8)) {
