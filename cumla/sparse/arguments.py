@@ -270,7 +270,9 @@ def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str
 def check_cache(arguments: Attended, key: MLASparseKey) -> None:
     """Refuse caches that a plan is not made for."""
     names = {"same": arguments.q.dtype, "e4m3": FP8}
-    names |= {name: f"{nbytes} bytes a row ({name})" for name, nbytes in FORMATS.items()}
+    names |= {name: f"{nbytes} bytes a row, {name!r}" for name, nbytes in FORMATS.items()}
+    names[PACKED] = f"packed rows of {FORMATS[PACKED]} bytes"
+    names[V4] = f"V4's slots of {FORMATS[V4]} bytes"
     for which, made, got in (
         ("cache", key.cache, arguments.cache),
         ("second cache", key.extra_cache, arguments.extra_cache),
