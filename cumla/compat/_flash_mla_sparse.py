@@ -11,13 +11,15 @@ from cumla.compat._table import Interface
 from cumla.compat._torch import import_torch, is_traced, plainly
 from cumla.core.arguments import as_number, check_dtype, checked_scale
 from cumla.mla.arguments import DTYPES
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
+from cumla.mla.shape import FORMATS, HEAD_DIM, NO_ROPE, PACKED, V4, V41, V41_FP4
+from cumla.sparse.arguments import BESIDE
 from cumla.sparse.mla_sparse import attend_as_flash_mla, mla_sparse_attention
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "KV_FORMATS",
     "SecondCache",
     "check_dtypes",
     "check_sink",
@@ -29,8 +31,10 @@ __all__ = [
 
 _BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of an FP8 cache
 _VALUE_DIM = 512
-_PACKED = {HEAD_DIM: PACKED_BYTES, _VALUE_DIM: V4_BYTES}
-"""Bytes of a row in FlashMLA's FP8 formats, by the columns of q: V32 and MODEL1."""
+KV_FORMATS = {"V32": PACKED, "V4": V4, "V32_NO_ROPE": NO_ROPE, "V41": V41, "V41_FP4": V41_FP4}
+"""Formats by FlashMLA's names."""
+_OF_COLUMNS = {HEAD_DIM: (PACKED,), _VALUE_DIM: (V4, NO_ROPE, V41, V41_FP4)}
+"""FlashMLA's formats, by the columns of q."""
 _SPARSE = Interface(
     {
         "kv_cache": "kv",
@@ -53,28 +57,46 @@ def check_dtypes(name: str, rows: Any, q: Any, way_out: str) -> None:
         raise TypeError(f"{name}: needs q's dtype {_dtype(q)}, got {_dtype(rows)}; {way_out}")
 
 
-def packed_rows(name: str, cache: Any, columns: int) -> Any:
-    """Check an FP8 cache for queries of this number of columns; return it as uint8."""
+def packed_rows(
+    name: str, cache: Any, columns: int, form: str | None, beside: str | None = None
+) -> tuple[Any, str]:
+    """Check a cache of bytes for queries of this number of columns; return it as uint8.
+
+    Return its format, too: `form`, if that is stated, or what its width tells, of those that go
+    with a first cache in the format `beside`.
+    """
     dtype = _dtype(cache)
-    bytes_of_row = _PACKED.get(columns, PACKED_BYTES)
-    check_axes(name, cache, f"num_blocks, page_size, 1, {bytes_of_row}")
+    forms = _OF_COLUMNS.get(columns, (PACKED,))
+    if form is None and beside in BESIDE:
+        forms = BESIDE[beside]
+    check_axes(name, cache, f"num_blocks, page_size, 1, {FORMATS[form or forms[0]]}")
     if dtype not in _BYTES:
         raise TypeError(
             f"{name}: needs {', '.join(sorted(_BYTES))} with is_fp8_kvcache, got {dtype}; pass the "
             f"packed cache"
         )
-    if cache.shape[-1] != bytes_of_row:
-        if cache.shape[-1] not in _PACKED.values():
-            raise NotImplementedError(
-                f"{name}: needs rows of {PACKED_BYTES} bytes, the format of DeepSeek-V3.2, or of "
-                f"{V4_BYTES}, that of V4, got shape {tuple(cache.shape)}; cumla has no other "
-                f"packed format"
-            )
+    width = cache.shape[-1]
+    found = [form] if form else [one for one in forms if FORMATS[one] == width]
+    if len(found) > 1:
+        names = [known for known, one in KV_FORMATS.items() if one in found]
         raise ValueError(
-            f"{name}: needs rows of {bytes_of_row} bytes beside q of {columns} columns, got shape "
-            f"{tuple(cache.shape)}; pass the queries of the model that has the cache"
+            f"kv_format: needed to tell the format of {name}, whose rows have {width} bytes, got "
+            f"None; pass {' or '.join(map(repr, names))}"
         )
-    return cache if dtype == "uint8" else cache.view(import_torch().uint8)
+    if not found or FORMATS[found[0]] != width:
+        if width not in FORMATS.values():
+            raise NotImplementedError(
+                f"{name}: needs rows of {FORMATS[PACKED]} bytes, the format of DeepSeek-V3.2, or "
+                f"of {FORMATS[V4]}, {FORMATS[V41]} or {FORMATS[V41_FP4]}, those of V4 and V4.1, "
+                f"got shape {tuple(cache.shape)}; cumla has no other packed format"
+            )
+        needed = [FORMATS[form]] if form else sorted({FORMATS[one] for one in forms})
+        raise ValueError(
+            f"{name}: needs rows of {' or '.join(map(str, needed))} bytes beside q of {columns} "
+            f"columns, got shape {tuple(cache.shape)}; pass the queries of the model that has the "
+            f"cache"
+        )
+    return cache if dtype == "uint8" else cache.view(import_torch().uint8), found[0]
 
 
 class SecondCache(NamedTuple):
@@ -84,10 +106,11 @@ class SecondCache(NamedTuple):
     extra_indices_in_kvcache: Any
     extra_topk_length: Any
 
-    def checked(self, columns: int) -> tuple[dict[str, Any], int | None]:
+    def checked(self, columns: int, form: str) -> tuple[dict[str, Any], int | None]:
         """Check all but the lengths, for queries of this number of columns.
 
-        Return cumla's arguments of it, none if there is none, and how long its lists are.
+        `form` is the format of the first cache. Return cumla's arguments of the second, none if
+        there is none, and how long its lists are.
         """
         cache, lists, _ = self
         if cache is None:
@@ -105,8 +128,9 @@ class SecondCache(NamedTuple):
             )
         check_tensors(extra_k_cache=cache, extra_indices_in_kvcache=lists)
         check_axes("extra_indices_in_kvcache", lists, "batch, seq_q, extra_topk")
-        whole = packed_rows("extra_k_cache", cache, columns)
-        return {"extra_kv_cache": whole, "extra_indices": lists}, lists.shape[2]
+        whole, found = packed_rows("extra_k_cache", cache, columns, None, form)
+        named = {} if found == form else {"extra_cache_format": found}
+        return {"extra_kv_cache": whole, "extra_indices": lists, **named}, lists.shape[2]
 
 
 def check_sink(q: Any, attn_sink: Any) -> None:

@@ -18,8 +18,8 @@ Differences from FlashMLA:
   graph computes. In graphs of torch.compile, after ``import cumla.torch``, each call computes its
   own.
 * Sparse calls take any number of heads, any topk, and ``topk_length`` beside the format of
-  DeepSeek-V3.2; an index that names no slot counts as absent. A second cache goes with V4's format
-  alone.
+  DeepSeek-V3.2; an index that names no slot counts as absent. A second cache goes with the formats
+  of V4 and V4.1.
 * A dense cache has pages of any size. It may be e4m3 under ``descale_k``, as with SGLang's build,
   beside queries in 16 bits or e4m3; e4m3 queries become bfloat16, and e4m3 again in the kernel.
 * The functions of prefill attention have no dropout.
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import check_axes, check_tensors, missing_from, refuse_gradients
 from cumla.compat._flash_mla_sparse import (
+    KV_FORMATS,
     SecondCache,
     check_dtypes,
     check_sink,
@@ -49,7 +50,7 @@ from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import current_stream, open_call
 from cumla.mha.attention import attention
 from cumla.mla.decode import MLADecodePlan, mla_decode
-from cumla.mla.shape import HEAD_DIM
+from cumla.mla.shape import HEAD_DIM, PACKED, UNNAMED
 from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_decode
 
 if TYPE_CHECKING:
@@ -71,9 +72,8 @@ __all__ = [
 __getattr__ = missing_from(__name__, "flash_mla")
 
 _VALUE_DIM = 512
-_FORMATS = {"V32": HEAD_DIM, "V4": _VALUE_DIM}  # columns of q beside each kv_format
 _SECOND_CACHE = (
-    "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone; attend to "
+    "belongs to a second cache, which goes with the formats of DeepSeek-V4 and V4.1; attend to "
     "each cache with cumla's own functions, and merge the results by cumla.merge_attention_states"
 )
 _SPARSE = "belongs to sparse attention, whose calls have indices; "
@@ -137,6 +137,7 @@ class _SparseShape(NamedTuple):
     extra_topk: int | None
     has_extra_topk_length: bool
     is_fp8_kvcache: bool
+    form: str | None
     invariant: bool
     dtype: Any
     device: Any
@@ -249,8 +250,9 @@ def flash_mla_with_kvcache(
     * By position softmax_scale comes before causal, as in FlashMLA, whose README leaves it out.
     * out, of vLLM, is written to and returned. With enable_batch_invariant, of vLLM, a request, or
       a query token with indices, has the same bits in any batch.
-    * An is_fp8_kvcache of None looks at the cache. Of SGLang's, use_legacy is ignored, and
-      kv_format is V32 or V4.
+    * An is_fp8_kvcache of None looks at the cache. use_legacy, of SGLang, is ignored. Rows of 528
+      bytes need a kv_format, V32_NO_ROPE or V41: no width is taken for one of two formats. A second
+      cache of V4.1 may have rows of 528 or of 288 bytes.
     """
     if isinstance(softmax_scale, bool):
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
@@ -263,7 +265,7 @@ def flash_mla_with_kvcache(
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
         _CALL.refuse({"descale_q": descale_q, "descale_k": descale_k})
-        _check_format(kv_format, q, bool(is_fp8_kvcache))
+        form = _checked_format(kv_format, q, bool(is_fp8_kvcache))
         return _attend_sparsely(
             metadata,
             q,
@@ -277,6 +279,7 @@ def flash_mla_with_kvcache(
             topk_length,
             extra,
             out,
+            form,
         )
     _CALL.refuse({"attn_sink": attn_sink, "topk_length": topk_length, "kv_format": kv_format})
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
@@ -356,19 +359,23 @@ def _fp8_arguments(
     return q.to(import_torch().bfloat16), fp8
 
 
-def _check_format(kv_format: str | None, q: Any, is_fp8: bool) -> None:
+def _checked_format(kv_format: str | None, q: Any, is_fp8: bool) -> str | None:
+    """Check the name of a format; return cumla's."""
     if kv_format is None:
-        return
-    if kv_format not in _FORMATS:
+        return None
+    if kv_format not in KV_FORMATS:
         raise NotImplementedError(
-            f"kv_format: needs {' or '.join(_FORMATS)}, got {kv_format!r}; cumla has no other "
+            f"kv_format: needs {' or '.join(KV_FORMATS)}, got {kv_format!r}; cumla has no other "
             f"packed format"
         )
-    if not is_fp8 or q.shape[-1] != _FORMATS[kv_format]:
+    form = KV_FORMATS[kv_format]
+    columns = HEAD_DIM if form == PACKED else _VALUE_DIM
+    if not is_fp8 or q.shape[-1] != columns:
         raise ValueError(
-            f"kv_format: needs a packed cache beside q of {_FORMATS[kv_format]} columns for "
-            f"{kv_format}, got q of shape {tuple(q.shape)}; leave it out, the shapes tell"
+            f"kv_format: needs a packed cache beside q of {columns} columns for {kv_format}, got q "
+            f"of shape {tuple(q.shape)}; leave it out, or pass the format of the cache"
         )
+    return form
 
 
 def _attend_sparsely(
@@ -384,6 +391,7 @@ def _attend_sparsely(
     topk_length: Any,
     extra: SecondCache,
     out: Any,
+    form: str | None,
 ) -> tuple[Any, Any]:
     if causal:
         raise ValueError(
@@ -400,22 +408,26 @@ def _attend_sparsely(
         _CALL.refuse(extra._asdict())
     if not is_fp8:
         check_dtypes("k_cache", k_cache, q, "of a packed cache say is_fp8_kvcache=True")
-    cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
-    second, extra_topk = extra.checked(d_qk)
+    cache = k_cache
+    if is_fp8:
+        cache, form = packed_rows("k_cache", k_cache, d_qk, form)
+    named = {} if form in (None, *UNNAMED) else {"cache_format": form}
+    second, extra_topk = extra.checked(d_qk, form or "")
     if is_traced():
         second |= {"topk_lens": topk_length, "extra_topk_lens": extra.extra_topk_length}
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "batch_invariant": invariant}
-        found, lse = mla_sparse_decode(q, cache, indices, **second, **options)
+        found, lse = mla_sparse_decode(q, cache, indices, **named, **second, **options)
         found, lse = with_sink(found, lse, attn_sink)
         return written(out, found), lse.mT
-    modes = extra.extra_topk_length is not None, is_fp8, invariant, q.dtype, q.device
+    forms = f"{form}+{second.get('extra_cache_format', form)}" if second else form
+    modes = extra.extra_topk_length is not None, is_fp8, forms, invariant, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
     _check_first_use(metadata, shape)
 
     def updated(plan: MLASparsePlan | None) -> MLASparsePlan:
         plan = plan or FlashMLASparsePlan.from_arrays(
-            q, cache, indices, **second, batch_invariant=invariant
+            q, cache, indices, **named, **second, batch_invariant=invariant
         )
         plan.update(topk_length, extra_topk_lens=extra.extra_topk_length)
         return plan
@@ -423,6 +435,7 @@ def _attend_sparsely(
     with _CALL:
         checked_scale(softmax_scale, 1.0)
         plan = _updated_plan(metadata, shape, q, updated)
+        second.pop("extra_cache_format", None)  # which the plan has
         found, lse = plan.run(
             q, cache, indices, **second, sinks=attn_sink, softmax_scale=softmax_scale, out=out
         )

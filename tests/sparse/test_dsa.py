@@ -77,6 +77,7 @@ def test_arguments_are_those_of_the_functions() -> None:
     chosen = {"max_kv_len", "logits_dtype", "clean", "out"}  # by the plan
     assert names(plan.select) == {index.get(n, n) for n in listed(paged) - chosen}
     decided = {"row_to_request", "batch_invariant", "indices_are"}  # by the plan
+    decided |= {"cache_format", "extra_cache_format"}
     assert names(plan.run) == listed(attend) - decided
     lengths = {*paged.planned, *attend.planned} - {"topk_lens"}  # which follow
     assert names(plan.update) == lengths | {"stream"}
@@ -360,13 +361,13 @@ def test_windows_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of the plan that attends."""
     given, packed = V4_2.arguments(), Step(q_len=2, packed=True).arguments()
     window = window_of(given)
-    with refused(ValueError, "extra_kv_cache: needs a kv_cache of 584 bytes per slot beside it"):
+    with refused(ValueError, "extra_kv_cache: needs a kv_cache in one of the formats 'v4', "):
         plan_of(packed, **window)
     with refused(ValueError, "extra_indices: needed with extra_kv_cache, got None; pass a list"):
         plan_of(given, extra_indices=None)
     with refused(ValueError, "extra_indices: needs shape (batch, q_len, extra_topk) with batch 3"):
         plan_of(given, extra_indices=window["extra_indices"][:2])
-    with refused(ValueError, "extra_topk_lens: needs a plan with cache_format 'v4', the format"):
+    with refused(ValueError, "extra_topk_lens: needs a plan with cache_format 'v4' or"):
         plan_of(packed).update(LENS, extra_topk_lens=LENS)
     plan = plan_of(given)
     with refused(ValueError, "extra_topk_lens: needs shape (batch,) or (batch, q_len) with bat"):

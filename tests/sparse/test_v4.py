@@ -612,7 +612,7 @@ def test_a_plan_of_two_caches_needs_both() -> None:
         plan.run(**without_extra(inputs(twice())))
     with refused(ValueError, "extra_indices: needed with extra_kv_cache, got None; pass a list"):
         plan.run(**{n: a for n, a in inputs(twice()).items() if n != "extra_indices"})
-    with refused(ValueError, "extra_topk_lens: needs a plan with cache_format 'v4', the format"):
+    with refused(ValueError, "extra_topk_lens: needs a plan with cache_format 'v4' or 'v41'"):
         plan_of(narrow()).update(int32(1, 2), extra_topk_lens=int32(1, 2))
     for lengths, error, message in (
         (int32(1, 2, 3), ValueError, "shape (batch,) or (batch, q_len) ... got (3,); pass a num"),
@@ -631,7 +631,7 @@ NOT_PLANNED = [
         Refusal(
             {"extra_topk": 5, "cache_format": None, **cache},
             ValueError,
-            "extra_topk: needs cache_format 'v4', the format that may have a second cache, got",
+            "extra_topk: needs cache_format 'v4' or 'v41' or 'v41_fp4', the formats that may have a",
         )
         for cache in ({}, {"cache_format": "v32"}, {"cache_dtype": "float8_e4m3fn"})
     ),
@@ -792,12 +792,12 @@ OF_TWO = [
     Refusal(
         {"kv_cache": narrow()["kv_cache"]},
         ValueError,
-        "extra_kv_cache: needs a kv_cache of 584 bytes per slot beside it, got one in another for",
+        "extra_kv_cache: needs a kv_cache in one of the formats 'v4', 'v41', 'v41_fp4' beside it",
     ),
     Refusal(
         {"kv_cache": numbers(5, 8, 576), "q": numbers(2, 2, 3, 576)},
         ValueError,
-        "extra_kv_cache: needs a kv_cache of 584 bytes per slot beside it, got one in another for",
+        "extra_kv_cache: needs a kv_cache in one of the formats 'v4', 'v41', 'v41_fp4' beside it",
     ),
     *(
         wrong(

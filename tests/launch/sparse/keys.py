@@ -25,7 +25,7 @@ def key_of(heads: int, cache: str = "same", **changes: Any) -> MLASparseKey:
 
 def arguments_of(key: MLASparseKey, **changes: Any) -> SparseArguments:
     """Views that all have strides of their own; 90 pages of 16 rows."""
-    packed, same = key.cache == "v32", key.cache == "same"
+    packed, same = key.cache in ("v32", "v32_no_rope"), key.cache == "same"
     lead, heads = (key.batch, key.q_len), key.num_heads
     rows = (16 * 672, 672, 672) if packed else (16 * 1168, 1168, 1168) if same else (9216, 576, 576)
     rope_rows = rows if packed or same else (16 * 144, 144, 144)
@@ -49,6 +49,8 @@ def arguments_of(key: MLASparseKey, **changes: Any) -> SparseArguments:
         "sinks": None,
         "softmax_scale": 0.25,
     }
+    if key.cache == "v32_no_rope":
+        fields |= {"q_rope": None, "kv_rope": None}
     return SparseArguments(**fields | changes)
 
 

@@ -31,7 +31,7 @@ from tests.launch.structs import parameters
 from tests.selection import some
 
 BUFFER = 9 << 40
-CACHES = ("same", "e4m3", "v32")
+CACHES = ("same", "e4m3", "v32", "v32_no_rope")
 
 
 def entries(key: Any, **changes: Any) -> list[str]:
@@ -163,6 +163,7 @@ def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invar
     assert key.zeros + 656 <= layout.nbytes  # read in place of a packed row
     named: dict[str, Any] = {
         "v32": {"cache_format": "v32"},
+        "v32_no_rope": {"cache_format": "v32_no_rope"},
         "e4m3": {"cache_dtype": "float8_e4m3fn"},
     }.get(cache, {})
     sizes = named | {"batch_invariant": invariant, "sm_count": 132}

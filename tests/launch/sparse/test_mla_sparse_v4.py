@@ -14,7 +14,7 @@ import cumla
 from cumla.core.arrays import ArrayView
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.sparse.mla_sparse_v4 import SPECS
-from cumla.mla.shape import V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
+from cumla.mla.shape import FORMATS, V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import V4, attend_v4
 from tests.gpu.tools.v4_problem import CASES, V4Case
@@ -40,8 +40,11 @@ def v4_arguments(key: Any, **changes: Any) -> Any:
 
 
 def test_the_kernels_constants(nvrtc: None) -> None:
-    widths = {"kV4RowBytes": V4_ROW_BYTES, "kV4ScaleBytes": V4_SCALE_BYTES, "kV4Tiles": V4_SCALES}
+    widths = {"kRowBytes": V4_ROW_BYTES, "kScaleBytes": V4_SCALE_BYTES, "kTiles": V4_SCALES}
+    widths = {f"V4Format::{name}": value for name, value in widths.items()}
     compile_checks(SPECS[0], widths | {"(kStageBytes % 1024)": 0})
+    widths = {"kRowBytes": FORMATS["v41"], "kFp4Bytes": FORMATS["v41_fp4"]}
+    compile_checks(SPECS[1], {f"V41Format<true>::{name}": value for name, value in widths.items()})
 
 
 @pytest.mark.parametrize("heads", [8, 64, 100])
@@ -87,6 +90,35 @@ def test_lists_are_as_long_as_both_together() -> None:
     assert len({key.bounds, *key.list_bounds}) == 3
     assert key.max_blocks == 15
     assert parameters(schedule)["min_saving"] == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "entry"),
+    [
+        ("v41", "", "mla_sparse_v41"),
+        ("v41", "v41", "mla_sparse_v41"),
+        ("v41", "v41_fp4", "mla_sparse_v41_fp4"),
+        ("v41_fp4", "", "mla_sparse_v41_fp4"),
+        ("v41_fp4", "v41", "mla_sparse_v41_fp4"),
+    ],
+)
+def test_rows_of_v41(first: str, second: str, entry: str) -> None:
+    """The kernel is told how far apart rows are, and which cache is e2m1."""
+    key = key_of(64, first, extra_topk=200 if second else 0, extra_cache=second)
+    rows = strided(3, (90, 16, 1, FORMATS[first]), (PAGE, 544, 544, 1), "uint8")
+    changes = {"kv_cache": rows}
+    if second:
+        step = FORMATS[second] + 32
+        shape, steps = (50, 2, 1, FORMATS[second]), (3 * step, step, step, 1)
+        changes["extra_kv_cache"] = strided(13, shape, steps, "uint8")
+    (launch,) = attend_launches(key, BUFFER, v4_arguments(key, **changes), *outputs_of(key))
+    assert launch.spec.entry == entry
+    assert (launch.spec,) == sparse_specs(key)[-1:]
+    got = parameters(launch)
+    for i, form in enumerate(filter(None, (first, second))):
+        step = 544 if i == 0 else FORMATS[form] + 32
+        assert got[f"caches[{i}].lists.row_step"] == step
+        assert got[f"caches[{i}].is_fp4"] == (form == "v41_fp4")
 
 
 def test_one_cache() -> None:
