@@ -254,7 +254,7 @@ def checked_cache(cache_dtype: Any, cache_format: Any, dtype: Any = None) -> str
         if (given := dtype_name(cache_dtype)) not in (None, FP8, *DTYPES):
             raise TypeError(
                 f"cache_dtype: needs {', '.join(DTYPES)} or {FP8}, got {given}; pass cache_format="
-                f"{PACKED!r} or another for rows of a byte format"
+                f"{PACKED!r} or {V4!r} for rows of a byte format"
             )
         return checked_cache_dtype(cache_dtype, dtype)
     checked_format("cache_format", cache_format)

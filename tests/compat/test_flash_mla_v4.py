@@ -12,6 +12,7 @@ import pytest
 
 import cumla
 from cumla.compat import flash_mla
+from cumla.mla.shape import FORMATS
 from tests.compat.test_flash_mla_sparse import INT_MAX, INT_MIN, SCALE, ints, naive
 from tests.compat.torch_gpu import torch_gpu
 
@@ -338,6 +339,65 @@ def test_a_call_and_a_captured_one_by_the_kernels() -> None:
             assert_decoded(got, problem, **later)
 
 
+@pytest.mark.parametrize(
+    ("form", "second"),
+    [
+        ("V32_NO_ROPE", None),
+        ("V41", None),
+        ("V41", "v41"),
+        ("V41", "v41_fp4"),
+        ("V41_FP4", None),
+        (None, None),
+    ],
+)
+def test_formats_by_name(form: str | None, second: str | None) -> None:
+    """Rows of 288 bytes need no name, nor do those of a second cache."""
+    own = (form or "V41_FP4").lower()
+    generator = torch.Generator().manual_seed(3)
+    caches, numbers = [], []
+    for name in filter(None, (own, second)):
+        rows = torch.randn(40, 512, generator=generator).bfloat16()
+        cache = torch.zeros(10, 4, 1, FORMATS[name], dtype=torch.uint8)
+        cumla.append_mla_cache(rows, cache, torch.arange(40), cache_format=name)
+        caches.append(cache)
+        indices = torch.arange(40, dtype=torch.int32)[:, None, None]
+        eye = torch.eye(512).bfloat16()[None, None].expand(40, 1, 512, 512)
+        state = cumla.mla_sparse_decode(eye.contiguous(), cache, indices, cache_format=name)
+        numbers.append(state.out[:, 0, 0].double())
+    q = torch.randn(2, 1, 5, 512, generator=generator).bfloat16() / 4
+    given = {"q": q, "k_cache": caches[0], "indices": ints(2, 1, 9).random_(-1, 40)}
+    listed = given["indices"]
+    if second:
+        extra = ints(2, 1, 4).random_(-1, 40)
+        given |= {"extra_k_cache": caches[1], "extra_indices_in_kvcache": extra}
+        listed = torch.cat([listed, torch.where(extra >= 0, extra + 40, -1)], dim=-1)
+    metadata, _ = flash_mla.get_mla_metadata()
+    for _ in range(2):
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            **given,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=512,
+            tile_scheduler_metadata=metadata,
+            softmax_scale=SCALE,
+            is_fp8_kvcache=True,
+            kv_format=form,
+        )
+        want, _, want_lse = naive(
+            q.flatten(0, 1), torch.cat(numbers), listed.flatten(0, 1), None, None
+        )
+        torch.testing.assert_close(out.flatten(0, 1).double(), want, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse.mT.flatten(0, 1).double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_two_formats_of_one_width() -> None:
+    cache = torch.zeros(10, 4, 1, 528, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"^kv_format: needed .* pass 'V32_NO_ROPE' or 'V41'"):
+        V4Decode().call(k_cache=cache)
+    with pytest.raises(ValueError, match=r"^k_cache: needs rows of 288 bytes beside q of 512"):
+        V4Decode().call(k_cache=cache, kv_format="V41_FP4")
+
+
 NO_V4 = "belongs to a second cache, which goes with the formats of DeepSeek-V4 and V4.1; attend"
 
 
@@ -346,7 +406,7 @@ NO_V4 = "belongs to a second cache, which goes with the formats of DeepSeek-V4 a
     [
         ({"causal": True}, ValueError, "causal: needs False with indices"),
         ({"k_cache": ints(90, 2, 584).byte()}, ValueError, "k_cache: needs axes .*, 584\\)"),
-        ({"k_cache": ints(90, 2, 1, 656).byte()}, ValueError, "k_cache: needs rows of 584 bytes b"),
+        ({"k_cache": ints(90, 2, 1, 656).byte()}, ValueError, "k_cache: needs rows of 288 or 5"),
         (
             {"q": torch.zeros(3, 2, 64, 576).bfloat16(), "extra_k_cache": None}
             | {"extra_indices_in_kvcache": None},

@@ -631,7 +631,7 @@ NOT_PLANNED = [
         Refusal(
             {"extra_topk": 5, "cache_format": None, **cache},
             ValueError,
-            "extra_topk: needs cache_format 'v4' or 'v41' or 'v41_fp4', the formats that may have a",
+            "extra_topk: needs cache_format 'v4' or 'v41' or 'v41_fp4', the formats that may",
         )
         for cache in ({}, {"cache_format": "v32"}, {"cache_dtype": "float8_e4m3fn"})
     ),
