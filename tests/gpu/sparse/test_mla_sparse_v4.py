@@ -17,8 +17,12 @@ from tests.gpu.tools.problem import Guarded
 from tests.gpu.tools.v4_problem import CASES, V4Case, V4Problem, make_v4, place_caches
 
 KERNELS = (
-    *("select_rows", "mla_sparse", "mla_sparse_v4", "mla_sparse_v41"),
-    *("mla_sparse_fp8", "mla_sparse_packed"),
+    "select_rows",
+    "mla_sparse",
+    "mla_sparse_v4",
+    "mla_sparse_v41",
+    "mla_sparse_fp8",
+    "mla_sparse_packed",
 )
 cp: Any = pytest.importorskip("cupy")
 
