@@ -895,6 +895,15 @@ STRUCTS: dict[str, dict[str, str]] = {
         "sinks": "q",
         "sinks_stride": "q",
     },
+    "MlaSparseE4m3Params": {
+        "decode": "MlaDecodeParams",
+        "lists": "Lists",
+        "padding_864": "32x",
+        "kv_scale": "q",
+        "kv_scale_value": "f",
+        "unused": "4x",
+        "padding_912": "48x",
+    },
     "MlaSparseFp8Params": {
         "decode": "MlaDecodeParams",
         "scales": "CacheColumns",

@@ -36,7 +36,17 @@ from cumla.mla.fp8_caches import (
     unpacked,
     v4_apart,
 )
-from cumla.mla.shape import FORMATS, NO_ROPE, PACKED, PACKED_BYTES, ROPE_DIM, SCALES, V4, VALUE_DIM
+from cumla.mla.shape import (
+    E4M3_512,
+    FORMATS,
+    NO_ROPE,
+    PACKED,
+    PACKED_BYTES,
+    ROPE_DIM,
+    SCALES,
+    V4,
+    VALUE_DIM,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,6 +173,7 @@ def _checked_cache(views: Mapping[str, ArrayView], form: str | None) -> _Cache:
         form = format_of("kv_cache", whole, "cache_format", form)
         if form is None and (problem := unnamed_format("kv_cache", whole, "cache_format")):
             raise problem
+    form = None if form == E4M3_512 else form  # rows of numbers
     if whole is not None and form == PACKED:
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
     if whole is not None and form is not None:

@@ -11,10 +11,12 @@ from cumla.core.names import arg
 from cumla.mla.shape import (
     FORMATS,
     NO_ROPE,
+    PACKED,
     PACKED_BYTES,
     ROPE_DIM,
     SCALES,
     UNNAMED,
+    V4,
     V4_BYTES,
     V4_FP8_DIM,
     V4_ROW_BYTES,
@@ -55,9 +57,7 @@ def format_of(name: str, cache: ArrayView, of: str, stated: str | None) -> str |
                 f"that wrote them"
             )
         return stated
-    if is_packed(cache) or is_v4(cache):
-        return UNNAMED[is_v4(cache)]
-    return None
+    return PACKED if is_packed(cache) else V4 if is_v4(cache) else None
 
 
 def unnamed_format(name: str, cache: ArrayView, of: str) -> ValueError | None:

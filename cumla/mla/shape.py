@@ -23,13 +23,15 @@ FP4_SCALED_COLUMNS = 16  # e2m1 columns, two a byte, that share an e4m3 scale
 FP4_BYTES = VALUE_DIM // 2 + VALUE_DIM // FP4_SCALED_COLUMNS
 
 PACKED, NO_ROPE, V4, V41, V41_FP4 = "v32", "v32_no_rope", "v4", "v41", "v41_fp4"
+E4M3_512 = "e4m3_512"
 FORMATS = {
     PACKED: PACKED_BYTES,
     NO_ROPE: VALUE_DIM + 4 * SCALES,
     V4: V4_BYTES,
     V41: V41_BYTES,
     V41_FP4: FP4_BYTES,
+    E4M3_512: VALUE_DIM,  # under one factor
 }
 """Bytes of a row, or slot, of each format of bytes, by its name."""
-UNNAMED = (PACKED, V4)
+UNNAMED = (PACKED, V4, E4M3_512)
 """Formats that their widths tell: no other cache has these."""

@@ -47,7 +47,17 @@ from cumla.mla.fp8_caches import (
     scales_apart,
     unnamed_format,
 )
-from cumla.mla.shape import FORMATS, HEAD_DIM, NO_ROPE, PACKED, V4, V41, V41_FP4, VALUE_DIM
+from cumla.mla.shape import (
+    E4M3_512,
+    FORMATS,
+    HEAD_DIM,
+    NO_ROPE,
+    PACKED,
+    V4,
+    V41,
+    V41_FP4,
+    VALUE_DIM,
+)
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -354,6 +364,7 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, options: Any) ->
             f"per row, got shape {q.shape}; pass the queries of the model that has the cache"
         )
     is_fp8 = form is not None or whole.dtype in E4M3
+    form = None if form == E4M3_512 else form  # rows of numbers
     kv_scale = _factor_of_narrow(views, options.kv_scale, is_fp8 and form is None)
     if is_fp8 and q.dtype != DTYPES[0]:
         what = f"{whole.shape[-1]} bytes per slot" if form else FP8
@@ -382,7 +393,8 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, options: Any) ->
         )
     check_layout("kv_cache", whole)
     check_one_head("kv_cache", whole)
-    return _Columns(q, None, relabelled(whole), None, None, kv_scale, "e4m3" if is_fp8 else "same")
+    cache = E4M3_512 if is_fp8 else "same"
+    return _Columns(q, None, relabelled(whole), None, None, kv_scale, cache)
 
 
 def _factor_of_narrow(views: Views, number: float | None, is_scaled: bool) -> ArrayView | float:

@@ -185,6 +185,9 @@ def mla_sparse_decode(
         - ``"v41_fp4"``, 288 bytes: 512 e2m1 columns, of two in a byte the first in the low half,
           then 32 e4m3 scales, each of 16.
 
+        A plan from numbers takes ``"e4m3_512"`` as well, for rows of 512 e4m3 columns under
+        kv_scale, which dtype and width tell elsewhere.
+
         Exponents are as in V4's slots. Products of columns and scales are exact, but for scales
         of ``"v32_no_rope"`` that are no powers of two.
     extra_cache_format : str, optional

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention of each query token over its own list of packed FP8 rows, for more than 16 heads:
-// mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. Rows have 656 bytes, or 528 without RoPE columns.
+// mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. Rows have 656 bytes, or 528 without RoPE columns, or
+// 512 without their own scales, too.
 //
 // grid = (row tiles of up to 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.
 #include "mla/mla_decode_fp8_64/kernel.cuh"
@@ -18,6 +19,12 @@ struct MlaSparsePackedParams {
   Lists lists;
 };
 
+struct MlaSparseE4m3Params : MlaSparsePackedParams {
+  const float* kv_scale;  // factor of all columns; null: kv_scale_value
+  float kv_scale_value;
+  int unused;
+};
+
 template <bool kRope>
 struct PackedTile : ListTile<kHeads> {
   using Held = PackedTile;
@@ -25,10 +32,11 @@ struct PackedTile : ListTile<kHeads> {
   __device__ __forceinline__ explicit PackedTile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
 };
 
-template <bool kRope>
+// AnyParams: MlaSparsePackedParams, or without scales MlaSparseE4m3Params.
+template <bool kScales, bool kRope, typename AnyParams>
 struct ListRows {
-  using Params = MlaSparsePackedParams;
-  using Form = RowForm<true, false, false, kRope>;
+  using Params = AnyParams;
+  using Form = RowForm<kScales, false, false, kRope>;
   using Consumer = Heads64Consumer<Form>;
   using Tile = PackedTile<kRope>;
 
@@ -36,7 +44,12 @@ struct ListRows {
     prefetch_lists(params.decode, params.lists, params.decode.max_tokens, thread, threads);
   }
 
-  __device__ __forceinline__ static float kv_scale(const Params&) { return 1.0f; }
+  __device__ __forceinline__ static float kv_scale(const Params& params) {
+    if constexpr (kScales)
+      return 1.0f;
+    else
+      return params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
+  }
 
   __device__ __forceinline__ static void load(const Params& params, const typename Form::Layout& shared, Tile& tile,
                                               const Part& part, int last_place, int warp) {
@@ -63,7 +76,11 @@ struct ListRows {
 
 template <bool kRope>
 __device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& p) {
-  attend_64_heads<ListRows<kRope>>(p);
+  attend_64_heads<ListRows<true, kRope, MlaSparsePackedParams>>(p);
+}
+
+__device__ __forceinline__ void mla_sparse_e4m3(const MlaSparseE4m3Params& p) {
+  attend_64_heads<ListRows<false, false, MlaSparseE4m3Params>>(p);
 }
 
 }  // namespace cumla::sparse

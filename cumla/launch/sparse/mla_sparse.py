@@ -27,7 +27,7 @@ from cumla.launch.sparse.select_rows import (
     row_steps,
     select_rows_launch,
 )
-from cumla.launch.sparse.shape import RULES, WHOLE_ROWS
+from cumla.launch.sparse.shape import RULES
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 from cumla.mla.shape import V4
 
@@ -94,7 +94,7 @@ SPECS = tuple(_SPECS.values())
 
 
 def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape; of rows of numbers for so many columns, or for each width."""
+    """List the kernels of a shape; of rows in 16 bits for so many columns, or for each width."""
     return (*SELECT_SPECS, schedule_spec(key), *_attend_specs(key, columns))
 
 
@@ -105,7 +105,7 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
         return (sparse_v4_spec(key),)
     if key.has_whole_rows:
         return (sparse_packed_spec(key),)
-    return sparse_fp8_specs(key, columns)
+    return sparse_fp8_specs(key)
 
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
@@ -161,7 +161,7 @@ def _row_launches(
     rope = _zeros(key, buffer, latent.shape) if a.kv_rope is None else others[0]
     scales = None if a.kv_scales is None else others[-1]
     decode = _decode_arguments(key, buffer, a, latent, rope)._replace(kv_scales=scales)
-    if key.cache in WHOLE_ROWS:
+    if key.reads_lists:
         of_key = sparse_packed_launch if key.has_whole_rows else sparse_fp8_packed_launch
         return (of_key(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
@@ -171,7 +171,7 @@ def _row_launches(
             more = {"max_logits": max_logits.ptr, "partial_max_logits": at}
         attend = decode_launch(spec, key, buffer, decode, out, lse, **more)
     else:
-        attend = sparse_fp8_launch(key, buffer, decode, a.columns, out, lse)
+        attend = sparse_fp8_launch(key, buffer, decode, out, lse)
     return select_rows_launch(key, buffer, lists), attend
 
 

@@ -9,7 +9,7 @@ from cumla.launch.mla.mla_decode_fp8 import launch_with, smem_bytes
 from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.sparse.shape import WHOLE_ROWS
-from cumla.mla.shape import PACKED
+from cumla.mla.shape import E4M3_512, PACKED
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -51,22 +51,25 @@ def _packed(columns: int) -> KernelSpec:
     )
 
 
-# Rows of 512 columns have one factor, or scales that follow their columns.
+# Rows of 512 columns have one factor, or scales that follow their columns. With more than 16 heads
+# those of one factor are for another kernel (mla_sparse_packed.py).
 _SPECS = {
-    (rows, grouped, columns): _spec(rows, grouped, columns)
+    (rows, grouped, HEAD_DIM): _spec(rows, grouped, HEAD_DIM)
     for rows in NARROW_ROWS
-    for grouped, columns in ((False, HEAD_DIM), (True, HEAD_DIM), (False, VALUE_DIM))
+    for grouped in (False, True)
 }
+_SPECS[16, False, VALUE_DIM] = _spec(16, False, VALUE_DIM)
 _PACKED = {columns: _packed(columns) for columns in (HEAD_DIM, VALUE_DIM)}
 SPECS = (*_SPECS.values(), *_PACKED.values())
 
 
-def sparse_fp8_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape: of one factor, and of scales; of rows of so many columns."""
+def sparse_fp8_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
+    """List the kernels of a shape: of one factor, and of scales."""
+    if key.cache == E4M3_512:
+        return (_SPECS[key.row_tile, False, VALUE_DIM],)
     if key.cache in WHOLE_ROWS:
         return (_PACKED[columns_of(key)],)
-    kinds = ((False, HEAD_DIM), (True, HEAD_DIM), (False, VALUE_DIM))
-    return tuple([_SPECS[key.row_tile, *kind] for kind in kinds if columns in (None, kind[1])])
+    return tuple([_SPECS[key.row_tile, grouped, HEAD_DIM] for grouped in (False, True)])
 
 
 def columns_of(key: MLASparseKey) -> int:
@@ -75,18 +78,13 @@ def columns_of(key: MLASparseKey) -> int:
 
 
 def sparse_fp8_launch(
-    key: MLASparseKey,
-    buffer: int,
-    arguments: DecodeArguments,
-    columns: int,
-    out: ArrayView,
-    lse: ArrayView,
+    key: MLASparseKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
-    """Describe how to attend to the lists in a plan's buffer, of rows of so many columns.
+    """Describe how to attend to the lists in a plan's buffer.
 
-    Other parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a
-    page.
+    Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
     """
+    columns = VALUE_DIM if key.cache == E4M3_512 else HEAD_DIM
     spec = _SPECS[key.row_tile, arguments.kv_scales is not None, columns]
     return launch_with(spec, key, buffer, arguments, out, lse)
 

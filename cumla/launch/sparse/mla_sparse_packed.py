@@ -11,6 +11,7 @@ from cumla.launch.mla.mla_decode_fp8_64 import SMEM_BYTES
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import columns_of
+from cumla.mla.shape import E4M3_512
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -30,12 +31,21 @@ _SPECS = {
     )
     for columns in (HEAD_DIM, VALUE_DIM)
 }
-SPECS = tuple(_SPECS.values())
+_E4M3 = KernelSpec(
+    stem="mla_sparse_packed",
+    package="cumla.cuda.sparse",
+    entry="mla_sparse_packed_e4m3",
+    function="mla_sparse_e4m3",
+    params="MlaSparseE4m3Params",
+    threads=384,
+    smem_bytes=SMEM_BYTES,
+)
+SPECS = (*_SPECS.values(), _E4M3)
 
 
 def sparse_packed_spec(key: MLASparseKey) -> KernelSpec:
-    """Look up the kernel of a shape: with RoPE columns, or without."""
-    return _SPECS[columns_of(key)]
+    """Look up the kernel of a shape: with RoPE columns, or without, or without scales, too."""
+    return _E4M3 if key.cache == E4M3_512 else _SPECS[columns_of(key)]
 
 
 def sparse_packed_launch(
@@ -52,4 +62,9 @@ def sparse_packed_launch(
     page.
     """
     values = {"decode": decode_values(key, buffer, arguments, out, lse), "lists": lists}
+    if key.cache == E4M3_512:
+        factor = arguments.kv_scale
+        is_number = isinstance(factor, (int, float))
+        values["kv_scale"] = 0 if is_number else factor.ptr
+        values["kv_scale_value"] = factor if is_number else 0.0
     return launch_of(sparse_packed_spec(key), (key.row_tiles, key.parts, 1), values)

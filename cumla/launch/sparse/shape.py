@@ -15,12 +15,12 @@ from cumla.launch.split.plan import (
     PlanLayout,
     filling_parts,
 )
-from cumla.mla.shape import FORMATS, NO_ROPE, PACKED, V4, V41, V41_FP4
+from cumla.mla.shape import E4M3_512, FORMATS, NO_ROPE, PACKED, V4, V41, V41_FP4
 
 __all__ = ["RULES", "WHOLE_ROWS", "WIDENED", "MLASparseKey"]
 
-WHOLE_ROWS = (PACKED, NO_ROPE)
-"""Caches of whole rows: e4m3 latent columns, four scales, perhaps RoPE columns."""
+WHOLE_ROWS = (PACKED, NO_ROPE, E4M3_512)
+"""Caches of whole rows: e4m3 latent columns, perhaps four scales, perhaps RoPE columns."""
 WIDENED = (V4, V41, V41_FP4)
 """Caches whose rows of 512 columns become bfloat16 in shared memory."""
 _ALIGNMENT = 256
@@ -77,6 +77,11 @@ class MLASparseKey(LatentKey):
     def has_whole_rows(self) -> bool:
         """Whether the kernel computes from whole packed rows, for many heads."""
         return self.cache in WHOLE_ROWS and self.num_heads > NARROW_ROWS[0]
+
+    @property
+    def reads_lists(self) -> bool:
+        """Whether the kernel reads the caller's lists, which then are not made compact."""
+        return self.cache in FORMATS and (self.cache != E4M3_512 or self.has_whole_rows)
 
     @property
     def is_widened(self) -> bool:
@@ -172,14 +177,14 @@ class MLASparseKey(LatentKey):
     def selected(self) -> int:
         """Where in the buffer the selected rows lie, and after them how many each list has.
 
-        Kernels for rows of formats look at the lists themselves.
+        Most kernels for rows of formats look at the lists themselves.
         """
         return PlanLayout.of(self).nbytes
 
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        entries = 0 if self.cache in FORMATS else self.num_places * self.entries
+        entries = 0 if self.reads_lists else self.num_places * self.entries
         return self.selected + entries * 4
 
     @cached_property

@@ -297,7 +297,7 @@ def test_a_plan_over_layers(form: str, heads: int, extra: int, record_figures: R
     )
     first = make_v4(cp, case)
     kind = {"cache_format": "v4"} if form == "v4" else first.case.formats
-    kind = {"cache_dtype": "float8_e4m3fn"} if form == "e4m3" else kind
+    kind = {"cache_format": "e4m3_512"} if form == "e4m3" else kind
     size = cumla.MLASparsePlan.workspace_bytes(5, 2, heads, 600, extra_topk=extra, **kind)
     buffer = cp.full(size + 4096, 0xFF, cp.uint8)
     plan = first.plan(workspace=buffer[:size])

@@ -289,7 +289,7 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
 
 // One of four warps that convert 16 rows of every block. A lane has 16 e4m3 columns of each tile, from column 16
 // (lane % 4) on, of rows lane / 4 and 8 more. Half a block waits in registers. When a tile is stored as bfloat16,
-// that of the next half is loaded into the same registers. Columns of e2m1 take half of them.
+// that of the next half is loaded into the same registers.
 template <typename Format>
 struct V4Converter {
   static constexpr int kHalfBytes = kHalfTiles * 64;
@@ -312,9 +312,9 @@ struct V4Converter {
       columns[g] = V4Finder<Format>::columns_at(shared.row(slot, row + 8 * g)) + chunk * 16;
     if constexpr (Format::kMayBeFp4) {
 #pragma unroll
-      for (int g = 0; g < 2; ++g) {
+      for (int g = 0; g < 2; ++g) {  // a lane's eight bytes are half of 16
         next_is_fp4[g] = reinterpret_cast<u64>(columns[g]) & 2;
-        columns[g] -= next_is_fp4[g] ? 2 + chunk * 8 : 0;
+        columns[g] -= next_is_fp4[g] ? 2 + (chunk - chunk / 2) * 16 : 0;
       }
     }
     const bool exists = (reinterpret_cast<u64>(columns[0]) & 1) == 0;
@@ -325,13 +325,8 @@ struct V4Converter {
   __device__ __forceinline__ void load_tile(int k) {
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-      if (Format::kMayBeFp4 && next_is_fp4[g]) {
-        const uint2 codes = *reinterpret_cast<const uint2*>(columns[g] + k * 32);
-        bytes[k][g].x = codes.x;
-        bytes[k][g].y = codes.y;
-      } else {
-        bytes[k][g] = load_global_16(reinterpret_cast<const uint4*>(columns[g] + k * 64));
-      }
+      const int offset = Format::kMayBeFp4 ? k * 64 >> next_is_fp4[g] : k * 64;
+      bytes[k][g] = load_global_16(reinterpret_cast<const uint4*>(columns[g] + offset));
     }
   }
   // The scales of this lane's columns of a half, a byte per tile: exponents, or e4m3 scales of e2m1 columns.
@@ -357,8 +352,8 @@ struct V4Converter {
       uint4 pairs[2];
       if (Format::kMayBeFp4 && is_fp4[g]) {
         const u32 scale = pair_of_e4m3(exponent);
-        convert_e2m1(from.x, scale, pairs[0]);
-        convert_e2m1(from.y, scale, pairs[1]);
+        convert_e2m1(chunk % 2 ? from.z : from.x, scale, pairs[0]);
+        convert_e2m1(chunk % 2 ? from.w : from.y, scale, pairs[1]);
       } else {
         const u32 half = exponent == 0xff ? 0x7fff : exponent << 7, scale = half << 16 | half;
         convert(from.x, scale, pairs[0].x, pairs[0].y);
