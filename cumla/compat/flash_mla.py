@@ -411,7 +411,7 @@ def _attend_sparsely(
     cache = k_cache
     if is_fp8:
         cache, form = packed_rows("k_cache", k_cache, d_qk, form)
-    named = {} if form in (None, *UNNAMED) else {"cache_format": form}
+    named: dict[str, Any] = {} if form in (None, *UNNAMED) else {"cache_format": form}
     second, extra_topk = extra.checked(d_qk, form or "")
     if is_traced():
         second |= {"topk_lens": topk_length, "extra_topk_lens": extra.extra_topk_length}
@@ -420,9 +420,9 @@ def _attend_sparsely(
         found, lse = with_sink(found, lse, attn_sink)
         return written(out, found), lse.mT
     forms = f"{form}+{second.get('extra_cache_format', form)}" if second else form
-    modes = extra.extra_topk_length is not None, is_fp8, forms, invariant, q.dtype, q.device
-    lengths = topk_length is not None, extra_topk
-    shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
+    has_lengths = topk_length is not None, extra.extra_topk_length is not None
+    sizes = batch, seq_q, heads_q, d_qk, indices.shape[2], has_lengths[0], extra_topk
+    shape = _SparseShape(*sizes, has_lengths[1], is_fp8, forms, invariant, q.dtype, q.device)
     _check_first_use(metadata, shape)
 
     def updated(plan: MLASparsePlan | None) -> MLASparsePlan:

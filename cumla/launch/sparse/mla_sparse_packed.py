@@ -61,10 +61,10 @@ def sparse_packed_launch(
     Other parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a
     page.
     """
-    values = {"decode": decode_values(key, buffer, arguments, out, lse), "lists": lists}
+    values: dict[str, Any] = {"decode": decode_values(key, buffer, arguments, out, lse)}
+    values["lists"] = lists
     if key.cache == E4M3_512:
         factor = arguments.kv_scale
-        is_number = isinstance(factor, (int, float))
-        values["kv_scale"] = 0 if is_number else factor.ptr
-        values["kv_scale_value"] = factor if is_number else 0.0
+        pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
+        values |= {"kv_scale": pointer, "kv_scale_value": value}
     return launch_of(sparse_packed_spec(key), (key.row_tiles, key.parts, 1), values)

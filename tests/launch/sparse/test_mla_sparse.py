@@ -69,6 +69,23 @@ def test_an_e4m3_cache(heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 65, 128])
+def test_e4m3_rows_of_512_columns(heads: int) -> None:
+    """With more than 16 heads the kernel looks at the lists itself."""
+    key = key_of(heads, "e4m3_512", batch=50)
+    assert key.row_tile == (16 if heads <= 16 else 64)
+    factor = strided(12, (1,), (4,), "float32")
+    changes = {"q_rope": None, "kv_rope": None, "kv_scale": factor}
+    *others, attend = attend_launches(key, BUFFER, arguments_of(key, **changes), *outputs_of(key))
+    assert [launch.spec.entry for launch in others] == ["select_rows"][: heads <= 16]
+    few = attend.spec.entry == "mla_sparse_fp8_16_512"
+    assert attend.spec.entry == ("mla_sparse_fp8_16_512" if few else "mla_sparse_packed_e4m3")
+    assert few == (heads <= 16)
+    assert attend.spec in sparse_specs(key)
+    got = parameters(attend)
+    assert (got["kv_scale"], got["kv_scale_value"]) == (12 << 40, 0)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 17, 64, 65, 128])
 def test_packed_rows(heads: int) -> None:
     """Their kernels look at the lists themselves."""
     key = key_of(heads, "v32", batch=50)
@@ -130,6 +147,7 @@ def test_every_kernel_serves_a_shape() -> None:
         for dtype in ("bfloat16", "float16")
         for has in (False, True)
     ]
+    keys += [key_of(h, "e4m3_512") for h in (8, 24)]
     assert every == {spec for key in keys for spec in sparse_specs(key)} & every
 
 
