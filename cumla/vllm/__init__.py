@@ -65,8 +65,7 @@ def register() -> None:
         )
         return
     register_backend(custom, _PATH)
-    if not any(isinstance(finder, WithoutDeepGEMM) for finder in sys.meta_path):
-        sys.meta_path.insert(0, WithoutDeepGEMM())
+    WithoutDeepGEMM.take_care()
 
 
 class WithoutDeepGEMM(MetaPathFinder):
@@ -79,6 +78,21 @@ class WithoutDeepGEMM(MetaPathFinder):
 
     name = "vllm.model_executor.layers.sparse_attn_indexer"
 
+    @classmethod
+    def take_care(cls) -> None:
+        """Replace it now, if the module is there already, or when it is imported."""
+        if cls.name in sys.modules:
+            cls.replace(sys.modules[cls.name])
+        elif not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.insert(0, cls())
+
+    @staticmethod
+    def replace(module: Any) -> None:
+        """Answer for DeepGEMM where CUSTOM is asked for."""
+        theirs = module.has_deep_gemm
+        if getattr(theirs, "__module__", None) != __name__:
+            module.has_deep_gemm = lambda: _is_asked_for() or theirs()
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find the module as others do; then replace what it asks about DeepGEMM."""
         if fullname != self.name:
@@ -90,8 +104,7 @@ class WithoutDeepGEMM(MetaPathFinder):
 
             def execute_and_replace(module: Any) -> None:
                 execute(module)
-                theirs = module.has_deep_gemm
-                module.has_deep_gemm = lambda: _is_asked_for() or theirs()
+                self.replace(module)
 
             setattr(spec.loader, "exec_module", execute_and_replace)  # noqa: B010
         return spec

@@ -113,17 +113,9 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> MLACommonMetadata:
-        """Begin a step; every prefill is merged with its context, wherever it stands in the batch.
-
-        vLLM 0.26 and 0.27 merge the first `prefill_tokens_with_context` tokens alone, as if those
-        prefills came first. Their model runner V2 sorts by length: there a longer prefill would
-        lose its context. Prefills without a context have a log-sum-exp of -inf for it. 0.25 has no
-        `has_empty_context`, and no such log-sum-exp; 0.28 has neither name, nor the fault.
-        """
+        """Begin a step."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        context: Any = getattr(metadata.prefill, "chunked_context", None)
-        if hasattr(context, "has_empty_context"):
-            context.prefill_tokens_with_context = None
+        merge_every_prefill(metadata.prefill)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
@@ -162,6 +154,19 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
                 query_start_loc_device,
             ),
         )
+
+
+def merge_every_prefill(prefill: Any) -> None:
+    """Let vLLM merge each prefill with its context, wherever it stands in the batch.
+
+    vLLM 0.26 and 0.27 merge the first `prefill_tokens_with_context` tokens alone, as if those
+    prefills came first. Their model runner V2 sorts by length: there a longer prefill would lose
+    its context. Prefills without a context have a log-sum-exp of -inf for it. 0.25 has no
+    `has_empty_context`, and no such log-sum-exp; 0.28 has neither name, nor the fault.
+    """
+    context: Any = getattr(prefill, "chunked_context", None)
+    if hasattr(context, "has_empty_context"):
+        context.prefill_tokens_with_context = None
 
 
 def _has_mixed_graphs(config: Any) -> bool:

@@ -31,7 +31,7 @@ from cumla.vllm._models import (
     is_invariant,
 )
 from cumla.vllm.indexer import take_over
-from cumla.vllm.mla import uniform_length
+from cumla.vllm.mla import merge_every_prefill, uniform_length
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
@@ -118,6 +118,7 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
     ) -> Metadata:
         """Begin a step."""
         metadata: Metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        merge_every_prefill(getattr(metadata, "prefill", None))
         metadata.begin(self._plans, self.num_heads, common_attn_metadata.query_start_loc_cpu)
         return metadata
 

@@ -203,6 +203,7 @@ class SparseMLA:
         captured: bool = False,
         table: Any = None,
         decodes: int | None = None,
+        prefill: Any = None,
     ) -> Any:
         """Metadata for requests with kv_lens, whose queries `offsets`, and `host`, tell."""
         host = offsets.cpu() if host is None else host
@@ -213,6 +214,7 @@ class SparseMLA:
             query_start_loc=offsets,
             num_actual_tokens=tokens,
             num_decodes=len(kv_lens) if decodes is None else decodes,
+            prefill=prefill,
         )
         if captured:
             return self.builder.build_for_cudagraph_capture(common)

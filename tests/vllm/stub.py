@@ -100,6 +100,7 @@ class SparseBuilder(SpecBuilder[M]):
             topk_tokens=self.topk_tokens,
             num_decodes=decodes,
             num_decode_tokens=int(common.query_start_loc_cpu[decodes]),
+            prefill=getattr(common, "prefill", None),
         )
 
     def build_for_cudagraph_capture(self, common: Any) -> Any:
@@ -217,6 +218,7 @@ def stubbed(
             "get_forward_context": lambda: SimpleNamespace(attn_metadata=steps),
             "_resolve_layer_name": lambda name: name,
             "current_workspace_manager": Workspace,
+            "has_deep_gemm": lambda: True,
             "ops": SimpleNamespace(cp_gather_indexer_k_quant_cache=gather_keys),
         },
         "vllm.v1.attention.backends.mla": {},

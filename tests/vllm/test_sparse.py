@@ -93,6 +93,14 @@ def test_a_step_attends_for_decoding_alone_where_prefills_are_dense() -> None:
     assert sorted(step.steps) == [2, 14]
 
 
+def test_every_dense_prefill_is_merged_with_its_context() -> None:
+    """The fault of vLLM 0.26 and 0.27 that the backend of dense MLA mends."""
+    context = SimpleNamespace(prefill_tokens_with_context=7, has_empty_context=[True])
+    prefill = SimpleNamespace(chunked_context=context)
+    assert SparseMLA().step(int32(90), int32(0, 1), 1, prefill=prefill).prefill is prefill
+    assert context.prefill_tokens_with_context is None
+
+
 def test_sinks_and_the_logarithm_of_layers() -> None:
     lens, starts = (90, 5, 33), (0, 1, 2, 3)
     sparse, kv_lens = SparseMLA(sinks=torch.linspace(-1, 1, HEADS).bfloat16()), int32(*lens)
@@ -219,9 +227,10 @@ def test_vllms_operation_is_taken_over() -> None:
     assert indexer._library is not None
 
 
+@pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("has_it", [True, False])
 def test_vllm_asks_for_deep_gemm_where_cumla_is_not_asked_for(
-    has_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_it: bool, is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM refuses to make an indexer without it, before it resolves the backend of a layer."""
     from vllm.config import get_current_vllm_config
@@ -229,9 +238,12 @@ def test_vllm_asks_for_deep_gemm_where_cumla_is_not_asked_for(
     (tmp_path / "of_the_indexer.py").write_text(f"has_deep_gemm = lambda: {has_it}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(cumla.vllm.WithoutDeepGEMM, "name", "of_the_indexer")
+    if is_late:
+        import_module("of_the_indexer")
     for _ in range(2):
         cumla.vllm.register()
-    assert sum(isinstance(each, cumla.vllm.WithoutDeepGEMM) for each in sys.meta_path) == 1
+    finders = sum(isinstance(each, cumla.vllm.WithoutDeepGEMM) for each in sys.meta_path)
+    assert finders == (not is_late)
     module = import_module("of_the_indexer")
     assert not any(isinstance(each, cumla.vllm.WithoutDeepGEMM) for each in sys.meta_path)
     config = get_current_vllm_config().attention_config
