@@ -56,7 +56,7 @@ from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
 from cumla.launch.blocks.block_rows import block_rows_launch
 from cumla.launch.blocks.key import BlockKey
 from cumla.launch.device import checked_sm_count, sm_count_of
-from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
+from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_PARTS, MOST_TOKENS, ROW_TILE
 from cumla.mha.arguments import E4M3, KV_LAYOUT, checked_layout, checked_scales, swapped
@@ -663,7 +663,7 @@ class BlockSparsePlan(Plan[BlockKey]):
                 _checked_shape(tokens, heads, lists, ("bfloat16", cache)), True, invariant, 0, count
             )
             for cache in (None, _E4M3)
-            if cache is None or all(map(_may_be_e4m3, (head_dim, head_dim_v or head_dim)))
+            if cache is None or {head_dim, head_dim_v or head_dim} <= {*E4M3_COLUMNS}
         ]
         return max(key.layout.nbytes for key in sizes)
 
@@ -736,10 +736,6 @@ v_scale, kv_layout, indices_are, out, lse, stream
     def _check_shape(self, arguments: BlockArguments) -> None:
         got = _shape_of(arguments, arguments.block_table.shape[0])
         check_made_for(_SIZES, self._shape, got)
-
-
-def _may_be_e4m3(columns: Any) -> bool:
-    return bool(columns % 16 == 0 and columns <= MOST_E4M3_COLUMNS)
 
 
 def _checked_shape(

@@ -63,7 +63,7 @@ from cumla.core.spec import (
 )
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
-from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
+from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.launch.mha.choice import RULES
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.launch import MHAArguments, attention_launch
@@ -564,7 +564,7 @@ def checked_rows(name: str, given: Views) -> ArrayView:
 def _column_step(dtype: str) -> tuple[int, int]:
     """Tell of what number columns are a multiple, of rows of a dtype, and how many there may be."""
     if dtype in E4M3:
-        return 16, MOST_E4M3_COLUMNS
+        return E4M3_COLUMNS.step, E4M3_COLUMNS[-1]
     return 4 if dtype == "float32" else 8, _MOST_COLUMNS
 
 
@@ -909,7 +909,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
         key = _key(batch, shape, False, -1, 0, sm_count, cuts)
         forms: list[dict[str, Any]] = [{}, {"page_size": 1}, {"window_left": 0}]
-        if max(key.head_dim, key.head_dim_v) <= MOST_E4M3_COLUMNS:
+        if max(key.head_dim, key.head_dim_v) <= E4M3_COLUMNS[-1]:
             e4m3 = {"cache_dtype": _E4M3}
             forms += [e4m3, *({"bias": b} | c for b in ("linear", "table") for c in ({}, e4m3))]
         columns = checked_max_pages(prefix_groups, max_pages, batch, 64)

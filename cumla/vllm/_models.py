@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cumla.core.check_mode import environment_flag
-from cumla.launch.mha.attention import MOST_E4M3_COLUMNS
+from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
 from cumla.mla.shape import HEAD_DIM
 
@@ -125,8 +125,8 @@ class MHAKernels(Kernels):
         **__: Any,
     ) -> str | None:
         """Refuse FP8 caches of columns that the kernels do not take."""
-        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > MOST_E4M3_COLUMNS):
-            return f"an FP8 cache needs a head size of 16, 32, ... or {MOST_E4M3_COLUMNS}"
+        if kv_cache_dtype in FP8 and head_size not in E4M3_COLUMNS:
+            return f"an FP8 cache needs a head size of 16, 32, ... or {E4M3_COLUMNS[-1]}"
         return None
 
 

@@ -34,6 +34,7 @@ from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.check_mode import check_mode
 from cumla.core.names import arg
 from cumla.core.paged import refuse_value
+from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import checked_layout
 from cumla.mha.attention import AttentionPlan, attention
 from cumla.mha.bias import AttentionBias
@@ -102,7 +103,6 @@ _PARTS = {
 _Q = "tokens, num_qo_heads, head_dim"
 _E4M3 = "float8_e4m3fn"
 _ROTATED = 16  # of what number rotated rows have a multiple of columns
-_E4M3_COLUMNS = 16  # of what number e4m3 rows have a multiple of columns
 
 
 class Numbers(NamedTuple):
@@ -360,9 +360,9 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         theirs = dict(zip(Numbers._fields, self._names.sizes, strict=True))
         for name in ("head_dim", "head_dim_v"):
             columns = getattr(shape, name)
-            if shape.cache_dtype == _E4M3 and columns % _E4M3_COLUMNS:
+            if shape.cache_dtype == _E4M3 and columns % E4M3_COLUMNS.step:
                 raise ValueError(
-                    f"{theirs[name]}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type "
+                    f"{theirs[name]}: needs a multiple of {E4M3_COLUMNS.step} with kv_data_type "
                     f"{_E4M3}, got {columns}; pad the columns with zeros"
                 )
         with ATTENTION.naming(

@@ -10,7 +10,7 @@ from cumla.launch.source import HALVES, KernelSpec, in_cuda
 
 _FILE = "mha/attention"
 COLUMNS = 64  # of a tile
-MOST_E4M3_COLUMNS = 256
+E4M3_COLUMNS = range(16, 257, 16)  # that rows of e4m3 keys and values may have
 TILES = ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
 # What a kernel takes beside keys and values, and its parameter struct; "masked": arrays that say
@@ -56,7 +56,7 @@ _SPECS = {
     names: _spec(*names)
     for names in product(HALVES, TILES, _FORMS, VARIANTS)
     if names[1] in tiles_of(names[3])
-    and (names[2] != "e4m3" or max(names[1]) * COLUMNS <= MOST_E4M3_COLUMNS)
+    and (names[2] != "e4m3" or max(names[1]) * COLUMNS <= E4M3_COLUMNS[-1])
 }
 SPECS = tuple(_SPECS.values())
 
