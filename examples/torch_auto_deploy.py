@@ -92,7 +92,7 @@ class Decoder:
 
 def main() -> None:
     """Serve four requests, whose tokens are bytes of this file."""
-    requests = cut_requests(Path(__file__).read_bytes()[:800], steps=8)
+    requests = cut_requests(Path(__file__).read_bytes()[:400], steps=8)
     model = LlamaModel.random(MODELS["tiny"], seed=0)
     expected = [model.forward_plainly(request.tokens).logits for request in requests]
     table, num_pages = shuffled_pages(requests, seed=0)

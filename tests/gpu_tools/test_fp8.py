@@ -23,14 +23,14 @@ from tests.gpu.tools.fp8_problem import (
 )
 from tests.gpu.tools.problem import VALUE_DIM
 from tests.mla.fp8_arrays import FORMS
+from tests.selection import some
 
 CASE = Fp8Case(batch=3, q_len=3, heads=4, kv_heads=2, kv_len=97, ragged=True)
 OPERATIONS = ("decode", "table", "list")
 GROUPED = ("scales", "scales, e4m3 rope", "packed")
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "operation"), some(itertools.product(FORMS, OPERATIONS), 2))
 def test_problems_mean_what_their_reference_says(form: str, operation: str) -> None:
     """Laid out in every way, poison around them; through the public functions."""
     lengths = np.array([97, 0, 64])
@@ -109,8 +109,15 @@ HONEST = (
 )
 
 
-@pytest.mark.parametrize("form", ["one", "16-bit rope", "scales, e4m3 rope", "packed"])
-@pytest.mark.parametrize("number", range(len(HONEST)))
+@pytest.mark.parametrize(  # each case and each form, of all pairs with --exhaustive
+    ("number", "form"),
+    some(
+        itertools.product(
+            range(len(HONEST)), ["one", "16-bit rope", "scales, e4m3 rope", "packed"]
+        ),
+        3,
+    ),
+)
 def test_honest_arithmetic_passes(number: int, form: str) -> None:
     case = HONEST[number]
     problem = make_fp8(np, Fp8Case(**{**vars(case), "form": form, "seed": number}))

@@ -283,8 +283,21 @@ def test_a_fault_is_noticed(fault: str, inputs: str) -> None:
 MARGIN = 0.8  # share of a bound that an honest result may take
 
 
+def takes_long(case: Case) -> bool:
+    return case.batch * case.q_len * case.heads * case.kv_len > 1_000_000
+
+
 @pytest.mark.parametrize(
-    "case", some([*SMALL, *sample_of_every_kernel()], 5), ids=lambda case: case.name
+    "case",
+    [
+        *some([*SMALL, *(case for case in sample_of_every_kernel() if not takes_long(case))], 5),
+        *(
+            pytest.param(case, marks=pytest.mark.exhaustive)
+            for case in sample_of_every_kernel()
+            if takes_long(case)
+        ),
+    ],
+    ids=lambda case: case.name,
 )
 def test_honest_rounding_passes_on_the_grid(case: Case) -> None:
     """The inputs of the GPU tests themselves: bounds are met, and not by luck."""
@@ -297,7 +310,7 @@ def test_honest_rounding_passes_on_the_grid(case: Case) -> None:
 @pytest.mark.parametrize("softmax", FACTORS["softmax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("kv_len", "seeds"), some([(1, 12), (3, 12), (20, 12), (65, 12), (500, 4)], 2)
+    ("kv_len", "seeds"), some([(1, 12), (3, 12), (20, 12), (65, 12), (140, 4), (500, 4)], 2)
 )
 def test_honest_rounding_passes_whatever_the_seed_of_the_outliers(
     kv_len: int, seeds: int, dtype: str, softmax: str
@@ -362,8 +375,18 @@ def test_what_outliers_meet_never_cancels() -> None:
     assert min(np.abs(sums)) >= min(IN_QUERIES)
 
 
-@pytest.mark.parametrize("inputs", ["0.1", "outliers"])
-@pytest.mark.parametrize(("kv_len", "parts"), [(2, 1), (20, 1), (140, 2), (4096, 5)])
+@pytest.mark.parametrize(
+    ("kv_len", "parts", "inputs"),
+    [
+        *(
+            (*long, inputs)
+            for long in [(2, 1), (20, 1), (140, 2)]
+            for inputs in ("0.1", "outliers")
+        ),
+        (4096, 5, "0.1"),
+        pytest.param(4096, 5, "outliers", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_token_that_one_row_drops_is_noticed(kv_len: int, parts: int, inputs: str) -> None:
     """The heaviest of a row with an outlier; of the others one of average weight."""
     case = Case(batch=2, heads=16, kv_len=kv_len, ragged=False, inputs=inputs, seed=kv_len)

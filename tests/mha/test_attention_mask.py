@@ -32,6 +32,7 @@ from tests.mha.mask_cases import (
     trees,
     window_cases,
 )
+from tests.selection import some
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 KINDS: dict[str, Any] = {"bfloat16": BF16, "float16": np.dtype(np.float16)}
@@ -213,7 +214,7 @@ def check(problem: Problem, got: Any, dtype: str) -> None:
         np.testing.assert_allclose(lse[query.row], of_lse, rtol=1.2e-5, atol=1.2e-5)
 
 
-@pytest.mark.parametrize("sample", samples(84), ids=lambda s: f"{s.mask}-{s.seed}")
+@pytest.mark.parametrize("sample", some(samples(84), 2), ids=lambda s: f"{s.mask}-{s.seed}")
 def test_grid(sample: Sample) -> None:
     problem = make(sample)
     check(problem, cumla.attention(**problem.given, mask=problem.mask), sample.dtype)
