@@ -226,9 +226,10 @@ def _checked_extra(views: Views, cache: str, form: str | None) -> tuple[ArrayVie
         )
     form = checked_beside(cache, form)
     if whole.shape[-1:] != (FORMATS[form],):
+        whose = f"as {arg('kv_cache')} has" if form == cache else f"those of {form!r}"
         raise ValueError(
-            f"{arg('extra_kv_cache')}: needs slots of {FORMATS[form]} bytes in format {form!r}, "
-            f"got shape {whole.shape}; write them by cumla.append_mla_cache, or pass "
+            f"{arg('extra_kv_cache')}: needs slots of {FORMATS[form]} bytes, {whose}, got shape "
+            f"{whole.shape}; write them by cumla.append_mla_cache, or pass "
             f"{arg('extra_cache_format')} if they are of another format"
         )
     return _checked_slots("extra_kv_cache", with_head_axis(whole, 4), form), form
@@ -358,13 +359,8 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, options: Any) ->
     whole = with_head_axis(whole, 4)
     if len(whole.shape) != 4:
         raise ValueError(heads_problem("kv_cache", "num_pages, page_size", VALUE_DIM, whole))
-    if form == PACKED:
-        raise ValueError(
-            f"{arg('q')}: needs {HEAD_DIM} columns with {arg('kv_cache')} of {FORMATS[form]} bytes "
-            f"per row, got shape {q.shape}; pass the queries of the model that has the cache"
-        )
     is_fp8 = form is not None or whole.dtype in E4M3
-    form = None if form == E4M3_512 else form  # rows of numbers
+    form = None if form in (PACKED, E4M3_512) else form  # rows of numbers, or of another width
     kv_scale = _factor_of_narrow(views, options.kv_scale, is_fp8 and form is None)
     if is_fp8 and q.dtype != DTYPES[0]:
         what = f"{whole.shape[-1]} bytes per slot" if form else FP8
@@ -376,6 +372,8 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, options: Any) ->
         rows = _checked_slots("kv_cache", whole, form)
         latent, _, scales = scales_apart(rows, form) if form == NO_ROPE else (rows, None, None)
         return _Columns(q, None, latent, None, scales, 1.0, form)
+    if whole.shape[-1] == FORMATS[V4]:
+        check_dtype("kv_cache", whole.dtype, E4M3)
     if whole.shape[-1] != VALUE_DIM:
         raise ValueError(
             f"{arg('kv_cache')}: needs a last axis of {VALUE_DIM}, or of the {FORMATS[V4]} bytes "

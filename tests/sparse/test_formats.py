@@ -283,7 +283,7 @@ def test_no_width_is_taken_for_one_of_two_formats(nbytes: int) -> None:
         (
             {"extra_kv_cache": True, "extra_cache_format": "v41_fp4"},
             ValueError,
-            "extra_kv_cache: needs slots of 288 bytes in format 'v41_fp4'",
+            "extra_kv_cache: needs slots of 288 bytes, those of 'v41_fp4'",
         ),
     ],
 )
