@@ -145,7 +145,8 @@ _E2M1_TIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
 
 def e2m1_numbers(codes: Array) -> Array:
     """Give the float32 numbers of e2m1 codes, two a byte, along the last axis."""
-    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    *lead, nbytes = codes.shape
+    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*lead, 2 * nbytes)
     numbers: Array = np.where(halves & 8, np.float32(-1), np.float32(1)) * _E2M1[halves & 7]
     return numbers
 

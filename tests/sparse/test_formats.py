@@ -108,6 +108,14 @@ def test_rope_columns_are_rotated_before_they_are_scaled(form: str) -> None:
 
 
 @named
+def test_lists_that_name_no_row(form: str) -> None:
+    kv_cache, indices = cache_of(some_rows(4), form), np.full((1, 2, 3), -1, np.int32)
+    state = cumla.mla_sparse_decode(query(), kv_cache, indices, cache_format=form)
+    assert not state.out.any()
+    assert np.isneginf(state.lse).all()
+
+
+@named
 def test_numbers_that_are_not_finite(form: str) -> None:
     rows = np.zeros((3, 512), np.float32)
     rows[0, 3], rows[1, 5], rows[2, 7] = np.nan, np.inf, -np.inf

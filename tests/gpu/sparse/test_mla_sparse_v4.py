@@ -230,7 +230,7 @@ def test_a_nan_that_is_selected(form: str, heads: int, extra: int, what: str) ->
         if what == "scale" or is_fp4:
             columns = 256 if is_fp4 else 512
             nan = {"v41": [0xFF], "v41_fp4": [0x7F]}.get(case.form, [0, 0, 0xC0, 0x7F])
-            at = columns + 4 * len(nan)
+            at = columns + 3 * len(nan)
             rows[row, at : at + len(nan)] = cp.asarray(np.array(nan, np.uint8))
         else:
             rows[row, 300] = 0x7F

@@ -78,7 +78,7 @@ class V4Case(SparseCase):
         """What has to be named."""
         if self.form not in FOLLOWED:
             return {}
-        extra = {"extra_cache_format": self.extra_form} if self.extra_form else {}
+        extra = {"extra_cache_format": self.extra_form} if self.extra_form and self.extra else {}
         return {"cache_format": self.form, **extra}
 
     @property
