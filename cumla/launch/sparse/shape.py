@@ -17,7 +17,7 @@ from cumla.launch.split.plan import (
 )
 from cumla.mla.shape import E4M3_512, FORMATS, NO_ROPE, PACKED, V4, V41, V41_FP4
 
-__all__ = ["RULES", "WHOLE_ROWS", "WIDENED", "MLASparseKey"]
+__all__ = ["PACKED", "RULES", "V4", "WHOLE_ROWS", "WIDENED", "MLASparseKey"]
 
 WHOLE_ROWS = (PACKED, NO_ROPE, E4M3_512)
 """Caches of whole rows: e4m3 latent columns, perhaps four scales, perhaps RoPE columns."""
