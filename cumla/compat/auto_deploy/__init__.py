@@ -28,14 +28,51 @@ Differences from AutoDeploy:
 from __future__ import annotations
 
 from cumla.compat._arguments import missing_from
-from cumla.compat.auto_deploy import descriptors, functions, sequence
-from cumla.compat.auto_deploy.descriptors import *  # noqa: F403
-from cumla.compat.auto_deploy.functions import *  # noqa: F403
+from cumla.compat.auto_deploy.descriptors import (
+    AttentionDescriptor,
+    AttentionRegistry,
+    CumlaAttention,
+    CumlaPagedAttention,
+)
+from cumla.compat.auto_deploy.functions import (
+    apply_rope_on_flattened_inputs,
+    apply_rope_with_input_pos,
+    fused_flattened_mha_with_cache,
+    fused_flattened_mha_with_cache_rope_fusion,
+    fused_flattened_mha_with_paged_cache,
+    fused_mha_with_cache,
+    fused_mha_with_paged_cache,
+    prepare_fused_mha_metadata,
+    prepare_paged_mha_metadata,
+    scaled_dot_product_attention,
+)
 from cumla.compat.auto_deploy.ops import register
-from cumla.compat.auto_deploy.sequence import *  # noqa: F403
+from cumla.compat.auto_deploy.sequence import (
+    AttentionInfo,
+    CacheConfig,
+    PositionalEmbeddingConfig,
+    SequenceInfo,
+)
 
-__all__ = ["register"]
-__all__ += descriptors.__all__
-__all__ += functions.__all__
-__all__ += sequence.__all__
+__all__ = [
+    "AttentionDescriptor",
+    "AttentionInfo",
+    "AttentionRegistry",
+    "CacheConfig",
+    "CumlaAttention",
+    "CumlaPagedAttention",
+    "PositionalEmbeddingConfig",
+    "SequenceInfo",
+    "apply_rope_on_flattened_inputs",
+    "apply_rope_with_input_pos",
+    "fused_flattened_mha_with_cache",
+    "fused_flattened_mha_with_cache_rope_fusion",
+    "fused_flattened_mha_with_paged_cache",
+    "fused_mha_with_cache",
+    "fused_mha_with_paged_cache",
+    "prepare_fused_mha_metadata",
+    "prepare_paged_mha_metadata",
+    "register",
+    "scaled_dot_product_attention",
+]
 __getattr__ = missing_from(__name__, "tensorrt_llm._torch.auto_deploy")
