@@ -86,6 +86,8 @@ def main() -> None:
     load_general_plugins()
     assert AttentionBackendEnum.CUSTOM.get_path() == "cumla.vllm.Backend"
     for family in ("mla", "sparse", "mha"):
+        if family == "sparse" and vllm.__version__.startswith("0.25."):
+            continue  # which has no classes to derive from
         module = import_module(f"cumla.vllm.{family}")
         for kind in (module.Backend, module.Builder, module.Impl):
             check(kind)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import cumla
+import cumla.vllm
 import tests.emulator
 from tests.compat.torch_gpu import torch_gpu
 from tests.vllm import stub
@@ -134,6 +135,13 @@ def test_the_name_serves_sparse_mla() -> None:
     assert backend.supports_combination(576, torch.bfloat16, "fp8_ds_mla") is None
     with stubbed(use_mla=False, index_topk=TOPK):
         assert cumla.vllm.Backend.__module__ == "cumla.vllm.mha"
+
+
+def test_versions_without_classes_for_sparse_mla_are_refused() -> None:
+    with stubbed("0.25.1", index_topk=TOPK):
+        match = r"^vllm: cumla's backend needs a version from 0.26 to 0.33, .* got 0.25.1; install"
+        with pytest.raises(RuntimeError, match=match):
+            _ = cumla.vllm.Backend
 
 
 # --- the indexer ---------------------------------------------------------------------------------

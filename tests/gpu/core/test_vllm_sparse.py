@@ -37,7 +37,7 @@ def eager(sparse: SparseMLA, q: Any, table: Any, starts: Any) -> Any:
     """Attend by one call, every entry of a list looked at."""
     counts = torch.tensor(starts).diff()
     requests = torch.repeat_interleave(torch.arange(len(counts)), counts).int().cuda()
-    last = starts[-1]
+    last, is_scaled = starts[-1], sparse.cache.dtype == torch.float8_e4m3fn
     return cumla.mla_sparse_attention(
         tuple(part[:last] for part in q),
         sparse.cache,
@@ -45,7 +45,7 @@ def eager(sparse: SparseMLA, q: Any, table: Any, starts: Any) -> Any:
         block_table=table,
         row_to_request=requests,
         softmax_scale=SCALE,
-        kv_scale=sparse.layer._k_scale.view(1) if sparse.cache.shape[-1] == 576 else None,
+        kv_scale=sparse.layer._k_scale.view(1) if is_scaled else None,
     ).out
 
 
