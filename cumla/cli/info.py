@@ -309,7 +309,7 @@ def _layer_rows(
     """Name the kernels that attend in the layers of a window, by steps."""
     from cumla._choices import E4M3, Layers
     from cumla.core.check_mode import environment_flag
-    from cumla.launch.sparse.shape import PACKED as V32
+    from cumla.mla.shape import PACKED as V32
     from cumla.vllm._models import FP8, PACKED
 
     count = model.windows[window]

@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
-from cumla.launch.sparse.shape import PACKED
+from cumla.mla.shape import PACKED
 
 __all__ = ["Backend"]
 

@@ -78,6 +78,7 @@ class WithoutDeepGEMM(MetaPathFinder):
     """
 
     name = "vllm.model_executor.layers.sparse_attn_indexer"
+    was_asked_for = False  # by the model whose drafts another one makes, with a backend of its own
 
     @classmethod
     def take_care(cls) -> None:
@@ -87,12 +88,18 @@ class WithoutDeepGEMM(MetaPathFinder):
         elif not any(isinstance(finder, cls) for finder in sys.meta_path):
             sys.meta_path.insert(0, cls())
 
-    @staticmethod
-    def replace(module: Any) -> None:
+    @classmethod
+    def replace(cls, module: Any) -> None:
         """Answer for DeepGEMM where CUSTOM is asked for."""
         theirs = module.has_deep_gemm
-        if getattr(theirs, "__module__", None) != __name__:
-            module.has_deep_gemm = lambda: _is_asked_for() or theirs()
+        if getattr(theirs, "__module__", None) == __name__:
+            return
+
+        def has_deep_gemm() -> bool:
+            cls.was_asked_for |= _is_asked_for()
+            return cls.was_asked_for or bool(theirs())
+
+        module.has_deep_gemm = has_deep_gemm
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find the module as others do; then replace what it asks about DeepGEMM."""

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, SparseStep, cache_dtype
-from cumla.launch.sparse.shape import PACKED as V32
+from cumla.mla.shape import PACKED as V32
 from cumla.vllm._models import (
     LOGGER,
     PACKED,

@@ -257,13 +257,17 @@ def test_vllm_asks_for_deep_gemm_where_cumla_is_not_asked_for(
     config = get_current_vllm_config().attention_config
     custom, other = stub.Backends.CUSTOM, stub.Backends.FLASH_ATTN
     for backend, kinds, is_asked in (
-        (custom, None, True),
         (other, None, False),
-        (None, {"mla_attention": custom}, True),
         (None, {}, False),
+        (None, {"mla_attention": custom}, True),
+        (custom, None, True),
     ):
+        monkeypatch.setattr(cumla.vllm.WithoutDeepGEMM, "was_asked_for", False)
         config.backend, config.backend_per_kind = backend, kinds
         assert module.has_deep_gemm() is (is_asked or has_it)
+    config.backend = None  # of a draft model
+    assert module.has_deep_gemm()
+    monkeypatch.setattr(cumla.vllm.WithoutDeepGEMM, "was_asked_for", False)
     stub.overrides[custom] = "theirs.Backend"
     config.backend = custom
     assert module.has_deep_gemm() is has_it
