@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cumla.blocks.attention import BlockSparsePlan, block_sparse_attention
     from cumla.blocks.scores import block_scores
     from cumla.blocks.select import select_blocks
+    from cumla.blocks.step import BlockSparseStep
     from cumla.indexer.cache import append_indexer_cache
     from cumla.indexer.logits import mqa_logits
     from cumla.indexer.paged_logits import PagedMQALogitsPlan, paged_mqa_logits
@@ -50,6 +51,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionState",
     "BlockSparsePlan",
+    "BlockSparseStep",
     "CompilationError",
     "CumlaError",
     "DSAPlan",
@@ -88,6 +90,7 @@ _NAMES = {  # public names, by the module that is loaded when one is first asked
     "blocks.attention": ("BlockSparsePlan", "block_sparse_attention"),
     "blocks.scores": ("block_scores",),
     "blocks.select": ("select_blocks",),
+    "blocks.step": ("BlockSparseStep",),
     "indexer.cache": ("append_indexer_cache",),
     "indexer.logits": ("mqa_logits",),
     "indexer.paged_logits": ("PagedMQALogitsPlan", "paged_mqa_logits"),

@@ -84,21 +84,19 @@ def main() -> None:
     x, plan = torch.randn(BATCH, HIDDEN, generator=generator).to(**KIND), None
     for step in range(STEPS):
         place = slots(torch.arange(BATCH, device=DEVICE), lens)
-        lens = lens + 1
-        visible, worst = (lens + BLOCK - 1) // BLOCK, 0.0
+        lens, worst = lens + 1, 0.0
         for layer in layers:
             q, index_q = layer.project(x, place)
-            scores = cumla.block_scores(
-                index_q, layer.index_keys, block_size=BLOCK, kv_lens=lens, block_table=table
-            )
-            blocks = cumla.select_blocks(scores, TOPK, visible=visible, local_blocks=1)
+            index, cache = (index_q, layer.index_keys), (q, layer.k, layer.v)
             if plan is None:
-                plan = cumla.BlockSparsePlan.from_arrays(
-                    q, layer.k, layer.v, blocks, block_size=BLOCK
+                chosen = {"topk": TOPK, "block_size": BLOCK, "local_blocks": 1}
+                plan = cumla.BlockSparseStep.from_arrays(
+                    *cache, *index, block_table=table, **chosen
                 )
             if layer is layers[0]:  # one update a step, for all layers
                 plan.update(lens)
-            out, _ = plan.run(q, layer.k, layer.v, blocks, block_table=table)
+            blocks = plan.select(*index, block_table=table)
+            out, _ = plan.run(*cache, block_table=table)
             want = dense(layer, q, blocks, table, lens.tolist())
             worst = max(worst, (out.float() - want).abs().max().item())
             x = x + out.reshape(BATCH, -1) @ layer.output

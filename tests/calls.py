@@ -562,7 +562,7 @@ OPERATIONS = {
         cumla.block_sparse_attention,
         blocks,
         lambda: {"out": aligned((8, 4, 64)), "lse": aligned((8, 4), np.float32)},
-        ("block_rows", "block_lists", "attention_decode_bfloat16_64_64_8"),
+        ("block_rows", "block_lists_32", "attention_decode_bfloat16_64_64_8"),
         integers=("qo_indptr", "kv_lens"),
         empty=(
             ("q", "block_indices"),
@@ -573,7 +573,7 @@ OPERATIONS = {
         cumla.block_sparse_attention,
         blocks_of_equal_queries,
         lambda: {"out": aligned((2, 2, 4, 64)), "lse": aligned((2, 2, 4), np.float32)},
-        ("block_rows", "block_lists", "attention_decode_bfloat16_64_64_8"),
+        ("block_rows", "block_lists_32", "attention_decode_bfloat16_64_64_8"),
         integers=("kv_lens",),
         empty=(("q", "block_table", "kv_lens", "block_indices", "topk_length"),),
     ),

@@ -22,6 +22,7 @@ SECTIONS: tuple[Section, ...] = (
     blocks.DECODE,
     blocks.SCORES,
     blocks.SELECT,
+    blocks.STEP,
     mla.SCHEDULES,
     mla.INVARIANT,
     mla.PAGES,

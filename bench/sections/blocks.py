@@ -184,3 +184,61 @@ SELECT = Section(
     shapes=shapes("rows width top", (1, 1024, 16), (128, 1024, 16), (64, 32768, 512)),
     build=select,
 )
+
+
+def step(lab: Lab, cache: str, batch: int, kv_len: int) -> Case:
+    batch, kv_len, top = lab.at_most(batch=(batch, 2), kv_len=(kv_len, 512), top=(_TOP, 2))
+    visible = kv_len // _BLOCK
+    k, v, keys = (lab.normal(batch * visible, _BLOCK, *n, _COLUMNS) for n in ((1,), (1,), ()))
+    q, index_q = lab.normal(batch, 1, 16, _COLUMNS), lab.normal(batch, 1, 1, _COLUMNS)
+    if cache == "e4m3":
+        k, v, keys, index_q = (x.to(lab.dtype("float8_e4m3fn")) for x in (k, v, keys, index_q))
+    table, lens = lab.table(batch, visible), lab.full(batch, kv_len)
+    out, lse = lab.empty(*q.shape), lab.empty(*q.shape[:-1], dtype="float32")
+    chosen: dict[str, Any] = {"topk": top, "block_size": _BLOCK, "local_blocks": 1}
+    of = cumla.BlockSparseStep.from_arrays(q, k, v, index_q, keys, block_table=table, **chosen)
+    of.update(lens)
+
+    def run() -> Any:
+        of.select(index_q, keys, block_table=table)
+        of.run(q, k, v, block_table=table, out=out, lse=lse)
+        return out
+
+    def error(got: Any) -> float:
+        worst = 0.0
+        for request in sampled(batch):
+            rows = keys[table[request].long()].float()
+            best = (rows @ index_q[request, 0, 0].float()).amax(1)[:-1].topk(top - 1).indices
+            blocks = [*best.sort().values.tolist(), visible - 1]
+            assert of.blocks[request, 0].tolist() == blocks
+            page = table[request, lab.ints(blocks).long()].long()
+            keys_of, values = (x[page, :, 0].float().reshape(-1, _COLUMNS) for x in (k, v))
+            want = attend(q[request, 0], keys_of, values, _COLUMNS**-0.5)
+            worst = max(worst, row_error(got[request, 0], want))
+        return worst
+
+    unit = k.element_size()
+    return Case(
+        run,
+        error,
+        limit=6e-3,
+        nbytes=batch * (kv_len * unit + top * _BLOCK * 2 * unit + 16 * 4) * _COLUMNS,
+    )
+
+
+STEP = Section(
+    name="block-step",
+    title="A layer of MiniMax M3: scores, choice and attention",
+    about="`select` and `run` of `cumla.BlockSparseStep`, 16 query heads, a kv head and an index "
+    "head of 128 columns: 16 blocks of 128 tokens of each request.",
+    columns={"cache": "caches", "batch": "requests", "kv_len": "context"},
+    shapes=shapes(
+        "cache batch kv_len",
+        *(
+            (cache, batch, kv_len)
+            for cache in ("bfloat16", "e4m3")
+            for batch, kv_len in ((1, 32768), (64, 32768))
+        ),
+    ),
+    build=step,
+)

@@ -46,10 +46,10 @@ from cumla.core.spec import (
     optional,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.blocks.block_lists import SPECS as LIST_SPECS
 from cumla.launch.blocks.block_lists import (
     BlockArguments,
     block_attention_launches,
+    lists_spec,
     virtual_pages,
 )
 from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
@@ -263,7 +263,7 @@ class _Attend(Stated[Any, BlockKey]):
         _check_blocks(q, k, options.block_size)
         tokens, heads = prod(q.shape[:-2]), (1, k.shape[2])
         table = checked_pages({"block_table": given["block_table"]})
-        check_columns(table, k.shape[1])
+        check_columns(table.shape[1], k.shape[1])
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         entries = _checked_entries_of(given["block_indices"], tokens, heads)
         lengths = _checked_counts(given.get("topk_length"), tokens, heads)
@@ -403,12 +403,12 @@ def _check_forms(q: ArrayView, k: ArrayView) -> None:
         )
 
 
-def check_columns(table: ArrayView, page_size: int) -> None:
+def check_columns(max_pages: int, page_size: int) -> None:
     """Refuse tables of more tokens than the kernels number, which look at 65,536 blocks at once."""
-    if table.shape[1] * page_size > _MOST_TABLE:
+    if max_pages * page_size > _MOST_TABLE:
         raise ValueError(
             f"{arg('block_table')}: needs max_pages * page_size up to {_MOST_TABLE}, got "
-            f"{table.shape[1]} pages of {page_size}; pass fewer columns"
+            f"{max_pages} pages of {page_size}; pass fewer columns"
         )
 
 
@@ -727,7 +727,9 @@ v_scale, kv_layout, indices_are, out, lse, stream
         return {"block_size": key.page_size, **modes}
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        for spec in (*ROW_SPECS, *LIST_SPECS, self.key.choice.spec, self.key.one_head.choice.spec):
+        key = self.key
+        specs = lists_spec(key.topk), key.choice.spec, key.one_head.choice.spec
+        for spec in (*ROW_SPECS, *specs):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:

@@ -149,19 +149,11 @@ class _BlockScores(Operation[_Arguments, int]):
 
     def arguments(self, views: Views, options: Any) -> _Arguments:
         given = {name: view for name, view in views.items() if view is not None}
-        q, keys = given["q"], given["keys"]
-        _check_rows(q, keys)
-        if options.block_size % KEYS_AT_ONCE or keys.shape[1] % options.block_size:
-            raise ValueError(
-                f"{arg('block_size')}: needs a multiple of {KEYS_AT_ONCE} that divides the page "
-                f"size {keys.shape[1]}, got {options.block_size}; use pages of whole blocks"
-            )
+        q = given["q"]
+        launched = checked_scores(given, options.block_size, options.causal)
         check_offsets_given("qo_indptr" in given, len(q.shape))
         sizes = bind(LENGTHS, views, {"batch": q.shape[0]} if len(q.shape) == 4 else {})
-        table = checked_pages({"block_table": given["block_table"]})
-        check_rows(table, sizes["batch"])
-        check_columns(table, keys.shape[1])
-        launched = BlockScoresArguments(q, keys, table, options.block_size, options.causal)
+        check_rows(launched.block_table, sizes["batch"])
         return _Arguments(launched, given.get("qo_indptr"), given["kv_lens"])
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
@@ -195,6 +187,22 @@ class _BlockScores(Operation[_Arguments, int]):
         a = arguments.launched
         found = reference.block_scores(**host, block_size=a.block_size, causal=a.causal)
         return (found,)
+
+
+def checked_scores(
+    given: dict[str, ArrayView], block_size: int, causal: bool = True
+) -> BlockScoresArguments:
+    """Check all but the lengths."""
+    q, keys = given["q"], given["keys"]
+    _check_rows(q, keys)
+    if block_size % KEYS_AT_ONCE or keys.shape[1] % block_size:
+        raise ValueError(
+            f"{arg('block_size')}: needs a multiple of {KEYS_AT_ONCE} that divides the page size "
+            f"{keys.shape[1]}, got {block_size}; use pages of whole blocks"
+        )
+    table = checked_pages({"block_table": given["block_table"]})
+    check_columns(table.shape[1], keys.shape[1])
+    return BlockScoresArguments(q, keys, table, block_size, causal)
 
 
 def _check_rows(q: ArrayView, keys: ArrayView) -> None:

@@ -34,6 +34,7 @@ from cumla.core._lifetime import keep_until_event, order_streams
 from cumla.core.arguments import check_device_number, check_workspace
 from cumla.core.arrays import (
     WORKSPACE,
+    from_numpy,
     glance,
     note_written,
     open_call,
@@ -43,6 +44,7 @@ from cumla.core.arrays import (
     to_numpy,
 )
 from cumla.core.check_mode import check_factors, check_mode, copy_to_host, may_look
+from cumla.core.frameworks import framework_of
 from cumla.core.names import arg
 from cumla.core.operation import (
     Operation,
@@ -332,6 +334,47 @@ class Single(ABC):
             f"{type(self).__name__}: a plan cannot be copied or pickled, because both would have "
             f"the memory of one schedule; make another plan from the same arguments"
         )
+
+
+class Step(Single):
+    """Base of a plan that consists of several plans, and has arrays between them."""
+
+    _device: int | None
+    _framework: str
+    _memory: Workspace | None = None  # of all; None on the CPU, and for arrays that are not kept
+    _chosen: Any = None  # the array that a selection is written to, of the plan's framework
+
+    def _check_framework(self, name: str, array: Any) -> None:
+        """Refuse an array of another framework than the plan's, where the results go."""
+        found = framework_of(name, array).name
+        if (found or ("numpy" if self._device is None else "cupy")) != self._framework:
+            raise TypeError(
+                f"{name}: needs an array of {self._framework}, as the plan's own are, got "
+                f"{type(array).__module__}.{type(array).__qualname__}; make the plan with "
+                f"like={name}"
+            )
+
+    def _follow(self, stream: Any) -> None:
+        """Order a call behind the last one, which used the same arrays, on whatever stream."""
+        if self._memory is not None:
+            with reopen_call(self._chosen, self._device, stream) as call:
+                self._memory.go_to(call)
+
+    def _note_use(self, stream: Any) -> None:
+        """Keep the plan's arrays until work so far is done, on another stream than theirs."""
+        if self._memory is not None:
+            call = reopen_call(self._chosen, self._device, stream)
+            if call.stream != self._memory.home:
+                with call:
+                    self._memory.note_use(call)
+
+
+def new_array(call: Call, joint: Joint | None, shape: tuple[int, ...], dtype: str) -> Any:
+    """Make an array between plans, in their joint memory; without it on the CPU."""
+    if joint is None:
+        return from_numpy(call.framework, np.zeros(shape, dtype))
+    owner, _ = joint.empty(call, shape, dtype)
+    return call.export(owner) if call.exports else owner
 
 
 class Plan(Single, Generic[K]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 CONSTANTS: dict[str, dict[str, int]] = {
     "blocks/block_lists": {
         "kListThreads": 128,
+        "kShortThreads": 32,
     },
     "blocks/block_rows": {
         "kBlockRowThreads": 128,
@@ -22,6 +23,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kScoreWarps": 8,
     },
     "blocks/select_blocks": {
+        "kKeysOfThread": 8,
         "kSelectThreads": 128,
         "kSelectWarps": 4,
     },
@@ -485,10 +487,13 @@ STRUCTS: dict[str, dict[str, str]] = {
         "bounds": "Indices",
         "kv_lens": "Indices",
         "rows": "q",
+        "visible": "q",
         "total_tokens": "i",
         "batch": "i",
         "q_len": "i",
         "causal": "i",
+        "most": "i",
+        "block_size": "i",
     },
     "BlockScoresParams": {
         "rows": "q",
@@ -1096,7 +1101,7 @@ STRUCTS: dict[str, dict[str, str]] = {
         "pages": "q",
         "ends": "q",
         "states": "q",
-        "clamped": "q",
+        "firsts": "q",
         "shared": "q",
         "batch": "i",
         "total_tokens": "i",

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Never, Self
 import numpy as np
 
 from cumla.core.arguments import INT32, checked_int
-from cumla.core.arrays import from_numpy, open_call, reopen_call
-from cumla.core.frameworks import framework_of
+from cumla.core.arrays import open_call
 from cumla.core.names import Naming, arg
 from cumla.core.operation import Output, run, unplaced
 from cumla.core.paged import refuse_value
-from cumla.core.plan import Joint, Single, Workspace, open_plan, part_bytes
+from cumla.core.plan import Joint, Step, new_array, open_plan, part_bytes
 from cumla.core.state import AttentionState
 from cumla.indexer.paged_logits import (
     PagedMQALogitsPlan,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cumla.core.arguments import Views
-    from cumla.core.arrays import ArrayView, Call
+    from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
     from cumla.sparse.arguments import Attended
@@ -122,7 +121,7 @@ _INDEX = Naming(
 )
 
 
-class DSAPlan(Single):
+class DSAPlan(Step):
     """Scores, selection and attention of a decoding step, for every layer of a model.
 
     The step of DeepSeek-V3.2: in each layer the indexer scores all tokens that a query token sees,
@@ -213,8 +212,6 @@ class DSAPlan(Single):
     _own: Mapping[str, Any] = MappingProxyType(dict.fromkeys(("visible", "counts", "logits")))
     _lists: Mapping[str, Any] = MappingProxyType({})  # outputs of the selection
     _counted: tuple[Any, Any] | None = None  # tokens that rows see, and that they select
-    _chosen: Any = None  # indices, where they are written
-    _memory: Workspace | None = None
     _lengths: Any = None  # of the rows of logits
     indices: Any = None
 
@@ -276,9 +273,9 @@ class DSAPlan(Single):
                 if workspace is not None:
                     nbytes = _bytes(own, index, attend, sm_count_of(call.device))
                 joint = Joint(call, nbytes, workspace)
-            self._chosen = _new(call, joint, *own.arrays["indices"])
+            self._chosen = new_array(call, joint, *own.arrays["indices"])
             if writes:
-                self._own = {name: _new(call, joint, *own.arrays[name]) for name in self._own}
+                self._own = {name: new_array(call, joint, *own.arrays[name]) for name in self._own}
                 batch, q_len, topk = self._shape
                 rows, counts = (batch * q_len, topk), self._own["counts"].reshape(batch * q_len)
                 self._lists = {"out": self._chosen.reshape(*rows), "counts": counts}
@@ -469,7 +466,8 @@ class DSAPlan(Single):
         if misplaced:
             raise self._misplaced("select", misplaced)
         self._check_updated()
-        self._check_framework(index_q)
+        if self._own["logits"] is not None:
+            self._check_framework("index_q", index_q)
         self._follow(stream)
         arrays = index_q, index_cache, index_weights
         options = {"max_kv_len": self._width, "clean": False, "out": self._own["logits"]}
@@ -544,32 +542,6 @@ out, lse, stream
                 f"{self._calls[0]}({arg('kv_lens')}) before plan.select and plan.run"
             )
 
-    def _check_framework(self, index_q: Any) -> None:
-        """Refuse an array of another framework than the plan's, where the results go."""
-        if self._own["logits"] is None:
-            return
-        name = framework_of("index_q", index_q).name
-        if (name or ("numpy" if self._device is None else "cupy")) != self._framework:
-            raise TypeError(
-                f"index_q: needs an array of {self._framework}, as the plan's own are, got "
-                f"{type(index_q).__module__}.{type(index_q).__qualname__}; make the plan with "
-                f"like=index_q"
-            )
-
-    def _follow(self, stream: Any) -> None:
-        """Order a call behind the last one, which used the same arrays, on whatever stream."""
-        if self._memory is not None:
-            with reopen_call(self._chosen, self._device, stream) as call:
-                self._memory.go_to(call)
-
-    def _note_use(self, stream: Any) -> None:
-        """Keep the plan's arrays until work so far is done, on another stream than theirs."""
-        if self._memory is not None:
-            call = reopen_call(self._chosen, self._device, stream)
-            if call.stream != self._memory.home:
-                with call:
-                    self._memory.note_use(call)
-
 
 class _Own(NamedTuple):
     """The arrays between indexer, selection and attention."""
@@ -634,10 +606,3 @@ def _in_one_row(lengths: ArrayView) -> ArrayView:
             f"{lengths.strides} of shape {lengths.shape}; make a contiguous copy"
         )
     return lengths._replace(shape=(batch * q_len,), strides=(inner if q_len > 1 else step,))
-
-
-def _new(call: Call, joint: Joint | None, shape: tuple[int, ...], dtype: str) -> Any:
-    if joint is None:
-        return from_numpy(call.framework, np.zeros(shape, dtype))
-    owner, _ = joint.empty(call, shape, dtype)
-    return call.export(owner) if call.exports else owner

@@ -45,7 +45,10 @@ GROUPS = (
     Group(
         "Sparse GQA by blocks",
         "guide/block-sparse.md",
-        ("block_sparse_attention", "BlockSparsePlan", "block_scores", "select_blocks"),
+        (
+            *("block_sparse_attention", "BlockSparsePlan", "block_scores", "select_blocks"),
+            "BlockSparseStep",
+        ),
     ),
     Group(
         "Indexer and top-k",

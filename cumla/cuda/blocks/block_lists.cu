@@ -12,14 +12,16 @@
 // CTA waits for another one. Bounds of parts are scaled to the blocks that a list really has. A batch-invariant
 // request is split every piece_blocks blocks.
 //
-// grid = (virtual requests), 128 threads.
+// grid = (virtual requests), 128 threads; 32 for lists of up to 32 entries.
 //
 // Roles and time line of a CTA; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
 //   look up the pages of entries | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
 //   count bits of warps | B | of words | B | write pages, where the bits before theirs say | B
 //   place, parts
+// of a warp, for short lists:
+//   look up the page of an entry | compare its block with those of other lanes | write pages | place, parts
 // Barriers guard the bitmap, and the numbers of bits of warps and of words.
-// Budget: 64 registers per thread, 16.4 KB of shared memory.
+// Budget: 64 registers per thread, 16.4 KB of shared memory; for short lists none.
 #include "blocks/rows.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -33,6 +35,7 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kListThreads = 128;
+constexpr int kShortThreads = 32;  // and entries
 constexpr int kListWarps = kListThreads / 32;
 constexpr int kWindowWords = 2048;              // of the bitmap
 constexpr int kWindow = kWindowWords * 32;      // blocks
@@ -177,18 +180,38 @@ __device__ __forceinline__ int write_pages(const BlockListsParams& p, const List
       before += __popc(shared.words[i]);
     }
     __syncthreads();
-    // Entries of the same block write the same number.
+    // Entries of the same block write the same number. A list that changes meanwhile may name more blocks.
     for_each([&](const Listed& listed, int word, int bit) {
       const int at = shared.before[word] + __popc(shared.words[word] & ((1u << bit) - 1));
-      pages_out[at] = row.virtual_page(p, listed);
+      if (at < p.topk) pages_out[at] = row.virtual_page(p, listed);
     });
-    found += all;
+    found = min(found + all, p.topk);
     const int last = row.blocks - 1 - begin;
     if (last < kWindow && (shared.words[last / 32] >> last % 32 & 1))
       missing = p.block_size - (row.seen - (row.blocks - 1) * p.block_size);
     if (begin + kWindow < row.blocks) __syncthreads();  // the bitmap is free
   }
   return found * p.block_size - missing;
+}
+
+// The same for lists of up to 32 entries, by one warp.
+__device__ __forceinline__ int write_few_pages(const BlockListsParams& p, const ListRow& row) {
+  int* const pages_out = p.pages_out + static_cast<i64>(row.index) * p.topk;
+  const int lane = threadIdx.x;
+  const Listed own = row.at(p, lane);
+  u32 lower = 0, equal = 0;  // a bit per lane whose block is lower, or the same
+#pragma unroll 8
+  for (int i = 0; i < p.topk; ++i) {
+    const int block = __shfl_sync(0xffffffffu, own.block, i);
+    lower |= static_cast<u32>(block < own.block) << i;
+    equal |= static_cast<u32>(block == own.block) << i;
+  }
+  const bool is_first = own.block >= 0 && (equal & ((1u << lane) - 1)) == 0;
+  const u32 distinct = __ballot_sync(0xffffffffu, is_first);
+  if (is_first) pages_out[__popc(lower & distinct)] = row.virtual_page(p, own);
+  const bool has_last = __any_sync(0xffffffffu, own.block >= 0 && own.block == row.blocks - 1);
+  const int missing = has_last ? p.block_size - (row.seen - (row.blocks - 1) * p.block_size) : 0;
+  return __popc(distinct) * p.block_size - missing;
 }
 
 // The bounds of parts that lie in a virtual request: at multiples of 1 / parts of the work of all, if all lists were
@@ -216,6 +239,7 @@ struct Bounds {
 };
 
 // Each thread writes a part that begins here, and the end of the part before it.
+template <int kThreads>
 __device__ __forceinline__ void write_parts(const BlockListsParams& p, int place, int tokens) {
   const Bounds bounds(p, place, tokens);
   // The bounds that split the request are the last ones of those here.
@@ -226,7 +250,7 @@ __device__ __forceinline__ void write_parts(const BlockListsParams& p, int place
   }
   const bool splits = first_split < bounds.end;
   const int first_part = first_split - 1, last_part = bounds.end - 1;  // of a split request
-  for (int i = bounds.first + threadIdx.x; i < bounds.end; i += kListThreads) {
+  for (int i = bounds.first + threadIdx.x; i < bounds.end; i += kThreads) {
     const int block = bounds.block_at(i);
     const bool has_piece = splits && i >= first_part;
     Part& part = p.parts_out[i];
@@ -255,10 +279,11 @@ __device__ __forceinline__ void write_parts(const BlockListsParams& p, int place
 }
 
 // The same with splits at fixed positions. Parts that are not needed are empty.
+template <int kThreads>
 __device__ __forceinline__ void write_pieces(const BlockListsParams& p, int place, int tokens) {
   const int begin = place * p.pieces;
   const int count = min(max((blocks_of(tokens) + p.piece_blocks - 1) / p.piece_blocks, 1), p.pieces);
-  for (int i = threadIdx.x; i < p.pieces; i += kListThreads) {
+  for (int i = threadIdx.x; i < p.pieces; i += kThreads) {
     const int index = begin + i, block = i * p.piece_blocks, last = begin + count - 1;
     const bool ends = index == last;
     if (i < count)
@@ -270,18 +295,30 @@ __device__ __forceinline__ void write_pieces(const BlockListsParams& p, int plac
   }
 }
 
-__device__ __forceinline__ void block_lists(const BlockListsParams& p) {
-  __shared__ ListShared shared;
-  shared.words[threadIdx.x] = 0;
-  grid_dependency_launch();
-  grid_dependency_wait();
-  const ListRow row(p);
-  const int tokens = write_pages(p, row, shared);
-  if (threadIdx.x == 0) p.places[row.index] = {tokens, 0, 1, row.index, row.index, 0};
+template <int kThreads>
+__device__ __forceinline__ void write_schedule(const BlockListsParams& p, int place, int tokens) {
+  if (threadIdx.x == 0) p.places[place] = {tokens, 0, 1, place, place, 0};
   if (p.piece_blocks > 0)
-    write_pieces(p, row.index, tokens);
+    write_pieces<kThreads>(p, place, tokens);
   else
-    write_parts(p, row.index, tokens);
+    write_parts<kThreads>(p, place, tokens);
+}
+
+template <int kThreads>
+__device__ __forceinline__ void block_lists(const BlockListsParams& p) {
+  if constexpr (kThreads == kShortThreads) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const ListRow row(p);
+    write_schedule<kThreads>(p, row.index, write_few_pages(p, row));
+  } else {
+    __shared__ ListShared shared;
+    shared.words[threadIdx.x] = 0;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const ListRow row(p);
+    write_schedule<kThreads>(p, row.index, write_pages(p, row, shared));
+  }
 }
 
 }  // namespace cumla::blocks

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the request of each query token, its cached tokens, and how many of them the query token does not see.
+// Finds the request of each query token, its cached tokens, and how many of them the query token does not see; and,
+// if asked for, how many blocks it sees some of.
 //
 // grid = (tokens / 128), 128 threads, each of which has a token.
 //
@@ -21,10 +22,13 @@ struct BlockRowsParams {
   Indices bounds;   // [batch + 1] offsets of requests; without them each has q_len tokens
   Indices kv_lens;  // [batch]
   BlockRow* rows;   // [total_tokens]
+  int* visible;     // [total_tokens] blocks; null: not wanted
   int total_tokens;
   int batch;
   int q_len;
   int causal;
+  int most;  // tokens that the pages of a request hold
+  int block_size;
 };
 
 constexpr int kBlockRowThreads = 128;
@@ -62,6 +66,8 @@ __device__ __forceinline__ void block_rows(const BlockRowsParams& p) {
     row.behind = p.causal ? end - 1 - token : 0;
   }
   p.rows[token] = row;
+  if (p.visible != nullptr)
+    p.visible[token] = static_cast<int>((static_cast<u32>(row.seen(p.most)) + p.block_size - 1) / p.block_size);
 }
 
 }  // namespace cumla::blocks

@@ -4,16 +4,20 @@
 // The first init_blocks and the last local_blocks of the visible blocks are forced. The others are candidates. A row of
 // few candidates is selected at once, of more by sparse/top_k, with a launch before and one after it.
 //
-// grid = (rows / 4), 128 threads. A warp has a row.
+// few candidates: grid = (rows), 128 or 512 threads. A CTA has a row, and a thread eight of its candidates: a warp with
+// more of them would have longer code, and code that runs for the first time is slow.
+//   all      load scores, and how many blocks are visible | B | the k-th largest key, a bit at a time: count, B, add up
+//            | count what is selected | B | store
+// around top_k: grid = (rows / 4), 128 threads. A warp has a row.
+//   before   store begin and number of candidates
+//   after    store the forced first blocks, the selected ones, the forced last ones, and -1
 //
-// Roles and time line of a warp:
-//   few candidates    load scores as keys, 32 neighbours at once | the k-th largest key, a bit at a time | store
-//   before top_k      store begin and number of candidates
-//   after top_k       store the forced first blocks, the selected ones, the forced last ones, and -1
+// Roles and time line: as above; B is a barrier of the CTA (__syncthreads).
 // Keys are unsigned numbers in the order of scores. NaN is the largest, -0 equals 0, and 0 is no score.
-// Barriers: none. Warps share nothing.
-// Budget: 32 registers per thread; with few candidates 32 or 128 for keys, and as many as 64 others. No shared memory.
+// Barriers guard numbers of warps; the counts of two bits lie apart. There are no mbarriers.
+// Budget: 40 registers per thread; shared memory for three numbers per warp.
 #include "split/division.cuh"
+#include "split/scan.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -25,6 +29,7 @@ using namespace split;
 
 constexpr int kSelectThreads = 128;
 constexpr int kSelectWarps = kSelectThreads / 32;
+constexpr int kKeysOfThread = 8;
 
 // Strides are in elements.
 struct RowsOfBlocks {
@@ -65,7 +70,12 @@ struct RowOfBlocks {
     const int major = quotient(row, p.by_minor), rest = row - major * p.minor;
     token = p.is_group_major ? rest : major;
     group = p.is_group_major ? major : rest;
-    visible = min(max(p.visible[token * p.visible_stride], 0), p.width);
+  }
+  __device__ __forceinline__ int load_visible(const RowsOfBlocks& p) const {
+    return p.visible[token * p.visible_stride];
+  }
+  __device__ __forceinline__ void see(const RowsOfBlocks& p, int number) {
+    visible = min(max(number, 0), p.width);
     init = min(p.init_blocks, visible);
     local = min(p.local_blocks, visible - init);
   }
@@ -81,7 +91,8 @@ __device__ __forceinline__ void select_blocks(const SelectBlocksParams& params) 
   grid_dependency_wait();
   const int index = blockIdx.x * kSelectWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (index >= p.rows) return;
-  const RowOfBlocks row(p, index);
+  RowOfBlocks row(p, index);
+  row.see(p, row.load_visible(p));
   if (params.is_before) {
     if (lane == 0) {
       params.starts[index] = row.init;
@@ -110,76 +121,113 @@ template <>
 constexpr bool kIsFp32<Fp32> = true;
 
 template <typename Element>
-__device__ __forceinline__ u32 key_at(const char* scores, int i) {
-  u32 bits;
+__device__ __forceinline__ u32 bits_at(const char* scores, int i) {
   if constexpr (kIsFp32<Element>)
-    bits = reinterpret_cast<const u32*>(scores)[i];
+    return reinterpret_cast<const u32*>(scores)[i];
   else
-    bits = __float_as_uint(unpack_pair<Element>(reinterpret_cast<const unsigned short*>(scores)[i]).x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;  // NaN
-  if (bits == 0x80000000u) bits = 0;
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+    return reinterpret_cast<const unsigned short*>(scores)[i];
 }
 
-// Lane i of a warp has every 32nd candidate from i on.
-template <int kKeys>
-struct KeysOfRow {
-  u32 keys[kKeys];
+// Without branches, so that all loads of a lane come before the first use.
+template <typename Element>
+__device__ __forceinline__ u32 key_of(u32 bits) {
+  if constexpr (!kIsFp32<Element>) bits = __float_as_uint(unpack_pair<Element>(bits).x);
+  bits = bits == 0x80000000u ? 0 : bits;
+  const u32 key = bits ^ ((bits & 0x80000000u) != 0 ? 0xffffffffu : 0x80000000u);
+  return (bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : key;  // NaN is the largest
+}
 
+// Each thread has kKeysOfThread neighbouring candidates.
+template <int kThreads>
+struct KeysOfRow {
+  static constexpr int kWarps = kThreads / 32;
+  u32 keys[kKeysOfThread];
+
+  // The sum of a number over all threads. `sums` has two rows, of which calls take turns.
+  __device__ __forceinline__ static int sum(int value, int* sums) {
+    const int lane = threadIdx.x % 32;
+    value = __reduce_add_sync(0xffffffffu, value);
+    if (lane == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    return __reduce_add_sync(0xffffffffu, lane < kWarps ? sums[lane] : 0);
+  }
   __device__ __forceinline__ int at_least(u32 key) const {
     int count = 0;
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) count += keys[j] >= key;
-    return __reduce_add_sync(0xffffffffu, count);
+    for (int j = 0; j < kKeysOfThread; ++j) count += keys[j] >= key;
+    return count;
   }
-
   // The largest number that at least `most` of more keys reach.
-  __device__ __forceinline__ u32 threshold(int most) const {
+  __device__ __forceinline__ u32 threshold(int most, int (&sums)[2][kWarps]) const {
     u32 least = 0;
-    for (u32 bit = 1u << 31; bit != 0; bit >>= 1) {
-      const int count = at_least(least | bit);
-      if (count >= most) least |= bit;
+#pragma unroll 1
+    for (int bit = 31; bit >= 0; --bit) {
+      const u32 next = least | 1u << bit;
+      const int count = sum(at_least(next), sums[bit & 1]);
+      if (count >= most) least = next;
       if (count == most) break;  // which are then those to select
     }
     return least;
   }
 };
 
-template <typename Element, int kKeys>
+template <typename Element, int kThreads>
 __device__ __forceinline__ void select_blocks(const ChooseBlocksParams& params) {
+  using Keys = KeysOfRow<kThreads>;
+  __shared__ int sums[2][Keys::kWarps], of_warps[Keys::kWarps], visible;
   const RowsOfBlocks& p = params.of;
   grid_dependency_launch();
   grid_dependency_wait();
-  const int index = blockIdx.x * kSelectWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index >= p.rows) return;
-  const RowOfBlocks row(p, index);
-  const int candidates = row.candidates(), end = row.init + candidates;
+  RowOfBlocks row(p, blockIdx.x);
   const char* const scores =
       params.scores + row.token * params.scores_stride_token + row.group * params.scores_stride_group;
-  KeysOfRow<kKeys> of;
+  const int first = threadIdx.x * kKeysOfThread;
+  Keys of;
 #pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
-    const int block = row.init + j * 32 + lane;
-    of.keys[j] = block < end ? key_at<Element>(scores, block) : 0;
+  for (int j = 0; j < kKeysOfThread; ++j) of.keys[j] = 0;
+  if (p.width > 0) {  // before it is known which are candidates
+#pragma unroll
+    for (int j = 0; j < kKeysOfThread; ++j)
+      of.keys[j] = bits_at<Element>(scores, min(p.init_blocks + first + j, p.width - 1));
   }
-  const u32 least = candidates > p.most ? of.threshold(p.most) : 0;
-  int equal = least == 0 ? 0 : p.most - (least == 0xffffffffu ? 0 : of.at_least(least + 1));  // to select, the lowest
+  if (threadIdx.x == 0) visible = row.load_visible(p);  // one for all, or they might take different ways
+  __syncthreads();
+  row.see(p, visible);
+  const int candidates = row.candidates();
+#pragma unroll
+  for (int j = 0; j < kKeysOfThread; ++j) of.keys[j] = first + j < candidates ? key_of<Element>(of.keys[j]) : 0;
+  const bool chooses = candidates > p.most;
+  const u32 least = chooses ? of.threshold(p.most, sums) : 1;
+
+  // Candidates above the threshold are selected, and the lowest of those equal to it. Both are counted in one number.
+  const int more = least == 0xffffffffu ? 0 : of.at_least(least + 1), equal = of.at_least(least) - more;
+  const int own = more | equal << 16, inclusive = warp_inclusive_sum(own);
+  if (threadIdx.x % 32 == 31) of_warps[threadIdx.x / 32] = inclusive;
+  __syncthreads();
+  int before = inclusive - own, all = 0;
+#pragma unroll 1
+  for (int w = 0; w < Keys::kWarps; ++w) {
+    before += w < static_cast<int>(threadIdx.x / 32) ? of_warps[w] : 0;
+    all += of_warps[w];
+  }
+  const int most = chooses ? p.most : candidates, quota = most - (all & 0xffff);  // of those equal to the threshold
+  int equals = before >> 16, place = row.init + (before & 0xffff) + min(equals, quota);
   int* const out = row.out(p);
-  for (int i = lane; i < row.init; i += 32) out[i] = i;
-  int place = row.init;
-  const u32 before = (1u << lane) - 1;
 #pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
-    if (j * 32 >= candidates) continue;
-    const u32 key = of.keys[j], equals = __ballot_sync(0xffffffffu, key == least && least != 0);
-    const bool is_selected = key > least || ((equals >> lane & 1) != 0 && __popc(equals & before) < equal);
-    equal = max(equal - __popc(equals), 0);
-    const u32 selected = __ballot_sync(0xffffffffu, is_selected);
-    if (is_selected) out[place + __popc(selected & before)] = row.init + j * 32 + lane;
-    place += __popc(selected);
+  for (int j = 0; j < kKeysOfThread; ++j) {
+    const bool is_equal = of.keys[j] == least;
+    const bool is_selected = of.keys[j] > least || (is_equal && equals < quota);
+    if (is_selected) out[place] = row.init + first + j;
+    equals += is_equal;
+    place += is_selected;
   }
-  for (int i = lane; i < row.local; i += 32) out[place + i] = row.visible - row.local + i;
-  for (int i = place + row.local + lane; i < p.k; i += 32) out[i] = -1;
+  for (int i = threadIdx.x; i < p.k; i += kThreads) {
+    const int after = i - row.init - most;
+    if (i < row.init)
+      out[i] = i;
+    else if (after >= 0)
+      out[i] = after < row.local ? row.visible - row.local + after : -1;
+  }
 }
 
 }  // namespace cumla::blocks

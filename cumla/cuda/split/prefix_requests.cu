@@ -12,11 +12,13 @@
 //   entry 4 batch + 1                   0, the end
 //
 // grid = 1 CTA of 1,024 threads. Roles and time line; B is __syncthreads:
-//   thread   a request: clamp its prefix; a token: note that nobody has it | B | a request: find its group, store
-//            entries | B |
+//   thread   a token: note that nobody has it
+//   thread   a request, 1,024 neighbours at a time: clamp its prefix | a scan over runs of equal groups finds the first
+//            request of its group, and the least prefix from there on | the last of a group stores the group's
+//   thread   a request: store entries
 //   warp     a request: what its tokens attend to, and the last keys that they see
-// Barriers guard arrays in global memory, which this CTA alone writes and reads: every thread arrives, once per B.
-// Budget: 64 registers per thread, no shared memory.
+// Barriers, two __syncthreads per 1,024 requests, guard numbers of the scan, and what is found in global memory.
+// Budget: 64 registers per thread, shared memory for a pair of numbers per warp.
 #include "split/prefixes.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"
@@ -40,8 +42,8 @@ struct PrefixRequestsParams {
   int* pages;    // [4 batch + 2]: entries of the block table, row after row
   int* ends;     // [2 total_tokens]: last visible key; null: all are visible
   int* states;   // [total_tokens]: PrefixState
-  int* clamped;  // [batch]: prefixes that requests by themselves may have
-  int* shared;   // [batch]: prefixes that they have
+  int* firsts;   // [batch]: the first request of each one's group
+  int* shared;   // [batch]: prefixes that groups have, at their first requests
   int batch;
   int total_tokens;
   int rest_begin;  // total_tokens, or 0 if rests have a schedule of their own
@@ -81,22 +83,78 @@ __device__ __forceinline__ int clamped_prefix(const PrefixRequestsParams& p, int
   return tokens / p.page_size * p.page_size;
 }
 
-// Stores the entries of a request's rest and, if it is the first one of its group, of the prefix.
-__device__ __forceinline__ void store_entries(const PrefixRequestsParams& p, int request) {
-  const auto group_of = [&](int r) { return p.group[r * p.group_stride]; };
-  const int group = group_of(request);
-  int first = request, last = request, prefix = p.clamped[request];
-  for (; first > 0 && prefix > 0 && group_of(first - 1) == group; --first) prefix = min(prefix, p.clamped[first - 1]);
-  for (; last + 1 < p.batch && prefix > 0 && group_of(last + 1) == group; ++last)
-    prefix = min(prefix, p.clamped[last + 1]);
-  if (first == last) prefix = 0;
-  p.shared[request] = prefix;
+// Neighbouring members of one group: the first one, -1 if that is before them, and their least prefix.
+struct Members {
+  int first, least;
+};
 
+__device__ __forceinline__ Members joined(const Members& one, const Members& next) {
+  return next.first >= 0 ? next : Members{one.first, min(one.least, next.least)};
+}
+
+// Each thread gets its own member joined with those of the threads before it.
+__device__ __forceinline__ Members joined_with_earlier(Members run, Members* of_warps, const Members& before) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto scan = [&](Members value) {
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const Members other = {__shfl_up_sync(0xffffffffu, value.first, offset),
+                             __shfl_up_sync(0xffffffffu, value.least, offset)};
+      if (lane >= offset) value = joined(other, value);
+    }
+    return value;
+  };
+  run = scan(run);
+  if (lane == 31) of_warps[warp] = run;
+  __syncthreads();
+  const Members warps = scan(lane == 0 ? joined(before, of_warps[0]) : of_warps[lane]);
+  const Members earlier = {__shfl_sync(0xffffffffu, warps.first, max(warp - 1, 0)),
+                           __shfl_sync(0xffffffffu, warps.least, max(warp - 1, 0))};
+  return joined(warp == 0 ? before : earlier, run);
+}
+
+// The entries of a group whose first request is `request`, or of none.
+__device__ __forceinline__ i64 entry_of_group(const PrefixRequestsParams& p, int request) {
+  return 2 * (i64{p.batch - 1 - request} + p.batch) + 1;
+}
+
+// Finds the group of each request; stores the groups' prefixes, and the ends of their tokens.
+__device__ __forceinline__ void find_groups(const PrefixRequestsParams& p) {
+  __shared__ Members of_warps[kScheduleWarps];
+  __shared__ Members last;
+  const auto group_of = [&](int r) { return p.group[r * p.group_stride]; };
+  Members before = {0, 0};
+  for (int begin = 0; begin < p.batch; begin += kScheduleThreads) {
+    const int request = begin + threadIdx.x;
+    const bool exists = request < p.batch;
+    Members run = {-1, 0x7fffffff};
+    if (exists) {
+      run.least = clamped_prefix(p, request);
+      if (request == 0 || group_of(request - 1) != group_of(request)) run.first = request;
+    }
+    run = joined_with_earlier(run, of_warps, before);
+    if (threadIdx.x == kScheduleThreads - 1) last = run;
+    if (exists) {
+      p.firsts[request] = run.first;
+      if (request + 1 == p.batch || group_of(request + 1) != group_of(request)) {
+        const int prefix = run.first == request ? 0 : run.least;
+        p.shared[run.first] = prefix;
+        p.tokens[entry_of_group(p, run.first) + 1] =
+            prefix > 0 ? OwnQueries(p, request).end : OwnQueries(p, run.first).begin;
+      }
+    }
+    __syncthreads();
+    before = last;
+  }
+}
+
+// Stores the entries of a request's rest and, but for the end of its tokens, those of its group's prefix if it is the
+// first one there.
+__device__ __forceinline__ void store_entries(const PrefixRequestsParams& p, int request) {
+  const int first = p.firsts[request], prefix = p.shared[first];
   const OwnQueries own(p, request);
-  const bool has_prefix = prefix > 0 && first == request;
-  const int end = has_prefix ? OwnQueries(p, last).end : own.begin;
   const int row = request * p.max_pages, split = row + prefix / p.page_size;
-  const i64 rest = 2 * i64{p.batch - 1 - request}, of_group = rest + 2 * i64{p.batch} + 1;
+  const i64 rest = 2 * i64{p.batch - 1 - request}, of_group = entry_of_group(p, request);
   p.tokens[rest] = p.rest_begin + own.begin;
   p.tokens[rest + 1] = p.rest_begin + own.end;
   p.lengths[rest] = keys_of(p, request) - prefix;
@@ -104,8 +162,8 @@ __device__ __forceinline__ void store_entries(const PrefixRequestsParams& p, int
   p.pages[rest] = split;
   p.pages[rest + 1] = row + p.max_pages;
   p.tokens[of_group] = own.begin;
-  p.tokens[of_group + 1] = end;
-  p.lengths[of_group] = has_prefix ? prefix : 0;
+  if (first != request) p.tokens[of_group + 1] = own.begin;
+  p.lengths[of_group] = first == request ? prefix : 0;
   p.lengths[of_group + 1] = 0;
   p.pages[of_group] = row;
   p.pages[of_group + 1] = split;
@@ -116,8 +174,6 @@ __device__ __forceinline__ void prefix_requests(const PrefixRequestsParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
 
-  for (int request = thread; request < p.batch; request += kScheduleThreads)
-    p.clamped[request] = clamped_prefix(p, request);
   for (int token = thread; token < p.total_tokens; token += kScheduleThreads) {
     p.states[token] = kNoRequest;
     if (p.ends != nullptr) p.ends[token] = p.ends[p.total_tokens + token] = 0x7fffffff;
@@ -127,12 +183,11 @@ __device__ __forceinline__ void prefix_requests(const PrefixRequestsParams& p) {
     p.tokens[end] = thread == 0 ? p.rest_begin : 0;
     p.lengths[end] = p.pages[end] = 0;
   }
-  __syncthreads();
+  find_groups(p);
   for (int request = thread; request < p.batch; request += kScheduleThreads) store_entries(p, request);
-  __syncthreads();
   for (int request = thread / 32; request < p.batch; request += kScheduleWarps) {
     const OwnQueries own(p, request);
-    const int prefix = p.shared[request];
+    const int prefix = p.shared[p.firsts[request]];
     const i64 position = i64{keys_of(p, request)} - prefix - own.end;  // of token 0, were it this request's
     for (int token = own.begin + lane; token < own.end; token += 32) {
       p.states[token] = prefix > 0 ? kPrefixAndRest : kRest;

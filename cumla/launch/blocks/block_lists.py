@@ -20,8 +20,22 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
 
-_THREADS = constant("blocks/block_lists", "kListThreads")
-SPECS = (KernelSpec.of("blocks", "block_lists", "BlockListsParams", threads=_THREADS),)
+_THREADS, _SHORT = (
+    constant("blocks/block_lists", name) for name in ("kListThreads", "kShortThreads")
+)
+SPECS = tuple(
+    KernelSpec.of(
+        *("blocks", "block_lists", "BlockListsParams", threads),
+        tags=[str(threads)],
+        threads=threads,
+    )
+    for threads in (_THREADS, _SHORT)
+)
+
+
+def lists_spec(topk: int) -> KernelSpec:
+    """Find the kernel for lists of so many entries."""
+    return SPECS[topk <= _SHORT]
 
 
 class VirtualPages(NamedTuple):
@@ -285,7 +299,7 @@ def _lists_launch(key: BlockKey, buffer: int, a: BlockArguments, pages: VirtualP
         "by_blocks_per_page": divisor_of(in_page),
         "by_entry": divisor_of(a.block_size if a.entries_are_tokens else 1),
     }
-    return launch_of(SPECS[0], (key.num_places, 1, 1), values)
+    return launch_of(lists_spec(key.topk), (key.num_places, 1, 1), values)
 
 
 def _over_heads(view: ArrayView) -> tuple[int, int]:

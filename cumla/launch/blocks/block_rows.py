@@ -26,8 +26,23 @@ class Tokens(NamedTuple):
     causal: bool
 
 
+class Visible(NamedTuple):
+    """Where to write how many blocks each query token sees."""
+
+    address: int = 0  # 0: nowhere
+    most: int = 0  # tokens that the pages of a request hold
+    block_size: int = 1
+
+
+_NOWHERE = Visible()
+
+
 def block_rows_launch(
-    of: Tokens, rows: int, qo_indptr: ArrayView | None, kv_lens: ArrayView
+    of: Tokens,
+    rows: int,
+    qo_indptr: ArrayView | None,
+    kv_lens: ArrayView,
+    visible: Visible = _NOWHERE,
 ) -> Launch:
     """Describe how to find the request of each query token; without offsets all have as many.
 
@@ -37,9 +52,12 @@ def block_rows_launch(
         "bounds": indices(qo_indptr),
         "kv_lens": indices(kv_lens),
         "rows": rows,
+        "visible": visible.address,
         "total_tokens": of.tokens,
         "batch": of.requests,
         "q_len": of.tokens // max(of.requests, 1) if qo_indptr is None else 0,
         "causal": of.causal,
+        "most": visible.most,
+        "block_size": visible.block_size,
     }
     return launch_of(SPECS[0], (-(-of.tokens // _THREADS), 1, 1), values)

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
 
-__all__ = ["COLUMNS", "MOST_HEADS", "SPECS", "BlockScoresArguments", "block_scores_launch"]
+__all__ = [
+    "COLUMNS",
+    "KEYS_AT_ONCE",
+    "MOST_HEADS",
+    "SPECS",
+    "BlockScoresArguments",
+    "block_scores_launch",
+    "scores_spec",
+]
 
 _FILE = "blocks/block_scores"
 _THREADS, _WARPS = (constant(_FILE, name) for name in ("kScoreThreads", "kScoreWarps"))
@@ -46,6 +54,11 @@ _SPECS = {key: _spec(*key) for key in product(_FORMS, COLUMNS)}
 SPECS = tuple(_SPECS.values())
 
 
+def scores_spec(dtype: str, columns: int) -> KernelSpec:
+    """Find the kernel of a dtype of keys, and their columns."""
+    return _SPECS["float8_e4m3fn" if dtype == "uint8" else dtype, columns]
+
+
 class BlockScoresArguments(NamedTuple):
     """Checked views of one call."""
 
@@ -66,7 +79,6 @@ def block_scores_launch(rows: int, arguments: BlockScoresArguments, out: ArrayVi
     a = arguments
     *lead, heads, columns = a.q.shape
     tokens, q_len = prod(lead), lead[1] if len(lead) == 2 else 0
-    dtype = "float8_e4m3fn" if a.q.dtype == "uint8" else a.q.dtype
     width, batch = a.width, max(a.block_table.shape[0], 1)
     tile = max(1, min(MOST_HEADS // heads, tokens // batch))
     each = max(1, _WARP_KEYS // a.block_size, -(-width // (_WARPS * _MOST_RANGES)))
@@ -102,4 +114,4 @@ def block_scores_launch(rows: int, arguments: BlockScoresArguments, out: ArrayVi
         "by_q_len": divisor_of(q_len or 1 << 31),
     }
     grid = (-(-tokens // tile), -(-width // (_WARPS * each)), 1)
-    return launch_of(_SPECS[dtype, columns], grid, values)
+    return launch_of(scores_spec(a.q.dtype, columns), grid, values)

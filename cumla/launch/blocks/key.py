@@ -22,8 +22,8 @@ __all__ = ["BlockKey"]
 
 _ALIGNMENT = 256
 # Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
-# multiprocessors: storing and combining a piece costs about three.
-_LEAST_PART = 4
+# multiprocessors: as few as the kernel splits.
+_LEAST_PART = 2
 # Share of busy multiprocessors from which on no virtual request is split.
 _GOOD_FILL = 0.85
 

@@ -22,19 +22,20 @@ __all__ = ["SPECS", "SelectArguments", "select_launches", "workspace_of"]
 _FILE = "blocks/select_blocks"
 _THREADS, _WARPS = (constant(_FILE, name) for name in ("kSelectThreads", "kSelectWarps"))
 _AROUND = KernelSpec.of("blocks", "select_blocks", "SelectBlocksParams", threads=_THREADS)
-_KEYS = (32, 128)  # of a lane, which hold the candidates of a row
+_KEYS = constant(_FILE, "kKeysOfThread")
+_AT_MOST = (128, 512)  # threads that hold the candidates of a row
 
 
-def _spec(dtype: str, keys: int) -> KernelSpec:
+def _spec(dtype: str, threads: int) -> KernelSpec:
     return KernelSpec.of(
         *("blocks", "select_blocks", "ChooseBlocksParams"),
-        *(dtype, keys),
-        tags=[dtype, str(32 * keys)],
-        threads=_THREADS,
+        *(dtype, threads),
+        tags=[dtype, str(_KEYS * threads)],
+        threads=threads,
     )
 
 
-_AT_ONCE = {key: _spec(*key) for key in product(FLOATS, _KEYS)}
+_AT_ONCE = {key: _spec(*key) for key in product(FLOATS, _AT_MOST)}
 SPECS = (_AROUND, *_AT_ONCE.values())
 _ALIGNMENT = 256
 
@@ -67,14 +68,14 @@ class SelectArguments(NamedTuple):
         return True if of_group == tokens * of_token else None
 
 
-def _keys_of(arguments: SelectArguments) -> int | None:
-    """Tell how many keys of a lane hold a row; None: top_k is to select."""
-    return next((keys for keys in _KEYS if 32 * keys >= arguments.scores.shape[2]), None)
+def _threads_of(arguments: SelectArguments) -> int | None:
+    """Tell how many threads hold a row; None: top_k is to select."""
+    return next((n for n in _AT_MOST if _KEYS * n >= arguments.scores.shape[2]), None)
 
 
 def workspace_of(arguments: SelectArguments) -> tuple[int, int, int, int]:
     """Tell where lengths, counts and selected blocks lie behind the starts, and where all ends."""
-    if _keys_of(arguments) is not None:
+    if _threads_of(arguments) is not None:
         return 0, 0, 0, 0
     row = _aligned(4 * arguments.rows)
     return row, 2 * row, 3 * row, 3 * row + _aligned(4 * arguments.rows * arguments.most)
@@ -86,10 +87,11 @@ def select_launches(
     """Describe how to select, for at least one row."""
     a = arguments
     grid, rows = (-(-a.rows // _WARPS), 1, 1), _rows_of(a, out)
-    keys = _keys_of(a)
-    if keys is not None:
+    threads = _threads_of(a)
+    if threads is not None:
         scores = strided(a.scores, "scores", "scores_stride_token", "scores_stride_group")
-        return (launch_of(_AT_ONCE[a.scores.dtype, keys], grid, {"of": rows, **scores}),)
+        spec = _AT_ONCE[a.scores.dtype, threads]
+        return (launch_of(spec, (a.rows, 1, 1), {"of": rows, **scores}),)
     lengths, counts, selected, _ = workspace_of(a)
     around = {
         "of": rows,

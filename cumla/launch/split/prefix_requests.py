@@ -56,7 +56,7 @@ class PrefixLayout:
     pages: int
     ends: int
     states: int
-    clamped: int
+    firsts: int
     shared: int
     out: int  # (2, total_tokens, num_heads, value_dim) float32: of prefixes, then of rests
     lse: int  # (2, total_tokens, num_heads) float32
@@ -156,7 +156,7 @@ def prefix_requests_launch(
         "pages": buffer + layout.pages,
         "ends": buffer + layout.ends if shape.needs_ends else 0,
         "states": buffer + layout.states,
-        "clamped": buffer + layout.clamped,
+        "firsts": buffer + layout.firsts,
         "shared": buffer + layout.shared,
         "batch": shape.batch,
         "total_tokens": shape.total_tokens,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from cumla.reference.blocks.rows import tokens_seen
@@ -34,15 +36,27 @@ def block_scores(
     ndarray
         ``(total_tokens, heads, width)`` float32.
     """
+    tokens, most = prod(q.shape[:-2]), block_table.shape[1] * keys.shape[1]
+    seen_by = tokens_seen(tokens, kv_lens, qo_indptr, most, causal)
+    return scores_of(q, keys, block_size, block_table, seen_by, out)
+
+
+def scores_of(
+    q: Array,
+    keys: Array,
+    block_size: int,
+    block_table: Array,
+    seen_by: list[tuple[int, int]],
+    out: Array | None = None,
+) -> Array:
+    """Score blocks for query tokens of which request and visible tokens are known."""
     q, keys = as_e4m3(q), as_e4m3(keys)
     q = q.reshape(-1, *q.shape[-2:])
     num_pages, page_size = keys.shape[:2]
-    most = block_table.shape[1] * page_size
-    width = most // block_size
+    width = block_table.shape[1] * page_size // block_size
     if out is None:
         out = np.empty((*q.shape[:2], width), np.float32)
     out[...] = -np.inf
-    seen_by = tokens_seen(len(q), kv_lens, qo_indptr, most, causal)
     for token, (request, seen) in enumerate(seen_by):
         at = np.arange(seen)
         page = block_table[request, at // page_size] if seen else at

@@ -704,6 +704,23 @@ def blocks(make: _Maker) -> Iterator[Case]:
                 cumla.select_blocks(scores, 3, visible=visible, init_blocks=1, local_blocks=2)
 
         yield f"choice of blocks, {dtype.name}", select
+    for q_len in (0, 2):
+
+        def step(q_len: int = q_len) -> None:
+            lead = (3, q_len) if q_len else (7,)
+            q, index_q = make(*lead, 16, 128, dtype=BF16), make(*lead, 2, 128, dtype=BF16)
+            k, v = (make(9, 128, 2, 128, dtype=BF16) for _ in range(2))
+            keys, table = make(9, 128, 128, dtype=BF16), {"block_table": make.int32(3, 99)}
+            ragged = {} if q_len else {"qo_indptr": make.int32(4)}
+            forced: dict[str, Any] = {"topk": 16, "block_size": 128, "local_blocks": 1}
+            of = cumla.BlockSparseStep.from_arrays(
+                q, k, v, index_q, keys, **table, **ragged, **forced
+            )
+            of.update(make.int32(3), **ragged)
+            of.select(index_q, keys, **table)
+            of.run(q, k, v, **table)
+
+        yield f"step of blocks, {q_len} query tokens", step
 
 
 def small(make: _Maker) -> Iterator[Case]:

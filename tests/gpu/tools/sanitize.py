@@ -53,7 +53,7 @@ from cumla.mha.mask import AttentionMask  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
 from tests import prefix_cases  # noqa: E402
-from tests.blocks import block_cases, score_cases  # noqa: E402
+from tests.blocks import block_cases, score_cases, step_cases  # noqa: E402
 from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
 from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
@@ -867,6 +867,14 @@ def attend_blocks(cupy: Any) -> None:
             given = {name: there(cupy, value) for name, value in wanted.items()}
             got = cumla.select_blocks(**given).get()
             np.testing.assert_array_equal(got, score_cases.chosen(wanted))
+    for case in (step_cases.Case(q_len=2), step_cases.Case(q_len=0, init_blocks=1)):
+        arrays = case.arguments()
+        given = {name: there(cupy, value) for name, value in arrays.items()}
+        step = case.step(given)
+        case.update(step, given)
+        lists, out, _ = case.expected(arrays)
+        np.testing.assert_array_equal(case.select(step, given).get(), lists)
+        np.testing.assert_allclose(case.run(step, given).out.get(), out, atol=4e-3)
     print("sanitize: blocks of GQA: agree", flush=True)
 
 

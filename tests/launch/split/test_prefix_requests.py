@@ -11,7 +11,7 @@ import pytest
 import cumla
 from tests.emulator import emulated_gpu
 from tests.launch.split.prefix_requests_mirror import prefix_requests
-from tests.prefix_cases import LEAST, MOST, Batch, detection_cases
+from tests.prefix_cases import LEAST, MOST, Batch, Group, batch_of, detection_cases
 
 CASES = detection_cases()
 
@@ -55,3 +55,16 @@ def test_numbers_that_mean_nothing() -> None:
         prefix_len = rng.choice([LEAST, -1, 0, 1, 15, 16, 17, 64, 100, MOST], 7)
         kv_lens = rng.choice([LEAST, -1, 0, 5, 100, 131, MOST], 7).astype(np.int32)
         compare(batch._replace(kv_lens=kv_lens), group, prefix_len, causal=seed % 2 == 0)
+
+
+def test_groups_of_more_requests_than_threads() -> None:
+    """As callers may make them; `find_prefix_groups` makes none over a multiple of 1,024."""
+    batch = batch_of([Group(1000, 32), Group(700, 48), Group(600, 64)], 16)
+    rng = np.random.default_rng(1)
+    for group in (
+        np.zeros(2300, np.int32),
+        np.repeat([5, 3, 5, 7, 8], [1, 1022, 2, 1100, 175]).astype(np.int32),
+        np.repeat(np.arange(1150) % 3, 2).astype(np.int32),
+    ):
+        compare(batch, group, rng.choice([16, 32, 48, 64, 0], 2300, p=[0.1, 0.4, 0.2, 0.29, 0.01]))
+        compare(batch, group, np.full(2300, 32))
