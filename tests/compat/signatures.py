@@ -42,6 +42,10 @@ FACES = [
         ("flashinfer/msa_ops.py", "flashinfer_python", f"flashinfer/msa_ops/{name}.py")
         for name in ("proxy_score", "sparse_topk_select", "sparse_prefill", "sparse_decode")
     ),
+    *(
+        ("vllm_minimax_m3.py", "vllm", f"vllm/models/minimax_m3/common/ops/{name}.py")
+        for name in ("sparse_attn", "index_topk")
+    ),
     # DeepGEMM itself has no archive; vLLM and SGLang ship it with functions in Python.
     ("deep_gemm.py", "vllm", "vllm/third_party/deep_gemm/_C.py"),
     ("deep_gemm.py", "sgl_deep_gemm", "deep_gemm/__init__.py"),
