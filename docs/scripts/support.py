@@ -80,13 +80,16 @@ class SparseEntry(NamedTuple):
     cache: str
     format: str  # in words
     topk: int
+    config: dict[str, Any]
     extra_topk: int = 0
 
 
+_V3 = {**_mla("deepseek_v32", 128), "index_topk": 2048}
+_V4 = {**_mla("deepseek_v4", 128), "compress_ratios": [4]}
 SPARSE = (
-    SparseEntry("DeepSeek-V3.2", 128, "v32", "packed rows of 656 bytes", 2048),
-    SparseEntry("DeepSeek-V4, 64 heads", 64, "v4", "slots of 584 bytes", 128, 512),
-    SparseEntry("DeepSeek-V4, 128 heads", 128, "v4", "slots of 584 bytes", 128, 1024),
+    SparseEntry("DeepSeek-V3.2", 128, "v32", "packed rows of 656 bytes", 2048, _V3),
+    SparseEntry("DeepSeek-V4, 64 heads", 64, "v4", "slots of 584 bytes", 128, _V4, 512),
+    SparseEntry("DeepSeek-V4, 128 heads", 128, "v4", "slots of 584 bytes", 128, _V4, 1024),
 )
 # Compute capability 9.0; multiprocessors as NVIDIA lists them.
 GPUS = (
@@ -112,8 +115,8 @@ batches and of FP8 caches can differ: `python -m cumla info --vllm CONFIG` print
 model. SGLang's [plugin](../integrations/sglang.md) serves the same layers.
 """
 _AFTER_SPARSE = """\
-V4's lists are those of the window and of the selected tokens. The plugins of vLLM and SGLang do
-not serve sparse MLA yet.
+V4's lists are those of the window and of the selected tokens. SGLang's plugin serves the same
+models as vLLM's.
 """
 _AFTER_GPUS = """\
 All GPUs of compute capability 9.0 run the same kernels with the same features. The number of SMs
@@ -159,15 +162,14 @@ def models(readme: bool = False) -> list[str]:
 
 def sparse_models() -> list[str]:
     """Make the table of models with sparse MLA."""
-    rows = ["| model | heads | cache | function | attention |", "|---|---|---|---|---|"]
+    rows = ["| model | heads | cache | function | attention | vLLM |", "|---|---|---|---|---|---|"]
     for entry in SPARSE:
         more: dict[str, Any] = {"extra_topk": entry.extra_topk, "cache_format": entry.cache}
         plan = cumla.MLASparsePlan(128, 1, entry.num_heads, entry.topk, **more, like=np.zeros(0))
         last = sparse_specs(replace(plan.key, sm_count=_SM_COUNT))[-1]
         names = "`mla_sparse_decode`, `DSAPlan`"
-        rows.append(
-            f"| {entry.name} | {entry.num_heads} | {entry.format} | {names} | `{last.stem}` |"
-        )
+        cells = [entry.name, str(entry.num_heads), entry.format, names, f"`{last.stem}`"]
+        rows.append(f"| {' | '.join([*cells, _served(_read(entry.config))])} |")
     return rows
 
 
