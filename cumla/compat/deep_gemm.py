@@ -298,7 +298,7 @@ class _Scores(Operation[_Scored, PagedMQAKey]):
     trusted = ("kv_lens", "block_table")
 
     def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Scored:
-        attend = checked_paged(views, options)
+        attend = checked_paged(views, (*options, None))
         schedule = views["schedule_meta"]
         assert schedule is not None
         lens = checked_kv_lens(views, *attend.shape[:2])
@@ -323,12 +323,13 @@ class _Scores(Operation[_Scored, PagedMQAKey]):
     def recipe(
         self, key: PagedMQAKey, arguments: _Scored, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        (q, k_cache, scales, weights, table, *_, clean), lens, schedule = arguments
+        attend, lens, schedule = arguments
+        q, k_cache, scales, weights, table, *_ = attend
         if 0 in q.shape:
             return ()
         assert weights is not None
         views = PagedMQAArguments(q, k_cache, scales, weights, lens, table, schedule.ptr, *outs)
-        return (paged_mqa_logits_launch(key, views, clean=clean),)
+        return (paged_mqa_logits_launch(key, views, clean=attend.clean),)
 
     def check_values(self, host: Host, arguments: _Scored) -> None:
         _ATTEND.check_values(host, arguments[0])

@@ -34,6 +34,36 @@ _MOST_QUERIES = 8
 _SCALE_BYTES = 4  # of a token
 
 
+MXFP4 = "mxfp4"
+"""Keys of e2m1 numbers, two a byte, and four exponents of powers of two, one per 32 columns."""
+_MXFP4_DIM = 128
+
+
+def _checked_format(name: str, value: object) -> str | None:
+    if value not in (None, MXFP4):
+        raise ValueError(
+            f"{arg(name)}: needs {MXFP4!r}, got {value!r}; leave it out for keys of e4m3 numbers"
+        )
+    return None if value is None else MXFP4
+
+
+CACHE_FORMAT = Option("cache_format", None, _checked_format, "str?")
+
+
+def _check_mxfp4(given: Mapping[str, ArrayView], head_dim: int) -> None:
+    """Check that keys are of the one width, and in pages with their scales."""
+    if head_dim != _MXFP4_DIM:
+        raise ValueError(
+            f"{arg('cache_format')}: needs a head_dim of {_MXFP4_DIM} for {MXFP4!r}, got "
+            f"{head_dim}; pad queries and keys with zeros"
+        )
+    if "kv_cache" not in given:
+        raise ValueError(
+            f"{arg('kv_cache')}: needs one array of pages with {arg('cache_format')} {MXFP4!r}, "
+            f"got a pair; join the bytes of each page"
+        )
+
+
 def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
     """Check a cache whose pages hold keys and scales, and take them apart.
 
@@ -68,11 +98,17 @@ def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]
     return keys, scales
 
 
-def pages_of(given: Mapping[str, ArrayView], head_dim: int) -> tuple[ArrayView, ArrayView]:
+def pages_of(
+    given: Mapping[str, ArrayView], head_dim: int, form: str | None = None
+) -> tuple[ArrayView, ArrayView]:
     """Take keys and scales out of a cache in either form, by name, and check dtypes and shapes.
 
-    Those of a pair come back as from `_fused_pages`, but for the keys' dtype and what lies where.
+    Those of a pair come back as from `_fused_pages`, but for the keys' dtype and what lies where;
+    those of MXFP4 as bytes, half as many columns, whose four exponents are one float32.
     """
+    if form == MXFP4:
+        _check_mxfp4(given, head_dim)
+        return _fused_pages(given["kv_cache"], head_dim // 2)
     if "kv_cache" in given:
         return _fused_pages(given["kv_cache"], head_dim)
     first, second = "kv_cache[0]", "kv_cache[1]"

@@ -19,7 +19,7 @@ from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import Host, Results, refuse_slots
 from cumla.core.spec import Spec, array, cache, flag, in_parts
-from cumla.indexer.arguments import FLOATS, HEAD_DIMS, one_of, pages_of
+from cumla.indexer.arguments import CACHE_FORMAT, FLOATS, HEAD_DIMS, one_of, pages_of
 from cumla.launch.indexer.append_indexer_cache import AppendIndexerArguments, append_indexer_launch
 from cumla.launch.kernel import Unplanned
 
@@ -40,6 +40,7 @@ APPEND_INDEXER_CACHE = Spec(
         cache("kv_cache", in_parts("values", "scales")),
         array("slot_mapping"),
         flag("power_of_two_scales", False),
+        CACHE_FORMAT,
     ),
     positional=3,
     kernels=("append_indexer_cache_",),
@@ -53,6 +54,7 @@ def append_indexer_cache(
     slot_mapping: Any,
     *,
     power_of_two_scales: bool = False,
+    cache_format: str | None = None,
     stream: Any = None,
 ) -> None:
     """Quantise the indexer keys of new tokens, and write them into the pages of a cache, in place.
@@ -83,6 +85,11 @@ def append_indexer_cache(
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     power_of_two_scales : bool
         Round each scale up to a power of two.
+    cache_format : str, optional
+        ``"mxfp4"``: write keys of 64 bytes and four exponents, with head_dim 128, into one array of
+        ``(num_pages, page_size, 1, 68)``, as :func:`paged_mqa_logits` reads it. The scale of 32
+        columns is the smallest power of two, of at least 2^-126, that is not below a sixth of their
+        largest magnitude; numbers are rounded to nearest even. NaN is 6 times the scale.
     stream : optional
         As in :func:`cumla.append_mla_cache`.
 
@@ -97,10 +104,10 @@ def append_indexer_cache(
     >>> kv_cache = np.zeros((4, 64, 132), np.uint8)
     >>> cumla.append_indexer_cache(np.ones((2, 128), np.float16), kv_cache, np.array([5, 64]))
     """
-    _APPEND.call(k, kv_cache, slot_mapping, power_of_two_scales, stream)
+    _APPEND.call(k, kv_cache, slot_mapping, power_of_two_scales, cache_format, stream)
 
 
-_Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are powers of two
+_Arguments = tuple[AppendIndexerArguments, bool, str | None]  # scales are powers of two; format
 
 
 class _Append(Unplanned[_Arguments]):
@@ -119,13 +126,12 @@ class _Append(Unplanned[_Arguments]):
         for name, view in given.items():
             if name.startswith("kv_cache"):
                 check_written(name, view)
-        values, scales = pages_of(given, k.shape[1])
+        values, scales = pages_of(given, k.shape[1], options.cache_format)
         if "kv_cache" not in given:
             check_layout("kv_cache[0]", values)
         bind({"slot_mapping": Array("tokens", WIDE)}, views, {"tokens": k.shape[0]})
-        return AppendIndexerArguments(
-            k, values, scales, given["slot_mapping"]
-        ), options.power_of_two_scales
+        written = AppendIndexerArguments(k, values, scales, given["slot_mapping"])
+        return written, options.power_of_two_scales, options.cache_format
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let keys lie in the cache, in slots of which only the caller knows."""
@@ -133,15 +139,19 @@ class _Append(Unplanned[_Arguments]):
         super().check_overlap(others, [name for name in others if name.startswith("kv_cache")])
 
     def launches(self, arguments: _Arguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
-        views, power_of_two_scales = arguments
-        return (append_indexer_launch(views, power_of_two_scales),) if views.k.shape[0] else ()
+        views, power_of_two_scales, form = arguments
+        if not views.k.shape[0]:
+            return ()
+        return (append_indexer_launch(views, power_of_two_scales, mxfp4=form is not None),)
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:
         refuse_slots(host["slot_mapping"], prod(arguments[0].scales.shape))
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
         rows = host["k"], parts_on_host(host, "kv_cache"), host["slot_mapping"]
-        reference.append_indexer_cache(*rows, power_of_two_scales=arguments[1])
+        _, power_of_two_scales, form = arguments
+        options: dict[str, Any] = {"power_of_two_scales": power_of_two_scales, "cache_format": form}
+        reference.append_indexer_cache(*rows, **options)
         return ()
 
 

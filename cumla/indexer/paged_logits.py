@@ -27,8 +27,10 @@ from cumla.core.paged import (
 from cumla.core.plan import Plan
 from cumla.core.spec import Out, Spec, array, flag, integer
 from cumla.indexer.arguments import (
+    CACHE_FORMAT,
     FLOAT32,
     LOGITS_DTYPE,
+    MXFP4,
     check_e4m3,
     check_page_size,
     check_page_stride,
@@ -89,6 +91,7 @@ PAGED_MQA_LOGITS = Spec(
         integer("max_kv_len", "there is nothing to write"),
         LOGITS_DTYPE,
         flag("clean", True),
+        CACHE_FORMAT,
         Out("out"),
     ),
     positional=5,
@@ -109,6 +112,7 @@ def paged_mqa_logits(
     max_kv_len: int,
     logits_dtype: Any = None,
     clean: bool = True,
+    cache_format: str | None = None,
     out: Any = None,
     stream: Any = None,
 ) -> Any:
@@ -144,6 +148,12 @@ def paged_mqa_logits(
         Columns of the result.
     logits_dtype, clean : optional
         As in :func:`mqa_logits`.
+    cache_format : str, optional
+        ``"mxfp4"`` for keys of 68 bytes, with head_dim 128: ``(num_pages, page_size, 1, 68)``
+        uint8, or the same without the 1. A page holds ``page_size`` rows of 64 bytes, e2m1 numbers,
+        of two in a byte the first in the low half, then 4 bytes for each row: exponents of powers
+        of two, biased by 127, of 32 columns each. 255 makes a token's logits NaN; exponents of less
+        than 7 count as a scale of 0. Numbers 2^15 below the largest of their row may lose bits.
     out : array, optional
         ``(batch * q_len, max_kv_len)``, as in :func:`mqa_logits`.
     stream : optional
@@ -172,7 +182,8 @@ def paged_mqa_logits(
     (2, 64)
     """
     return _PAGED.call(
-        q, kv_cache, weights, block_table, kv_lens, max_kv_len, logits_dtype, clean, out, stream
+        *(q, kv_cache, weights, block_table, kv_lens, max_kv_len, logits_dtype, clean),
+        *(cache_format, out, stream),
     )
 
 
@@ -187,6 +198,7 @@ class PagedArguments(NamedTuple):
     width: int
     dtype: str | None
     clean: bool
+    cache_format: str | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -213,7 +225,9 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
 
     trusted = ("block_table",)
 
-    def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> PagedArguments:
+    def arguments(
+        self, views: Views, options: tuple[int, str | None, bool, str | None]
+    ) -> PagedArguments:
         return checked_paged(views, options)
 
     def outputs(self, arguments: PagedArguments) -> tuple[Output, ...]:
@@ -252,6 +266,7 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
             max_kv_len=arguments.width,
             logits_dtype=arguments.dtype,
             clean=arguments.clean,
+            cache_format=arguments.cache_format,
             **{name: host[name] for name in names if name in host},
         )
         return (logits,)
@@ -264,7 +279,8 @@ class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
 
     def key(self, arguments: Both[PagedArguments], device: int) -> PagedMQAKey:
         (lens,), attend, _ = arguments
-        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count_of(device))
+        mxfp4 = attend.cache_format is not None
+        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count_of(device), mxfp4)
 
 
 _SCHEDULE = _Schedule(
@@ -291,6 +307,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         Tokens of a cache page: 16, 32, 64 or 128.
     kv_lens_shape : tuple of int, optional
         ``(batch,)``, or ``(batch, q_len)`` where each query has a length of its own.
+    cache_format : str, optional
+        As in :func:`paged_mqa_logits`. ``run`` takes keys of this format without being told.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`, with which it may share a workspace.
 
@@ -321,6 +339,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         max_pages: int,
         page_size: int = 64,
         kv_lens_shape: Sequence[int] | None = None,
+        cache_format: str | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -329,7 +348,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
         shape = checked_shape(numbers, kv_lens_shape)
         place = (device, workspace, like, stream)
-        self._make(lambda on: PagedMQAKey(*shape, sm_count_of(on)), *place)
+        mxfp4 = CACHE_FORMAT.check("cache_format", cache_format) is not None
+        self._make(lambda on: PagedMQAKey(*shape, sm_count_of(on), mxfp4), *place)
 
     @classmethod
     def from_arrays(
@@ -339,6 +359,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         block_table: Any,
         kv_lens: Any,
         *,
+        cache_format: str | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> PagedMQALogitsPlan:
@@ -348,11 +369,13 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
-        return cls._from(arrays, stream, workspace=workspace)
+        return cls._from(arrays, stream, workspace=workspace, cache_format=cache_format)
 
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
-        numbers = dict(zip(_SHAPE, checked_paged(views).shape, strict=True))
+        form = CACHE_FORMAT.check("cache_format", options["cache_format"])
+        shape = checked_paged(views, (0, None, True, form)).shape
+        numbers = dict(zip(_SHAPE, shape, strict=True))
         (lens,) = _SCHEDULE.arguments(views, (numbers["batch"], numbers["q_len"], None))
         return numbers | {"kv_lens_shape": lens.shape}
 
@@ -366,6 +389,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         max_pages: int,
         page_size: int = 64,
         kv_lens_shape: Sequence[int] | None = None,
+        cache_format: str | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, from numbers as for the class.
@@ -373,6 +397,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         numbers = (batch, q_len, num_heads, head_dim, page_size, max_pages)
+        CACHE_FORMAT.check("cache_format", cache_format)
         shape = checked_shape(numbers, kv_lens_shape)
         return plan_bytes(PagedMQAKey(*shape, checked_sm_count(sm_count)))
 
@@ -421,11 +446,11 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         return key.batch, key.q_len, key.per_row_lens
 
     def _fixed(self) -> dict[str, Any]:
-        return {}
+        return {"cache_format": MXFP4 if self.key.mxfp4 else None}
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
-        logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.q_len, 1))
+        logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.q_len, 1), key.mxfp4)
         for spec in (paged_mqa_schedule_spec(key), logits):
             load(spec, device, capturing=capturing)
 
@@ -463,7 +488,7 @@ def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, An
 
 
 def checked_paged(
-    views: Views, options: tuple[int, str | None, bool] = (0, None, True)
+    views: Views, options: tuple[int, str | None, bool, str | None] = (0, None, True, None)
 ) -> PagedArguments:
     """Check the arrays of a call, by name, but for its lengths; weights may be missing."""
     given = {name: view for name, view in views.items() if view is not None}
@@ -473,7 +498,7 @@ def checked_paged(
     check_sizes("q", num_heads, "q", head_dim)
     check_q_len("q", q_len)
     check_layout("q", q)
-    keys, scales = pages_of(given, head_dim)
+    keys, scales = pages_of(given, head_dim, options[3])
     if "kv_cache" not in given:
         if keys.strides[1:] != (head_dim, 1):
             raise ValueError(

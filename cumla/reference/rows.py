@@ -151,7 +151,7 @@ def e2m1_numbers(codes: Array) -> Array:
     return numbers
 
 
-def e2m1_codes(numbers: Array, scales: Array) -> Array:
+def e2m1_codes(numbers: Array, scales: Array | np.float32) -> Array:
     """Give the codes of float32 numbers divided by float32 scales, two a byte.
 
     They are rounded to nearest even, and saturate at 6; NaN is 6. Products of ties and scales are

@@ -16,6 +16,7 @@ from cumla.core.operation import Output, run, unplaced
 from cumla.core.paged import refuse_value
 from cumla.core.plan import Joint, Step, new_array, open_plan, part_bytes
 from cumla.core.state import AttentionState
+from cumla.indexer.arguments import CACHE_FORMAT
 from cumla.indexer.paged_logits import (
     PagedMQALogitsPlan,
     checked_kv_lens,
@@ -117,6 +118,7 @@ _INDEX = Naming(
         "weights": "index_weights",
         "num_heads": "index_heads",
         "head_dim": "index_dim",
+        "cache_format": "index_cache_format",
     }
 )
 
@@ -153,6 +155,8 @@ class DSAPlan(Step):
         Tokens of a page of the index cache: 16, 32, 64 or 128.
     kv_lens_shape : tuple of int, optional
         ``(batch,)``, or ``(batch, q_len)`` where each query token has a length of its own.
+    index_cache_format : str, optional
+        ``"mxfp4"`` for index keys of 68 bytes, as `cache_format` of :func:`paged_mqa_logits`.
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
@@ -227,6 +231,7 @@ class DSAPlan(Step):
         max_pages: int,
         page_size: int = 64,
         kv_lens_shape: Sequence[int] | None = None,
+        index_cache_format: str | None = None,
         max_kv_len: int | None = None,
         extra_topk: int = 0,
         dtype: Any = "bfloat16",
@@ -238,7 +243,8 @@ class DSAPlan(Step):
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
+        pages: dict[str, Any] = {"max_pages": max_pages, "page_size": page_size}
+        pages |= {"kv_lens_shape": kv_lens_shape, "cache_format": index_cache_format}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
         cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
         cache |= {"extra_cache_format": extra_cache_format}
@@ -298,6 +304,7 @@ class DSAPlan(Step):
         extra_indices: Any = None,
         cache_format: str | None = None,
         extra_cache_format: str | None = None,
+        index_cache_format: str | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> Self:
@@ -309,8 +316,8 @@ class DSAPlan(Step):
         ----------
         q, kv_cache, extra_kv_cache, extra_indices, cache_format, extra_cache_format
             As in :func:`cumla.mla_sparse_decode`.
-        index_q, index_cache, block_table
-            As `q`, `kv_cache` and `block_table` of :func:`cumla.paged_mqa_logits`.
+        index_q, index_cache, block_table, index_cache_format
+            As `q`, `kv_cache`, `block_table` and `cache_format` of :func:`cumla.paged_mqa_logits`.
         kv_lens : array, optional
             As of ``update``; ``(batch,)`` by default.
         topk, max_kv_len, workspace, stream
@@ -323,7 +330,9 @@ class DSAPlan(Step):
         with _INDEX:
             call = open_call(tuple(arrays.items()), stream=stream)
             views = dict(zip(arrays, call.views, strict=True))
-            batch, q_len, index_heads, index_dim, page_size, max_pages = checked_paged(views).shape
+            form = CACHE_FORMAT.check("cache_format", index_cache_format)
+            sizes = checked_paged(views, (0, None, True, form)).shape
+            batch, q_len, index_heads, index_dim, page_size, max_pages = sizes
             shape = None if kv_lens is None else checked_kv_lens(views, batch, q_len).shape
         _check_query(q, kv_cache, (batch, q_len), stream)
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
@@ -342,6 +351,7 @@ class DSAPlan(Step):
                 max_pages=max_pages,
                 page_size=page_size,
                 kv_lens_shape=shape,
+                index_cache_format=index_cache_format,
                 max_kv_len=max_kv_len,
                 workspace=workspace,
                 like=index_q,
@@ -362,6 +372,7 @@ class DSAPlan(Step):
         max_pages: int,
         page_size: int = 64,
         kv_lens_shape: Sequence[int] | None = None,
+        index_cache_format: str | None = None,
         max_kv_len: int | None = None,
         extra_topk: int = 0,
         cache_dtype: Any = None,
@@ -373,7 +384,8 @@ class DSAPlan(Step):
 
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
-        pages = {"max_pages": max_pages, "page_size": page_size, "kv_lens_shape": kv_lens_shape}
+        pages: dict[str, Any] = {"max_pages": max_pages, "page_size": page_size}
+        pages |= {"kv_lens_shape": kv_lens_shape, "cache_format": index_cache_format}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
         cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
         cache |= {"extra_cache_format": extra_cache_format}
@@ -561,7 +573,7 @@ class _Sizes(NamedTuple):
 def _checked_own(index: _Sizes, topk: Any, max_kv_len: Any) -> _Own:
     topk = checked_int("topk", topk, "there is nothing to select")
     (batch, q_len, *heads), pages = index
-    max_pages, page_size, kv_lens_shape = pages.values()
+    max_pages, page_size, kv_lens_shape, _ = pages.values()
     with _INDEX:
         *_, per_row = checked_shape((batch, q_len, *heads, page_size, max_pages), kv_lens_shape)
     most = max_pages * page_size

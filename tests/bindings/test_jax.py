@@ -183,10 +183,12 @@ def test_two_caches_of_v4(name: str) -> None:
     assert_same(operation, jax.jit(function)(**arrays), expected)
     names = ("q", "kv_cache", "indices", "extra_kv_cache", "extra_indices")
     lengths = ("topk_lens", "extra_topk_lens")
+    formats = {n: value for n, value in operation.make().items() if n.endswith("cache_format")}
 
     @jax.jit
     def step(arrays: Arguments) -> list[Any]:
-        plan = cumla.jax.MLASparsePlan.from_arrays(**{name: arrays[name] for name in names})
+        given = {name: arrays[name] for name in names}
+        plan = cumla.jax.MLASparsePlan.from_arrays(**given, **formats)
         plan = plan.update(**{name: arrays[name] for name in lengths})
         results = []
         for _ in range(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of sparse MLA over two caches in DeepSeek-V4's format, for both bindings."""
+"""Calls of sparse MLA over two caches in DeepSeek-V4's formats, for both bindings."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def _tokens() -> Arguments:
     return given | places | lengths | {"sinks": numbers(16, dtype=np.float32)}
 
 
+def _formats() -> Arguments:
+    """Rows of V4.1, in two formats; e4m3 scales and exponents are of small numbers."""
+    rng = np.random.default_rng(2)
+    caches = aligned((3, 64, 1, 528), np.uint8), aligned((20, 2, 1, 288), np.uint8)
+    for cache, columns, low in zip(caches, (512, 256), (123, 0x20), strict=True):
+        cache[...] = rng.integers(0, 0x40, cache.shape)
+        cache[..., columns:] = rng.integers(low, low + 5, cache[..., columns:].shape)
+    formats = {"cache_format": "v41", "extra_cache_format": "v41_fp4"}
+    return _decode() | {"kv_cache": caches[0], "extra_kv_cache": caches[1], **formats}
+
+
 TWO_CACHES = {
     "mla_sparse_decode": Operation(
         cumla.mla_sparse_decode,
@@ -57,5 +68,11 @@ TWO_CACHES = {
         _tokens,
         lambda: {"out": aligned((4, 16, 512)), "lse": aligned((4, 16), np.float32)},
         (*2 * ("bound_rows",), "mla_schedule", "mla_sparse_v4"),
+    ),
+    "mla_sparse_decode of two formats": Operation(
+        cumla.mla_sparse_decode,
+        _formats,
+        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 2, 16), np.float32)},
+        (*2 * ("bound_rows",), "mla_schedule", "mla_sparse_v41_fp4"),
     ),
 }

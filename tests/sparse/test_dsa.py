@@ -73,8 +73,9 @@ def test_arguments_are_those_of_the_functions() -> None:
 
     index = {"q": "index_q", "kv_cache": "index_cache", "weights": "index_weights"}
     index |= {"num_heads": "index_heads", "head_dim": "index_dim"}
+    index |= {"cache_format": "index_cache_format"}
     plan, of_logits, of_lists = cumla.DSAPlan, cumla.PagedMQALogitsPlan, cumla.MLASparsePlan
-    chosen = {"max_kv_len", "logits_dtype", "clean", "out"}  # by the plan
+    chosen = {"max_kv_len", "logits_dtype", "clean", "cache_format", "out"}  # by the plan
     assert names(plan.select) == {index.get(n, n) for n in listed(paged) - chosen}
     decided = {"row_to_request", "batch_invariant", "indices_are"}  # by the plan
     decided |= {"cache_format", "extra_cache_format"}

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises the indexer keys of new tokens to e4m3, and appends them with their scales to the pages of a cache.
+// Quantises the indexer keys of new tokens to e4m3, and appends them with their scales to the pages of a cache. With
+// kMxfp4 they become e2m1 numbers with a power of two per 32 columns, whose exponent is a byte.
 //
 // grid = (blocks of tokens), 128 threads, in teams of head_dim / 16 lanes. Pages have a power of two of tokens.
 //
@@ -8,6 +9,7 @@
 // Barriers: none; teams are within a warp.
 //
 // Budget: 2 x 16 B of loads in flight per thread, 64 KiB per SM with sixteen CTAs; with float32 rows 2 x 32 B.
+#include "rows/e2m1.cuh"
 #include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -41,7 +43,7 @@ struct AppendIndexerCacheParams {
   int page_size_log2, team_log2, power_of_two;
 };
 
-template <typename T>
+template <typename T, bool kMxfp4 = false>
 __device__ __forceinline__ void append_indexer_cache(const AppendIndexerCacheParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
@@ -56,6 +58,20 @@ __device__ __forceinline__ void append_indexer_cache(const AppendIndexerCachePar
     for (int k = 0; k < kHeld; ++k) held[k].load(p.rows + token * p.rows_stride, member + (k << p.team_log2));
     const char* const at = p.slots + token * p.slots_stride;
     slot = p.slots_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
+  }
+  if constexpr (kMxfp4) {
+    constexpr int kGroup = 32 / kOctet;  // lanes that share a scale
+    const i64 page = slot >> p.page_size_log2, offset = slot - (page << p.page_size_log2);
+    const bool exists = slot >= 0 && slot < p.num_slots;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int octet = member + (k << p.team_log2);
+      const float scale = e2m1_power_scale_of(largest_of_lanes(largest_of(held[k]), kGroup));
+      if (!exists) continue;
+      store_e2m1_times(p.values.row(page, offset), octet, held[k], 1.0f / scale);
+      if (octet % kGroup == 0) p.scales.row(page, offset)[octet / kGroup] = __float_as_uint(scale) >> 23;
+    }
+    return;
   }
   const float largest = largest_of_lanes(fmaxf(largest_of(held[0]), largest_of(held[1])), team);
   if (slot < 0 || slot >= p.num_slots) return;

@@ -44,6 +44,13 @@ struct PagedMqaParams {
   int log2_of_page;  // tokens: 16 to 128
 };
 
+// Keys of 64 bytes in place of those that the tensor map has: e2m1 numbers, of two in a byte the first in the low half.
+// The four bytes of a token's scale are the exponents of powers of two, one per 32 columns.
+struct PagedMqaMxfp4Params : PagedMqaParams {
+  const char* values;
+  i64 values_stride;  // of a page
+};
+
 struct Requests {
   const PagedMqaParams& p;
   mutable int tokens = 0;  // of the last request given to blocks_of: the loading warp reads a length once
@@ -100,7 +107,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
   const int lane = threadIdx.x % 32;
   const int log2_of_box = p.log2_of_page < 6 ? p.log2_of_page : 6;  // tokens
   const int log2_of_boxes = 6 - log2_of_box;                        // of the boxes in a block
-  const u32 box_bytes = Shape::kDim << log2_of_box, scale_bytes = 4u << log2_of_box;
+  constexpr int kRowBytes = Shape::kMxfp4 ? Shape::kDim / 2 : Shape::kDim;
+  const u32 box_bytes = kRowBytes << log2_of_box, scale_bytes = 4u << log2_of_box;
   auto entry_of = [&](int item, u32 token) {  // of the block table; clamped, so that it exists
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
@@ -139,7 +147,13 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
           fence_proxy_async_shared();  // orders the generic reads of the earlier scales before the copies
           mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
           if (token < tokens) {
-            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page, policy);
+            if constexpr (Shape::kMxfp4) {
+              const auto& of = static_cast<const PagedMqaMxfp4Params&>(p);
+              const char* const rows = of.values + page * of.values_stride + in_page * kRowBytes;
+              copy_bulk_async(shared.block(slot) + in_block * box_bytes, rows, box_bytes, full, policy);
+            } else {
+              tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page, policy);
+            }
             copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full, policy);
           }
         }
@@ -150,13 +164,14 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
   }
 }
 
-template <int kHeads, int kDim, int kTile, int kTiles, int kStages, int kSharedBytes>
+// kMxfp4: p is PagedMqaMxfp4Params.
+template <int kHeads, int kDim, int kTile, int kTiles, int kStages, int kSharedBytes, bool kMxfp4 = false>
 __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
-  using Shape = LogitsShape<kHeads, kDim, kTile, kTiles, kStages>;
+  using Shape = LogitsShape<kHeads, kDim, kTile, kTiles, kStages, kMxfp4>;
   static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
-  if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
+  if (!kMxfp4 && threadIdx.x == 32) prefetch_tensor_map(&p.keys);
   initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
   prefetch_lengths(p);
   grid_dependency_launch();

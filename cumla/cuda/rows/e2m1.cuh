@@ -27,6 +27,13 @@ __device__ __forceinline__ float power_scale_of(float largest) {
   return __uint_as_float((bits + 0x007fffffu) & 0xff800000u);  // a mantissa other than 0 carries into the exponent
 }
 
+// The power of two that scales e2m1 numbers. Its inverse is normal, too.
+__device__ __forceinline__ float e2m1_power_scale_of(float largest) {
+  constexpr float kLeast = __builtin_bit_cast(float, 0x00800000u);  // 2^-126
+  const u32 bits = __float_as_uint(fmaxf(fminf(largest, kMostFloat), kMostE2m1 * kLeast) / kMostE2m1);
+  return __uint_as_float((bits + 0x007fffffu) & 0xff800000u);
+}
+
 // The e4m3 scale of e2m1 numbers, as float32.
 __device__ __forceinline__ float e4m3_scale_of(float largest) {
   constexpr float kLeast = 1.0f / 512;  // of e4m3
@@ -46,6 +53,21 @@ __device__ __forceinline__ u32 e2m1_of(float x, float scale) {
     code += i % 2 ? !(magnitude < tie) : !(magnitude <= tie);
   }
   return code | (__float_as_uint(x) >> 28 & 8);
+}
+
+// Stores eight numbers times a power of two.
+template <typename Elements>
+__device__ __forceinline__ void store_e2m1_times(char* row, int octet, const Elements& elements, float inverse) {
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 0; i < kOctet / 2; ++i) {
+    const float2 pair = elements.pair(i);
+    // The sign is not that of a product, for one that is NaN has none.
+    const u32 low = e2m1_of(fabsf(pair.x) * inverse, 1.0f) & 7 | (__float_as_uint(pair.x) >> 28 & 8);
+    const u32 high = e2m1_of(fabsf(pair.y) * inverse, 1.0f) & 7 | (__float_as_uint(pair.y) >> 28 & 8);
+    codes |= (low | high << 4) << 8 * i;
+  }
+  reinterpret_cast<u32*>(row)[octet] = codes;
 }
 
 template <typename Elements>

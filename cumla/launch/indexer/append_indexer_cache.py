@@ -17,13 +17,15 @@ _THREADS = constant(_FILE, "kAppendIndexerThreads")
 _COLUMNS = constant(_FILE, "kHeld * kOctet")  # that a lane holds
 
 
-def _spec(dtype: str) -> KernelSpec:
+def _spec(dtype: str, mxfp4: bool) -> KernelSpec:
     names = "indexer", "append_indexer_cache", "AppendIndexerCacheParams"
-    blocks = 8 if dtype == "float32" else 16
-    return KernelSpec.of(*names, dtype, tags=[dtype], threads=_THREADS, min_blocks=blocks)
+    flags: list[object] = [True] if mxfp4 else []
+    tags, blocks = ["mxfp4"] if mxfp4 else [], 8 if mxfp4 or dtype == "float32" else 16
+    all_tags = [dtype, *tags]
+    return KernelSpec.of(*names, dtype, *flags, tags=all_tags, threads=_THREADS, min_blocks=blocks)
 
 
-_SPECS = {dtype: _spec(dtype) for dtype in FLOATS}
+_SPECS = {(dtype, mxfp4): _spec(dtype, mxfp4) for mxfp4 in (False, True) for dtype in FLOATS}
 SPECS = tuple(_SPECS.values())
 
 
@@ -36,10 +38,13 @@ class AppendIndexerArguments(NamedTuple):
     slot_mapping: ArrayView  # (tokens,) int32 or int64
 
 
-def append_indexer_launch(arguments: AppendIndexerArguments, power_of_two_scales: bool) -> Launch:
+def append_indexer_launch(
+    arguments: AppendIndexerArguments, power_of_two_scales: bool, *, mxfp4: bool = False
+) -> Launch:
     """Describe how to quantise and write the keys, at least one, of 32, 64 or 128 columns.
 
-    Where `power_of_two_scales`, scales are rounded up to powers of two.
+    Where `power_of_two_scales`, scales are rounded up to powers of two. With `mxfp4` `values` have
+    head_dim / 2 bytes.
     """
     k, cache, scales, slots = arguments
     tokens, head_dim = k.shape
@@ -59,4 +64,4 @@ def append_indexer_launch(arguments: AppendIndexerArguments, power_of_two_scales
         "power_of_two": power_of_two_scales,
     }
     blocks = -(-tokens // (_THREADS // team))
-    return launch_of(_SPECS[k.dtype], (blocks, 1, 1), params)
+    return launch_of(_SPECS[k.dtype, mxfp4], (blocks, 1, 1), params)

@@ -31,6 +31,7 @@ class LogitsShape(NamedTuple):
     # Tiles of an item: one, and the two consumers take turns at blocks; or 2 or 4, half of them a
     # consumer's.
     tiles: int
+    mxfp4: bool = False  # keys are e2m1 numbers with a power of two per 32 columns
 
     @property
     def columns(self) -> int:
@@ -39,9 +40,13 @@ class LogitsShape(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks of the ring: as many as it takes and shared memory holds, an even number."""
+        """Blocks of the ring: as many as it takes and shared memory holds, an even number.
+
+        Of widened blocks, which alternate, a multiple of four.
+        """
         beside = self._bytes(2) - self._pair
-        return 2 * min(min(_SMEM_LIMIT - beside, _RING_BYTES) // self._pair, _MOST_STAGES // 2)
+        pairs = min(min(_SMEM_LIMIT - beside, _RING_BYTES) // self._pair, _MOST_STAGES // 2)
+        return 2 * (pairs - pairs % 2 if self.mxfp4 else pairs)
 
     @property
     def smem_bytes(self) -> int:
@@ -54,7 +59,8 @@ class LogitsShape(NamedTuple):
         return self._bytes(4) - self._bytes(2)
 
     def _bytes(self, stages: int) -> int:
-        numbers = ", ".join(map(str, (*self, stages)))
+        sizes = self.heads, self.head_dim, self.tile, self.tiles, stages
+        numbers = ", ".join([*map(str, sizes), *(["true"] if self.mxfp4 else [])])
         return constant(_FILE, f"LogitsLayout<LogitsShape<{numbers}>>::kBytes")
 
 

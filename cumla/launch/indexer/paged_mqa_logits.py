@@ -19,42 +19,51 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
+    from cumla.launch.tensor_map import TensorMap
 
+_NO_MAP = bytes(128)
 _FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
 
 
-def _shape(num_heads: int, head_dim: int, q_len: int) -> LogitsShape:
+def _shape(num_heads: int, head_dim: int, q_len: int, mxfp4: bool = False) -> LogitsShape:
     """Choose the products: as few columns as hold all rows of a request, but 64 at least."""
     heads = max(num_heads, _FEWEST_HEADS)
     columns = q_len * heads
     tile = 64 if columns <= 64 else 128 if columns <= 128 else 256
-    return LogitsShape(heads, head_dim, tile, 1 if columns <= tile else 2)
+    return LogitsShape(heads, head_dim, tile, 1 if columns <= tile else 2, mxfp4)
 
 
 def _spec(shape: LogitsShape) -> KernelSpec:
-    tags, size = (f"h{shape.heads}", f"d{shape.head_dim}", f"n{shape.columns}"), shape.smem_bytes
-    names, numbers = ("paged_mqa_logits", "PagedMqaParams"), (*shape, shape.stages, size)
-    return KernelSpec.of(
-        *("indexer", *names, *numbers), tags=tags, threads=LOGITS_THREADS, smem_bytes=size
-    )
+    tags, size = [f"h{shape.heads}", f"d{shape.head_dim}", f"n{shape.columns}"], shape.smem_bytes
+    params = "PagedMqaMxfp4Params" if shape.mxfp4 else "PagedMqaParams"
+    numbers = (*shape[:4], shape.stages, size, *([True] if shape.mxfp4 else []))
+    names = "indexer", "paged_mqa_logits", params
+    tags += ["mxfp4"] if shape.mxfp4 else []
+    return KernelSpec.of(*names, *numbers, tags=tags, threads=LOGITS_THREADS, smem_bytes=size)
 
 
-_SHAPES = starmap(_shape, product((32, 64), (32, 64, 128), range(1, 9)))
+_SHAPES = (
+    *starmap(_shape, product((32, 64), (32, 64, 128), range(1, 9))),
+    *starmap(_shape, product((32, 64), (128,), range(1, 9), (True,))),
+)
 _SPECS = {shape: _spec(shape) for shape in _SHAPES}  # several shapes are equal
 SPECS = tuple(_SPECS.values())
 
 
-def paged_mqa_logits_spec(num_heads: int, head_dim: int, q_len: int) -> KernelSpec:
+def paged_mqa_logits_spec(
+    num_heads: int, head_dim: int, q_len: int, mxfp4: bool = False
+) -> KernelSpec:
     """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
-    return _SPECS[_shape(num_heads, head_dim, q_len)]
+    return _SPECS[_shape(num_heads, head_dim, q_len, mxfp4)]
 
 
 class PagedMQAArguments(NamedTuple):
     """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays."""
 
     q: ArrayView  # (batch, q_len, num_heads, head_dim) e4m3, rows on 16-byte boundaries
-    k_cache: ArrayView  # (num_pages, page_size, head_dim) e4m3, rows on 16-byte boundaries
-    # (num_pages, page_size) float32, pages contiguous and on 16-byte boundaries.
+    # (num_pages, page_size, head_dim) e4m3, with mxfp4 half as many bytes; 16-byte boundaries
+    k_cache: ArrayView
+    # (num_pages, page_size) float32, or four bytes, pages contiguous and on 16-byte boundaries
     scale_cache: ArrayView
     weights: ArrayView  # (batch * q_len, num_heads) float32
     kv_lens: ArrayView  # (batch,) or (batch, q_len) int32
@@ -73,8 +82,15 @@ def paged_mqa_logits_launch(
     """
     a = arguments
     num_pages, page_size, _ = a.k_cache.shape
+    keys: TensorMap | bytes = _NO_MAP
+    more: dict[str, int] = {}
+    if key.mxfp4:
+        more = strided(a.k_cache, "values", "values_stride")
+    else:
+        keys = keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides)
     values = {
-        "keys": keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides),
+        "keys": keys,
+        **more,
         "logits": logits_values(a.q, a.weights, a.out, clean),
         "lengths": lengths_values(key, a.kv_lens, min(key.most_tokens, a.out.shape[1])),
         **strided(a.q, "q", "q_stride_request", "q_stride_row"),
@@ -84,5 +100,5 @@ def paged_mqa_logits_launch(
         "num_pages": num_pages,
         "log2_of_page": page_size.bit_length() - 1,
     }
-    spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.q_len)
+    spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.q_len, key.mxfp4)
     return launch_of(spec, (key.num_sms, 1, 1), values)

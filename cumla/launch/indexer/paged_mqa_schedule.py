@@ -30,6 +30,7 @@ class PagedMQAKey(NamedTuple):
     max_blocks: int  # columns of the block table
     per_row_lens: bool  # whether each row has a length of its own
     num_sms: int  # parts to make: thread blocks that score
+    mxfp4: bool = False  # keys are e2m1 numbers with a power of two per 32 columns
 
     @property
     def most_tokens(self) -> int:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cumla.reference.rows import Array, as_e4m3, quantized
+from cumla.reference.rows import (
+    Array,
+    as_e4m3,
+    e2m1_codes,
+    e2m1_numbers,
+    in_float32,
+    quantized,
+    rounded_up,
+)
 
 _SCALE_BYTES = 4  # per token of a fused cache
 
@@ -18,6 +26,7 @@ def append_indexer_cache(
     slot_mapping: Array,
     *,
     power_of_two_scales: bool = False,
+    cache_format: str | None = None,
 ) -> None:
     """Quantise the indexer keys of new tokens, and write them into the pages of a cache.
 
@@ -38,15 +47,43 @@ def append_indexer_cache(
         Where each row goes.
     power_of_two_scales : bool
         Round scales up to powers of two.
+    cache_format : {"mxfp4"}, optional
+        Write pages of ``page_size * head_dim / 2`` bytes, numbers ``k / s`` in e2m1, then exponents
+        of ``s = 2 ** ceil(log2(max(m, 6 * 2**-126) / 6))``, biased by 127, m being the largest
+        magnitude of 32 columns.
     """
-    values, scales = split_cache(kv_cache, k.shape[1])
+    head_dim = k.shape[1] if cache_format is None else k.shape[1] // 2
+    values, scales = split_cache(kv_cache, head_dim)
     num_pages, page_size = scales.shape
     slots = slot_mapping.astype(np.int64)
     exists = (slots >= 0) & (slots < num_pages * page_size)
     where = np.divmod(slots[exists], page_size)
+    if cache_format is not None:
+        values.view(np.uint8)[where], scales[where] = _mxfp4(k[exists])
+        return
     bits, scale = quantized(k[exists], power_of_two_scales)
     values.view(np.uint8)[where] = bits
     scales[where] = scale
+
+
+def _mxfp4(k: Array) -> tuple[Array, Array]:
+    """Quantise rows: codes, two a byte, and four exponents as one float32."""
+    groups = in_float32(k).reshape(len(k), -1, 32)
+    largest = np.fmax.reduce(np.abs(groups), axis=-1, initial=np.float32(0))
+    largest = np.clip(largest, np.float32(6 * 2.0**-126), np.finfo(np.float32).max)
+    scales = rounded_up(largest / np.float32(6))
+    codes = e2m1_codes(groups * (np.float32(1) / scales)[..., None], np.float32(1))
+    exponents = (scales.view(np.uint32) >> 23).astype(np.uint8)
+    return codes.reshape(len(k), -1), exponents.view(np.float32)[:, 0]
+
+
+def widened(keys: Array, scales: Array) -> tuple[Array, Array]:
+    """Give what such codes and exponents stand for, float64, and NaN for rows with one of 255."""
+    exponents = np.ascontiguousarray(scales).view(np.uint8).reshape(*scales.shape, 4)
+    factors = np.ldexp(1.0, exponents.astype(np.int32) - 127)
+    numbers = e2m1_numbers(keys.view(np.uint8)).astype(np.float64)
+    unknown = np.where((exponents == 255).any(axis=-1), np.nan, 1.0)
+    return numbers * np.repeat(factors, 32, axis=-1), unknown
 
 
 def split_cache(kv_cache: Array | Sequence[Array], head_dim: int) -> tuple[Array, Array]:

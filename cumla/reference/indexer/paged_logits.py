@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cumla.reference.indexer.cache import split_cache
+from cumla.reference.indexer.cache import split_cache, widened
 from cumla.reference.indexer.logits import logits_of, output
 from cumla.reference.rows import Array, as_e4m3, cached_rows
 from cumla.reference.threads import one_blas_thread
@@ -24,6 +24,7 @@ def paged_mqa_logits(
     max_kv_len: int,
     logits_dtype: str | None = None,
     clean: bool = True,
+    cache_format: str | None = None,
     out: Array | None = None,
 ) -> Array:
     """Score the cached tokens of each request: the indexer's logits of a decoding step.
@@ -48,6 +49,9 @@ def paged_mqa_logits(
         ``kv_lens[b] - (q_len - 1 - i)``. Or how many each query sees.
     max_kv_len : int
         Columns of the result.
+    cache_format : {"mxfp4"}, optional
+        Pages as :func:`append_indexer_cache` writes them with it; logits are NaN where one of a
+        token's exponents is 255.
     logits_dtype, clean, out
         As in :func:`mqa_logits`; out is ``(batch * q_len, max_kv_len)``.
 
@@ -57,7 +61,7 @@ def paged_mqa_logits(
         As of :func:`mqa_logits`.
     """
     batch, q_len, _, head_dim = q.shape
-    keys, scales = split_cache(kv_cache, head_dim)
+    keys, scales = split_cache(kv_cache, head_dim if cache_format is None else head_dim // 2)
     num_pages, page_size = scales.shape
     seen = kv_lens.astype(np.int64)
     if seen.ndim == 1:
@@ -69,6 +73,8 @@ def paged_mqa_logits(
     for b, (queries, table, lengths) in enumerate(zip(as_e4m3(q), tables, seen, strict=True)):
         longest = int(lengths.max(initial=0))
         k, scale = cached_rows(keys, table, longest), cached_rows(scales, table, longest)
+        if cache_format is not None:
+            k, scale = widened(k, scale)
         for i, length in enumerate(lengths.tolist()):
             row = b * q_len + i
             out[row, :length] = logits_of(queries[i], weights[row], k[:length], scale[:length])

@@ -247,6 +247,64 @@ def test_paged_of_every_form(form: str, page_size: int) -> None:
     problem.check(cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1300))
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("q_len", range(1, 9))
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_keys_of_68_bytes(heads: int, q_len: int, page_size: int, record_figures: Report) -> None:
+    """By a call, twice, and by a plan: the same bits."""
+    problem = Paged(cp, 9, q_len, 700, heads, 128, page_size, False, "mxfp4")
+    logits = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1300, **problem.options)
+    record_figures(problem.check(logits))
+    again = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1300, **problem.options)
+    *inputs, table = problem.inputs
+    named = {"block_table": table, "kv_lens": problem.kv_lens}
+    plan = cumla.PagedMQALogitsPlan.from_arrays(*inputs[:2], **named, **problem.options)
+    plan.update(problem.kv_lens)
+    planned = plan.run(*inputs, block_table=table, max_kv_len=1300)
+    for other in (again, planned):
+        assert bool((other.view(cp.uint32) == logits.view(cp.uint32)).all())
+
+
+def test_many_keys_of_68_bytes(record_figures: Report) -> None:
+    for batch, q_len, mean in ((1, 1, 120_000), (70, 2, 3_000), (300, 4, 600)):
+        problem = Paged(cp, batch, q_len, mean, form="mxfp4")
+        columns = int(problem.lengths.max())
+        options = {"max_kv_len": columns, **problem.options}
+        record_figures(problem.check(cumla.paged_mqa_logits(*problem.arrays, **options)))
+
+
+def test_pages_of_68_bytes_a_key_beyond_32_bits(record_figures: Report) -> None:
+    num_pages, page_bytes = 1_050_000, 64 * 68
+    cp.get_default_memory_pool().free_all_blocks()
+    if cp.cuda.runtime.memGetInfo()[0] < num_pages * page_bytes + (2 << 30):
+        pytest.skip("needs 7 GB of free memory")
+    problem = Paged(cp, 20, 2, 900, form="mxfp4")
+    run = problem.num_pages // 4
+    around = [(1 << bits) // page_bytes - run // 2 for bits in (31, 32)]
+    memory = cp.empty((num_pages, page_bytes), dtype=cp.uint8)
+    memory.data.memset(0xFF, memory.nbytes)
+    table = cp.asarray(problem.move(memory, (0, *around, num_pages - run)))
+    q, _, weights, _, lengths = problem.arrays
+    cache = memory.reshape(num_pages, 64, 1, 68)
+    options = {"max_kv_len": 1300, **problem.options}
+    record_figures(
+        problem.check(cumla.paged_mqa_logits(q, cache, weights, table, lengths, **options))
+    )
+
+
+def test_an_exponent_that_is_nan() -> None:
+    """It makes NaN of its token's logits, and changes no bit of others."""
+    problem = Paged(cp, 5, 2, 300, form="mxfp4", lengths=np.full(5, 300, np.int64))
+    options = {"max_kv_len": 300, **problem.options}
+    before = cumla.paged_mqa_logits(*problem.arrays, **options)
+    page = int(problem.table[2, 1])
+    problem.memory[page, 64 * 64 + 4 * 7 + 2] = 255
+    after = cumla.paged_mqa_logits(*problem.arrays, **options)
+    changed = before.view(cp.uint32) != after.view(cp.uint32)
+    assert cp.argwhere(changed).tolist() == [[4, 71], [5, 71]]
+    assert bool(cp.isnan(after[4:6, 71]).all())
+
+
 @pytest.mark.parametrize("q_len", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "dim"), list(itertools.product(HEADS, DIMS)))
 def test_paged_against_what_was_quantised(

@@ -417,3 +417,25 @@ def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     slots[3] = 30
     cumla.append_indexer_cache(k, cache, slots)
     assert not bool((cache == POISON).all())
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_keys_of_68_bytes(dtype: str, page_size: int) -> None:
+    for tokens in (1, 7, 300, 3000):
+        rng = np.random.default_rng(tokens)
+        pages = -(-tokens // page_size) + 2
+        host = np.full((pages + 2, page_size * 68 + 16), POISON, np.uint8)
+        there = cp.asarray(host)
+        slots = rng.permutation(pages * page_size)[:tokens]
+        slots[5::7] = np.resize([-1, pages * page_size, 2**40], len(slots[5::7]))
+        rows = some_rows((tokens, 128), dtype, tokens)
+        written, cache = (
+            xp.lib.stride_tricks.as_strided(
+                memory[1:], (pages, page_size, 68), (memory.strides[0], 68, 1)
+            )
+            for xp, memory in ((np, host), (cp, there))
+        )
+        reference.append_indexer_cache(rows, written, slots, cache_format="mxfp4")
+        cumla.append_indexer_cache(on_device(rows), cache, cp.asarray(slots), cache_format="mxfp4")
+        assert (there.get() == host).all()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cumla.reference.rows import e2m1_numbers
 from tests.gpu.tools.oracle import matmul
 
 Array = Any
@@ -318,7 +319,7 @@ class Paged:
     dim: int = 128
     page_size: int = 64
     per_row: bool = False
-    form: str = "fused"  # "fused", "3d", "padded", "pair"
+    form: str = "fused"  # "fused", "3d", "padded", "pair", "mxfp4"
     seed: int = 0
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0))
 
@@ -357,6 +358,9 @@ class Paged:
             used[self.table[b, :full]] = True
             if rest:
                 used[self.table[b, full], :rest] = True
+        if self.form == "mxfp4":
+            self._fill_mxfp4(used)
+            return
         scales[~used] = np.nan
         keys = some_bytes(xp, (pages, size, dim), self.seed + 3)
         keys[xp.asarray(~used)] = NAN_BYTE
@@ -364,6 +368,28 @@ class Paged:
         bits = xp.asarray(scales.view(np.uint8).reshape(pages, -1))
         self.memory[:, size * dim : page_bytes] = bits
         self.scales = xp.asarray(scales)
+
+    def _fill_mxfp4(self, used: np.ndarray) -> None:
+        """Pages of 68 bytes a key; also the same keys as e4m3, which holds them, and scales."""
+        xp, pages, size, dim = self.xp, self.num_pages, self.page_size, self.dim
+        rng = np.random.default_rng(self.seed + 3)
+        codes = rng.integers(0, 256, (pages, size, dim // 2)).astype(np.uint8)
+        exponents = rng.integers(110, 124, (pages, size, dim // 32)).astype(np.uint8)
+        codes[~used], exponents[~used] = NAN_BYTE, 255
+        highest = exponents.max(axis=-1, keepdims=True).astype(int)
+        factors = np.ldexp(1.0, exponents - highest + 6).repeat(32, axis=-1)
+        numbers = e2m1_numbers(codes) * factors
+        keys = numbers.astype(ml_dtypes.float8_e4m3fn)
+        assert (keys.astype(np.float64) == numbers).all()
+        self.keys = xp.asarray(keys.view(np.uint8))
+        self.scales = xp.asarray(np.ldexp(np.float32(1), highest[..., 0] - 133))
+        whole = [codes.reshape(pages, -1), exponents.reshape(pages, -1)]
+        self.memory = xp.asarray(np.concatenate(whole, axis=1))
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What a call, or a plan, has to be told."""
+        return {"cache_format": "mxfp4"} if self.form == "mxfp4" else {}
 
     def move(self, memory: Array, begins: Sequence[int]) -> np.ndarray:
         """Copy the pages, in runs that begin there, into the rows of other memory; the table then.
@@ -385,6 +411,8 @@ class Paged:
         if self.form == "pair":
             keys = self.memory[:, : size * dim].copy().reshape(pages, size, dim)
             return typed(keys), self.scales
+        if self.form == "mxfp4":
+            return self.memory.reshape(pages, size, 1, dim // 2 + 4)
         shape = (pages, size, dim + 4) if self.form == "3d" else (pages, size, 1, dim + 4)
         inner = (dim + 4, 1) if self.form == "3d" else (dim + 4, dim + 4, 1)
         strided = self.xp.lib.stride_tricks.as_strided
@@ -410,7 +438,10 @@ class Paged:
         xp, dim = self.xp, self.dim
         length = min(int(self.seen[b].max()), columns)
         pages = xp.asarray(self.table[b, : -(-length // self.page_size)].astype(np.int64))
-        k = self.memory[pages][:, : self.page_size * dim].reshape(-1, dim)[:length]
+        if self.form == "mxfp4":
+            k = self.keys[pages].reshape(-1, dim)[:length]
+        else:
+            k = self.memory[pages][:, : self.page_size * dim].reshape(-1, dim)[:length]
         scale = self.scales[pages].reshape(-1)[:length]
         some = slice(b * self.q_len, (b + 1) * self.q_len)
         logits = xp.zeros((self.q_len, columns), dtype=xp.float64)

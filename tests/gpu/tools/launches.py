@@ -541,6 +541,10 @@ def indexer(make: _Maker) -> Iterator[Case]:
             planned = cumla.PagedMQALogitsPlan.from_arrays(q, cache, table, lens)
             planned.update(lens)
             planned.run(q, cache, weights, block_table=table, max_kv_len=2000)
+            if dim == 128:
+                options = {"max_kv_len": 2000, "cache_format": "mxfp4"}
+                cache = make(9, 64, 1, 68, dtype=BYTES)
+                cumla.paged_mqa_logits(q, cache, weights, table, lens, **options)
 
         yield "paged_mqa_logits", paged
     for dtype, rows, width, k in itertools.product(
@@ -570,6 +574,9 @@ def indexer(make: _Maker) -> Iterator[Case]:
             cumla.quantize_fp8(make(rows, 3, dim, dtype=dtype), power_of_two_scales=rows == 1)
             cache, slots = make(9, 64, dim + 4, dtype=BYTES), make(rows, dtype=INT64)
             cumla.append_indexer_cache(make(rows, dim, dtype=dtype), cache, slots)
+            if dim == 128:
+                cache, form = make(9, 64, 68, dtype=BYTES), {"cache_format": "mxfp4"}
+                cumla.append_indexer_cache(make(rows, dim, dtype=dtype), cache, slots, **form)
 
         yield f"indexer's rows, {dtype.name}", keys
 

@@ -377,7 +377,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
         for q_len in (1, 2):
             score_pages(cupy, q_len, clean=clean)
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
-    score_pages(cupy, 1, batch=300, mean=30)  # scheduled by 1,024 threads
+    score_more_pages(cupy)
     print("sanitize: logits of many requests: agree", flush=True)
     for heads, head_dim, q_len in LOGITS_SHAPES:
         score_sequence(cupy, heads=heads, head_dim=head_dim)
@@ -617,6 +617,10 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
             cumla.append_mla_cache(there(cupy, both), device, at)
             cumla.reference.append_mla_cache(rows[:, : latent + 64], host, slots)
         np.testing.assert_array_equal(device.get(), host)
+    host, device = np.zeros((5, 16, 68), np.uint8), cupy.zeros((5, 16, 68), dtype=np.uint8)
+    cumla.append_indexer_cache(given[:, :128], device, at, cache_format="mxfp4")
+    cumla.reference.append_indexer_cache(rows[:, :128], host, slots, cache_format="mxfp4")
+    np.testing.assert_array_equal(device.get(), host)
 
 
 def select_rows(cupy: Any, name: str, cluster: int, dtype: str = "float32") -> None:
@@ -686,19 +690,28 @@ def score_pages(
     mean: int = 200,
     heads: int = 64,
     head_dim: int = 128,
+    form: str | None = None,
 ) -> None:
     """Score the tokens of ragged requests, in a call of its own and with a plan."""
-    form = "pair" if clean else "fused"
+    form = form or ("pair" if clean else "fused")
     problem = Paged(np, batch, q_len, mean, heads, head_dim, form=form)
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
-    plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
+    plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:], **problem.options)
     plan.update(given[4])
     run = functools.partial(plan.run, block_table=given[3])
-    for function, arrays in ((cumla.paged_mqa_logits, given), (run, given[:3])):
+    call = functools.partial(cumla.paged_mqa_logits, **problem.options)
+    for function, arrays in ((call, given), (run, given[:3])):
         out = Rows(np, batch * q_len, columns, "float32")
         logits = score(cupy, function, arrays, out, max_kv_len=columns, clean=clean)
         problem.check(logits, clean=clean)
+
+
+def score_more_pages(cupy: Any) -> None:
+    """Requests that are scheduled by 1,024 threads, and keys of 68 bytes."""
+    score_pages(cupy, 1, batch=300, mean=30)
+    for q_len in (1, 3, 8):
+        score_pages(cupy, q_len, batch=3, mean=400, form="mxfp4")
 
 
 def score(cupy: Any, function: Any, arrays: tuple[Any, ...], out: Rows, **options: Any) -> Any:

@@ -5,6 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -97,7 +98,11 @@ struct LogitsConsumer {
   __device__ __forceinline__ void multiply() {
     if (kTiles == 1 || kParity == 0)
       mbarrier_wait(shared.full(multiplied.slot), multiplied.phase, "a block of tokens");
-    const u32 tokens = shared.block(multiplied.slot);
+    u32 tokens = shared.block(multiplied.slot);
+    if constexpr (Shape::kMxfp4) {
+      if (kTiles == 1 || kParity == 0) widen();
+      tokens = shared.widened(consumer, which(multiplied));
+    }
     const u32 columns = shared.query_of(buffer) + tile(kTiles == 2 ? kParity : 0) * LogitsLayout<Shape>::kTileBytes;
     warpgroup_arrive();
 #pragma unroll
@@ -108,13 +113,72 @@ struct LogitsConsumer {
     if (kTiles == 1 || kParity == 1) multiplied.advance(kStep);
   }
 
+  // Widens the block that is multiplied next to e4m3. Its former block has been multiplied. A thread has half of a
+  // token's columns. Numbers are multiplied by a power of two, so that those of the largest scale are at most 384; what
+  // is 2^15 smaller than the largest may lose bits.
+  __device__ __forceinline__ void widen() const {
+    static_assert(!Shape::kMxfp4 || Shape::kDim == 128, "two threads have a token's four groups of 32 columns");
+    const int thread = threadIdx.x % kWarpgroup, token = thread / 2, half = thread % 2;
+    const u32 codes = shared.block(multiplied.slot) + token * 64 + half * 32;
+    const u32 exponents = load_shared_u32(shared.scales_of(multiplied.slot) + token * 4);
+    u32 highest = exponents & 0xff;
+#pragma unroll
+    for (int group = 1; group < 4; ++group) highest = max(highest, exponents >> 8 * group & 0xff);
+    sync();  // all warps have waited for the products with the former block
+    const u32 row = shared.widened(consumer, which(multiplied)) + token * 128;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      const int exponent = exponents >> 8 * (2 * half + g) & 0xff;
+      const float factor = power_of(kTopExponent + exponent - static_cast<int>(highest));
+      const u32 low = pack_e4m3x4(0.0f * factor, 0.5f * factor, factor, 1.5f * factor);
+      const u32 high = pack_e4m3x4(2.0f * factor, 3.0f * factor, 4.0f * factor, 6.0f * factor);
+      const uint4 words = load_shared_16(codes + g * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 first = i == 0 ? words.x : words.z, second = i == 0 ? words.y : words.w;
+        const int chunk = half * 4 + g * 2 + i;
+        store_shared_16(row + ((chunk ^ (token & 7)) << 4),
+                        {e4m3_of(first, low, high), e4m3_of(first >> 16, low, high), e4m3_of(second, low, high),
+                         e4m3_of(second >> 16, low, high)});
+      }
+    }
+    const float scale =
+        highest == 0xff ? __uint_as_float(0x7fffffff) : power_of(static_cast<int>(highest) - 127 - kTopExponent);
+    if (half == 0) store_shared_float(shared.widened_scales(consumer, which(multiplied)) + token * 4, scale);
+    fence_proxy_async_shared();
+    sync();
+  }
+  // Which of a consumer's two widened blocks the block of a slot is.
+  __device__ __forceinline__ static int which(const RingPlace<Shape::kStages>& place) {
+    static_assert(!Shape::kMxfp4 || Shape::kStages % (2 * kStep) == 0, "they alternate");
+    return place.slot / kStep % 2;
+  }
+  static constexpr int kTopExponent = 6;  // 6 * 2^6 is an e4m3 number
+  __device__ __forceinline__ static float power_of(int exponent) {
+    return __uint_as_float(static_cast<u32>(max(exponent + 127, 0)) << 23);
+  }
+  // Four e2m1 numbers, the low half of `codes`, as e4m3: tables have all magnitudes.
+  __device__ __forceinline__ static u32 e4m3_of(u32 codes, u32 low, u32 high) {
+    const u32 twice = __byte_perm(codes, 0, 0x1100);  // a number has half of its byte
+    return __byte_perm(low, high, codes & 0x7777) | (twice << 4 & 0x00800080) | (twice & 0x80008000);
+  }
+  __device__ __forceinline__ void sync() const {
+    if (consumer == 0)
+      named_barrier_sync<kWidenBarrier, kWarpgroup>();
+    else
+      named_barrier_sync<kWidenBarrier + 1, kWarpgroup>();
+  }
+  static constexpr int kWidenBarrier = 1;  // and the next one
+
   // Turns accumulators into logits. Called after the product. After the block's last tile its slot is freed.
   template <int kParity>
   __device__ __forceinline__ void finish() {
     constexpr int kTile = kTiles == 2 ? kParity : 0;
     constexpr bool kLast = kTiles == 1 || kParity == 1;
     keep_behind_wait(accumulators[kParity]);
-    const u32 scales = shared.scales_of(finished.slot) + token_in_block() * 4;
+    const u32 of_block =
+        Shape::kMxfp4 ? shared.widened_scales(consumer, which(finished)) : shared.scales_of(finished.slot);
+    const u32 scales = of_block + token_in_block() * 4;
     const float scale = load_shared_float(scales);
     const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
     if (kLast) {

@@ -14,8 +14,10 @@ constexpr int kMaxTokens = 0x7fffffc0;  // the end of the last block fits an int
 // One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. Four lanes
 // have two of every eight columns of the accumulators each. Up to four query rows are interleaved in these eight
 // columns, so that fewer lanes have to add up their sums of a row.
-template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_>
+// kMxfp4_: keys are e2m1 numbers with a power of two per 32 columns.
+template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_, bool kMxfp4_ = false>
 struct LogitsShape {
+  static constexpr bool kMxfp4 = kMxfp4_;
   static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
   static constexpr int kDim = kDim_;        // bytes of a row of q and k
   static constexpr int kTile = kTile_;      // the N side of a product
@@ -99,25 +101,30 @@ struct SegmentCursor {
 
 template <typename Shape>
 struct LogitsLayout {
-  static constexpr int kBlockBytes = kBlockTokens * Shape::kDim;
+  static constexpr int kBlockBytes = kBlockTokens * (Shape::kMxfp4 ? Shape::kDim / 2 : Shape::kDim);
   static constexpr int kScaleBytes = kBlockTokens * 4;
   static constexpr int kTileBytes = Shape::kTile * Shape::kDim;
   static constexpr int kQueryBytes = Shape::kColumns * Shape::kDim;
   static constexpr int kWeightBytes = Shape::kColumns * 4;
   static constexpr int kTargetBytes = Shape::kRows * 16;
   static constexpr int kScratchBytes = 128;
-  static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
-                                        2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
   // Announcements of segments. When n is written, at most kStages blocks before it are not yet freed, and each
   // segment has a block. So segment n - kStages - 1 is done, and its announcement has been read.
   static constexpr int kAnnouncements = Shape::kStages + 1;
+  // kMxfp4: two blocks of each consumer as e4m3, whose rows are swizzled, and their float32 scales.
+  static constexpr int kWidenedBytes = Shape::kMxfp4 ? kBlockTokens * Shape::kDim : 0;
+  static constexpr int kWidenedScaleBytes = Shape::kMxfp4 ? kScaleBytes : 0;
+  static constexpr int kRingOffset = 4 * kWidenedBytes;
+  static constexpr int kScratchOffset =
+      kRingOffset + Shape::kStages * (kBlockBytes + kScaleBytes) +
+      2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16) + 4 * kWidenedScaleBytes;
   static constexpr int kBytes =
       kScratchOffset + kScratchBytes + kAnnouncements * (16 + 8) + (2 * Shape::kStages + 4) * 8;
 
   u32 ring, query, scales, weights, targets, segments, announcements, barriers;
 
   __device__ __forceinline__ explicit LogitsLayout(u32 base)
-      : ring(base),
+      : ring(base + kRingOffset),
         query(ring + Shape::kStages * kBlockBytes),
         scales(query + 2 * kQueryBytes),
         weights(scales + Shape::kStages * kScaleBytes),
@@ -127,6 +134,13 @@ struct LogitsLayout {
         barriers(announcements + kAnnouncements * 16) {}
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
+  // kMxfp4: one of two blocks that a consumer has widened, and its scales.
+  __device__ __forceinline__ u32 widened(int consumer, int which) const {
+    return ring - kRingOffset + (2 * consumer + which) * kWidenedBytes;
+  }
+  __device__ __forceinline__ u32 widened_scales(int consumer, int which) const {
+    return segments + 2 * 16 + (2 * consumer + which) * kWidenedScaleBytes;
+  }
   __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }
   // Buffers for two segments. A target is 16 bytes of a query row: the address of its token 0 in out (u64), and the
   // tokens that it sees (begin, end).
