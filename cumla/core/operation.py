@@ -240,7 +240,10 @@ class Packed(NamedTuple):
 
     def moved(self, views: Views) -> Packed:
         """Take other arrays of the same form."""
-        places = {name: view.ptr for name, view in views.items() if view is not None}
+        return self.at({name: view.ptr for name, view in views.items() if view is not None})
+
+    def at(self, places: Mapping[str, int]) -> Packed:
+        """Take arrays of the same form at other addresses."""
         templates = tuple([template.bound(places) for template in self.templates])
         return self._replace(templates=templates, launches={})
 
@@ -423,6 +426,20 @@ def form_of(call: Call, views: Views) -> Hashable:
         found.append((shape, strides, dtype, read_only, ptr % _ALIGNMENT, not ptr, part))
         before = ptr
     return tuple(found)
+
+
+def without_addresses(key: Any) -> Hashable:
+    """Tell of what `Ready.find` sees what `form_of` does of views: all but where arrays lie."""
+    seen, *rest = key
+    found: list[Any] = []
+    before = 0
+    for ptr, *other in seen:
+        part = ptr - before
+        if not -_ROW < part < _ROW:
+            part = 0
+        found.append((ptr % _ALIGNMENT, not ptr, part, *other))
+        before = ptr
+    return (*found, *rest)
 
 
 def movable(views: Views) -> dict[str, ArrayView | None]:

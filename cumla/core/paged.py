@@ -197,6 +197,7 @@ class TableOrList(Plan[K], Generic[K]):
         super()._update(inputs, stream, key)
         if is_other and self._memory is not None:
             self._memory.ready.clear()
+            self._memory.near.clear()
         self._has_list = has_list
 
     def _run(self, inputs: Mapping[str, Any], *rest: Any) -> tuple[Any, ...]:

@@ -56,6 +56,7 @@ from cumla.core.operation import (
     pack,
     run_on_cpu,
     trusted_of,
+    without_addresses,
 )
 from cumla.core.overlap import refuse_overlap
 from cumla.core.spec import STREAM, Sorter
@@ -64,6 +65,7 @@ from cumla.errors import CumlaError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
+    from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView, Call
     from cumla.core.operation import Scheduled
     from cumla.core.spec import Spec, Split
@@ -236,6 +238,8 @@ class PlanMemory:
         # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
         self.forms = Ready()  # what runs launch, wherever their arrays lie
+        # The same by what a glance tells, with the names of the arrays, for runs without outputs.
+        self.near = Ready()
         # Of the last update that was executed, or the last run after it: later runs follow it.
         # None before the first, and since another plan has taken the workspace.
         self.stream: int | None = None
@@ -590,6 +594,8 @@ class Plan(Single, Generic[K]):
         memory, make, key = self._memory, self._spec.result, None
         if memory is not None:
             key, ready, array = memory.ready.find(self._sorted, values)
+            if ready is None and key is not None and memory.near:
+                ready = self._from_near(memory, key)
             if ready is not None:
                 again = reopen_call(array, self._device, values[-1])
                 if again.stream == memory.stream:
@@ -607,6 +613,18 @@ class Plan(Single, Generic[K]):
         inputs, outputs, options = self._sorted(given)
         results = self._run(inputs, outputs, options, values[-1], key)
         return results[0] if make is None else make(*results)
+
+    @staticmethod
+    def _from_near(memory: PlanMemory, key: Any) -> Packed | None:
+        """Pack a run whose arrays are those of an earlier one but for their addresses."""
+        near = memory.near.get(without_addresses(key))
+        if near is None:
+            return None
+        names, packed = near
+        seen, *_ = key
+        moved: Packed = packed.at({name: one[0] for name, one in zip(names, seen, strict=True)})
+        memory.ready.keep(key, moved)
+        return moved
 
     def _run(
         self,
@@ -632,6 +650,7 @@ class Plan(Single, Generic[K]):
                 if packed is not None:
                     known = {**views, WORKSPACE: memory.buffer}
                     self._attend.check_overlap(known, tuple(outputs))
+                    self._keep_near(memory, key, inputs, views, outputs, packed)
                     return self._launch(memory, call, packed.moved(views), outputs, key)
                 views = movable(views)
             arguments = self._attend.arguments(views, options)
@@ -656,7 +675,25 @@ class Plan(Single, Generic[K]):
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
             if not check_mode():
                 memory.forms.keep(form, packed)
+                self._keep_near(memory, key, inputs, views, outputs, packed)
             return self._launch(memory, call, packed.moved(views), outputs, key)
+
+    @staticmethod
+    def _keep_near(
+        memory: PlanMemory,
+        key: Any,
+        inputs: Mapping[str, Any],
+        views: Views,
+        outputs: Mapping[str, Any],
+        packed: Packed,
+    ) -> None:
+        """Keep a run for arrays elsewhere, if the glance saw its inputs, and nothing else."""
+        if key is None or any(value is not None for value in outputs.values()):
+            return
+        seen, *_ = key
+        found = [None if (view := views[name]) is None else view.ptr for name in inputs]
+        if found == [one[0] for one in seen] and packed.missing:
+            memory.near.keep(without_addresses(key), (tuple(inputs), packed))
 
     @staticmethod
     def _launch(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 import pickle
 import threading
 import weakref
@@ -20,6 +21,7 @@ from cumla.core import plan as core_plan
 from cumla.core.frameworks import framework_of_type
 from cumla.launch import all_specs, kernel
 from cumla.launch.module import load
+from tests import fake_cuda
 from tests.calls import (
     OPERATIONS,
     PLANS,
@@ -615,17 +617,28 @@ def test_the_last_plan_that_was_updated_has_the_workspace(
 # --- runs that were found in order before ---------------------------------------------------------
 
 
+def without_outputs(planned: Planned, given: Arguments) -> Arguments:
+    written = OPERATIONS[planned.operation].outputs()
+    return {name: value for name, value in planned.inputs(given).items() if name not in written}
+
+
 @every_plan
+@pytest.mark.parametrize("has_outputs", [True, False])
 def test_a_ready_run_sees_other_arrays(
-    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
+    planned: Planned,
+    has_outputs: bool,
+    cupy: FakeCuPy,
+    bindings: FakeBindings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An address, a stride, a dtype, a shape, a device or a framework that has changed."""
     given = on_gpu(cupy, planned)
     plan = planned.ready(given)
     plan._sorted.looks.clear()  # of other tests: with too many all are forgotten
-    inputs = planned.inputs(given)
+    inputs = planned.inputs(given) if has_outputs else without_outputs(planned, given)
 
     def launched() -> list[int]:
+        monkeypatch.setattr(fake_cuda, "_addresses", itertools.count(1 << 20))  # of new outputs
         bindings.launched.clear()
         plan.run(**inputs)
         return [launch.parameters for launch in bindings.launched]
@@ -668,6 +681,38 @@ def test_a_ready_run_sees_other_arrays(
             plan.run(**with_array(inputs, name, np.zeros(shape, dtype)))
         assert bindings.entries == []
     assert launched() == first
+
+
+@every_plan
+def test_layers_without_outputs_are_known_by_a_glance(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later layers launch what they would if they were checked, and so does a stream's first."""
+    layers = [without_outputs(planned, on_gpu(cupy, planned)) for _ in range(3)]
+    plan = planned.ready(on_gpu(cupy, planned))
+    plan.run(**layers[0])
+    seen: list[tuple[str, Any, bytes]] = []
+
+    def note(launch: Any) -> None:
+        seen.append((launch._kernel.spec.entry, launch._config, bytes(launch._owned[0])))
+
+    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", note)
+
+    def launched(layer: Arguments, **options: Any) -> list[tuple[str, Any, bytes]]:
+        monkeypatch.setattr(fake_cuda, "_addresses", itertools.count(1 << 20))  # of new outputs
+        seen.clear()
+        plan.run(**layer, **options)
+        return [*seen]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core_plan, "open_call", None)
+        found = launched(layers[1])
+        assert found and launched(layers[1]) == found
+    memory = plan._memory
+    assert launched(layers[2], stream=7) != launched(layers[1], stream=7) != found
+    for kept in (memory.forms, memory.near, memory.ready):
+        kept.clear()
+    assert launched(layers[1], stream=0) == found
 
 
 @every_plan
