@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import EntryPoint
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import cumla.vllm
 import tests.emulator
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
+from tests.selection import some
 from tests.vllm.layers import (
     BATCHED_TOKENS,
     HEADS,
@@ -378,17 +380,18 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize(("starts", "graphs"), GRAPHS.values(), ids=GRAPHS)
-@pytest.mark.parametrize("streams", [(0, 0), (0, 7), (5, 7), (7, 7)])
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(  # each value, of all combinations with --exhaustive
+    ("form", "streams", "captured"),
+    some(product(GRAPHS, [(0, 0), (0, 7), (5, 7), (7, 7)], [False, True]), 5),
+)
 def test_a_graph_holds_one_schedule_for_each_form_of_layers(
-    starts: tuple[int, ...],
-    graphs: str,
+    form: str,
     streams: tuple[int, int],
     captured: bool,
     launched: tuple[Any, list[Any]],
 ) -> None:
     """On whatever streams vLLM builds and captures, and whether or not layers ran before."""
+    starts, graphs = GRAPHS[form]
     (gpu, noted), (gpu.stream, stream), tokens = launched, streams, max(starts[-1], 4)
     mla, mha = MLA(graphs=graphs), MHA()
     lens, offsets = int32(90, 90), int32(*starts)
