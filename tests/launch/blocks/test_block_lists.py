@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import cumla
 from cumla.blocks import attention
 from cumla.launch.blocks.block_lists import virtual_pages
+from cumla.mha.arguments import swapped
 from tests.blocks.block_cases import check, make, samples
 from tests.emulator import emulated_gpu
 from tests.selection import some
@@ -91,6 +93,59 @@ def test_parts(
         assert places[index, :7].tolist() == [seen, 0, 1, index, index, 0, 0]
         blocks.append(-(-int(seen) // 64))
     check_parts(parts, blocks)
+
+
+ANY_NUMBERS = [
+    sample
+    for topk in (1, 16, 32, 33)  # by a warp, and by four
+    for sample in samples(14, topk=topk, invariant=False, columns=(64, 64), cache="same")
+    if sample.block[0] >= 16
+]
+
+
+@pytest.mark.parametrize("sample", some(ANY_NUMBERS, 12), ids=str)
+def test_lists_of_any_numbers(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of each virtual request, and its tokens, as the definition of a list has them."""
+    launches = attention.block_attention_launches
+    monkeypatch.setattr(attention, "block_attention_launches", lambda *of: launches(*of)[:1])
+    problem = make(replace(sample, sinks=False))
+    given = dict(problem.given)
+    heads, (block, in_page) = sample.heads[1], sample.block
+    names = ("kv_lens", "qo_indptr", "block_size", "causal", "batch_invariant")
+    with emulated_gpu(5) as cupy:
+        there = {n: cupy.like(v) for n, v in given.items()}
+        fixed = {n: there.pop(n) for n in names if n in there}
+        lengths = {n: fixed.pop(n) for n in ("kv_lens", "qo_indptr") if n in fixed}
+        shaped = {n: there[n] for n in ("q", "k", "v", "block_indices", "kv_layout")}
+        shaped |= {"qo_indptr": lengths["qo_indptr"]} if "qo_indptr" in lengths else {}
+        plan = cumla.BlockSparsePlan.from_arrays(**shaped, **fixed)
+        plan.update(**lengths)
+        plan.run(**there)
+        memory = plan._memory
+        assert memory is not None
+        buffer = np.asarray(memory.owner)
+    key, topk = plan.key, sample.topk
+    count = len(problem.seen) * heads
+    at = key.pages_at(0)
+    pages = buffer[at : at + 4 * count * topk].view(np.int32).reshape(count, topk)
+    at = key.schedule_at(0) + key.layout.places
+    tokens = buffer[at : at + 32 * count].view(np.int32).reshape(count, 8)[:, 0]
+    views = [view_of(given[n]) for n in "kv"]
+    if given["kv_layout"] == "HND":
+        views = [swapped(view) for view in views]
+    numbering = virtual_pages(*views, block)
+    assert numbering is not None
+    for index in range(count):
+        token, head = divmod(index, heads)
+        request, seen = problem.seen[token][head]
+        blocks = np.unique(seen // block)
+        assert tokens[index] == len(seen)
+        if not len(blocks):
+            continue
+        page = given["block_table"][request, blocks // in_page].astype(np.int64)
+        parts = zip((page, blocks % in_page, head), numbering.steps, strict=True)
+        want = sum(n * step for n, step in parts)
+        np.testing.assert_array_equal(pages[index, : len(blocks)], want)
 
 
 def view_of(array: np.ndarray) -> Any:
