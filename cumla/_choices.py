@@ -17,8 +17,8 @@ from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_attention import attention_spec as mla_attention_spec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
-from cumla.launch.mla.shape import HEAD_DIM
 from cumla.launch.sparse.mla_sparse import sparse_specs
+from cumla.mla.shape import HEAD_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +36,8 @@ class Layers(NamedTuple):
     page_size: int
     dtype: str
     cache_dtype: str | None = None
-    num_kv_heads: int = 0  # 0: MLA; then there are no other sizes
-    head_dim: int = 0
+    num_kv_heads: int = 0  # 0: MLA
+    head_dim: int = HEAD_DIM
     head_dim_v: int | None = None
     window: int | None = None  # to the left
     fp8_products: bool = False
@@ -63,6 +63,7 @@ class Layers(NamedTuple):
             sparse = cumla.MLASparsePlan(1, tokens, self.num_heads, self.topk, **options).key
             return sparse_specs(replace(sparse, sm_count=_sm_count()), HEAD_DIM)[-1].entry
         kind: Any = cumla.MLADecodePlan if q_len else cumla.MLAAttentionPlan
+        options["head_dim"] = self.head_dim
         key = kind(batch, q_len or tokens, self.num_heads, **options).key
         if self.cache_dtype is None:
             spec = decode_spec(key) if q_len else mla_attention_spec(key)

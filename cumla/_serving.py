@@ -12,6 +12,7 @@ import torch
 
 import cumla
 from cumla.core._driver import driver
+from cumla.mla.shape import width_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -21,9 +22,18 @@ _log = logging.getLogger(__name__)
 
 _MOST_PLANS = 256
 _MOST_ROOM = 64 << 20  # bytes beyond what a shape needs
-MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
 # Plans whose lengths are all that they take.
 _OF_LENGTHS = (cumla.MLADecodePlan, cumla.MLASparsePlan, cumla.PagedMQALogitsPlan)
+
+
+def in_parts(rows: Any) -> Any:
+    """Take latent and RoPE columns of rows of MLA apart; rows without RoPE are one tensor."""
+    if not isinstance(rows, tuple):
+        width = width_of(rows.shape[-1])
+        if width is None or not width[1]:
+            return rows
+        return rows.split(width, -1)
+    return rows if rows[1].shape[-1] else rows[0]
 
 
 def is_tested(
@@ -161,14 +171,16 @@ class Step:
     def run_mla(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
         """Attend with rows of tokens by either plan of MLA: `q` is one tensor or a pair.
 
-        out is ``(tokens, num_heads, 512)``; lse with its first axes flattened ``(tokens,
-        num_heads)``.
+        out is ``(tokens, num_heads, latent columns)``; lse with its first axes flattened
+        ``(tokens, num_heads)``.
         """
         self.schedule(arrays[0].device)
-        q = q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
+        q = in_parts(q)
         if not isinstance(self.plan, cumla.MLADecodePlan):
             return self.run(q, *arrays, **options)
-        q = tuple(part.unflatten(0, (-1, self.plan.key.q_len)) for part in q)
+        shape = -1, self.plan.key.q_len
+        parts = [part.unflatten(0, shape) for part in (q if isinstance(q, tuple) else (q,))]
+        q = tuple(parts) if isinstance(q, tuple) else parts[0]
         out, lse = self.plan.run(q, *arrays, **options)
         return cumla.AttentionState(out.flatten(0, 1), lse)
 
@@ -226,7 +238,7 @@ class SparseStep(Step):
         with its first axes flattened ``(tokens, num_heads)``.
         """
         self.schedule(kv_cache.device)
-        q, lists = _parts(q), (-1, self.plan.key.q_len)
+        q, lists = in_parts(q), (-1, self.plan.key.q_len)
         if self._requests is None:
             block_table = block_table[: self.plan.key.batch]
             q = tuple(part.unflatten(0, lists) for part in q)
@@ -235,11 +247,6 @@ class SparseStep(Step):
             options["row_to_request"] = self._requests
         out, lse = self.plan.run(q, kv_cache, indices, block_table=block_table, **options)
         return cumla.AttentionState(out.flatten(0, -3), lse)
-
-
-def _parts(q: Any) -> tuple[torch.Tensor, ...]:
-    """Return latent columns and those with RoPE, of one tensor or a pair."""
-    return q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
 
 
 def current_capture(on: torch.device) -> tuple[int, int]:

@@ -313,7 +313,8 @@ def _layer_rows(
     from cumla.vllm._models import FP8, PACKED
 
     count = model.windows[window]
-    layers = Layers(model.num_heads, page, model.dtype, E4M3 if cache in FP8 else None)
+    stored = E4M3 if cache in FP8 else None
+    layers = Layers(model.num_heads, page, model.dtype, stored, head_dim=model.head_size)
     if model.topk:
         layers = layers._replace(topk=model.topk, cache_format=V32 if cache == PACKED else None)
     elif model.use_mla:

@@ -118,6 +118,7 @@ class _Shape(NamedTuple):
     heads_q: int
     page_size: int
     heads_k: int
+    d_qk: int
     dtype: Any
     cache_dtype: Any
     causal: bool
@@ -243,7 +244,8 @@ def flash_mla_with_kvcache(
     Differences from FlashMLA:
 
     * Without indices k_cache has q's dtype, or is e4m3, ``(num_blocks, page_size, heads_k, 576)``
-      under descale_k, ``(1,)`` float32; q is then bfloat16, or e4m3 under descale_q. With indices
+      under descale_k, ``(1,)`` float32; q is then bfloat16, or e4m3 under descale_q. In bfloat16
+      both may have 512 columns. With indices
       16-bit caches go with as many columns as q, and packed ones with q in bfloat16; their blocks
       are contiguous and begin at multiples of 16 bytes. Pages have any size.
     * topk_length may be ``(batch, seq_q)``.
@@ -470,20 +472,20 @@ class FlashMLASparsePlan(MLASparsePlan):
 
 def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape:
     """Check the properties that calls with a metadata object must share."""
-    batch, seq_q, heads_q, _ = q.shape
+    batch, seq_q, heads_q, d_qk = q.shape
     page_size, *heads_k = k_cache.shape[1:-1]
     if k_cache.dtype != import_torch().float8_e4m3fn:
         check_dtypes("k_cache", k_cache, q, "pass float8_e4m3fn rows, or packed ones with indices")
     for name, tensor in {"q": q, "k_cache": k_cache}.items():
-        if tensor.shape[-1] != HEAD_DIM:
+        if tensor.shape[-1] not in (HEAD_DIM, _VALUE_DIM) or tensor.shape[-1] != d_qk:
             raise ValueError(
-                f"{name}: needs {HEAD_DIM} columns, {_VALUE_DIM} latent ones and those of RoPE, "
-                f"got shape {tuple(tensor.shape)}; where they lie apart, call cumla.mla_decode "
-                f"with pairs; 512 columns in all, as in DeepSeek-V4, go with indices"
+                f"{name}: needs {HEAD_DIM} columns, {_VALUE_DIM} latent ones and those of RoPE, or "
+                f"{_VALUE_DIM} as q and k_cache of a model without RoPE, got shape "
+                f"{tuple(tensor.shape)}; where they lie apart, call cumla.mla_decode with pairs"
             )
     kv_heads = heads_k[0] if heads_k else 1
     modes = q.dtype, k_cache.dtype, causal and seq_q > 1, q.device, longest
-    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, *modes)
+    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, d_qk, *modes)
 
 
 def _updated_plan(

@@ -22,23 +22,36 @@ from cumla.core.arrays import parts
 from cumla.core.names import arg
 from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, is_v4, relabelled, unpacked
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, V4_BYTES, VALUE_DIM
+from cumla.mla.shape import (
+    HEAD_DIM,
+    PACKED_BYTES,
+    ROPE_DIM,
+    SCALES,
+    V4_BYTES,
+    VALUE_DIM,
+    WIDE_DTYPES,
+    WIDTH,
+    WIDTHS,
+    width_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cumla.core.arrays import ArrayView
+    from cumla.mla.shape import Width
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
 ROW_PARTS = ("latent columns", "RoPE columns")
 CACHE_PARTS = (*ROW_PARTS, "scales of an e4m3 cache?")
 QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
-# Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
+_SCALES = "kv_cache[2]"
+# Arrays of query and cache, latent and RoPE columns in one, or in a pair; most models' columns.
 _COLUMNS = {
     f"{name}{part}": columns
     for name in ("q", "kv_cache")
     for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", ROPE_DIM))
-} | {"kv_cache[2]": SCALES}
+} | {_SCALES: SCALES}
 
 
 Shape = tuple[int, int, int, int, int, str]
@@ -54,6 +67,11 @@ class Columns(NamedTuple):
     kv_rope: ArrayView
     kv_scales: ArrayView | None
 
+    @property
+    def width(self) -> Width:
+        """Latent columns, and RoPE ones, of a row."""
+        return self.q.shape[-1], self.q_rope.shape[-1]
+
 
 def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]:
     """Name the arrays of a call; a kv_scale that is a number is none."""
@@ -61,6 +79,26 @@ def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]
     if kv_scale is not None and not isinstance(kv_scale, Real):
         others["kv_scale"] = kv_scale
     return arrays | others
+
+
+def checked_head_dim(head_dim: Any) -> Width:
+    """Check the columns of a row for which a plan is made, and tell its width."""
+    checked_int("head_dim", head_dim, "pass the columns of q")
+    width = width_of(int(head_dim))
+    if width is None:
+        need = _listed(named_width(width) for width in WIDTHS)
+        raise ValueError(f"head_dim: needs {need}, got {head_dim}; pass the columns of q")
+    return width
+
+
+def check_wide(width: Width, dtype: Any, cache: str) -> None:
+    """Refuse what there is for rows of 512 + 64 columns alone; `cache` is one of CACHES."""
+    if width != WIDTH and (dtype not in (None, *WIDE_DTYPES) or cache != "same"):
+        got = dtype if cache == "same" else FP8
+        raise TypeError(
+            f"{'dtype' if cache == 'same' else 'cache_dtype'}: needs {' or '.join(WIDE_DTYPES)} in "
+            f"rows of {named_width(width)} columns, got {got}; leave it out"
+        )
 
 
 def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
@@ -111,26 +149,30 @@ def window_of(window: tuple[int, int] | None, causal: bool, cache: str) -> tuple
     return left, right
 
 
-def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:
+def checked_query_and_cache(
+    views: Views,
+    query_axes: tuple[str, ...] = QUERY_AXES,
+    widths: tuple[Width, ...] = (WIDTH,),
+) -> Columns:
     """Check query and cache, each one array or several by name, and take their columns apart.
 
     `query_axes` are those of the query before its columns; the last one is num_heads. Columns of
-    one array are views of it.
+    one array are views of it. `widths` are those that rows may have.
     """
     given = _columns_of(views)
-    _check_query_and_cache(given, query_axes)
-    query = _apart("q", given)
+    rope = _check_query_and_cache(given, query_axes, widths)[1]
+    query = _apart("q", given, rope)
     whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
     if whole is not None and is_packed(whole):
-        latent, rope, scales = unpacked(whole)
+        latent, of_rope, scales = unpacked(whole)
     else:
-        latent, rope = _apart("kv_cache", given)
+        latent, of_rope = _apart("kv_cache", given, rope)
     for name, view in given.items():
         check_layout(name, view)
     _check_heads(query[0].shape[-2], latent.shape[2])
     if latent.dtype != query[0].dtype:
-        latent, rope = relabelled(latent), relabelled(rope)
-    return Columns(*query, latent, rope, scales)
+        latent, of_rope = relabelled(latent), relabelled(of_rope)
+    return Columns(*query, latent, of_rope, scales)
 
 
 def _columns_of(views: Views) -> dict[str, ArrayView]:
@@ -139,19 +181,19 @@ def _columns_of(views: Views) -> dict[str, ArrayView]:
     return {n: v if n.startswith("q") else with_head_axis(v, 4) for n, v in picked.items()}
 
 
-def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
+def _apart(name: str, given: dict[str, ArrayView], rope: int) -> tuple[ArrayView, ArrayView]:
     """Take latent and RoPE columns apart, unless they came so."""
     if name in given:
-        return columns_apart(given[name])
+        return columns_apart(given[name], rope)
     return given[f"{name}[0]"], given[f"{name}[1]"]
 
 
-def columns_apart(view: ArrayView) -> tuple[ArrayView, ArrayView]:
-    """Cut one array into latent and RoPE columns."""
+def columns_apart(view: ArrayView, rope: int) -> tuple[ArrayView, ArrayView]:
+    """Cut one array into latent columns and so many RoPE ones."""
     *lead, columns = view.shape
-    latent = columns - ROPE_DIM
-    rope = view.ptr + latent * view.strides[-1]
-    return view._replace(shape=(*lead, latent)), view._replace(shape=(*lead, ROPE_DIM), ptr=rope)
+    latent = columns - rope
+    of_rope = view._replace(shape=(*lead, rope), ptr=view.ptr + latent * view.strides[-1])
+    return view._replace(shape=(*lead, latent)), of_rope
 
 
 def with_head_axis(view: ArrayView, axes: int) -> ArrayView:
@@ -217,8 +259,10 @@ def check_rows(name: str, cache: ArrayView, nbytes: int) -> ArrayView:
     )
 
 
-def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:
-    """Check ranks, dtypes and sizes; the cache with its head axis."""
+def _check_query_and_cache(
+    given: dict[str, ArrayView], query_axes: tuple[str, ...], widths: tuple[Width, ...]
+) -> Width:
+    """Check ranks, dtypes and sizes, and tell the width; the cache with its head axis."""
     if "kv_cache" in given and is_v4(given["kv_cache"]):  # whose queries have 512 columns
         raise ValueError(
             f"{arg('kv_cache')}: needs {HEAD_DIM} columns, or {PACKED_BYTES} bytes, got V4's "
@@ -227,9 +271,8 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
     for name, view in given.items():
         if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
             raise ValueError(_rank_problem(name, view, query_axes))
+    width = _checked_width(given, widths)
     for name, view in given.items():
-        if view.shape[-1] != _COLUMNS[name] and not (name == "kv_cache" and is_packed(view)):
-            raise ValueError(_columns_problem(name, view))
         needed = view.shape[-2:] if name.startswith("q") else view.shape
         if 0 in needed:
             raise ValueError(
@@ -237,6 +280,13 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
                 f"got shape {view.shape}; skip the call where there is nothing to attend"
             )
     _check_dtypes(given)  # after the widths: parts that are swapped may have dtypes of their own
+    if width != WIDTH:
+        for name, view in given.items():
+            if view.dtype not in WIDE_DTYPES:
+                raise TypeError(
+                    f"{arg(name)}: needs {' or '.join(WIDE_DTYPES)} in rows of {named_width(width)}"
+                    f" columns, got {view.dtype}; convert it"
+                )
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
     for first, other in pairs:
         if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
@@ -244,6 +294,41 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
                 f"{arg(other)}: needs the first axes of {arg(first)}, {given[first].shape[:-1]}, "
                 f"got {given[other].shape[:-1]}; pass both parts of the same rows"
             )
+    return width
+
+
+def _checked_width(given: dict[str, ArrayView], widths: tuple[Width, ...]) -> Width:
+    """Check the columns of query and cache, and tell the width of both."""
+    width = WIDTH
+    for name in ("q", "kv_cache"):
+        whole, first, second = given.get(name), f"{name}[0]", f"{name}[1]"
+        if whole is not None:
+            columns = HEAD_DIM if is_packed(whole) else whole.shape[-1]
+            found = width_of(columns, widths)
+            if found is None:
+                raise ValueError(_columns_problem(name, whole, widths))
+            width = found
+        else:
+            width = given[first].shape[-1], given[second].shape[-1]
+            latent = [w for w in widths if w[0] == width[0] and w[1]]
+            if not latent:
+                raise ValueError(_columns_problem(first, given[first], widths))
+            if width not in latent:
+                raise ValueError(_columns_problem(second, given[second], latent))
+        widths = (width,)  # the cache's are the query's
+    if _SCALES in given and (width != WIDTH or given[_SCALES].shape[-1] != SCALES):
+        raise ValueError(
+            f"{arg(_SCALES)}: needs a last axis of {SCALES}, a scale for 128 latent columns each, "
+            f"beside {named_width(WIDTH)} columns, got shape {given[_SCALES].shape}; pass one for "
+            f"each row and 128 columns"
+        )
+    return width
+
+
+def named_width(width: Width) -> str:
+    """Write a width, as in "576 (512 latent + 64 RoPE)"."""
+    latent, rope = width
+    return f"{latent + rope} ({latent} latent + {rope} RoPE)" if rope else f"{latent} (no RoPE)"
 
 
 def _check_dtypes(given: dict[str, ArrayView]) -> None:
@@ -301,32 +386,36 @@ def heads_problem(name: str, lead: str, columns: int, view: ArrayView) -> str:
     )
 
 
-def _columns_problem(name: str, view: ArrayView) -> str:
-    widths = f"{VALUE_DIM} latent + {ROPE_DIM} RoPE"
-    if name == "kv_cache[2]":
-        return (
-            f"{arg(name)}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
-            f"shape {view.shape}; pass one for each row and 128 columns"
-        )
+def _columns_problem(name: str, view: ArrayView, widths: Sequence[Width]) -> str:
     if name == "kv_cache" and view.dtype == "uint8":
         return (
-            f"{arg(name)}: needs a last axis of {HEAD_DIM} e4m3 numbers ({widths}),"
-            f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
-            f" of the parts where they lie apart"
+            f"{arg(name)}: needs a last axis of {HEAD_DIM} e4m3 numbers ({VALUE_DIM} latent + "
+            f"{ROPE_DIM} RoPE), or of the {PACKED_BYTES} bytes of a packed row, got shape "
+            f"{view.shape}; pass a tuple of the parts where they lie apart"
         )
     nbytes = view.shape[-1] * numpy_dtype(view.dtype).itemsize
     if name == "kv_cache" and nbytes == PACKED_BYTES:
         return f"{arg(name)}: needs packed rows as uint8, got {view.dtype}; pass a view as uint8"
     if name in ("q", "kv_cache"):
+        need = _listed([named_width(width) for width in widths])
         return (
-            f"{arg(name)}: needs a last axis of {HEAD_DIM} ({widths}), got shape "
-            f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
+            f"{arg(name)}: needs a last axis of {need}, got shape {view.shape}; pass a tuple of "
+            f"both where they lie apart, the latent one first"
         )
     swapped = ": these look swapped" if (view.shape[-1], name[-3:]) == (ROPE_DIM, "[0]") else ""
+    pairs = [width for width in widths if width[1]]
+    columns = _listed(dict.fromkeys(str(pair[int(name[-2])]) for pair in pairs))
+    (latent, rope), *others = pairs
+    more = "".join(f", or {latent} and {rope}" for latent, rope in others)
     return (
-        f"{arg(name)}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
-        f"{VALUE_DIM} latent columns, then {ROPE_DIM} RoPE ones{swapped}"
+        f"{arg(name)}: needs a last axis of {columns}, got shape {view.shape}; a pair holds "
+        f"{latent} latent columns, then {rope} RoPE ones{more}{swapped}"
     )
+
+
+def _listed(choices: Iterable[str]) -> str:
+    *most, last = choices
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def checked_shape(
@@ -393,5 +482,5 @@ def _check_heads(num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(
             f"{arg('num_heads')}: needs a multiple of num_kv_heads, got {num_heads} query heads "
             f"and {num_kv_heads} kv heads; pad the query heads, or check the axes of "
-            f"{arg('kv_cache')}: (num_pages, page_size, num_kv_heads, {HEAD_DIM})"
+            f"{arg('kv_cache')}: (num_pages, page_size, num_kv_heads, columns)"
         )

@@ -16,7 +16,7 @@ from cumla.core.spec import SOFTMAX_SCALE, Factor, Option, array, flag, in_parts
 from cumla.core.state import AttentionState
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, MLAAttentionKey, MLADecodeKey
+from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
 from cumla.launch.module import load
 from cumla.mla.arguments import (
     CACHE_PARTS,
@@ -26,9 +26,11 @@ from cumla.mla.arguments import (
     check_fp8_products,
     checked_kv_scale,
     checked_query_and_cache,
+    named_width,
     other_cache,
     window_of,
 )
+from cumla.mla.shape import WIDTHS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from cumla.core.operation import Launchable
     from cumla.launch.source import KernelSpec
 
-_SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
 Q_AND_CACHE = (
     array("q", in_parts(*ROW_PARTS)),
     array("kv_cache", in_parts(*CACHE_PARTS)),
@@ -53,6 +54,7 @@ OPTIONS = (
 )
 _SINKS = {"sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head")}
 HIDDEN = {"empty_lse": -inf}  # where nothing is visible; FlashMLA has it otherwise
+_SCALES = {width: float(sum(width) ** -0.5) for width in WIDTHS}  # of the scores, by default
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
 
 
@@ -85,11 +87,13 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
 
     def arguments(self, views: Views, options: Any) -> DecodeArguments:
         """Check all but the lengths."""
-        columns = checked_query_and_cache(views, self._axes)
+        columns = checked_query_and_cache(views, self._axes, WIDTHS)
         kv_scale = checked_kv_scale(columns, views, options.kv_scale)
         check_fp8_products(columns, options.fp8_products)
         pages = self.pages(views, columns)
-        scale = _SCALE if options.softmax_scale is None else options.softmax_scale
+        scale = options.softmax_scale
+        if scale is None:
+            scale = _SCALES[columns.width]
         scales = columns.kv_scales, kv_scale, scale
         modes = options.causal, options.empty_lse
         fp8: bool = options.fp8_products
@@ -109,7 +113,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
 
     def value_dim(self, arguments: DecodeArguments) -> int:
         """Tell the latent columns."""
-        return VALUE_DIM
+        return arguments.q.shape[-1]
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Results:
         """Compute with the lengths that came."""
@@ -137,11 +141,12 @@ class MLAPlan(Plan[K], Generic[K]):
 
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
-        columns = checked_query_and_cache(views, cls._axes)
+        columns = checked_query_and_cache(views, cls._axes, WIDTHS)
         batch = bind({"qo_indptr": QO_INDPTR}, views, {})
         _, page_size, num_kv_heads, _ = columns.kv_cache.shape
         sizes = dict(zip(cls._axes, columns.q.shape, strict=False)) | batch
         sizes |= {"num_kv_heads": num_kv_heads, "page_size": page_size}
+        sizes |= {"head_dim": sum(columns.width)}
         return sizes | {"dtype": columns.q.dtype, "cache_dtype": columns.kv_cache.dtype}
 
     def _fixed(self) -> dict[str, Any]:
@@ -168,5 +173,11 @@ class MLAPlan(Plan[K], Generic[K]):
         names = (*self._axes, "num_kv_heads", "page_size", "dtype")
         made = tuple([getattr(self.key, name) for name in names])
         check_made_for(names, made, shape_of(q, kv_cache))
+        width = q.shape[-1], arguments.q_rope.shape[-1]
+        if width != self.key.width:
+            raise ValueError(
+                f"plan: made for rows of {named_width(self.key.width)} columns, got "
+                f"{named_width(width)}; make a plan with the head_dim of each"
+            )
         if cache_of(kv_cache) != self.key.cache:
             raise other_cache(q, kv_cache)

@@ -49,12 +49,15 @@ from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import (
     Columns,
     cache_of,
+    check_wide,
     checked_cache_dtype,
+    checked_head_dim,
     checked_shape,
     named,
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
+from cumla.mla.shape import HEAD_DIM, WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from cumla.core.paged import Host
     from cumla.launch.source import KernelSpec
     from cumla.mla.arguments import Shape
+    from cumla.mla.shape import Width
     from cumla.prefix_groups import PrefixGroups
 
 __all__ = ["MLAAttentionPlan", "mla_attention"]
@@ -129,7 +133,7 @@ def mla_attention(
     ----------
     q : array or pair of arrays
         ``(total_tokens, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
-        tuple ``(q_nope, q_pe)``, and strides, as in :func:`cumla.mla_decode`.
+        tuple ``(q_nope, q_pe)``, strides, and other columns, as in :func:`cumla.mla_decode`.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or without num_kv_heads, or a tuple
         ``(ckv, k_pe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
@@ -242,7 +246,9 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
             together = most if len(pages.shape) == 1 else None
         on = device, sm_count_of(device)
         columns = 0 if groups is None else attend.block_table.shape[1]
-        return _key(shape, attend.causal, *on, cache, attend.window, most, together, columns)
+        width = attend.q.shape[-1], attend.q_rope.shape[-1]
+        modes = cache, attend.window, most, together, columns, width
+        return _key(shape, attend.causal, *on, *modes)
 
 
 _SCHEDULE = PrefixSchedule[MLAAttentionKey](
@@ -266,7 +272,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         Requests: entries of ``kv_lens``.
     total_tokens, num_heads : int
         As in ``q`` ``(total_tokens, num_heads, 576)``.
-    num_kv_heads, page_size, dtype, cache_dtype : optional
+    num_kv_heads, page_size, head_dim, dtype, cache_dtype : optional
         As for :class:`cumla.MLADecodePlan`.
     causal, window, batch_invariant
         As in :func:`mla_attention`.
@@ -302,6 +308,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         *,
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
+        head_dim: int = HEAD_DIM,
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         causal: bool = True,
@@ -324,7 +331,10 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         if columns:
             check_prefix_options(window, False, batch_invariant)
             vars(self)["_lengths"] = f"{self._lengths}, groups=..."
-        options = cache, sides, _checked_most(batch_invariant, max_kv_len), None, columns
+        width = checked_head_dim(head_dim)
+        check_wide(width, shape[-1], cache)
+        most = _checked_most(batch_invariant, max_kv_len)
+        options = cache, sides, most, None, columns, width
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *options), *place)
 
@@ -362,6 +372,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        head_dim: int = HEAD_DIM,
         cache_dtype: Any = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
@@ -375,10 +386,12 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
-        modes = checked_cache_dtype(cache_dtype), None, _checked_most(batch_invariant, max_kv_len)
+        cache, width = checked_cache_dtype(cache_dtype), checked_head_dim(head_dim)
+        check_wide(width, None, cache)
+        modes = cache, None, _checked_most(batch_invariant, max_kv_len)
         columns = checked_max_pages(prefix_groups, max_pages, batch, BLOCK_TOKENS)
         on = 0, checked_sm_count(sm_count)
-        return _key(shape, False, *on, *modes, None, columns).layout.nbytes
+        return _key(shape, False, *on, *modes, None, columns, width).layout.nbytes
 
     def update(
         self,
@@ -463,13 +476,15 @@ def _key(
     most: int,
     together: int | None = None,
     max_pages: int = 0,
+    width: Width = WIDTH,
 ) -> MLAAttentionKey:
     """Make a key, the same object each time: it keeps what follows from it.
 
     `most` is the length of the longest request of a batch-invariant plan, and 0 of others;
     `together` is that of all requests, unless each may be the longest.
     """
-    key = MLAAttentionKey(*shape, causal, device, sm_count, cache, most > 0, window=window)
+    modes = cache, most > 0
+    key = MLAAttentionKey(*shape, causal, device, sm_count, *modes, window=window, width=width)
     if max_pages:
         key = replace(key, max_pages=max_pages)
     if most:

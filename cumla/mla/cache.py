@@ -109,7 +109,8 @@ def append_mla_cache(
     ----------
     rows : array or pair of arrays
         ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
-        then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. Of
+        then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. Beside
+        caches in bfloat16 also the other widths of :func:`cumla.mla_decode`. Of
         DeepSeek-V4 rows have 512 columns in all, a tuple holds 448 and 64. In the
         cache's 16-bit dtype, bfloat16 or float16 for one that is e4m3 throughout, or float32, which
         is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the
@@ -137,8 +138,9 @@ def append_mla_cache(
         request i are ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``.
     cos_sin : array, optional
         ``(max_position, 64)`` float32 or in the cache's dtype: 32 cosines, then 32 sines, of each
-        position. With c and s the j-th of them, pair j of columns becomes
-        ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
+        position; of rows with 32 RoPE columns half as many. With c and s the j-th of them, pair j
+        of columns becomes ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in
+        float32.
     interleaved : bool
         Pair j is columns 2 j and 2 j + 1 (GPT-J, DeepSeek); if False, j and j + 32 (GPT-NeoX).
     q_pe : array, optional

@@ -46,12 +46,17 @@ from cumla.mla.shape import (
     SCALES,
     V4,
     VALUE_DIM,
+    WIDE_DTYPES,
+    WIDTH,
+    WIDTHS,
+    width_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cumla.core.arrays import ArrayView
+    from cumla.mla.shape import Width
 
 NUMBERS = {
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
@@ -80,9 +85,15 @@ def checked_append_arguments(
     dtype = DTYPES[0] if cache.form else _dtype_of_16_bits(cache.rope, views)
     latent_rows, rope_rows = _checked_rows(views, dtype, cache)
     slices, joins = "reshape it, or slice the RoPE columns", "join the two tables"
+    columns = rope_rows.shape[-1] if cache.form is None else ROPE_DIM
+    if not columns and "cos_sin" in views:
+        raise ValueError(
+            f"{arg('cos_sin')}: needs rows with RoPE columns, got those of "
+            f"{latent_rows.shape[-1]} columns, which have none; leave it out"
+        )
     rotating = {
-        "q_pe": Array(f"tokens num_heads {ROPE_DIM}", (dtype,), "rows", slices),
-        "cos_sin": Array(f"max_position {ROPE_DIM}", ("float32", dtype), "rows", joins),
+        "q_pe": Array(f"tokens num_heads {columns}", (dtype,), "rows", slices),
+        "cos_sin": Array(f"max_position {columns}", ("float32", dtype), "rows", joins),
     }
     bind(NUMBERS | rotating, views, {"tokens": latent_rows.shape[0]})
     q_pe, q_pe_out = _checked_queries(views, dtype)
@@ -184,16 +195,27 @@ def _checked_cache(views: Mapping[str, ArrayView], form: str | None) -> _Cache:
         )
         check_written("kv_cache", pages)
         return _Cache(*(v4_apart(pages) if is_v4 else scales_apart(pages, form)), True, form)
-    checked = {}
-    for name, (given, columns) in _columns_of("kv_cache", views, VALUE_DIM).items():
+    checked, width = {}, _width_of_cache(views)
+    for name, (given, columns) in _columns_of("kv_cache", views, width).items():
         check_dtype(name, given.dtype, DTYPES + E4M3)
-        _check_columns(name, given, columns, VALUE_DIM)
+        _check_columns(name, given, columns, width)
+        if width != WIDTH:
+            check_dtype(name, given.dtype, WIDE_DTYPES)
         checked[name] = _checked_part(name, given, columns)
-    latent, rope = _as_pair(checked)
+    latent, rope = _as_pair(checked, width)
     scales = views.get("kv_cache[2]")
     if scales is not None:
         scales = _checked_scales(scales, latent, rope)
     return _Cache(latent, rope, scales, False)
+
+
+def _width_of_cache(views: Mapping[str, ArrayView]) -> Width:
+    """Tell the width of a cache's rows, or, of a cache that has none, that of most models."""
+    names = ("kv_cache",) if "kv_cache" in views else ("kv_cache[0]", "kv_cache[1]")
+    found = tuple(views[name].shape[-1] if views[name].shape else 0 for name in names)
+    if len(found) == 1:
+        return width_of(found[0]) or WIDTH
+    return next((width for width in WIDTHS if width == found), WIDTH)
 
 
 def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
@@ -241,9 +263,10 @@ def _checked_rows(
 ) -> tuple[ArrayView, ArrayView]:
     """Check the new rows, and give their latent and their RoPE columns."""
     dtypes: tuple[str, ...]
-    *_, num_kv_heads, latent = cache.latent.shape
-    if cache.form not in (None, NO_ROPE):
-        latent = VALUE_DIM - ROPE_DIM
+    width = cache.latent.shape[-1], cache.rope.shape[-1]
+    num_kv_heads = cache.latent.shape[2]
+    if cache.form is not None:
+        width = (VALUE_DIM, 0) if cache.form == NO_ROPE else (VALUE_DIM - ROPE_DIM, ROPE_DIM)
     if cache.form is None and cache.rope.dtype in E4M3:  # throughout: any of the others
         dtypes, need = DTYPES, f"{', '.join(DTYPES)} or float32 for an e4m3 cache"
     else:
@@ -254,11 +277,10 @@ def _checked_rows(
             f"{arg('rows')}: needs one array of {VALUE_DIM} columns with {arg('cache_format')} "
             f"{NO_ROPE!r}, got a pair; pass the latent columns"
         )
-    rope = 0 if cache.form == NO_ROPE else ROPE_DIM
-    for name, (given, columns) in _columns_of("rows", views, latent, rope).items():
+    for name, (given, columns) in _columns_of("rows", views, width).items():
         if given.dtype not in (*dtypes, "float32"):
             raise TypeError(f"{arg(name)}: needs {need}, got {given.dtype}; convert it first")
-        _check_columns(name, given, columns, latent, rope)
+        _check_columns(name, given, columns, width)
         view = with_head_axis(given, 3)
         if len(view.shape) != 3:
             raise ValueError(heads_problem(name, "tokens", columns, given))
@@ -269,26 +291,26 @@ def _checked_rows(
             )
         check_layout(name, view)
         checked[name] = view
-    if not rope:
+    if cache.form == NO_ROPE:
         return checked["rows"], checked["rows"]
-    return _as_pair(checked)
+    return _as_pair(checked, width)
 
 
 def _columns_of(
-    name: str, views: Mapping[str, ArrayView], latent: int, rope: int = ROPE_DIM
+    name: str, views: Mapping[str, ArrayView], width: Width
 ) -> dict[str, tuple[ArrayView, int]]:
     """Give the array, or the pair, of an argument, and how many columns each must have."""
     if name in views:
-        return {name: (views[name], latent + rope)}
+        return {name: (views[name], sum(width))}
     first, second = f"{name}[0]", f"{name}[1]"
-    return {first: (views[first], latent), second: (views[second], ROPE_DIM)}
+    return {first: (views[first], width[0]), second: (views[second], width[1])}
 
 
-def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
+def _as_pair(parts: Mapping[str, ArrayView], width: Width) -> tuple[ArrayView, ArrayView]:
     """Cut one array into latent and RoPE columns, or check two against each other."""
     (first, latent), *others = parts.items()
     if not others:
-        return columns_apart(latent)
+        return columns_apart(latent, width[1])
     lead = latent.shape[:-1]
     ((name, rope),) = others
     if rope.dtype != latent.dtype and not (latent.dtype in E4M3 and rope.dtype in DTYPES):
@@ -298,25 +320,24 @@ def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
         )
     if rope.shape[:-1] != lead:
         raise ValueError(
-            f"{arg(name)}: needs the axes of {arg(first)}, {lead}, and {ROPE_DIM} columns, got "
+            f"{arg(name)}: needs the axes of {arg(first)}, {lead}, and {width[1]} columns, got "
             f"shape {rope.shape}; pass two parts of the same rows"
         )
     return latent, rope
 
 
-def _check_columns(
-    name: str, view: ArrayView, columns: int, latent: int, rope: int = ROPE_DIM
-) -> None:
+def _check_columns(name: str, view: ArrayView, columns: int, width: Width) -> None:
     if view.shape[-1:] != (columns,):
+        latent, rope = width
         form = (
-            f"{latent} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
-            if columns == latent + ROPE_DIM
-            else f"of a pair of {latent} latent and {ROPE_DIM} RoPE columns"
+            f"{latent} latent + {rope} RoPE, or a pair that holds them apart"
+            if columns == latent + rope
+            else f"of a pair of {latent} latent and {rope} RoPE columns"
         )
         way_out = "join or slice the columns"
         if not rope:
             form, way_out = "latent ones, without RoPE columns", "slice the columns"
-        if columns == latent and view.shape[-1:] == (ROPE_DIM,):
+        if columns == latent and view.shape[-1:] == (rope,):
             way_out = "these look swapped: pass the latent ones first"
         raise ValueError(
             f"{arg(name)}: needs a last axis of {columns} ({form}), got shape {view.shape}; "

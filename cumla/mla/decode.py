@@ -38,12 +38,15 @@ from cumla.mla.arguments import (
     QUERY_AXES,
     Columns,
     cache_of,
+    check_wide,
     checked_cache_dtype,
+    checked_head_dim,
     checked_shape,
     named,
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
+from cumla.mla.shape import HEAD_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,11 +98,11 @@ def mla_decode(
 ) -> AttentionState:
     """Attend to a paged cache of latent rows: MLA decoding after weight absorption.
 
-    For every query row, with ``k`` the 576 and ``v`` the first 512 values of a visible token's
-    cached row, ``out = softmax(softmax_scale * q @ k.T) @ v``. Token ``t`` of request ``i`` lies in
-    page ``block_table[i, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed
-    by CUDA kernels (compute capability 9.0), on the caller's stream and without waiting for it;
-    arrays on the CPU by :func:`cumla.reference.mla_decode`.
+    For every query row, with ``k`` all and ``v`` the latent values of a visible token's cached row
+    (576 and 512 in most models), ``out = softmax(softmax_scale * q @ k.T) @ v``. Token ``t`` of
+    request ``i`` lies in page ``block_table[i, t // page_size]`` at row ``t % page_size``. Arrays
+    on the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream and
+    without waiting for it; arrays on the CPU by :func:`cumla.reference.mla_decode`.
 
     Parameters
     ----------
@@ -107,7 +110,9 @@ def mla_decode(
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
-        arrays are read where they are.
+        arrays are read where they are. In bfloat16 also 512 columns, all latent, 320, of which 256
+        are latent, or 288, of which 256 are: q and kv_cache have the same, and out has the latent
+        ones.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the columns apart, 512
@@ -264,7 +269,8 @@ class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
         blocks = 0
         if options.batch_invariant:  # of the longest request that the block table can name
             blocks = -(-attend.block_table.shape[1] * attend.kv_cache.shape[1] // BLOCK_TOKENS)
-        modes = (options.batch_invariant, blocks, None, cache_of(attend.kv_cache), attend.window)
+        cache, width = cache_of(attend.kv_cache), (attend.q.shape[-1], attend.q_rope.shape[-1])
+        modes = (options.batch_invariant, blocks, None, cache, attend.window, width)
         shape = shape_of(attend.q, attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), *modes)
 
@@ -294,6 +300,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         Divides num_heads.
     page_size : int
         Tokens of a cache page: any number from 1.
+    head_dim : int
+        Columns of q and of a cache row: 576, 512, 320 or 288, as in :func:`mla_decode`.
     dtype : str or dtype
         ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
         kv_cache unless `cache_dtype` says otherwise.
@@ -360,6 +368,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         *,
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
+        head_dim: int = HEAD_DIM,
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         causal: bool = True,
@@ -379,7 +388,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         cache = checked_cache_dtype(cache_dtype, dtype)
         sides = window_of(checked_window("window", window), causal, cache)
         _check_cuts(sides, batch_invariant)
-        modes = (batch_invariant, max_blocks, self._variant, cache, sides)
+        width = checked_head_dim(head_dim)
+        check_wide(width, shape[-1], cache)
+        modes = (batch_invariant, max_blocks, self._variant, cache, sides, width)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
 
@@ -419,6 +430,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        head_dim: int = HEAD_DIM,
         cache_dtype: Any = None,
         window: int | Sequence[int | None] | None = None,
         batch_invariant: bool = False,
@@ -429,7 +441,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads, cache_dtype, window, batch_invariant, max_kv_len
+        batch, q_len, num_heads, num_kv_heads, head_dim, cache_dtype, window, batch_invariant, \
+max_kv_len
             As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
@@ -447,11 +460,13 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         sm_count, given = checked_sm_count(sm_count), checked_window("window", window)
+        width = checked_head_dim(head_dim)
+        check_wide(width, None, cache)
 
         def nbytes(causal: bool) -> int:
             sides = window_of(given, causal, cache)
             _check_cuts(sides, batch_invariant)
-            modes = (batch_invariant, max_blocks, None, cache, sides)
+            modes = (batch_invariant, max_blocks, None, cache, sides, width)
             return _key(shape, False, 0, sm_count, *modes).layout.nbytes
 
         return max(nbytes(causal) for causal in (True, False))

@@ -1,9 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The widths of latent rows and of their caches."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 VALUE_DIM = 512  # latent columns: the value, and the first columns of the key
 ROPE_DIM = 64
 HEAD_DIM = VALUE_DIM + ROPE_DIM
+
+Width = tuple[int, int]  # latent columns, and RoPE ones, of a row
+WIDTH = VALUE_DIM, ROPE_DIM
+WIDTHS = (WIDTH, (512, 0), (256, 64), (256, 32))  # no two have as many columns
+WIDE_DTYPES = ("bfloat16",)  # of rows of other widths than the first
+
+
+def width_of(columns: int, widths: Iterable[Width] = WIDTHS) -> Width | None:
+    """Tell which of some widths has as many columns."""
+    return next((width for width in widths if sum(width) == columns), None)
+
+
 SCALED_COLUMNS = 128  # latent columns of an e4m3 cache that share a scale
 SCALES = VALUE_DIM // SCALED_COLUMNS
 PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * ROPE_DIM  # e4m3, float32 scales, bfloat16

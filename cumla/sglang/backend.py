@@ -14,8 +14,9 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype, current_capture
+from cumla._serving import Plans, Step, cache_dtype, current_capture, in_parts
 from cumla.mha.arguments import MOST_DRAFTS
+from cumla.mla.shape import WIDTHS
 
 __all__ = ["Backend"]
 
@@ -229,7 +230,8 @@ class Backend(AttentionBackend):
             return steps[form]
         plans = self._plans.get(form)
         if self._is_mla:
-            plans = plans or self._made(form, {"cache_dtype": self._cache_dtype})
+            sizes = {"cache_dtype": self._cache_dtype, "head_dim": form.head_dim}
+            plans = plans or self._made(form, sizes)
             step = plans.begin_mla(form.num_heads, tokens, q_len, kv_lens, offsets)
         else:
             heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
@@ -329,16 +331,17 @@ class Backend(AttentionBackend):
         q_rope: torch.Tensor | None,
         k_rope: torch.Tensor | None,
     ) -> torch.Tensor:
-        heads, (latent, rope) = layer.tp_q_head_num, MLA_WIDTHS
+        heads, latent = layer.tp_q_head_num, layer.v_head_dim
+        rope = layer.qk_head_dim - latent
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         cache = cache.unflatten(0, (-1, self._page_size))
         if slots is not None:
             assert k is not None
-            rows = k.split(MLA_WIDTHS, -1) if k_rope is None else (k, k_rope.view(-1, 1, rope))
+            rows = in_parts(k if k_rope is None else (k, k_rope.view(len(k), 1, rope)))
             cumla.append_mla_cache(rows, cache, slots)  # as SGLang writes, without a scale
         queries: Any = q.view(-1, heads, layer.qk_head_dim) if q_rope is None else None
         if q_rope is not None:
-            queries = q.view(-1, heads, latent), q_rope.view(-1, heads, rope)
+            queries = q.view(-1, heads, latent), q_rope.view(len(q), heads, rope)
         form = Form(heads, 1, layer.qk_head_dim, layer.v_head_dim, None)
         step = self._step(form, q.shape[0])
         out, _ = step.run_mla(
@@ -411,8 +414,10 @@ def _refuse_layer(layer: Any, is_mla: bool) -> None:
             f"xai_temperature_len {layer.xai_temperature_len}, pos_encoding_mode "
             f"{layer.pos_encoding_mode}; {_WAY_OUT}"
         )
-    if is_mla and (layer.qk_head_dim, layer.v_head_dim) != (sum(MLA_WIDTHS), MLA_WIDTHS[0]):
+    width = layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim
+    if is_mla and width not in WIDTHS:
         raise NotImplementedError(
             f"layer {layer.layer_id}: cumla's backend needs absorbed queries of "
-            f"{sum(MLA_WIDTHS)} columns for MLA, got {layer.qk_head_dim}; {_WAY_OUT}"
+            f"{', '.join(str(sum(width)) for width in WIDTHS)} columns for MLA, got "
+            f"{layer.qk_head_dim}; {_WAY_OUT}"
         )

@@ -16,8 +16,8 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
-from cumla.mla.shape import PACKED
+from cumla._serving import Plans, Step, cache_dtype
+from cumla.mla.shape import PACKED, WIDTH
 
 __all__ = ["Backend"]
 
@@ -31,7 +31,7 @@ class Backend(DeepseekSparseAttnBackend):
         super().__init__(runner)
         width = self.kv_lora_rank, self.qk_rope_head_dim
         refused = {
-            "kv_lora_rank, qk_rope_head_dim": (width, MLA_WIDTHS),
+            "kv_lora_rank, qk_rope_head_dim": (width, WIDTH),
             "index_kpool": (self.dsa_index_kpool, 1),
             "dcp_size": (self.dcp_size, 1),
             "hisparse_coordinator": (self.hisparse_coordinator, None),

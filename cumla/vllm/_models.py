@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from cumla.core.check_mode import environment_flag
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
-from cumla.mla.shape import HEAD_DIM
+from cumla.mla.shape import HEAD_DIM, WIDE_DTYPES, WIDTHS, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,7 @@ class MLAKernels(Kernels):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Tell which widths of a cached row the kernels take."""
-        return head_size == HEAD_DIM
+        return width_of(head_size) is not None
 
     @classmethod
     def supports_combination(
@@ -101,7 +101,12 @@ class MLAKernels(Kernels):
         *_: Any,
         **__: Any,
     ) -> str | None:
-        """Refuse float16 queries over an FP8 cache."""
+        """Refuse float16 queries over an FP8 cache, and rows of other widths in these dtypes."""
+        if head_size != HEAD_DIM and width_of(head_size) is not None:
+            if kv_cache_dtype in FP8:
+                return f"rows of {head_size} columns need a cache in bfloat16"
+            if dtype_name(dtype) not in WIDE_DTYPES:
+                return f"rows of {head_size} columns need a model in bfloat16"
         if dtype_name(dtype) == "float16" and kv_cache_dtype in FP8:
             return "an FP8 cache needs a model in bfloat16"
         return None
@@ -204,7 +209,7 @@ def factor(scale: torch.Tensor, cache: torch.Tensor) -> torch.Tensor | None:
 _WITH_MLA = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_mtp", "kimi_k2"),
     *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
-    *("pangu_ultra_moe", "bailing_hybrid", "axk1"),
+    *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4"),
 )
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
@@ -263,7 +268,8 @@ class Model(NamedTuple):
         """Tell why vLLM would not take the backend, by the answers that vLLM gets."""
         kernels, found = self.kernels, list(self.refused)
         if not kernels.supports_head_size(self.head_size):
-            need = f"rows of {HEAD_DIM} columns" if self.use_mla else "a multiple of 8, up to 512"
+            widths = ", ".join(str(sum(width)) for width in WIDTHS)
+            need = f"rows of {widths} columns" if self.use_mla else "a multiple of 8, up to 512"
             found.append(f"head size: needs {need}, got {self.head_size}")
         if not kernels.supports_dtype(self.dtype):
             found.append(f"--dtype: needs {' or '.join(DTYPES)}, got {self.dtype}")

@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, Step, cache_dtype
+from cumla._serving import Plans, Step, cache_dtype, in_parts
 from cumla.vllm._models import (
     LOGGER,
     MLAKernels,
@@ -82,7 +82,11 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         self._captures_mixture = False
         self._plans = Plans(
             self.device,
-            {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)} | invariant,
+            {
+                "cache_dtype": cache_dtype(self.kv_cache_spec.dtype),
+                "head_dim": self.kv_cache_spec.head_size,
+            }
+            | invariant,
             page_size=self.page_size,
             dtype=self.model_config.dtype,
         )
@@ -91,6 +95,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             self.page_size,
             dtype_name(self.model_config.dtype),
             cache_dtype(self.kv_cache_spec.dtype),
+            head_dim=self.kv_cache_spec.head_size,
             fp8_products=fp8_products(vllm_config),
         )
         log_layers(LOGGER, {f"layers with MLA ({len(layer_names)})": layers})
@@ -225,7 +230,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
+        """Attend: out ``(tokens, num_heads, columns)``, lse ``(tokens, num_heads)`` where asked."""
         decode: DecodeMetadata = attn_metadata.decode
         kv_scale = factor(layer._k_scale, kv_c_and_k_pe_cache)
         out, lse = decode.step.run_mla(
@@ -252,7 +257,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
         if not kv_cache.numel():
             return
         slots = slot_mapping.flatten()
-        rows = kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)
+        rows = in_parts((kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)))
         cumla.append_mla_cache(rows, kv_cache, slots, kv_scale=factor(k_scale, kv_cache))
 
 

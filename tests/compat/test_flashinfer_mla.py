@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import cumla
 from cumla import AttentionState
 from cumla.compat.flashinfer import _wrapper, mla
 from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
@@ -334,6 +335,22 @@ def test_a_model_without_rope(scale: float | None, packed: bool) -> None:
         wrapper.run(query=batch.parts[:2], kv_cache=cache, **options)
 
 
+@pytest.mark.parametrize("rope", [64, 32])
+def test_rows_of_256_columns(rope: int) -> None:
+    batch = make_batch()
+    q_nope, q_pe, ckv, kpe = batch.parts
+    parts = q_nope[..., :256], q_pe[..., :rope], ckv[..., :256], kpe[..., :rope]
+    q, cache = (torch.cat(parts[i : i + 2], dim=-1) for i in (0, 2))
+    lists = {"kv_indptr": batch.kv_indptr, "kv_indices": batch.kv_indices}
+    lengths = {"kv_lens": batch.kv_len_arr, "qo_indptr": batch.qo_indptr}
+    want = cumla.mla_attention(q, cache, **lengths, **lists, softmax_scale=SCALE)
+    wrapper = planned(batch, head_dim_ckv=256, head_dim_kpe=rope)
+    for query, rows in ((q, cache), (parts[:2], parts[2:])):
+        out, lse = wrapper.run(query=query, kv_cache=rows, return_lse=True)
+        assert torch.equal(out, want.out)
+        torch.testing.assert_close(lse * math.log(2), want.lse)
+
+
 # --- FP8 caches ----------------------------------------------------------------------------------
 
 
@@ -613,8 +630,8 @@ def test_other_backends(backend: str) -> None:
         ({"skip_softmax": True}, ValueError, "skip_softmax: belongs"),
         ({"use_sinks": True}, ValueError, "use_sinks: belongs"),
         ({"enable_pdl": False}, ValueError, "enable_pdl: belongs"),
-        ({"head_dim_ckv": 256}, ValueError, "head_dim_ckv: needs rows of 512 columns.* got 256"),
-        ({"head_dim_kpe": 32}, ValueError, r"head_dim_ckv: .* 64 or 0 of RoPE \(head_.* and 32"),
+        ({"head_dim_ckv": 128}, ValueError, "head_dim_ckv: needs rows .* 512 and 64.* got 128"),
+        ({"head_dim_kpe": 32}, ValueError, r"head_dim_ckv: .* of RoPE \(head_dim_kpe.* 512 and 32"),
         ({"q_data_type": torch.float32}, ValueError, "q_data_type: needs bfloat16 or float16"),
         ({"kv_data_type": torch.float16}, ValueError, "kv_data_type: needs q_data_type"),
         (

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import cumla
+from cumla.mla.shape import WIDTH
 from tests.mla.fp8_arrays import SCALED, aligned, make_cache, parts_of
 from tests.mla.tolerance import assert_close_lse, assert_close_out
 
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
     window: Any = None
     sinks: str = "none"
     seed: int = 0
+    width: tuple[int, int] = WIDTH  # latent columns, and RoPE ones
 
     @property
     def name(self) -> str:
@@ -46,6 +48,7 @@ class Sample(NamedTuple):
         words = (
             f"{self.operation}-q{'.'.join(map(str, q))}-kv{'.'.join(map(str, kv))}",
             f"h{heads}x{kv_heads}-page{self.page_size}-{dtype}",
+            *(() if self.width == WIDTH else ("{}+{}".format(*self.width),)),
             self.form,
             f"{'causal' if self.causal else 'full'}-w{self.window}-sinks_{self.sinks}",
         )
@@ -112,7 +115,8 @@ def make(sample: Sample) -> Problem:
     table = rng.permutation(batch * most).reshape(batch, most).astype(np.int32)
     _poison(sample, rng, cache, table)
     dtype = DTYPES[sample.dtype]
-    q = aligned((sum(sample.q_lens), heads, 576), dtype)
+    columns = sum(sample.width)
+    q = aligned((sum(sample.q_lens), heads, columns), dtype)
     q[...] = rng.standard_normal(q.shape) * 0.3  # scores near 0 keep lse in its absolute bound
     given = {"q": q, "kv_cache": cache, "kv_lens": np.int32(sample.kv_lens)}
     given |= {"causal": sample.causal, "window": sample.window}
@@ -123,7 +127,7 @@ def make(sample: Sample) -> Problem:
         if sample.sinks == "extreme":
             sinks[:6] = np.float32([np.inf, -np.inf, 3e38, -3e38, 1e30, 0])[:heads]
     if sample.operation == "decode":
-        given |= {"q": q.reshape(batch, -1, heads, 576), "block_table": table}
+        given |= {"q": q.reshape(batch, -1, heads, columns), "block_table": table}
         return Problem(sample, cumla.mla_decode, cumla.reference.mla_decode, given)
     given["qo_indptr"] = np.cumsum([0, *sample.q_lens]).astype(np.int32)
     if sample.operation == "table":
@@ -142,7 +146,7 @@ def _numbers(sample: Sample, rng: np.random.Generator, num_pages: int) -> Any:
     if sample.is_fp8:
         return make_cache(sample.form, *shape)
     dtype = DTYPES[sample.dtype]
-    widths = (576,) if sample.form == "one" else (512, 64)
+    widths = (sum(sample.width),) if sample.form == "one" else sample.width
     parts = tuple(aligned((*shape, n), dtype) for n in widths)
     for part in parts:
         part[...] = rng.standard_normal(part.shape)
@@ -169,7 +173,7 @@ def _poison(sample: Sample, rng: np.random.Generator, cache: Any, table: np.ndar
 def in_float64(problem: Problem) -> cumla.AttentionState:
     """The definition's results."""
     shape = problem.given["q"].shape[:-1]
-    out, lse = np.zeros((*shape, 512)), np.zeros(shape)
+    out, lse = np.zeros((*shape, problem.sample.width[0])), np.zeros(shape)
     return problem.reference(**problem.given, out=out, lse=lse)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.mla.shape import WIDTHS
 from tests.calls import (
     BF16,
     E4M3,
@@ -188,7 +189,7 @@ SLOTS = [
         for name, lead in (("rows", (5,)), ("kv_cache", (6, 16)))
         for refusal in (
             wrong(
-                name, aligned((*lead, 512)), f"a last axis of 576 ... pair ... {(*lead, 512)}; join"
+                name, aligned((*lead, 448)), f"a last axis of 576 ... pair ... {(*lead, 448)}; join"
             ),
             wrong(name, np.zeros((), BF16), "a last axis of 576 ... got shape ()"),
             wrong(f"{name}[0]", (aligned((*lead, 64)),) * 2, "a last axis of 512 ... pair"),
@@ -570,3 +571,59 @@ def test_other_options_have_launches_of_their_own(cupy: FakeCuPy, bindings: Fake
         cumla.append_mla_cache(**given, positions=mapping)
     with refused(ValueError, "kv_scale: ... where kv_cache is, on CUDA device 0 ... the CPU"):
         cumla.append_mla_cache(**given, slot_mapping=mapping, kv_scale=np.ones((), F32))
+
+
+# --- other widths ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [None, False, True])
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_rows_of_other_widths(width: tuple[int, int], interleaved: bool | None) -> None:
+    """The columns of the cache tell the width; RoPE columns turn in as many pairs as there are."""
+    latent, rope = width
+    if interleaved is not None and not rope:
+        pytest.skip("nothing to rotate")
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((5, 1, latent + rope), dtype=np.float32).astype(BF16)
+    cache, slots = np.zeros((3, 4, 1, latent + rope), BF16), np.array([7, -1, 0, 11, 12])
+    turned = rows[..., latent:].astype(np.float64)
+    given: dict[str, Any] = {}
+    if interleaved is not None:
+        given = {"positions": np.arange(5), "interleaved": interleaved}
+        given["cos_sin"] = angles = rng.standard_normal((5, rope), dtype=np.float32)
+        cos, sin = (half[:, None] for half in np.split(angles.astype(np.float64), 2, axis=1))
+        pairs = (slice(0, None, 2), slice(1, None, 2))
+        first, second = pairs if interleaved else (slice(rope // 2), slice(rope // 2, None))
+        x, y = turned[..., first].copy(), turned[..., second].copy()
+        turned[..., first], turned[..., second] = cos * x - sin * y, sin * x + cos * y
+    cumla.append_mla_cache(rows, cache, slots, **given)
+    flat = cache.reshape(12, -1)
+    for i, slot in ((0, 7), (2, 0), (3, 11)):
+        np.testing.assert_array_equal(flat[slot, :latent], rows[i, 0, :latent])
+        got = flat[slot, latent:].astype(np.float64)
+        np.testing.assert_allclose(got, turned[i, 0], rtol=1 / 128, atol=1e-6)
+    assert not flat[[1, 2, 3, 4, 5, 6, 8, 9, 10]].astype(np.float32).any()
+
+
+def test_refusals_of_other_widths() -> None:
+    rows, slots = np.zeros((2, 320), BF16), np.array([0, 1])
+    cache = np.zeros((3, 4, 320), BF16)
+    for changes, error, message in (
+        (
+            {"kv_cache": cache.astype(np.float16)},
+            TypeError,
+            "kv_cache: needs bfloat16, got float16",
+        ),
+        ({"rows": rows[:, :288]}, ValueError, "rows: needs a last axis of 320"),
+        ({"rows": np.zeros((2, 576), BF16)}, ValueError, "rows: needs a last axis of 320"),
+    ):
+        given = {"rows": rows, "kv_cache": cache, "slot_mapping": slots} | changes
+        with pytest.raises(error, match=f"^{message}"):
+            cumla.append_mla_cache(**given)
+    table = {"positions": slots, "cos_sin": np.zeros((4, 64), np.float32)}
+    with pytest.raises(
+        ValueError, match=r"^cos_sin: needs rows with RoPE columns, got those of 512"
+    ):
+        cumla.append_mla_cache(
+            np.zeros((2, 512), BF16), np.zeros((3, 4, 512), BF16), slots, **table
+        )

@@ -81,7 +81,7 @@ REFUSED = [
     wrong(
         "q", zeros(1, *Q), "3 axes ... reshape it, or call cumla.mla_decode, whose q has a batch"
     ),
-    wrong("q", zeros(8, 16, 512), "a last axis of 576 ... (8, 16, 512); pass a tuple"),
+    wrong("q", zeros(8, 16, 192), "a last axis of 576 ... (8, 16, 192); pass a tuple"),
     wrong("q", zeros(8, 0, 576), "at least one head, got shape (8, 0, 576); skip"),
     wrong("kv_cache", zeros(64, 576), "axes (num_pages, page_size, num_kv_heads, 576), or"),
     wrong("kv_cache", zeros(6, 0, 1, 576), "at least one token, got shape (6, 0, 1, 576)"),

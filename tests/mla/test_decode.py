@@ -70,8 +70,12 @@ def wrong_parts(name: str) -> list[Refusal]:
             )
             for n in (0, 1, 4)
         ),
-        wrong(first, (zeros(*lead, 576), rope), "a last axis of 512, got shape ... ; a pair holds"),
-        wrong(first, (rope, latent), "a ... 512 latent columns, then 64 RoPE ones: these look sw"),
+        wrong(
+            first, (zeros(*lead, 576), rope), "a last axis of 512 ... got shape ... ; a pair holds"
+        ),
+        wrong(
+            first, (rope, latent), "a ... 512 latent columns, then 64 RoPE ones ... : these look sw"
+        ),
         wrong(second, (latent, latent), f"a last axis of 64, got shape {latent.shape}; a pair"),
         wrong(second, (latent, rope[:1]), need),
         wrong(second, (latent, rope[0, 0, 0]), " ... axes ... got shape (64,)"),
@@ -119,8 +123,10 @@ REFUSED = [
         for shape in ((6, 64, 0, 576), (0, 64, 1, 576), (6, 0, 1, 576))
     ),
     *(
-        wrong(name, zeros(*lead, columns), "a last axis of 576 (512 latent + 64 RoPE), got shape")
-        for columns in (512, 192, 577)
+        wrong(
+            name, zeros(*lead, columns), "a last axis of 576 (512 latent + 64 RoPE) ... got shape"
+        )
+        for columns in (1088, 192, 577)
         for name, lead in (("q", Q[:3]), ("kv_cache", CACHE[:3]))
     ),
     *(

@@ -99,7 +99,7 @@ class MLA:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=BATCHED_TOKENS),
             speculative_config=SimpleNamespace(enable_adaptive_verification=cuts_drafts),
         )
-        spec = SimpleNamespace(dtype=cache_dtype, block_size=PAGE, dcp=dcp)
+        spec = SimpleNamespace(dtype=cache_dtype, head_size=576, block_size=PAGE, dcp=dcp)
         self.builder = Builder(spec, ["layer"], config, torch.device(device))
         self.impl = Impl(scale=SCALE)
         self.impl.need_to_return_lse_for_decode = dcp > 1

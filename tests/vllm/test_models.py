@@ -91,6 +91,9 @@ def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatc
     found = rows(info(KIMI, "--tensor-parallel-size", "8", "--block-size", "16")[1])
     assert found["each GPU"] == "16 heads of 576; cache auto, pages of 16 tokens"
     assert found["decoding, 1 request"] == "mla_decode_bfloat16_swapped_boxes"
+    small = rows(info(MLA | {"model_type": "mistral4", "kv_lora_rank": 256})[1])
+    assert small["each GPU"].startswith("128 heads of 320;")
+    assert small["decoding, 1 request"] == "mla_decode_256_bfloat16_shared_blocks_boxes"
     fp8 = rows(info(MLA, "--kv-cache-dtype", "fp8", "--tensor-parallel-size", "8")[1])
     assert fp8["decoding, 1 request"] == "mla_decode_fp8_16"
     assert "products" not in info(MLA, "--kv-cache-dtype", "fp8")[1]
@@ -157,7 +160,21 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
         (MLA | {"compress_ratios": [4]}, (), "layers: deepseek_v3 has compressed caches, and vLLM"),
         (V32, ("--kv-cache-dtype", "fp8_e5m2"), "fp8_e4m3, fp8_ds_mla, got fp8_e5m2"),
         (V32, ("--kv-cache-dtype", "fp8_ds_mla", "--dtype", "half"), "a model in bfloat16"),
-        (MLA | {"kv_lora_rank": 256}, (), "head size: needs rows of 576 columns, got 320"),
+        (
+            MLA | {"kv_lora_rank": 1024},
+            (),
+            "head size: needs rows of 576, 512, 320, 288 col",
+        ),
+        (
+            MLA | {"kv_lora_rank": 256},
+            ("--kv-cache-dtype", "fp8"),
+            "--kv-cache-dtype: rows of 320 columns need a cache in bfloat16",
+        ),
+        (
+            MLA | {"kv_lora_rank": 256},
+            ("--dtype", "float16"),
+            "rows of 320 columns need a model in bfloat16",
+        ),
         (MLA | {"sliding_window": 128}, (), "sliding_window: not with MLA"),
         (MLA, ("--dtype", "float32"), "--dtype: needs float16 or bfloat16, got float32"),
         (MLA, ("--kv-cache-dtype", "fp8", "--dtype", "half"), "--kv-cache-dtype: an FP8 cache"),

@@ -167,11 +167,15 @@ def capability(major: int, minor: int) -> Any:
 def test_an_mla_backend_serves_what_the_kernels_do() -> None:
     from cumla.vllm.mla import Backend
 
-    assert [n for n in (320, 576, 640) if Backend.supports_head_size(n)] == [576]
+    widths = [n for n in (192, 288, 320, 512, 576, 640) if Backend.supports_head_size(n)]
+    assert widths == [288, 320, 512, 576]
     assert Backend.supports_compute_capability(capability(9, 0))
     assert not Backend.supports_compute_capability(capability(10, 0))
     assert Backend.supports_combination(576, torch.bfloat16, "fp8", 64) is None
     assert "bfloat16" in str(Backend.supports_combination(576, torch.float16, "fp8", 64))
+    assert Backend.supports_combination(320, torch.bfloat16, "auto", 64) is None
+    for dtype, cache in ((torch.float16, "auto"), (torch.bfloat16, "fp8")):
+        assert "320 columns" in str(Backend.supports_combination(320, dtype, cache, 64))
     assert [Backend.get_preferred_block_size(n) for n in (16, 64, 256)] == [64, 64, 256]
 
 

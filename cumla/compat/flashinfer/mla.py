@@ -16,7 +16,8 @@ Differences from FlashInfer:
 * Every run takes packed tensors or pairs, and returns an lse or not, whatever the plan announced.
 * head_dim_ckv is 512, head_dim_kpe 64 or 0, page_size any number. Queries and outputs are bfloat16
   or float16, caches the same, or float8_e4m3fn beside bfloat16; scale_mode is "default", or with
-  such a cache "kv-per-tensor", which means the same.
+  such a cache "kv-per-tensor", which means the same. In bfloat16 head_dim_ckv may be 256, beside a
+  head_dim_kpe of 64 or 32.
 * Lists are int32 or int64, on the GPU or the CPU, with gaps or without; kv_indptr and kv_indices
   may be longer.
 * ckv_scale_arr, in place of ckv_scale, is ``(num_pages, page_size, 4)`` float32, of 128 columns of
@@ -50,6 +51,7 @@ from cumla.compat.flashinfer._wrapper import (
 from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.frameworks import eager_only
 from cumla.mla.attention import MLAAttentionPlan
+from cumla.mla.shape import WIDTHS
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +184,7 @@ class _Shape(NamedTuple):
     batch: int
     num_heads: int
     page_size: int
+    head_dim: int
     dtype: str
     cache_dtype: str
     causal: bool
@@ -192,6 +195,7 @@ class _Form(NamedTuple):
 
     q_data_type: Any
     kv_data_type: Any
+    head_dim_ckv: int
     head_dim_kpe: int
     has_fixed_lse: bool  # else a run decides about the lse, which is deprecated
 
@@ -273,11 +277,12 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         for name, value in needed.items():
             if value is None:
                 raise TypeError(f"{name}: needs a value, got None; pass it to plan()")
-        if head_dim_ckv != _CKV or head_dim_kpe not in (_KPE, 0):
+        if (head_dim_ckv, head_dim_kpe) not in WIDTHS:
+            known = ", ".join(f"{latent} and {rope}" for latent, rope in WIDTHS)
             raise ValueError(
-                f"head_dim_ckv: needs rows of {_CKV} columns, and {_KPE} or 0 of RoPE "
-                f"(head_dim_kpe), got {head_dim_ckv} and {head_dim_kpe}; import the wrapper from "
-                f"flashinfer for others"
+                f"head_dim_ckv: needs rows of as many columns, and as many of RoPE (head_dim_kpe), "
+                f"as one of {known}, got {head_dim_ckv} and {head_dim_kpe}; import the wrapper "
+                f"from flashinfer for others"
             )
         dtypes = checked_dtypes(
             q_data_type, kv_data_type, dtype_of(output_dtype), ("bfloat16",), "output_dtype"
@@ -301,11 +306,13 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
             arrays["kv_lens"].shape[0],
             needed["num_heads"],
             needed["page_size"],
+            _columns_of(needed["head_dim_ckv"], needed["head_dim_kpe"], *dtypes),
             *dtypes,
             bool(causal),
         )
         has_fixed_lse = qo_indptr is None or lse_mode != "none"
-        form = _Form(q_data_type, kv_data_type, needed["head_dim_kpe"], has_fixed_lse)
+        widths = needed["head_dim_ckv"], needed["head_dim_kpe"]
+        form = _Form(q_data_type, kv_data_type, *widths, has_fixed_lse)
         pages = "block_tables" if "block_table" in arrays else "kv_indices"
         said = needed | {"causal": shape.causal, "sm_scale": sm_scale, "metadata": pages}
         self._take(shape, arrays, said)
@@ -354,7 +361,9 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         _check_parts(("query", "q_nope", "q_pe"), q, "q_data_type", form, heads)
         _check_parts(("kv_cache", "ckv_cache", "kpe_cache"), cache, "kv_data_type", form, page_size)
         if form.head_dim_kpe == 0:
-            q, cache = _with_rope(q, cache)
+            q, cache = (x[0] if isinstance(x, tuple) else x for x in (q, cache))
+            if shape.head_dim != _CKV:
+                q, cache = _with_rope(q, cache)
         scales = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
         kv_scale = None
         if shape.cache_dtype == _FP8:
@@ -402,11 +411,12 @@ def _check_parts(
     size_name, size = axis
     whole, *parts = names
     dtype = getattr(form, planned)
-    given = {whole: (value, _CKV + form.head_dim_kpe)}
+    width = form.head_dim_ckv, form.head_dim_kpe
+    given = {whole: (value, sum(width))}
     if isinstance(value, tuple):
         if len(value) != 2:
             raise ValueError(f"{whole}: needs a tensor or a pair, got {len(value)}; pass {parts}")
-        given = dict(zip(parts, zip(value, (_CKV, form.head_dim_kpe), strict=True), strict=True))
+        given = dict(zip(parts, zip(value, width, strict=True), strict=True))
     for name, (part, columns) in given.items():
         check_tensors(**{name: part})
         if part.dtype != dtype:
@@ -426,12 +436,16 @@ def _check_parts(
             )
 
 
-def _with_rope(q: Any, cache: Any) -> tuple[Any, Any]:
+def _columns_of(ckv: int, kpe: int, dtype: str, cache_dtype: str) -> int:
+    """Return the columns of rows as kernels take them: without RoPE those have bfloat16 alone."""
+    return ckv + kpe if kpe or {dtype, cache_dtype} == {"bfloat16"} else ckv + _KPE
+
+
+def _with_rope(q: Any, ckv: Any) -> tuple[Any, Any]:
     """Add RoPE columns where a model has none: 0 in the query, so that those read do not count.
 
     Those of the cache are its first latent columns once more, which takes no memory.
     """
-    (q, *_), (ckv, *_) = (x if isinstance(x, tuple) else (x,) for x in (q, cache))
     return (q, q.new_zeros((*q.shape[:-1], _KPE))), (ckv, ckv[..., :_KPE])
 
 

@@ -159,7 +159,7 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   if (rotates ? threadIdx.x >= kRopeThreads : !looks_up) return;
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
   if (rotates) {
-    const auto [row, rope_octet] = rotated_share();
+    const auto [row, rope_octet] = rotated_share<kRopeDim>();
     store_rope<T, kFormat>(p, targets[row], rope_octet, rotate_rope<T>(p.to, held.rotated, table_rows), inverse);
     return;
   }

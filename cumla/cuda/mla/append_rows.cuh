@@ -72,10 +72,16 @@ __device__ __forceinline__ Share copied_share() {
   return {lane / kRopeOctets, lane % kRopeOctets};
 }
 
-// RoPE columns that are rotated, by the first kRopeThreads.
+// RoPE columns that are rotated, by the first kRopeThreads. Of fewer columns, several lanes have the same octet; the
+// first of them stores it.
+template <int kRope>
 __device__ __forceinline__ Share rotated_share() {
   const int thread = threadIdx.x;
-  return {thread / kRopeOctets, thread % kRopeOctets};
+  return {thread / kRopeOctets, thread % kRopeOctets % (kRope / kOctet)};
+}
+template <int kRope>
+__device__ __forceinline__ bool stores_rotated() {
+  return kRope == kRopeDim || threadIdx.x % kRopeOctets < kRope / kOctet;
 }
 
 template <typename Element>
@@ -107,10 +113,11 @@ __device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Ro
 // eight lanes per row, because registers do not suffice. Hazard: positions are loaded last, because widening them to
 // 64 bits waits for the load. A row has kOctets latent octets, perhaps fewer than it has threads; no octet past them
 // is read.
-template <int kOctets = kLatentOctets, typename Element>
+template <int kOctets = kLatentOctets, int kRope = kRopeDim, typename Element>
 __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows) {
   if (copied_share().octet < kOctets) load_copied(p, p.latent_rows, tile, held.copied);
-  const auto [row, octet] = rotated_share();
+  if constexpr (kRope == 0) return;
+  const auto [row, octet] = rotated_share<kRope < kOctet ? kRopeDim : kRope>();
   if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // the others are among the first kRopeThreads
   held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);
   const i64 position = p.positions[tile + row];
@@ -118,22 +125,22 @@ __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, 
   const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * octet;
   const char* const from = table_row(p, position) + 16 * octet;
   copy_16_async(to, from, true);
-  if (p.cos_sin_is_float) copy_16_async(to + kTableRowBytes / 2, from + kTableRowBytes / 2, true);
+  if (p.cos_sin_is_float) copy_16_async(to + 2 * kRope, from + 2 * kRope, true);
 }
 
 // Called by the first kRopeThreads, after load_rows. If the position has no rotation, the result is undefined.
-template <typename T, typename Element>
+template <typename T, int kRope = kRopeDim, typename Element>
 __device__ __forceinline__ Octet<Fp32> rotate_rope(const AppendCacheParams& p, const Octet<Element>& rope,
                                                       const char* table_rows) {
-  const auto [row, octet] = rotated_share();
+  const auto [row, octet] = rotated_share<kRope>();
   copy_async_wait_all();
   __syncwarp();
   const char* const entries = table_rows + row * kTableRowBytes;
-  return p.interleaved ? rotate<kRopeDim, true>(rope, find_rotation<T, kRopeDim, true>(p, entries, octet))
-                       : rotate<kRopeDim, false>(rope, find_rotation<T, kRopeDim, false>(p, entries, octet));
+  return p.interleaved ? rotate<kRope, true>(rope, find_rotation<T, kRope, true>(p, entries, octet))
+                       : rotate<kRope, false>(rope, find_rotation<T, kRope, false>(p, entries, octet));
 }
 
-template <typename T, bool kInterleaved>
+template <typename T, bool kInterleaved, int kRope = kRopeDim>
 __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
   const i64 tile = static_cast<i64>(blockIdx.x - p.row_tiles) * gridDim.y + blockIdx.y;
   const u64 item = tile * kAppendWarps + threadIdx.x / 32;
@@ -141,7 +148,7 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
   const i64 token = item / head_tiles;
   if (token >= p.tokens) return;
   const i64 first = (item - token * head_tiles) * kTileRows + threadIdx.x % 32 / kRopeOctets;
-  const int octet = threadIdx.x % kRopeOctets;
+  const int octet = threadIdx.x % kRopeOctets % (kRope / kOctet);
   auto row_of = [&](const Rows& queries, int k) {
     return queries.data + token * queries.stride_token + (first + kAbreast * k) * queries.stride_head;
   };
@@ -152,11 +159,12 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
     if (first + kAbreast * k < p.num_heads) octets[k].load_early(row_of(p.queries, k), octet);
   const i64 position = p.positions[token];
   if (!has_rotation(p, position)) return;
-  const Rotation rotation = find_rotation<T, kRopeDim, kInterleaved>(p, table_row(p, position), octet);
+  const Rotation rotation = find_rotation<T, kRope, kInterleaved>(p, table_row(p, position), octet);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
-    const Octet<Fp32> rotated = rotate<kRopeDim, kInterleaved>(octets[k], rotation);
-    if (first + kAbreast * k < p.num_heads) store(row_of(p.queries_out, k), octet, rotated.packed<T>());
+    const Octet<Fp32> rotated = rotate<kRope, kInterleaved>(octets[k], rotation);
+    if (first + kAbreast * k < p.num_heads && stores_rotated<kRope>())
+      store(row_of(p.queries_out, k), octet, rotated.packed<T>());
   }
 }
 

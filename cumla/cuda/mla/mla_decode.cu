@@ -63,22 +63,23 @@ constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
 
 // Called by one thread. row_warps: warps that copy rows, 0 without kRows. With four, warps 2 and 3 also copy query
 // rows.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
+template <int kLatentTiles>
+__device__ __forceinline__ void initialise_barriers(const SharedLayoutOf<kLatentTiles>& shared, int row_warps) {
   const int arrivals = row_warps ? row_warps * 32 : 1;
   initialise_barriers(shared, arrivals, arrivals, row_warps == 4 ? 64 : 2);
 }
 
 // One warp loads a block, in kCount boxes per tile, into the thirds of a stage as they become free. kPages: one box.
-template <PageForm kForm, int kCount>
-__device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
-                                           int parity,
-                                           u32 phase) {
+template <PageForm kForm, int kCount, bool kHasRope, typename Layout>
+__device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Layout& shared, const PageRow& from,
+                                           int parity, int stage, u32 phase) {
+  constexpr int kHalfTiles = Layout::kHalfTiles, kRopeTile = Layout::kRopeTile;
   const Boxes<kCount> boxes(from);
 #pragma unroll
-  for (int k = 0; k < 3; ++k) {
+  for (int k = kHasRope ? 0 : 1; k < 3; ++k) {
     const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
-    const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
-    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+    const u32 destination = shared.stage(stage) + column * kTileBytes, barrier = shared.full(stage, column);
+    mbarrier_wait(shared.free(stage, half), phase ^ 1, "a free KV stage");
     if (elect_one()) {
       if (k == 0)
         boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination,
@@ -94,9 +95,10 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Share
 // One warp loads the blocks of one parity into their stage. With kSharedBlocks it also has L2 fetch its next block,
 // so that loads do not wait for DRAM; the last two row tiles share that. With one row tile (memory-bound) a prefetch
 // would only lengthen the queue of TMA.
-template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+template <bool kSharedBlocks, PageForm kForm, typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
+  constexpr bool kHasRope = AnyTile::kHasRope;
   BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
@@ -106,47 +108,50 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     mbarrier_wait(shared.query_full(), 0, "the first query");
 #pragma unroll 1
   while (now.valid()) {
-    const u32 phase = ((now.t + now.i) / 2) & 1;
+    const int t = now.t + now.i, stage = Layout::stage_of(t, parity);
+    const u32 phase = Layout::phase_of(t);
     if (kForm == kPages || p.box_rows == 64)
-      load_block<kForm, 1>(p, shared, next, parity, phase);
+      load_block<kForm, 1, kHasRope>(p, shared, next, parity, stage, phase);
     else if (p.box_rows == 32)
-      load_block<kForm, 2>(p, shared, next, parity, phase);
+      load_block<kForm, 2, kHasRope>(p, shared, next, parity, stage, phase);
     else if (p.box_rows == 16)
-      load_block<kForm, 4>(p, shared, next, parity, phase);
+      load_block<kForm, 4, kHasRope>(p, shared, next, parity, stage, phase);
     else
-      load_block<kForm, 8>(p, shared, next, parity, phase);
+      load_block<kForm, 8, kHasRope>(p, shared, next, parity, stage, phase);
     now.next();
     next = now.template row_of<kForm>(offset);
     // model: fetching_ahead
-    if constexpr (kSharedBlocks) {
+    if constexpr (kSharedBlocks && Layout::kStages == 2) {
       if (now.valid()) prefetch_block<kForm>(p, fetch_share(p, now.tile), next);
     }
   }
 }
 
 // The same for kRows, for all blocks: each of two warps copies half of the rows.
-template <typename AnyTile>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+template <typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
+  constexpr int kHalfTiles = Layout::kHalfTiles, kRopeTile = Layout::kRopeTile;
   RowCopier<AnyTile, 2> rows(p, tile, part, last_place, warp);
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
-    const int parity = t & 1;
-    const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    const int parity = t & 1, at = Layout::stage_of(t, parity);
+    const u32 phase = Layout::phase_of(t), stage = shared.stage(at);
+    mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
     if constexpr (AnyTile::kHasRope) {
-      rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
-      mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+      rows.template copy<1, true>(p.rope, 0, {stage + kRopeTile * kTileBytes});
+      mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
     }
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
-      const u32 tiles = stage + column * kTileBytes;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      rows.template copy<kHalfTiles>(p.latent, column * 128,
-                            {tiles, tiles + kTileBytes, tiles + 2 * kTileBytes, tiles + 3 * kTileBytes});
+      u32 tiles[kHalfTiles];
 #pragma unroll
-      for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(parity, column + k));
+      for (int k = 0; k < kHalfTiles; ++k) tiles[k] = stage + (column + k) * kTileBytes;
+      mbarrier_wait(shared.free(at, half), phase ^ 1, "a free KV stage");
+      rows.template copy<kHalfTiles>(p.latent, column * 128, tiles);
+#pragma unroll
+      for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(at, column + k));
     }
   }
   copy_async_wait_all();
@@ -155,10 +160,10 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
 // One of four loading warps, for compute-bound kernels: each copies a quarter of the rows. Warps 2 and 3 also copy
 // the query rows of a request before its first block. Consumers issue the proxy fence (Consumer::multiply_query).
 // Each half of V has one barrier (Consumer::kByHalves).
-template <typename AnyTile>
-__device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
-                                          const Part& part,
-                                          int last_place, int warp) {
+template <typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
+                                          const Part& part, int last_place, int warp) {
+  constexpr int kHalfTiles = Layout::kHalfTiles, kRopeTile = Layout::kRopeTile;
   RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
   int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
 #pragma unroll 1
@@ -172,40 +177,40 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       left = segment.blocks;
     }
     if (!rows.take()) break;
-    const int parity = t & 1;
-    const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
+    const int parity = t & 1, at = Layout::stage_of(t, parity);
+    const u32 phase = Layout::phase_of(t), stage = shared.stage(at);
     if constexpr (AnyTile::kHasRope) {
       rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array: once for all columns
-      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
       if (p.rope_is_apart) {
-        rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+        rows.template copy_located<1, 0, true>(stage + kRopeTile * kTileBytes);
         rows.locate(p.latent);
       } else {
-        rows.template copy_located<1, kRopeTile * 128>(stage + kRopeTile * kTileBytes);
+        rows.template copy_located<1, kRopeTile * 128, true>(stage + kRopeTile * kTileBytes);
       }
-      mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+      mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
     } else {
       rows.locate(p.latent);
-      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
     }
     if (parity == 1) rows.move(kHalfTiles * 128);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      mbarrier_wait(shared.free(at, half), phase ^ 1, "a free KV stage");
       rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
-      mbarrier_arrive_after_copies(shared.full(parity, column));
+      mbarrier_arrive_after_copies(shared.full(at, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
     // model: fetching_ahead
-    rows.prefetch();
+    if constexpr (Layout::kStages == 2) rows.prefetch();
   }
   copy_async_wait_all();
 }
 
-template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
-                                     const Part& part, int last_place) {
+template <bool kSharedBlocks, PageForm kForm, typename Layout, typename AnyTile>
+__device__ __forceinline__ void load(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile, const Part& part,
+                                     int last_place) {
   const int warp = threadIdx.x / 32;
   constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
   if constexpr (kRowers == 4)
@@ -223,7 +228,7 @@ template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Til
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   using AnyConsumer = Consumer<T, kSharedBlocks, kForm == kRows, AnyTile>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const SharedLayout shared(shared_address(shared_bytes));
+  const SharedLayoutOf<AnyTile::kLatentTiles> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
   grid_dependency_wait();

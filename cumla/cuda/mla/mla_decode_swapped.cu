@@ -17,8 +17,8 @@
 //                           thread (64)
 // free(slot), 24            a lane per warp of that consumer    the loaders           the tile may be overwritten
 //                           (4)
-// begun(consumer), 2        thread 0, after it has issued a     the block's consumer  the parity of full(slot)
-//                           block's loads (1)
+// begun(consumer), 2;       thread 0, after it has issued a     the block's consumer  the parity of full(slot)
+// other widths up to 6      block's loads (1)
 // query_full                a lane per query warp (2)           both consumers        query rows are loaded
 // query_free                a lane per consumer warp (8)        the query warps       query rows may be overwritten
 // named, kConsumersBarrier  both consumers (256)                the same              exchange, sums
@@ -43,14 +43,15 @@ using namespace ptx;
 using namespace split;
 
 // row_warps: warps that copy rows; 0 without kRows.
-__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int row_warps) {
+template <int kLatentTiles, bool kRope>
+__device__ __forceinline__ void initialise_barriers(const SwappedLayoutOf<kLatentTiles, kRope>& shared, int row_warps) {
 #pragma unroll
-  for (int s = 0; s < SwappedLayout::kSlots; ++s) {
+  for (int s = 0; s < shared.kSlots; ++s) {
     mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
     mbarrier_init(shared.free(s), 4);
   }
-  mbarrier_init(shared.begun(0), 1);
-  mbarrier_init(shared.begun(1), 1);
+#pragma unroll
+  for (int i = 0; i < shared.kBegun; ++i) mbarrier_init(shared.begun(i), 1);
   mbarrier_init(shared.query_full(), 2);  // plant: query copied, arrivals
   mbarrier_init(shared.query_free(), 8);  // plant: query read, arrivals
   fence_mbarrier_init();
@@ -58,35 +59,36 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared,
 
 // One thread, or with kBoxes one warp, loads all blocks tile by tile into the ring.
 // model: swapped_ring
-template <PageForm kForm>
-__device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
-                                             const Tile& tile, const Part& part, int last_place) {
+template <PageForm kForm, typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Layout& shared,
+                                             const AnyTile& tile, const Part& part, int last_place) {
+  constexpr int kLatentTiles = AnyTile::kLatentTiles, kRopeTile = kLatentTiles;
   BlockCursor<1, Tile> now(p, tile, part, last_place, 0);
-  SlotPlace place;
+  RingPlace<Layout::kSlots> place;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
 #pragma unroll 1
   while (now.valid()) {
-    const int owner = (now.t + now.i) & 1;
+    const int t = now.t + now.i, begun = Layout::begun_of(t);
     const PageRow from = next;
     now.next();
     next = now.template row_of<kForm>(offset);
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      const int column = tile_in_order(0, k);
+    for (int k = AnyTile::kHasRope ? 0 : 1; k <= kLatentTiles; ++k) {
+      const int column = tile_in_order<kLatentTiles>(0, k);
       mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
       load_tile<kForm>(p, shared.slot(place.slot), column, column == kRopeTile, shared.full(place.slot), from);
       place.advance(1);
     }
-    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(begun));
   }
 }
 
 // Copies kCount tiles of a block into the next slots of the ring.
 // model: swapped_ring
-template <int kCount>
-__device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const CacheColumns& from, int bytes,
-                                             const SwappedLayout& shared, SlotPlace& place) {
+template <int kCount, bool kRope, typename AnyTile, typename Layout, typename Place>
+__device__ __forceinline__ void copy_to_ring(const RowCopier<AnyTile>& rows, const CacheColumns& from, int bytes,
+                                             const Layout& shared, Place& place) {
   u32 tiles[kCount], barriers[kCount];
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
@@ -95,7 +97,7 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const 
     mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
     place.advance(1);
   }
-  rows.copy<kCount>(from, bytes, tiles);
+  rows.template copy<kCount, kRope>(from, bytes, tiles);
 #pragma unroll
   for (int k = 0; k < kCount; ++k) mbarrier_arrive_after_copies(barriers[k]);
 }
@@ -103,18 +105,19 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const 
 // The same for kRows: each of two warps copies half of the rows. One of them arrives at `begun`. If it has begun to
 // load into a slot, everything in the slot before has arrived.
 // model: swapped_ring
-__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared,
-                                                  const Tile& tile,
+template <typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                                   const Part& part, int last_place, int warp) {
-  RowCopier<Tile> rows(p, tile, part, last_place, warp);
-  SlotPlace place;
+  constexpr int kHalfTiles = Layout::kHalfTiles;
+  RowCopier<AnyTile> rows(p, tile, part, last_place, warp);
+  RingPlace<Layout::kSlots> place;
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
-    copy_to_ring<1>(rows, p.rope, 0, shared, place);
+    if constexpr (AnyTile::kHasRope) copy_to_ring<1, true>(rows, p.rope, 0, shared, place);
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) copy_to_ring<kHalfTiles>(rows, p.latent, half * kHalfTiles * 128, shared,
-                                                                  place);
-    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(t & 1));
+    for (int half = 0; half < 2; ++half)
+      copy_to_ring<kHalfTiles, false>(rows, p.latent, half * kHalfTiles * 128, shared, place);
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(Layout::begun_of(t)));
   }
   copy_async_wait_all();
 }
@@ -122,7 +125,7 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
 template <typename T, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const SwappedLayout shared(shared_address(shared_bytes));
+  const SwappedLayoutOf<AnyTile::kLatentTiles, AnyTile::kHasRope> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_kernel<kForm, AnyTile>(p, shared, kForm == kRows ? 2 : 0);

@@ -48,8 +48,10 @@ struct JoinSpace {
   u32 pieces, more_pieces;  // of the warps of each consumer, kPieceSpace bytes per warp
 };
 
-// kShort: partial results are short ones (split/output.cuh).
-template <typename T, int kValueDim, int kPieceSpace, bool kShort, typename Params, typename AnyTile>
+// kShort: partial results are short ones (split/output.cuh). kPaired: a short unit has two pairs of adjacent groups of
+// eight columns, because a lane holds fewer.
+template <typename T, int kValueDim, int kPieceSpace, bool kShort, typename Params, typename AnyTile,
+          bool kPaired = false>
 struct Joiner : Meeting<Params> {
   using Base = Meeting<Params>;
   using Base::kLast, Base::kGoOn, Base::p, Base::segment, Base::pieces, Base::warp, Base::lane;
@@ -58,8 +60,9 @@ struct Joiner : Meeting<Params> {
   static constexpr int kRowBytes = kRowGroup * 8;  // of a partial result
   static constexpr int kLines = kShort ? kShortLines : kUnitGroups, kBytes = kLines * 512;  // of a unit
   static constexpr int kRowSize = kValueDim * kLines / 16;    // of a partial result, in 16 bytes
-  // Distance of a unit's groups of eight columns, in such groups
-  static constexpr int kApart = kShort ? kValueDim / 64 : 1;
+  // Distance of a unit's groups of eight columns, and of its pairs, in such groups
+  static constexpr int kApart = kShort && !kPaired ? kValueDim / 64 : 1;
+  static constexpr int kPairsApart = kPaired ? kValueDim / 32 : 2 * kApart;
 
   const JoinSpace space;
   const AnyTile& tile;
@@ -333,11 +336,11 @@ struct Joiner : Meeting<Params> {
       }
       const int half = unit / Work::kHalfUnits, in_half = unit % Work::kHalfUnits;
       // Index of its first group of eight columns
-      const int first = half * (kValueDim / 16) + (kShort ? in_half : in_half * kUnitGroups);
+      const int first = half * (kValueDim / 16) + (kShort ? (kPaired ? 2 : 1) * in_half : in_half * kUnitGroups);
 #pragma unroll
       for (int j = 0; j < kUnitGroups; j += 2) {
         const float4 &v = sum.v[j], &w = sum.v[j + 1];
-        store_columns<T, 1, 8 * kApart>(p, tile, segment.request, row, lane % 4, 8 * (first + j * kApart),
+        store_columns<T, 1, 8 * kApart>(p, tile, segment.request, row, lane % 4, 8 * (first + j / 2 * kPairsApart),
                                         (r == 0 ? v.x : v.z) * scale, (r == 0 ? v.y : v.w) * scale,
                                         (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
       }

@@ -20,6 +20,8 @@ struct TileTraits {
   static constexpr bool kHasAbsent = false;     // MLA: any row of a block may be absent, and is then zeros
   static constexpr bool kHasMaxLogits = false;  // the largest score of each row is an output
   static constexpr bool kHasRope = true;        // MLA: rows have RoPE columns, which are not values
+  static constexpr int kLatentTiles = 8;        // MLA: 64 columns of values each
+  static constexpr bool kRopeVaries = false;    // MLA: the number of RoPE columns is a parameter
   static constexpr bool kWideProducts = true;   // MLA: products of 256 columns, not of 128
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
   // MLA: L2 policy of query rows and results.

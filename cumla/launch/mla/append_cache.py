@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.slots import indices, num_entries, num_requests, page_numbers, pages
 from cumla.launch.source import HALVES, KernelSpec
+from cumla.mla.shape import WIDE_DTYPES, WIDTH, WIDTHS
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
+    from cumla.mla.shape import Width
 
 # Rows of one thread block, and heads of a query that one warp rotates.
 _TILE_ROWS = constant("mla/append_cache", "kTileRows")
@@ -19,14 +21,21 @@ _WARPS = constant("mla/append_cache", "kAppendWarps")
 THREADS = 32 * _WARPS
 
 
-def _spec(dtype: str, float_rows: bool) -> KernelSpec:
+def _spec(dtype: str, float_rows: bool, width: Width) -> KernelSpec:
     rows, tags = ("float32", [dtype, "from_float32"]) if float_rows else (dtype, [dtype])
     blocks = 3 if float_rows else 4  # as many as the registers of the rows in flight allow
-    names = "mla", "append_cache", "AppendCacheParams"
-    return KernelSpec.of(*names, dtype, rows, tags=tags, threads=THREADS, min_blocks=blocks)
+    names, columns = ("mla", "append_cache", "AppendCacheParams"), () if width == WIDTH else width
+    tags = [*map(str, columns), *tags]
+    arguments = dtype, rows, *columns
+    return KernelSpec.of(*names, *arguments, tags=tags, threads=THREADS, min_blocks=blocks)
 
 
-_SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in HALVES for floats in (False, True)}
+_SPECS = {
+    (dtype, floats, width): _spec(dtype, floats, width)
+    for width in WIDTHS
+    for dtype in (HALVES if width == WIDTH else WIDE_DTYPES)
+    for floats in (False, True)
+}
 SPECS = tuple(_SPECS.values())
 
 
@@ -60,7 +69,8 @@ class AppendArguments(NamedTuple):
 def append_launch(arguments: AppendArguments) -> Launch:
     """Describe how to write rows, at least one, and to rotate the queries if there are any."""
     grid, values = append_values(arguments)
-    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32"]
+    width = arguments.latent_rows.shape[-1], arguments.rope_rows.shape[-1]
+    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32", width]
     return launch_of(spec, grid, values)
 
 

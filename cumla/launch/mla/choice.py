@@ -9,15 +9,18 @@ from cumla.launch.mla.mla_decode import (
     decode_launch,
     form_of,
     variant_spec,
+    width_launch,
+    width_spec,
     window_launch,
     window_spec,
 )
 from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
-from cumla.launch.mla.mla_decode_swapped import swapped_spec
+from cumla.launch.mla.mla_decode_swapped import swapped_spec, swapped_width_spec
 from cumla.launch.mla.shape import VARIANTS
 from cumla.launch.split import ragged_schedule as ragged
 from cumla.launch.split.plan import page_form
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
+from cumla.mla.shape import WIDTH
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -29,9 +32,15 @@ if TYPE_CHECKING:
 
 def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False) -> KernelSpec:
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
+    form = form or form_of(key)
+    if key.width != WIDTH:
+        if key.by_windows:
+            return width_spec(key, form)
+        swapped = key.variant == "swapped"
+        return swapped_width_spec(key, form) if swapped else width_spec(key, form, key.variant)
     if key.by_windows:
-        return window_spec(key.dtype, form or key.form)
-    return _spec(key.dtype, key.variant, form or key.form, sinks)
+        return window_spec(key.dtype, form)
+    return _spec(key.dtype, key.variant, form, sinks)
 
 
 def decode_schedule_spec(key: MLADecodeKey) -> KernelSpec:
@@ -71,4 +80,6 @@ def attend_launch(
         return window_launch(key.by_windows, buffer, arguments, out, lse)
     form = form_of(key, arguments)
     spec = decode_spec(key, form, arguments.sinks is not None)
+    if key.width != WIDTH:
+        return width_launch(spec, key, buffer, arguments, out, lse)
     return decode_launch(spec, key, buffer, arguments, out, lse)

@@ -9,10 +9,12 @@ from cumla.launch.mla.mla_decode import (
     decode_launch,
     form_of,
     ragged_spec,
+    width_spec,
     window_launch,
     window_spec,
 )
 from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
+from cumla.mla.shape import WIDTH
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
 
 def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
     """Look up the kernel of a shape's dtype, for caches of a form; by default in one array."""
+    form = form or form_of(key)
+    if key.width != WIDTH:
+        return width_spec(key, form)
     spec_of = window_spec if key.window else ragged_spec
-    return spec_of(key.dtype, form or key.form)
+    return spec_of(key.dtype, form)
 
 
 def attention_launch(
@@ -46,7 +51,7 @@ def attention_launch(
     out = _with_batch(out)
     if key.cache == "e4m3":
         return decode_fp8_launch(key, buffer, one_request, out, lse)
-    if key.window or arguments.sinks is not None:
+    if key.window or arguments.sinks is not None or key.width != WIDTH:
         return window_launch(key, buffer, one_request, out, lse)
     spec = attention_spec(key, form_of(key, arguments))
     return decode_launch(spec, key, buffer, one_request, out, lse)

@@ -8,11 +8,12 @@ from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, launch_of, strided
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS, Window
+from cumla.launch.mla.shape import VARIANTS, Window
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
+from cumla.mla.shape import WIDE_DTYPES, WIDTH
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -78,7 +79,39 @@ _SPECS = {
     )
     for names in product(HALVES, variants, PAGE_FORMS, sinks)
 }
-SPECS = tuple(_SPECS.values())
+
+_WIDTH_FORMS = PAGE_FORMS[1:]  # of other widths: boxes may be whole blocks
+_WIDTH_SMEM = {
+    256: constant("mla/mla_decode", "SharedLayoutOf<4>(0).pacer(2 * kWarpgroup)"),
+    512: SMEM_BYTES,
+}
+
+
+def width_tile(latent: int, base: str) -> str:
+    """Name the type of row tiles of another width than 512 + 64."""
+    rope = "false" if latent == WIDTH[0] else "true"
+    return f"WithSinks<WidthTile<{base}, {latent // 64}, {rope}>>"
+
+
+def _width_spec(dtype: str, latent: int, variant: str, form: str) -> KernelSpec:
+    ragged = variant == _WINDOW
+    return KernelSpec.of(
+        *("mla", "mla_decode", "MlaWidthParams", dtype, variant != "one_tile", FORM_TAGS[form]),
+        width_tile(latent, "WindowTile" if ragged else "Tile"),
+        name=f"mla_{'attention' if ragged else 'decode'}_{latent}",
+        tags=[dtype, *([] if variant in (_WINDOW, "one_tile") else [variant]), form],
+        threads=384,
+        smem_bytes=_WIDTH_SMEM[latent],
+    )
+
+
+_WIDTH_VARIANTS = {256: (VARIANTS[2], _WINDOW), 512: (*VARIANTS[1:], _WINDOW)}
+_WIDTH_SPECS = {
+    names: _width_spec(*names)
+    for latent, variants in _WIDTH_VARIANTS.items()
+    for names in product(WIDE_DTYPES, (latent,), variants, _WIDTH_FORMS)
+}
+SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
 
 
 def variant_spec(dtype: str, variant: str, form: str, sinks: bool = False) -> KernelSpec:
@@ -96,15 +129,23 @@ def window_spec(dtype: str, form: str) -> KernelSpec:
     return _SPECS[dtype, _WINDOW, form, False]
 
 
-def form_of(key: LatentKey, arguments: DecodeArguments) -> str:
-    """Tell which of PAGE_FORMS serves a cache: whole pages need all columns in one array."""
-    apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
-    return "boxes" if key.form == "pages" and apart else key.form
+def width_spec(key: LatentKey, form: str, variant: str = _WINDOW) -> KernelSpec:
+    """Look up the kernel for rows of another width; by default for queries of any lengths."""
+    return _WIDTH_SPECS[key.dtype, key.width[0], variant, form]
+
+
+def form_of(key: LatentKey, arguments: DecodeArguments | None = None) -> str:
+    """Tell which of PAGE_FORMS serves a cache; by default one of all columns in one array.
+
+    Whole pages need that, and rows of 512 + 64 columns.
+    """
+    apart = arguments is not None and _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
+    return "boxes" if key.form == "pages" and (apart or key.width != WIDTH) else key.form
 
 
 def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     """Tell whether a row's RoPE columns are elsewhere than behind its latent ones."""
-    return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
+    return rope.ptr != latent.ptr + latent.shape[3] * 2 or rope.strides[:3] != latent.strides[:3]
 
 
 NO_MAP = bytes(128)  # where nothing comes by one
@@ -135,12 +176,31 @@ def window_launch(
     key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
     """Describe the same for windows or sinks by a schedule of row tiles."""
-    left, right = arguments.window or (-1, 0 if arguments.causal else -1)
+    left, right = arguments.window or (-1, 0 if key.causal else -1)
     more = {"window_left": left, "window_right": right, "axis_q_len": key.axis_q_len}
-    spec = window_spec(key.dtype, form_of(key, arguments))
+    form = form_of(key, arguments)
+    if key.width != WIDTH:
+        return width_launch(width_spec(key, form), key, buffer, arguments, out, lse, **more)
+    return decode_launch(window_spec(key.dtype, form), key, buffer, arguments, out, lse, **more)
+
+
+def width_launch(
+    spec: KernelSpec,
+    key: LatentKey,
+    buffer: int,
+    arguments: DecodeArguments,
+    out: ArrayView,
+    lse: ArrayView,
+    **more: Any,
+) -> Launch:
+    """Describe the same for rows of another width than 512 + 64."""
+    unused = dict.fromkeys(("window_left", "window_right", "axis_q_len"), 0)
+    chunks = arguments.kv_rope.shape[3] // _CHUNK
+    more = unused | more | {"rope_chunks": chunks}
     return decode_launch(spec, key, buffer, arguments, out, lse, **more)
 
 
+_CHUNK = 8  # columns of 16 bytes
 _QUERY = "base", "stride_batch", "stride_token", "stride_head"  # struct QueryColumns
 CACHE = "base", "stride_page", "stride_row", "stride_head"  # struct CacheColumns
 Maps = tuple["TensorMap | bytes", "TensorMap | bytes", "TensorMap | bytes"]
@@ -219,14 +279,16 @@ def _maps(key: LatentKey, form: str, latent: ArrayView, rope: ArrayView) -> Maps
     if form == "rows":
         return NO_MAP, NO_MAP, NO_MAP
     apart = _rope_is_apart(latent, rope)
-    rows = latent if apart else latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
+    columns = latent.shape[3] + (0 if apart else rope.shape[3])
+    rows = latent._replace(shape=(*latent.shape[:3], columns))
     wide: TensorMap | bytes = NO_MAP
     if key.fetches_ahead:
         words = rows._replace(shape=(*rows.shape[:3], rows.shape[3] // 4))
         wide = _map(words, "uint64", key.wide_rows)
     if form == "pages":
         return _map(rows, key.dtype, key.box_rows), NO_MAP, wide
-    return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
+    of_rope = _map(rope, key.dtype, key.box_rows) if rope.shape[3] else NO_MAP
+    return _map(latent, key.dtype, key.box_rows), of_rope, wide
 
 
 def _map(cache: ArrayView, dtype: str, rows: int) -> TensorMap:

@@ -8,10 +8,16 @@ the launches of both.
 from __future__ import annotations
 
 from itertools import product
+from typing import TYPE_CHECKING
 
 from cumla.launch.layouts import constant
-from cumla.launch.mla.mla_decode import FORM_TAGS
+from cumla.launch.mla.mla_decode import FORM_TAGS, width_tile
 from cumla.launch.source import HALVES, KernelSpec
+from cumla.launch.split.plan import PAGE_FORMS
+from cumla.mla.shape import WIDE_DTYPES
+
+if TYPE_CHECKING:
+    from cumla.launch.mla.shape import LatentKey
 
 
 def _spec(dtype: str, form: str, sinks: bool) -> KernelSpec:
@@ -25,8 +31,33 @@ def _spec(dtype: str, form: str, sinks: bool) -> KernelSpec:
     )
 
 
+def _width_spec(dtype: str, latent: int, form: str) -> KernelSpec:
+    """Describe a kernel for rows of another width, with sinks or without."""
+    return KernelSpec.of(
+        *("mla", "mla_decode_swapped", "MlaWidthParams", dtype, FORM_TAGS[form]),
+        width_tile(latent, "Tile"),
+        name=f"mla_decode_{latent}",
+        tags=[dtype, "swapped", form],
+        threads=384,
+        smem_bytes=_WIDTH_SMEM[latent],
+    )
+
+
+_FILE = "mla/mla_decode_swapped"
+_WIDTH_SMEM = {
+    256: constant(_FILE, "SwappedLayoutOf<4>(0).query_free() + 8"),
+    512: constant(_FILE, "SwappedLayoutOf<8, false>(0).query_free() + 8"),
+}
 _SPECS = {names: _spec(*names) for names in product(HALVES, FORM_TAGS, (False, True))}
-SPECS = tuple(_SPECS.values())
+_WIDTH_SPECS = {
+    names: _width_spec(*names) for names in product(WIDE_DTYPES, _WIDTH_SMEM, PAGE_FORMS[1:])
+}
+SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
+
+
+def swapped_width_spec(key: LatentKey, form: str) -> KernelSpec:
+    """Look up the kernel for rows of another width than 512 + 64."""
+    return _WIDTH_SPECS[key.dtype, key.width[0], form]
 
 
 def swapped_spec(dtype: str, form: str, sinks: bool = False) -> KernelSpec:

@@ -17,7 +17,7 @@ from cumla.launch.split.plan import (
     filling_parts,
 )
 from cumla.launch.split.prefix_requests import PrefixLayout, PrefixShape
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDTH, Width
 
 __all__ = [
     "CACHES",
@@ -49,11 +49,17 @@ class LatentKey(PlanKey):
 
     q_len: int
     dtype: str  # "bfloat16" or "float16"
+    width: Width = WIDTH  # of a row
 
     @property
     def value_dim(self) -> int:
         """Columns of a value: the latent ones."""
-        return VALUE_DIM
+        return self.width[0]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether kernels have room for two blocks in shared memory, and not for four."""
+        return self.value_dim == VALUE_DIM
 
     @property
     def axis_q_len(self) -> int:
@@ -63,7 +69,7 @@ class LatentKey(PlanKey):
     @property
     def piece_row_bytes(self) -> int:
         """Size of a row of a piece: 24 bits a column."""
-        return 3 * VALUE_DIM
+        return 3 * self.value_dim
 
     @property
     def has_whole_tiles(self) -> bool:
@@ -96,6 +102,7 @@ class MLADecodeKey(_DenseKey):
     pinned: str | None = None  # one of VARIANTS that somebody asked for
     cache: str = "same"  # one of CACHES
     window: Window = None
+    width: Width = WIDTH
 
     @cached_property
     def by_windows(self) -> MLAAttentionKey | None:
@@ -107,6 +114,7 @@ class MLADecodeKey(_DenseKey):
             | {"q_len": self.batch * self.q_len, "cache": self.cache},
             window=self.window,
             own_q_len=self.q_len,
+            width=self.width,
         )
 
     @cached_property
@@ -124,12 +132,12 @@ class MLADecodeKey(_DenseKey):
             return self.pinned
         if self.group_rows <= SWAPPED_ROWS:
             return "swapped"
-        return "one_tile" if self.row_tiles == 1 else "shared_blocks"
+        return "one_tile" if self.row_tiles == 1 and self.is_wide else "shared_blocks"
 
     @property
     def fetches_ahead(self) -> bool:
         """Whether the kernel has L2 fetch blocks before it loads them."""
-        return self.cache == "same" and self.variant == "shared_blocks"
+        return self.cache == "same" and self.variant == "shared_blocks" and self.is_wide
 
     @cached_property
     def group_rows(self) -> int:
@@ -186,6 +194,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     window: Window = None
     own_q_len: int = 0  # query tokens of each request if q has an axis of requests, else 0
     max_pages: int = 0  # columns of the block table of requests that share prefixes; 0: none do
+    width: Width = WIDTH
 
     @property
     def axis_q_len(self) -> int:
@@ -206,7 +215,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @cached_property
     def prefix_shape(self) -> PrefixShape:
         """What the kernels for shared prefixes know of the shape."""
-        sizes = self.batch, self.total_tokens, self.num_heads, VALUE_DIM, self.page_size
+        sizes = self.batch, self.total_tokens, self.num_heads, self.value_dim, self.page_size
         return PrefixShape(*sizes, self.max_pages, needs_ends=False, is_together=False)
 
     @cached_property
@@ -236,7 +245,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @property
     def fetches_ahead(self) -> bool:
         """Whether the kernel has L2 fetch blocks before it loads them."""
-        return self.cache == "same"
+        return self.cache == "same" and self.is_wide
 
     @property
     def row_groups(self) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from cumla.core.state import AttentionState
-from cumla.mla.shape import VALUE_DIM
+from cumla.reference.mla.cache import columns_of
 from cumla.reference.mla.decode import mla_decode
 from cumla.reference.rows import Array, clamped, page_tables
 from cumla.reference.threads import one_blas_thread
@@ -72,7 +72,8 @@ def mla_attention(
     parts = (q,) if isinstance(q, np.ndarray) else q
     tokens, num_heads = parts[0].shape[:2]
     if out is None:
-        out = np.empty((tokens, num_heads, VALUE_DIM), parts[0].dtype)
+        latent = columns_of(kv_cache)[0].shape[-1]
+        out = np.empty((tokens, num_heads, latent), parts[0].dtype)
     if lse is None:
         lse = np.empty((tokens, num_heads), np.float32)
     tables = page_tables(block_table, kv_indptr, kv_indices)

@@ -25,6 +25,8 @@ from cumla.mla.shape import (
     V41_FP4,
     V41_SCALED_COLUMNS,
     VALUE_DIM,
+    WIDTH,
+    width_of,
 )
 from cumla.reference.rows import (
     E4M3,
@@ -180,9 +182,15 @@ def columns_of(kv_cache: Array | Sequence[Array]) -> tuple[Array, Array, Array |
         if kv_cache.shape[-1] == V4_BYTES:
             kv_cache = _v4_apart(kv_cache)
         else:
-            kv_cache = _unpacked(kv_cache) if is_packed else _halves(kv_cache, VALUE_DIM)
+            kv_cache = _unpacked(kv_cache) if is_packed else _halves(kv_cache, _latent_of(kv_cache))
     ckv, k_pe, *scales = (_with_heads(part, 4) for part in kv_cache)
     return as_e4m3(ckv), as_e4m3(k_pe), scales[0] if scales else None
+
+
+def _latent_of(rows: Array) -> int:
+    """Tell the latent columns of rows, by their number of columns."""
+    latent, _ = width_of(rows.shape[-1]) or WIDTH
+    return latent
 
 
 def _unpacked(cache: Array) -> tuple[Array, Array, Array]:

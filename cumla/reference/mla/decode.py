@@ -10,7 +10,7 @@ import numpy as np
 
 from cumla.core.arguments import checked_window, window_sides
 from cumla.core.state import AttentionState
-from cumla.mla.shape import HEAD_DIM, SCALED_COLUMNS, VALUE_DIM
+from cumla.mla.shape import SCALED_COLUMNS
 from cumla.reference.mla.cache import columns_of
 from cumla.reference.rows import E4M3, Array, cached_rows
 from cumla.reference.threads import one_blas_thread
@@ -39,8 +39,9 @@ def mla_decode(
     """Attend from a few query tokens per request to its cached latent rows.
 
     After weight absorption all query heads of a group read one latent row per token. Query head
-    ``h`` uses KV head ``h // (num_heads // num_kv_heads)``. With ``k`` the 576 numbers of a row,
-    ``v`` its first 512 and the sums over the tokens that the query sees::
+    ``h`` uses KV head ``h // (num_heads // num_kv_heads)``. With ``k`` the numbers of a row, 576 in
+    most models, ``v`` its latent ones, the first 512, and the sums over the tokens that the query
+    sees::
 
         lse = log(sum(exp(softmax_scale * q.k)))
         out = sum(exp(softmax_scale * q.k - lse) * v)
@@ -91,8 +92,9 @@ sinks, batch_invariant, out, lse
     q = q if isinstance(q, np.ndarray) else np.concatenate([*q], axis=-1)
     cache = Cache.of(kv_cache, kv_scale)
     batch, q_len, num_heads, _ = q.shape
-    scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
-    out = np.empty((batch, q_len, num_heads, VALUE_DIM), q.dtype) if out is None else out
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    latent = cache.ckv.shape[-1]
+    out = np.empty((batch, q_len, num_heads, latent), q.dtype) if out is None else out
     lse = np.empty((batch, q_len, num_heads), np.float32) if lse is None else lse
     left, right = window_sides(checked_window("window", window), causal)
     for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
@@ -107,13 +109,14 @@ sinks, batch_invariant, out, lse
         for i in range(0, q_len, together):
             some = slice(i, i + together)
             seen = visible[some], first[some]
-            out[b, some], lse[b, some] = attend(queries[some], rows, scale, *seen, sinks)
+            out[b, some], lse[b, some] = attend(queries[some], rows, latent, scale, *seen, sinks)
     return AttentionState(out, lse)
 
 
 def attend(
     q: Array,
     rows: Array,
+    latent: int,
     scale: float,
     visible: Array,
     first: Array | None = None,
@@ -121,8 +124,8 @@ def attend(
 ) -> tuple[Array, Array]:
     """Attend from q (n, num_heads, columns) to the first rows (tokens, num_kv_heads, columns).
 
-    `visible` (n,) is how many each of the n sees, but for those before its `first`. `sinks` are
-    ``(num_heads,)``.
+    The first `latent` columns are the value. `visible` (n,) is how many each of the n sees, but for
+    those before its `first`. `sinks` are ``(num_heads,)``.
     """
     n, num_heads, columns = q.shape
     begin = 0 if first is None else int(first.min())
@@ -131,9 +134,9 @@ def attend(
     sink = np.full(num_heads, -np.inf, dtype) if sinks is None else sinks.astype(dtype)
     if tokens == 0:
         lse = np.broadcast_to(sink, (n, num_heads))
-        return np.zeros((n, num_heads, VALUE_DIM), dtype), lse
-    keys = rows.transpose(1, 2, 0)  # (num_kv_heads, 576, tokens)
-    values = rows.transpose(1, 0, 2)[..., :VALUE_DIM]  # (num_kv_heads, tokens, 512)
+        return np.zeros((n, num_heads, latent), dtype), lse
+    keys = rows.transpose(1, 2, 0)  # (num_kv_heads, columns, tokens)
+    values = rows.transpose(1, 0, 2)[..., :latent]  # (num_kv_heads, tokens, latent)
     by_heads = q.astype(dtype).reshape(n, num_kv_heads, -1, columns).swapaxes(0, 1)
     shape = by_heads.shape[:-1]  # (num_kv_heads, n, group)
 
@@ -150,12 +153,12 @@ def attend(
     top = np.maximum(scores.max(axis=-1, keepdims=True), top)
     weights = np.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
-    out = (weights.reshape(num_kv_heads, -1, tokens) @ values).reshape(*shape, VALUE_DIM)
+    out = (weights.reshape(num_kv_heads, -1, tokens) @ values).reshape(*shape, latent)
     out = out / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         lse = top + np.log(total)
     return (
-        out.swapaxes(0, 1).reshape(n, num_heads, VALUE_DIM),
+        out.swapaxes(0, 1).reshape(n, num_heads, latent),
         lse.swapaxes(0, 1).reshape(n, num_heads),
     )
 

@@ -338,7 +338,7 @@ def _row_of(block_table: Array, request: int) -> Array:
 
 def _attend(q: Array, rows: Array, scale: float, sinks: Array | None) -> tuple[Array, Array]:
     """Attend from q (num_heads, columns) to all of rows (tokens, 1, columns)."""
-    (out,), (lse,) = attend(q[None], rows, scale, np.array([len(rows)]))
+    (out,), (lse,) = attend(q[None], rows, VALUE_DIM, scale, np.array([len(rows)]))
     sink = np.full(len(q), -np.inf, lse.dtype) if sinks is None else sinks.astype(lse.dtype)
     if len(rows) == 0:
         return out, sink

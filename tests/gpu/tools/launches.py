@@ -30,6 +30,7 @@ import cumla.mha.bias
 import cumla.mha.mask
 from cumla.core import _lifetime, arrays, frameworks, operation, plan
 from cumla.launch import device, kernel, module, tensor_map
+from cumla.mla.shape import WIDTHS as ROWS
 from tests import fake_cuda
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
@@ -296,6 +297,46 @@ def mla_masks(make: _Maker) -> Iterator[Case]:
                 cumla.mla_attention(tokens, cache, **ragged, **options)
 
         yield f"MLA with windows and sinks, {form}, {dtype.name}, {q_len} tokens", call
+
+
+def mla_widths(make: _Maker) -> Iterator[Case]:
+    """Dense decoding over rows of other widths, with masks and without, and what writes them."""
+    grid = itertools.product(ROWS[1:], (64, 16, 1), (1, 5), (16, 20, 128), (1, 200))
+    for (latent, rope), page, q_len, heads, batch in grid:
+
+        def call(
+            latent: int = latent,
+            rope: int = rope,
+            page: int = page,
+            q_len: int = q_len,
+            heads: int = heads,
+            batch: int = batch,
+        ) -> None:
+            cache: Any = make(9, page, 1, latent + rope)
+            if q_len > 1 and rope:
+                cache = make(9, page, 1, latent), make(9, page, 1, rope)
+            table, lens = make.int32(batch, 40), make.int32(batch)
+            q = make(batch, q_len, heads, latent + rope)
+            tokens, indptr = make(batch * q_len, heads, latent + rope), make.int32(batch + 1)
+            ragged = {"block_table": table, "kv_lens": lens, "qo_indptr": indptr}
+            masks: list[dict[str, Any]] = [{}, {"sinks": make.float32(heads)}, {"window": 127}]
+            for options in masks:
+                cumla.mla_decode(q, cache, table, lens, **options)
+                cumla.mla_attention(tokens, cache, **ragged, **options)
+            cumla.mla_decode(q, cache, table, lens, batch_invariant=True)
+
+        yield f"MLA, {latent} + {rope}, {q_len} tokens", call
+    for (latent, rope), dtype in itertools.product(ROWS[1:], (BF16, FP32)):
+
+        def append(latent: int = latent, rope: int = rope, dtype: np.dtype[Any] = dtype) -> None:
+            cache, slots = make(9, 64, 1, latent + rope), make(77, dtype=INT64)
+            rows = make(77, 1, latent + rope, dtype=dtype)
+            cumla.append_mla_cache(rows, cache, slots)
+            if rope:
+                turn = {"cos_sin": make.float32(99, rope), "positions": make(77, dtype=INT64)}
+                cumla.append_mla_cache(rows, cache, slots, **turn, q_pe=make(77, 16, rope))
+
+        yield f"append_mla_cache, {latent} + {rope}, rows of {dtype.name}", append
 
 
 def mla_invariant(make: _Maker) -> Iterator[Case]:
@@ -938,7 +979,7 @@ def others(make: _Maker) -> Iterator[Case]:
 TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        *(mla, mla_masks, mla_invariant, mla_lists, attention, attention_by_masks),
+        *(mla, mla_masks, mla_widths, mla_invariant, mla_lists, attention, attention_by_masks),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
         *(prefixes, layouts, others, blocks),
     )

@@ -147,6 +147,21 @@ MLA_MASKS = (  # windows and sinks, of all pages, whole and cut; then sinks of F
     masked_mla.Sample((30, 1, 0, 3), operation="list", window=70, page_size=1, **_CUT),
     masked_mla.Sample((3, 30, 1, 0), operation="table", dtype="float16", page_size=48, **_CUT),
 )
+MLA_WIDTHS = (  # each kernel of rows of other widths, of boxes and of single rows
+    *(
+        masked_mla.Sample(
+            (1,) * 4, heads=(heads, 1), page_size=size, form=form, width=width, **_CUT
+        )
+        for width, form in (((256, 64), "one"), ((256, 32), "pair"), ((512, 0), "one"))
+        for heads in (16, 64, 128)
+        for size in (64, 1)
+    ),
+    *(
+        masked_mla.Sample((3, 30, 1, 0), operation="table", page_size=size, width=width, **_CUT)
+        for width in ((256, 64), (256, 32), (512, 0))
+        for size in (16, 1)
+    ),
+)
 MLA_SINKS = (
     masked_mla.Sample((2,) * 4, heads=(16, 1), form="packed", is_fp8=True, **_CUT),
     masked_mla.Sample((1,) * 4, heads=(8, 1), form="packed", is_fp8=True, **_CUT),
@@ -285,6 +300,8 @@ def attend_to_pages(cupy: Any) -> None:
     with multiprocessors(2):
         for sample in MLA_MASKS[2:5]:
             attend_latent_masked(cupy, sample)
+    for sample in MLA_WIDTHS:
+        attend_latent_masked(cupy, sample)
     print("sanitize: MLA with windows and sinks: agree", flush=True)
 
 
@@ -800,7 +817,8 @@ def _attend_masked_mla(
     given = {name: there(cupy, value) for name, value in problem.given.items()}
     shape, own = problem.given["q"].shape[:-1], problem.given["q"].dtype
     # Rows of no request are not written to.
-    outs = {"out": cupy.zeros((*shape, 512), dtype=dtype or own), "lse": cupy.zeros(shape, "f4")}
+    latent = problem.sample.width[0]
+    outs = {"out": cupy.zeros((*shape, latent), dtype=dtype or own), "lse": cupy.zeros(shape, "f4")}
     out, lse = problem.call(**given, **options, **outs)
     return out.view(f"u{out.dtype.itemsize}").get().view(out.dtype), lse.get()
 

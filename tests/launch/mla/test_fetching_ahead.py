@@ -143,8 +143,8 @@ def test_nothing_is_fetched_ahead_for_few_rows_or_of_fp8_caches() -> None:
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode/pages.cuh": "eb125464",
-    "mla/mla_decode.cu": "2733596b",
+    "mla/mla_decode/pages.cuh": "9c935466",
+    "mla/mla_decode.cu": "47034fa3",
 }
 
 

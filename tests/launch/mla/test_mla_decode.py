@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from cumla.launch.mla.choice import decode_spec, decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec, window_spec
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 from cumla.launch.split.plan import PAGE_FORMS, ROW_TILE, page_form
+from cumla.mla.shape import WIDTHS
 
 
 def key_of(
@@ -94,7 +96,16 @@ def test_every_dtype_has_every_kernel() -> None:
     }
     windows = {window_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
     assert (len(with_sinks), len(windows)) == (len(every), len(ragged))
-    assert set(every) | ragged | with_sinks | windows == {
+    keys = [
+        MLADecodeKey(2, 1, heads, 1, page_size, "bfloat16", False, 0, 132, width=width)
+        for width in WIDTHS[1:]
+        for heads in (16, 64, 128)
+        for page_size in (64, 16, 1)
+    ]
+    widths = {decode_spec(key) for key in keys}
+    widths |= {decode_spec(replace(key, window=(3, 0))) for key in keys}
+    assert len(widths) == (2 * len(VARIANTS) + 1) * len(PAGE_FORMS[1:])  # 256 has no one_tile
+    assert set(every) | ragged | with_sinks | windows | widths == {
         *mla_decode.SPECS,
         *mla_decode_swapped.SPECS,
     }

@@ -771,8 +771,8 @@ MODELLED = {
     "mla/mla_decode_fp8/finish.cuh": "fcf44261",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
     "mla/mla_decode_fp8/layout.cuh": "1954d4b4",
-    "mla/mla_decode/pages.cuh": "a35f06ae",
-    "split/join.cuh": "8d3a197c",
+    "mla/mla_decode/pages.cuh": "57dc5781",
+    "split/join.cuh": "4943034d",
     "split/output.cuh": "87862f93",
 }
 

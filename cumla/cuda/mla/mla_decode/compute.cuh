@@ -33,12 +33,16 @@ template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
+  using Layout = SharedLayoutOf<AnyTile::kLatentTiles>;
+  static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
+  static constexpr int kOutputs = kValueDim / 4;  // of a thread
+  static constexpr int kHalfChunks = 8 * kHalfTiles;  // of 16 bytes, of a row's half of V
 
   const MlaDecodeParams& p;
-  const SharedLayout& shared;
+  const Layout& shared;
   const AnyTile& tile;
   const int consumer, warp, lane, row;
-  float output[128];
+  float output[kOutputs];
   float scores[32];
   u32 probabilities[16];
   float maximum[2];          // base-2 running maximum of the two rows
@@ -46,7 +50,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   float weight[2];           // of the same as rounded 16-bit probabilities, which normalises the output
   int limit[2];              // visible tokens of the two rows
 
-  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                       int consumer)
       : p(p), shared(shared), tile(tile), consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
@@ -60,7 +64,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
   __device__ __forceinline__ void begin(const Segment& segment) {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) output[i] = 0.0f;
+    for (int i = 0; i < kOutputs; ++i) output[i] = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
@@ -73,14 +77,15 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
   // scores = query x block t, asynchronously.
   __device__ __forceinline__ void multiply_query(int t) {
-    const u32 stage = shared.stage(consumer);
-    const u32 phase = (t / 2) & 1;
+    const int at = Layout::stage_of(t, consumer);
+    const u32 stage = shared.stage(at);
+    const u32 phase = Layout::phase_of(t);
     constexpr int kFirst = AnyTile::kHasRope ? 0 : 1;
 #pragma unroll
     for (int i = kFirst; i < kTiles; ++i) {
-      const int column = tile_in_order(consumer, i);
+      const int column = tile_in_order<AnyTile::kLatentTiles>(consumer, i);
       if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
-        mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");  // plant: tiles
+        mbarrier_wait(shared.full(at, column), phase, "KV tiles");  // plant: tiles
         if constexpr (kCopied) fence_proxy_async_shared();
       }
       warpgroup_arrive();
@@ -119,7 +124,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   // a: probabilities in registers or in shared memory.
   template <typename Operand>
   __device__ __forceinline__ void multiply_values(Operand a, u64 values) {
-    if constexpr (AnyTile::kWideProducts) {
+    if constexpr (kOutputs < 128) {
+      wgmma_values_async<T>(output, a, values);
+    } else if constexpr (AnyTile::kWideProducts) {
       wgmma_m64n256k16_async<T>(output, a, values);
     } else {
 #pragma unroll
@@ -132,8 +139,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN.
   __device__ __forceinline__ void clear_values_past(int stage, int valid) {
     const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
-    for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
-      store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
+    for (int i = valid * kHalfChunks + threadIdx.x % kWarpgroup; i < kBlockTokens * kHalfChunks; i += kWarpgroup)
+      store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
     consumer_sync(consumer);
   }
@@ -143,8 +150,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     const int hidden = tile.first_seen - block * kBlockTokens;
     if (hidden <= 0) return;
     const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
-    for (int i = threadIdx.x % kWarpgroup; i < hidden * 32; i += kWarpgroup)
-      store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
+    for (int i = threadIdx.x % kWarpgroup; i < hidden * kHalfChunks; i += kWarpgroup)
+      store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
     consumer_sync(consumer);
   }
@@ -189,7 +196,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     if (!__any_sync(0xffffffffu, next[0] != maximum[0] || next[1] != maximum[1])) return;
     const float factor[2] = {exp2_approx(maximum[0] - next[0]), exp2_approx(maximum[1] - next[1])};
 #pragma unroll
-    for (int i = 0; i < 128; ++i) output[i] *= factor[i >> 1 & 1];
+    for (int i = 0; i < kOutputs; ++i) output[i] *= factor[i >> 1 & 1];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] *= factor[r];
@@ -279,15 +286,16 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   template <bool kPrevious>
   __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
     if (!scored) multiply_query(t);
+    const int stage = Layout::stage_of(t, consumer), previous = Layout::stage_of(t - 1, 1 - consumer);
     if constexpr (kPrevious) {
       adopt(t - 1);
-      if constexpr (kHasWindow<AnyTile>) clear_values_before(1 - consumer, segment.begin + i - 1);
-      multiply_other(1 - consumer);
+      if constexpr (kHasWindow<AnyTile>) clear_values_before(previous, segment.begin + i - 1);
+      multiply_other(previous);
       warpgroup_wait<1>();
     } else {
       warpgroup_wait<0>();
     }
-    arrive(shared.free(consumer, 2));
+    arrive(shared.free(stage, 2));
     if (i + 2 >= segment.blocks) arrive(shared.query_free());
 
     const int block = segment.begin + i;
@@ -305,7 +313,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       // keeps sixteen exponentials between the product and its wait (docs/kernels/mla.md).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
       warpgroup_wait<0>();
-      arrive(shared.free(1 - consumer, consumer));
+      arrive(shared.free(previous, consumer));
     }
     exponentiate<16, 32>(next, block_sum);
     leave(next);
@@ -315,9 +323,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 #pragma unroll
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
     if (!AnyTile::kHasAbsent && last_token > segment.tokens)
-      clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
-    if constexpr (kHasWindow<AnyTile>) clear_values_before(consumer, block);
-    multiply_own(consumer);
+      clear_values_past(stage, kBlockTokens + segment.tokens - last_token);
+    if constexpr (kHasWindow<AnyTile>) clear_values_before(stage, block);
+    multiply_own(stage);
     publish();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -330,19 +338,20 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     // A pacing store keeps one row's sum before the wait. Other tiles lack the register for it.
     if constexpr (AnyTile::kIsRagged) store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), weight[1]);
     warpgroup_wait<0>();
-    arrive(shared.free(consumer, consumer));
+    arrive(shared.free(stage, consumer));
   }
 
   // Multiplies a block of the other consumer by its probabilities.
   __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
     adopt(t);
+    const int stage = Layout::stage_of(t, 1 - consumer);
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
     if (!AnyTile::kHasAbsent && last_token > segment.tokens)
-      clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
-    if constexpr (kHasWindow<AnyTile>) clear_values_before(1 - consumer, segment.begin + i);
-    multiply_other(1 - consumer);
+      clear_values_past(stage, kBlockTokens + segment.tokens - last_token);
+    if constexpr (kHasWindow<AnyTile>) clear_values_before(stage, segment.begin + i);
+    multiply_other(stage);
     warpgroup_wait<0>();
-    arrive(shared.free(1 - consumer, consumer));
+    arrive(shared.free(stage, consumer));
   }
 
   // True if the other consumer's probabilities of block t - 1 arrive before block t. No bit of the result depends on
@@ -350,7 +359,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   __device__ __forceinline__ bool other_comes_first(int t) const {
     bool here = false, other = false;
     while (!here && !other) {
-      here = mbarrier_test(shared.full(consumer, tile_in_order(consumer, 1)), (t / 2) & 1);
+      const int column = tile_in_order<AnyTile::kLatentTiles>(consumer, 1);
+      here = mbarrier_test(shared.full(Layout::stage_of(t, consumer), column), Layout::phase_of(t));
       if (!here) other = mbarrier_test(shared.probabilities_full(1 - consumer), ((t - 1) / 2) & 1);
     }
     // Warps vote, because each has looked for itself.
@@ -430,7 +440,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     if (__builtin_expect(segment.split(), 0)) {
       write_piece(segment, inverse, lse);  // plant: piece
       LatentJoiner<T, AnyTile>(
-          p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0), shared.stage(0), shared.stage(1)}, tile, segment)
+          p,
+          {shared.pacer(0), shared.probabilities, shared.sum(0, 0), shared.stage(0), shared.stage(Layout::kStages / 2)},
+          tile, segment)
           .join(more);
     } else {
       if constexpr (AnyTile::kHasSinks)
@@ -481,9 +493,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
   __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const {
     if (!exists) return;
-    out += consumer * 256 + (lane % 4) * 2;
+    out += consumer * (kValueDim / 2) + (lane % 4) * 2;
 #pragma unroll
-    for (int j = 0; j < 32; ++j)
+    for (int j = 0; j < kValueDim / 16; ++j)
       store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
   }
 
@@ -508,9 +520,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       }
     } else {
       const bool odd = lane % 2;
-      out = copy_of(out + (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
+      out = copy_of(out + (consumer * (kValueDim / 2) + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
 #pragma unroll
-      for (int j = 0; j < 32; j += 2) {
+      for (int j = 0; j < kValueDim / 16; j += 2) {
         const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
         const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
         // Not trade<1>, which compiles to other code

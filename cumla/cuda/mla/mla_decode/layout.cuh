@@ -20,6 +20,12 @@ constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-by
 constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
+// The same of rows of other widths. A stage has room for RoPE columns where there are none, too.
+template <int kLatentTiles>
+struct Widths {
+  static constexpr int kValueDim = kLatentTiles * 64, kTiles = kLatentTiles + 1, kRopeTile = kLatentTiles;
+  static constexpr int kHalfTiles = kLatentTiles / 2;
+};
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;  // named barriers, one per consumer
 
 // The ways to load a block from its pages (mla/mla_decode/pages.cuh). It follows from the page size.
@@ -80,6 +86,12 @@ struct MlaDecodeParams {
   i64 sinks_stride;    // elements
 };
 
+// Parameters of kernels over a WindowTile.
+struct MlaWindowParams : MlaDecodeParams {
+  int window_left, window_right;  // visible keys on either side of a query's own position; -1: unbounded
+  int axis_q_len;                 // query tokens of a step along the axis of requests of q; by_q_len divides by it
+};
+
 // An entry of a segment's pages.
 __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const Tile&, const Segment& segment, u32 entry) {
   return p.block_table[segment.request * p.block_table_stride + entry];
@@ -93,8 +105,23 @@ __device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTil
 constexpr int kJoinSpace = 16384;  // of a combining warp: room for a unit of eight partial results
 static_assert(4 * kJoinSpace <= kRopeTile * kTileBytes, "four warps use a stage, without its last tile");
 
-template <typename T, typename AnyTile>
-using LatentJoiner = Joiner<T, kValueDim, kJoinSpace, true, MlaDecodeParams, AnyTile>;
+template <typename T, typename AnyTile, bool kPaired = false>
+using LatentJoiner =
+    Joiner<T, Widths<AnyTile::kLatentTiles>::kValueDim, kJoinSpace, true, MlaDecodeParams, AnyTile, kPaired>;
+
+// Parameters of kernels over rows of other widths than 512 + 64.
+struct MlaWidthParams : MlaWindowParams {
+  int rope_chunks;  // of 16 bytes, of a row
+};
+
+// Whether a chunk of 16 bytes of the RoPE columns exists. Others are zeros.
+template <typename AnyTile>
+__device__ __forceinline__ bool has_rope_chunk(const MlaDecodeParams& p, int chunk) {
+  if constexpr (AnyTile::kRopeVaries)
+    return chunk < static_cast<const MlaWidthParams&>(p).rope_chunks;
+  else
+    return true;
+}
 
 // Barrier of the threads of one consumer.
 __device__ __forceinline__ void consumer_sync(int consumer) {
@@ -105,8 +132,9 @@ __device__ __forceinline__ void consumer_sync(int consumer) {
 }
 
 // Order in which the tiles of a block are used and freed: RoPE, the owner's half of V, the other half.
+template <int kLatentTiles = kRopeTile>
 __device__ __forceinline__ int tile_in_order(int owner, int i) {
-  return i == 0 ? kRopeTile : (i - 1) ^ (owner * kHalfTiles);
+  return i == 0 ? kLatentTiles : (i - 1) ^ (owner * (kLatentTiles / 2));
 }
 
 // A consumer warpgroup computes its segments in order.

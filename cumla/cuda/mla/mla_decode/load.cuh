@@ -91,18 +91,19 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
 }
 
 // Address of 64 columns, 128 bytes, of a query row.
+template <int kLatentTiles = kRopeTile>
 __device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int column, int request, int token,
                                                   int head) {
-  const bool rope = column == kRopeTile;
+  const bool rope = column == kLatentTiles;
   const QueryColumns& q = rope ? p.q_rope : p.q_latent;
   return q.base + request * q.stride_batch + token * q.stride_token + head * q.stride_head + (rope ? 0 : column * 128);
 }
 
 // Has L2 fetch all query rows if they are few; the CTAs share them. The CTA's own request is known only one load
 // later. `requests` have q_len tokens each.
-template <bool kHasRope>
+template <typename AnyTile>
 __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int requests, int thread, int threads) {
-  constexpr int kLines = kHasRope ? kTiles : kRopeTile;  // of a row
+  constexpr int kLines = AnyTile::kLatentTiles + AnyTile::kHasRope;  // of a row
   const int heads = gridDim.z * p.heads_per_group;
   const i64 lines = static_cast<i64>(requests) * p.q_len * heads * kLines;
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
@@ -111,7 +112,8 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int r
 #pragma unroll 1
   for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
     const int row = i / kLines, tokens = quotient(row, p.by_num_heads), request = quotient(tokens, p.by_q_len);
-    prefetch_l2(query_tile(p, i - row * kLines, request, tokens - request * p.q_len, row - tokens * heads));
+    prefetch_l2(query_tile<AnyTile::kLatentTiles>(p, i - row * kLines, request, tokens - request * p.q_len,
+                                                  row - tokens * heads));
   }
 }
 
@@ -122,14 +124,14 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   // A prefetch returns no value, so an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
   if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
-  if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
+  if (kForm == kBoxes && ((AnyTile::kHasRope && threadIdx.x == 32) || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
   if (threadIdx.x == 0) initialise_barriers(shared, row_warps);
   grid_dependency_launch();
   __syncthreads();
   if (AnyTile::kIsList && (warp == 2 || warp == 3))
-    prefetch_queries<AnyTile::kHasRope>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
-  if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
+    prefetch_queries<AnyTile>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
+  if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries<AnyTile>(p, p.batch, threadIdx.x - 64, 64);
 }
 
 // kLoaders warps issue the copies of a request's query rows: eight lanes per row, 16 bytes each.
@@ -137,6 +139,7 @@ template <int kQueryRows, int kLoaders = 2, typename Layout, typename AnyTile>
 __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                            int request,
                                            int loader) {
+  constexpr int kRopeTile = AnyTile::kLatentTiles;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
   const auto policy = tile.policy(p);
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
@@ -144,12 +147,13 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
     const int row = loader * (kQueryRows / kLoaders) + i * 4 + lane / 8;
     const bool valid = row < tile.rows;
     const Row from(p, tile, valid ? row : 0);
-    const char* latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
-    const char* rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+    const char* latent = query_tile<kRopeTile>(p, 0, request, from.token, from.head) + chunk * 16;
+    const char* rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * 16;
     const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-    for (int k = 0; k < (AnyTile::kHasRope ? kTiles : kRopeTile); ++k)
-      copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid, policy);
+    for (int k = 0; k < kRopeTile + AnyTile::kHasRope; ++k)
+      copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128,
+                    valid && (k < kRopeTile || has_rope_chunk<AnyTile>(p, chunk)), policy);
   }
 }
 

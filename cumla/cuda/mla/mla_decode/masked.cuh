@@ -11,6 +11,14 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
+// A tile of rows of another width: kLatent times 64 latent columns, and up to 64 RoPE ones or none.
+template <typename Base, int kLatent, bool kRope>
+struct WidthTile : Base {
+  static constexpr int kLatentTiles = kLatent;
+  static constexpr bool kHasRope = kRope, kRopeVaries = true;
+  using Base::Base;
+};
+
 // A tile whose heads may have sinks (split/output.cuh).
 template <typename Base>
 struct WithSinks : Base {
@@ -25,12 +33,6 @@ __device__ __forceinline__ float sink_of(const MlaDecodeParams& p, const WithSin
   return bounded_sink(
       load_global_float_if(exists, p.sinks + Row(p, tile, row).head * p.sinks_stride, -kInfinity));
 }
-
-// Parameters of kernels over a WindowTile.
-struct MlaWindowParams : MlaDecodeParams {
-  int window_left, window_right;  // visible keys on either side of a query's own position; -1: unbounded
-  int axis_q_len;                 // query tokens of a step along the axis of requests of q; by_q_len divides by it
-};
 
 // Row tile whose queries see a window of keys. Its segments begin with the first block that a row sees, and their
 // `tokens` are those before the end of the last row's window. If all requests have as many queries, q, out and lse have

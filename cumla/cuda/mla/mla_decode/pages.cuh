@@ -154,6 +154,7 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
 // blocks ahead.
 template <typename AnyTile, int kWarps = 2>
 struct RowCopier {
+  static constexpr int kRopeTile = AnyTile::kLatentTiles, kTiles = kRopeTile + 1;
   static constexpr int kShare = kBlockTokens / kWarps;
   static constexpr int kOwn = kShare / 4;  // rows of which a lane copies 16 bytes
 
@@ -204,7 +205,7 @@ struct RowCopier {
 
   // Issues copies of 128 bytes of each of this warp's rows, from byte `bytes` on, to each of the given tiles.
   // model: fp8_data
-  template <int kCount>
+  template <int kCount, bool kRope = false>
   __device__ __forceinline__ void copy(const CacheColumns& from, int bytes, const u32 (&tiles)[kCount]) const {
     const i64 own = offset_of(from, now);
     const int chunk = lane % 8;
@@ -217,7 +218,9 @@ struct RowCopier {
       const char* const source = base + (exists ? offset : 0);
       const u32 destination = (first_row + row) * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) copy_16_async(tiles[k] + destination, source + k * 128, exists);
+      for (int k = 0; k < kCount; ++k)
+        copy_16_async(tiles[k] + destination, source + k * 128,
+                      exists && (!kRope || has_rope_chunk<AnyTile>(p, chunk)));
     }
   }
 
@@ -235,7 +238,7 @@ struct RowCopier {
   }
   // Copies to kCount consecutive tiles. A lane's rows are 4 apart, so its swizzled chunk alternates between two
   // addresses. Each has its own register: overwriting one that a pending copy reads would stall.
-  template <int kCount, int kBytes = 0>
+  template <int kCount, int kBytes = 0, bool kRope = false>
   __device__ __forceinline__ void copy_located(u32 tiles) const {
     const u32 even = tiles + corner, odd = even ^ 64;
 #pragma unroll
@@ -243,7 +246,7 @@ struct RowCopier {
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
         copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + kBytes + k * 128,
-                      exist >> 4 * i & 1);
+                      (exist >> 4 * i & 1) && (!kRope || has_rope_chunk<AnyTile>(p, lane % 8)));
   }
   __device__ __forceinline__ void move(int bytes) {
 #pragma unroll
@@ -257,8 +260,14 @@ struct RowCopier {
     const i64 latent = offset_of(p.latent, later);
     const FetchShare share = fetch_share(p, ahead.tile);
     if (lane >= kShare || (lane & (share.step - 1)) != share.first || latent < 0) return;
-    prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
-    if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
+    if constexpr (AnyTile::kRopeVaries) {
+      const int rope_bytes = static_cast<const MlaWidthParams&>(p).rope_chunks * 16;
+      prefetch_bulk_l2(p.latent.base + latent, kRopeTile * 128 + (p.rope_is_apart ? 0 : rope_bytes));
+      if (AnyTile::kHasRope && p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), rope_bytes);
+    } else {
+      prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
+      if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
+    }
   }
 };
 

@@ -11,12 +11,18 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kStages = 2;
-constexpr int kStageBytes = kTiles * kTileBytes;
 
-struct SharedLayout {
+// kLatentTiles: of 64 columns of a row. Rows of half the width have twice the stages.
+template <int kLatentTiles>
+struct SharedLayoutOf : Widths<kLatentTiles> {
+  using Own = Widths<kLatentTiles>;
+  using Own::kTiles, Own::kHalfTiles;
+  static constexpr int kStages = 16 / kLatentTiles, kStageBytes = kTiles * kTileBytes;
+  static_assert(4 * kJoinSpace <= kStages / 2 * kStageBytes, "half of the stages for four combining warps");
+
   u32 query, stages, probabilities, maxima, sums, barriers;
 
-  __device__ __forceinline__ explicit SharedLayout(u32 base)
+  __device__ __forceinline__ explicit SharedLayoutOf(u32 base)
       : query(base),
         stages(query + kStageBytes),
         probabilities(stages + kStages * kStageBytes),
@@ -24,6 +30,10 @@ struct SharedLayout {
         sums(maxima + 2 * kRowTile * 4),
         barriers(sums + 4 * kRowTile * 4) {}
 
+  // Stage of block t, which consumer `owner` scores.
+  __device__ __forceinline__ static int stage_of(int t, int owner) { return kStages == 2 ? owner : t % kStages; }
+  // Parity of the uses of that stage
+  __device__ __forceinline__ static u32 phase_of(int t) { return (t / kStages) & 1; }
   __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
@@ -42,13 +52,19 @@ struct SharedLayout {
   __device__ __forceinline__ u32 max_logit(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
 };
 
+using SharedLayout = SharedLayoutOf<kRopeTile>;
+
 // One thread initialises all barriers, because the hardware serialises such stores. `first` and `second`: arrivals
 // for a tile of either half; `query`: for query rows.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int first, int second, int query) {
+template <int kLatentTiles>
+__device__ __forceinline__ void initialise_barriers(const SharedLayoutOf<kLatentTiles>& shared, int first, int second,
+                                                    int query) {
+  using Layout = SharedLayoutOf<kLatentTiles>;
 #pragma unroll
-  for (int s = 0; s < kStages; ++s) {
+  for (int s = 0; s < Layout::kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), tile < kHalfTiles ? first : second);
+    for (int tile = 0; tile < Layout::kTiles; ++tile)
+      mbarrier_init(shared.full(s, tile), tile < Layout::kHalfTiles ? first : second);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }

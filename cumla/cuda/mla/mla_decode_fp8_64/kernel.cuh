@@ -101,8 +101,8 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   if (threadIdx.x == 0) initialise_barriers(shared);
   if (threadIdx.x / 64 == 1) {  // only two warps: if all threads fetch a line, they queue before the first load
     prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
-    if (AnyTile::kIsList) prefetch_queries<AnyTile::kHasRope>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
-    if (!AnyTile::kIsRagged) prefetch_queries<true>(p, p.batch, threadIdx.x - 64, 64);
+    if (AnyTile::kIsList) prefetch_queries<AnyTile>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
+    if (!AnyTile::kIsRagged) prefetch_queries<AnyTile>(p, p.batch, threadIdx.x - 64, 64);
     Rows::prefetch(params, threadIdx.x - 64, 64);
   }
   grid_dependency_launch();

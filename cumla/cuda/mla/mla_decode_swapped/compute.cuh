@@ -21,15 +21,20 @@ using namespace split;
 // rows 2 (lane % 4) and 1 more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kCopied, typename AnyTile>
 struct SwappedConsumer {
+  using Layout = SwappedLayoutOf<AnyTile::kLatentTiles, AnyTile::kHasRope>;
+  using SlotPlace = ptx::RingPlace<Layout::kSlots>;  // slots of a run of tiles
+  static constexpr int kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
+  static constexpr bool kHasRope = AnyTile::kHasRope;
+  static constexpr int kTiles = Layout::kBlockTiles;
   static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kValueTiles = 2 * kHalfTiles;
 
   const MlaDecodeParams& p;
-  const SwappedLayout& shared;
+  const Layout& shared;
   const AnyTile& tile;
   const int consumer, warp, lane;
   SlotPlace place;     // slots of this consumer's next block
-  u32 begun = 0;       // parity of that block's number among this consumer's blocks
+  u32 begun = 0;       // parity of that block's number among this consumer's blocks; with more barriers, the number
   float output[kValueTiles][2 * kOwn];  // this consumer's half of V, then the other's
   float scores[2 * kOwn];
   u32 probabilities[kOwn];
@@ -38,7 +43,7 @@ struct SwappedConsumer {
   float weight[kOwn];      // of the same as rounded 16-bit probabilities, which normalises the output
 
   // model: swapped_ring
-  __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
+  __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const Layout& shared,
                                              const AnyTile& tile, int consumer)
       : p(p),
         shared(shared),
@@ -64,18 +69,25 @@ struct SwappedConsumer {
 
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
-  // scores = block x query; then the RoPE tile is free.
+  // scores = block x query; then the RoPE tile, if there is one, is free.
   // model: swapped_ring
   __device__ __forceinline__ void multiply_query() {
     SlotPlace at = place;
     // Without this wait, a tile of the other consumer could pass for one of this block (docs/kernels/mla.md).
-    mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");
-    begun ^= 1;
+    if constexpr (Layout::kBegun == 2) {
+      mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");
+      begun ^= 1;
+    } else {
+      constexpr u32 kOwnBegun = Layout::kBegun / 2;
+      mbarrier_wait(shared.begun(2 * (begun % kOwnBegun) + consumer), begun / kOwnBegun & 1,
+                    "the loads of a block to begin");
+      ++begun;
+    }
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");
       if constexpr (kCopied) fence_proxy_async_shared();
-      const u32 query = shared.query + tile_in_order(0, i) * shared.kQueryTileBytes;
+      const u32 query = shared.query + tile_in_order<AnyTile::kLatentTiles>(0, i + !kHasRope) * shared.kQueryTileBytes;
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
@@ -85,13 +97,15 @@ struct SwappedConsumer {
     }
     warpgroup_commit();
     warpgroup_wait<0>();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.free(place.slot));
+    if constexpr (kHasRope) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.free(place.slot));
+    }
   }
 
   // Slot of 64 columns of V, counted from this consumer's half. V follows the RoPE tile.
   __device__ __forceinline__ u32 slot_of_value(int d) const {
-    return place.ahead(1 + (d ^ consumer * kHalfTiles)).slot;
+    return place.ahead(kHasRope + (d ^ consumer * kHalfTiles)).slot;
   }
 
   // output += V x probabilities. Each half of V is freed as soon as its products are done.
@@ -116,8 +130,9 @@ struct SwappedConsumer {
 
   // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN.
   __device__ __forceinline__ void clear_values_past(int valid) const {
-    for (int i = valid * 64 + threadIdx.x % kWarpgroup; i < kBlockTokens * 64; i += kWarpgroup)
-      store_shared_zero_16(shared.slot(slot_of_value(i % 64 / 8)) + (i / 64) * 128 + (i % 8) * 16);
+    constexpr int kChunks = 8 * kValueTiles;  // of 16 bytes, of a row
+    for (int i = valid * kChunks + threadIdx.x % kWarpgroup; i < kBlockTokens * kChunks; i += kWarpgroup)
+      store_shared_zero_16(shared.slot(slot_of_value(i % kChunks / 8)) + (i / kChunks) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
   }
 
@@ -233,7 +248,7 @@ struct SwappedConsumer {
     leave_sums();
     consumers_sync();  // query and probabilities are no longer used; plant: exchange
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < Layout::kExchanged; ++i) {
       const float* const of = output[kHalfTiles + i / 2] + i % 2 * 4;
       store_shared_float4(shared.exchange(consumer, i), {of[0], of[1], of[2], of[3]});
     }
@@ -246,7 +261,7 @@ struct SwappedConsumer {
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
     write_output(segment, split);  // plant: piece
     if (split)
-      LatentJoiner<T, AnyTile>(
+      LatentJoiner<T, AnyTile, (kHalfTiles < 4)>(
           p, {shared.words, shared.probabilities, shared.sums, shared.ring, shared.ring + 4 * kJoinSpace}, tile,
           segment)
           .join(more);
@@ -290,7 +305,7 @@ struct SwappedConsumer {
       of_other[i] = other_factor * inverse;
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < Layout::kExchanged; ++i) {
       float* const of = output[i / 2] + i % 2 * 4;
       const float4 other = load_shared_float4(shared.exchange(1 - consumer, i));
       const int row = i % 2 * 2;
@@ -334,13 +349,18 @@ struct SwappedConsumer {
         v[half][d] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
       }
     if (split) {
-      float4* const to = p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, 0, 2 * warp, as_lane);
+      constexpr int kUnits = kHalfTiles / 2;  // of this lane
+      float4* const to =
+          p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, 0, kUnits * warp, as_lane);
+      if constexpr (kUnits == 1)
+        store_short_unit(to, {v[0][0], v[1][0], v[0][1], v[1][1]});
+      else
 #pragma unroll
-      for (int half = 0; half < 2; ++half) store_short_unit(to + half * (kShortLines * 32), v[half]);
+        for (int half = 0; half < 2; ++half) store_short_unit(to + half * (kShortLines * 32), v[half]);
     } else {
 #pragma unroll
       for (int d = 0; d < kHalfTiles; ++d) {
-        const int column = consumer * 256 + (8 * d + 2 * warp) * 8;
+        const int column = consumer * (kValueDim / 2) + (8 * d + 2 * warp) * 8;
         const float4 &low = v[0][d], &high = v[1][d];
         store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, low.x, low.y, high.x, high.y);
         store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, low.z, low.w, high.z, high.w);

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mla_decode and mla_attention over rows of other widths than 512 + 64: against float64, with NaN
+wherever no query looks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.mla.shape import WIDTHS
+from tests.gpu.tools import kernels
+from tests.gpu.tools.arrays import bits_of
+from tests.gpu.tools.sanitize import there
+from tests.mla import masked_cases as cases
+from tests.mla.fp8_arrays import BF16
+from tests.mla.masked_cases import Problem, Sample
+
+KERNELS = ("ragged_schedule", "schedule", "mla_decode", "mla_decode_swapped", "append_cache")
+cp: Any = pytest.importorskip("cupy")
+
+OTHERS = WIDTHS[1:]
+_HEADS = ((1, 1), (5, 1), (8, 1), (12, 1), (16, 1), (17, 1), (40, 1), (64, 1), (128, 1), (32, 2))
+_LENGTHS = ((700, 0, 1, 130), (4097, 64, 65, 63), (9000,), (513, 1, 2, 300, 63))
+LONG = (
+    Sample((1,) * 40, (16_384, 9_000, 5, 700) * 10, heads=(32, 1)),
+    Sample((4,) * 17, (5_000, 700, 65) * 5 + (9_000, 3), heads=(32, 1)),
+    Sample((1,) * 3, (131_072, 70_000, 12_345), heads=(8, 1), page_size=16),
+    Sample((700, 1, 33), (9_000, 16_384, 33), "list", (40, 1), 1, window=300, sinks="normal"),
+    Sample((1,) * 200, (300, 65, 1_000, 2) * 50, heads=(64, 1)),
+)
+
+
+def drawn() -> list[Sample]:
+    """Every width with all heads, page sizes, and numbers of queries; masks among them."""
+    found = []
+    draw = np.random.default_rng(7)
+    for width, heads, size in itertools.product(OTHERS, _HEADS, (64, 1, 16, 128)):
+        lens = _LENGTHS[draw.integers(len(_LENGTHS))]
+        operation = ("decode", "decode", "table", "list")[draw.integers(4)]
+        q_lens = tuple(int(n) for n in draw.choice((0, 1, 3, 30), len(lens)))
+        if operation == "decode":
+            q_lens = (int(draw.choice((1, 2, 4, 8))),) * len(lens)
+        masks = {
+            "causal": bool(draw.random() < 0.8),
+            "window": (None, None, None, 0, 127, (100, 3))[draw.integers(6)],
+            "sinks": ("none", "none", "normal", "extreme")[draw.integers(4)],
+            "form": "pair" if width[1] and draw.random() < 0.5 else "one",
+        }
+        numbers = {"heads": heads, "page_size": size, "seed": len(found)}
+        found.append(Sample(q_lens, lens, operation, **numbers, **masks, width=width))
+    return found
+
+
+SAMPLES = [*drawn(), *(sample._replace(width=width) for sample in LONG for width in OTHERS)]
+
+
+def uploaded(problem: Problem) -> dict[str, Any]:
+    return {name: there(cp, value) for name, value in problem.given.items()}
+
+
+def poisoned(problem: Problem, dtype: Any = None) -> dict[str, Any]:
+    """Outputs that are NaN before the call."""
+    shape, own = problem.given["q"].shape[:-1], problem.given["q"].dtype
+    out = cp.empty((*shape, problem.sample.width[0]), dtype=dtype or own)
+    out.view(cp.uint8)[...] = 0xFF
+    return {"out": out, "lse": cp.full(shape, cp.nan, dtype=cp.float32)}
+
+
+def on_host(state: Any) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = state
+    return out.view(f"u{out.dtype.itemsize}").get().view(out.dtype), lse.get()
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert bool((bits_of(a) == bits_of(b)).all())
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_samples(sample: Sample, record_figures: Any) -> None:
+    problem = cases.make(sample)
+    given = uploaded(problem)
+    state = problem.call(**given, **poisoned(problem))
+    record_figures(cases.check(problem, *on_host(state)))
+    for _ in range(2):
+        kernels.noise(sample.seed)
+        assert_same_bits(state, problem.call(**given, **poisoned(problem)))
+    state = problem.call(**given, **poisoned(problem, cp.float32))
+    cases.check(problem, *on_host(state))
+
+
+@pytest.mark.parametrize("width", OTHERS)
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_plans_and_replays(width: tuple[int, int], heads: int) -> None:
+    """A plan's graph with other lengths; fixed cuts; the ragged function."""
+    sample = Sample((2,) * 3, (2000, 65, 700), heads=(heads, 1), width=width)
+    problem = cases.make(sample)
+    given = uploaded(problem)
+    state = problem.call(**given)
+    cases.check(problem, *on_host(state))
+    lens = given.pop("kv_lens")
+    causal = given.pop("causal"), given.pop("window")
+    assert causal == (True, None)
+    plan = cumla.MLADecodePlan.from_arrays(given["q"], given["kv_cache"])
+    assert plan.key.width == width
+    cumla.prepare(plan)
+    now = cp.zeros_like(lens)
+    plan.update(now)
+    first = plan.run(**given, **poisoned(problem))
+    assert not bool(bits_of(first.out).any())
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan.update(now)
+        later = plan.run(**given, out=first.out, lse=first.lse)
+        graph = stream.end_capture()
+        now[...] = lens
+        graph.launch()
+    stream.synchronize()
+    assert_same_bits(later, state)
+    rows = {"q": given["q"].reshape(-1, heads, sum(width)), "kv_cache": given["kv_cache"]}
+    indptr = cp.asarray(np.int32([0, 2, 4, 6]))
+    pages = {"block_table": given["block_table"], "kv_lens": lens, "qo_indptr": indptr}
+    for invariant in (False, True):
+        out, lse = cumla.mla_attention(**rows, **pages, batch_invariant=invariant)
+        found = out.reshape(state.out.shape), lse.reshape(state.lse.shape)
+        cases.check(problem, *on_host(found))
+        fixed = problem.call(**given, kv_lens=lens, batch_invariant=invariant)
+        cases.check(problem, *on_host(fixed))
+    for r in range(3):
+        some = {n: given[n][r : r + 1] for n in ("q", "block_table")}
+        alone = problem.call(**given | some, kv_lens=lens[r : r + 1], batch_invariant=True)
+        assert_same_bits(alone, [x[r : r + 1] for x in fixed])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_padded_rows_and_pages(width: tuple[int, int]) -> None:
+    """Rows that are slices of wider ones; what is behind them is NaN."""
+    for page_size in (64, 1):
+        sample = Sample((1,) * 3, (700, 65, 130), page_size=page_size, width=width)
+        problem = cases.make(sample)
+        given = uploaded(problem)
+        cache = given["kv_cache"]
+        wide = cp.empty((cache.shape[0] + 1, page_size + 1, 1, 1088), dtype=cache.dtype)
+        wide.view(cp.uint8)[...] = 0xFF
+        view = wide[:-1, :page_size, :, : sum(width)]
+        view.view(cp.uint16)[...] = cache.view(cp.uint16)
+        state = problem.call(**given | {"kv_cache": view}, **poisoned(problem))
+        cases.check(problem, *on_host(state))
+        assert_same_bits(state, problem.call(**given, **poisoned(problem)))
+
+
+def test_prefix_groups() -> None:
+    """Requests whose pages begin alike."""
+    for width in OTHERS:
+        sample = Sample((1, 3, 2), (1000, 777, 1300), "table", (16, 1), width=width)
+        problem = cases.make(sample)
+        given = uploaded(problem)
+        table = given["block_table"]
+        table[1:, :6] = table[0, :6]
+        host = problem.given | {"block_table": table.get()}
+        want = cumla.reference.mla_attention(**host)
+        lengths = {name: given[name] for name in ("kv_lens", "qo_indptr")}
+        groups = cumla.find_prefix_groups(table, given["kv_lens"], page_size=64, min_tokens=64)
+        got = cumla.mla_attention(
+            given["q"], given["kv_cache"], **lengths, block_table=table, groups=groups
+        )
+        out, lse = on_host(got)
+        np.testing.assert_allclose(lse, want.lse, rtol=1e-4)
+        error = np.abs(out.astype(np.float64) - want.out.astype(np.float64)).max()
+        assert error < 0.02 * np.abs(want.out.astype(np.float64)).max()
+
+
+@pytest.mark.parametrize("interleaved", [None, False, True])
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+@pytest.mark.parametrize("width", OTHERS)
+def test_rows_into_caches(width: tuple[int, int], dtype: Any, interleaved: bool | None) -> None:
+    """The writer, with a rotation and without; slots that do not exist, gaps between rows."""
+    latent, rope = width
+    if interleaved is not None and not rope:
+        pytest.skip("nothing to rotate")
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((133, 2, latent + rope)).astype(dtype)
+    slots = rng.permutation(40 * 8)[:133] - 9
+    given: dict[str, Any] = {"rows": rows, "slot_mapping": slots}
+    if interleaved is not None:
+        angles = rng.standard_normal((120, rope), dtype=np.float32)
+        given |= {"positions": np.arange(133), "cos_sin": angles, "interleaved": interleaved}
+        given |= {"q_pe": rng.standard_normal((133, 5, rope)).astype(BF16)}
+    device = {name: there(cp, value) for name, value in given.items()}
+    wide = np.full((40, 8, 2, latent + rope + 8), np.nan, BF16)
+    on_gpu = there(cp, wide)
+    cumla.append_mla_cache(kv_cache=on_gpu[..., :-8], **device)
+    cumla.reference.append_mla_cache(kv_cache=wide[..., :-8], **given)
+    for got, want in ((on_gpu, wide), (device.get("q_pe"), given.get("q_pe"))):
+        if want is not None:
+            found = got.view(cp.uint16).get().view(BF16).astype(np.float32)
+            np.testing.assert_allclose(found, want.astype(np.float32), rtol=1 / 128, atol=1e-5)
