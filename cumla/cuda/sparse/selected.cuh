@@ -73,7 +73,11 @@ struct ValueTile : AnyTile {
 
 template <int kTileRows>
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, SelectedTile<kTileRows>& tile,
-                                              const Part& part, int place) {
+                                              const Part& part, int turn) {
+  // A list whose beginning another CTA has comes last. So CTAs begin their lists at about the same time, and rows that
+  // ascend in all lists meet in L2.
+  int place = turn;
+  if (part.block > 0) place = turn < last_place_of(p, part) ? turn + 1 : part.place;
   Place at = {part.request, part.tokens};
   if (place != part.place) at = p.places[place];
   const int list = min(max(at.request, 0), p.batch - 1);
