@@ -30,7 +30,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
   static constexpr bool kIsSampled = true;
   static constexpr int kSample = 4;   // groups of four keys of a thread, at most
   static constexpr int kAhead = 8;    // groups that a warp loads at once: a word of the bitmap for each thread
-  static constexpr int kMargin = 8;   // deviations of the sample's count
+  static constexpr int kMargin = 5;   // deviations of the sample's count
   u32* const bitmap;                  // of the warp
   const int rounds;                   // of eight groups
   const int lane = threadIdx.x % 32;
@@ -43,7 +43,6 @@ struct Sampled : Streamed<Element, kThreads, 2> {
   // A limit for keys: about `wanted` keys, and a margin, are before it. All blocks of a cluster find the same one.
   template <int kCapacity>
   __device__ __forceinline__ u32 limit_of(Head& head, u32 wanted) const {
-    prefetch_l2(share.at(clamp(warp_first() + lane * 32, 0, share.length - 1)));
     if (share.length <= kCapacity) return kNoKey;
     constexpr int kThreadsLog2 = kThreads == 1024 ? 10 : 9;
     static_assert(1 << kThreadsLog2 == kThreads, "samples are counted by a power of two");
@@ -61,6 +60,8 @@ struct Sampled : Streamed<Element, kThreads, 2> {
         quads[i] = load_quad<Element>(share.at(begin + static_cast<int>(place) * 4));
       }
     }
+    // Behind the sample, which is waited for: what mark() loads first.
+    prefetch_l2(share.at(clamp(warp_first() + lane * 32, 0, share.length - 1)));
     const float keys_per_sample = static_cast<float>(share.length) / static_cast<float>(4 * kThreads << log2);
     const float target = min(wanted + kMargin * sqrtf(wanted * keys_per_sample), 0.5f * (wanted + kCapacity));
     const u32 need = static_cast<u32>(target / keys_per_sample) + 1;
