@@ -246,6 +246,11 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "sparse/mla_sparse": {
         "SharedLayout(0).max_logit(kRowTile)": 232416,
     },
+    "sparse/mla_sparse_packed": {
+        "Heads64Layout<false, 16>::kBytes": 228272,
+        "Heads64Layout<false, 32>::kBytes": 226440,
+        "Heads64Layout<false, kHeads>::kBytes": 230968,
+    },
     "sparse/mla_sparse_v4": {
         "V4Layout(0).pacer(2 * kWarpgroup)": 232160,
     },

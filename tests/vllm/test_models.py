@@ -70,7 +70,7 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     assert found["decoding, 128 requests"] == "mla_sparse_bfloat16_shared_blocks"
     assert found["prefill, 1 request"] == "mla_sparse_bfloat16_shared_blocks"
     packed = "--kv-cache-dtype", "fp8_ds_mla"
-    assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed"
+    assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed_16"
     found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
     assert found["decoding, 1 request"] == "mla_sparse_fp8_16_packed"
     assert rows(info(V32, "--kv-cache-dtype", "fp8")[1])["served"].startswith("yes")

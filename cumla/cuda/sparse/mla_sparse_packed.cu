@@ -3,7 +3,7 @@
 // mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. Rows have 656 bytes, or 528 without RoPE columns, or
 // 512 without their own scales, too.
 //
-// grid = (row tiles of up to 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.
+// grid = (row tiles of up to 16, 32 or 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.
 #include "mla/mla_decode_fp8_64/kernel.cuh"
 #include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
@@ -25,20 +25,21 @@ struct MlaSparseE4m3Params : MlaSparsePackedParams {
   int unused;
 };
 
-template <bool kRope>
-struct PackedTile : ListTile<kHeads> {
+template <bool kRope, int kTileHeads>
+struct PackedTile : ListTile<kTileHeads> {
   using Held = PackedTile;
   static constexpr bool kHasRope = kRope;
-  __device__ __forceinline__ explicit PackedTile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
+  __device__ __forceinline__ explicit PackedTile(const MlaDecodeParams& p)
+      : ListTile<kTileHeads>(p, p.row_groups * kRowGroup) {}
 };
 
 // AnyParams: MlaSparsePackedParams, or without scales MlaSparseE4m3Params.
-template <bool kScales, bool kRope, typename AnyParams>
+template <bool kScales, bool kRope, typename AnyParams, int kTileHeads>
 struct ListRows {
   using Params = AnyParams;
-  using Form = RowForm<kScales, false, false, kRope>;
+  using Form = RowForm<kScales, false, false, kRope, kTileHeads>;
   using Consumer = Heads64Consumer<Form>;
-  using Tile = PackedTile<kRope>;
+  using Tile = PackedTile<kRope, kTileHeads>;
 
   __device__ __forceinline__ static void prefetch(const Params& params, int thread, int threads) {
     prefetch_lists(params.decode, params.lists, params.decode.max_tokens, thread, threads);
@@ -74,13 +75,15 @@ struct ListRows {
   }
 };
 
-template <bool kRope>
+// kTileHeads: heads of a tile, at most: 16, 32 or 64.
+template <bool kRope, int kTileHeads>
 __device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& p) {
-  attend_64_heads<ListRows<true, kRope, MlaSparsePackedParams>>(p);
+  attend_64_heads<ListRows<true, kRope, MlaSparsePackedParams, kTileHeads>>(p);
 }
 
+template <int kTileHeads>
 __device__ __forceinline__ void mla_sparse_e4m3(const MlaSparseE4m3Params& p) {
-  attend_64_heads<ListRows<false, false, MlaSparseE4m3Params>>(p);
+  attend_64_heads<ListRows<false, false, MlaSparseE4m3Params, kTileHeads>>(p);
 }
 
 }  // namespace cumla::sparse

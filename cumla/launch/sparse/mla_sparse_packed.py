@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.launch.layouts import launch_of
+from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mla.mla_decode import decode_values
-from cumla.launch.mla.mla_decode_fp8_64 import SMEM_BYTES
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM
 from cumla.launch.source import KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import columns_of
+from cumla.launch.split.plan import ROW_TILE
 from cumla.mla.shape import E4M3_512
 
 if TYPE_CHECKING:
@@ -21,31 +21,37 @@ if TYPE_CHECKING:
 
 __all__ = ["SPECS", "sparse_packed_launch", "sparse_packed_spec"]
 
-_NAMES = "sparse", "mla_sparse_packed", "MlaSparsePackedParams"
-_SPECS = {
-    columns: KernelSpec.of(
-        *(*_NAMES, columns == HEAD_DIM),
-        tags=[] if columns == HEAD_DIM else ["512"],
+_STEM = "mla_sparse_packed"
+_COLUMNS = {"": HEAD_DIM, "512": VALUE_DIM, "e4m3": VALUE_DIM}  # by the tags of entry points
+
+
+def _spec(tag: str, heads: int) -> KernelSpec:
+    is_wide = heads == ROW_TILE
+    rows = "kHeads" if is_wide else heads
+    tags = [*([tag] if tag else []), *([] if is_wide else [str(heads)])]
+    entry = "_".join((_STEM, *tags))
+    has_scales = tag != "e4m3"
+    rope = str(_COLUMNS[tag] == HEAD_DIM).lower()
+    return KernelSpec(
+        stem=_STEM,
+        package="cumla.cuda.sparse",
+        entry=entry,
+        function=f"{_STEM}<{rope}, {rows}>" if has_scales else f"mla_sparse_e4m3<{rows}>",
+        params="MlaSparsePackedParams" if has_scales else "MlaSparseE4m3Params",
         threads=384,
-        smem_bytes=SMEM_BYTES,
+        smem_bytes=constant(f"sparse/{_STEM}", f"Heads64Layout<false, {rows}>::kBytes"),
     )
-    for columns in (HEAD_DIM, VALUE_DIM)
-}
-_E4M3 = KernelSpec(
-    stem="mla_sparse_packed",
-    package="cumla.cuda.sparse",
-    entry="mla_sparse_packed_e4m3",
-    function="mla_sparse_e4m3",
-    params="MlaSparseE4m3Params",
-    threads=384,
-    smem_bytes=SMEM_BYTES,
-)
-SPECS = (*_SPECS.values(), _E4M3)
+
+
+_SPECS = {(tag, heads): _spec(tag, heads) for tag in _COLUMNS for heads in (*NARROW_ROWS, ROW_TILE)}
+SPECS = tuple(_SPECS.values())
 
 
 def sparse_packed_spec(key: MLASparseKey) -> KernelSpec:
-    """Look up the kernel of a shape: with RoPE columns, or without, or without scales, too."""
-    return _E4M3 if key.cache == E4M3_512 else _SPECS[columns_of(key)]
+    """Look up the kernel of a shape: by columns and scales of the rows, and by heads of a tile."""
+    has_rope = columns_of(key) == HEAD_DIM
+    tag = "e4m3" if key.cache == E4M3_512 else "" if has_rope else "512"
+    return _SPECS[tag, key.row_tile]
 
 
 def sparse_packed_launch(

@@ -92,11 +92,13 @@ class MLASparseKey(LatentKey):
     def row_tile(self) -> int:
         """Heads of one thread block: fewer where it computes from e4m3 numbers.
 
-        Few lists of whole or widened rows are cut by heads, too.
+        Few lists of whole or widened rows are cut by heads, too. Kernels of widened rows compute
+        for 64 heads, however few a tile has.
         """
         narrow, wide = NARROW_ROWS
         if self.has_whole_rows or self.is_widened:
-            widths = (ROW_TILE,) if self.batch_invariant else (narrow, wide, ROW_TILE)
+            most = wide if self.has_whole_rows and self.num_heads <= wide else ROW_TILE
+            widths = (most,) if self.batch_invariant else (narrow, wide, most)
             return min(widths, key=self._cost_of)
         if self.cache == "same":
             return ROW_TILE
@@ -109,8 +111,9 @@ class MLASparseKey(LatentKey):
         heads that takes as long as a KV block, as measured. Lists so short that the schedule does
         not cut them (min_saving) count as if it did.
         """
-        pieces = self.sm_count // max(-(-self.num_heads // rows) * self.num_places, 1)
-        if rows < ROW_TILE and pieces < RULES.fewest_pieces:
+        tiles = -(-self.num_heads // rows)
+        pieces = self.sm_count // max(tiles * self.num_places, 1)
+        if tiles > 1 and rows < ROW_TILE and pieces < RULES.fewest_pieces:
             return inf
         blocks = -(-self.max_blocks // max(min(pieces, self.max_blocks), 1))
         return blocks + -(-min(rows, self.num_heads) // ROW_GROUP)

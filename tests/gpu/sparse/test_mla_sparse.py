@@ -38,6 +38,7 @@ EVERY_KERNEL = (  # form and heads
     ("scales", 16),
     ("scales", 64),
     ("packed", 16),
+    ("packed", 32),
     ("packed", 64),
     ("packed", 128),
 )
@@ -104,6 +105,16 @@ def test_scales(form: str, heads: int, scales: str, record_figures: Report) -> N
     for batch, topk in ((200, 1), (80, 70), (3, 2048)):
         case = SparseCase(
             batch=batch, heads=heads, topk=topk, form=form, scales=scales, outputs="float32"
+        )
+        record_figures(attend_and_check(make_sparse(cp, case)))
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 64), (1, 128), (4, 128), (2, 40)])
+def test_few_lists_by_tiles_of_heads(batch: int, heads: int, record_figures: Report) -> None:
+    """Tiles of 16 and of 32 heads, the last of which may have fewer."""
+    for scales, lists in (("any", "mixed"), ("wild", "random")):
+        case = SparseCase(
+            batch=batch, heads=heads, topk=2048, scales=scales, lists=lists, outputs="float32"
         )
         record_figures(attend_and_check(make_sparse(cp, case)))
 

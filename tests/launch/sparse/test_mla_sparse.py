@@ -72,13 +72,14 @@ def test_an_e4m3_cache(heads: int) -> None:
 def test_e4m3_rows_of_512_columns(heads: int) -> None:
     """With more than 16 heads the kernel looks at the lists itself."""
     key = key_of(heads, "e4m3_512", batch=50)
-    assert key.row_tile == (16 if heads <= 16 else 64)
+    assert key.row_tile == (16 if heads <= 16 else 32 if heads <= 32 else 64)
     factor = strided(12, (1,), (4,), "float32")
     changes = {"q_rope": None, "kv_rope": None, "kv_scale": factor}
     *others, attend = attend_launches(key, BUFFER, arguments_of(key, **changes), *outputs_of(key))
     assert [launch.spec.entry for launch in others] == ["select_rows"][: heads <= 16]
     few = attend.spec.entry == "mla_sparse_fp8_16_512"
-    assert attend.spec.entry == ("mla_sparse_fp8_16_512" if few else "mla_sparse_packed_e4m3")
+    many = "mla_sparse_packed_e4m3_32" if heads <= 32 else "mla_sparse_packed_e4m3"
+    assert attend.spec.entry == ("mla_sparse_fp8_16_512" if few else many)
     assert few == (heads <= 16)
     assert attend.spec in sparse_specs(key)
     got = parameters(attend)
@@ -90,7 +91,9 @@ def test_packed_rows(heads: int) -> None:
     """Their kernels look at the lists themselves."""
     key = key_of(heads, "v32", batch=50)
     assert key.row_tiles == (1 if heads <= 64 else 2)
-    attend = "mla_sparse_fp8_16_packed" if heads <= 16 else "mla_sparse_packed"
+    attend = "mla_sparse_packed"
+    if heads <= 32:
+        attend = "mla_sparse_fp8_16_packed" if heads <= 16 else "mla_sparse_packed_32"
     assert entries(key) == ["bound_rows", "mla_schedule", attend]
 
 
@@ -141,13 +144,15 @@ def test_every_kernel_serves_a_shape() -> None:
     made = (mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows)
     every = {spec for module in made for spec in module.SPECS}
     keys = [key_of(h, cache) for h in (8, 24, 128) for cache in CACHES]
+    few = [(cache, n) for cache in (*CACHES, "e4m3_512") for n in (1, 4)]
+    keys += [key_of(128, cache, batch=n, q_len=1, topk=2048) for cache, n in few]
     keys += [
         key_of(h, dtype=dtype, has_max_logits=has)
         for h in (8, 128)
         for dtype in ("bfloat16", "float16")
         for has in (False, True)
     ]
-    keys += [key_of(h, "e4m3_512") for h in (8, 24)]
+    keys += [key_of(h, "e4m3_512") for h in (8, 24, 128)]
     assert every == {spec for key in keys for spec in sparse_specs(key)} & every
 
 

@@ -29,6 +29,15 @@ constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
 constexpr int kHeadroom = 6;
 constexpr float kLeastScale = 1.0f / (1 << (18 - kHeadroom));
 
+// D (64 x heads) = A (64 x 16) B^T + (accumulate ? D : 0); A in registers.
+template <typename T, int kCount>
+__device__ __forceinline__ void multiply_heads(float (&d)[kCount], const u32* a, u64 b, bool accumulate) {
+  if constexpr (kCount == 32)
+    wgmma_m64n64k16_async<T>(d, a, b, accumulate);
+  else
+    wgmma_narrow_async<T>(d, a, b, accumulate);
+}
+
 // Scores of a lane: rows token_at(lane / 4) and 8 more of granule `warp`; heads 2 (lane % 4) and 1 more of each
 // eight. Output of a lane: columns 16 warp + 2 (lane / 4) and 1 more of each 64.
 template <typename RowsForm>
@@ -36,6 +45,7 @@ struct Heads64Consumer {
   using Form = RowsForm;
   using Layout = typename Form::Layout;
   static constexpr bool kGrouped = Form::kGrouped;
+  static constexpr int kHeads = Form::kHeads, kHeadsOfThread = kHeads / 4;
   static constexpr int kValueHalf = kValueTiles / 2;  // tiles of 64 columns
 
   const MlaDecodeParams& p;
@@ -133,7 +143,7 @@ struct Heads64Consumer {
         warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-          wgmma_m64n64k16_async<Bf16>(
+          multiply_heads<Bf16>(
               scores, a[half] + 4 * k,
               descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + half * 64 + k * 32),
               kRopeIsLast || half + k > 0);
@@ -179,7 +189,7 @@ struct Heads64Consumer {
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          wgmma_m64n64k16_async<Fp16>(
+          multiply_heads<Fp16>(
               scores, a[half] + 4 * i,
               descriptor_of_rows<128>(shared.query,
                                       (kRopeIsFp8 ? (k + kRopeTile) % kTiles : k) * Layout::kQueryTileBytes +
@@ -429,7 +439,7 @@ struct Heads64Consumer {
         warpgroup_arrive();
         const u64 b = descriptor_of_rows<128>(shared.probabilities(t & 1), k * 32);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) wgmma_m64n64k16_async<Bf16>(output[2 * d + i], x + 4 * i, b, true);
+        for (int i = 0; i < 2; ++i) multiply_heads<Bf16>(output[2 * d + i], x + 4 * i, b, true);
         warpgroup_commit();
         warpgroup_wait<0>();
 #pragma unroll
@@ -477,7 +487,7 @@ struct Heads64Consumer {
       warpgroup_arrive();
       const u64 b = descriptor_of_rows<128>(shared.probabilities(parity), k * 32);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_m64n64k16_async<Fp16>(output[2 * d + i], x + 4 * i, b, true);
+      for (int i = 0; i < 2; ++i) multiply_heads<Fp16>(output[2 * d + i], x + 4 * i, b, true);
       warpgroup_commit();
       if (d + 1 == kValueGroups) free_granule(slot_of(first_slot, k));
     }

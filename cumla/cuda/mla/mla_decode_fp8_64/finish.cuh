@@ -16,7 +16,7 @@ using namespace ptx;
 template <typename Form, typename AnyTile>
 struct Heads64Finisher {
   using Consumer = Heads64Consumer<Form>;
-  static constexpr int kValueHalf = Consumer::kValueHalf;
+  static constexpr int kValueHalf = Consumer::kValueHalf, kHeads = Form::kHeads, kHeadsOfThread = kHeads / 4;
 
   Consumer& of;
   const AnyTile& tile;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of 64 heads of a query token per CTA over rows with e4m3 latent columns. There is no 16-bit copy of
-// the rows and no cluster. Operands are swapped. Both products take A from registers, where it is converted, as in
+// MLA attention of 64 heads of a query token per CTA over rows with e4m3 latent columns; of few lists, 16 or 32 heads
+// (Form::kHeads). There is no 16-bit copy of the rows and no cluster. Operands are swapped, so products are as narrow
+// as there are heads. Both products take A from registers, where it is converted, as in
 // mla/mla_decode_fp8.cu. One factor for the whole cache is applied to query and output.
 //
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM.
@@ -27,7 +28,8 @@
 // named, one per consumer      its threads (128)            the same                      P, references, votes
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
-//                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448
+//                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448. 32 or 16 heads leave room for 17 or 19
+//                 granules
 // Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24: together the 3 x 168 of the start
 // Tensor work:    36 + 32 products m64n64k16 per block, 2,176 clocks
 // docs/kernels/mla-fp8.md explains what scales act on, kWide, and the reasons.
@@ -71,7 +73,7 @@ __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consum
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
   const int thread = threadIdx.x - kWarpgroup;
-  if (thread < kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
+  if (thread < Form::kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
   const float factor = !Form::kGrouped && (Form::kRopeIsFp8 || !Form::kHasRope) ? consumer.kv_scale : 1.0f;
   load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
   consumers_sync();

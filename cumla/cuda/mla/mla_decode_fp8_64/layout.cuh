@@ -9,19 +9,19 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-constexpr int kHeads = 64;  // of a row tile
+constexpr int kHeads = 64;  // of a row tile, unless its form has fewer
 constexpr int kHeadsOfThread = kHeads / 4;
 constexpr int kGranuleRows = 16;  // cache rows per barrier of the ring, and per warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
-template <bool kE4m3Products>
+template <bool kE4m3Products, int kHeads = mla::kHeads>
 struct Heads64Layout {
-  static constexpr int kSlots = kE4m3Products ? 16 : 13;
+  static constexpr int kSlots = kE4m3Products ? 16 : kHeads == 16 ? 19 : kHeads == 32 ? 17 : 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
   static_assert(8 * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
   // A tile has 64 columns, in e4m3 128. RoPE columns are the last tile.
   static constexpr int kQueryTileBytes = kHeads * 128, kQueryTiles = kE4m3Products ? kRopeTile / 2 + 1 : kTiles;
-  static constexpr int kProbabilityBytes = kHeads * kBlockTokens * (kE4m3Products ? 1 : 2);
+  static constexpr int kProbabilityBytes = (kHeads < 32 ? 32 : kHeads) * kBlockTokens * (kE4m3Products ? 1 : 2);
   static constexpr int kTurns = kE4m3Products ? 4 : 2;  // blocks whose probabilities exist at once
   static constexpr int kTableBytes = kE4m3Products ? 0 : kScaleGroups * kBlockTokens * 2;
   static constexpr int kFloats = (1 + kTurns + 1 + 8) * kHeads;
@@ -70,12 +70,14 @@ struct Heads64Layout {
 
 // The format of a cache row. Shared memory has the layout of packed rows, except that 8-bit RoPE columns follow
 // latent columns without scales directly. kE4m3Products: products of e4m3 columns are computed in e4m3. Without
-// kHasRope there are no RoPE columns.
-template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false, bool kHasRopeColumns = true>
+// kHasRope there are no RoPE columns. kTileHeads: 16 or 32 heads of few lists, whose products are as narrow.
+template <bool kHasScales, bool kHasFp8Rope, bool kInE4m3 = false, bool kHasRopeColumns = true,
+          int kTileHeads = mla::kHeads>
 struct RowForm {
   static_assert(!(kHasScales && kInE4m3), "scales of each token would need probabilities for each of them");
   static constexpr bool kE4m3Products = kInE4m3;
-  using Layout = Heads64Layout<kE4m3Products>;
+  static constexpr int kHeads = kTileHeads;
+  using Layout = Heads64Layout<kE4m3Products, kHeads>;
   static constexpr bool kGrouped = kHasScales;  // a scale per 128 latent columns
   static constexpr bool kHasRope = kHasRopeColumns, kRopeIsFp8 = kHasFp8Rope && kHasRope;
   static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;

@@ -50,14 +50,15 @@ template <typename Form, typename AnyTile>
 __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const typename Form::Layout& shared,
                                               const AnyTile& tile, int request, float factor_of_all) {
   using Layout = typename Form::Layout;
-  constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup), kOwnTiles = Form::kHasRope ? kTiles : kRopeTile;
+  constexpr int kAtOnce = 2 * kWarpgroup / 8, kRounds = (Form::kHeads + kAtOnce - 1) / kAtOnce;
+  constexpr int kOwnTiles = Form::kHasRope ? kTiles : kRopeTile;
   constexpr u32 kExponent = Form::kE4m3Products ? 7 : 14;  // of a row's highest magnitude after division
   const int thread = copy_of(threadIdx.x) - kWarpgroup;  // loaded anew: ptxas would keep addresses over the blocks
   const int chunk = thread % 8;
   uint4 kept[kRounds][kOwnTiles];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int row = round * (kHeads / kRounds) + thread / 8;
+    const int row = round * kAtOnce + thread / 8;
     const bool valid = row < tile.rows;
     const Row from(p, tile, valid ? row : 0);
     const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
@@ -70,7 +71,8 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int row = round * (kHeads / kRounds) + thread / 8;
+    const int row = round * kAtOnce + thread / 8;
+    if (Form::kHeads < kAtOnce && row >= Form::kHeads) continue;
     u32 highest = 0;
 #pragma unroll
     for (int k = 0; k < kOwnTiles; ++k) highest = highest_magnitude(highest, kept[round][k]);
