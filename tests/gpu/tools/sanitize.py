@@ -50,6 +50,7 @@ from cumla.launch.kernel import PreparedLaunch  # noqa: E402
 from cumla.launch.merge_states import MOST_BLOCKS, Meeting, merge_blocks  # noqa: E402
 from cumla.launch.sparse import top_k  # noqa: E402
 from cumla.mha.mask import AttentionMask  # noqa: E402
+from cumla.mla.shape import WIDTH, WIDTHS, Width  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
 from tests import prefix_cases  # noqa: E402
@@ -270,7 +271,8 @@ def run_grid(tool: str, plant: str | None) -> None:
 def append_all(cupy: Any) -> None:
     """Run what writes into caches of both families."""
     for form in ("slots", "requests, rotated"):
-        append_rows(cupy, form)
+        for width in WIDTHS:
+            append_rows(cupy, form, width)
         print(f"sanitize: rows by {form}: agree", flush=True)
     append_formats(cupy)
     print("sanitize: rows of formats: agree", flush=True)
@@ -488,16 +490,16 @@ def address_of(array: Any) -> int:
     return int(array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data)
 
 
-def append_rows(cupy: Any, form: str) -> None:
+def append_rows(cupy: Any, form: str, width: Width = WIDTH) -> None:
     """Write rows into a cache, and compare all of it; some of their places do not exist."""
     rng = np.random.default_rng(0)
-    tokens, bf16 = 37, NUMPY_DTYPES["bfloat16"]
-    rows = rng.standard_normal((tokens, 2, 576)).astype(bf16)
-    cache = np.zeros((5, 16, 2, 576), bf16)
+    tokens, bf16, (latent, rope) = 37, NUMPY_DTYPES["bfloat16"], width
+    rows = rng.standard_normal((tokens, 2, latent + rope)).astype(bf16)
+    cache = np.zeros((5, 16, 2, latent + rope), bf16)
     arguments: dict[str, Any] = {"slot_mapping": rng.permutation(100)[:tokens] - 10}
-    if form != "slots":
-        quarter_turns = np.zeros((20, 64), np.float32)
-        quarter_turns[:, 32:] = 1
+    if form != "slots" and rope:
+        quarter_turns = np.zeros((20, rope), np.float32)
+        quarter_turns[:, rope // 2 :] = 1
         arguments = {
             "batch_indices": np.arange(tokens) % 3 - 1,
             "positions": np.arange(tokens) - 3,
