@@ -106,7 +106,10 @@ GROUPS = (
     Group(
         "Compatibility modules",
         "integrations/index.md",
-        ("flash_attn", "vllm_flash_attn", "flash_mla", "flashinfer", "deep_gemm", "auto_deploy"),
+        (
+            *("flash_attn", "vllm_flash_attn", "vllm_minimax_m3", "flash_mla", "flashinfer"),
+            *("deep_gemm", "auto_deploy"),
+        ),
         "cumla.compat",
     ),
 )
