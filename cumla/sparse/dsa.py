@@ -162,6 +162,10 @@ class DSAPlan(Step):
         by default, and at most. Of longer requests no more than the first so many tokens are seen.
     extra_topk, dtype, cache_dtype, cache_format, extra_cache_format : optional
         As for :class:`cumla.MLASparsePlan`.
+    batch_invariant : bool
+        Give a query token the same bits whatever else is in the batch, and however many tokens of
+        its request are: scores and selection have them in any case, attention as in
+        :func:`cumla.mla_sparse_decode`.
     device, stream : optional
         As for :class:`cumla.MLADecodePlan`.
     workspace : array, optional
@@ -238,6 +242,7 @@ class DSAPlan(Step):
         cache_dtype: Any = None,
         cache_format: str | None = None,
         extra_cache_format: str | None = None,
+        batch_invariant: bool = False,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -246,8 +251,8 @@ class DSAPlan(Step):
         pages: dict[str, Any] = {"max_pages": max_pages, "page_size": page_size}
         pages |= {"kv_lens_shape": kv_lens_shape, "cache_format": index_cache_format}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
-        cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
-        cache |= {"extra_cache_format": extra_cache_format}
+        cache: dict[str, Any] = {"cache_dtype": cache_dtype, "cache_format": cache_format}
+        cache |= {"extra_cache_format": extra_cache_format, "batch_invariant": batch_invariant}
         attend = _Sizes((batch, q_len, num_heads, topk), {"extra_topk": extra_topk, **cache})
         own = _checked_own(index, topk, max_kv_len)
         self._shape, self._width, self._seen = (batch, q_len, topk), own.width, own.seen
@@ -305,6 +310,7 @@ class DSAPlan(Step):
         cache_format: str | None = None,
         extra_cache_format: str | None = None,
         index_cache_format: str | None = None,
+        batch_invariant: bool = False,
         workspace: Any = None,
         stream: Any = None,
     ) -> Self:
@@ -320,7 +326,7 @@ class DSAPlan(Step):
             As `q`, `kv_cache`, `block_table` and `cache_format` of :func:`cumla.paged_mqa_logits`.
         kv_lens : array, optional
             As of ``update``; ``(batch,)`` by default.
-        topk, max_kv_len, workspace, stream
+        topk, max_kv_len, batch_invariant, workspace, stream
             As for the class.
         """
         topk = checked_int("topk", topk, "there is nothing to select")
@@ -353,6 +359,7 @@ class DSAPlan(Step):
                 kv_lens_shape=shape,
                 index_cache_format=index_cache_format,
                 max_kv_len=max_kv_len,
+                batch_invariant=batch_invariant,
                 workspace=workspace,
                 like=index_q,
                 stream=stream,
@@ -378,6 +385,7 @@ class DSAPlan(Step):
         cache_dtype: Any = None,
         cache_format: str | None = None,
         extra_cache_format: str | None = None,
+        batch_invariant: bool = False,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's workspace in bytes, from numbers as for the class.
@@ -387,8 +395,8 @@ class DSAPlan(Step):
         pages: dict[str, Any] = {"max_pages": max_pages, "page_size": page_size}
         pages |= {"kv_lens_shape": kv_lens_shape, "cache_format": index_cache_format}
         index = _Sizes((batch, q_len, index_heads, index_dim), pages)
-        cache = {"cache_dtype": cache_dtype, "cache_format": cache_format}
-        cache |= {"extra_cache_format": extra_cache_format}
+        cache: dict[str, Any] = {"cache_dtype": cache_dtype, "cache_format": cache_format}
+        cache |= {"extra_cache_format": extra_cache_format, "batch_invariant": batch_invariant}
         attend = _Sizes((batch, q_len, num_heads, topk), {"extra_topk": extra_topk, **cache})
         own = _checked_own(index, topk, max_kv_len)
         return _bytes(own, index, attend, checked_sm_count(sm_count))

@@ -84,7 +84,27 @@ def test_arguments_are_those_of_the_functions() -> None:
     assert names(plan.update) == lengths | {"stream"}
     for of in (lambda kind: kind, lambda kind: kind.workspace_bytes):
         numbers = {index.get(n, n) for n in names(of(of_logits))} | names(of(of_lists))
-        assert names(of(plan)) == (numbers | {"max_kv_len"}) - {"batch_invariant"}
+        assert names(of(plan)) == numbers | {"max_kv_len"}
+
+
+@pytest.mark.parametrize("of", [STEP, V4_2], ids=["s1", "v4-s2"])
+def test_batch_invariant_plans_cut_lists_at_fixed_positions(
+    of: Step, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """The attention of the step does, by numbers and by arrays; memory is told for it."""
+    numbers, given = of.numbers(), of.arguments()
+    made = cumla.DSAPlan(**numbers, batch_invariant=True)
+    same = plan_of({n: cupy.like(a) for n, a in given.items()}, of.topk, batch_invariant=True)
+    for plan in (made, same):
+        assert plan._attend_plan.key.batch_invariant
+    plan = cumla.DSAPlan(**numbers, batch_invariant=True, like=given["index_q"])
+    assert_same(step(plan, given, LENS), of.expected(given, LENS))
+    long = numbers | {"topk": 16_384, "max_pages": 16_384 // of.page, "num_heads": 16}
+    size = [
+        cumla.DSAPlan.workspace_bytes(**long, batch_invariant=i, sm_count=132)
+        for i in (False, True)
+    ]
+    assert size[0] != size[1]
 
 
 def test_arguments_in_the_wrong_place() -> None:

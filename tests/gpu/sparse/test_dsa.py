@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.calls import int32
+from tests.calls import E4M3, int32
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import bits_of, from_torch, to_torch
 from tests.gpu.tools.problem import Guarded
@@ -31,6 +31,7 @@ cp: Any = pytest.importorskip("cupy")
 SMALL = Step(topk=100, heads=16, page=64, pages=8, index_heads=64, dim=128, packed=True, q_len=2)
 WIDE: dict[str, Any] = {"page": 64, "index_heads": 64, "dim": 128, "v4": True, "window": 128}
 SMALL_V4 = Step(topk=100, heads=16, pages=8, q_len=2, **WIDE)
+LONG = Step(topk=2048, heads=16, page=64, pages=300, index_heads=64, dim=128, packed=True, q_len=2)
 LENS = int32(500, 65, 256)
 
 
@@ -195,6 +196,41 @@ def test_plans_that_share_a_workspace(of: Step) -> None:
             layers.check(lengths, **window)
     with pytest.raises(ValueError, match="taken by another plan"):
         plans[0].select(**{name: layers.given[0][name] for name in SELECTED_FROM})
+
+
+@pytest.mark.parametrize("of", [SMALL, SMALL_V4, LONG], ids=["packed", "v4", "long"])
+def test_a_token_has_one_set_of_bits_in_any_batch(of: Step) -> None:
+    """Among other requests and alone, with the other tokens of its request and without them."""
+    rng = np.random.default_rng(1)
+    given = of.arguments() | {
+        "index_q": rng.standard_normal((of.batch, of.q_len, of.index_heads, of.dim)).astype(E4M3),
+        "index_weights": rng.standard_normal((of.batch * of.q_len, of.index_heads), np.float32),
+    }
+    there = {name: on_gpu(array) for name, array in given.items()}
+    lens = np.minimum(LENS, of.capacity) if of.pages < 20 else int32(19_000, 700, 8192)
+
+    def bits(some: dict[str, Any], kv_lens: np.ndarray) -> list[Any]:
+        made_of = {name: some[name] for name in MADE_OF}
+        options = {"topk": of.topk, "batch_invariant": True, **window_of(some)}
+        plan = cumla.DSAPlan.from_arrays(**made_of, **options)
+        plan.update(cp.asarray(kv_lens))
+        indices = plan.select(**{name: some[name] for name in SELECTED_FROM})
+        state = plan.run(**{name: some[name] for name in ATTENDED}, **window_of(some))
+        return [bits_of(array).reshape(array.shape) for array in (indices, *state)]
+
+    whole = bits(there, lens)
+    for r in range(of.batch):
+        for tokens in (slice(0, of.q_len), *(slice(j, j + 1) for j in range(of.q_len))):
+            some = dict(there)
+            for name in ("q", "index_q", "extra_indices"):
+                if name in some:
+                    some[name] = cp.ascontiguousarray(some[name][r : r + 1, tokens])
+            weights = there["index_weights"].reshape(of.batch, of.q_len, of.index_heads)
+            some["index_weights"] = cp.ascontiguousarray(weights[r, tokens])
+            some["block_table"] = there["block_table"][r : r + 1]
+            alone = bits(some, lens[r : r + 1] - (of.q_len - tokens.stop))
+            for one, all_ in zip(alone, whole, strict=True):
+                assert bool((one[0] == all_[r, tokens]).all()), (r, tokens)
 
 
 def test_tensors_of_pytorch() -> None:
