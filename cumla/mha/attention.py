@@ -270,7 +270,7 @@ def attention(
     batch_invariant : bool
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. A request whose query rows are one tile of the kernel, at most 64 per
-        kv head, is then cut every 1024 keys, and others are not cut, which takes longer than
+        kv head, is then cut every 2048 keys, and others are not cut, which takes longer than
         cutting requests to fill the GPU. The workspace is that of the longest requests that the
         page numbers can hold: pass no more columns of block_table than needed, or make a plan.
     stream : optional

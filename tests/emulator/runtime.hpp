@@ -121,6 +121,8 @@ static inline float __int_as_float(int bits) { return host::value_of<float>(stat
 static inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(host::bits_of(value)); }
 static inline int __float_as_int(float value) { return static_cast<int>(__float_as_uint(value)); }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static inline int __ffs(int x) { return __builtin_ffs(x); }

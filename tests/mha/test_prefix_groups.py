@@ -10,6 +10,7 @@ import pytest
 
 import cumla
 from cumla import PrefixGroups
+from tests.fake_cuda import FakeBindings, FakeCuPy
 from tests.launch.split.find_prefix_groups_mirror import expected_groups
 from tests.prefix_cases import (
     Group,
@@ -314,3 +315,25 @@ def test_the_check_mode_looks_at_the_offsets_of_queries(monkeypatch: pytest.Monk
     offsets = np.array([0, 1, -7, 99], np.int32)
     with pytest.raises(ValueError, match=r"^qo_indptr\[2\]"):
         cumla.find_prefix_groups(table, lens, offsets, page_size=16)
+
+
+@pytest.mark.parametrize("kind", [cumla.AttentionPlan, cumla.MLAAttentionPlan])
+def test_updates_with_groups_are_known_again(
+    kind: Any, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those without: the same arrays are looked at once, others each time."""
+    sizes = (3, 3, 4, 64) if kind is cumla.AttentionPlan else (3, 3, 4)
+    plan = kind(*sizes, prefix_groups=True, max_pages=9, device=0)
+    looks, update = [], kind._update
+    monkeypatch.setattr(kind, "_update", lambda self, *a: (looks.append(a), update(self, *a)))
+    arrays = [cupy.like(np.zeros(size, np.int32)) for size in (3, 4, 3, 3, 3)]
+    lengths = {"kv_lens": arrays[0], "qo_indptr": arrays[1]}
+    groups = [PrefixGroups(arrays[2], arrays[3]), PrefixGroups(arrays[2], arrays[4])]
+    for turn in range(4):
+        for one in groups:
+            bindings.launched.clear()
+            plan.update(**lengths, groups=one)
+            assert len(bindings.launched) > 1
+        if turn == 1:
+            looks.clear()
+    assert not looks

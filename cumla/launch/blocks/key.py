@@ -135,9 +135,15 @@ class BlockKey(MHAKey):
         return 1 if self.choice.takes_few_rows else -(-self.num_heads // ROW_GROUP)
 
     @cached_property
+    def cut_parts(self) -> int:
+        """Parts that may have a piece of a virtual request."""
+        is_cut = self.pieces > 1 if self.batch_invariant else self.parts > 1
+        return self.parts if is_cut else 0
+
+    @cached_property
     def num_tickets(self) -> int:
         """Places where thread blocks meet that share work."""
-        return self.parts if self.parts > 1 else 0
+        return self.cut_parts
 
     @cached_property
     def layout(self) -> PlanLayout:

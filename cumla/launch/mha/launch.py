@@ -110,7 +110,7 @@ def attention_values(
         "max_tokens": min(tokens, MOST_TOKENS),
         "page_entries": entries,
         "batch": key.num_places,
-        "parts": key.parts,
+        "parts": max(key.cut_parts, 1),  # of one, no request is split, whatever a plan holds
         "num_pages": a.k.shape[0],
         "page_size": key.page_size,
         "box_rows": key.box_rows,

@@ -245,7 +245,7 @@ def decode_values(
         "max_tokens": min(table.shape[1] * key.page_size, MOST_TOKENS),
         "page_entries": (table.shape[0] - 1) * entries_apart + table.shape[1],
         "batch": key.num_places,
-        "parts": key.parts,
+        "parts": max(key.cut_parts, 1),  # of one, no request is split, whatever a plan holds
         "max_pages": table.shape[1],
         "num_pages": arguments.kv_cache.shape[0],
         "page_size": key.page_size,

@@ -170,7 +170,7 @@ class MLADecodeKey(_DenseKey):
         requests.
         """
         if self.batch_invariant:
-            return self.batch * max(1, -(-self.max_blocks // self.piece_blocks))
+            return self.batch * self.fixed_pieces
         return filling_parts(self.tiles, self.sm_count)
 
     @property

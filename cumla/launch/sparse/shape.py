@@ -173,7 +173,7 @@ class MLASparseKey(LatentKey):
     def parts(self) -> int:
         """Shares into which the blocks of all lists are dealt."""
         if self.batch_invariant:
-            return self.num_places * max(1, -(-self.max_blocks // self.piece_blocks))
+            return self.num_places * self.fixed_pieces
         return filling_parts(self.tiles, self.sm_count)
 
     @cached_property

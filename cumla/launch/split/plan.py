@@ -164,6 +164,12 @@ class PlanKey(ABC):
         """Shares into which the KV blocks are dealt."""
 
     @property
+    def cut_parts(self) -> int:
+        """Parts that may have a piece of a request: room is left for those."""
+        is_cut = self.parts > 1 and (self.fixed_pieces > 1 or not self.batch_invariant)
+        return self.parts if is_cut else 0
+
+    @property
     @abstractmethod
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
@@ -214,14 +220,19 @@ class PlanKey(ABC):
         return piece_blocks(self.row_groups)
 
     @cached_property
+    def fixed_pieces(self) -> int:
+        """Pieces of the longest batch-invariant request: split/schedule.cu cuts all like that."""
+        return 1 + max(self.max_blocks - self.min_saving, 0) // self.piece_blocks
+
+    @cached_property
     def may_wait(self) -> bool:
         """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
         return self.parts * self.tiles <= self.sm_count
 
     @cached_property
     def num_tickets(self) -> int:
-        """Places where thread blocks meet that share work: one for each part and tile."""
-        return self.tiles * self.parts if self.parts > 1 else 0
+        """Places where thread blocks meet that share work: one for each such part and tile."""
+        return self.tiles * self.cut_parts
 
     @cached_property
     def layout(self) -> PlanLayout:
@@ -236,6 +247,12 @@ class RaggedKey(PlanKey):
     max_pieces: int = 1  # of a batch-invariant request
     # "batch": all row tiles. "unsplit": all in one part, as a batch-invariant schedule begins.
     role: str = "batch"
+
+    @cached_property
+    def cut_parts(self) -> int:
+        """Parts that may have a piece of a request: none if the longest one is not cut."""
+        is_cut = self.parts > 1 and (self.max_pieces > 1 or not self.batch_invariant)
+        return self.parts if is_cut else 0
 
     @property
     def is_uncut(self) -> bool:
@@ -350,7 +367,7 @@ class PlanLayout:
     @classmethod
     def of(cls, key: PlanKey) -> PlanLayout:
         """Lay out the buffer for a key."""
-        pieces = key.tiles * key.parts * 2 if key.parts > 1 else 0
+        pieces = key.tiles * key.cut_parts * 2
         rows = pieces * key.row_groups * ROW_GROUP
         offsets = [0]
         for size in (

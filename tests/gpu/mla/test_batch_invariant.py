@@ -177,6 +177,36 @@ def test_more_requests_than_threads_of_the_schedule() -> None:
     assert same(bits_of_call(chosen(problem, order)), pool[cp.asarray(order)])
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_more_pieces_than_the_gpu_holds(heads: int, record_figures: Any) -> None:
+    """The last thread blocks of a request join, the last one to come, or all: the same bits."""
+    shape = Case(heads=heads)
+    longest = 150 * tokens_between_cuts(shape) // tiles_of(shape)
+    lengths = np.array([longest, 5000, longest - 700, 70])
+    problem = make_problem(cp, dataclasses.replace(shape, batch=4), lengths)
+    pool = bits_of_call(problem)
+    out, lse = problem.outputs()
+    arguments = {"softmax_scale": problem.softmax_scale, "batch_invariant": True}
+    cumla.mla_decode(*problem.arrays, **arguments, out=out.array, lse=lse.array)
+    record_figures(problem.check(out.array, lse.array))
+    for batch in ([0], [2], [3, 2], [2, 0], [0, 3, 1]):
+        assert same(bits_of_call(chosen(problem, batch)), pool[cp.asarray(batch)]), batch
+    for batch in ([1], [3, 1]):
+        assert same(bits_of_call(chosen(problem, batch, narrow=True)), pool[cp.asarray(batch)])
+
+
+@pytest.mark.parametrize(
+    "name", ["mla_decode, 16 heads", "mla_decode, 128 heads", "mla_decode, 128 heads, 2 tokens"]
+)
+def test_random_batches(name: str) -> None:
+    """Each request has one set of bits, in calls and by plans; `bench.invariance` places more."""
+    pytest.importorskip("torch")
+    from bench.invariance import ROWS, placed
+
+    (row,) = [row for row in ROWS if row.name == name]
+    assert placed(row, 300)["several"] == []
+
+
 # --- other times ---------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from cumla.launch.split.plan import TICKET_BYTES
 from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of, to_torch
 from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table
+from tests.gpu.tools.placements import around, check_one_set_of_bits, rows_of
 from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.ragged_problem import (
     GridCase,
@@ -634,3 +635,57 @@ def test_check_mode_finds_what_is_out_of_range(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match=r"^kv_lens\[1\]: needs a length from 0 to 64"):
         plan.update(**problem.lengths)
     assert bool((out.bits == out.ones).all())
+
+
+# --- numbers of queries ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 0, 63, 100, 300, 1000], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "page_size", "plan"),
+    [
+        pytest.param(16, 64, {}, id="16"),
+        pytest.param(128, 16, {}, id="128"),
+        pytest.param(16, 64, {"max_kv_len": 1}, id="16-uncut"),
+        pytest.param(40, 1, {"max_kv_len": 1}, id="40-uncut"),
+    ],
+)
+def test_a_token_has_its_bits_among_any_number_of_queries(
+    heads: int, page_size: int, plan: dict[str, Any], window: int | None
+) -> None:
+    """Among 1, 2, 3 and 8, between two cuts; without cuts in chunks of a prompt, too."""
+    rng, pages = cp.random.default_rng(heads), -(-6000 // page_size)
+    cache, q = (
+        rng.standard_normal((*shape, 576), np.float32).astype(np.float16)
+        for shape in ((pages, page_size, 1), (6000, heads))
+    )
+    table = cp.asarray(np.random.default_rng(heads).permutation(pages).astype(np.int32))
+    for begin in (100, 700, 1500, 5000):
+        placements = around(begin) + around(begin + 64)
+        if plan:
+            placements += [(begin + 4, 70), (begin + 40, 100)]
+        rows, ends, lens = rows_of(placements)
+        there = q[cp.asarray(rows)]
+        lengths = {"kv_lens": cp.asarray(lens), "qo_indptr": cp.asarray(ends)}
+        tables = cp.ascontiguousarray(cp.broadcast_to(table, (len(lens), pages)))
+        modes: dict[str, Any] = {"window": window, "batch_invariant": True}
+        if plan:
+            bounds = lengths["qo_indptr"]
+            made = cumla.MLAAttentionPlan.from_arrays(
+                there, cache, qo_indptr=bounds, **modes, **plan
+            )
+            made.update(**lengths)
+            found = made.run(there, cache, block_table=tables)
+        else:
+            found = cumla.mla_attention(there, cache, **lengths, block_table=tables, **modes)
+        check_one_set_of_bits(rows, map(bits_of, found))
+
+
+@pytest.mark.parametrize("name", ["mla_attention, 16 heads", "mla_attention, window"])
+def test_random_batches(name: str) -> None:
+    """Each request has one set of bits, in calls and by plans; `bench.invariance` places more."""
+    pytest.importorskip("torch")
+    from bench.invariance import ROWS, placed
+
+    (row,) = [row for row in ROWS if row.name == name]
+    assert placed(row, 300)["several"] == []

@@ -160,13 +160,13 @@ def test_every_kernel_serves_a_shape() -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("heads", "topk"), [(1, 1), (16, 63), (40, 64), (128, 2049)])
+@pytest.mark.parametrize(("heads", "topk"), [(1, 1), (16, 63), (16, 2049), (40, 64), (128, 2049)])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invariant: bool) -> None:
     key = key_of(heads, cache, topk=topk, batch_invariant=invariant)
     assert key.num_places == 15
     layout = key.layout
-    pieces = key.tiles * key.parts * 2 * key.row_groups * 16 if key.parts > 1 else 0
+    pieces = key.tiles * key.cut_parts * 2 * key.row_groups * 16
     listed = 0 if cache.startswith("v32") else key.num_places * topk
     extents = [
         (layout.places, key.num_places * 8),

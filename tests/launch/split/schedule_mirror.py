@@ -139,10 +139,12 @@ def invariant_schedule(
     lengths = np.clip(np.asarray(kv_lens, np.int64), 0, max_blocks * BLOCK_TOKENS)
     batch, size = len(lengths), piece_blocks(row_groups)
     blocks = -(-lengths // BLOCK_TOKENS)
-    pieces = 1 + np.maximum(blocks - min_saving(row_groups, tiles), 0) // size
+    saving = min_saving(row_groups, tiles)
+    pieces = 1 + np.maximum(blocks - saving, 0) // size
     requests = np.repeat(np.arange(batch), pieces)
     index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    bounds = np.zeros((batch * max(1, -(-max_blocks // size)) + 1, 2), np.int32)
+    most = 1 + max(max_blocks - saving, 0) // size
+    bounds = np.zeros((batch * most + 1, 2), np.int32)
     bounds[:, 0] = batch
     bounds[: len(requests), 0] = requests
     bounds[: len(requests), 1] = index * size

@@ -16,13 +16,16 @@ from tests.emulator import emulated_gpu
 from tests.launch.mha.test_attention import BF16, bits, call
 from tests.launch.split.invariant_parts_mirror import parts_of
 
+PIECE = RULES.piece_blocks * 64
+"""Tokens between cuts."""
 
-@pytest.mark.parametrize("most", [4000, 2000, 1])
+
+@pytest.mark.parametrize("most", [8000, 4000, 1])
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens"),
     [
-        ((1, 1, 1, 1), (3000, 0, 1024, 1025)),
-        ((0, 40, 3, 16), (50, 4000, 2049, 100)),
+        ((1, 1, 1, 1), (6000, 0, 2048, 2049)),
+        ((0, 40, 3, 16), (50, 8000, 4097, 100)),
         ((0, 0, 0, 0), (9, 9, 9, 9)),
     ],
     ids=str,
@@ -42,14 +45,27 @@ def test_parts(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], most: int) -> 
     for q_len, tokens in zip(q_lens, kv_lens, strict=True):
         tiles += [(tokens, q_len * group)] * -(-q_len * group // 64)
     expected = parts_of(
-        tiles, key.num_places, key.parts, RULES.piece_blocks, max(1, -(-most // 1024))
+        tiles, key.num_places, key.parts, RULES.piece_blocks, max(1, -(-most // PIECE))
     )
     found = buffer[layout.parts : layout.parts + key.parts * 48].view(np.int32).reshape(-1, 12)
     assert (found[:, :10] == expected).all()
     assert not buffer[layout.tickets : layout.tickets + 16 * key.num_tickets].any()
 
 
-ALONE = (2100, 1, 1030, 600, 0)
+@pytest.mark.parametrize("most", [1, 1024])
+def test_a_plan_that_cuts_nothing_reserves_no_pieces(most: int) -> None:
+    """A list of row tiles and of parts is all that it needs, however many tokens it has."""
+    sizes: dict[str, Any] = {"batch_invariant": True, "max_kv_len": most, "sm_count": 132}
+    for nbytes, tiles in (
+        (cumla.AttentionPlan.workspace_bytes(8, 16_384, 32, 128, num_kv_heads=8, **sizes), 1032),
+        (cumla.MLAAttentionPlan.workspace_bytes(8, 8192, 128, **sizes), 16_392),
+        (cumla.MLADecodePlan.workspace_bytes(128, 1, 16, **sizes), 128),
+        (cumla.MLADecodePlan.workspace_bytes(128, 1, 128, **sizes), 128),
+    ):
+        assert nbytes <= tiles * (32 + 48) + 5 * 256
+
+
+ALONE = (4200, 1, 2060, 600, 0)
 """Keys of requests: pieces of different numbers, the last one of which is short, or one."""
 
 
@@ -62,7 +78,7 @@ def invariant_problem(q_lens: tuple[int, ...], dtype: str, **changes: Any) -> di
         **{name: rng.standard_normal((500, 16, 2, 64)).astype(kind) for name in "kv"},
         "kv_lens": int32(*ALONE),
         "qo_indptr": int32(0, *np.cumsum(q_lens)),
-        "block_table": rng.permutation(1250).reshape(5, 250).astype(np.int32) % 500,
+        "block_table": rng.permutation(1350).reshape(5, 270).astype(np.int32) % 500,
         "sinks": np.arange(4, dtype=np.float32),
         **changes,
     }
@@ -125,7 +141,7 @@ def test_an_invariant_plan_gives_the_bits_of_a_call() -> None:
         there = {name: cupy.like(value) for name, value in arguments.items()}
         expected = bits(cumla.attention(**there, batch_invariant=True))
         lengths = {name: there.pop(name) for name in ("kv_lens", "qo_indptr")}
-        for most in (2100, 50_000, 2000):
+        for most in (4200, 50_000, 4000):
             plan = cumla.AttentionPlan.from_arrays(
                 *(there[name] for name in ("q", "k", "v")),
                 qo_indptr=lengths["qo_indptr"],

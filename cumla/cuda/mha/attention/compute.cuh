@@ -348,6 +348,12 @@ struct Consumer {
     }
   }
 
+  // a * x + b * y, each product rounded: so the sum does not depend on which consumer has which blocks, as it follows
+  // from where a window begins.
+  __device__ __forceinline__ static float both(float a, float x, float b, float y) {
+    return __fadd_rn(__fmul_rn(a, x), __fmul_rn(b, y));
+  }
+
   // Otherwise consumers exchange halves of their outputs, and add them.
   __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2],
                                            const float (&sink)[2]) const {
@@ -368,9 +374,9 @@ struct Consumer {
       const float highest = fmaxf(maximum[r], theirs);
       own[r] = exp2_approx(maximum[r] - highest);
       other[r] = exp2_approx(theirs - highest);
-      const float total = own[r] * sum[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r));
+      const float total = both(own[r], sum[r], other[r], load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r)));
       const float rounded =
-          own[r] * weight[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r));
+          both(own[r], weight[r], other[r], load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r)));
       inverse[r] = inverse_of_sum(rounded);
       if constexpr (kScaled) inverse[r] *= value_factor;
       lse[r] = log_sum_exp(highest, total);
@@ -383,7 +389,7 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float mine = consumer == 0 ? output[4 * j + e] : output[4 * (kHalf + j) + e];
-        half[4 * j + e] = (own[e >> 1] * mine + other[e >> 1] * theirs[e]) * inverse[e >> 1];
+        half[4 * j + e] = both(own[e >> 1], mine, other[e >> 1], theirs[e]) * inverse[e >> 1];
       }
     }
     consumers_sync();  // the next tile, and combining, overwrite the exchange

@@ -147,7 +147,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
 
   // The same for the rows of a block before the windows of all rows of the tile.
   __device__ __forceinline__ void clear_values_before(int stage, int block) {
-    const int hidden = tile.first_seen - block * kBlockTokens;
+    const int hidden = min(tile.first_seen - block * kBlockTokens, kBlockTokens);
     if (hidden <= 0) return;
     const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
     for (int i = threadIdx.x % kWarpgroup; i < hidden * kHalfChunks; i += kWarpgroup)

@@ -84,7 +84,10 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, WindowTi
   tile.first_seen = tile.first_of(p, 0);
   tile.seen_by_all = tile.first_of(p, tile.rows - 1);
   const int end = segment.begin + segment.blocks;
-  segment.begin = max(segment.begin, min(tile.first_seen / kBlockTokens, end));
+  // Consumers multiply the columns of a block in different orders: a batch-invariant row has the same one for each
+  // block, whichever rows are in its tile.
+  const int first = min(tile.first_seen / kBlockTokens, end);
+  segment.begin = max(segment.begin, p.batch_invariant ? first & ~1 : first);
   segment.blocks = end - segment.begin;
   segment.tokens = max(segment.tokens - tile.behind, 0);
   segment.request = request;
