@@ -27,7 +27,8 @@ TESTED = ((0, 25), (0, 33))
 Older ones are refused. Newer ones are served after a warning, if they have the interfaces.
 """
 
-_WITH_INDEXERS = (0, 26)  # the first with classes for sparse MLA that the plugin can derive from
+# Of sparse MLA: 0.25 has no classes to derive from, and 0.29 has another model of DeepSeek-V3.2.
+_TESTED_SPARSE = ((0, 26), (0, 28))
 _PATH = f"{__name__}.Backend"
 _log = logging.getLogger(__name__)
 
@@ -143,5 +144,5 @@ def __getattr__(name: str) -> Any:
     kind = ("sparse" if is_sparse else "mla") if model.use_mla else "mha"
     classes = ("Backend", "Builder", "Impl")
     module = f"{__name__}.{kind}"
-    tested = (_WITH_INDEXERS, TESTED[1]) if kind == "sparse" else TESTED
+    tested = _TESTED_SPARSE if kind == "sparse" else TESTED
     return backend_of("vllm", vllm.__version__, tested, "CUSTOM", module, classes).Backend

@@ -7,6 +7,7 @@ the operation behind them.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from inspect import signature
 from typing import Any
@@ -46,9 +47,13 @@ def take_over() -> None:
         return
     _library = torch.library.Library("vllm", "FRAGMENT")
     name, key = "sparse_attn_indexer", current_platform.dispatch_key
+    ours = theirs.eager_break_during_capture(select)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells that the operation had an implementation
-        _library.impl(name, theirs.eager_break_during_capture(select), key, allow_override=True)
+        _library.impl(name, ours, key, allow_override=True)
+    for module in [sys.modules[each] for each in list(sys.modules) if each.startswith("vllm.")]:
+        if vars(module).get(name) is _original:  # models of later versions call it
+            setattr(module, name, ours)
     metadata.has_deep_gemm = lambda: False  # whose schedule nothing reads then
 
 
@@ -142,8 +147,9 @@ def _decode(
 ) -> None:
     """Select for query tokens of decoding, by one schedule for all layers."""
     if not hasattr(step, "scored"):
-        lens, table = _each(step, len(q)) if step.requires_padding else (step.seq_lens, None)
-        table = step.block_table if table is None else table
+        lens, table = step.seq_lens, step.block_table
+        if step.requires_padding or lens.numel() != len(q):
+            lens, table = _each(step, len(q))
         shape = *lens.shape, *q.shape[1:], cache.shape[1], table.shape[1]
         builder = getattr(step.schedule_metadata, "data_ptr", int)()  # each has its own
         plans = _plans.setdefault((q.device, builder), Plans(q.device, {}))

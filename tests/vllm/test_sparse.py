@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,11 +138,16 @@ def test_the_name_serves_sparse_mla() -> None:
         assert cumla.vllm.Backend.__module__ == "cumla.vllm.mha"
 
 
-def test_versions_without_classes_for_sparse_mla_are_refused() -> None:
+def test_versions_have_a_range_of_their_own_for_sparse_mla(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with stubbed("0.25.1", index_topk=TOPK):
-        match = r"^vllm: cumla's backend needs a version from 0.26 to 0.33, .* got 0.25.1; install"
+        match = r"^vllm: cumla's backend needs a version from 0.26 to 0.28, .* got 0.25.1; install"
         with pytest.raises(RuntimeError, match=match):
             _ = cumla.vllm.Backend
+    with stubbed("0.33.0", index_topk=TOPK), caplog.at_level(logging.WARNING):
+        assert cumla.vllm.Backend.is_sparse()
+    assert "tested with vllm 0.26 to 0.28, not with 0.33.0:" in caplog.text
 
 
 # --- the indexer ---------------------------------------------------------------------------------
@@ -177,12 +183,14 @@ def test_the_indexer_selects_for_decoding(q_len: int) -> None:
         assert bool(sparse.buffer[tokens:].eq(7).all())
 
 
-def test_the_indexer_selects_for_unequal_decoding() -> None:
-    """vLLM says that it would pad the queries."""
+@pytest.mark.parametrize("says_so", [True, False])
+def test_the_indexer_selects_for_unequal_decoding(says_so: bool) -> None:
+    """vLLM says that it would pad the queries, or their number does."""
     sparse, lens, starts = SparseMLA(), (90, 5, 33), (0, 1, 3, 4)
     table = tables(int32(*lens))
     seen = torch.tensor([[n - 1, n] for n in lens]).int()
     step = sparse.decoding(seen, table, torch.tensor(starts), padded=True)
+    step.decode.requires_padding = says_so
     q, weights, keys = sparse.index_inputs(4)
     sparse.index(step, q, weights, keys)
     for i, (request, count) in enumerate(((0, 90), (1, 4), (1, 5), (2, 33))):
@@ -222,17 +230,25 @@ def test_the_indexer_leaves_it_to_vllm_to_measure_memory() -> None:
     assert select(*[None] * 13, "buffer", False, False) == "buffer"
 
 
-def test_vllms_operation_is_taken_over() -> None:
+def test_vllms_operation_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the layers call, once in a process; and DeepGEMM makes no schedule."""
+    from vllm.model_executor.layers import sparse_attn_indexer as layer
     from vllm.v1.attention.backends.mla import indexer as metadata
 
     from cumla.vllm import indexer
 
+    later = ModuleType("vllm.models.later")  # a model that calls the function itself
+    for module in (later, ModuleType("theirs")):
+        module.sparse_attn_indexer = layer.sparse_attn_indexer  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     assert metadata.has_deep_gemm()
     for _ in range(2):
         SparseMLA()
     assert not metadata.has_deep_gemm()
     assert indexer._library is not None
+    for module in (later, layer):
+        assert module.sparse_attn_indexer is indexer.select
+    assert sys.modules["theirs"].sparse_attn_indexer is stub.sparse_attn_indexer
 
 
 @pytest.mark.parametrize("is_late", [True, False])
