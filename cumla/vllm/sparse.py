@@ -143,7 +143,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
                     f"{kwargs[name]}; leave out --attention-backend CUSTOM"
                 )
         super().__init__(*args, **kwargs)
-        self.sinks = None if sinks is None else sinks.float().contiguous()
+        self.sinks = sinks  # a parameter, whose values come later
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
 
     def forward_mqa(
@@ -153,6 +153,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
         tokens = len(q[0] if isinstance(q, tuple) else q)
         assert self.topk_indices_buffer is not None
         is_packed = kv_c_and_k_pe_cache.shape[-1] == _ROW_BYTES
+        sinks = None if self.sinks is None else self.sinks.detach().float()
         out, lse = attn_metadata.step(tokens).run_sparse(
             q,
             kv_c_and_k_pe_cache,
@@ -160,7 +161,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
             attn_metadata.block_table,
             softmax_scale=self.scale,
             kv_scale=None if is_packed else factor(layer._k_scale, kv_c_and_k_pe_cache),
-            sinks=self.sinks,
+            sinks=sinks,
         )
         return out, lse.flatten(0, -2) if self.need_to_return_lse_for_decode else None
 

@@ -58,7 +58,7 @@ def wanted(sparse: SparseMLA, q: Any, lens: Any, starts: Any, table: Any) -> Any
         row_to_request=requests,
         softmax_scale=SCALE,
         kv_scale=sparse.layer._k_scale.view(1) if is_scaled else None,
-        sinks=sparse.impl.sinks,
+        sinks=None if sparse.impl.sinks is None else sparse.impl.sinks.detach().float(),
     )
 
 
@@ -103,9 +103,13 @@ def test_every_dense_prefill_is_merged_with_its_context() -> None:
     assert context.prefill_tokens_with_context is None
 
 
-def test_sinks_and_the_logarithm_of_layers() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_and_the_logarithm_of_layers(dtype: Any) -> None:
+    """Sinks are a parameter of the model, which is loaded after its layers are made."""
     lens, starts = (90, 5, 33), (0, 1, 2, 3)
-    sparse, kv_lens = SparseMLA(sinks=torch.linspace(-1, 1, HEADS).bfloat16()), int32(*lens)
+    sinks = torch.nn.Parameter(torch.zeros(HEADS, dtype=dtype))
+    sparse, kv_lens = SparseMLA(sinks=sinks), int32(*lens)
+    sinks.data.copy_(torch.linspace(-1, 1, HEADS))
     sparse.impl.need_to_return_lse_for_decode = True
     sparse.lists(visible(lens, starts))
     out, lse = sparse.attend(sparse.step(kv_lens, int32(*starts), 3), queries(3))
