@@ -26,9 +26,11 @@ class Server:
         page: int = PAGE,
         device: str = "cpu",
         is_ngram: bool = False,
+        width: tuple[int, int] = (512, 64),
     ) -> None:
         torch.manual_seed(1)
-        columns = [576] if is_mla else [64, 32]
+        self.width = width  # of MLA: latent columns, and RoPE ones
+        columns = [sum(width)] if is_mla else [64, 32]
         heads = 1 if is_mla else 2
         rows = [torch.randn(SLOTS, heads, n).bfloat16().to(device) for n in columns]
         self.buffers = [torch.zeros_like(each, dtype=cache_dtype) for each in rows]
@@ -62,8 +64,8 @@ class Server:
             "layer_id": 0,
             "tp_q_head_num": HEADS,
             "tp_k_head_num": 1 if is_mla else 2,
-            "qk_head_dim": 576 if is_mla else 64,
-            "v_head_dim": 512 if is_mla else 32,
+            "qk_head_dim": sum(self.width) if is_mla else 64,
+            "v_head_dim": self.width[0] if is_mla else 32,
             "scaling": SCALE,
             "logit_cap": 0.0,
             "sliding_window_size": -1,

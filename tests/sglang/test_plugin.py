@@ -19,6 +19,7 @@ import pytest
 
 import cumla
 import cumla.sglang
+from cumla.mla.shape import WIDTHS
 from tests.compat.oracle import naive
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
@@ -137,6 +138,38 @@ def test_mla_writes_and_attends_as_the_eager_calls(
         softmax_scale=SCALE,
     )
     torch.testing.assert_close(out.view(tokens, HEADS, 512), state.out)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_mla_of_other_widths(width: tuple[int, int], in_parts: bool) -> None:
+    """Decoding and a prefill of 3 tokens; a model without RoPE has no columns of it."""
+    latent, columns = width[0], sum(width)
+    for mode, new in ((Mode.DECODE, (1, 1, 1)), (Mode.EXTEND, (3, 1, 2))):
+        tokens = sum(new)
+        q, k = (torch.randn(tokens, n, columns).bfloat16() for n in (HEADS, 1))
+        with stubbed():
+            server = Server(True, width=width)
+            fb, layer = server.batch(mode, (90, 5, 33), new), server.layer()
+            wanted = server.buffers[0].clone().unflatten(0, (-1, PAGE))
+            server.backend.init_forward_metadata(fb)
+            parts: dict[str, Any] = {}
+            arrays = q.flatten(1), k, k[..., :latent]
+            if in_parts:
+                parts = {"q_rope": q[..., latent:], "k_rope": k[..., latent:]}
+                arrays = q[..., :latent].contiguous(), k[..., :latent], k[..., :latent]
+            out = server.backend.forward_extend(*arrays, layer, fb, **parts)
+        cumla.append_mla_cache(k, wanted, fb.out_cache_loc)
+        assert torch.equal(server.buffers[0], wanted.flatten(0, 1))
+        state = cumla.mla_attention(
+            q,
+            wanted,
+            block_table=server.table.flip(0),
+            kv_lens=torch.tensor((90, 5, 33), dtype=torch.int32),
+            qo_indptr=starts(new),
+            softmax_scale=SCALE,
+        )
+        torch.testing.assert_close(out.view(tokens, HEADS, latent), state.out)
 
 
 @pytest.mark.parametrize("mode", ["decoding", "drafts", "prefill"])

@@ -83,11 +83,13 @@ class MLA:
         device: str = "cpu",
         graphs: str = "FULL_AND_PIECEWISE",
         cuts_drafts: bool = False,
+        width: tuple[int, int] = (512, 64),
     ) -> None:
         from vllm.config import CUDAGraphMode
 
         from cumla.vllm.mla import Builder, Impl
 
+        self.width = width
         torch.manual_seed(1)
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.bfloat16),
@@ -99,18 +101,19 @@ class MLA:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=BATCHED_TOKENS),
             speculative_config=SimpleNamespace(enable_adaptive_verification=cuts_drafts),
         )
-        spec = SimpleNamespace(dtype=cache_dtype, head_size=576, block_size=PAGE, dcp=dcp)
+        spec = SimpleNamespace(dtype=cache_dtype, head_size=sum(width), block_size=PAGE, dcp=dcp)
         self.builder = Builder(spec, ["layer"], config, torch.device(device))
         self.impl = Impl(scale=SCALE)
         self.impl.need_to_return_lse_for_decode = dcp > 1
         self.k_scale = torch.tensor(0.5, device=device)
         self.layer = SimpleNamespace(_k_scale=self.k_scale)
-        self.cache = torch.zeros(PAGES, PAGE, 576, dtype=cache_dtype, device=device)
-        rows = torch.randn(PAGES * PAGE, 576).bfloat16().to(device)
+        self.cache = torch.zeros(PAGES, PAGE, sum(width), dtype=cache_dtype, device=device)
+        rows = torch.randn(PAGES * PAGE, sum(width)).bfloat16().to(device)
         self.write(rows, torch.arange(PAGES * PAGE, device=device))
 
     def write(self, rows: Any, slots: Any) -> None:
-        arrays = rows[:, :512], rows[:, None, 512:], self.cache, slots
+        latent = self.width[0]
+        arrays = rows[:, :latent], rows[:, None, latent:], self.cache, slots
         self.impl.do_kv_cache_update(*arrays, "as the cache", self.k_scale)
 
     def step(

@@ -22,6 +22,7 @@ import pytest
 import cumla
 import cumla.vllm
 import tests.emulator
+from cumla.mla.shape import WIDTHS
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
 from tests.selection import some
@@ -211,6 +212,22 @@ def test_mla_attends_as_the_eager_call(
         q, mla.cache, block_table=table, kv_lens=kv_lens, qo_indptr=offsets, softmax_scale=SCALE
     )
     torch.testing.assert_close(out[:last], wanted.out[:last])
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_mla_of_other_widths(width: tuple[int, int]) -> None:
+    """Decoding and prefills; vLLM passes RoPE columns apart, also where a model has none."""
+    latent, rope = width
+    for lens, starts, tokens, _ in (STEPS["decoding"], STEPS["short prefills"]):
+        mla, kv_lens, offsets = MLA(width=width), int32(*lens), int32(*starts)
+        step = mla.step(kv_lens, offsets, tokens)
+        parts = torch.randn(tokens, HEADS, latent + rope).bfloat16().split(width, -1)
+        out, _ = mla.attend(step, parts)
+        q = torch.cat(parts, -1)
+        pages = {"block_table": step.decode.block_table, "kv_lens": kv_lens, "qo_indptr": offsets}
+        wanted = cumla.mla_attention(q, mla.cache, **pages, softmax_scale=SCALE)
+        assert out.shape == (tokens, HEADS, latent)
+        torch.testing.assert_close(out, wanted.out)
 
 
 @pytest.mark.parametrize("name", ["drafts", "short prefills"])
