@@ -209,7 +209,7 @@ def factor(scale: torch.Tensor, cache: torch.Tensor) -> torch.Tensor | None:
 _WITH_MLA = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_mtp", "kimi_k2"),
     *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
-    *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4"),
+    *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4", "hy_v4"),
 )
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)

@@ -74,6 +74,9 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
     assert found["decoding, 1 request"] == "mla_sparse_fp8_16_packed"
     assert rows(info(V32, "--kv-cache-dtype", "fp8")[1])["served"].startswith("yes")
+    found = rows(info(V32 | {"model_type": "hy_v4", "learnable_sink": True})[1])
+    assert found["each GPU"].startswith("128 heads of 576, sinks;")
+    assert found["served"].startswith("yes")
 
 
 def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
