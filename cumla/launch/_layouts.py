@@ -232,10 +232,12 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kPackedScales": 512,
     },
     "mla/mla_decode_fp8_64": {
-        "Heads64Layout<false>::kBytes": 230968,
+        "Heads64Layout<false, false>::kBytes": 219424,
+        "Heads64Layout<false, true>::kBytes": 230968,
+        "kGranuleRows": 16,
     },
     "mla/mla_decode_fp8_products": {
-        "Heads64Layout<true>::kBytes": 229272,
+        "Heads64Layout<true, false>::kBytes": 229272,
     },
     "mla/mla_decode_swapped": {
         "SwappedLayout(0).query_free() + 8": 231472,
@@ -247,9 +249,12 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "SharedLayout(0).max_logit(kRowTile)": 232416,
     },
     "sparse/mla_sparse_packed": {
-        "Heads64Layout<false, 16>::kBytes": 228272,
-        "Heads64Layout<false, 32>::kBytes": 226440,
-        "Heads64Layout<false, kHeads>::kBytes": 230968,
+        "Heads64Layout<false, false, 16>::kBytes": 195696,
+        "Heads64Layout<false, false, 32>::kBytes": 214896,
+        "Heads64Layout<false, false, kHeads>::kBytes": 219424,
+        "Heads64Layout<false, true, 16>::kBytes": 228272,
+        "Heads64Layout<false, true, 32>::kBytes": 226440,
+        "Heads64Layout<false, true, kHeads>::kBytes": 230968,
     },
     "sparse/mla_sparse_v4": {
         "V4Layout(0).pacer(2 * kWarpgroup)": 232160,

@@ -5,6 +5,7 @@
 //
 // grid = (row tiles of up to 16, 32 or 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.
 #include "mla/mla_decode_fp8_64/kernel.cuh"
+#include "mla/mla_decode_fp8_64/one_factor.cuh"
 #include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
 #include "ptx/copy.cuh"
@@ -38,7 +39,7 @@ template <bool kScales, bool kRope, typename AnyParams, int kTileHeads>
 struct ListRows {
   using Params = AnyParams;
   using Form = RowForm<kScales, false, false, kRope, kTileHeads>;
-  using Consumer = Heads64Consumer<Form>;
+  using Consumer = typename ConsumerOf<Form>::Type;
   using Tile = PackedTile<kRope, kTileHeads>;
 
   __device__ __forceinline__ static void prefetch(const Params& params, int thread, int threads) {

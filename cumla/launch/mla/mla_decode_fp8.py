@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.mla import mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values
 from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
-from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
+from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
@@ -31,6 +32,9 @@ _FILE = "mla/mla_decode_fp8"
 _PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = (
     constant(_FILE, what) for what in ("kPackedBytes / 4", "kPackedScales", "kPackedRope")
 )
+# Rows of a granule of the kernels of many heads.
+_GRANULE_ROWS = constant("mla/mla_decode_fp8_64", "kGranuleRows")
+_WHOLE_TILES = frozenset((*mla_decode_fp8_64.SPECS, *mla_decode_fp8_products.SPECS))
 
 
 def smem_bytes(rows: int, grouped: bool, form: str) -> int:
@@ -163,9 +167,11 @@ def launch_with(
     scales, factor = a.kv_scales, a.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
     latent_map, rope_map, scales_map = _maps(_FORMS.get(spec, "rows"), key, a)
-    maps = latent_map, rope_map, NO_MAP  # nothing is fetched ahead
+    decode = decode_values(key, buffer, a, out, lse, (latent_map, rope_map, NO_MAP))
+    if spec in _WHOLE_TILES:
+        decode |= _whole_rows(key, a)
     values = {
-        "decode": decode_values(key, buffer, a, out, lse, maps),
+        "decode": decode,
         "scales": None if scales is None else strided(scales, *CACHE),
         "kv_scale": pointer,
         "kv_scale_value": value,
@@ -185,6 +191,37 @@ def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:
     if form == "pages":
         return _map(key, latent), _map(key, rope), _map(key, scales)
     return NO_MAP, NO_MAP, NO_MAP
+
+
+def _whole_rows(key: LatentKey, arguments: DecodeArguments) -> dict[str, Any]:
+    """Tell a kernel of many heads whether rows lie as in its shared memory, and in which boxes.
+
+    A box has the rows of a granule. If pages do not consist of granules, rows come one by one.
+    """
+    row_bytes = _bytes_of_whole_rows(arguments)
+    values: dict[str, Any] = {"rope_is_apart": row_bytes is None, "box_rows": 0}
+    latent = arguments.kv_cache
+    boxes = how_it_lies(arguments) != "broadcast" and key.page_size % _GRANULE_ROWS == 0
+    if row_bytes is not None and boxes:
+        shape = (*latent.shape[:3], row_bytes // 4)
+        box = paged_kv_map(latent.ptr, "uint32", shape, latent.strides, _GRANULE_ROWS)
+        values |= {"latent_map": box, "box_rows": _GRANULE_ROWS}
+    return values
+
+
+def _bytes_of_whole_rows(arguments: DecodeArguments) -> int | None:
+    """Tell how long rows are, if their columns and scales are adjacent, in the kernels' order."""
+    latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
+    is_fp8 = rope.dtype != "bfloat16"
+    if scales is None and not is_fp8:
+        return None
+    begin = VALUE_DIM if scales is None else _PACKED_ROPE
+    others = [(rope, begin)] if scales is None else [(scales, _PACKED_SCALES), (rope, begin)]
+    if any(
+        part.ptr - latent.ptr != at or part.strides[:3] != latent.strides[:3] for part, at in others
+    ):
+        return None
+    return begin + (HEAD_DIM - VALUE_DIM) * (1 if is_fp8 else 2)
 
 
 def _map(key: LatentKey, cache: ArrayView | None) -> TensorMap | bytes:

@@ -13,8 +13,11 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
 
-SMEM_BYTES = constant("mla/mla_decode_fp8_64", "Heads64Layout<false>::kBytes")
-"""Shared memory of a thread block."""
+_FILE = "mla/mla_decode_fp8_64"
+SMEM_BYTES = constant(_FILE, "Heads64Layout<false, true>::kBytes")
+"""Shared memory of a thread block, with scales of each token."""
+ONE_FACTOR_SMEM_BYTES = constant(_FILE, "Heads64Layout<false, false>::kBytes")
+"""The same under one factor."""
 
 
 def _spec(ragged: bool, grouped: bool, fp8_rope: bool, sinks: bool) -> KernelSpec:
@@ -28,7 +31,7 @@ def _spec(ragged: bool, grouped: bool, fp8_rope: bool, sinks: bool) -> KernelSpe
         name=name,
         tags=tags,
         threads=384,
-        smem_bytes=SMEM_BYTES,
+        smem_bytes=SMEM_BYTES if grouped else ONE_FACTOR_SMEM_BYTES,
     )
 
 

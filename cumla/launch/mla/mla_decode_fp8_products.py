@@ -26,7 +26,7 @@ def _spec(ragged: bool, fp8_rope: bool, sinks: bool) -> KernelSpec:
         name=name,
         tags=tags,
         threads=384,
-        smem_bytes=constant("mla/mla_decode_fp8_products", "Heads64Layout<true>::kBytes"),
+        smem_bytes=constant("mla/mla_decode_fp8_products", "Heads64Layout<true, false>::kBytes"),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mla.mla_decode import decode_values
 from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.sparse.mla_sparse_fp8 import columns_of
 from cumla.launch.split.plan import ROW_TILE
 from cumla.mla.shape import E4M3_512
@@ -39,7 +39,9 @@ def _spec(tag: str, heads: int) -> KernelSpec:
         function=f"{_STEM}<{rope}, {rows}>" if has_scales else f"mla_sparse_e4m3<{rows}>",
         params="MlaSparsePackedParams" if has_scales else "MlaSparseE4m3Params",
         threads=384,
-        smem_bytes=constant(f"sparse/{_STEM}", f"Heads64Layout<false, {rows}>::kBytes"),
+        smem_bytes=constant(
+            f"sparse/{_STEM}", f"Heads64Layout<false, {in_cuda(has_scales)}, {rows}>::kBytes"
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from tests.emulator import emulated_gpu
 from tests.gpu.tools.fp8_problem import Fp8Case, make_fp8
 from tests.gpu.tools.sanitize import FP8_HEADS, attend_fp8
 from tests.launch.sparse.keys import strided
-from tests.launch.structs import compile_checks, parameters
+from tests.launch.structs import compile_checks, leaves, parameters
 from tests.selection import some
 
 BUFFER = 9 << 40
@@ -101,7 +102,7 @@ def test_every_kind_of_rows_has_a_kernel(key: Any) -> None:
 @pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_parameters_by_name(grouped: bool, rope: str, factor: float | ArrayView) -> None:
-    """No tensor maps: rows are copied one by one, from pages of any size."""
+    """No tensor maps: rows that are not adjacent are copied one by one."""
     key = decode_key(64, kv_heads=2)
     launch = launch_of(key, rope, grouped, factor)
     assert launch.spec is fp8_64_spec(key, grouped, rope != "bfloat16")
@@ -124,6 +125,70 @@ def test_the_parameters_by_name(grouped: bool, rope: str, factor: float | ArrayV
         "kv_scale_value": 0.25 if factor == 0.25 else 0.0,
     }
     assert {name: got[name] for name in wanted} == wanted
+
+
+# Type of RoPE columns, whether there are scales, bytes of a row that is whole.
+ROWS = (("float8_e4m3fn", False, 576), ("bfloat16", True, 656), ("float8_e4m3fn", True, 592))
+
+
+def launch_of_whole_rows(
+    rows: tuple[str, bool, int], page_size: int, gap: int = 0, pages_apart: int = 1
+) -> tuple[dict[str, Any], Launch]:
+    """A launch over rows of adjacent columns, `gap` bytes before the last; its values by name."""
+    rope, grouped, row_bytes = rows
+    stride = row_bytes + 16
+    key = dataclasses.replace(decode_key(64), page_size=page_size)
+    apart = (page_size * stride * pages_apart, stride, stride)
+    latent = strided(3, (7, page_size, 1, 512), (*apart, 1), "float8_e4m3fn")
+    begin = latent.ptr + 512
+    scales = None
+    if grouped:
+        scales = strided(3, (7, page_size, 1, 4), (*apart, 4), "float32")._replace(ptr=begin)
+        begin += 16
+    columns = strided(3, (7, page_size, 1, 64), (*apart, 1 if rope[0] == "f" else 2), rope)
+    arguments = DecodeArguments(
+        strided(1, (3, 1, 64, 512), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(2, (3, 1, 64, 64), (8032, 8000, 1152, 2), "bfloat16"),
+        latent,
+        columns._replace(ptr=begin + gap),
+        strided(5, (3, 11), (52, 4), "int32"),
+        scales,
+        0.25,
+        softmax_scale=0.5,
+        causal=True,
+    )
+    out = strided(7, (3, 1, 64, 512), (5008, 5024, 5040, 4), "float32")
+    lse = strided(8, (3, 64, 1), (6004, 6008, 6012), "float32")
+    launch = decode_fp8_launch(key, BUFFER, arguments, out, lse)
+    return dict(zip(leaves(launch.spec.params), launch.values, strict=True)), launch
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 40, 48, 64])
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: str(rows[2]))
+def test_whole_rows_come_in_boxes_of_a_granule(rows: tuple[str, bool, int], page_size: int) -> None:
+    """They are as wide as the pitch in shared memory, if pages consist of granules."""
+    got, launch = launch_of_whole_rows(rows, page_size)
+    assert launch.spec is fp8_64_spec(decode_key(64), rows[1], rows[0] != "bfloat16")
+    assert not got["decode.rope_is_apart"]
+    if page_size % 16:
+        assert (got["decode.box_rows"], got["decode.latent_map"]) == (0, bytes(128))
+        return
+    box = got["decode.latent_map"]
+    stride = rows[2] + 16
+    assert got["decode.box_rows"] == 16
+    assert (box.ptr, box.kind, box.swizzle) == (3 << 40, "UINT32", 0)
+    assert box.sizes == (rows[2] // 4, page_size, 1, 7)
+    assert box.strides == (stride, stride, page_size * stride)
+    assert box.box == (164, 16, 1, 1)
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: str(rows[2]))
+def test_rows_that_no_box_describes(rows: tuple[str, bool, int]) -> None:
+    """Those with gaps come array by array; those that share memory row by row."""
+    got, _ = launch_of_whole_rows(rows, 64, gap=16)
+    assert (got["decode.rope_is_apart"], got["decode.box_rows"]) == (True, 0)
+    got, _ = launch_of_whole_rows(rows, 64, pages_apart=0)
+    assert (got["decode.rope_is_apart"], got["decode.box_rows"]) == (False, 0)
 
 
 # --- results --------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumer role of mla_decode_fp8_64: from the scores of its blocks to the sums of its half of V's columns over
-// all blocks.
+// all blocks. With one factor for all rows: mla/mla_decode_fp8_64/one_factor.cuh.
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
-#include "attend/reduce.cuh"
+#include "attend/share.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -119,11 +119,9 @@ struct Heads64Consumer {
   }
 
   // scores = a block's rows x query, up to a factor per row and head. RoPE columns are first. The sums are relative
-  // to the scale of the current group of columns: before each group they are divided by its scale. If only latent
-  // columns have a factor, RoPE columns are last, and the sums before them are multiplied by it.
+  // to the scale of the current group of columns: before each group they are divided by its scale.
   __device__ __forceinline__ void multiply_query(u32 t) {
-    constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = Form::kHasRope && !kGrouped && !kRopeIsFp8;
-    constexpr bool kRopeIsFirst = Form::kHasRope && kGrouped && !kRopeIsFp8;
+    constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsFirst = Form::kHasRope && !kRopeIsFp8;
     const GranulePlace<Layout> place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
@@ -146,7 +144,7 @@ struct Heads64Consumer {
           multiply_heads<Bf16>(
               scores, a[half] + 4 * k,
               descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + half * 64 + k * 32),
-              kRopeIsLast || half + k > 0);
+              half + k > 0);
         warpgroup_commit();
       }
     };
@@ -155,10 +153,8 @@ struct Heads64Consumer {
     KeyTile keys;
     keys.load<kPackedBytes>(source + column_of(0));
     u32 least[2];
-    if constexpr (kGrouped) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) least[e] = least_divisor(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales));
-    }
+    for (int e = 0; e < 2; ++e) least[e] = least_divisor(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales));
     float divisor[2] = {first_divisor(), first_divisor()};  // of the group of columns whose products are being added
 #pragma unroll
     for (int k = 0; k < kValueTiles + kRopeIsFp8; ++k) {
@@ -170,7 +166,7 @@ struct Heads64Consumer {
         warpgroup_wait<1>();
         keys.expand(half, a[half]);
         keep_before_products(a[half]);
-        if (kGrouped && half == 0 && k >= kFirst && (k - kFirst) % 2 == 0) {
+        if (half == 0 && k >= kFirst && (k - kFirst) % 2 == 0) {
           warpgroup_wait<0>();
           keep_behind_wait(scores);
           float ratio[2];
@@ -199,27 +195,15 @@ struct Heads64Consumer {
       }
       if (k + 1 < kValueTiles + kFirst) keys = next;
     }
-    if constexpr (kRopeIsLast) {
-      warpgroup_wait<0>();
-      keep_behind_wait(scores);
-#pragma unroll
-      for (int i = 0; i < kHeads / 2; ++i) scores[i] *= kv_scale;
-      multiply_rope();
-    }
     const u32 exist = load_shared_u32(shared.exist(place.slot)) >> token_at(lane / 4);
-    if constexpr (kGrouped) {
-      is_wide = false;
+    is_wide = false;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        u32 scale[kScaleGroups];
-        find_relative_scales(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales), scale, row_exponent[e]);
-        row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
-        row_scales[e] = lane & 2 ? (lane & 1 ? scale[3] : scale[2]) : (lane & 1 ? scale[1] : scale[0]);
-        row_factor[e] = divisor[e];
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
+    for (int e = 0; e < 2; ++e) {
+      u32 scale[kScaleGroups];
+      find_relative_scales(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales), scale, row_exponent[e]);
+      row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
+      row_scales[e] = lane & 2 ? (lane & 1 ? scale[3] : scale[2]) : (lane & 1 ? scale[1] : scale[0]);
+      row_factor[e] = divisor[e];
     }
     warpgroup_wait<0>();
     keep_behind_wait(scores);
@@ -228,12 +212,8 @@ struct Heads64Consumer {
   __device__ __forceinline__ static int column_of(int k) {
     return Form::kRopeIsFp8 ? (k == 0 ? Form::kRope : (k - 1) * 64) : k * 64;
   }
-  __device__ __forceinline__ float first_divisor() const { return kGrouped && Form::kRopeIsFp8 ? kv_scale : 1.0f; }
+  __device__ __forceinline__ float first_divisor() const { return Form::kRopeIsFp8 ? kv_scale : 1.0f; }
 
-  __device__ __forceinline__ bool has_wide() const {
-    if constexpr (kGrouped) return is_wide;
-    return false;
-  }
   __device__ __forceinline__ bool sync_any(bool vote) const {
     return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(vote)
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
@@ -250,6 +230,12 @@ struct Heads64Consumer {
   template <bool kAgain>
   __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread],
                                                       bool wide = false) const {
+    return store_probabilities<kAgain>(parity, block_sum, wide, [](int) {});
+  }
+  // Calls `between` for each eight heads in turn, before their probabilities.
+  template <bool kAgain, typename Between>
+  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread], bool wide,
+                                                      Between between) const {
     const int tokens = 2 * warp + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
     const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
     float out_again[2] = {1.0f, 1.0f};
@@ -262,6 +248,7 @@ struct Heads64Consumer {
     float2 references = load_shared_float2(shared.reference(head_of(0)));
 #pragma unroll
     for (int i = 0; i < kHeads / 2; i += 4) {
+      between(i / 4);
       float2 next_factors, next_references;  // loaded a step ahead
       if (i + 4 < kHeads / 2) {
         next_factors = load_shared_float2(shared.score_factor(head_of(i / 2 + 2)));
@@ -302,6 +289,18 @@ struct Heads64Consumer {
     return __int_as_float((static_cast<int>(x) + 127) << 23);
   }
 
+  // Joins values of each head over the rows of this warp, and stores them.
+  template <typename Join>
+  __device__ __forceinline__ void leave_for_all_warps(const float (&values)[kHeadsOfThread], Join join) const {
+    const auto own = share_over_column(values, join);
+    const u32 to = shared.of_warp(consumer * 4 + warp, head_of(own.first));
+    if constexpr (kHeadsOfThread == 16) {
+      store_shared_float2(to, {own.values[0], own.values[1]});
+    } else {
+      if (kHeadsOfThread == 8 || lane / 4 % 2 == 0) store_shared_float(to, own.values[0]);
+    }
+  }
+
   // Raises the references if this block needs it, and stores the factors by which sums change.
   __device__ __forceinline__ void raise_references(int parity) const {
     float highest[kHeadsOfThread];
@@ -314,12 +313,7 @@ struct Heads64Consumer {
       highest[i + 1] = fmaxf(__fmaf_rn(scaled(s[1], 0), factors.y, row_shift[0]),
                              __fmaf_rn(scaled(s[3], 1), factors.y, row_shift[1]));
     }
-    max_over_column(highest);
-    if (lane < 4) {
-#pragma unroll
-      for (int i = 0; i < kHeadsOfThread; i += 2)
-        store_shared_float2(shared.of_warp(consumer * 4 + warp, head_of(i)), {highest[i], highest[i + 1]});
-    }
+    leave_for_all_warps(highest, [](float a, float b) { return fmaxf(a, b); });
     consumer_sync(consumer);
     const int head = threadIdx.x % kWarpgroup;
     if (head < kHeads) {
@@ -344,16 +338,14 @@ struct Heads64Consumer {
       if (load_shared_u32(shared.unusual(parity ^ 1)) & kRaised) change_sums(parity ^ 1);
     }
     mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
-    if constexpr (kGrouped) {
-      // V's products take pairs of tokens, so the table is [group][granule][pair][8 later][token of the pair].
-      const u32 table = shared.table(parity) + ((lane % 4 * kGranules + warp) * 4 + lane / 8) * 8 + lane / 4 % 2 * 2;
+    // V's products take pairs of tokens, so the table is [group][granule][pair][8 later][token of the pair].
+    const u32 table = shared.table(parity) + ((lane % 4 * kGranules + warp) * 4 + lane / 8) * 8 + lane / 4 % 2 * 2;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
-    }
+    for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
     float block_sum[kHeadsOfThread];
     const bool too_high = is_first || store_probabilities<false>(parity, block_sum);
     u32 unusual = 0;
-    if (is_first || sync_any(too_high || has_wide())) {
+    if (is_first || sync_any(too_high || is_wide)) {
       if (is_first || sync_any(too_high)) {
         raise_references(parity);
         if (!is_first) {
@@ -361,14 +353,27 @@ struct Heads64Consumer {
           change_sums(parity);
         }
       }
-      if (kGrouped && sync_any(has_wide())) unusual |= kWide;
+      if (sync_any(is_wide)) unusual |= kWide;
       store_probabilities<true>(parity, block_sum, unusual & kWide);
       consumer_sync(consumer);
     }
 #pragma unroll
     for (int i = 0; i < kHeadsOfThread; ++i) sum[i] += block_sum[i];
+    publish(parity, unusual);
+  }
+  // Probabilities are complete.
+  __device__ __forceinline__ void publish(int parity, u32 unusual) const {
     if (threadIdx.x % kWarpgroup == 0) store_shared_u32(shared.unusual(parity), unusual);
     if (threadIdx.x % kWarpgroup == 0) mbarrier_arrive(shared.probabilities_full(parity));  // plant: probabilities
+  }
+  // Waits for probabilities.
+  __device__ __forceinline__ u32 unusual_of(u32 t) const {
+    mbarrier_wait(shared.probabilities_full(t & 1), t / 2 & 1, "probabilities");
+    return load_shared_u32(shared.unusual(t & 1));  // plant: granules
+  }
+  __device__ __forceinline__ void free_probabilities(u32 t) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.probabilities_free(t & 1));  // plant: probabilities read
   }
 
   __device__ __forceinline__ void change_sums(int parity) {
@@ -395,16 +400,13 @@ struct Heads64Consumer {
 
   // output += V x probabilities of block t; then its granules are free.
   __device__ __forceinline__ void multiply_values(u32 t) {
-    const int parity = t & 1;
-    mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
-    const u32 unusual = load_shared_u32(shared.unusual(parity));
-    if (unusual & kRaised) change_output(parity);
-    if (kGrouped && unusual & kWide)  // plant: granules
+    const u32 unusual = unusual_of(t);
+    if (unusual & kRaised) change_output(t & 1);
+    if (unusual & kWide)
       multiply_wide(t);
     else
       multiply_steps(t);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
+    free_probabilities(t);
   }
 
   static constexpr int kValueGroups = kValueHalf / 2;  // groups of columns with a scale
@@ -466,23 +468,20 @@ struct Heads64Consumer {
       return load_shared_8(table + (s % kValueGroups * kGranules + s / kValueGroups) * 32);
     };
     fetch(words[0], 0);
-    uint2 next_scale;
-    if constexpr (kGrouped) next_scale = scale_of(0);
+    uint2 next_scale = scale_of(0);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int k = s / kValueGroups, d = s % kValueGroups;
       const uint2 scale = next_scale;
       if (s + 1 < kSteps) {
         fetch(words[(s + 1) & 1], s + 1);
-        if constexpr (kGrouped) next_scale = scale_of(s + 1);
+        next_scale = scale_of(s + 1);
       }
       if (s >= 2) warpgroup_wait<1>();
       u32(&x)[kStepRegisters] = a[s & 1];
       expand_values(words[s & 1], x);
-      if constexpr (kGrouped) {
 #pragma unroll
-        for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
-      }
+      for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
       keep_before_products(x);
       warpgroup_arrive();
       const u64 b = descriptor_of_rows<128>(shared.probabilities(parity), k * 32);

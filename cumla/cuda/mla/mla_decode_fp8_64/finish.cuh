@@ -2,7 +2,6 @@
 // The end of a segment in mla_decode_fp8_64: sums of all warps, then out and log-sum-exp, or a partial result.
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
-#include "attend/reduce.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -27,29 +26,20 @@ struct Heads64Finisher {
 
   // Called by all threads of both consumers. `more`: the CTA has another segment.
   __device__ __forceinline__ void finish(bool more) {
-    leave_sums();
+    of.leave_for_all_warps(of.sum, [](float a, float b) { return a + b; });
     consumers_sync();
     find_factors();
     if (segment.split()) {
       write_transposed_piece<kHeads / kRowGroup, false>(p, tile, segment, of.output, consumer, warp, lane);
       LatentJoiner<Bf16, AnyTile>(
           p,
-          {shared.words, shared.probabilities(0), shared.of_warp(0, 0), shared.ring, shared.ring + 4 * kJoinSpace},
+          {shared.words, shared.probabilities(0), shared.of_warp(0, 0), shared.join_space(),
+           shared.join_space() + 4 * kJoinSpace},
           tile, segment)
           .join(more);
     } else {
       of.change_output(0);
       write_rows();
-    }
-  }
-
-  // All heads at once: separate calls would have a branch each.
-  __device__ __forceinline__ void leave_sums() {
-    sum_over_column(of.sum);
-    if (lane < 4) {
-#pragma unroll
-      for (int i = 0; i < kHeadsOfThread; i += 2)
-        store_shared_float2(shared.of_warp(consumer * 4 + warp, of.head_of(i)), {of.sum[i], of.sum[i + 1]});
     }
   }
 

@@ -7,16 +7,22 @@
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM.
 //
 // Roles and time line:
-//   warps 0 to 3   load a granule of 16 rows of every block each, a row per lane by bulk copies
+//   warps 0 to 3   load a granule of 16 rows of every block each: one box of TMA if all rows are visible, and adjacent
+//                  in a page and in memory; else a row per lane by bulk copies
 //   consumer 0, 1  own columns [256 c, 256 c + 256) of V, and score every second block; both load the query
+//
+// A scale for each token and 128 columns (compute.cuh):
 //   consumer 0 | S0 | softmax 0 | O+=V0P0 |           S2 | softmax 2 | O+=V1P1 | O+=V2P2 | ...
 //   consumer 1 |      S1 | softmax 1 | O+=V0P0 | O+=V1P1 | S3 | softmax 3 | ...
+// One factor (one_factor.cuh), where products run beside each softmax but the first:
+//   consumer 0 | S0 | softmax 0 | O+=V0P0 , S2 | softmax 2, O+=V1P1 | O+=V2P2 , S4 | softmax 4, O+=V3P3 | ...
+//   consumer 1 |      S1 | softmax 1, O+=V0P0 | O+=V1P1 , S3 | softmax 3, O+=V2P2 | O+=V3P3 , S5 | ...
 //
 // barrier                      who arrives (count)          who waits                     guards
-// full(slot), 13               lane 0 of the loading warp,  the owner's warp of the       the granule and its `exist`
+// full(slot), 12 or 13         lane 0 of the loading warp,  the owner's warp of the       the granule and its `exist`
 //                              with the bytes of its        granule                       word
 //                              copies (1)
-// free(slot), 13               a lane per warp of both      the loading warp              the granule may be
+// free(slot), 12 or 13         a lane per warp of both      the loading warp              the granule may be
 //                              consumers (8)                                              overwritten
 // probabilities_full(turn), 2  thread 0 of the owner,       both consumers                P, table, references,
 //                              after a barrier of its                                     granules of the block
@@ -28,8 +34,8 @@
 // named, one per consumer      its threads (128)            the same                      P, references, votes
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
-//                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448. 32 or 16 heads leave room for 17 or 19
-//                 granules
+//                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448; with one factor a ring of 12 and no scales,
+//                 219,424 B. 32 or 16 heads leave room for 17 or 19 granules, with one factor for 16
 // Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24: together the 3 x 168 of the start
 // Tensor work:    36 + 32 products m64n64k16 per block, 2,176 clocks
 // docs/kernels/mla-fp8.md explains what scales act on, kWide, and the reasons.

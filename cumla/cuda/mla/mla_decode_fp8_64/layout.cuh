@@ -14,16 +14,20 @@ constexpr int kHeadsOfThread = kHeads / 4;
 constexpr int kGranuleRows = 16;  // cache rows per barrier of the ring, and per warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
-template <bool kE4m3Products, int kHeads = mla::kHeads>
+template <bool kE4m3Products, bool kGrouped, int kHeads = mla::kHeads>
 struct Heads64Layout {
-  static constexpr int kSlots = kE4m3Products ? 16 : kHeads == 16 ? 19 : kHeads == 32 ? 17 : 13;
+  static constexpr int kFitting = kHeads == 16 ? 19 : kHeads == 32 ? 17 : 13;
+  // Without scales of each row whole blocks: a block then lies in one piece.
+  static constexpr int kSlots = kE4m3Products ? 16 : kGrouped ? kFitting : kFitting / kGranules * kGranules;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
-  static_assert(8 * kJoinSpace <= kSlots * kSlotBytes, "joining uses the ring");
   // A tile has 64 columns, in e4m3 128. RoPE columns are the last tile.
   static constexpr int kQueryTileBytes = kHeads * 128, kQueryTiles = kE4m3Products ? kRopeTile / 2 + 1 : kTiles;
   static constexpr int kProbabilityBytes = (kHeads < 32 ? 32 : kHeads) * kBlockTokens * (kE4m3Products ? 1 : 2);
   static constexpr int kTurns = kE4m3Products ? 4 : 2;  // blocks whose probabilities exist at once
-  static constexpr int kTableBytes = kE4m3Products ? 0 : kScaleGroups * kBlockTokens * 2;
+  // Joining uses the ring, and where that is short also the last probabilities, which lie before it.
+  static constexpr int kBeforeRing = 8 * kJoinSpace > kSlots * kSlotBytes ? kProbabilityBytes : 0;
+  static_assert(8 * kJoinSpace <= kBeforeRing + kSlots * kSlotBytes, "there is room to join");
+  static constexpr int kTableBytes = kGrouped ? kScaleGroups * kBlockTokens * 2 : 0;
   static constexpr int kFloats = (1 + kTurns + 1 + 8) * kHeads;
   static constexpr int kWordsBytes = 8 + 4 * kTurns + 4 * (kSlots + kSlots % 2);
   static constexpr int kBytes = kQueryTiles * kQueryTileBytes + kTurns * kProbabilityBytes + kSlots * kSlotBytes +
@@ -40,6 +44,7 @@ struct Heads64Layout {
         words(references + 4 * kFloats),
         barriers(words + kWordsBytes) {}
 
+  __device__ __forceinline__ u32 join_space() const { return ring - kBeforeRing; }
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
   // Probabilities of a block, kTurns of which alternate; transposed: 64 tokens per head.
   __device__ __forceinline__ u32 probabilities(int turn) const {
@@ -77,7 +82,7 @@ struct RowForm {
   static_assert(!(kHasScales && kInE4m3), "scales of each token would need probabilities for each of them");
   static constexpr bool kE4m3Products = kInE4m3;
   static constexpr int kHeads = kTileHeads;
-  using Layout = Heads64Layout<kE4m3Products, kHeads>;
+  using Layout = Heads64Layout<kE4m3Products, kHasScales, kHeads>;
   static constexpr bool kGrouped = kHasScales;  // a scale per 128 latent columns
   static constexpr bool kHasRope = kHasRopeColumns, kRopeIsFp8 = kHasFp8Rope && kHasRope;
   static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;

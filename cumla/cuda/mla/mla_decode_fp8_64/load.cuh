@@ -31,6 +31,19 @@ __device__ __forceinline__ void load_granule(const typename Form::Layout& shared
   if (lane < kGranuleRows) copy(shared.slot(at.slot) + lane * kPackedBytes, shared.full(at.slot));
 }
 
+// The same for a granule whose rows are all visible, by one box of TMA, which `copy` issues. The box is as wide as the
+// pitch of rows; TMA fills what lies beyond a row with zeros.
+template <typename Layout, typename Copy>
+__device__ __forceinline__ void load_whole_granule(const Layout& shared, const GranulePlace<Layout>& at, Copy copy) {
+  mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot");
+  if (threadIdx.x % 32 == 0) {
+    store_shared_u32(shared.exist(at.slot), (1u << kGranuleRows) - 1);
+    mbarrier_arrive_expect_tx(shared.full(at.slot), Layout::kSlotBytes);
+    copy(shared.slot(at.slot), shared.full(at.slot));
+  }
+  __syncwarp();
+}
+
 // Converts four pairs of bfloat16, times a power of two, to e4m3.
 __device__ __forceinline__ void store_e4m3(u32 to, const u32 (&words)[4], float factor) {
   u32 packed[2];
@@ -69,20 +82,20 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
       if (valid) kept[round][k] = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
     }
   }
-#pragma unroll
+#pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
     const int row = round * kAtOnce + thread / 8;
     if (Form::kHeads < kAtOnce && row >= Form::kHeads) continue;
     u32 highest = 0;
 #pragma unroll
-    for (int k = 0; k < kOwnTiles; ++k) highest = highest_magnitude(highest, kept[round][k]);
+    for (int k = 0; k < kOwnTiles; ++k) highest = highest_magnitude(highest, kept[0][k]);
     const u32 exponent = row_exponent(highest);
     const bool finite = !Form::kE4m3Products || exponent < 255;
     const float factor = __uint_as_float(finite ? (127 + kExponent + 127 - exponent) << 23 : 0x7fffffffu);
     const u32 row_bytes = shared.query + row * 128;
 #pragma unroll
     for (int k = 0; k < kOwnTiles; ++k) {
-      const uint4& v = kept[round][k];
+      const uint4 v = kept[0][k];
       const u32 words[4] = {v.x, v.y, v.z, v.w};
       if (Form::kE4m3Products && (k < kRopeTile || Form::kRopeIsFp8)) {
         const int place = k % 2 * 4 + chunk / 2;
@@ -105,6 +118,9 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
       const float of_scores = __uint_as_float((exponent - kExponent) << 23) * p.scale_log2 * factor_of_all;
       store_shared_float(shared.score_factor(row), fminf(of_scores, kMaxFactor));
     }
+    static_assert(kRounds <= 2, "the second round's rows move to the place of the first one's");
+#pragma unroll
+    for (int k = 0; k < kOwnTiles; ++k) kept[0][k] = kept[kRounds - 1][k];
   }
   fence_proxy_async_shared();
 }

@@ -3,8 +3,10 @@
 #pragma once
 #include "mla/mla_decode_fp8_64/compute.cuh"
 #include "mla/mla_decode_fp8_64/load.cuh"
+#include "mla/mla_decode_fp8_64/one_factor.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mla {
@@ -19,24 +21,14 @@ struct PageRows {
   using Params = MlaDecodeFp8Params;
   using Form = RowsForm;
   using Tile = AnyTile;
-  using Consumer = Heads64Consumer<Form>;
+  using Consumer = typename ConsumerOf<Form>::Type;
 
-  __device__ __forceinline__ static void prefetch(const Params&, int, int) {}
+  __device__ __forceinline__ static void prefetch(const Params& params, int thread, int) {
+    if (thread == 0 && params.decode.box_rows) prefetch_tensor_map(&params.decode.latent_map);
+  }
 
   __device__ __forceinline__ static float kv_scale(const Params& params) {
     return params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
-  }
-
-  __device__ __forceinline__ static bool lie_together(const CacheColumns& first, const CacheColumns& other,
-                                                      int behind) {
-    return other.base - first.base == behind && other.stride_page == first.stride_page &&
-           other.stride_row == first.stride_row && other.stride_head == first.stride_head;
-  }
-  // True if a row is contiguous, in the order of shared memory.
-  __device__ __forceinline__ static bool is_whole(const Params& params) {
-    const MlaDecodeParams& p = params.decode;
-    return Form::kRope + Form::kRopeBytes == Form::kBytes && lie_together(p.latent, p.rope, Form::kRope) &&
-           (!Form::kGrouped || lie_together(p.latent, params.scales, kPackedScales));
   }
 
   __device__ __forceinline__ static const char* row_of(const CacheColumns& columns, int page, int row) {
@@ -46,7 +38,6 @@ struct PageRows {
   __device__ __forceinline__ static void load(const Params& params, const typename Form::Layout& shared, AnyTile& tile,
                                               const Part& part, int last_place, int warp) {
     const MlaDecodeParams& p = params.decode;
-    const bool whole = is_whole(params);
     const int own = warp * kGranuleRows + threadIdx.x % kGranuleRows;
     GranulePlace<typename Form::Layout> at(warp);
 #pragma unroll 1
@@ -64,10 +55,17 @@ struct PageRows {
         next_page = page_at(token + kBlockTokens);
         const bool sees = token < visible;
         const bool there = sees && static_cast<u32>(page) < p.num_pages;
+        if (p.box_rows && __all_sync(0xffffffffu, there)) {
+          load_whole_granule(shared, at, [&](u32 to, u32 barrier) {
+            tma_load_4d_async(to, &p.latent_map, barrier, 0, row, blockIdx.z, page);
+          });
+          at.advance();
+          continue;
+        }
         load_granule<Form>(shared, at, __ballot_sync(0xffffffffu, sees), [&](u32 to, u32 barrier) {
           const char* const zeros = reinterpret_cast<const char*>(zero_row);
           const char* const latent = there ? row_of(p.latent, page, row) : zeros;
-          if (whole) {
+          if (!p.rope_is_apart) {
             copy_bulk_async(to, latent, Form::kBytes, barrier);
           } else {
             copy_bulk_async(to, latent, kValueDim, barrier);
