@@ -31,7 +31,7 @@ from cumla.launch.mla.choice import (
     decode_schedule_spec,
     decode_spec,
 )
-from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.mla_decode import LATENT_COLUMNS, DecodeArguments
 from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS
 from cumla.mla.arguments import (
@@ -70,7 +70,10 @@ MLA_DECODE = Spec(
         *OUT_AND_LSE,
     ),
     positional=4,
-    kernels=("mla_schedule", "mla_decode_", "mla_attention_schedule", "mla_attention_window"),
+    kernels=(
+        *("mla_schedule", "mla_decode_", "mla_attention_schedule"),
+        *(f"mla_attention_{kind}_" for kind in ("window", *LATENT_COLUMNS)),  # of windows
+    ),
     returns=("out", "lse"),
     result=AttentionState,
     planned=("kv_lens",),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,16 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.launch.mla.choice import decode_spec
+from cumla.launch.mla.mla_attention import attention_spec
+from cumla.mla.attention import MLA_ATTENTION
+from cumla.mla.decode import MLA_DECODE
 from cumla.mla.shape import WIDTHS
 from tests.mla import masked_cases as cases
 from tests.mla.masked_cases import Sample
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+ONE = np.zeros(1)
 OTHERS = WIDTHS[1:]
 
 
@@ -68,6 +74,15 @@ def test_plans(width: tuple[int, int]) -> None:
             wrong = np.ones((2, 1, 16, sum(other)), BF16), np.ones((4, 64, sum(other)), BF16)
             with pytest.raises(ValueError, match=f"^plan: made for rows of {columns} .* got "):
                 plan.run(*wrong, block_table=table)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_prepare_loads_for_a_function(width: tuple[int, int]) -> None:
+    for window, heads in itertools.product((None, 3), (16, 64, 128)):
+        plan = cumla.MLADecodePlan(2, 1, heads, head_dim=sum(width), window=window, like=ONE)
+        assert decode_spec(plan.key).entry.startswith(MLA_DECODE.kernels)
+        ragged = cumla.MLAAttentionPlan(2, 9, heads, head_dim=sum(width), window=window, like=ONE)
+        assert attention_spec(ragged.key).entry.startswith(MLA_ATTENTION.kernels)
 
 
 def test_the_size_of_a_buffer() -> None:

@@ -85,6 +85,8 @@ _WIDTH_SMEM = {
     256: constant("mla/mla_decode", "SharedLayoutOf<4>(0).pacer(2 * kWarpgroup)"),
     512: SMEM_BYTES,
 }
+LATENT_COLUMNS = tuple(_WIDTH_SMEM)
+"""Of kernels for rows of other widths than 512 + 64."""
 
 
 def width_tile(latent: int, base: str) -> str:
