@@ -313,7 +313,7 @@ def blocks_of_equal_queries() -> Arguments:
     return (
         {n: value for n, value in blocks().items() if n != "qo_indptr"}
         | more
-        | {"topk_length": int32(2, 1, 2, 0)}
+        | {"topk_lens": int32(2, 1, 2, 0)}
     )
 
 
@@ -332,7 +332,7 @@ def scored_blocks() -> Arguments:
 def chosen_blocks() -> Arguments:
     return {
         "scores": numbers(3, 2, 40, dtype=np.float32),
-        "k": 5,
+        "topk": 5,
         "visible": int32(40, 3, 17),
         "init_blocks": 1,
         "local_blocks": 1,
@@ -575,7 +575,7 @@ OPERATIONS = {
         lambda: {"out": aligned((2, 2, 4, 64)), "lse": aligned((2, 2, 4), np.float32)},
         ("block_rows", "block_lists_32", "attention_decode_bfloat16_64_64_8"),
         integers=("kv_lens",),
-        empty=(("q", "block_table", "kv_lens", "block_indices", "topk_length"),),
+        empty=(("q", "block_table", "kv_lens", "block_indices", "topk_lens"),),
     ),
     "block_scores": Operation(
         cumla.block_scores,

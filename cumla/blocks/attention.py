@@ -105,7 +105,7 @@ BLOCK_SPARSE_ATTENTION = Spec(
         array("kv_lens"),
         array("block_table"),
         optional("qo_indptr"),
-        optional("topk_length"),
+        optional("topk_lens"),
         flag("causal", True),
         Option("softcap", None, checked_softcap, "float?"),
         optional("sinks"),
@@ -136,7 +136,7 @@ def block_sparse_attention(
     kv_lens: Any,
     block_table: Any,
     qo_indptr: Any = None,
-    topk_length: Any = None,
+    topk_lens: Any = None,
     causal: bool = True,
     softcap: float | None = None,
     sinks: Any = None,
@@ -186,7 +186,7 @@ def block_sparse_attention(
     qo_indptr : array, optional
         ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
         last ones end. Rows of q before the first and from the last on have out 0 and lse -inf.
-    topk_length : array, optional
+    topk_lens : array, optional
         ``(total_tokens,)`` or ``(total_tokens, num_kv_heads)`` int32: entries of each list. Those
         behind are not read. Clamped to ``[0, topk]``; topk by default.
     causal : bool
@@ -242,7 +242,7 @@ def block_sparse_attention(
     (2, 1, 4, 64)
     """
     state: AttentionState = _OPERATION.call(
-        *(q, k, v, block_indices, block_size, kv_lens, block_table, qo_indptr, topk_length),
+        *(q, k, v, block_indices, block_size, kv_lens, block_table, qo_indptr, topk_lens),
         *(causal, softcap, sinks, softmax_scale, k_scale, v_scale, kv_layout, indices_are),
         *(out, lse, batch_invariant, stream),
     )
@@ -266,7 +266,7 @@ class _Attend(Stated[Any, BlockKey]):
         check_columns(table.shape[1], k.shape[1])
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         entries = _checked_entries_of(given["block_indices"], tokens, heads)
-        lengths = _checked_counts(given.get("topk_length"), tokens, heads)
+        lengths = _checked_counts(given.get("topk_lens"), tokens, heads)
         if virtual_pages(k, v, options.block_size) is None:
             raise ValueError(
                 f"{arg('v')}: needs strides in proportion to those of {arg('k')}, and fewer than "
@@ -453,13 +453,13 @@ def _checked_counts(
     if len(view.shape) == 1:
         view = view._replace(shape=(*view.shape, 1), strides=(*view.strides, 0))
     if view.dtype not in INT32:
-        raise TypeError(f"{arg('topk_length')}: needs int32, got {view.dtype}; convert it first")
+        raise TypeError(f"{arg('topk_lens')}: needs int32, got {view.dtype}; convert it first")
     if len(view.shape) != 2 or view.shape[0] != tokens or view.shape[1] not in heads:
         raise ValueError(
-            f"{arg('topk_length')}: needs shape ({tokens},) or ({tokens}, {heads[1]}), got "
+            f"{arg('topk_lens')}: needs shape ({tokens},) or ({tokens}, {heads[1]}), got "
             f"{view.shape}; give each list its length"
         )
-    check_lies("topk_length", view, "elements")
+    check_lies("topk_lens", view, "elements")
     return view
 
 
@@ -688,7 +688,7 @@ class BlockSparsePlan(Plan[BlockKey]):
         block_indices: Any,
         *,
         block_table: Any,
-        topk_length: Any = None,
+        topk_lens: Any = None,
         softcap: float | None = None,
         sinks: Any = None,
         softmax_scale: float | None = None,
@@ -705,14 +705,14 @@ class BlockSparsePlan(Plan[BlockKey]):
 
         Parameters
         ----------
-        q, k, v, block_indices, block_table, topk_length, softcap, sinks, softmax_scale, k_scale, \
+        q, k, v, block_indices, block_table, topk_lens, softcap, sinks, softmax_scale, k_scale, \
 v_scale, kv_layout, indices_are, out, lse, stream
             As in :func:`block_sparse_attention`. Lists may differ from run to run.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, k, v, block_indices, block_table, topk_length, softcap, sinks, softmax_scale),
+            *(q, k, v, block_indices, block_table, topk_lens, softcap, sinks, softmax_scale),
             *(k_scale, v_scale, kv_layout, indices_are, out, lse, stream),
         )
         return state

@@ -33,7 +33,7 @@ SELECT_BLOCKS = Spec(
     "select_blocks",
     (
         array("scores"),
-        integer("k", "there is nothing to select"),
+        integer("topk", "there is nothing to select"),
         array("visible"),
         integer("init_blocks", "pass 0 for none", 0, 0),
         integer("local_blocks", "pass 0 for none", 0, 0),
@@ -48,7 +48,7 @@ SELECT_BLOCKS = Spec(
 @SELECT_BLOCKS
 def select_blocks(
     scores: Any,
-    k: int,
+    topk: int,
     *,
     visible: Any,
     init_blocks: int = 0,
@@ -56,7 +56,7 @@ def select_blocks(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Select k blocks of each row of scores: forced ones, and those with the largest scores.
+    """Select topk blocks of each row of scores: forced ones, and those with the largest scores.
 
     Of the first ``visible`` blocks the first init_blocks and the last local_blocks are selected,
     whatever their scores are, NaN included. The largest scores among the others fill the row. The
@@ -71,23 +71,23 @@ def select_blocks(
         ``(tokens, groups, width)`` float32, bfloat16 or float16, such as the scores of
         :func:`cumla.block_scores`; up to 2 ** 30 columns. Rows contiguous; rows of all groups of
         all tokens evenly spaced, in the order of tokens or, transposed, in that of groups.
-    k : int
+    topk : int
         How many blocks to select, forced ones included.
     visible : array
         ``(tokens,)`` int32: the blocks that each query token sees, which are those it is given to
         choose from: ``ceil((position + 1) / block_size)``. Clamped to ``[0, width]``.
     init_blocks, local_blocks : int
-        Forced blocks at the beginning, and at the end of those visible; together at most k.
+        Forced blocks at the beginning, and at the end of those visible; together at most topk.
     out : array, optional
-        ``(tokens, groups, k)`` int32, rows contiguous, any other strides; written and returned.
+        ``(tokens, groups, topk)`` int32, rows contiguous, any other strides; written and returned.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
     Returns
     -------
     array
-        The selected blocks, ascending, and -1 behind them where fewer than k are visible: lists for
-        :func:`cumla.block_sparse_attention`.
+        The selected blocks, ascending, and -1 after them where fewer than topk are visible: lists
+        for :func:`cumla.block_sparse_attention`.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def select_blocks(
     <BLANKLINE>
            [[ 0,  1, -1]]], dtype=int32)
     """
-    return _SELECT_BLOCKS.call(scores, k, visible, init_blocks, local_blocks, out, stream)
+    return _SELECT_BLOCKS.call(scores, topk, visible, init_blocks, local_blocks, out, stream)
 
 
 class _SelectBlocks(Operation[SelectArguments, Any]):
@@ -112,21 +112,21 @@ class _SelectBlocks(Operation[SelectArguments, Any]):
     def arguments(self, views: Views, options: Any) -> SelectArguments:
         sizes = bind(_TABLE, views, {})
         forced = options.init_blocks + options.local_blocks
-        if forced > options.k:
+        if forced > options.topk:
             raise ValueError(
-                f"{arg('k')}: needs at least the {forced} forced blocks, got {options.k}; force "
-                f"fewer"
+                f"{arg('topk')}: needs at least the {forced} forced blocks, got {options.topk}; "
+                f"force fewer"
             )
-        if max(sizes["width"], options.k) > MOST_COLUMNS:
+        if max(sizes["width"], options.topk) > MOST_COLUMNS:
             raise ValueError(
-                f"{arg('scores')}: needs at most {MOST_COLUMNS} columns, and {arg('k')} as well, "
-                f"got {sizes['width']} and {options.k}; cut the rows"
+                f"{arg('scores')}: needs at most {MOST_COLUMNS} columns, and {arg('topk')} as "
+                f"well, got {sizes['width']} and {options.topk}; cut the rows"
             )
         scores, visible = views["scores"], views["visible"]
         assert scores is not None
         assert visible is not None
         found = SelectArguments(
-            scores, visible, options.k, options.init_blocks, options.local_blocks
+            scores, visible, options.topk, options.init_blocks, options.local_blocks
         )
         if 0 not in scores.shape and found.is_group_major is None:
             raise ValueError(
@@ -159,7 +159,7 @@ class _SelectBlocks(Operation[SelectArguments, Any]):
     def reference(self, host: Host, arguments: SelectArguments) -> Results:
         a = arguments
         given: dict[str, Any] = {**host, "init_blocks": a.init_blocks}
-        return (reference.select_blocks(k=a.k, local_blocks=a.local_blocks, **given),)
+        return (reference.select_blocks(topk=a.k, local_blocks=a.local_blocks, **given),)
 
 
 _SELECT_BLOCKS = _SelectBlocks(SELECT_BLOCKS)

@@ -42,7 +42,6 @@ __all__ = ["BlockSparseStep"]
 
 _ROW = 4  # numbers of a row of what a query token sees: its request, tokens, and two others
 _INDEX = Naming({"q": "index_q", "keys": "index_keys"})
-_SELECTION = Naming({"k": "topk"})
 _LISTS = Naming({"block_indices": "blocks"})
 
 
@@ -478,8 +477,7 @@ class BlockSparseStep(Step):
         init, local = self._forced
         forced = {"init_blocks": init, "local_blocks": local, "stream": stream}
         chosen = self._chosen if self._own["scores"] is not None else None
-        with _SELECTION:
-            self.blocks = select_blocks(scores, self._topk, visible=visible, out=chosen, **forced)
+        self.blocks = select_blocks(scores, self._topk, visible=visible, out=chosen, **forced)
         self._note_use(stream)
         return self.blocks
 

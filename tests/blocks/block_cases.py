@@ -146,7 +146,7 @@ def make(sample: Sample) -> Problem:
     if bounds is not None:
         given["qo_indptr"] = bounds
     if lengths is not None:
-        given["topk_length"] = lengths
+        given["topk_lens"] = lengths
     if sample.softcap:
         given["softcap"] = sample.softcap
     if sample.sinks:

@@ -121,7 +121,7 @@ def select_case(seed: int) -> dict[str, Any]:
     visible = np.array(rng.choice(edges, tokens), np.int32)
     return {
         "scores": scores,
-        "k": k,
+        "topk": k,
         "visible": visible,
         "init_blocks": init,
         "local_blocks": local,
@@ -130,7 +130,7 @@ def select_case(seed: int) -> dict[str, Any]:
 
 def chosen(given: dict[str, Any]) -> Any:
     """Select in Python, row by row."""
-    scores, k, width = given["scores"], given["k"], given["scores"].shape[2]
+    scores, k, width = given["scores"], given["topk"], given["scores"].shape[2]
     found = np.full((*scores.shape[:2], k), -1, np.int32)
     for token, group in np.ndindex(scores.shape[:2]):
         visible = range(min(max(int(given["visible"][token]), 0), width))

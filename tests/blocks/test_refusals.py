@@ -42,7 +42,7 @@ def scoring(**changes: Any) -> dict[str, Any]:
 def selecting(**changes: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "scores": np.ones((4, 2, 9), np.float32),
-        "k": 3,
+        "topk": 3,
         "visible": int32(9, 9, 0, 2),
     }
     return given | changes
@@ -94,9 +94,9 @@ ATTENTION = [
         np.zeros((4, 4, 3), np.int32),
         "lists for each of the 2 kv heads of k, or one for all, got shape (4, 4, 3); transpose it",
     ),
-    wrong_type("topk_length", np.zeros(4, np.int64), "int32, got int64; convert it first"),
-    wrong("topk_length", int32(1, 2, 3), "shape (4,) or (4, 2), got (3, 1); give each list its"),
-    wrong("topk_length", np.zeros((4, 3), np.int32), "shape (4,) or (4, 2), got (4, 3); give"),
+    wrong_type("topk_lens", np.zeros(4, np.int64), "int32, got int64; convert it first"),
+    wrong("topk_lens", int32(1, 2, 3), "shape (4,) or (4, 2), got (3, 1); give each list its"),
+    wrong("topk_lens", np.zeros((4, 3), np.int32), "shape (4,) or (4, 2), got (4, 3); give"),
     wrong("indices_are", "pages", "'blocks' or 'tokens', got 'pages'; pass one of them"),
     wrong("kv_layout", "DHN", "'NHD' or 'HND', got 'DHN'"),
     wrong("softcap", -1.0, "a number from 0.001 to 1000000.0, got -1.0; leave it out for none"),
@@ -136,13 +136,15 @@ SELECTION = [
         "rows evenly spaced over tokens and groups, got strides ... ; make a contiguous copy",
     ),
     Refusal(
-        {"k": 2, "init_blocks": 1, "local_blocks": 2},
+        {"topk": 2, "init_blocks": 1, "local_blocks": 2},
         ValueError,
-        "k: needs at least the 3 forced blocks, got 2; force fewer",
+        "topk: needs at least the 3 forced blocks, got 2; force fewer",
     ),
-    wrong("k", 0, "a number from 1, got 0; there is nothing to select"),
-    wrong_type("k", "3", "an int, got str"),
-    Refusal({"k": 2**30 + 1}, ValueError, "scores: needs at most 1073741824 columns, and k as"),
+    wrong("topk", 0, "a number from 1, got 0; there is nothing to select"),
+    wrong_type("topk", "3", "an int, got str"),
+    Refusal(
+        {"topk": 2**30 + 1}, ValueError, "scores: needs at most 1073741824 columns, and topk as"
+    ),
     wrong("init_blocks", -1, "a number from 0, got -1; pass 0 for none"),
     wrong("local_blocks", -1, "a number from 0, got -1; pass 0 for none"),
     wrong("visible", int32(1, 2, 3), "shape (tokens,) with tokens 4, got (3,); give each query"),

@@ -145,7 +145,7 @@ def test_arguments_are_those_of_the_functions() -> None:
     assert names(step.select) == {
         index.get(n, n) for n in listed(scores) - lengths - of_plan - {"out"}
     }
-    chosen = {"topk_length", "indices_are"}  # by the step
+    chosen = {"topk_lens", "indices_are"}  # by the step
     lists = {"block_indices": "blocks"}
     assert names(step.run) == {lists.get(n, n) for n in listed(attend) - lengths - of_plan - chosen}
     assert names(step.update) == names(plan.update)

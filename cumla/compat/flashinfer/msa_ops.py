@@ -51,7 +51,6 @@ _SCORE = Interface(
 _SELECT = Interface(
     {
         "scores": "max_score",
-        "k": "topk",
         "visible": "num_valid_pages",
         "init_blocks": "force_begin_blocks",
         "local_blocks": "force_end_blocks",

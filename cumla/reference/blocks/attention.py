@@ -23,7 +23,7 @@ def block_sparse_attention(
     kv_lens: Array,
     block_table: Array,
     qo_indptr: Array | None = None,
-    topk_length: Array | None = None,
+    topk_lens: Array | None = None,
     causal: bool = True,
     softcap: float | None = None,
     sinks: Array | None = None,
@@ -42,7 +42,7 @@ def block_sparse_attention(
 
     Parameters
     ----------
-    q, k, v, block_indices, block_size, kv_lens, block_table, qo_indptr, topk_length, causal
+    q, k, v, block_indices, block_size, kv_lens, block_table, qo_indptr, topk_lens, causal
         As in :func:`cumla.block_sparse_attention`, of any strides, and of float32 and float64, too.
     softcap, sinks, softmax_scale, k_scale, v_scale, kv_layout, indices_are, out, lse : optional
         As there.
@@ -85,8 +85,8 @@ def block_sparse_attention(
         for head in range(kv_heads):
             heads = slice(head * group, (head + 1) * group)
             entries = block_indices[token, head % block_indices.shape[1]]
-            if topk_length is not None:
-                of_token = np.atleast_1d(topk_length[token])
+            if topk_lens is not None:
+                of_token = np.atleast_1d(topk_lens[token])
                 entries = entries[: max(int(of_token[head % len(of_token)]), 0)]
             table = block_table[request] if request >= 0 else block_table[:0].ravel()
             sizes = block_size, k.shape[1], k.shape[0]

@@ -10,7 +10,7 @@ from cumla.reference.rows import Array
 
 def select_blocks(
     scores: Array,
-    k: int,
+    topk: int,
     *,
     visible: Array,
     init_blocks: int = 0,
@@ -21,17 +21,17 @@ def select_blocks(
 
     Parameters
     ----------
-    scores, k, visible, init_blocks, local_blocks, out
+    scores, topk, visible, init_blocks, local_blocks, out
         As in :func:`cumla.select_blocks`.
 
     Returns
     -------
     ndarray
-        ``(tokens, groups, k)`` int32.
+        ``(tokens, groups, topk)`` int32.
     """
     tokens, groups, width = scores.shape
     if out is None:
-        out = np.empty((tokens, groups, k), np.int32)
+        out = np.empty((tokens, groups, topk), np.int32)
     out[...] = -1
     for token, of_token in enumerate(visible.tolist()):
         there = min(max(of_token, 0), width)
@@ -41,7 +41,7 @@ def select_blocks(
             row = scores[token, group, first:last].astype(np.float64)
             # NaN first, then the largest; a stable order keeps the lowest of equal ones in front.
             order = np.lexsort((-np.where(np.isnan(row), 0, row), ~np.isnan(row)))
-            some = first + np.sort(order[: k - init_blocks - local_blocks])
+            some = first + np.sort(order[: topk - init_blocks - local_blocks])
             found = np.concatenate([np.arange(first), some, np.arange(last, there)])
             out[token, group, : len(found)] = found
     return out

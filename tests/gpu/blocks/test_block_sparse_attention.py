@@ -262,7 +262,7 @@ def test_any_bits(seed: int) -> None:
     """Lengths, offsets, lists and tables of any values lead nowhere; the bits repeat."""
     sample = samples(40, queries="ragged")[seed]
     given, rng = make(sample).given, np.random.default_rng(seed)
-    for name in ("kv_lens", "qo_indptr", "block_table", "topk_length", "block_indices"):
+    for name in ("kv_lens", "qo_indptr", "block_table", "topk_lens", "block_indices"):
         if name in given and rng.integers(2):
             array = given[name]
             odd = np.array([LEAST, MOST, -1, 0, 1, 3, 2**20, 700], np.int64)

@@ -721,7 +721,7 @@ def blocks(make: _Maker) -> Iterator[Case]:
                     shared = make(batch * q_len, 1, topk, dtype=INT64)
                     given |= {
                         "sinks": make.float32(heads),
-                        "topk_length": make.int32(batch * q_len),
+                        "topk_lens": make.int32(batch * q_len),
                     }
                     cumla.block_sparse_attention(
                         q, k, v, shared, **of_call, **given, batch_invariant=True
