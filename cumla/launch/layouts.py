@@ -46,7 +46,7 @@ class Struct:
         self.name = name
         self._members: list[tuple[str, Struct | None, int]] = []
         letters: list[str] = []
-        for member, declared in STRUCTS[name].items():
+        for member, declared in members_of(name).items():
             kind, _, count = declared.partition(":")
             inner = struct_of(kind) if kind in STRUCTS else None
             letters.append((inner.letters if inner else kind) * int(count or 1))
@@ -102,6 +102,13 @@ class Struct:
 
 
 struct_of = cache(Struct)
+
+
+def members_of(name: str) -> dict[str, str]:
+    """List the declared members of a struct, after those of its base."""
+    members = dict(STRUCTS[name])
+    base = members.pop("", None)
+    return {**(members_of(base) if base else {}), **members}
 
 
 def launch_of(

@@ -30,6 +30,7 @@ HEAD = '''\
 """Written by ``python -m tests.launch.layouts``; layouts.py beside this file reads it.
 
 Members of a struct are letters of `struct`, or names of structs, with ``:n`` for an array of n.
+Before them are those of the struct that is named by "".
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 _LETTERS = {"TensorMap": "128s", "i64": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
 _UNUSED = "unused"
+_BASE = re.compile(r"^struct (?:alignas\(\d+\) )?(\w+) : (\w+) {", re.MULTILINE)
 
 
 class Recorded(ModuleType):
@@ -192,10 +194,22 @@ def written() -> str:
                 called += "2"
             own[name] = called
     assert all(spec.params in declared for spec in specs)
+    bases = {name: base for text, _ in texts.values() for name, base in _BASE.findall(text)}
+    short = {name: _after(members, bases.get(name), declared) for name, members in declared.items()}
     constants = {
         kernel: {it: values[kernel][it] for it in sorted(of)} for kernel, of in asked.items()
     }
-    return f"{HEAD}{_table('CONSTANTS', 'int', constants)}{_table('STRUCTS', 'str', declared)}"
+    return f"{HEAD}{_table('CONSTANTS', 'int', constants)}{_table('STRUCTS', 'str', short)}"
+
+
+def _after(
+    members: dict[str, str], base: str | None, declared: Mapping[str, dict[str, str]]
+) -> dict[str, str]:
+    """Name a struct's base in place of the members that they have in common."""
+    first = list(declared.get(base or "", {}).items())
+    if not first or list(members.items())[: len(first)] != first:
+        return members
+    return {"": str(base), **dict(list(members.items())[len(first) :])}
 
 
 def _table(name: str, kind: str, rows: Mapping[str, Mapping[str, Any]]) -> str:

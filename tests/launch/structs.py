@@ -9,6 +9,7 @@ from typing import Any
 from cumla.launch import module
 from cumla.launch._layouts import STRUCTS
 from cumla.launch.kernel import Launch
+from cumla.launch.layouts import members_of
 from cumla.launch.source import KernelSpec, translation_unit
 
 __all__ = ["compile_checks", "leaves", "parameters"]
@@ -23,7 +24,7 @@ def compile_checks(spec: KernelSpec, checks: dict[str, int], *before: str) -> No
 
 def leaves(name: str, prefix: str = "") -> Iterator[str]:
     """The names of all values of a struct, in the order in which a launch has them."""
-    for member, declared in STRUCTS[name].items():
+    for member, declared in members_of(name).items():
         kind, _, count = declared.partition(":")
         paths = (
             [f"{prefix}{member}[{i}]" for i in range(int(count))] if count else [prefix + member]
