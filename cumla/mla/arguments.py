@@ -69,8 +69,19 @@ class Columns(NamedTuple):
 
     @property
     def width(self) -> Width:
-        """Latent columns, and RoPE ones, of a row."""
-        return self.q.shape[-1], self.q_rope.shape[-1]
+        """Latent columns, and RoPE ones, of a row: one of WIDTHS."""
+        return row_width(self.q, self.q_rope)
+
+
+def row_width(latent: ArrayView, rope: ArrayView) -> Width:
+    """Tell the width of checked rows, in numbers: a tracer's sizes are none."""
+    if _is_wide(latent, rope):
+        return WIDTH
+    return width_of(latent.shape[-1] + rope.shape[-1]) or WIDTH
+
+
+def _is_wide(latent: ArrayView, rope: ArrayView) -> bool:
+    return bool(latent.shape[-1] == VALUE_DIM and rope.shape[-1] == ROPE_DIM)
 
 
 def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]:
@@ -300,6 +311,10 @@ def _check_query_and_cache(
 def _checked_width(given: dict[str, ArrayView], widths: tuple[Width, ...]) -> Width:
     """Check the columns of query and cache, and tell the width of both."""
     width = WIDTH
+    q, cache = given.get("q"), given.get("kv_cache")
+    wide = q.shape[-1] == HEAD_DIM if q is not None else _is_wide(given["q[0]"], given["q[1]"])
+    if wide and cache is not None and cache.shape[-1] == HEAD_DIM:  # as most calls have it
+        return width
     for name in ("q", "kv_cache"):
         whole, first, second = given.get(name), f"{name}[0]", f"{name}[1]"
         if whole is not None:
@@ -309,12 +324,14 @@ def _checked_width(given: dict[str, ArrayView], widths: tuple[Width, ...]) -> Wi
                 raise ValueError(_columns_problem(name, whole, widths))
             width = found
         else:
-            width = given[first].shape[-1], given[second].shape[-1]
-            latent = [w for w in widths if w[0] == width[0] and w[1]]
+            columns, rope = given[first].shape[-1], given[second].shape[-1]
+            latent = [w for w in widths if w[0] == columns and w[1]]
             if not latent:
                 raise ValueError(_columns_problem(first, given[first], widths))
-            if width not in latent:
+            found = next((w for w in latent if w[1] == rope), None)
+            if found is None:
                 raise ValueError(_columns_problem(second, given[second], latent))
+            width = found
         widths = (width,)  # the cache's are the query's
     if _SCALES in given and (width != WIDTH or given[_SCALES].shape[-1] != SCALES):
         raise ValueError(

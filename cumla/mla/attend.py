@@ -28,6 +28,7 @@ from cumla.mla.arguments import (
     checked_query_and_cache,
     named_width,
     other_cache,
+    row_width,
     window_of,
 )
 from cumla.mla.shape import WIDTHS
@@ -173,7 +174,7 @@ class MLAPlan(Plan[K], Generic[K]):
         names = (*self._axes, "num_kv_heads", "page_size", "dtype")
         made = tuple([getattr(self.key, name) for name in names])
         check_made_for(names, made, shape_of(q, kv_cache))
-        width = q.shape[-1], arguments.q_rope.shape[-1]
+        width = row_width(q, arguments.q_rope)
         if width != self.key.width:
             raise ValueError(
                 f"plan: made for rows of {named_width(self.key.width)} columns, got "

@@ -54,6 +54,7 @@ from cumla.mla.arguments import (
     checked_head_dim,
     checked_shape,
     named,
+    row_width,
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
@@ -246,7 +247,7 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
             together = most if len(pages.shape) == 1 else None
         on = device, sm_count_of(device)
         columns = 0 if groups is None else attend.block_table.shape[1]
-        width = attend.q.shape[-1], attend.q_rope.shape[-1]
+        width = row_width(attend.q, attend.q_rope)
         modes = cache, attend.window, most, together, columns, width
         return _key(shape, attend.causal, *on, *modes)
 

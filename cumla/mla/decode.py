@@ -43,6 +43,7 @@ from cumla.mla.arguments import (
     checked_head_dim,
     checked_shape,
     named,
+    row_width,
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
@@ -272,7 +273,7 @@ class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
         blocks = 0
         if options.batch_invariant:  # of the longest request that the block table can name
             blocks = -(-attend.block_table.shape[1] * attend.kv_cache.shape[1] // BLOCK_TOKENS)
-        cache, width = cache_of(attend.kv_cache), (attend.q.shape[-1], attend.q_rope.shape[-1])
+        cache, width = cache_of(attend.kv_cache), row_width(attend.q, attend.q_rope)
         modes = (options.batch_invariant, blocks, None, cache, attend.window, width)
         shape = shape_of(attend.q, attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), *modes)

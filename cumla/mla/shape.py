@@ -20,7 +20,10 @@ WIDE_DTYPES = ("bfloat16",)  # of rows of other widths than the first
 
 def width_of(columns: int, widths: Iterable[Width] = WIDTHS) -> Width | None:
     """Tell which of some widths has as many columns."""
-    return next((width for width in widths if sum(width) == columns), None)
+    for width in widths:  # no table of columns: a tracer's sizes have no hash
+        if width[0] + width[1] == columns:
+            return width
+    return None
 
 
 SCALED_COLUMNS = 128  # latent columns of an e4m3 cache that share a scale
