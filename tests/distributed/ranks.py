@@ -267,18 +267,19 @@ def masked(parallel: ContextParallel, gather: bool) -> None:
     whole_pages = {"kv_lens": lens, "block_table": kv.table}
     pages = {"kv_lens": own_lens, "block_table": local}
     options: dict[str, Any] = {"sinks": sinks(), "softcap": 20.0}
-    offsets = there(torch.tensor(OFFSETS, dtype=torch.int32))
+    starts = OFFSETS[: batch + 1]
+    offsets = there(torch.tensor(starts, dtype=torch.int32))
     together = {"kv_lens": lens, "q_len": 3}
-    ragged = {"kv_lens": lens, "qo_indptr": offsets, "total_tokens": OFFSETS[-1]}
+    ragged = {"kv_lens": lens, "qo_indptr": offsets, "total_tokens": starts[-1]}
     prefix_len = there(torch.arange(batch, dtype=torch.int32) * 2 - 1)
     windows = cumla.AttentionMask.windows
     for mask, q, more in (
         (windows(None, **together), queries("mha", batch, 3), {}),
         (windows(6, **together), queries("mha", batch, 3), {}),
-        (windows(setting.page, **ragged), queries("mha", OFFSETS[-1]), {"qo_indptr": offsets}),
+        (windows(setting.page, **ragged), queries("mha", starts[-1]), {"qo_indptr": offsets}),
         (
             cumla.AttentionMask.chunks(7, **ragged),
-            queries("mha", OFFSETS[-1]),
+            queries("mha", starts[-1]),
             {"qo_indptr": offsets},
         ),
         (

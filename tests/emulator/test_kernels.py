@@ -332,13 +332,17 @@ def test_high_sinks(
 
 
 @pytest.mark.parametrize(
-    ("form", "heads"), [("bfloat16", 16), ("one", 16), ("packed", 16), ("packed", 40), ("v4", 16)]
+    ("form", "heads"),
+    [
+        *(("bfloat16", 16), ("one", 16), ("packed", 16), ("packed", 40), ("v4", 16)),
+        *(("e4m3", 24), ("e4m3", 40)),
+    ],
 )
 def test_high_sinks_of_lists(cupy: CuPy, form: str, heads: int) -> None:
     """Whole ones, cut ones and empty ones, as sanitize.attend_sparse calls them."""
     options: dict[str, Any] = {"topk": 300, "lengths": "tokens", "q_len": 2, "sinks": "mixed"}
-    if form == "v4":
-        sanitize.attend_v4(cupy, V4Case(heads=heads, **options))
+    if form in ("v4", "e4m3"):
+        sanitize.attend_v4(cupy, V4Case(form=form, heads=heads, **options))
     else:
         sanitize.attend_sparse(cupy, SparseCase(heads=heads, form=form, **options))
 

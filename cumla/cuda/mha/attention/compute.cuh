@@ -374,7 +374,8 @@ struct Consumer {
       const float highest = fmaxf(maximum[r], theirs);
       own[r] = exp2_approx(maximum[r] - highest);
       other[r] = exp2_approx(theirs - highest);
-      const float total = both(own[r], sum[r], other[r], load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r)));
+      const float total =
+          both(own[r], sum[r], other[r], load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r)));
       const float rounded =
           both(own[r], weight[r], other[r], load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r)));
       inverse[r] = inverse_of_sum(rounded);

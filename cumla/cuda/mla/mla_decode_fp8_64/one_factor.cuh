@@ -203,7 +203,11 @@ struct OneFactorConsumer : Heads64Consumer<Form> {
     find_rows(t);
     mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
     float block_sum[kHeadsOfThread];
-    auto multiply = [&](int s) { steps.step(s, kStepsOfBlock); };
+    constexpr int kAtOnce = kStepsOfBlock / (kHeads / 8);  // steps for each eight heads
+    auto multiply = [&](int eight) {
+#pragma unroll
+      for (int s = kAtOnce * eight; s < kAtOnce * (eight + 1); ++s) steps.step(s, kStepsOfBlock);
+    };
     const bool too_high = this->template store_probabilities<false>(parity, block_sum, false, multiply);
     const bool again = this->sync_any(too_high);
     if (!again) this->publish(parity, 0);
