@@ -88,8 +88,13 @@ def as_e4m3(array: Array) -> Array:
 
 
 def in_float32(x: Array) -> Array:
-    """Convert to float32, subnormal numbers to zeros of their sign."""
+    """Convert to float32: subnormal numbers to zeros of their sign, NaN of float16 to one without.
+
+    So does the device.
+    """
     numbers = x.astype(np.float32)
+    if x.dtype == np.float16:
+        numbers[np.isnan(numbers)] = np.nan
     numbers[np.abs(numbers) < _LEAST_NORMAL] *= np.float32(0)
     return numbers
 

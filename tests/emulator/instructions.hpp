@@ -18,7 +18,10 @@ u32 pack_pair<Fp16>(float low, float high) {
   return host::bits16(low, 5, 10, false) | host::bits16(high, 5, 10, false) << 16;
 }
 template <>
-float2 unpack_pair<Fp16>(u32 packed) { return {host::half(packed & 0xffff), host::half(packed >> 16)}; }
+float2 unpack_pair<Fp16>(u32 packed) {
+  const auto one = [](float x) { return std::isnan(x) ? canonical(x) : x; };
+  return {one(host::half(packed & 0xffff)), one(host::half(packed >> 16))};
+}
 u32 pack_e4m3x4(float a, float b, float c, float d) {
   return host::bits16(a, 4, 3, true) | host::bits16(b, 4, 3, true) << 8 | host::bits16(c, 4, 3, true) << 16 |
          host::bits16(d, 4, 3, true) << 24;

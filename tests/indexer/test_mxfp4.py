@@ -62,6 +62,23 @@ def test_what_is_written(dtype: Any) -> None:
     np.testing.assert_array_equal(kv_cache[:, :, 0], wanted)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_the_kernel_that_writes(dtype: Any) -> None:
+    """NaN of either sign included: that of float16 loses it."""
+    with np.errstate(over="ignore"):
+        k = some_keys(64).astype(dtype)
+    k[::3, 7], k[1::3, 7], k[2::9, 40], k[5::9, 40] = np.nan, -np.nan, np.inf, -np.inf
+    wanted = np.full((4, 16, 68), 0xAA, np.uint8)
+    slots = np.random.default_rng(1).permutation(64)
+    cumla.append_indexer_cache(k, wanted, slots, **MXFP4)
+    with emulated_gpu(2) as cupy:
+        got = cupy.asarray(np.full_like(wanted, 0xAA))
+        cumla.append_indexer_cache(cupy.asarray(k), got, cupy.asarray(slots), **MXFP4)
+        np.testing.assert_array_equal(got.get(), wanted)
+    signs = wanted.reshape(4, -1)[:, :1024].reshape(64, 64)[slots[1::3], 3] >> 7
+    assert (signs == (dtype != np.float16)).all()
+
+
 def test_logits_of_what_keys_stand_for() -> None:
     rng = np.random.default_rng(2)
     kv_cache, numbers = pages_of(some_keys(64), 4, 16)
