@@ -11,13 +11,13 @@ import cumla
 from cumla.core.arguments import checked_flag
 from cumla.distributed.groups import group_of
 from cumla.distributed.shard import NO_END, Shard, arange, as_int32, namespace
+from cumla.mla.shape import WIDTH, width_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["ContextParallel"]
 
-_LATENT_COLUMNS = 512
 _SPARSE = (cumla.mla_sparse_decode, cumla.mla_sparse_attention, cumla.MLASparsePlan.run)
 _REFUSED = {
     "out": "results are merged into new memory: leave it out",
@@ -28,6 +28,12 @@ _REFUSED = {
     "kv_indices": "pages of a rank are told by a table: pass block_table",
     "kv_indptr": "pages of a rank are told by a table: pass block_table",
 }
+
+
+def _latent_columns(queries: Sequence[Any]) -> int:
+    """Tell the columns of values of MLA, by those of its queries: in one array, or in a pair."""
+    columns: int = queries[0].shape[-1]
+    return columns if len(queries) > 1 else (width_of(columns) or WIDTH)[0]
 
 
 class ContextParallel(Shard):
@@ -177,7 +183,7 @@ class ContextParallel(Shard):
         values = options.get("v")
         if values is None and len(arrays) > 1 and len(arrays[1].shape) > 2:  # no block table
             values = arrays[1]
-        columns = _LATENT_COLUMNS if values is None else values.shape[-1]
+        columns = _latent_columns(queries) if values is None else values.shape[-1]
         cache = arrays[0] if arrays else options.get("k", options.get("kv_cache"))
         self._check_pages(cache, 2 if options.get("kv_layout") == "HND" else 1)
         given = tuple(queries) if isinstance(q, (tuple, list)) else queries[0]

@@ -177,6 +177,19 @@ def decode(parallel: ContextParallel, q_len: int, gather: bool) -> None:
     assert torch.equal(merged.out, found.out) and torch.equal(merged.lse, found.lse)
 
 
+def other_widths(parallel: ContextParallel) -> None:
+    """Rows of 512 and of 320 columns, of which the caches of 576 are slices."""
+    kv, wide = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)
+    pages = parallel.pages(kv.kv_lens, kv.own_table, q_len=1)
+    for latent, rope in ((512, 0), (256, 64)):
+        q, whole, own = (x[..., : latent + rope] for x in (wide, *kv.whole, *kv.own))
+        alone = cumla.mla_decode(q, whole, kv.table, kv.kv_lens)
+        for given in (q, (q[..., :latent], q[..., latent:])) if rope else (q,):
+            found = parallel.attend(cumla.mla_decode, given, own, *pages)
+            assert found.out.shape[-1] == latent
+            compare(parallel, found, alone, False)
+
+
 def attention(parallel: ContextParallel, q_len: int, gather: bool) -> None:
     kv, q = made(parallel, "mha"), queries("mha", len(setting.lengths), q_len)
     options: dict[str, Any] = {"sinks": sinks(), "softcap": 20.0}
@@ -490,6 +503,7 @@ def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
         "masked, gather": lambda p: masked(p, True),
         "odd heads": odd_heads,
         "no tokens": no_tokens,
+        "other widths": other_widths,
         "refused": refused,
     }
     for family in ("mla", "mha"):
