@@ -52,7 +52,6 @@ _INDEX = Interface(
         "kv_lens": "seq_lens",
         "qo_indptr": "cu_seqlens_q",
         "scores": "score",
-        "k": "topk",
     }
 )
 _HOMES = {
