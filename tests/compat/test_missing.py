@@ -19,6 +19,7 @@ FACES = {
     "deep_gemm": "deep_gemm",
     "auto_deploy": "tensorrt_llm._torch.auto_deploy",
     "flashinfer": "flashinfer",
+    "vllm_minimax_m3": "vllm.models.minimax_m3.common.ops",
 }
 
 

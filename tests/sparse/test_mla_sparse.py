@@ -475,7 +475,11 @@ NOT_PLANNED = [
         )
         for name in ("float32", "packed")
     ),
-    wrong("cache_format", "packed", "one of 'v32', 'v32_no_rope', 'v4', 'v41', 'v41_fp4', got 'p"),
+    wrong(
+        "cache_format",
+        "packed",
+        "one of 'v32', 'v32_no_rope', 'v4', 'v41', 'v41_fp4', 'e4m3_512', got 'p",
+    ),
     Refusal(
         {"cache_dtype": "bfloat16", "cache_format": "v32"},
         ValueError,
