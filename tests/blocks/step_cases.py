@@ -12,6 +12,7 @@ import cumla
 from cumla.reference.blocks.rows import tokens_seen
 
 HEADS, KV_HEADS, COLUMNS, PAGE, MAX_PAGES, TOPK = 8, 2, 64, 64, 4, 4
+MADE_OF = ("q", "k", "v", "index_q", "index_keys", "block_table")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Case:
         }
 
     def step(self, given: dict[str, Any], **more: Any) -> cumla.BlockSparseStep:
-        names = ("q", "k", "v", "index_q", "index_keys", "block_table", "qo_indptr")
+        names = (*MADE_OF, "qo_indptr")
         arrays = {name: given[name] for name in names if name in given}
         return cumla.BlockSparseStep.from_arrays(**arrays, **self.options, **more)
 

@@ -240,7 +240,7 @@ def ints(*shape: int) -> Any:
         (
             {"k_cache": ints(90, 2, 1, 336).to(torch.uint8)},
             NotImplementedError,
-            "k_cache: needs rows of 656 bytes, the format of DeepSeek-V3.2, or of 584, 528 or 288, those",
+            "k_cache: needs rows of 656 bytes, the format of DeepSeek-V3.2, or of 584, 528 or 288",
         ),
         (
             {"k_cache": ints(90, 2, 656).to(torch.uint8)},

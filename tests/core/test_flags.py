@@ -17,6 +17,7 @@ import pytest
 import cumla
 from cumla import AttentionMask
 from cumla.core.spec import SPECS
+from tests.blocks import step_cases
 from tests.calls import (
     E4M3,
     OPERATIONS,
@@ -27,6 +28,7 @@ from tests.calls import (
     arrays_of,
     refused,
 )
+from tests.sparse import dsa_cases
 
 NO_FLAGS = [("yes", "str 'yes'"), ("", "str ''"), (2, "int 2"), (0, "int 0"), (None, "NoneType")]
 NO_FLAGS += [(np.int64(1), "int64 1"), (np.ones(1, bool), "ndarray")]
@@ -102,6 +104,22 @@ def calls() -> Iterator[tuple[str, str, Call]]:
                 return planned.inputs(given() | OPERATIONS[planned.operation].outputs())
 
             yield f"{name}.run", flag, Call(planned.ready(given()).run, of_run)
+    dsa, blocks = dsa_cases.Step(), step_cases.Case()
+    for kind, step, made_of, options in (
+        (cumla.DSAPlan, dsa, dsa_cases.MADE_OF, {"topk": dsa.topk}),
+        (cumla.BlockSparseStep, blocks, step_cases.MADE_OF, blocks.options),
+    ):
+        arrays = {name: step.arguments()[name] for name in made_of} | options
+        sizes = parameters_of(kind.workspace_bytes)
+        numbers = {n: value for n, value in step.numbers().items() if n in sizes}
+        for function, given in (
+            (kind, step.numbers() | {"like": np.zeros(1)}),
+            (kind.from_arrays, arrays),
+            (kind.workspace_bytes, numbers | {"sm_count": 132}),
+        ):
+            method = "" if function is kind else f".{function.__name__}"
+            for flag in flags_of(function):
+                yield f"{kind.__name__}{method}", flag, Call(function, given.copy)
     lens = np.array([9], np.int32)
     spans: Arguments = {"spans": np.zeros((1, 2, 2), np.int32), "kv_lens": lens, "q_len": 2}
     yield "AttentionMask.image_spans", "clamp", Call(AttentionMask.image_spans, lambda: spans)
