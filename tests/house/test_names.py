@@ -18,6 +18,8 @@ KNOWN = {
     ("test", "mla_decode_swapped"),
     ("test", "mqa_logits"),
     ("test", "paged_mqa_logits"),
+    ("launcher", "mla_sparse_v41"),  # those of mla_sparse_v4
+    ("test", "mla_sparse_v41"),
     ("test", "quantize_fp8"),
 }
 

@@ -504,8 +504,8 @@ def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None
 
 MODELLED = {
     "mla/mla_decode_fp8.cu": "eff70664",
-    "mla/mla_decode_fp8/load.cuh": "6b74d01a",
-    "mla/mla_decode_fp8/compute.cuh": "4455a9c8",
+    "mla/mla_decode_fp8/load.cuh": "eb1fe5e4",
+    "mla/mla_decode_fp8/compute.cuh": "d33250ce",
     "mla/mla_decode_fp8/softmax.cuh": "a204a5b6",
     "mla/mla_decode_fp8/finish.cuh": "77ed6e9d",
     "mla/mla_decode_fp8/layout.cuh": "604b33d9",

@@ -765,7 +765,7 @@ def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int)
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8/load.cuh": "a27eb2e9",
+    "mla/mla_decode_fp8/load.cuh": "76a0a644",
     "mla/mla_decode_fp8/compute.cuh": "19081f49",
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "fcf44261",

@@ -42,7 +42,7 @@ def v4_arguments(key: Any, **changes: Any) -> Any:
 def test_the_kernels_constants(nvrtc: None) -> None:
     widths = {"kRowBytes": V4_ROW_BYTES, "kScaleBytes": V4_SCALE_BYTES, "kTiles": V4_SCALES}
     widths = {f"V4Format::{name}": value for name, value in widths.items()}
-    compile_checks(SPECS[0], widths | {"(kStageBytes % 1024)": 0})
+    compile_checks(SPECS[0], widths | {"(V4Layout::kStageBytes % 1024)": 0})
     widths = {"kRowBytes": FORMATS["v41"], "kFp4Bytes": FORMATS["v41_fp4"]}
     compile_checks(SPECS[1], {f"V41Format<true>::{name}": value for name, value in widths.items()})
 
