@@ -347,6 +347,13 @@ def test_high_sinks_of_lists(cupy: CuPy, form: str, heads: int) -> None:
         sanitize.attend_sparse(cupy, SparseCase(heads=heads, form=form, **options))
 
 
+def test_a_list_of_e4m3_rows_by_tiles_of_16_heads() -> None:
+    """Many multiprocessors cut it by heads: each tile multiplies all values of a block."""
+    with emulated_gpu(32) as cupy:
+        case = V4Case(form="e4m3", batch=1, heads=40, topk=700, sinks="finite")
+        sanitize.attend_v4(cupy, case)
+
+
 @pytest.mark.parametrize("form", extreme_cases.FORMS)
 def test_high_caps(cupy: CuPy, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     given = extreme_cases.make(form) | {"softcap": 1e6}
