@@ -285,8 +285,9 @@ def test_visible_blocks_alone_are_divided(queries: str, columns: int, cache: str
 
 
 @pytest.mark.exhaustive
-def test_all_that_compute_sanitizer_is_shown(cupy: CuPy) -> None:
-    sanitize.run_calls(cupy, sanitize.grid(MULTIPROCESSORS), edits=False)
+@pytest.mark.parametrize("part", sanitize.PARTS)
+def test_all_that_compute_sanitizer_is_shown(cupy: CuPy, part: str) -> None:
+    sanitize.run_calls(cupy, part, sanitize.grid(MULTIPROCESSORS), edits=False)
 
 
 @pytest.mark.parametrize("queries", [0, 5])

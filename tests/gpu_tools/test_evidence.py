@@ -556,13 +556,18 @@ def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
     record.write(tmp_path, "about", {"about": {"version": "1"}, "sources": sources()._asdict()})
     report = "========= Uninitialized read\n=========     at mla_decode_bfloat16+0x1f0\n"
     found = report + CLEAN_LOG.replace("SUMMARY: 0", "SUMMARY: 1")
-    for tool, plant in sanitize.RUNS:
+    for tool, only in sanitize.RUNS:
         text = RACE if tool == "racecheck" else found
-        (tmp_path / sanitize.log_name(tool, plant)).write_text(text if plant else CLEAN_LOG)
+        text = text if only in sanitize.PLANTS else CLEAN_LOG
+        (tmp_path / sanitize.log_name(tool, only)).write_text(text)
     assert sanitize.summarise(tmp_path, tmp_path / "evidence")
     assert record.problems("mla_decode", tmp_path / "evidence", sources()) == []
-    (tmp_path / "synccheck.log").write_text(found)
+    (tmp_path / sanitize.log_name("synccheck", "lists")).write_text(found)
     assert not sanitize.summarise(tmp_path, tmp_path / "evidence")
     wrong = record.problems("mla_decode", tmp_path / "evidence", sources())
     assert any("1 errors" in problem for problem in wrong)
     assert record.problems("schedule", tmp_path / "evidence", sources()) == []
+    (tmp_path / sanitize.log_name("racecheck", "rows")).unlink()  # a run that was cut
+    assert not sanitize.summarise(tmp_path, tmp_path / "evidence")
+    wrong = record.problems("schedule", tmp_path / "evidence", sources())
+    assert any("the verdict is incomplete" in problem for problem in wrong)

@@ -75,6 +75,8 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Layou
                                            int parity, int stage, u32 phase) {
   constexpr int kHalfTiles = Layout::kHalfTiles, kRopeTile = Layout::kRopeTile;
   const Boxes<kCount> boxes(from);
+  // Consumers free the third of RoPE columns, too: without any, their arrivals of a phase are awaited here.
+  if constexpr (!kHasRope) mbarrier_wait(shared.free(stage, 2), phase ^ 1, "a free KV stage");
 #pragma unroll
   for (int k = kHasRope ? 0 : 1; k < 3; ++k) {
     const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;

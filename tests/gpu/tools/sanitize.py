@@ -6,8 +6,10 @@
 runs the grid under memcheck, synccheck, racecheck and initcheck, calibrates the last two with
 planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence. Single steps:
 
-    compute-sanitizer --tool TOOL python tests/gpu/tools/sanitize.py --tool TOOL [--plant BUG]
+    compute-sanitizer --tool TOOL python tests/gpu/tools/sanitize.py --tool TOOL [--only PART | BUG]
     python tests/gpu/tools/sanitize.py --summarise FOLDER [--evidence-dir FOLDER]
+
+Each tool runs the grid in parts, a process each, several at once and on all GPUs.
 
 All tools run the kernels that ship, except that racecheck runs some with edits that add order
 (record.TOOLS says why). The grid's inputs are made, and its results compared, on the host: only
@@ -23,6 +25,7 @@ import contextlib
 import functools
 import math
 import os
+import queue
 import re
 import shutil
 import signal
@@ -91,8 +94,10 @@ BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find thes
     "missing-tile-wait": "it does not know the copy engine's writes",
     "swapped-missing-exchange-sync": "it does not know what wgmma reads",
 }
-RUNS = (  # tool, planted bug
-    *((tool, None) for tool in record.TOOLS),
+PARTS = ("heads", "lists", "fp8", "dense", "logits", "blocks", "rows")  # of the grid: longest first
+RUNS = (  # tool, a part of the grid or a planted bug
+    *(("racecheck", part) for part in PARTS),  # it takes the longest
+    *((tool, part) for tool in record.TOOLS if tool != "racecheck" for part in PARTS),
     *(("initcheck" if "unwritten" in plant else "racecheck", plant) for plant in PLANTS),
 )
 SPLIT = "one request cut into many parts"
@@ -220,7 +225,7 @@ SELECTIONS = (  # shapes of top_k, and blocks of a row
 )
 DONE = "sanitize: the grid is done"
 TIMEOUT = 480.0  # seconds a run
-_AT_ONCE = 4  # runs, which share the GPU
+_AT_ONCE = 5  # runs, which share a GPU
 COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
 ABOUT = "about.json"  # beside the logs: machine, the tool's version, and the sources' digests
 
@@ -249,20 +254,21 @@ def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
 # --- on the GPU ----------------------------------------------------------------------------------
 
 
-def run_grid(tool: str, plant: str | None) -> None:
-    """Run the grid; with a planted bug only the call in which it must show, unchecked."""
+def run_grid(tool: str, only: str | None) -> None:
+    """Run the grid or a part; with a planted bug only the call in which it must show, unchecked."""
     import cupy
 
     cupy.cuda.set_allocator(None)
     cases = grid(cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"])
-    if plant is not None:
+    if only in PLANTS:
         case, lengths = cases[SPLIT]
-        with variants.installed(PLANTS[plant]):
+        with variants.installed(PLANTS[only]):
             decode(cupy, make_problem(np, case, np.array(lengths)))
     else:
         launched: collections.Counter[tuple[str, str]] = collections.Counter()
         with counted(launched):
-            run_calls(cupy, cases, edits=bool(record.TOOLS.get(tool)))
+            for part in [only] if only else PARTS:
+                run_calls(cupy, part, cases, edits=bool(record.TOOLS.get(tool)))
         for (entry, edit), count in sorted(launched.items()):
             print(f"sanitize: {entry} launched {count} times{edit and f', edited: {edit}'}")
     print(DONE)
@@ -344,12 +350,37 @@ def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
                 print(f"sanitize: {kind}, {case.name}: agrees", flush=True)
 
 
-def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:
-    """Run all calls, of the kernels that ship but for those that ``edits`` lets be edited."""
+def run_calls(
+    cupy: Any, part: str, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool
+) -> None:
+    """Run the calls of a part, of the kernels that ship but for those ``edits`` lets be edited."""
 
     def edited(name: str, *changes: variants.Edit, page_size: int = 64) -> Any:
         return edited_kernels(name, changes, page_size) if edits else contextlib.nullcontext()
 
+    if part == "dense":
+        attend_dense(cupy, cases, edited)
+    elif part == "fp8":
+        attend_fp8_caches(cupy, edited)
+    elif part == "lists":
+        few = edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES)
+        many = edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES)
+        with few, many, edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES):
+            attend_to_lists(cupy)
+    elif part == "rows":
+        write_rows(cupy)
+    elif part in {"heads", "blocks"}:
+        few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
+        with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
+            (attend_many_heads if part == "heads" else attend_blocks)(cupy)
+    else:
+        score_all(cupy, edited)
+
+
+def attend_dense(
+    cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], edited: Callable[..., Any]
+) -> None:
+    """Attend to whole latent caches of 16 bits."""
     for name, (case, lengths) in cases.items():
         problem = make_problem(np, case, np.array(lengths))
         for out, lse in decode(cupy, problem):
@@ -372,25 +403,24 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
                 problem.check(out, lse)
         attend_ragged(cupy, RAGGED[1])
     print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
-    attend_fp8_caches(cupy, edited)
-    few = edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES)
-    many = edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES)
-    with few, many, edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES):
-        attend_to_lists(cupy)
+
+
+def write_rows(cupy: Any) -> None:
+    """Merge, append, quantise, and choose."""
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
     merge_of_ranks(cupy)
     print("sanitize: merged by ranks: agree", flush=True)
     append_all(cupy)
-    few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
-    with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
-        attend_many_heads(cupy)
-        attend_blocks(cupy)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
     select_all(cupy)
+
+
+def score_all(cupy: Any, edited: Callable[..., Any]) -> None:
+    """The indexer's logits, of sequences and of pages."""
     for clean in (True, False):
         score_sequence(cupy, clean=clean)
         for q_len in (1, 2):
@@ -1087,12 +1117,12 @@ def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:
 # --- compute-sanitizer ---------------------------------------------------------------------------
 
 
-def log_name(tool: str, plant: str | None) -> str:
-    return f"{tool}-{plant}.log" if plant else f"{tool}.log"
+def log_name(tool: str, only: str) -> str:
+    return f"{tool}-{only}.log"
 
 
 def run_all(folder: Path, timeout: float) -> None:
-    """Run every tool, a few at a time; a log each, with its time at the end."""
+    """Run every tool on every part, a few a GPU at a time; a log each, with its time at the end."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(command).exists():
         raise SystemExit("compute-sanitizer is not on PATH; it is part of the CUDA toolkit")
@@ -1103,28 +1133,53 @@ def run_all(folder: Path, timeout: float) -> None:
     sources = record.Sources.now()._asdict()
     record.write(folder, Path(ABOUT).stem, {"about": about, "sources": sources})
     warm = [sys.executable, str(Path(__file__).resolve())]
-    subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
-    for tool, plant in RUNS:
-        (folder / log_name(tool, plant)).unlink(missing_ok=True)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(lambda run: _run_tool(command, warm, folder, timeout, *run), RUNS))
+    if not os.environ.get("CUMLA_CUBIN_DIR"):  # else all kernels are compiled
+        subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
+    for run in RUNS:
+        (folder / log_name(*run)).unlink(missing_ok=True)
+    gpus = _visible_gpus()
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in gpus * _AT_ONCE:
+        free.put(gpu)
+
+    def run_one(run: tuple[str, str]) -> None:
+        gpu = free.get()
+        try:
+            _run_tool(command, warm, folder, timeout, gpu, *run)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus) * _AT_ONCE) as pool:
+        list(pool.map(run_one, RUNS))
+
+
+def _visible_gpus() -> list[str]:
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",")[:count] if given else [str(gpu) for gpu in range(count)]
 
 
 def _run_tool(
-    command: str, warm: list[str], folder: Path, timeout: float, tool: str, plant: str | None
+    command: str, warm: list[str], folder: Path, timeout: float, gpu: str, tool: str, only: str
 ) -> None:
     arguments = [command, "--tool", tool, "--print-limit", "1000"]
     if tool == "memcheck":  # libraries probe for driver functions that are not there
         arguments += ["--report-api-errors", "no"]
     if tool == "synccheck":  # by itself it makes room for too few
         arguments += ["--num-cuda-barriers", "256"]
-    arguments += [*warm, "--tool", tool]
-    arguments += ["--plant", plant] if plant else []
+    arguments += [*warm, "--tool", tool, "--only", only]
     start = time.monotonic()
-    path = folder / log_name(tool, plant)
+    path = folder / log_name(tool, only)
     with path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            arguments, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            arguments,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
         )
         try:
             process.wait(timeout)
@@ -1171,16 +1226,19 @@ def _kind(head: str) -> str:
 
 
 def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
-    """What each tool found that has a log, with what it made of the planted bugs."""
+    """What each tool found that has logs, with what it made of the planted bugs."""
     result: dict[str, dict[str, Any]] = {}
+
+    def read(tool: str, only: str) -> dict[str, Any]:
+        path = folder / log_name(tool, only)
+        return read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
+
+    for tool in record.TOOLS:
+        if any((folder / log_name(tool, part)).exists() for part in PARTS):
+            result[tool] = _whole([read(tool, part) for part in PARTS]) | {"planted": {}}
     for tool, plant in RUNS:
-        path = folder / log_name(tool, plant)
-        if not (folder / log_name(tool, None)).exists():
-            continue
-        found = read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
-        if plant is None:
-            result[tool] = found | {"planted": {}}
-        else:
+        if plant in PLANTS and tool in result:
+            found = read(tool, plant)
             usual = result[tool]["kernels"]  # the planted grid is a part of it
             seen = any(count > usual.get(name, 0) for name, count in found["kernels"].items())
             result[tool]["planted"][plant] = {
@@ -1191,13 +1249,35 @@ def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
     return result
 
 
+def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The finding of a tool from those of the parts of the grid."""
+    kernels: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
+    edited: dict[str, set[str]] = {}
+    for part in parts:
+        kernels.update(part["kernels"])
+        kinds.update(part["kinds"])
+        for edit, entries in part["edited"].items():
+            edited.setdefault(edit, set()).update(entries)
+    return {
+        "complete": all(part["complete"] for part in parts),
+        **{name: sum(part[name] for part in parts) for name in ("errors", "warnings")},
+        "kernels": dict(sorted(kernels.items())),
+        "kinds": dict(kinds.most_common()),
+        "seconds": sum(part["seconds"] or 0.0 for part in parts),
+        "shipped": sorted({entry for part in parts for entry in part["shipped"]}),
+        "edited": {edit: sorted(entries) for edit, entries in edited.items()},
+    }
+
+
 def summarise(folder: Path, evidence: Path) -> bool:
     """Print the verdicts, add them to the evidence, and tell whether all kernels are clean."""
     known = record.read(folder, Path(ABOUT).stem)
     sources = record.Sources.read(known["sources"])
     run = record.Run(evidence, record.SANITIZER, known["about"], sources)
     wrong: set[str] = set()
-    for tool, found in verdicts(folder).items():
+    found_by_tool = verdicts(folder)
+    for tool, found in found_by_tool.items():
         run.add(tool, found)
         print(f"{tool:<10} {found['errors']} errors, {found['warnings']} warnings")
         for kind, count in found["kinds"].items():
@@ -1207,7 +1287,7 @@ def summarise(folder: Path, evidence: Path) -> bool:
                 wrong.add(stem)
                 print(f"{'':<10} {stem}: {problem}")
     run.complete()
-    missing = [tool for tool in record.TOOLS if not (folder / log_name(tool, None)).exists()]
+    missing = sorted(set(record.TOOLS) - set(found_by_tool))
     if missing:
         print(f"without a log of {', '.join(missing)}")
     return not wrong and not missing
@@ -1216,7 +1296,11 @@ def summarise(folder: Path, evidence: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--tool", choices=record.TOOLS, default="", help="which one runs the grid")
-    parser.add_argument("--plant", choices=PLANTS, help="run one call with this bug in the kernel")
+    parser.add_argument(
+        "--only",
+        choices=(*PARTS, *PLANTS),
+        help="run a part of the grid, or one call with this bug in the kernel",
+    )
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="run all tools, then summarise")
     parser.add_argument("--summarise", type=Path, metavar="FOLDER", help="read the logs there")
     parser.add_argument("--evidence-dir", type=Path, default=record.FOLDER, metavar="FOLDER")
@@ -1226,7 +1310,7 @@ def main() -> None:
         run_all(arguments.run, arguments.timeout)
     folder = arguments.run or arguments.summarise
     if not folder:
-        run_grid(arguments.tool, arguments.plant)
+        run_grid(arguments.tool, arguments.only)
     elif not summarise(folder, arguments.evidence_dir):
         sys.exit(1)
 
