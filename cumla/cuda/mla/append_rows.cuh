@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, 
   if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // the others are among the first kRopeThreads
   held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);
   const i64 position = p.positions[tile + row];
-  if (!has_rotation(p, position)) return;
+  if (!has_rotation(p, position) || !stores_rotated<kRope>()) return;
   const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * octet;
   const char* const from = table_row(p, position) + 16 * octet;
   copy_16_async(to, from, true);

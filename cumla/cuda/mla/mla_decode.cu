@@ -75,8 +75,6 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Layou
                                            int parity, int stage, u32 phase) {
   constexpr int kHalfTiles = Layout::kHalfTiles, kRopeTile = Layout::kRopeTile;
   const Boxes<kCount> boxes(from);
-  // Consumers free the third of RoPE columns, too: without any, their arrivals of a phase are awaited here.
-  if constexpr (!kHasRope) mbarrier_wait(shared.free(stage, 2), phase ^ 1, "a free KV stage");
 #pragma unroll
   for (int k = kHasRope ? 0 : 1; k < 3; ++k) {
     const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
@@ -139,8 +137,8 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
   for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1, at = Layout::stage_of(t, parity);
     const u32 phase = Layout::phase_of(t), stage = shared.stage(at);
-    mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
     if constexpr (AnyTile::kHasRope) {
+      mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
       rows.template copy<1, true>(p.rope, 0, {stage + kRopeTile * kTileBytes});
       mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
     }
@@ -193,7 +191,6 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
       mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
     } else {
       rows.locate(p.latent);
-      mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
     }
     if (parity == 1) rows.move(kHalfTiles * 128);
 #pragma unroll 1

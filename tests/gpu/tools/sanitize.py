@@ -287,8 +287,6 @@ def append_all(cupy: Any) -> None:
         print(f"sanitize: keys and values into {cache}: agree", flush=True)
     build_masks(cupy)
     print("sanitize: masks: agree", flush=True)
-    share_prefixes(cupy)
-    print("sanitize: shared prefixes: agree", flush=True)
 
 
 def select_all(cupy: Any) -> None:
@@ -893,6 +891,8 @@ def attend_many_heads(cupy: Any) -> None:
     print("sanitize: attention of many heads: agrees", flush=True)
     attend_by_masks(cupy)
     attend_by_biases(cupy)
+    share_prefixes(cupy)
+    print("sanitize: shared prefixes: agree", flush=True)
 
 
 def attend_by_masks(cupy: Any) -> None:

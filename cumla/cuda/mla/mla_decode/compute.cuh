@@ -295,7 +295,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     } else {
       warpgroup_wait<0>();
     }
-    arrive(shared.free(stage, 2));
+    if constexpr (AnyTile::kHasRope) arrive(shared.free(stage, 2));
     if (i + 2 >= segment.blocks) arrive(shared.query_free());
 
     const int block = segment.begin + i;

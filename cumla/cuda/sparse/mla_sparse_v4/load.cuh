@@ -240,7 +240,6 @@ struct V4Finder {
   __device__ __forceinline__ void copy(int t) const {
     const int row = first_row + threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2, parity = t & 1;
     const u32 rows = shared.row(t % V4Layout::kSlots, row);
-    mbarrier_wait(shared.free(parity, 2), t / 2 & 1 ^ 1, "a free KV stage");  // synccheck misses it
     mbarrier_wait(shared.free(parity, 1), t / 2 & 1 ^ 1, "a free KV stage");
     const u32 tile = shared.stage(parity) + Format::kTiles * kTileBytes + row * 128;
 #pragma unroll
