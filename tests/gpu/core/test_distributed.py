@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that is cut among two GPUs: NCCL through PyTorch, JAX and CuPy, against one GPU."""
+"""A cache that is cut among two GPUs: NCCL through PyTorch and CuPy, against one GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.tools.process import run_fresh
 from tests.gpu.tools.ranks import launch
 
 KERNELS = ("merge_states",)  # what attends and appends is tested alone elsewhere
 MAY_SKIP = (
     "needs two GPUs",
     "needs PyTorch with NCCL",
-    "needs JAX on the GPU",
     "needs libnccl for CuPy",
 )
 cp: Any = pytest.importorskip("cupy")
@@ -68,26 +66,3 @@ def test_a_rank_that_dies(tmp_path: Path, what: str, error: str) -> None:
     assert second.returncode == 0, second.stdout
     assert first.returncode not in (0, -999), first.stdout
     assert error in first.stdout
-
-
-JAX = """
-import os
-os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-import jax
-assert len(jax.devices("gpu")) >= 2
-from tests.distributed import test_jax as t
-t.decodes(2, 1, repeats=100)
-t.decodes(2, 3)
-t.gathers(2)
-t.attends(2, "bfloat16", "float32")
-t.writes(2)
-"""
-
-
-def test_jax() -> None:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
-    done = run_fresh(JAX, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
