@@ -8,9 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import cumla
-from cumla.core.arguments import checked_flag
+from cumla.core.arguments import checked_flag, checked_int
 from cumla.distributed.groups import group_of
-from cumla.distributed.shard import NO_END, Shard, arange, as_int32, namespace
+from cumla.distributed.shard import NO_END, Shard, arange, as_int32, check_shape, namespace
 from cumla.mla.shape import WIDTH, width_of
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ContextParallel"]
 
+_NONE = (1 << 31) - 1  # behind all positions and blocks
 _SPARSE = (cumla.mla_sparse_decode, cumla.mla_sparse_attention, cumla.MLASparsePlan.run)
 _REFUSED = {
     "out": "results are merged into new memory: leave it out",
@@ -106,9 +107,10 @@ class ContextParallel(Shard):
         Parameters
         ----------
         attention : callable
-            :func:`cumla.mla_decode`, :func:`cumla.mla_attention`, :func:`cumla.attention`, or
-            the ``run`` of one of their plans, updated with this rank's kv_lens. What a
-            `functools.partial` of one binds by name is as if it were passed here.
+            :func:`cumla.mla_decode`, :func:`cumla.mla_attention`, :func:`cumla.attention`,
+            :func:`cumla.block_sparse_attention` with this rank's :meth:`blocks`, or the ``run`` of
+            one of their plans, updated with this rank's kv_lens. What a `functools.partial` of one
+            binds by name is as if it were passed here.
         q : array or pair of arrays
             Queries, of all heads, the same on every rank: ``(batch, q_len, num_heads, columns)``
             or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token is
@@ -270,11 +272,110 @@ class ContextParallel(Shard):
         >>> torch.distributed.destroy_process_group()
         """
         self._group.check("scores", scores)
+        best = self._largest(scores, topk, row_lens)
+        return as_int32(namespace(scores).where(best == _NONE, -1, best))
+
+    def select_blocks(
+        self,
+        scores: Any,
+        topk: int,
+        *,
+        visible: Any,
+        block_size: int,
+        init_blocks: int = 0,
+        local_blocks: int = 0,
+    ) -> Any:
+        """Select blocks of each row over all ranks: the lists of :func:`cumla.select_blocks`.
+
+        Each rank selects among its own blocks, and the ranks exchange these candidates, 8 bytes
+        each; forced blocks are known to all. The lists are those of one GPU with all scores, equal
+        ones and NaN included, and the same on every rank. :meth:`blocks` tells which of the blocks
+        a rank holds.
+
+        Parameters
+        ----------
+        scores : array
+            ``(tokens, groups, local width)`` float32, bfloat16 or float16: column j is the score of
+            the block that is number j among those of this rank, as :func:`cumla.block_scores` finds
+            it over ``pages(...)``. Of the group's framework.
+        topk : int
+            How many blocks to select, forced ones included; on all ranks alike, as all that
+            follows.
+        visible : array
+            ``(tokens,)`` int32: the blocks that each query token sees, on all ranks together.
+        block_size : int
+            Tokens of a block, a divisor of this object's own block_size: a block is on one rank.
+        init_blocks, local_blocks : int
+            As in :func:`cumla.select_blocks`.
+
+        Returns
+        -------
+        array
+            ``(tokens, groups, topk)`` int32: ascending blocks of the requests, then -1.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :func:`cumla.select_blocks`; scores of another framework than the group's; a
+            block_size that does not divide.
+
+        Examples
+        --------
+        >>> import torch, cumla
+        >>> from cumla.distributed import ContextParallel
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> parallel = ContextParallel(torch.distributed.group.WORLD)
+        >>> scores, visible = torch.tensor([[[5.0, 1, 2, 2, 0, 9]]]), torch.tensor([5])
+        >>> parallel.select_blocks(scores, 3, visible=visible, block_size=16, local_blocks=1)
+        tensor([[[0, 2, 4]]], dtype=torch.int32)
+        >>> torch.distributed.destroy_process_group()
+        """
+        self._group.check("scores", scores)
+        shard, xp = self._of_blocks(block_size), namespace(scores)
+        if len(scores.shape) != 3:
+            raise ValueError(
+                f"scores: needs shape (tokens, groups, width), got {tuple(scores.shape)}; pass "
+                f"those of block_scores"
+            )
+        tokens, groups, width = scores.shape
+        check_shape("visible", visible, "(tokens,)", (tokens,))
+        topk = checked_int("topk", topk, "there is nothing to select")
+        init_blocks = checked_int("init_blocks", init_blocks, "pass 0 for none", 0)
+        local_blocks = checked_int("local_blocks", local_blocks, "pass 0 for none", 0)
+        forced = init_blocks + local_blocks
+        if forced > topk:
+            raise ValueError(
+                f"topk: needs at least the {forced} forced blocks, got {topk}; force fewer"
+            )
+        visible = visible.clip(0, min(width * self.world, _NONE - 1))
+        first = visible.clip(0, init_blocks)
+        last = xp.maximum(visible - local_blocks, first)
+
+        def those(begin: Any, count: int, end: Any) -> Any:
+            blocks = begin[:, None] + arange(count, scores)
+            return xp.where(blocks < end[:, None], blocks, _NONE)
+
+        found = [those(0 * first, init_blocks, first), those(last, local_blocks, visible)]
+        found = [as_int32(xp.broadcast_to(x[:, None], (tokens, groups, x.shape[1]))) for x in found]
+        if topk > forced:
+            rows = xp.broadcast_to(arange(tokens, scores)[:, None], (tokens, groups)).reshape(-1)
+            begin, end = (as_int32(shard._local(x)[rows]) for x in (first, last))
+            best = shard._largest(
+                scores.reshape(tokens * groups, width), topk - forced, end - begin, begin
+            )
+            found.append(best.reshape(tokens, groups, topk - forced))
+        blocks = xp.sort(xp.concatenate(found, -1))
+        blocks = getattr(blocks, "values", blocks)  # PyTorch sorts into a pair
+        return as_int32(xp.where(blocks == _NONE, -1, blocks))
+
+    def _largest(self, scores: Any, topk: int, row_lens: Any, row_starts: Any = None) -> Any:
+        """Select over all ranks: ascending positions of each row, then `_NONE`."""
         xp = namespace(scores)
-        found = cumla.top_k(scores, topk, row_lens=row_lens, values=True)
-        none = xp.iinfo(xp.int32).max
-        at = self._position(found.indices)
-        positions = as_int32(xp.where(found.indices >= 0, at, none))
+        options = {"row_lens": row_lens, "row_starts": row_starts}
+        found = cumla.top_k(scores, topk, values=True, **options)
+        local = found.indices if row_starts is None else found.indices + row_starts[:, None]
+        positions = as_int32(xp.where(found.indices >= 0, self._position(local), _NONE))
         rows = scores.shape[0]
 
         def of_all(array: Any) -> Any:
@@ -286,9 +387,9 @@ class ContextParallel(Shard):
         order = xp.argsort(positions)
         row = arange(rows, scores)[:, None]
         positions, values = positions[row, order], values[row, order]
-        lens = as_int32((positions != none).sum(-1))
+        lens = as_int32((positions != _NONE).sum(-1))
         best = cumla.top_k(values, topk, row_lens=lens).indices
-        return as_int32(xp.where(best >= 0, positions[row, best.clip(0)], -1))
+        return as_int32(xp.where(best >= 0, positions[row, best.clip(0)], _NONE))
 
     def gather_heads(self, array: Any) -> Any:
         """Gather arrays of which each rank has a share of the heads, such as the queries.
@@ -334,9 +435,16 @@ class ContextParallel(Shard):
         """Tell whether query tokens become requests, of whose tokens each sees all."""
         plan = getattr(attention, "__self__", None)
         key = getattr(plan, "key", None)
-        if key is not None and key.q_len == 1 and not isinstance(plan, cumla.MLAAttentionPlan):
+        if isinstance(plan, cumla.BlockSparsePlan):  # its key tells of virtual requests
+            q_len, causal = plan.key.query_len, plan.key.is_causal
+        elif key is not None:
+            q_len = 0 if isinstance(plan, cumla.MLAAttentionPlan) else key.q_len
+            causal = key.causal
+        else:
+            q_len, causal = 0, options.get("causal", True)
+        if q_len == 1:
             return True
-        if not (options.get("causal", True) if key is None else key.causal):
+        if not causal:
             return False
         if key is not None or "qo_indptr" in options or attention is cumla.mla_attention:
             raise ValueError(

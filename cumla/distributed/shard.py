@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -184,7 +185,7 @@ class Shard:
             Shapes or numbers do not fit.
         """
         batch, columns = _table_shape(block_table)
-        _check_shape("kv_lens", kv_lens, "(batch,)", (batch,))
+        check_shape("kv_lens", kv_lens, "(batch,)", (batch,))
         q_len = checked_int("q_len", q_len, "count the query tokens of a request")
         seen = kv_lens.clip(0, min(columns * self._entry_tokens, _MOST))
         if (qo_indptr is None) != (total_tokens is None) or (q_len > 1 and qo_indptr is not None):
@@ -192,7 +193,7 @@ class Shard:
                 "qo_indptr: needs total_tokens beside it, and no q_len; pass both of them, or q_len"
             )
         if qo_indptr is not None:
-            _check_shape("qo_indptr", qo_indptr, "(batch + 1,)", (batch + 1,))
+            check_shape("qo_indptr", qo_indptr, "(batch + 1,)", (batch + 1,))
             total = checked_int("total_tokens", total_tokens, "count the rows of q", 0)
             rows, seen = _seen_by_tokens(seen, qo_indptr, total)
         elif q_len > 1:
@@ -228,7 +229,7 @@ class Shard:
             Shapes do not fit.
         """
         batch, columns = _table_shape(block_table)
-        _check_shape("positions", positions, "of batch_indices", tuple(batch_indices.shape))
+        check_shape("positions", positions, "of batch_indices", tuple(batch_indices.shape))
         xp = namespace(block_table)
         capacity = min(columns * self._entry_tokens, _MOST)
         own = (positions // self.block_size) % self.world == self.rank
@@ -329,7 +330,7 @@ class Shard:
         if row_to_request is None:
             row_to_request = arange(rows, positions)
         else:
-            _check_shape("row_to_request", row_to_request, "(rows,)", (rows,))
+            check_shape("row_to_request", row_to_request, "(rows,)", (rows,))
         xp = namespace(positions)
         requests = row_to_request.reshape(-1, *(1,) * (len(shape) - 1))
         requests = xp.broadcast_to(requests, shape).reshape(-1)
@@ -338,6 +339,56 @@ class Shard:
         ordered = -getattr(ordered, "values", ordered)  # PyTorch sorts into a pair
         held = (slots >= 0).sum(-1)
         return LocalLists(*(as_int32(array) for array in (ordered, held)))
+
+    def blocks(self, block_indices: Any, block_size: int) -> Any:
+        """Tell which of the listed blocks this rank holds, for block-sparse attention.
+
+        Parameters
+        ----------
+        block_indices : array
+            Of any shape, int32 or int64: blocks of the requests, as
+            :meth:`ContextParallel.select_blocks` returns them.
+        block_size : int
+            Tokens of a block, a divisor of this object's own block_size: a block is on one rank.
+
+        Returns
+        -------
+        array
+            int32 of the same shape: numbers of blocks among those of this rank, and -1, which
+            stands for nothing, in place of the others. For :func:`cumla.block_sparse_attention`
+            over ``pages(...)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A block_size that does not divide.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cumla.distributed import Shard
+        >>> lists = np.int32([[[0, 3, 4, 9]]])
+        >>> for rank in range(2):
+        ...     print(Shard(rank, 2, page_size=64).blocks(lists, 32).tolist())
+        [[[0, -1, 2, 5]]]
+        [[[-1, 1, -1, -1]]]
+        """
+        shard, xp = self._of_blocks(block_size), namespace(block_indices)
+        own = (block_indices >= 0) & (block_indices // shard.block_size % self.world == self.rank)
+        return as_int32(xp.where(own, shard._local_position(block_indices), -1))
+
+    def _of_blocks(self, block_size: int) -> Any:
+        """Deal out blocks of tokens as this object does tokens."""
+        size = checked_int("block_size", block_size, "pass the tokens of a block")
+        if self.block_size % size:
+            raise ValueError(
+                f"block_size: needs a divisor of {self.block_size}, the tokens that lie together "
+                f"on a rank, got {block_size}; make {type(self).__name__} with a block_size that "
+                f"is a multiple"
+            )
+        dealt = copy(self)
+        dealt.block_size = self.block_size // size
+        return dealt
 
     @property
     def _entry_tokens(self) -> int:
@@ -419,6 +470,6 @@ def _table_shape(block_table: Any) -> tuple[int, int]:
     return shape
 
 
-def _check_shape(name: str, array: Any, axes: str, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, array: Any, axes: str, shape: tuple[int, ...]) -> None:
     if tuple(array.shape) != shape:
         raise ValueError(f"{name}: needs shape {axes} = {shape}, got {tuple(array.shape)}; {_FIT}")

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of a gloo group compute, each in a process of its own.
 
-    python -m tests.distributed.ranks FOLDER [--exhaustive]
+    python -m tests.distributed.ranks FOLDER [--exhaustive] [--eight]
 
 imports PyTorch once, forks four ranks, and leaves in FOLDER what each of them found: a file of JSON
-a rank, the name of a case -> "" or what went wrong. Groups of two ranks are halves of the four. The
-cases run on a GPU as well, with another `setting` (tests/gpu/tools/ranks.py).
+a rank, the name of a case -> "" or what went wrong. Groups of two ranks are halves of the four.
+With --eight there are eight ranks, which run the cases of lists. The cases run on a GPU as well,
+with another `setting` (tests/gpu/tools/ranks.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -63,13 +66,9 @@ SYMMETRIC = (
     "decode, q_len 3, gather",
     "attention, q_len 1",
 )
-FEW = (
-    "decode, q_len 3",
-    "attention, q_len 3, gather",
-    "lists",
-    "largest",
-    "masked",
-)  # for other blocks than pages
+LISTS = ("lists", "largest", "chosen blocks", "blocks")
+# For other blocks than pages:
+FEW = (*LISTS, "decode, q_len 3", "attention, q_len 3, gather", "masked")
 
 
 def there(*arrays: torch.Tensor) -> Any:
@@ -326,7 +325,8 @@ def largest(parallel: ContextParallel) -> None:
     scores[torch.rand(scores.shape, generator=generator) < 0.1] = -torch.inf
     scores[1:5, ::7] = torch.nan
     scores = there(scores)
-    local, kv_lens = parallel.pages(kv.kv_lens, kv.own_table)
+    lens = kv.kv_lens.clip(0, width)
+    local, kv_lens = parallel.pages(lens, kv.own_table)
     own = local.shape[1] * setting.page
     places = parallel._position(torch.arange(own, device=setting.device))
     held = scores.new_full((batch, own), 5.0)  # behind the ends: larger than any
@@ -334,13 +334,118 @@ def largest(parallel: ContextParallel) -> None:
     held[:, seen] = scores[:, places[seen]]
     for dtype in (torch.float32, torch.bfloat16):
         for topk in (1, 9, width // 2, width + 3):
-            whole = cumla.top_k(scores.to(dtype), topk, row_lens=kv.kv_lens.clip(0, width))
+            whole = cumla.top_k(scores.to(dtype), topk, row_lens=lens)
             found = parallel.top_k(held.to(dtype), topk, row_lens=kv_lens)
             assert torch.equal(found, whole.indices), (dtype, topk)
     with pytest.raises(TypeError, match=r"^scores: needs a torch\.Tensor"):
         parallel.top_k(np.zeros((2, 3), np.float32), 2)
     with pytest.raises(ValueError, match=r"^positions: needs shape .batch, topk. or"):
         parallel.lists(there(torch.zeros(3, 2, dtype=torch.int32)), kv.own_table)
+
+
+@contextlib.contextmanager
+def pages_of_64(parallel: ContextParallel) -> Iterator[ContextParallel]:
+    """The setting with pages of at least 64 tokens, and the group for them."""
+    factor = max(64 // setting.page, 1)
+    wide = copy(parallel)
+    wide.page_size, wide.block_size = parallel.page_size * factor, parallel.block_size * factor
+    lens = tuple(factor * length - length % 3 for length in setting.lengths)
+    changed = replace(setting, page=setting.page * factor, lengths=lens)
+    with mock.patch(f"{__name__}.setting", changed):
+        yield wide
+
+
+def tokens_of_a_block(parallel: ContextParallel) -> int:
+    """Fewer than a page, if no block lies on two ranks then."""
+    return 16 if setting.page >= 64 else max(1, min(parallel.block_size, setting.page) // 2)
+
+
+def seen_blocks(parallel: ContextParallel, q_len: int) -> torch.Tensor:
+    """How many blocks each query token of `lengths` sees."""
+    lens = lengths().clip(0, setting.page * setting.columns)
+    tokens = lens[:, None] - torch.arange(q_len - 1, -1, -1, device=setting.device)
+    seen: torch.Tensor = -(-tokens.reshape(-1) // tokens_of_a_block(parallel))
+    return seen.int()
+
+
+def chosen_blocks(parallel: ContextParallel) -> None:
+    """The lists of one rank with all scores: forced blocks, equal scores, NaN, few blocks."""
+    block, visible = tokens_of_a_block(parallel), seen_blocks(parallel, 2)
+    kv = made(parallel, "mha")
+    generator = torch.Generator().manual_seed(29)
+    width = setting.page * setting.columns // block
+    scores = torch.randint(-3, 3, (len(visible), 2, width), generator=generator).float()
+    scores[torch.rand(scores.shape, generator=generator) < 0.1] = -torch.inf
+    scores[1:5, :, ::7] = torch.nan
+    scores = there(scores)
+    own = parallel.pages(kv.kv_lens, kv.own_table).block_table.shape[1] * setting.page // block
+    places = torch.arange(own, device=setting.device)
+    places = parallel._of_blocks(block)._position(places)
+    held = scores.new_full((*scores.shape[:2], own), torch.nan)  # behind the ends: larger than any
+    held[..., places < width] = scores[..., places[places < width]]
+    for dtype in (torch.float32, torch.bfloat16):
+        for topk, init, local in ((1, 0, 0), (1, 0, 1), (9, 2, 3), (9, 4, 5), (width + 3, 1, 1)):
+            forced = {"visible": visible, "init_blocks": init, "local_blocks": local}
+            whole = cumla.select_blocks(scores.to(dtype), topk, **forced)
+            found = parallel.select_blocks(held.to(dtype), topk, block_size=block, **forced)
+            assert found.dtype == torch.int32
+            assert torch.equal(found, whole), (dtype, topk, init, local)
+    group_major = held.transpose(0, 1).contiguous().transpose(0, 1)
+    again = parallel.select_blocks(group_major.bfloat16(), topk, block_size=block, **forced)
+    assert torch.equal(again, whole)
+    given: dict[str, Any] = {"visible": visible, "block_size": block}
+    for start, bad in (
+        ("block_size: needs a divisor of", {"block_size": parallel.block_size + 1}),
+        ("topk: needs at least the 5 forced blocks, got 4", {"local_blocks": 5}),
+        ("visible: needs shape .tokens,. = ", {"visible": visible[:-1]}),
+    ):
+        with pytest.raises(ValueError, match=f"^{start}"):
+            parallel.select_blocks(held, 4, **given | bad)
+    with pytest.raises(ValueError, match=r"^scores: needs shape .tokens, groups, width., got"):
+        parallel.select_blocks(held[0], 4, **given)
+    with pytest.raises(TypeError, match=r"^scores: needs a torch\.Tensor"):
+        parallel.select_blocks(np.zeros((2, 1, 3), np.float32), 2, **given)
+
+
+def blocks(parallel: ContextParallel, gather: bool) -> None:
+    """From the scores of the ranks' own keys to attention to blocks, some of which do not exist."""
+    with pages_of_64(parallel) as parallel:
+        compare_blocks(parallel, gather)
+
+
+def compare_blocks(parallel: ContextParallel, gather: bool) -> None:
+    kv, batch = made(parallel, "mha"), len(setting.lengths)
+    block, visible = tokens_of_a_block(parallel), seen_blocks(parallel, 2)
+    q = queries("mha", batch, 2)
+    index_q = q[:, :, : setting.kv_heads]
+    whole_pages = {"kv_lens": kv.kv_lens, "block_table": kv.table}
+    pages = parallel.pages(kv.kv_lens, kv.own_table, q_len=2)._asdict()
+    scores = cumla.block_scores(index_q, kv.whole[0][:, :, 0], block_size=block, **whole_pages)
+    held = cumla.block_scores(
+        index_q.reshape(2 * batch, 1, *index_q.shape[2:]),
+        kv.own[0][:, :, 0],
+        block_size=block,
+        **pages,
+    )
+    forced: dict[str, Any] = {"visible": visible, "local_blocks": 1}
+    whole_lists = cumla.select_blocks(scores, 5, **forced)
+    lists = parallel.select_blocks(held, 5, block_size=block, **forced)
+    assert torch.equal(lists, whole_lists)
+    lists = lists.clone()
+    lists[:2, :, 0] = there(torch.tensor(2**31 - 1, dtype=torch.int32))
+    lists[2:4, :, 1] = -(2**31)
+    options: dict[str, Any] = {"sinks": sinks(), "softcap": 20.0, "block_size": block}
+    attention = cumla.block_sparse_attention
+    whole = attention(q, *kv.whole, lists, **whole_pages, **options)
+    own = parallel.blocks(lists, block)
+    found = parallel.attend(attention, q, *kv.own, own, **pages, **options, gather=gather)
+    compare(parallel, found, whole, gather)
+    each = q.reshape(2 * batch, 1, *q.shape[2:])
+    plan = cumla.BlockSparsePlan.from_arrays(each, *kv.own, own, block_size=block)
+    plan.update(pages["kv_lens"])
+    options = {"sinks": sinks(), "softcap": 20.0, "block_table": pages["block_table"]}
+    planned = parallel.attend(plan.run, q, *kv.own, own, **options, gather=gather)
+    assert torch.equal(planned.out, found.out) and torch.equal(planned.lse, found.lse)
 
 
 def same_bits(parallel: ContextParallel) -> None:
@@ -499,6 +604,9 @@ def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
         "one after the other": one_after_the_other,
         "lists": lists,
         "largest": largest,
+        "chosen blocks": chosen_blocks,
+        "blocks": lambda p: blocks(p, False),
+        "blocks, gather": lambda p: blocks(p, True),
         "masked": lambda p: masked(p, False),
         "masked, gather": lambda p: masked(p, True),
         "odd heads": odd_heads,
@@ -541,13 +649,31 @@ def outcome(function: Callable[[], None]) -> str:
     return ""
 
 
+def begin(rank: int, folder: Path, world: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+
+
+def work_with_lists(rank: int, folder: Path) -> None:
+    """Run the cases of lists as one of eight ranks."""
+    begin(rank, folder, 2 * WORLD)
+    found = {}
+    for block in setting.blocks:
+        parallel = ContextParallel(dist.group.WORLD, page_size=setting.page, block_size=block)
+        for name in LISTS:
+            case = cases(exhaustive=False)[name]
+            found[f"blocks of {block}: {name}"] = outcome(lambda c=case, p=parallel: c(p))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
 def work(rank: int, folder: Path, exhaustive: bool) -> None:
     """Run all cases as one of the ranks."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+    begin(rank, folder, WORLD)
     pairs = [dist.new_group([i, i + 1]) for i in (0, 2)]
     seconds = timedelta(seconds=0.5)
     lagging, dying = (dist.new_group([2, 3], timeout=seconds) for _ in range(2))
@@ -585,10 +711,13 @@ def main() -> None:
     folder, *options = sys.argv[1:]
     torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much: once for all ranks
     children = []
-    for rank in range(WORLD):
+    eight = "--eight" in options
+    for rank in range(2 * WORLD if eight else WORLD):
         child = os.fork()
         if not child:
             try:
+                if eight:
+                    work_with_lists(rank, Path(folder))
                 work(rank, Path(folder), "--exhaustive" in options)
             finally:
                 traceback.print_exc()

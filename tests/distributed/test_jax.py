@@ -222,6 +222,35 @@ def selects(world: int) -> None:
     assert int(np.asarray(lens).sum()) == int((whole.indices >= 0).sum()) > 0
 
 
+def selects_blocks(world: int) -> None:
+    """The lists of one device with all scores, and what each rank holds of them."""
+    random = np.random.default_rng(4)
+    block, width = PAGE // 2, COLUMNS * 2  # two blocks of a page
+    scores = random.integers(-3, 3, (len(LENGTHS), 2, width)).astype(np.float32)
+    scores[1, :, ::5] = np.nan
+    own = [np.full_like(scores, 9) for _ in range(world)]  # behind the ends: larger than any
+    for rank in range(world):
+        entries = [scores[..., 2 * e : 2 * e + 2] for e in range(rank, COLUMNS, world)]
+        own[rank][..., : len(entries) * 2] = np.concatenate(entries, -1)
+    visible = -(-np.clip(LENGTHS, 0, width * block) // block).astype(np.int32)
+    forced = {"init_blocks": 1, "local_blocks": 2}
+    whole = cumla.select_blocks(scores, 5, visible=visible, **forced)
+    parallel = ContextParallel("ranks", page_size=PAGE)
+
+    def select(visible: Any, scores: Any) -> Any:
+        lists = parallel.select_blocks(scores, 5, visible=visible, block_size=block, **forced)
+        return jax.tree.map(lambda array: array[None], (lists, parallel.blocks(lists, block)))
+
+    given = tuple(jax.numpy.asarray(part) for part in own)
+    spec = jax.sharding.PartitionSpec("ranks")
+    found, blocks = mapped(world, select, spec, jax.numpy.asarray(visible), given)
+    for rank in range(world):
+        np.testing.assert_array_equal(found[rank], whole)
+        wanted = Shard(rank, world, page_size=PAGE).blocks(whole, block)
+        np.testing.assert_array_equal(blocks[rank], wanted)
+    assert int((np.asarray(blocks) >= 0).sum()) == int((whole >= 0).sum()) > 0
+
+
 def python(program: str, devices: int) -> None:
     flags = {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -244,6 +273,7 @@ t.decodes(4, 3)
 t.writes(4)
 t.merges_nothing(4)
 t.selects(4)
+t.selects_blocks(4)
 """
 MORE = """
 t.decodes(2, 1)

@@ -19,25 +19,38 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
     """Each rank's cases, with what went wrong in them."""
-    folder = tmp_path_factory.mktemp("ranks")
     options = ["--exhaustive"] if request.config.getoption("exhaustive") else []
+    return found_by(4, tmp_path_factory.mktemp("ranks"), *options)
+
+
+def found_by(ranks: int, folder: Path, *options: str) -> list[dict]:
     command = [sys.executable, "-m", "tests.distributed.ranks", str(folder), *options]
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | threads, timeout=300, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_ranks_compute_what_one_rank_does(found: list[dict]) -> None:
-    wrong = {
-        f"rank {rank}, {name}": problem
+def wrong_in(found: list[dict]) -> str:
+    """What went wrong in the cases of all ranks, but those whose names tell of one rank."""
+    return "\n".join(
+        f"rank {rank}, {name}\n{problem}"
         for rank, cases in enumerate(found)
         for name, problem in cases.items()
         if problem and "that" not in name
-    }
-    assert not wrong, "\n".join(f"{name}\n{problem}" for name, problem in wrong.items())
+    )
+
+
+def test_eight_ranks_have_the_lists_of_one(tmp_path: Path) -> None:
+    found = found_by(8, tmp_path, "--eight")
+    assert not wrong_in(found), wrong_in(found)
+    assert {len(cases) for cases in found} == {12}
+
+
+def test_ranks_compute_what_one_rank_does(found: list[dict]) -> None:
+    assert not wrong_in(found), wrong_in(found)
     assert {len(cases) for cases in found[:2]} == {len(found[0])} and len(found[0]) > 30
 
 
