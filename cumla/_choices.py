@@ -61,7 +61,7 @@ class Layers(NamedTuple):
             options |= {"cache_format": self.cache_format}
             del options["page_size"]
             sparse = cumla.MLASparsePlan(1, tokens, self.num_heads, self.topk, **options).key
-            return sparse_specs(replace(sparse, sm_count=_sm_count()), HEAD_DIM)[-1].entry
+            return sparse_specs(replace(sparse, sm_count=_sm_count()), self.head_dim)[-1].entry
         kind: Any = cumla.MLADecodePlan if q_len else cumla.MLAAttentionPlan
         options["head_dim"] = self.head_dim
         key = kind(batch, q_len or tokens, self.num_heads, **options).key

@@ -310,12 +310,15 @@ def _layer_rows(
     from cumla._choices import E4M3, Layers
     from cumla.core.check_mode import environment_flag
     from cumla.mla.shape import PACKED as V32
+    from cumla.mla.shape import V4
     from cumla.vllm._models import FP8, PACKED
 
     count = model.windows[window]
     stored = E4M3 if cache in FP8 else None
     layers = Layers(model.num_heads, page, model.dtype, stored, head_dim=model.head_size)
-    if model.topk:
+    if model.is_v4:
+        layers = layers._replace(cache_dtype=None, topk=model.topk, cache_format=V4)
+    elif model.topk:
         layers = layers._replace(topk=model.topk, cache_format=V32 if cache == PACKED else None)
     elif model.use_mla:
         layers = layers._replace(fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"))
@@ -327,7 +330,11 @@ def _layer_rows(
         )
     what = f"full attention{model.chunks}" if window is None else f"a window of {window} tokens"
     what = f"sparse MLA, {model.topk} tokens of an indexer" if model.topk else what
+    what = f"{what}, or all compressed ones, and a window" if model.is_v4 else what
     yield f"{count} layer{'s' * (count > 1)}", what
+    gathered = layers._replace(cache_format=None).steps() if model.is_v4 else {}
     for step, names in layers.steps().items():
         is_prefill = model.use_mla and not model.topk and step.startswith("prefill")
+        if model.is_v4 and step.startswith(("mixed", "prefill")):  # vLLM gathers rows of prefills
+            names = [*(names if step.startswith("mixed") else ()), *gathered[step]]
         yield f"  {step}", "vLLM's own backend" if is_prefill else ", ".join(names)

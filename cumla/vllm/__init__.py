@@ -68,9 +68,45 @@ def register() -> None:
         return
     register_backend(custom, _PATH)
     WithoutDeepGEMM.take_care()
+    InDeepSeekV4.take_care()
 
 
-class WithoutDeepGEMM(MetaPathFinder):
+class _OnImport(MetaPathFinder):
+    """Changes a module of vLLM as soon as it is imported, and imports nothing itself."""
+
+    name: str
+
+    @classmethod
+    def take_care(cls) -> None:
+        """Replace something in the module now, if it is there already, or when it is imported."""
+        if cls.name in sys.modules:
+            cls.replace(sys.modules[cls.name])
+        elif not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.insert(0, cls())
+
+    @classmethod
+    def replace(cls, module: Any) -> None:
+        """Replace what is to be replaced; a second call changes nothing."""
+        raise NotImplementedError
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find the module as others do, to change it once it has been executed."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_replace(module: Any) -> None:
+                execute(module)
+                self.replace(module)
+
+            setattr(spec.loader, "exec_module", execute_and_replace)  # noqa: B010
+        return spec
+
+
+class WithoutDeepGEMM(_OnImport):
     """Lets vLLM's sparse indexer be made without DeepGEMM where cumla's backend is asked for.
 
     vLLM makes the indexer before it resolves the backend of the first layer, and refuses without
@@ -80,14 +116,6 @@ class WithoutDeepGEMM(MetaPathFinder):
 
     name = "vllm.model_executor.layers.sparse_attn_indexer"
     was_asked_for = False  # by the model whose drafts another one makes, with a backend of its own
-
-    @classmethod
-    def take_care(cls) -> None:
-        """Replace it now, if the module is there already, or when it is imported."""
-        if cls.name in sys.modules:
-            cls.replace(sys.modules[cls.name])
-        elif not any(isinstance(finder, cls) for finder in sys.meta_path):
-            sys.meta_path.insert(0, cls())
 
     @classmethod
     def replace(cls, module: Any) -> None:
@@ -102,21 +130,31 @@ class WithoutDeepGEMM(MetaPathFinder):
 
         module.has_deep_gemm = has_deep_gemm
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find the module as others do; then replace what it asks about DeepGEMM."""
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
 
-            def execute_and_replace(module: Any) -> None:
-                execute(module)
-                self.replace(module)
+class InDeepSeekV4(_OnImport):
+    """Lets the layers of DeepSeek-V4 attend by cumla where its backend is asked for.
 
-            setattr(spec.loader, "exec_module", execute_and_replace)  # noqa: B010
-        return spec
+    They take FlashMLA's functions whatever the option says: CUSTOM is none of their names.
+    """
+
+    name = "vllm.models.deepseek_v4.nvidia.model"
+
+    @classmethod
+    def replace(cls, module: Any) -> None:
+        """Choose the class of a layer."""
+        theirs = getattr(module, "_select_dsv4_attn_cls", None)
+        if theirs is None or getattr(theirs, "__module__", None) == __name__:
+            return
+
+        def choose(vllm_config: Any) -> type:
+            chosen: type = theirs(vllm_config)
+            if not _is_asked_for():
+                return chosen
+            from cumla.vllm.deepseek_v4 import attending
+
+            return attending(chosen)
+
+        module._select_dsv4_attn_cls = choose
 
 
 def _is_asked_for() -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
 PACKED = "fp8_ds_mla"  # vLLM's name of rows of 656 bytes: e4m3 columns, four scales, RoPE columns
+V4_DIM = 512  # columns of a row of DeepSeek-V4
 LOGGER = "vllm.cumla"  # vLLM shows what its own loggers, and those below, say
 _FLAGS = (None, True, False)
 
@@ -159,6 +160,34 @@ class SparseMLAKernels(MLAKernels):
         return super().supports_combination(head_size, dtype, asked)
 
 
+class V4Kernels(SparseMLAKernels):
+    """Those of DeepSeek-V4, which has a window and compressed tokens in caches of bytes."""
+
+    supported_kv_cache_dtypes: ClassVar = [*FP8, PACKED]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Take the pages of vLLM's own classes."""
+        return 256
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Tell the width of a row, whose last 64 columns hold the rotation."""
+        return head_size == V4_DIM
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype | str,
+        kv_cache_dtype: str | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        """Refuse float16."""
+        return None if dtype_name(dtype) == "bfloat16" else "DeepSeek-V4 needs a model in bfloat16"
+
+
 def is_invariant() -> bool:
     """Tell whether bits are not to depend on what else is in a step."""
     return environment_flag("VLLM_BATCH_INVARIANT")
@@ -237,6 +266,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "cohere2": {"sliding_window_pattern": 4},
+    "deepseek_v4": {"head_dim": V4_DIM},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 }
 
@@ -256,10 +286,13 @@ class Model(NamedTuple):
     topk: int  # tokens that an indexer chooses, 0 where there is none
     refused: tuple[str, ...]  # what else the plugin or vLLM refuses
     untried: tuple[str, ...]
+    is_v4: bool = False  # compressed tokens beside a window
 
     @property
     def kernels(self) -> type[MLAKernels | MHAKernels]:
         """What vLLM asks about this model."""
+        if self.is_v4:
+            return V4Kernels
         if self.topk:
             return SparseMLAKernels
         return MLAKernels if self.use_mla else MHAKernels
@@ -296,8 +329,9 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     heads = _number(config, *_HEADS)
     has_one = config.get("multi_query") and not config.get("new_decoder_architecture")
     kv_heads = 1 if has_one else _number(config, *_KV_HEADS, *_HEADS)
-    use_mla = kind in _WITH_MLA and bool(config.get("kv_lora_rank"))
-    kinds = _kinds(config)
+    is_v4 = kind == "deepseek_v4" and "compress_ratios" in config
+    use_mla = is_v4 or (kind in _WITH_MLA and bool(config.get("kv_lora_rank")))
+    kinds = ["full"] * _layers(config) if is_v4 else _kinds(config)
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if not isinstance(width, int | None):
         raise TypeError(f"a window of {width!r} tokens")
@@ -311,15 +345,18 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         kind,
         _dtype(whole, config, dtype),
         use_mla,
-        _head_size(config, heads, use_mla),
+        _number(config, "head_dim") if is_v4 else _head_size(config, heads, use_mla),
         max(1, heads // ranks),
         1 if use_mla else max(1, kv_heads // ranks),
         dict(Counter((width or None) if "sliding" in each else None for each in kinds)),
         f"; {chunked} in chunks of {config.get('attention_chunk_size')} tokens" if chunked else "",
-        kind == "gpt_oss" or any("sink" in name and value for name, value in config.items()),
+        is_v4
+        or kind == "gpt_oss"
+        or any("sink" in name and value for name, value in config.items()),
         _number(config, "index_topk") if use_mla and "index_topk" in config else 0,
         tuple(refused),
         tuple(_untried(whole, config, chunked)),
+        is_v4,
     )
 
 
@@ -341,9 +378,13 @@ def _head_size(config: dict[str, Any], heads: int, use_mla: bool) -> int:
     return _number(config, "hidden_size", "n_embd", "d_model") // heads
 
 
+def _layers(config: dict[str, Any]) -> int:
+    return _number(config, "num_hidden_layers", "n_layer", "n_layers")
+
+
 def _kinds(config: dict[str, Any]) -> list[str]:
     """Name the kind of each layer with attention."""
-    count = _number(config, "num_hidden_layers", "n_layer", "n_layers")
+    count = _layers(config)
     interval, pattern = config.get("no_rope_layer_interval"), config.get("sliding_window_pattern")
     if interval and config.get("attention_chunk_size"):  # Llama 4
         by_interval = [(i + 1) % interval for i in range(count)]
@@ -383,11 +424,13 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
         or config.get("is_causal") is False
     ):
         yield "layers: needs causal self-attention, got an encoder"
-    if "compress_ratios" in config:
-        yield f"layers: {kind} has compressed caches, and vLLM chooses their backends by itself"
+    if "compress_ratios" in config and kind != "deepseek_v4":
+        yield f"layers: {kind} has compressed caches, which cumla reads for deepseek_v4 alone"
 
 
 def _untried(whole: dict[str, Any], config: dict[str, Any], chunked: int) -> Iterator[str]:
+    if "compress_ratios" in config:
+        yield "DeepSeek-V4 in vLLM's engine"
     if chunked:
         yield "chunked local attention"
     sees = whole.get("is_mm_prefix_lm", whole.get("model_type") in _IMAGES_SEE_EACH_OTHER)

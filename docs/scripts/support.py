@@ -85,7 +85,7 @@ class SparseEntry(NamedTuple):
 
 
 _V3 = {**_mla("deepseek_v32", 128), "index_topk": 2048}
-_V4 = {**_mla("deepseek_v4", 128), "compress_ratios": [4]}
+_V4 = {**_mla("deepseek_v4", 128), "compress_ratios": [4], "index_topk": 512}
 SPARSE = (
     SparseEntry("DeepSeek-V3.2", 128, "v32", "packed rows of 656 bytes", 2048, _V3),
     SparseEntry("DeepSeek-V4, 64 heads", 64, "v4", "slots of 584 bytes", 128, _V4, 512),
@@ -115,8 +115,8 @@ batches and of FP8 caches can differ: `python -m cumla info --vllm CONFIG` print
 model. SGLang's [plugin](../integrations/sglang.md) serves the same layers.
 """
 _AFTER_SPARSE = """\
-V4's lists are those of the window and of the selected tokens. SGLang's plugin serves the same
-models as vLLM's.
+V4's lists are those of the window and of the selected tokens. In vLLM V4 has run with [vLLM's own
+classes on the CPU](../integrations/vllm.md#deepseek-v4) alone. SGLang's plugin serves V3.2.
 """
 _AFTER_GPUS = """\
 All GPUs of compute capability 9.0 run the same kernels with the same features. The number of SMs
@@ -258,7 +258,7 @@ def _fp8(model: Model) -> str:
 
 
 def _served(model: Model) -> str:
-    return "; ".join(model.refusals("auto")) or "yes"
+    return "; ".join(model.refusals("fp8_ds_mla" if model.is_v4 else "auto")) or "yes"
 
 
 def _records() -> list[str]:

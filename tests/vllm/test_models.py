@@ -25,6 +25,15 @@ MLA = COMMON | {
     "qk_nope_head_dim": 128,
 }
 V32 = MLA | {"model_type": "deepseek_v32", "index_topk": 2048}
+V4 = COMMON | {
+    "model_type": "deepseek_v4",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "sliding_window": 128,
+    "index_topk": 512,
+    "compress_ratios": [0, 4, 128] * 4,
+}
 KIMI = {"model_type": "kimi_vl", "text_config": MLA | {"model_type": "kimi_k2"}}
 LLAMA = COMMON | {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}
@@ -77,6 +86,21 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     found = rows(info(V32 | {"model_type": "hy_v4", "learnable_sink": True})[1])
     assert found["each GPU"].startswith("128 heads of 576, sinks;")
     assert found["served"].startswith("yes")
+
+
+def test_deepseek_v4(info: Any) -> None:
+    for cache in ("fp8", "fp8_ds_mla"):
+        code, text = info(V4, "--kv-cache-dtype", cache, "--tensor-parallel-size", "4")
+        found = rows(text)
+        assert code == 0
+        assert found["each GPU"] == f"16 heads of 512, sinks; cache {cache}, pages of 256 tokens"
+        assert found["12 layers"].startswith("sparse MLA, 512 tokens of an indexer, or all")
+        assert found["decoding, 128 requests"] == "mla_sparse_v4"
+        assert found["prefill, 1 request"].startswith("mla_sparse_bfloat16_512")
+        assert found["mixed, 128 requests"].startswith("mla_sparse_v4, mla_sparse_bfloat16_512")
+    code, text = info(V4)
+    assert code == 1
+    assert "--kv-cache-dtype: needs one of fp8, fp8_e4m3, fp8_ds_mla, got auto" in text
 
 
 def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +184,7 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
-        (MLA | {"compress_ratios": [4]}, (), "layers: deepseek_v3 has compressed caches, and vLLM"),
+        (MLA | {"compress_ratios": [4]}, (), "layers: deepseek_v3 has compressed caches, which"),
         (V32, ("--kv-cache-dtype", "fp8_e5m2"), "fp8_e4m3, fp8_ds_mla, got fp8_e5m2"),
         (V32, ("--kv-cache-dtype", "fp8_ds_mla", "--dtype", "half"), "a model in bfloat16"),
         (
