@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Indexer logits over a paged cache, for the last next_n tokens of each request:
+// Indexer logits over a paged cache, for the last q_len tokens of each request:
 //
-//   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)    j < length of row i
+//   logits[b q_len + i, j] = scale[j] sum_h weights[b q_len + i, h] max(q[b, i, h] . k[j], 0)    j < length of row i
 //
 // and -inf after that. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384 threads, one CTA per SM. An
 // item is a request.
@@ -32,7 +32,7 @@ struct PagedMqaParams {
   // Dims (head_dim, page_size, num_pages), box (head_dim, min(page_size, 64), 1), swizzle of the width of a row.
   TensorMap keys;
   LogitsParams logits;
-  ContextLengths lengths;
+  KvLens kv_lens;
   const char* q;
   i64 q_stride_request, q_stride_row;
   const char* scales;  // float
@@ -55,18 +55,18 @@ struct Requests {
   const PagedMqaParams& p;
   mutable int tokens = 0;  // of the last request given to blocks_of: the loading warp reads a length once
 
-  __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * p.lengths.next_n; }
-  __device__ __forceinline__ int rows_of(int) const { return p.lengths.next_n; }
+  __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * p.kv_lens.q_len; }
+  __device__ __forceinline__ int rows_of(int) const { return p.kv_lens.q_len; }
   __device__ __forceinline__ const char* query(int item) const { return p.q + item * p.q_stride_request; }
   __device__ __forceinline__ i64 query_stride_row() const { return p.q_stride_row; }
-  __device__ __forceinline__ Span span(int item, int row) const { return {0, visible_tokens(p.lengths, item, row), 0}; }
+  __device__ __forceinline__ Span span(int item, int row) const { return {0, visible_tokens(p.kv_lens, item, row), 0}; }
   __device__ __forceinline__ Span span_of_row(i64 row) const {
-    const int item = static_cast<u32>(row) / static_cast<u32>(p.lengths.next_n);
-    return span(item, static_cast<int>(row) - item * p.lengths.next_n);
+    const int item = static_cast<u32>(row) / static_cast<u32>(p.kv_lens.q_len);
+    return span(item, static_cast<int>(row) - item * p.kv_lens.q_len);
   }
   __device__ __forceinline__ void blocks_of(int item, int& first, int& blocks) const {
     first = 0;
-    tokens = tokens_of(p.lengths, item);
+    tokens = tokens_of(p.kv_lens, item);
     blocks = (tokens + kBlockTokens - 1) / kBlockTokens;
   }
 };
@@ -74,13 +74,13 @@ struct Requests {
 // The beginning of a part; the last one ends after all requests. A plan that was never updated holds arbitrary bits.
 __device__ __forceinline__ Place bound_of(const PagedMqaParams& p, int part) {
   const Place place = p.bounds[part];
-  return {min(max(place.item, 0), p.lengths.batch), place.item < p.lengths.batch ? max(place.block, 0) : 0};
+  return {min(max(place.item, 0), p.kv_lens.batch), place.item < p.kv_lens.batch ? max(place.block, 0) : 0};
 }
 
 // All threads prefetch this CTA's bounds and the lengths into L2, before the wait for earlier kernels.
-__device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
+__device__ __forceinline__ void prefetch_kv_lens(const PagedMqaParams& p) {
   const i64 at = static_cast<i64>(threadIdx.x) * 128;
-  if (at < (p.lengths.batch - 1) * p.lengths.stride_request + 4) prefetch_l2(p.lengths.data + at);
+  if (at < (p.kv_lens.batch - 1) * p.kv_lens.stride_request + 4) prefetch_l2(p.kv_lens.data + at);
   if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
 }
 
@@ -88,10 +88,10 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
 // length. If the length is 0, the prefetch was for nothing.
 __device__ __forceinline__ void prefetch_query(const PagedMqaParams& p, int item) {
   const int head = static_cast<int>(threadIdx.x) - 64;
-  if (item >= p.lengths.batch || head < 0 || head >= p.logits.num_heads) return;
+  if (item >= p.kv_lens.batch || head < 0 || head >= p.logits.num_heads) return;
   const Requests work{p};
 #pragma unroll 1
-  for (int row = 0; row < p.lengths.next_n; ++row) {
+  for (int row = 0; row < p.kv_lens.q_len; ++row) {
     prefetch_l2(work.query(item) + row * p.q_stride_row + head * p.logits.q_stride_head);
     prefetch_l2(p.logits.weights + (work.first_row(item) + row) * p.logits.weights_stride_row +
                 head * p.logits.weights_stride_head);
@@ -110,8 +110,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
   constexpr int kRowBytes = Shape::kMxfp4 ? Shape::kDim / 2 : Shape::kDim;
   const u32 box_bytes = kRowBytes << log2_of_box, scale_bytes = 4u << log2_of_box;
   auto entry_of = [&](int item, u32 token) {  // of the block table; clamped, so that it exists
-    const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
-    return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
+    const char* const row = p.block_table + min(item, p.kv_lens.batch - 1) * p.block_table_stride;
+    return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.kv_lens.most_tokens - 1)) >> p.log2_of_page];
   };
   // Tokens are read once, except in pages that requests share. As ordinary lines they would evict logits from L2, and
   // DRAM would alternate between reading and writing.
@@ -173,7 +173,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (!kMxfp4 && threadIdx.x == 32) prefetch_tensor_map(&p.keys);
   initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
-  prefetch_lengths(p);
+  prefetch_kv_lens(p);
   grid_dependency_launch();
   grid_dependency_wait();
 

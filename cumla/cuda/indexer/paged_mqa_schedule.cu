@@ -22,37 +22,37 @@ using namespace ptx;
 using namespace split;
 
 struct PagedMqaScheduleParams {
-  ContextLengths lengths;
+  KvLens kv_lens;
   Place* bounds;  // [parts + 1]
-  int* kept;      // [batch] or [batch, next_n]: copies of the lengths for paged_mqa_logits; null: no copies
+  int* kept;      // [batch] or [batch, q_len]: copies of the lengths for paged_mqa_logits; null: no copies
   int parts;
   int unused;
 };
 
 // The kept lengths, or those of the caller if none are kept.
-__device__ __forceinline__ ContextLengths kept_lengths(const PagedMqaScheduleParams& p) {
-  ContextLengths lengths = p.lengths;
-  if (p.kept == nullptr) return lengths;
-  lengths.data = reinterpret_cast<const char*>(p.kept);
-  lengths.stride_request = (lengths.per_row ? lengths.next_n : 1) * sizeof(int);
-  lengths.stride_row = sizeof(int);
-  return lengths;
+__device__ __forceinline__ KvLens kept_kv_lens(const PagedMqaScheduleParams& p) {
+  KvLens kv_lens = p.kv_lens;
+  if (p.kept == nullptr) return kv_lens;
+  kv_lens.data = reinterpret_cast<const char*>(p.kept);
+  kv_lens.stride_request = (kv_lens.per_row ? kv_lens.q_len : 1) * sizeof(int);
+  kv_lens.stride_row = sizeof(int);
+  return kv_lens;
 }
 
 __device__ __forceinline__ int cost_of_tokens(int tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens + 1; }
 
-__device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
+__device__ __forceinline__ int cost_of(const KvLens& l, int request) {
   return cost_of_tokens(tokens_of(l, request));
 }
 
 // Reads the lengths of a request once. This kernel and the logits then use the copies, even if the originals change.
 __device__ __forceinline__ int cost_of_kept(const PagedMqaScheduleParams& p, int request) {
-  const int rows = p.lengths.per_row ? p.lengths.next_n : 1;
+  const int rows = p.kv_lens.per_row ? p.kv_lens.q_len : 1;
   int tokens = 0;
   for (int row = 0; row < rows; ++row) {
-    const int length = length_of(p.lengths, request, row);
+    const int length = length_of(p.kv_lens, request, row);
     p.kept[static_cast<i64>(request) * rows + row] = length;
-    tokens = max(tokens, visible_of(p.lengths, length, p.lengths.per_row ? row : p.lengths.next_n - 1));
+    tokens = max(tokens, visible_of(p.kv_lens, length, p.kv_lens.per_row ? row : p.kv_lens.q_len - 1));
   }
   return cost_of_tokens(tokens);
 }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   __shared__ i64 warp_sums[kWarps];
   __shared__ i64 starts[kThreads];  // cost before a thread's first request
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int batch = p.lengths.batch;
+  const int batch = p.kv_lens.batch;
   const int per_thread = (batch + kThreads - 1) / kThreads;
   const int begin = min(thread * per_thread, batch), end = min(begin + per_thread, batch);
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
 
   i64 cost = 0;
   for (int request = begin; request < end; ++request)
-    cost += p.kept == nullptr ? cost_of(p.lengths, request) : cost_of_kept(p, request);
+    cost += p.kept == nullptr ? cost_of(p.kv_lens, request) : cost_of_kept(p, request);
   const i64 inclusive = warp_inclusive_sum(cost);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
@@ -82,7 +82,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   starts[thread] = (warp == 0 ? 0 : before) + inclusive - cost;
   __syncthreads();
 
-  const ContextLengths lengths = kept_lengths(p);
+  const KvLens kv_lens = kept_kv_lens(p);
   for (int part = thread; part <= p.parts; part += kThreads) {
     if (part == p.parts) {
       p.bounds[part] = {batch, 0};
@@ -100,10 +100,10 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
       continue;
     }
     // Lengths are read again. If those of the caller have changed meanwhile, the loop must end at the last request.
-    int of_request = cost_of(lengths, request);
+    int of_request = cost_of(kv_lens, request);
     while (left >= of_request && request + 1 < batch) {
       left -= of_request;
-      of_request = cost_of(lengths, ++request);
+      of_request = cost_of(kv_lens, ++request);
     }
     p.bounds[part] = {request, static_cast<int>(min(left, static_cast<i64>(of_request - 1)))};
   }

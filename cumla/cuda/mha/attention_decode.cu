@@ -130,7 +130,7 @@ __device__ __forceinline__ void attention_decode(const Params& p) {
 #pragma unroll 1
   while (place <= last_place) {
     if (!kAhead && warp == kQueryWarp) {
-      if (Layout::kTurns == 1 && attender.tiles > 0) {
+      if (Layout::kSumTurns == 1 && attender.tiles > 0) {
         attender.wait_for_all();
         narrows = copy_query(0);
       }

@@ -33,10 +33,10 @@
 //                                 the last loads of a tile (1)
 // begun                           lane 0 of the key loader,       the value loader     order of the first loads
 //                                 after the first keys (1)
-// named, kTogether                all consumers (128 each)        the same             zeroed rows of V past the end
-// named, kTurns + c               the consumer before and         consumer c           its turn to issue products
+// named, kAllBarrier              all consumers (128 each)        the same             zeroed rows of V past the end
+// named, kTurnBarrier + c         the consumer before and         consumer c           its turn to issue products
 //                                 consumer c (256)
-// named, kOwn + c                 the threads of consumer c       the same             query rows, votes, zeroed rows
+// named, kOwnBarrier + c          the threads of consumer c       the same             query rows, votes, zeroed rows
 //                                 (128)                                                before windows
 //
 // Shared memory: query 8,192 per 64 columns and consumer + output 8,192 per consumer + 2 stages of keys and values

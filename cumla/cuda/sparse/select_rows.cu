@@ -24,16 +24,16 @@ constexpr int kLaneEntries = 8;  // entries that a lane loads at once
 constexpr int kListEntries = kSelectThreads * kLaneEntries;
 
 struct BoundRowsParams {
-  const int* lengths;  // null: all lists are full
-  i64 lengths_stride_batch, lengths_stride_token;  // elements
-  int* bounds;         // [rows]
-  const int* others;   // [rows], or null: bounds of other lists, which these continue
-  int* sums;           // [rows], if there are others: bounds of both
-  float4* zeros;       // [num_zeros], to be cleared
+  const int* topk_lens;  // null: all lists are full
+  i64 topk_lens_stride_batch, topk_lens_stride_token;  // elements
+  int* bounds;              // [rows]
+  const int* other_bounds;  // [rows], or null: bounds of other lists, which these continue
+  int* sums;                // [rows], if there are others: bounds of both
+  float4* zeros;            // [num_zeros], to be cleared
   int rows, entries, num_zeros;
   int q_len;
   Divisor by_q_len;
-  int causal;  // lengths are those of requests; their last q_len tokens have the lists
+  int causal;  // topk_lens are those of requests; their last q_len tokens have the lists
   int unused;
 };
 
@@ -54,15 +54,15 @@ __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
   if (row < p.num_zeros) p.zeros[row] = {};
   if (row >= p.rows) return;
   int length = p.entries;
-  if (p.lengths != nullptr) {
+  if (p.topk_lens != nullptr) {
     const int batch = quotient(row, p.by_q_len);
     const int token = row - batch * p.q_len;
-    length = max(p.lengths[batch * p.lengths_stride_batch + token * p.lengths_stride_token], 0);
+    length = max(p.topk_lens[batch * p.topk_lens_stride_batch + token * p.topk_lens_stride_token], 0);
     if (p.causal) length -= p.q_len - 1 - token;
   }
   const int bound = min(max(length, 0), p.entries);
   p.bounds[row] = bound;
-  if (p.others != nullptr) p.sums[row] = bound + p.others[row];
+  if (p.other_bounds != nullptr) p.sums[row] = bound + p.other_bounds[row];
 }
 
 __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {

@@ -30,12 +30,12 @@
 namespace cumla::sparse {
 
 template <typename Element, typename Keys, int kThreads, int kCapacity, bool kClustered>
-__device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64* list, unsigned char* stored) {
+__device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head, u64* list, unsigned char* stored) {
   const int cluster = kClustered ? 1 << p.cluster_log2 : 1;
   const int rank = kClustered ? static_cast<int>(blockIdx.x) & (cluster - 1) : 0;
-  const Row row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
+  const ScoreRow row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
   if (threadIdx.x == 0) head.row = row;
-  if (row.length <= p.k) {
+  if (row.length <= p.topk) {
     const Output<Element> output(p, row);
     const int thread = rank * kThreads + threadIdx.x, threads = cluster * kThreads;
     output.fill(thread, threads);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
 
   Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
   if constexpr (Keys::kIsSampled) {
-    const u32 wanted = count_of(row, p.k);
+    const u32 wanted = count_of(row, p.topk);
     const u32 listed =
         keys.template list_by_sample<kCapacity, kClustered>(head, list, wanted, rank, cluster, sync);
     if (wanted <= listed && listed <= kCapacity) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
     }
   }
   keys.load_and_count(counters_of(head, 0));
-  const u32 wanted = count_of(row, p.k);
+  const u32 wanted = count_of(row, p.topk);
   Threshold threshold = {0, wanted, 0, 0};
   Before block = {0, 0};  // in blocks of lower rank: keys before the threshold's bin, and in it
   u32 listed = 0;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
     if (threshold.is_whole() || (!Keys::kIsSampled && listed <= kCapacity)) break;
   }
 
-  constexpr u32 kMost = kCapacity;
-  const bool fits = !Keys::kIsSampled && listed <= kMost;
+  constexpr u32 kListEntries = kCapacity;
+  const bool fits = !Keys::kIsSampled && listed <= kListEntries;
   const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
   const Choice choice = threshold.choice();
   if (!fits) {  // only the chosen keys
@@ -90,14 +90,14 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
     listed = wanted;
   }
 #pragma unroll 1
-  for (u32 first_slot = 0;; first_slot += kMost) {
-    if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kMost});
-    else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kMost});
+  for (u32 first_slot = 0;; first_slot += kListEntries) {
+    if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kListEntries});
+    else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kListEntries});
     else keys.place(head, limit, before, Own{list});
     sync();
     const u32 left = listed - first_slot;
-    if (rank == 0) finish<Element, kThreads>(head, list, min(left, kMost), first_slot, threshold, p);
-    if (!Keys::kTakesTurns || left <= kMost) return;
+    if (rank == 0) finish<Element, kThreads>(head, list, min(left, kListEntries), first_slot, threshold, p);
+    if (!Keys::kTakesTurns || left <= kListEntries) return;
     sync();
   }
 }
@@ -121,9 +121,9 @@ __device__ __forceinline__ void top_k(const TopKParams& p) {
                 "what sorting needs beyond the list is that of the keys, which nobody needs then");
   grid_dependency_launch();
   extern __shared__ __align__(16) unsigned char memory[];
-  Head& head = *reinterpret_cast<Head*>(memory);
-  u64* const list = reinterpret_cast<u64*>(memory + sizeof(Head));
-  unsigned char* const stored = memory + sizeof(Head) + kCapacity * sizeof(u64);
+  TopKShared& head = *reinterpret_cast<TopKShared*>(memory);
+  u64* const list = reinterpret_cast<u64*>(memory + sizeof(TopKShared));
+  unsigned char* const stored = memory + sizeof(TopKShared) + kCapacity * sizeof(u64);
   clear_counters<kThreads>(head);
   grid_dependency_wait();
   using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;

@@ -92,7 +92,7 @@ def paged_mqa_logits_launch(
         "keys": keys,
         **more,
         "logits": logits_values(a.q, a.weights, a.out, clean),
-        "lengths": lengths_values(key, a.kv_lens, min(key.most_tokens, a.out.shape[1])),
+        "kv_lens": lengths_values(key, a.kv_lens, min(key.most_tokens, a.out.shape[1])),
         **strided(a.q, "q", "q_stride_request", "q_stride_row"),
         **strided(a.scale_cache, "scales", "scales_stride"),
         **strided(a.block_table, "block_table", "block_table_stride"),

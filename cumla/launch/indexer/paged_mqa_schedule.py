@@ -59,14 +59,14 @@ def kept_lens(key: PagedMQAKey, like: ArrayView, buffer: int) -> ArrayView:
 
 
 def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> dict[str, int]:
-    """Name the values of struct ContextLengths."""
+    """Name the values of struct KvLens."""
     strides = kv_lens.strides
     return {
         "data": kv_lens.ptr,
         "stride_request": strides[0],
         "stride_row": strides[1] if key.per_row_lens else 0,
         "batch": key.batch,
-        "next_n": key.q_len,
+        "q_len": key.q_len,
         "per_row": key.per_row_lens,
         "most_tokens": most_tokens,
     }
@@ -88,5 +88,5 @@ def paged_mqa_schedule_launch(
     """
     kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
     lengths = lengths_values(key, kv_lens, key.most_tokens)
-    values = {"lengths": lengths, "bounds": buffer, "kept": kept, "parts": key.num_sms}
+    values = {"kv_lens": lengths, "bounds": buffer, "kept": kept, "parts": key.num_sms}
     return launch_of(paged_mqa_schedule_spec(key), (1, 1, 1), values)

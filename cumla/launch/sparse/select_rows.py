@@ -102,9 +102,9 @@ def bound_rows_launch(
     second cache, after those of the first; then the sums are written as well.
     """
     values = {
-        **_elements("lengths", lengths),
+        **_elements("topk_lens", lengths),
         "bounds": buffer + key.list_bounds[which],
-        "others": buffer + key.list_bounds[0] if which else 0,
+        "other_bounds": buffer + key.list_bounds[0] if which else 0,
         "sums": buffer + key.bounds if which else 0,
         "zeros": buffer + key.zeros,
         "rows": key.num_places,
@@ -126,9 +126,9 @@ def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Laun
     batch, q_len = out.shape
     rows = batch * q_len
     values = {
-        **_elements("lengths", kv_lens._replace(strides=(kv_lens.strides[0], 0))),
+        **_elements("topk_lens", kv_lens._replace(strides=(kv_lens.strides[0], 0))),
         "bounds": out.ptr,
-        "others": 0,
+        "other_bounds": 0,
         "sums": 0,
         "zeros": 0,
         "rows": rows,

@@ -19,7 +19,7 @@ __all__ = ["MOST_COLUMNS", "MOST_SORTED", "SPECS", "TopKViews", "top_k_launch"]
 MOST_COLUMNS = 1 << 30  # of a row: positions, and what a cluster adds, are 32-bit numbers
 MOST_SORTED = 8192  # entries that the largest list holds
 
-_HEAD_BYTES = constant("sparse/top_k", "sizeof(Head)")
+_HEAD_BYTES = constant("sparse/top_k", "sizeof(TopKShared)")
 _ENTRY_BYTES = constant("sparse/top_k", "sizeof(u64)")
 _QUAD = 4  # scores that a thread loads at once
 _CLUSTERS = (1, 2, 4, 8)
@@ -125,7 +125,7 @@ def top_k_launch(
     values = {
         "scores": scores.ptr,
         "scores_stride": scores.strides[0],
-        **_entries("lengths", "lengths_stride", views.row_lens),
+        **_entries("row_lens", "row_lens_stride", views.row_lens),
         **_entries("row_starts", "row_starts_stride", views.row_starts),
         **_entries("block_table", "table_stride", table),
         **_entries("row_to_request", "requests_stride", views.row_to_request),
@@ -133,9 +133,9 @@ def top_k_launch(
         **_entries("out", "out_stride", views.out),
         **_entries("positions", "positions_stride", views.positions),
         "values": 0 if views.values is None else views.values.ptr,
-        **_entries("valid_counts", "counts_stride", views.counts),
+        **_entries("counts", "counts_stride", views.counts),
         "width": width,
-        "k": topk,
+        "topk": topk,
         "page_size": page_size,
         "max_pages": max_pages,
         "requests": requests,

@@ -98,12 +98,12 @@ def test_the_parameters_of_bounds_by_name() -> None:
     launch = bound_rows_launch(key, BUFFER, lengths)
     assert launch.grid == (1, 1, 1)
     got = parameters(launch)
-    assert got["lengths"] == 2 << 40
-    assert (got["lengths_stride_batch"], got["lengths_stride_token"]) == (16, 3)
+    assert got["topk_lens"] == 2 << 40
+    assert (got["topk_lens_stride_batch"], got["topk_lens_stride_token"]) == (16, 3)
     assert (got["bounds"], got["zeros"]) == (BUFFER + key.bounds, BUFFER + key.zeros)
     assert (got["rows"], got["entries"], got["q_len"]) == (15, 700, 3)
     assert got["num_zeros"] * 16 == 2048
-    assert parameters(bound_rows_launch(key, BUFFER, None))["lengths"] == 0
+    assert parameters(bound_rows_launch(key, BUFFER, None))["topk_lens"] == 0
     many = key_of(16, batch=1, q_len=1000)
     assert bound_rows_launch(many, BUFFER, None).grid == (4, 1, 1)
 

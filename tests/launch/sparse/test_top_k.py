@@ -48,9 +48,9 @@ def test_the_parameters_by_name() -> None:
         True,
         SMS,
     )
-    pointers = ("scores", "lengths", "row_starts", "block_table", "row_to_request", "offsets")
-    outputs = ("out", "positions", "values", "valid_counts")
-    of_entries = ("lengths", "row_starts", "requests", "offsets", "counts")
+    pointers = ("scores", "row_lens", "row_starts", "block_table", "row_to_request", "offsets")
+    outputs = ("out", "positions", "values", "counts")
+    of_entries = ("row_lens", "row_starts", "requests", "offsets", "counts")
     assert parameters(launch) == {
         **{name: i << 20 for i, name in enumerate((*pointers, *outputs), start=1)},
         **{f"{name}_stride": 1 for name in of_entries},
@@ -59,7 +59,7 @@ def test_the_parameters_by_name() -> None:
         "out_stride": 2048,
         "positions_stride": 2048,
         "width": 5000,
-        "k": 2048,
+        "topk": 2048,
         "page_size": 64,
         "max_pages": 11,
         "requests": 9,

@@ -22,8 +22,8 @@ template <typename Shape>
 struct LogitsConsumer {
   static constexpr int kTiles = Shape::kTakesTurns ? 1 : Shape::kTiles / 2;  // of one consumer
   static constexpr int kSets = Shape::kSets;
-  static constexpr int kOwn = Shape::kTile / 4;      // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
-  static constexpr int kOwnOfSet = kOwn / kSets;     // those of one query row
+  static constexpr int kColumnsPerThread = Shape::kTile / 4;  // 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kColumnsOfSet = kColumnsPerThread / kSets;  // those of one query row
   static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
   static constexpr bool kKeepsTargets = kSets == 1;  // in registers; with more sets they would not fit
   // Units that have accumulators; two of 256 columns would not fit.
@@ -45,8 +45,8 @@ struct LogitsConsumer {
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
-  float weights[kTiles][kOwn];
-  float accumulators[kUnits][2 * kOwn];
+  float weights[kTiles][kColumnsPerThread];
+  float accumulators[kUnits][2 * kColumnsPerThread];
 
   __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
       : shared(shared),
@@ -84,7 +84,7 @@ struct LogitsConsumer {
     for (int t = 0; t < kTiles; ++t) {
       if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
 #pragma unroll
-      for (int i = 0; i < kOwn; i += 2) {
+      for (int i = 0; i < kColumnsPerThread; i += 2) {
         const float2 pair =
             load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
         weights[t][i] = pair.x;
@@ -204,11 +204,12 @@ struct LogitsConsumer {
   }
 
   // sum of weight * max(product, 0) over this thread's heads of a query row.
-  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const float (&weights)[kOwn],
-                                                   int set, float& low, float& high) {
+  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kColumnsPerThread],
+                                                   const float (&weights)[kColumnsPerThread], int set, float& low,
+                                                   float& high) {
     low = high = 0.0f;
 #pragma unroll
-    for (int i = set * kOwnOfSet; i < (set + 1) * kOwnOfSet; ++i) {
+    for (int i = set * kColumnsOfSet; i < (set + 1) * kColumnsOfSet; ++i) {
       low = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + i % 2], 0.0f), weights[i], low);
       high = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + 2 + i % 2], 0.0f), weights[i], high);
     }

@@ -180,12 +180,12 @@ struct ChunkAttender : TypeIf<kHasBias<Params>, ChunkBias<Params, kRows / 8>, No
   }
 
   __device__ __forceinline__ void multiply_keys(u32 keys) {
-    constexpr int kTurns = kEights > 1 ? 1 : 2;  // two chains, because each product waits for the one before
-    float products[kTurns][kEights][4];
+    constexpr int kChains = kEights > 1 ? 1 : 2;  // two chains, because each product waits for the one before
+    float products[kChains][kEights][4];
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) products[0][n][e] = products[kTurns - 1][n][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) products[0][n][e] = products[kChains - 1][n][e] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       const auto place = [&](int more) {
@@ -223,14 +223,14 @@ struct ChunkAttender : TypeIf<kHasBias<Params>, ChunkBias<Params, kRows / 8>, No
         }
 #pragma unroll
         for (int n = 0; n < kEights; ++n)
-          mma_m16n8k16<Unit>(products[k % kTurns][n], a[0], a[1], a[2], a[3], b[n][2 * k], b[n][2 * k + 1]);
+          mma_m16n8k16<Unit>(products[k % kChains][n], a[0], a[1], a[2], a[3], b[n][2 * k], b[n][2 * k + 1]);
       }
     }
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (kTurns > 1) products[0][n][e] += products[kTurns - 1][n][e];
+        if (kChains > 1) products[0][n][e] += products[kChains - 1][n][e];
         scores[n][e] = products[0][n][e] * factor[n][e & 1];
       }
   }

@@ -168,7 +168,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params> {
   using AdderOf = Adder<T, kKeys, kValues, kRows, kE4m3>;
   static constexpr int kRounds = kValues / 64;
 
-  u32 tiles = 0;  // tiles whose outputs the warps have stored, in kTurns turns each
+  u32 tiles = 0;  // tiles whose outputs the warps have stored, in kSumTurns turns each
 
   // Stores the warp's output, and adds up all of them. Returns true if settle() must still do that.
   template <typename Copy>
@@ -185,9 +185,9 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params> {
           weight[n][r] += __shfl_xor_sync(0xffffffffu, weight[n][r], lanes);
         }
 #pragma unroll
-    for (int turn = 0; turn < Layout::kTurns; ++turn) {
+    for (int turn = 0; turn < Layout::kSumTurns; ++turn) {
       const int first = turn * Layout::kAtOnce;
-      const u32 parity = tiles * Layout::kTurns + turn & 1;
+      const u32 parity = tiles * Layout::kSumTurns + turn & 1;
       mbarrier_wait(shared.sums_free(), parity ^ 1, "room for results");
       if (turn == 0) leave_statistics();
       if (turn == 1) copy_next();  // all warps have left the query rows
@@ -197,7 +197,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params> {
       if (lane == 0) mbarrier_arrive(shared.sums_full());  // plant: sums
       if (adds && !later) {
         adder.add(first, first + Layout::kAtOnce - 1, parity);
-        if (turn == Layout::kTurns - 1 && segment.split()) adder.join(more);
+        if (turn == Layout::kSumTurns - 1 && segment.split()) adder.join(more);
         adder.release();
       }
     }
@@ -215,7 +215,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params> {
 
   // Waits until all warps have left the tile before.
   __device__ __forceinline__ void wait_for_all() const {
-    mbarrier_wait(shared.sums_full(), tiles * Layout::kTurns - 1 & 1, "all warps");
+    mbarrier_wait(shared.sums_full(), tiles * Layout::kSumTurns - 1 & 1, "all warps");
   }
 
  private:

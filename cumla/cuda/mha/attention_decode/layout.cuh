@@ -26,12 +26,13 @@ struct DecodeLayout {
   static constexpr int kQuerySlots = kHoldsQuery ? 3 : 1;
   static constexpr int kOthers = kStepBytes + kStatisticsBytes + kQuerySlots * kSlotBytes;
   static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
-  static constexpr int kMost = kHoldsQuery ? 3 : 2;
-  static constexpr int kStages = kFitting < kMost ? kFitting : kMost;
+  static constexpr int kMaxStages = kHoldsQuery ? 3 : 2;
+  static constexpr int kStages = kFitting < kMaxStages ? kFitting : kMaxStages;
   static constexpr int kLeast = kDecodeWarps * kStages * kChunkBytes + kOthers;
   // True if shared memory holds the sums of all steps, and registers suffice to add them up during the next tile.
   static constexpr bool kAllAtOnce = kLeast + (kSteps - 1) * kStepBytes <= kSharedMost && (kRows == 8 || kKeys == 64);
-  static constexpr int kAtOnce = kAllAtOnce ? kSteps : 1, kTurns = kSteps / kAtOnce, kSumsBytes = kAtOnce * kStepBytes;
+  static constexpr int kAtOnce = kAllAtOnce ? kSteps : 1, kSumTurns = kSteps / kAtOnce;
+  static constexpr int kSumsBytes = kAtOnce * kStepBytes;
   static_assert(kStages >= 2, "chunks come ahead");
 
   u32 base;

@@ -73,7 +73,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       store_shared_zero_16(shared.values(stage) + (i % kChunks / 8) * Layout::kTileBytes + (i / kChunks) * 128 +
                            (i % 8) * 16);
     fence_proxy_async_shared();
-    named_barrier_sync<kTogether, kThreads>();
+    named_barrier_sync<kAllBarrier, kThreads>();
   }
 
   // The same for rows before all windows of an item, in its first block; t counts the blocks of all tiles. Each
@@ -114,17 +114,17 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
 
   __device__ __forceinline__ void meet() const {
     if (consumer == 0)
-      named_barrier_sync<kOwn, kWarpgroup>();
+      named_barrier_sync<kOwnBarrier, kWarpgroup>();
     else if (kConsumers == 2 || consumer == 1)
-      named_barrier_sync<kOwn + 1, kWarpgroup>();
+      named_barrier_sync<kOwnBarrier + 1, kWarpgroup>();
     else
-      named_barrier_sync<kOwn + 2, kWarpgroup>();
+      named_barrier_sync<kOwnBarrier + 2, kWarpgroup>();
   }
 
   __device__ __forceinline__ bool any(bool vote) const {
-    if (consumer == 0) return named_barrier_any<kOwn, kWarpgroup>(vote);
-    if (kConsumers == 2 || consumer == 1) return named_barrier_any<kOwn + 1, kWarpgroup>(vote);
-    return named_barrier_any<kOwn + 2, kWarpgroup>(vote);
+    if (consumer == 0) return named_barrier_any<kOwnBarrier, kWarpgroup>(vote);
+    if (kConsumers == 2 || consumer == 1) return named_barrier_any<kOwnBarrier + 1, kWarpgroup>(vote);
+    return named_barrier_any<kOwnBarrier + 2, kWarpgroup>(vote);
   }
 
   // Issues the copies of an item's query rows. It must follow the last products with the query rows of the item
@@ -145,19 +145,19 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   // Turns are circular. Each named barrier has one consumer that gives the turn and one that takes it.
   __device__ __forceinline__ void take_turn() const {
     if (consumer == 0)
-      named_barrier_sync<kTurns, 2 * kWarpgroup>();
+      named_barrier_sync<kTurnBarrier, 2 * kWarpgroup>();
     else if (kConsumers == 2 || consumer == 1)
-      named_barrier_sync<kTurns + 1, 2 * kWarpgroup>();
+      named_barrier_sync<kTurnBarrier + 1, 2 * kWarpgroup>();
     else
-      named_barrier_sync<kTurns + 2, 2 * kWarpgroup>();
+      named_barrier_sync<kTurnBarrier + 2, 2 * kWarpgroup>();
   }
   __device__ __forceinline__ void give_turn() const {
     if (consumer == kConsumers - 1)
-      named_barrier_arrive<kTurns, 2 * kWarpgroup>();
+      named_barrier_arrive<kTurnBarrier, 2 * kWarpgroup>();
     else if (kConsumers == 2 || consumer == 0)
-      named_barrier_arrive<kTurns + 1, 2 * kWarpgroup>();
+      named_barrier_arrive<kTurnBarrier + 1, 2 * kWarpgroup>();
     else
-      named_barrier_arrive<kTurns + 2, 2 * kWarpgroup>();
+      named_barrier_arrive<kTurnBarrier + 2, 2 * kWarpgroup>();
   }
 
   __device__ __forceinline__ void wait_for_keys(u32 t) const {

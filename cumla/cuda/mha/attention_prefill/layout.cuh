@@ -13,7 +13,9 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kItems = 4;  // announcements: of the tile being stored, the next one, the one after that, and a spare
-constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; of turns; of each consumer
+constexpr int kAllBarrier = 1;   // named barriers: of all consumers,
+constexpr int kTurnBarrier = 2;  // of the turns of each consumer,
+constexpr int kOwnBarrier = 5;   // and of the threads of each consumer
 
 template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
 struct PrefillLayout {

@@ -9,15 +9,15 @@
 
 namespace cumla::sparse {
 
-constexpr u32 kAll = 0xffffffffu;
+constexpr u32 kAllLanes = 0xffffffffu;
 
 // The shared-window address of a pass's counters.
-__device__ __forceinline__ u32 counters_of(const Head& head, int pass) {
+__device__ __forceinline__ u32 counters_of(const TopKShared& head, int pass) {
   return copy_of(shared_address(head.histogram[pass]));
 }
 
 template <int kThreads>
-__device__ __forceinline__ void clear_counters(Head& head) {
+__device__ __forceinline__ void clear_counters(TopKShared& head) {
   uint4* const counters = reinterpret_cast<uint4*>(head.histogram);
   constexpr int kQuads = sizeof(head.histogram) / sizeof(uint4);
 #pragma unroll 1
@@ -26,23 +26,24 @@ __device__ __forceinline__ void clear_counters(Head& head) {
 
 // The first lane whose inclusive sum reaches `need`.
 __device__ __forceinline__ int lane_that_reaches(u32 inclusive, u32 need) {
-  return max(__ffs(static_cast<int>(__ballot_sync(kAll, inclusive >= need))) - 1, 0);
+  return max(__ffs(static_cast<int>(__ballot_sync(kAllLanes, inclusive >= need))) - 1, 0);
 }
 
 // Each warp adds up its bins. All threads must have counted.
 template <int kThreads>
-__device__ __forceinline__ void sum_bins(Head& head, int pass) {
+__device__ __forceinline__ void sum_bins(TopKShared& head, int pass) {
   constexpr int kOfWarp = kBins / (kThreads / 32), kOfLane = kOfWarp / 32;
   u32 sum = 0;
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) sum += head.histogram[pass][threadIdx.x * kOfLane + i];
-  sum = __reduce_add_sync(kAll, sum);
+  sum = __reduce_add_sync(kAllLanes, sum);
   if (threadIdx.x % 32 == 0) head.coarse[pass][threadIdx.x / 32] = sum;
 }
 
 // Called by one warp, or by each for itself. `load` reads a counter of block `rank` of `cluster`.
 template <int kThreads, typename Load>
-__device__ __forceinline__ Found find_bin(const Head& head, int pass, u32 need, int rank, int cluster, Load load) {
+__device__ __forceinline__ Found find_bin(const TopKShared& head, int pass, u32 need, int rank, int cluster,
+                                          Load load) {
   constexpr int kWarps = kThreads / 32, kOfLane = kBins / kThreads;
   const int lane = threadIdx.x % 32;
   u32 sum = 0, lower = 0;
@@ -55,8 +56,8 @@ __device__ __forceinline__ Found find_bin(const Head& head, int pass, u32 need, 
   u32 inclusive = split::warp_inclusive_sum(sum);
   const int warp = lane_that_reaches(inclusive, need);
   Found found;
-  found.before = __shfl_sync(kAll, inclusive - sum, warp);
-  found.lower_before = __reduce_add_sync(kAll, lane < warp ? lower : 0);
+  found.before = __shfl_sync(kAllLanes, inclusive - sum, warp);
+  found.lower_before = __reduce_add_sync(kAllLanes, lane < warp ? lower : 0);
 
   const int first = warp * (kBins / kWarps) + lane * kOfLane;
   u32 bins[kOfLane] = {}, of_lower[kOfLane] = {};
@@ -84,17 +85,17 @@ __device__ __forceinline__ Found find_bin(const Head& head, int pass, u32 need, 
       if (!is_found) before += bins[i], lower_before += of_lower[i];
     }
   }
-  found.lower_before += __reduce_add_sync(kAll, lane < owner ? lower : lane == owner ? lower_before : 0);
-  found.bin = __shfl_sync(kAll, bin, owner);
-  found.before = __shfl_sync(kAll, before, owner);
-  found.count = __shfl_sync(kAll, count, owner);
-  found.lower_count = __shfl_sync(kAll, lower_count, owner);
+  found.lower_before += __reduce_add_sync(kAllLanes, lane < owner ? lower : lane == owner ? lower_before : 0);
+  found.bin = __shfl_sync(kAllLanes, bin, owner);
+  found.before = __shfl_sync(kAllLanes, before, owner);
+  found.count = __shfl_sync(kAllLanes, count, owner);
+  found.lower_count = __shfl_sync(kAllLanes, lower_count, owner);
   return found;
 }
 
 // Finds the bin over this block's keys. Called by all threads, after counting.
 template <int kThreads>
-__device__ __forceinline__ Found find_in_block(Head& head, int pass, u32 need) {
+__device__ __forceinline__ Found find_in_block(TopKShared& head, int pass, u32 need) {
   __syncthreads();
   sum_bins<kThreads>(head, pass);
   __syncthreads();
@@ -103,7 +104,7 @@ __device__ __forceinline__ Found find_in_block(Head& head, int pass, u32 need) {
 
 // Finds the bin over the keys of all blocks of the cluster. One warp of each block reads the other blocks' counters.
 template <int kThreads>
-__device__ __forceinline__ Found find_in_cluster(Head& head, int pass, u32 need, int rank, int cluster) {
+__device__ __forceinline__ Found find_in_cluster(TopKShared& head, int pass, u32 need, int rank, int cluster) {
   __syncthreads();
   sum_bins<kThreads>(head, pass);
   cluster_sync();

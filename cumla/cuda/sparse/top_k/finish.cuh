@@ -23,17 +23,17 @@ struct Threshold {
   }
 };
 
-__device__ __forceinline__ int count_of(const Row& row, int k) { return min(row.length, k); }
+__device__ __forceinline__ int count_of(const ScoreRow& row, int topk) { return min(row.length, topk); }
 
 template <typename Element>
 struct Output {
   const TopKParams& p;
-  const Row row;
+  const ScoreRow row;
   const int* table;
   i64 offset;
   int pages;
 
-  __device__ __forceinline__ Output(const TopKParams& p, const Row& row)
+  __device__ __forceinline__ Output(const TopKParams& p, const ScoreRow& row)
       : p(p), row(row), table(nullptr), offset(0), pages(0) {
     if (p.offsets != nullptr) offset = p.offsets[row.index * p.offsets_stride];
     if (p.block_table == nullptr) return;
@@ -64,7 +64,7 @@ struct Output {
   // Fills the slots from the row's length on; `thread` has every `threads`-th.
   __device__ __forceinline__ void fill(int thread, int threads) const {
 #pragma unroll 1
-    for (int slot = row.length + thread; slot < p.k; slot += threads) {
+    for (int slot = row.length + thread; slot < p.topk; slot += threads) {
       p.out[row.index * p.out_stride + slot] = -1;
       if (p.positions != nullptr) p.positions[row.index * p.positions_stride + slot] = -1;
       if (p.values != nullptr) store_value(slot, kLeast);
@@ -72,7 +72,7 @@ struct Output {
   }
 
   __device__ __forceinline__ void write_count() const {
-    p.valid_counts[row.index * p.counts_stride] = count_of(row, p.k);
+    p.counts[row.index * p.counts_stride] = count_of(row, p.topk);
   }
 
  private:
@@ -84,7 +84,7 @@ struct Output {
     else store_value(slot, reinterpret_cast<const unsigned short*>(scores_of<Element>(p, row))[position]);
   }
   __device__ __forceinline__ void store_value(int slot, u32 bits) const {
-    const i64 place = static_cast<i64>(row.index) * p.k + slot;
+    const i64 place = static_cast<i64>(row.index) * p.topk + slot;
     if constexpr (kIsWide) reinterpret_cast<u32*>(p.values)[place] = bits;
     else reinterpret_cast<unsigned short*>(p.values)[place] = static_cast<unsigned short>(bits);
   }
@@ -120,7 +120,7 @@ __device__ __forceinline__ void sort_entries(u64* list, int count, int size) {
 // Finishes a row: makes the remaining passes over the `count` entries of a list, and writes the chosen ones to slots
 // from `first_slot` on. All threads must have seen the list.
 template <typename Element, int kThreads>
-__device__ __forceinline__ void finish(Head& head, u64* list, int count, int first_slot, Threshold threshold,
+__device__ __forceinline__ void finish(TopKShared& head, u64* list, int count, int first_slot, Threshold threshold,
                                        const TopKParams& p) {
 #pragma unroll 1
   while (!threshold.is_whole() && threshold.pass + 1 < kPasses) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void finish(Head& head, u64* list, int count, int fir
     threshold.narrow(pass, find_in_block<kThreads>(head, pass, threshold.need));
   }
   const Choice choice = threshold.choice();
-  const Row row = head.row;
+  const ScoreRow row = head.row;
   const Output<Element> output(p, row);
 
   // Warps take neighbouring segments of the list, lanes neighbouring entries.
@@ -146,8 +146,8 @@ __device__ __forceinline__ void finish(Head& head, u64* list, int count, int fir
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     const u32 key = key_at(first + round * 32);
-    own.chosen += __popc(__ballot_sync(kAll, key < choice.limit));
-    own.equal += __popc(__ballot_sync(kAll, key == choice.limit));
+    own.chosen += __popc(__ballot_sync(kAllLanes, key < choice.limit));
+    own.equal += __popc(__ballot_sync(kAllLanes, key == choice.limit));
   }
   Before before = before_warp<kThreads, true>(head, own, {0, 0});
   const u32 lower_lanes = (1u << lane) - 1;
@@ -155,12 +155,13 @@ __device__ __forceinline__ void finish(Head& head, u64* list, int count, int fir
   for (int round = 0; round < rounds; ++round) {
     const int i = first + round * 32;
     const u32 key = key_at(i);
-    const u32 chosen = __ballot_sync(kAll, key < choice.limit), equal = __ballot_sync(kAll, key == choice.limit);
+    const u32 chosen = __ballot_sync(kAllLanes, key < choice.limit);
+    const u32 equal = __ballot_sync(kAllLanes, key == choice.limit);
     const u32 ties = before.equal + __popc(equal & lower_lanes);
     const u32 slot = before.chosen + __popc(chosen & lower_lanes) + min(ties, choice.ties);
     const bool is_chosen = key < choice.limit || (key == choice.limit && ties < choice.ties);
     if (!p.is_sorted) {
-      if (is_chosen && slot + first_slot < p.k)
+      if (is_chosen && slot + first_slot < p.topk)
         output.write(slot + first_slot, static_cast<int>(list[i]));
     } else if (!is_chosen && i < count) {
       list[i] = ~0ull;
@@ -172,7 +173,7 @@ __device__ __forceinline__ void finish(Head& head, u64* list, int count, int fir
   if (!p.is_sorted) return;
   sort_entries<kThreads>(list, count, power_of_two_from(count));
 #pragma unroll 1
-  for (int slot = threadIdx.x; slot < count_of(row, p.k); slot += kThreads)
+  for (int slot = threadIdx.x; slot < count_of(row, p.topk); slot += kThreads)
     output.write(slot, static_cast<int>(list[slot]));
 }
 

@@ -52,28 +52,28 @@ __device__ __forceinline__ u32 load_key(const char* address) {
 
 __device__ __forceinline__ int clamp(int value, int least, int most) { return max(least, min(value, most)); }
 
-__device__ __forceinline__ Row row_of(const TopKParams& p, int index) {
+__device__ __forceinline__ ScoreRow row_of(const TopKParams& p, int index) {
   const int start = p.row_starts == nullptr ? 0 : clamp(p.row_starts[index * p.row_starts_stride], 0, p.width);
   const int most = p.width - start;
-  return {index, start, p.lengths == nullptr ? most : clamp(p.lengths[index * p.lengths_stride], 0, most)};
+  return {index, start, p.row_lens == nullptr ? most : clamp(p.row_lens[index * p.row_lens_stride], 0, most)};
 }
 
 // The row's first score.
 template <typename Element>
-__device__ __forceinline__ const char* scores_of(const TopKParams& p, const Row& row) {
+__device__ __forceinline__ const char* scores_of(const TopKParams& p, const ScoreRow& row) {
   return p.scores + row.index * p.scores_stride + static_cast<i64>(row.start) * kElementBytes<Element>;
 }
 
-// The share of a thread in a row. Warps, in the order of blocks, take neighbouring segments of groups of 128 scores;
-// a lane has four of a group. Groups begin at an aligned score, up to three before the row.
+// The scores of a row that a thread reads. Warps, in the order of blocks, take neighbouring segments of groups of 128
+// scores; a lane has four of a group. Groups begin at an aligned score, up to three before the row.
 template <typename Element, int kThreads>
-struct Share {
+struct RowSlice {
   const char* origin;  // of position 0
   int first;           // position of this thread's first score
   int groups;          // of each warp: a multiple of what the constructor gets
   int length;
 
-  __device__ __forceinline__ Share(const char* scores, int length, int rank, int cluster, int multiple = 1)
+  __device__ __forceinline__ RowSlice(const char* scores, int length, int rank, int cluster, int multiple = 1)
       : origin(scores), length(length) {
     constexpr int kBytes = kElementBytes<Element>;
     const int early = static_cast<int>(reinterpret_cast<u64>(scores) / kBytes % 4);

@@ -9,14 +9,14 @@ using namespace ptx;
 
 struct TopKParams {
   const char* scores;
-  const int *lengths, *row_starts;  // null: whole rows
+  const int *row_lens, *row_starts;  // null: whole rows
   const int *block_table, *row_to_request, *offsets;
   int *out, *positions;
   char* values;
-  int* valid_counts;
+  int* counts;
   i64 scores_stride, table_stride, out_stride, positions_stride;  // scores in bytes, the others in entries
-  i64 lengths_stride, row_starts_stride, requests_stride, offsets_stride, counts_stride;  // entries
-  int width, k, page_size, max_pages, requests;
+  i64 row_lens_stride, row_starts_stride, requests_stride, offsets_stride, counts_stride;  // entries
+  int width, topk, page_size, max_pages, requests;
   int cluster_log2;  // of the blocks per row
   int is_sorted, unused;
 };
@@ -43,17 +43,18 @@ struct Found {
 };
 
 // One row, the same in all threads of a cluster.
-struct Row {
+struct ScoreRow {
   int index, start, length;
 };
 
-struct Head {
+// What a block has in shared memory before its list of entries.
+struct TopKShared {
   u32 histogram[kPasses][kBins];
   u32 coarse[kPasses][32];  // sums over the bins of a warp
   u32 sums[2][32];          // over the keys of a warp
   Found found;
-  Row row;  // in shared memory, because keys take the registers
+  ScoreRow row;  // in shared memory, because keys take the registers
 };
-static_assert(sizeof(Head) % 16 == 0, "what follows is moved 16 bytes at a time");
+static_assert(sizeof(TopKShared) % 16 == 0, "what follows is moved 16 bytes at a time");
 
 }  // namespace cumla::sparse

@@ -51,7 +51,7 @@ struct Before {
 
 // Turns a warp's own counts into the counts before it: in its block, plus those before the block.
 template <int kThreads, bool kTies>
-__device__ __forceinline__ Before before_warp(Head& head, Before own, Before block) {
+__device__ __forceinline__ Before before_warp(TopKShared& head, Before own, Before block) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (lane == 0) {
     head.sums[0][warp] = own.chosen;
@@ -59,15 +59,15 @@ __device__ __forceinline__ Before before_warp(Head& head, Before own, Before blo
   }
   __syncthreads();
   const bool is_before = lane < warp;
-  block.chosen += __reduce_add_sync(kAll, is_before ? head.sums[0][lane] : 0);
-  if (kTies) block.equal += __reduce_add_sync(kAll, is_before ? head.sums[1][lane] : 0);
+  block.chosen += __reduce_add_sync(kAllLanes, is_before ? head.sums[0][lane] : 0);
+  if (kTies) block.equal += __reduce_add_sync(kAllLanes, is_before ? head.sums[1][lane] : 0);
   return block;
 }
 
 // Puts the chosen keys of a block into a list, group by group. `each` calls a function with four keys and the
 // position of the first, for all groups of a thread in the order of positions.
 template <int kThreads, typename Each, typename Out>
-__device__ __forceinline__ void place_by_group(Head& head, const Choice& choice, Before block, const Out& list,
+__device__ __forceinline__ void place_by_group(TopKShared& head, const Choice& choice, Before block, const Out& list,
                                                Each each) {
   // Chosen keys in the lower half, keys that equal the limit in the upper
   const auto kinds = [&](const u32 (&keys)[4]) {
@@ -82,12 +82,12 @@ __device__ __forceinline__ void place_by_group(Head& head, const Choice& choice,
     own.chosen += both & 0xffff;
     own.equal += both >> 16;
   });
-  own = {__reduce_add_sync(kAll, own.chosen), __reduce_add_sync(kAll, own.equal)};
+  own = {__reduce_add_sync(kAllLanes, own.chosen), __reduce_add_sync(kAllLanes, own.equal)};
   Before before = before_warp<kThreads, true>(head, own, block);
   each([&](const u32 (&keys)[4], int at) {
     const u32 both = kinds(keys);
-    if (!__any_sync(kAll, both != 0)) return;
-    const u32 inclusive = split::warp_inclusive_sum(both), all = __shfl_sync(kAll, inclusive, 31);
+    if (!__any_sync(kAllLanes, both != 0)) return;
+    const u32 inclusive = split::warp_inclusive_sum(both), all = __shfl_sync(kAllLanes, inclusive, 31);
     u32 place = before.chosen + (inclusive - both & 0xffff), ties = before.equal + (inclusive - both >> 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -107,22 +107,22 @@ template <typename Element, int kThreads, int kHeld, int kStored>
 struct Resident {
   static constexpr int kGroups = kHeld + kStored, kWords = (kGroups + 3) / 4;
   static constexpr bool kTakesTurns = false, kIsSampled = false;
-  const Share<Element, kThreads> share;
+  const RowSlice<Element, kThreads> slice;
   uint4* const stored;
   u32 held[kHeld][4];
 
   __device__ __forceinline__ Resident(const char* scores, int length, int rank, int cluster, unsigned char* memory)
-      : share(scores, length, rank, cluster), stored(reinterpret_cast<uint4*>(memory) + threadIdx.x) {}
+      : slice(scores, length, rank, cluster), stored(reinterpret_cast<uint4*>(memory) + threadIdx.x) {}
 
   // Calls f(keys, group) for all groups of the row.
   template <typename F>
   __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int g = 0; g < kHeld; ++g)
-      if (g < share.groups) f(held[g], g);
+      if (g < slice.groups) f(held[g], g);
 #pragma unroll
     for (int g = kHeld; g < kGroups; ++g)
-      if (g < share.groups) with_stored(f, g);
+      if (g < slice.groups) with_stored(f, g);
   }
 
   // The same with less code, for rare calls and those that need no constant group number.
@@ -130,9 +130,9 @@ struct Resident {
   __device__ __forceinline__ void each_rolled(F f) {
 #pragma unroll
     for (int g = 0; g < kHeld; ++g)
-      if (g < share.groups) f(held[g], g);
+      if (g < slice.groups) f(held[g], g);
 #pragma unroll 1
-    for (int g = kHeld; g < min(kGroups, share.groups); ++g) with_stored(f, g);
+    for (int g = kHeld; g < min(kGroups, slice.groups); ++g) with_stored(f, g);
   }
 
   // Loads the row, and counts its keys in the bins of the first pass. The counters are zero on entry.
@@ -140,23 +140,23 @@ struct Resident {
     if constexpr (kStored > 0) {
 #pragma unroll
       for (int g = kHeld; g < kGroups; ++g) {
-        const int at = share.position(g);
-        if (g < share.groups && share.is_whole(at)) copy_in(stored + (g - kHeld) * kThreads, share.at(at));
+        const int at = slice.position(g);
+        if (g < slice.groups && slice.is_whole(at)) copy_in(stored + (g - kHeld) * kThreads, slice.at(at));
       }
       copy_async_commit();
     }
 #pragma unroll
     for (int g = 0; g < kHeld; ++g) {
-      const int at = share.position(g);
-      if (g < share.groups && share.is_whole(at)) {
-        const uint4 quad = load_quad<Element>(share.at(at));
+      const int at = slice.position(g);
+      if (g < slice.groups && slice.is_whole(at)) {
+        const uint4 quad = load_quad<Element>(slice.at(at));
         held[g][0] = quad.x, held[g][1] = quad.y, held[g][2] = quad.z, held[g][3] = quad.w;
       }
     }
     __syncthreads();  // the counters are zero
 #pragma unroll
     for (int g = 0; g < kHeld; ++g)
-      if (g < share.groups) {
+      if (g < slice.groups) {
         convert({held[g][0], held[g][1], held[g][2], held[g][3]}, g, held[g]);
         count(held[g], counters);
       }
@@ -164,7 +164,7 @@ struct Resident {
       copy_async_wait<0>();
 #pragma unroll
       for (int g = kHeld; g < kGroups; ++g)
-        if (g < share.groups) {
+        if (g < slice.groups) {
           uint4* const four = stored + (g - kHeld) * kThreads;
           u32 keys[4];
           convert(*four, g, keys);
@@ -184,7 +184,7 @@ struct Resident {
 
   // Puts the keys before a limit into a list. `before`: such keys in blocks of lower rank.
   template <typename Out>
-  __device__ __forceinline__ void place(Head& head, u32 limit, u32 before, const Out& list) {
+  __device__ __forceinline__ void place(TopKShared& head, u32 limit, u32 before, const Out& list) {
     u32 counts[kWords] = {}, own = 0;  // per group, eight bits each; and their sum
     each([&](const u32 (&keys)[4], int g) {
       u32 n = 0;
@@ -193,18 +193,18 @@ struct Resident {
       counts[g / 4] += n << g % 4 * 8;
       own += n;
     });
-    own = __reduce_add_sync(kAll, own);
+    own = __reduce_add_sync(kAllLanes, own);
     u32 first = before_warp<kThreads, false>(head, {own, 0}, {before, 0}).chosen;
     u32 sums = 0;
     each([&](const u32 (&keys)[4], int g) {
       u32& lower = counts[g / 4];  // in lower lanes: at most 124 of a group
       if (g % 4 == 0) {
         const u32 inclusive = split::warp_inclusive_sum(lower);
-        sums = __shfl_sync(kAll, inclusive, 31);
+        sums = __shfl_sync(kAllLanes, inclusive, 31);
         lower = inclusive - lower;
       }
       u32 place = first + (lower >> g % 4 * 8 & 255);
-      const int at = share.position(g);
+      const int at = slice.position(g);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (keys[i] < limit) list.put(place++, entry_of(keys[i], at + i));
@@ -214,9 +214,9 @@ struct Resident {
 
   // The same with a choice among equal keys.
   template <typename Out>
-  __device__ __forceinline__ void place_chosen(Head& head, const Choice& choice, Before block, const Out& list) {
+  __device__ __forceinline__ void place_chosen(TopKShared& head, const Choice& choice, Before block, const Out& list) {
     place_by_group<kThreads>(head, choice, block, list, [&](auto f) {
-      each_rolled([&](const u32 (&keys)[4], int g) { f(keys, share.position(g)); });
+      each_rolled([&](const u32 (&keys)[4], int g) { f(keys, slice.position(g)); });
     });
   }
 
@@ -232,9 +232,9 @@ struct Resident {
     else *reinterpret_cast<uint2*>(destination) = *reinterpret_cast<const uint2*>(source);
   }
   __device__ __forceinline__ void convert(const uint4& quad, int g, u32 (&keys)[4]) const {
-    const int at = share.position(g);
-    if (share.is_whole(at)) keys_of<Element>(quad, keys);
-    else share.load_ends(at, keys);
+    const int at = slice.position(g);
+    if (slice.is_whole(at)) keys_of<Element>(quad, keys);
+    else slice.load_ends(at, keys);
   }
   __device__ __forceinline__ static void count(const u32 (&keys)[4], u32 counters) {
 #pragma unroll
@@ -246,30 +246,30 @@ struct Resident {
 template <typename Element, int kThreads, int kAhead = 8>
 struct Streamed {
   static constexpr bool kTakesTurns = true, kIsSampled = false;
-  const Share<Element, kThreads> share;
+  const RowSlice<Element, kThreads> slice;
 
   __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*,
                                       int multiple = 1)
-      : share(scores, length, rank, cluster, multiple) {}
+      : slice(scores, length, rank, cluster, multiple) {}
 
   // Calls f(keys, position of the first).
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
 #pragma unroll 1
-    for (int g = 0; g < share.groups; g += kAhead) {
+    for (int g = 0; g < slice.groups; g += kAhead) {
       uint4 quads[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int at = share.position(g + i);
-        if (g + i < share.groups && share.is_whole(at)) quads[i] = load_quad<Element>(share.at(at));
+        const int at = slice.position(g + i);
+        if (g + i < slice.groups && slice.is_whole(at)) quads[i] = load_quad<Element>(slice.at(at));
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int at = share.position(g + i);
-        if (g + i < share.groups) {
+        const int at = slice.position(g + i);
+        if (g + i < slice.groups) {
           u32 keys[4];
-          if (share.is_whole(at)) keys_of<Element>(quads[i], keys);
-          else share.load_ends(at, keys);
+          if (slice.is_whole(at)) keys_of<Element>(quads[i], keys);
+          else slice.load_ends(at, keys);
           f(keys, at);
         }
       }
@@ -290,12 +290,13 @@ struct Streamed {
   }
 
   template <typename Out>
-  __device__ __forceinline__ void place(Head& head, u32 limit, u32 before, const Out& list) const {
+  __device__ __forceinline__ void place(TopKShared& head, u32 limit, u32 before, const Out& list) const {
     place_chosen(head, {limit, 0}, {before, 0}, list);
   }
 
   template <typename Out>
-  __device__ __forceinline__ void place_chosen(Head& head, const Choice& choice, Before block, const Out& list) const {
+  __device__ __forceinline__ void place_chosen(TopKShared& head, const Choice& choice, Before block,
+                                               const Out& list) const {
     place_by_group<kThreads>(head, choice, block, list, [&](auto f) { each(f); });
   }
 };

@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 transpose_nibbles(u32 word) {
 #pragma unroll
   for (int step = 4; step > 0; step /= 2) {
     const u32 low = step == 4 ? 0x0000ffffu : step == 2 ? 0x00ff00ffu : 0x0f0f0f0fu;
-    const u32 other = __shfl_xor_sync(kAll, word, step);
+    const u32 other = __shfl_xor_sync(kAllLanes, word, step);
     word = threadIdx.x & step ? (word & ~low) | (other >> 4 * step & low) : (word & low) | (other & low) << 4 * step;
   }
   return word;
@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 transpose_nibbles(u32 word) {
 template <typename Element, int kThreads, int kWords>
 struct Sampled : Streamed<Element, kThreads, 2> {
   using Base = Streamed<Element, kThreads, 2>;
-  using Base::share;
+  using Base::slice;
   static constexpr bool kIsSampled = true;
   static constexpr int kSample = 4;   // groups of four keys of a thread, at most
   static constexpr int kAhead = 8;    // groups that a warp loads at once: a word of the bitmap for each thread
@@ -38,18 +38,18 @@ struct Sampled : Streamed<Element, kThreads, 2> {
   __device__ __forceinline__ Sampled(const char* scores, int length, int rank, int cluster, unsigned char* memory)
       : Base(scores, length, rank, cluster, memory, kAhead),
         bitmap(reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * (kWords * 4 * 32)),
-        rounds(share.groups / kAhead) {}
+        rounds(slice.groups / kAhead) {}
 
   // A limit for keys: about `wanted` keys, and a margin, are before it. All blocks of a cluster find the same one.
   template <int kCapacity>
-  __device__ __forceinline__ u32 limit_of(Head& head, u32 wanted) const {
-    if (share.length <= kCapacity) return kNoKey;
+  __device__ __forceinline__ u32 limit_of(TopKShared& head, u32 wanted) const {
+    if (slice.length <= kCapacity) return kNoKey;
     constexpr int kThreadsLog2 = kThreads == 1024 ? 10 : 9;
     static_assert(1 << kThreadsLog2 == kThreads, "samples are counted by a power of two");
-    const int most = share.length >> (kThreadsLog2 + 7);  // one key of 32 at most
+    const int most = slice.length >> (kThreadsLog2 + 7);  // one key of 32 at most
     const int log2 = most >= 4 ? 2 : most >= 2 ? 1 : 0;
-    const int begin = share.first & 3;  // the first score of a whole group
-    const u32 whole = static_cast<u32>(share.length - begin) / 4;
+    const int begin = slice.first & 3;  // the first score of a whole group
+    const u32 whole = static_cast<u32>(slice.length - begin) / 4;
     uint4 quads[kSample];
 #pragma unroll
     for (int i = 0; i < kSample; ++i) {
@@ -57,12 +57,12 @@ struct Sampled : Streamed<Element, kThreads, 2> {
         // One group at random out of each of as many equal ranges
         const u32 index = i * kThreads + threadIdx.x, random = index * 0x9e3779b1u >> 16;
         const u64 place = static_cast<u64>(index << 16 | random) * whole >> (16 + kThreadsLog2 + log2);
-        quads[i] = load_quad<Element>(share.at(begin + static_cast<int>(place) * 4));
+        quads[i] = load_quad<Element>(slice.at(begin + static_cast<int>(place) * 4));
       }
     }
     // Behind the sample, which is waited for: what mark() loads first.
-    prefetch_l2(share.at(clamp(warp_first() + lane * 32, 0, share.length - 1)));
-    const float keys_per_sample = static_cast<float>(share.length) / static_cast<float>(4 * kThreads << log2);
+    prefetch_l2(slice.at(clamp(warp_first() + lane * 32, 0, slice.length - 1)));
+    const float keys_per_sample = static_cast<float>(slice.length) / static_cast<float>(4 * kThreads << log2);
     const float target = min(wanted + kMargin * sqrtf(wanted * keys_per_sample), 0.5f * (wanted + kCapacity));
     const u32 need = static_cast<u32>(target / keys_per_sample) + 1;
     Found found;
@@ -97,13 +97,13 @@ struct Sampled : Streamed<Element, kThreads, 2> {
     u32* const words = bitmap + lane % 8 * 4 + lane / 8;
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
-      const int at = share.position(round * kAhead), begin = at - lane * 4;
-      const char* const address = share.at(at);
+      const int at = slice.position(round * kAhead), begin = at - lane * 4;
+      const char* const address = slice.at(at);
       u32 marks = 0;
       uint4 quads[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
-        if (share.is_whole(at + i * 128)) quads[i] = load_quad<Element>(address + i * 128 * kElementBytes<Element>);
+        if (slice.is_whole(at + i * 128)) quads[i] = load_quad<Element>(address + i * 128 * kElementBytes<Element>);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         float scores[4];
@@ -111,15 +111,15 @@ struct Sampled : Streamed<Element, kThreads, 2> {
         u32 of_group = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) of_group |= scores[j] < least ? 0 : 1u << (4 * i + j);
-        if (share.is_whole(at + i * 128)) marks |= of_group;
+        if (slice.is_whole(at + i * 128)) marks |= of_group;
       }
-      if (begin < 0 || begin + kAhead * 128 > share.length) {
+      if (begin < 0 || begin + kAhead * 128 > slice.length) {
 #pragma unroll 1
         for (int i = 0; i < kAhead; ++i) {
           const int first = at + i * 128;
-          if (first <= -4 || first >= share.length || share.is_whole(first)) continue;
+          if (first <= -4 || first >= slice.length || slice.is_whole(first)) continue;
           u32 keys[4];
-          share.load_ends(first, keys);
+          slice.load_ends(first, keys);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const bool is_less = __uint_as_float(bits_of_key(keys[j])) < least;
@@ -154,13 +154,13 @@ struct Sampled : Streamed<Element, kThreads, 2> {
   // Lists all keys that reach the sample's limit, in the order of positions; the number of them in all blocks. Without
   // a list if they do not fit it, or are fewer than `wanted`. Clears the counters.
   template <int kCapacity, bool kClustered, typename Sync>
-  __device__ __forceinline__ u32 list_by_sample(Head& head, u64* list, u32 wanted, int rank, int cluster,
+  __device__ __forceinline__ u32 list_by_sample(TopKShared& head, u64* list, u32 wanted, int rank, int cluster,
                                                 Sync sync) const {
     mark(limit_of<kCapacity>(head, wanted));
     const u32 own = count_marks(), inclusive = split::warp_inclusive_sum(own);
-    const u32 of_warp = __shfl_sync(kAll, inclusive, 31);
+    const u32 of_warp = __shfl_sync(kAllLanes, inclusive, 31);
     const u32 before = before_warp<kThreads, false>(head, {of_warp, 0}, {0, 0}).chosen + inclusive - own;
-    const u32 count = __reduce_add_sync(kAll, lane < kThreads / 32 ? head.sums[0][lane] : 0);
+    const u32 count = __reduce_add_sync(kAllLanes, lane < kThreads / 32 ? head.sums[0][lane] : 0);
     clear_counters<kThreads>(head);
     if (threadIdx.x == 0) head.sums[1][0] = count;
     sync();
@@ -168,7 +168,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
       return load_cluster_u32(shared_address_in(shared_address(&head.sums[1][0]), block));
     };
     const u32 one = lane < cluster ? count_in(lane) : 0;
-    const u32 listed = __reduce_add_sync(kAll, one), first = __reduce_add_sync(kAll, lane < rank ? one : 0);
+    const u32 listed = __reduce_add_sync(kAllLanes, one), first = __reduce_add_sync(kAllLanes, lane < rank ? one : 0);
     if (listed < wanted || listed > kCapacity) return listed;
     list_marks(list + before);
     __syncthreads();
@@ -176,14 +176,14 @@ struct Sampled : Streamed<Element, kThreads, 2> {
 #pragma unroll 4
     for (int i = threadIdx.x; i < count; i += kThreads) {
       const int position = static_cast<int>(list[i]);
-      whole_list.put(first + i, entry_of(load_key<Element>(share.at(position)), position));
+      whole_list.put(first + i, entry_of(load_key<Element>(slice.at(position)), position));
     }
     sync();
     return listed;
   }
 
  private:
-  __device__ __forceinline__ int warp_first() const { return share.first - lane * 4; }
+  __device__ __forceinline__ int warp_first() const { return slice.first - lane * 4; }
   __device__ __forceinline__ static void numbers_of(const uint4& quad, float (&numbers)[4]) {
     if constexpr (kElementBytes<Element> == 4) {
       numbers[0] = __uint_as_float(quad.x), numbers[1] = __uint_as_float(quad.y);
