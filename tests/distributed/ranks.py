@@ -67,7 +67,7 @@ SYMMETRIC = (
     "attention, q_len 1",
 )
 LISTS = ("lists", "largest", "chosen blocks", "blocks")
-# For other blocks than pages:
+# For other blocks than pages, and for two of the ranks:
 FEW = (*LISTS, "decode, q_len 3", "attention, q_len 3, gather", "masked")
 
 
@@ -683,7 +683,8 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
         for block in setting.blocks:
             parallel = ContextParallel(group, page_size=setting.page, block_size=block)
             for name, case in cases(exhaustive).items():
-                if block == setting.page or exhaustive or name in FEW:
+                is_whole = block == setting.page and world == WORLD
+                if is_whole or exhaustive or name in FEW:
                     key = f"{world} ranks, blocks of {block}: {name}"
                     found[key] = outcome(lambda c=case, p=parallel: c(p))
     with mapped(folder, late=0.02 * (rank % 2)):

@@ -18,13 +18,12 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 from unittest import mock
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -41,12 +40,21 @@ from cumla.launch.source import KernelSpec, translation_unit
 from cumla.launch.tensor_map import TensorMap
 from tests import selection
 from tests.fake_cuda import FakeDriver
-from tests.gpu.tools import record
+from tests.gpu.tools import digests, record
 from tests.sources import sources
 
 __all__ = ["CuPy", "emulate", "emulated_gpu"]
 
 HERE = Path(__file__).parent
+# Families whose kernels the tests of a folder launch, beside SHARED: they are left out by these.
+SHARED = ("split", "merge_states")
+FAMILIES = {
+    "mla": ("mla",),
+    "mha": ("mha",),
+    "indexer": ("indexer",),
+    "sparse": ("sparse", "indexer"),
+    "blocks": ("blocks", "mha"),
+}
 # Calls of each family whose kernels a C++ compiler compiles soon; nine tenths of the instructions.
 ALWAYS = tuple(
     f"tests/emulator/test_kernels.py::test_kernels_on_the_cpu[{call}]"
@@ -67,6 +75,8 @@ _BYTES = {"UINT8": 1, "BFLOAT16": 2, "FLOAT16": 2, "FLOAT32": 4, "UINT32": 4, "U
 
 def emulate(launch: Launch) -> None:
     """Run a launch whose addresses are those of CPU memory."""
+    home, known = _home(launch.spec.stem), FAMILIES.get(_folder(_current_test()))
+    assert known is None or home in (*known, *SHARED), f"FAMILIES of this folder lack {home}"
     values = [_map(v) if isinstance(v, TensorMap) else v for v in launch.values]
     parameters = launch.layout.pack(*values)
     buffer = ctypes.create_string_buffer(len(parameters) + 64)
@@ -177,19 +187,39 @@ def passed_on_a_gpu(stem: str) -> bool:
     return all(record.SANITIZER in problem for problem in problems)
 
 
-def is_left_out(test: str) -> bool:
-    """Tell which tests need not emulate: those whose kernel, or all, passed on a GPU.
+def _current_test() -> str:
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
 
-    A module is about the kernel of its name, or about all. One test of sixteen emulates anyway, and
-    those of ALWAYS: the emulator is tested, too.
+
+def _folder(test: str) -> str:
+    return Path(test.partition("::")[0]).parent.name
+
+
+def _home(stem: str) -> str:
+    """Name the family of a kernel's launcher."""
+    return digests.launchers()[stem].__name__.split(".")[2]
+
+
+def kernels_of(test: str) -> Iterable[str]:
+    """Tell which kernels a test is about: those that it may launch.
+
+    A module of a kernel's name is about that one, and any of a family's folder about the family.
     """
-    is_one = crc32(test.encode()) % 16 == 0 or test.startswith(ALWAYS)
-    if selection.exhaustive is not False or is_one:
+    kernels, stem = sources().kernels, Path(test.partition("::")[0]).stem.removeprefix("test_")
+    if stem in kernels:
+        return (stem,)
+    known = FAMILIES.get(_folder(test))
+    return [k for k in kernels if known is None or _home(k) in (*known, *SHARED)]
+
+
+def is_left_out(test: str) -> bool:
+    """Tell which tests need not emulate: those whose kernels all passed on a GPU.
+
+    Those of ALWAYS emulate anyway: the emulator is tested, too.
+    """
+    if selection.exhaustive is not False or test.startswith(ALWAYS):
         return False
-    stem = Path(test.partition("::")[0]).stem.removeprefix("test_")
-    kernels = sources().kernels
-    about = (stem,) if stem in kernels else kernels
-    return all(map(passed_on_a_gpu, about))
+    return all(map(passed_on_a_gpu, kernels_of(test)))
 
 
 @contextlib.contextmanager
@@ -198,7 +228,7 @@ def emulated_gpu(multiprocessors: int = 4, *, always: bool = False) -> Iterator[
 
     `always`: also in a test that could be left out, because it runs few of them.
     """
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    test = _current_test()
     if test and not always and is_left_out(test):
         pytest.skip("its kernels ran on a GPU as they are: --exhaustive emulates them here")
     gpu = DeviceProperties("emulated", (9, 0), multiprocessors, 232448, 50 << 20)

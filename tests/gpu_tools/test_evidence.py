@@ -209,6 +209,12 @@ sanitize: mla_decode_fp8_16 launched 7 times, edited: every lane arrives
 CLEAN = sanitize.read_log(CLEAN_LOG)
 
 
+def of_kernels(*stems: str, of: record.Sources | None = None) -> record.Sources:
+    """The sources of some kernels: a run writes the files of all that it is about."""
+    of = sources() if of is None else of
+    return of._replace(kernels={stem: of.kernels[stem] for stem in stems})
+
+
 def evidence(
     folder: Path,
     parts: dict[str, Any] | None = None,
@@ -216,7 +222,7 @@ def evidence(
     of: record.Sources | None = None,
 ) -> list[str]:
     """The problems of STEM after runs in order, but for the changes (None: left out)."""
-    of = sources() if of is None else of
+    of = of_kernels(STEM, of=of)
     tests = dict.fromkeys(of.modules_of(STEM), PASSED) | (parts or {})
     for kind, results in (
         ("cupy-cuda13x", tests),
@@ -293,7 +299,7 @@ def test_more_calls_in_the_table(tmp_path: Path) -> None:
 
 
 def test_the_code_around_a_launch(tmp_path: Path) -> None:
-    run = record.Run(tmp_path, "cupy-cuda13x", {}, sources())
+    run = record.Run(tmp_path, "cupy-cuda13x", {}, of_kernels(STEM))
     *most, last = sources().of_runtime
     for name in most:
         run.add(name, PASSED)
@@ -350,7 +356,7 @@ def test_what_other_sources_proved_is_dropped(tmp_path: Path) -> None:
 
 def test_a_run_may_be_finished_by_another(tmp_path: Path) -> None:
     modules = sources().modules_of(STEM)
-    first, second = (record.Run(tmp_path, kind, {}, sources()) for kind in ("a", "a"))
+    first, second = (record.Run(tmp_path, kind, {}, of_kernels(STEM)) for kind in ("a", "a"))
     first.name, second.name = "a 1", "a 2"
     for name in modules - {"test_plan.py"}:
         first.add(name, PASSED)
@@ -500,14 +506,14 @@ def test_processes_that_ran_beside_each_other_are_merged(tmp_path: Path) -> None
         (record.SANITIZER, dict.fromkeys(record.TOOLS, CLEAN)),
     ):
         folders.append(tmp_path / str(len(folders)))
-        run = record.Run(folders[-1], kind, {}, sources())
+        run = record.Run(folders[-1], kind, {}, of_kernels(STEM))
         run.name = kind
         for name, part in parts.items():
             run.add(name, part)
     together = tmp_path / "together"
-    record.merge(together, folders[:1], sources())
+    record.merge(together, folders[:1], of_kernels(STEM))
     assert record.problems(STEM, together, sources())
-    record.merge(together, folders[1:], sources())
+    record.merge(together, folders[1:], of_kernels(STEM))
     assert record.problems(STEM, together, sources()) == []
 
 
@@ -550,10 +556,11 @@ def test_a_log_that_breaks_off_proves_nothing(text: str) -> None:
 
 
 def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
-    run = record.Run(tmp_path / "evidence", "cupy-cuda13x", {}, sources())
+    of = of_kernels("mla_decode", STEM)
+    run = record.Run(tmp_path / "evidence", "cupy-cuda13x", {}, of)
     for name in sources().modules:
         run.add(name, PASSED)
-    record.write(tmp_path, "about", {"about": {"version": "1"}, "sources": sources()._asdict()})
+    record.write(tmp_path, "about", {"about": {"version": "1"}, "sources": of._asdict()})
     report = "========= Uninitialized read\n=========     at mla_decode_bfloat16+0x1f0\n"
     found = report + CLEAN_LOG.replace("SUMMARY: 0", "SUMMARY: 1")
     for tool, only in sanitize.RUNS:

@@ -28,20 +28,10 @@ SOME = [  # of each family, and of loads, products, schedules and conversions; s
 _ENTRIES = {spec.entry for spec in all_specs()}
 
 
-def _is_twin(spec: KernelSpec) -> bool:
-    """Whether the kernel is another one's for float16."""
+def is_twin(spec: KernelSpec) -> bool:
+    """Whether the kernel is for float16 what another one is for bfloat16."""
     return "_float16" in spec.entry and spec.entry.replace("_float16", "_bfloat16") in _ENTRIES
 
-
-each_code = pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(spec, marks=pytest.mark.exhaustive if _is_twin(spec) else ())
-        for spec in all_specs()
-    ],
-    ids=lambda spec: spec.entry,
-)
-"""All kernels but those for float16 that are the same for bfloat16, which --exhaustive adds."""
 
 of_some_files = pytest.mark.parametrize(
     "spec",

@@ -16,11 +16,13 @@ from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
 from tests.gpu.tools import record
 from tests.gpu.tools.cubins import sections
-from tests.launch.compiling import FIRST_OF_FILES, SOME, asked_by_cupy, each_code
+from tests.launch.compiling import FIRST_OF_FILES, SOME, asked_by_cupy, is_twin
 from tests.launch.conftest import Compiler
 from tests.sources import sources
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
+
+SHARES = 24  # of the kernels: processes compile beside each other
 
 
 @cache
@@ -50,19 +52,20 @@ two_files = pytest.mark.parametrize(
 """One kernel of a file with waits and of one without, soon compiled; of all with --exhaustive."""
 
 
-@each_code
+@pytest.mark.parametrize("share", range(SHARES))
 def test_every_kernel_compiles_within_its_budget(
-    spec: KernelSpec, compiled: Compiler, pytestconfig: pytest.Config
+    share: int, compiled: Compiler, pytestconfig: pytest.Config
 ):
     """Some, and all whose text has not been compiled and run on a GPU yet."""
-    has_run = spec not in SOME and run_on_a_gpu(spec)
-    if has_run and not pytestconfig.getoption("exhaustive"):
-        pytest.skip("ran on a GPU as it is: --exhaustive compiles it")
-    kernel = compiled(spec)
-    assert len(sections(kernel.cubin)[f".text.{spec.entry}"]) > 0
-    assert (kernel.spills, kernel.stack, kernel.remarks) == (0, 0, ())
-    assert kernel.registers * spec.threads * spec.min_blocks <= 65536
-    assert spec.smem_bytes <= kernel.smem <= 227 * 1024
+    exhaustive = pytestconfig.getoption("exhaustive")
+    for spec in all_specs()[share::SHARES]:
+        if exhaustive or spec in SOME or not (is_twin(spec) or run_on_a_gpu(spec)):
+            kernel = compiled(spec)
+            assert len(sections(kernel.cubin)[f".text.{spec.entry}"]) > 0
+            found = kernel.spills, kernel.stack, kernel.remarks
+            assert found == (0, 0, ()), spec.entry
+            assert kernel.registers * spec.threads * spec.min_blocks <= 65536, spec.entry
+            assert spec.smem_bytes <= kernel.smem <= 227 * 1024, spec.entry
 
 
 @two_files

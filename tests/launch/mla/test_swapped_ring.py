@@ -12,12 +12,14 @@ five of them, and have more barriers that say that loads have begun.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
 
 from tests.launch.kernel_text import modelled
+from tests.selection import some
 
 
 class Ring(NamedTuple):
@@ -135,8 +137,10 @@ def explore(loaders: int, *, waits_for_begin: bool, ring: Ring = RING) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("loaders", [1, 2])
-@pytest.mark.parametrize("ring", [RING, THREE_BLOCKS, FIVE_BLOCKS._replace(tiles=1, slots=5)])
+RINGS = [RING, THREE_BLOCKS, FIVE_BLOCKS._replace(tiles=1, slots=5)]
+
+
+@pytest.mark.parametrize(("ring", "loaders"), some(itertools.product(RINGS, (1, 2)), 2))
 def test_every_tile_is_read_when_it_has_come(loaders: int, ring: Ring) -> None:
     assert explore(loaders, waits_for_begin=True, ring=ring) > 1000
 
