@@ -58,6 +58,7 @@ from cumla.mla.arguments import (
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
+from cumla.mla.decode import mla_decode
 from cumla.mla.shape import HEAD_DIM, WIDTH
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ MLA_ATTENTION = Spec(
     (
         *Q_AND_CACHE,
         array("kv_lens"),
-        array("qo_indptr"),
+        optional("qo_indptr"),
         optional("block_table"),
         optional("kv_indptr"),
         optional("kv_indices"),
@@ -107,7 +108,7 @@ def mla_attention(
     kv_cache: Any,
     *,
     kv_lens: Any,
-    qo_indptr: Any,
+    qo_indptr: Any = None,
     block_table: Any = None,
     kv_indptr: Any = None,
     kv_indices: Any = None,
@@ -134,17 +135,20 @@ def mla_attention(
     ----------
     q : array or pair of arrays
         ``(total_tokens, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
-        tuple ``(q_nope, q_pe)``, strides, and other columns, as in :func:`cumla.mla_decode`.
+        tuple ``(q_nope, q_pe)``, strides, and other columns, as in :func:`cumla.mla_decode`. Or,
+        without qo_indptr, ``(batch, q_len, num_heads, 576)`` with a block_table: that is
+        :func:`cumla.mla_decode`, its shapes and its kernels, which ``cumla.prepare(mla_decode)``
+        loads.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or without num_kv_heads, or a tuple
         ``(ckv, k_pe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
     kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, those of its queries included. Clamped to
         what the pages of the request hold.
-    qo_indptr : array
-        ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
-        last ones end. The numbers must be non-decreasing. Rows before the first and from the last
-        on belong to no request: what they give is not written.
+    qo_indptr : array, optional
+        ``(batch + 1,)`` int32, needed for q of three axes: where the query tokens of each request
+        begin in q, and where the last ones end. The numbers must be non-decreasing. Rows before the
+        first and from the last on belong to no request: what they give is not written.
     block_table : array, optional
         ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`.
     kv_indptr, kv_indices : array, optional
@@ -193,12 +197,44 @@ def mla_attention(
     >>> cumla.mla_attention(q, kv_cache, **lengths, block_table=table).out.shape
     (5, 16, 512)
     """
+    if qo_indptr is None:
+        _check_batch(q, {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "groups": groups})
+        return mla_decode(
+            *(q, kv_cache, block_table, kv_lens),
+            softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
+            fp8_products=fp8_products,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+            batch_invariant=batch_invariant,
+            out=out,
+            lse=lse,
+            stream=stream,
+        )
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, groups),
         *(softmax_scale, kv_scale, fp8_products, causal, window, sinks, batch_invariant, out, lse),
         stream,
     )
     return state
+
+
+def _check_batch(q: Any, given: dict[str, Any]) -> None:
+    """Check what a call without offsets has: an axis of requests, and a block table."""
+    parts = q if isinstance(q, tuple | list) else (q,)
+    axes = {len(part.shape) for part in parts if hasattr(part, "shape")}
+    if axes == {3}:
+        raise ValueError(
+            f"{arg('qo_indptr')}: needs offsets of the requests for {arg('q')} of three axes, got "
+            f"None; pass it, or {arg('q')} as (batch, q_len, ...)"
+        )
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{arg(name)}: needs {arg('q')} of three axes with {arg('qo_indptr')}, got "
+                f"{arg('q')} of four; leave it out, and pass {arg('block_table')}"
+            )
 
 
 class _Attend(MLAAttend[MLAAttentionKey]):

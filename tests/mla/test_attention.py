@@ -56,6 +56,61 @@ def ready(planned: Any, arguments: Arguments, **options: Any) -> Any:
     return planned.ready({n: v for n, v in arguments.items() if v is not None}, **options)
 
 
+# --- an axis of requests --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("form", [lambda q: q, split], ids=["one", "pair"])
+def test_queries_with_an_axis_of_requests(framework: str, form: Any) -> None:
+    """They are those of mla_decode, with all of its options."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 4, 576)).astype(np.float16)
+    cache = rng.standard_normal((6, 64, 576)).astype(np.float16)
+    given = {"block_table": int32([4, 1], [0, 9]), "kv_lens": int32(100, 5)}
+    options = {"softmax_scale": 0.1, "window": 40, "sinks": np.float32([0.5, 1, -1, 0])}
+    there: Any = np.asarray
+    if framework != "numpy":
+        module = pytest.importorskip({"torch": "torch", "jax": "jax.numpy"}[framework])
+        there = module.asarray
+    arrays = {name: there(array) for name, array in (given | {"sinks": options["sinks"]}).items()}
+    options["sinks"] = arrays.pop("sinks")
+    got, want = (
+        function(form(there(q)), there(cache), **arrays, **options)
+        for function in (cumla.mla_attention, cumla.mla_decode)
+    )
+    assert (got.out.shape, got.lse.shape) == ((2, 3, 4, 512), (2, 3, 4))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    exact = cumla.reference.mla_attention(form(q), cache, **given, softmax_scale=0.1)
+    plain = cumla.reference.mla_decode(form(q), cache, **given, softmax_scale=0.1)
+    np.testing.assert_array_equal(exact.out, plain.out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"q": zeros(8, 16, 576)},
+            "qo_indptr: needs offsets ... q of three axes, got None; pass it, or q as (",
+        ),
+        (
+            {"kv_indptr": i32(3), "kv_indices": i32(6)},
+            "kv_indptr: needs q of three axes ... got q of four; leave it out, and pass",
+        ),
+        (
+            {"groups": cumla.PrefixGroups(i32(2), i32(2))},
+            "groups: needs q of three axes with qo_indptr, got q of four; leave it out",
+        ),
+    ],
+)
+def test_what_an_axis_of_requests_excludes(changes: dict[str, Any], message: str) -> None:
+    given = {"q": zeros(2, 4, 16, 576), "kv_cache": zeros(*CACHE), "kv_lens": i32(2)}
+    with refused(ValueError, message):
+        cumla.mla_attention(**given | {"block_table": i32(2, 3)} | changes)
+    with refused(TypeError, "block_table: needs ... got builtins.NoneType"):
+        cumla.mla_attention(**given)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

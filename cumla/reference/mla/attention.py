@@ -22,7 +22,7 @@ def mla_attention(
     kv_cache: Array | Sequence[Array],
     *,
     kv_lens: Array,
-    qo_indptr: Array,
+    qo_indptr: Array | None = None,
     block_table: Array | None = None,
     kv_indptr: Array | None = None,
     kv_indices: Array | None = None,
@@ -46,10 +46,11 @@ def mla_attention(
     Parameters
     ----------
     q : ndarray or pair of ndarray, shape (total_tokens, num_heads, 576)
-        Absorbed queries.
+        Absorbed queries. Without qo_indptr ``(batch, q_len, num_heads, 576)``, as for
+        :func:`mla_decode`.
     block_table : ndarray of int32, shape (batch, max_pages), optional
         The pages of each request.
-    qo_indptr : ndarray of int32, shape (batch + 1,)
+    qo_indptr : ndarray of int32, shape (batch + 1,), optional
         Where the query tokens of each request begin, and where the last ones end.
     kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
         In place of a table: where the pages of each request begin in a list of page numbers.
@@ -70,6 +71,19 @@ def mla_attention(
         For pages in both forms or in none, and as :func:`mla_decode`.
     """
     parts = (q,) if isinstance(q, np.ndarray) else q
+    if qo_indptr is None:
+        assert block_table is not None
+        return mla_decode(
+            *(parts, kv_cache, block_table, kv_lens),
+            softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            accumulate=accumulate,
+        )
     tokens, num_heads = parts[0].shape[:2]
     if out is None:
         latent = columns_of(kv_cache)[0].shape[-1]
