@@ -14,6 +14,10 @@ The interface is that of TensorRT-LLM 0.19, the first release with AutoDeploy. L
 outside of attention, without freqs_cis, and call the operations
 ``torch.ops.auto_deploy.triton_attention_...``: those are not here.
 
+The module works without TensorRT-LLM. So it has AutoDeploy's own description of a batch, of a layer
+and of its descriptors as well, nearly half of its lines. In the rest each operation is one function
+with AutoDeploy's signature, from which its schema follows.
+
 Differences from AutoDeploy:
 
 * The caches are declared as written to, and the operations have the shapes of their results, also
