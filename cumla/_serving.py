@@ -249,6 +249,39 @@ class SparseStep(Step):
         return cumla.AttentionState(out.flatten(0, -3), lse)
 
 
+class ShardedStep(SparseStep):
+    """The same over a cache that is cut among ranks: lists name tokens of all of them.
+
+    Each layer attends to those that this rank holds, whose numbers differ between layers: each
+    has a schedule of its own.
+    """
+
+    __slots__ = ("_parallel",)
+
+    def __init__(
+        self, plans: Plans, num_heads: int, topk: int, parallel: Any, requests: torch.Tensor
+    ) -> None:
+        super().__init__(plans, num_heads, topk, lambda: 0, requests, requests, requests)
+        self._parallel = parallel
+
+    def run_sparse(
+        self,
+        q: Any,
+        kv_cache: torch.Tensor,
+        indices: torch.Tensor,
+        block_table: torch.Tensor,
+        **options: Any,
+    ) -> cumla.AttentionState:
+        """Attend for one layer: what this rank has of out and lse, to be merged."""
+        if self.plan is None:
+            self.plan = self._plans.find(*self._choose(), self._kv_lens)
+        listed = self._parallel.lists(indices, block_table, self._requests)
+        self._plans.scheduled = None
+        self.plan.update(listed.topk_lens)
+        out, lse = self.plan.run(in_parts(q), kv_cache, listed.indices, **options)
+        return cumla.AttentionState(out.flatten(0, -3), lse)
+
+
 def current_capture(on: torch.device) -> tuple[int, int]:
     """Tell torch's current stream and the number of its capture; zeros outside of a capture."""
     if on.type != "cuda" or not torch.cuda.is_current_stream_capturing():

@@ -232,7 +232,7 @@ class ContextParallel(Shard):
         buffer = self._group.computed(copy, (heads, *axes, columns), out)
         return self._exchanged(buffer, heads, tuple(axes), columns, out, gather)
 
-    def top_k(self, scores: Any, topk: int, *, row_lens: Any = None) -> Any:
+    def top_k(self, scores: Any, topk: int, *, row_starts: Any = None, row_lens: Any = None) -> Any:
         """Select the topk largest scores of each row over all ranks: :func:`cumla.top_k`'s list.
 
         Each rank selects among its own tokens, and the ranks exchange these candidates, 8 bytes
@@ -247,8 +247,11 @@ class ContextParallel(Shard):
             (:func:`cumla.paged_mqa_logits`). Of the group's framework.
         topk : int
             How many to select, from 1; on all ranks alike.
+        row_starts : array, optional
+            ``(rows,)`` int32: the column of the first token of each row's request, 0 without it,
+            where scores of several requests share columns (:func:`cumla.mqa_logits`).
         row_lens : array, optional
-            ``(rows,)`` int32: how many of its columns count: the kv_lens of ``pages(...)``.
+            ``(rows,)`` int32: how many columns count from there: the kv_lens of ``pages(...)``.
 
         Returns
         -------
@@ -272,7 +275,7 @@ class ContextParallel(Shard):
         >>> torch.distributed.destroy_process_group()
         """
         self._group.check("scores", scores)
-        best = self._largest(scores, topk, row_lens)
+        best = self._largest(scores, topk, row_lens, row_starts)
         return as_int32(namespace(scores).where(best == _NONE, -1, best))
 
     def select_blocks(
@@ -361,20 +364,24 @@ class ContextParallel(Shard):
         if topk > forced:
             rows = xp.broadcast_to(arange(tokens, scores)[:, None], (tokens, groups)).reshape(-1)
             begin, end = (as_int32(shard._local(x)[rows]) for x in (first, last))
-            best = shard._largest(
-                scores.reshape(tokens * groups, width), topk - forced, end - begin, begin
-            )
+            each = scores.reshape(tokens * groups, width)
+            best = shard._largest(each, topk - forced, end - begin, begin, begin)
             found.append(best.reshape(tokens, groups, topk - forced))
         blocks = xp.sort(xp.concatenate(found, -1))
         blocks = getattr(blocks, "values", blocks)  # PyTorch sorts into a pair
         return as_int32(xp.where(blocks == _NONE, -1, blocks))
 
-    def _largest(self, scores: Any, topk: int, row_lens: Any, row_starts: Any = None) -> Any:
-        """Select over all ranks: ascending positions of each row, then `_NONE`."""
+    def _largest(
+        self, scores: Any, topk: int, row_lens: Any, row_starts: Any, first: Any = None
+    ) -> Any:
+        """Select over all ranks: ascending positions of each row, then `_NONE`.
+
+        `first` is the number among this rank's that the column of row_starts has, 0 without it.
+        """
         xp = namespace(scores)
         options = {"row_lens": row_lens, "row_starts": row_starts}
         found = cumla.top_k(scores, topk, values=True, **options)
-        local = found.indices if row_starts is None else found.indices + row_starts[:, None]
+        local = found.indices if first is None else found.indices + first[:, None]
         positions = as_int32(xp.where(found.indices >= 0, self._position(local), _NONE))
         rows = scores.shape[0]
 

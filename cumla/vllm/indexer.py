@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import cache as cached
 from inspect import signature
 from typing import Any
 
 import torch
+from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers import sparse_attn_indexer as theirs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla import indexer as metadata
 
 import cumla
 from cumla._serving import Plans, Step
+from cumla.distributed import ContextParallel
 
-__all__ = ["Logits", "select", "take_over"]
+__all__ = ["Logits", "context_parallel", "select", "take_over"]
 
 _NAMES = tuple(signature(theirs.sparse_attn_indexer).parameters)
 _DEFAULTS = {
@@ -55,6 +58,15 @@ def take_over() -> None:
         if vars(module).get(name) is _original:  # models of later versions call it
             setattr(module, name, ours)
     metadata.has_deep_gemm = lambda: False  # whose schedule nothing reads then
+
+
+@cached
+def context_parallel(page_size: int) -> ContextParallel:
+    """Return what tells the tokens of this rank under decode context parallelism.
+
+    vLLM's indexer takes blocks of one token alone (`cp_kv_cache_interleave_size`).
+    """
+    return ContextParallel(get_dcp_group().device_group, page_size=page_size, block_size=1)
 
 
 class Logits(cumla.PagedMQALogitsPlan):
@@ -105,16 +117,33 @@ def select(*args: Any, **kwargs: Any) -> Any:
             given["k"][: len(slots)], cache, slots, power_of_two_scales=in_powers
         )
     q, weights, topk = given["q_quant"], given["weights"].float(), given["topk_tokens"]
+    is_cut = given.get("dcp_world_size", 1) > 1
+    parallel = context_parallel(cache.shape[1]) if is_cut else None
     if step.num_prefills:
-        _prefill(step.prefill.chunks, given, q, weights)
+        _prefill(step.prefill.chunks, given, q, weights, parallel)
     if step.num_decode_tokens:
         tokens = slice(step.num_decode_tokens)
         out = buffer[tokens, :topk]
-        _decode(step.decode, cache, q[tokens], weights[tokens], given["max_model_len"], out)
+        longest = given["max_model_len"]
+        _decode(step.decode, cache, q[tokens], weights[tokens], longest, out, parallel)
     return buffer
 
 
-def _prefill(chunks: list[Any], given: dict[str, Any], q: Any, weights: Any) -> None:
+def _top_k(parallel: ContextParallel | None, logits: Any, out: Any, **rows: Any) -> None:
+    """Select among all tokens, of which each rank has scored its own."""
+    if parallel is None:
+        cumla.top_k(logits, out.shape[1], out=out, **rows)
+    else:
+        out.copy_(parallel.top_k(logits, out.shape[1], **rows))
+
+
+def _prefill(
+    chunks: list[Any],
+    given: dict[str, Any],
+    q: Any,
+    weights: Any,
+    parallel: ContextParallel | None,
+) -> None:
     """Select for chunks of prefills, whose keys vLLM gathers."""
     fp8 = current_platform.fp8_dtype()
     specs = (
@@ -126,30 +155,38 @@ def _prefill(chunks: list[Any], given: dict[str, Any], q: Any, weights: Any) -> 
     )
     keys, scales = theirs.current_workspace_manager().get_simultaneous(*specs)
     for chunk in chunks:
-        tokens, count = slice(chunk.token_start, chunk.token_end), chunk.total_seq_lens
+        tokens = slice(chunk.token_start, chunk.token_end)
+        count, starts = chunk.total_seq_lens, chunk.cu_seq_lens
+        if parallel is not None:
+            count, starts = max(1, chunk.local_total_seq_lens), chunk.local_cu_seq_lens
         k, scale = keys[:count], scales[:count]
         if not chunk.skip_kv_gather:
             theirs.ops.cp_gather_indexer_k_quant_cache(
-                given["kv_cache"], k, scale, chunk.block_table, chunk.cu_seq_lens
+                given["kv_cache"], k, scale, chunk.block_table, starts
             )
         ks, ke = chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
         if not hasattr(chunk, "row_lens"):
             chunk.row_lens = ke - ks  # for all layers
         pair = k, scale.view(torch.float32).squeeze(-1)
         logits = cumla.mqa_logits(q[tokens], pair, weights[tokens], ks, ke, clean=False)
-        topk = given["topk_tokens"]
-        out = given["topk_indices_buffer"][tokens, :topk]
-        cumla.top_k(logits, topk, row_starts=ks, row_lens=chunk.row_lens, out=out)
+        out = given["topk_indices_buffer"][tokens, : given["topk_tokens"]]
+        _top_k(parallel, logits, out, row_starts=ks, row_lens=chunk.row_lens)
 
 
 def _decode(
-    step: Any, cache: torch.Tensor, q: Any, weights: Any, max_model_len: int, out: Any
+    step: Any,
+    cache: torch.Tensor,
+    q: Any,
+    weights: Any,
+    max_model_len: int,
+    out: Any,
+    parallel: ContextParallel | None,
 ) -> None:
     """Select for query tokens of decoding, by one schedule for all layers."""
     if not hasattr(step, "scored"):
         lens, table = step.seq_lens, step.block_table
         if step.requires_padding or lens.numel() != len(q):
-            lens, table = _each(step, len(q))
+            lens, table = _each(step, len(q), parallel)
         shape = *lens.shape, *q.shape[1:], cache.shape[1], table.shape[1]
         builder = getattr(step.schedule_metadata, "data_ptr", int)()  # each has its own
         plans = _plans.setdefault((q.device, builder), Plans(q.device, {}))
@@ -167,14 +204,20 @@ def _decode(
         clean=False,
         out=logits,
     )
-    cumla.top_k(logits, out.shape[1], row_lens=row_lens, out=out)
+    _top_k(parallel, logits, out, row_lens=row_lens)
 
 
-def _each(step: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _each(
+    step: Any, tokens: int, parallel: ContextParallel | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See query tokens of requests that have different numbers of them as requests of one each."""
     ends = step.decode_lens.cumsum(0, dtype=torch.int32)
     token = torch.arange(tokens, dtype=torch.int32, device=ends.device)
     request = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
-    visible = step.seq_lens[:, -1][request] - (ends[request] - 1 - token)
+    whole = step.seq_lens[:, -1] if parallel is None else step.global_seq_lens
+    visible = whole[request] - (ends[request] - 1 - token)
     visible = torch.where(token < ends[-1], visible, 0).to(torch.int32)
-    return visible[:, None], step.block_table[request].contiguous()
+    table = step.block_table[request].contiguous()
+    if parallel is not None:
+        table, visible = parallel.pages(visible, table)
+    return visible[:, None], table

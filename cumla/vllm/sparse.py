@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadataBuilder,
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata
 
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, SparseStep, cache_dtype
+from cumla._serving import Plans, ShardedStep, SparseStep, cache_dtype
 from cumla.mla.shape import PACKED as V32
 from cumla.vllm._models import (
     LOGGER,
@@ -30,7 +31,7 @@ from cumla.vllm._models import (
     factor,
     is_invariant,
 )
-from cumla.vllm.indexer import take_over
+from cumla.vllm.indexer import context_parallel, take_over
 from cumla.vllm.mla import merge_every_prefill, uniform_length
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
@@ -46,26 +47,31 @@ class Metadata(AttentionMetadata):
             setattr(self, name, value)
         self.steps: dict[int, SparseStep] = {}  # by their query tokens
 
-    def begin(self, plans: Plans, num_heads: int, offsets: torch.Tensor) -> None:
+    def begin(self, plans: Plans, num_heads: int, parallel: Any, offsets: torch.Tensor) -> None:
         """Keep what steps are made of; `offsets` are those of the host."""
-        self._made_of = plans, num_heads, offsets
+        self._made_of = plans, num_heads, parallel, offsets
 
     def step(self, tokens: int) -> SparseStep:
         """Return the step of the first so many query tokens: all, or those of decoding alone."""
         step = self.steps.get(tokens)
         if step is None:
             told: Any = self
-            plans, num_heads, offsets = self._made_of
+            plans, num_heads, parallel, offsets = self._made_of
+            requests = told.req_id_per_token[:tokens]
             count = told.num_reqs if tokens == told.num_actual_tokens else told.num_decodes
-            step = self.steps[tokens] = SparseStep(
-                plans,
-                num_heads,
-                told.topk_tokens,
-                partial(uniform_length, offsets[: count + 1], tokens),
-                told.seq_lens[:count],
-                told.query_start_loc[: count + 1],
-                told.req_id_per_token[:tokens],
-            )
+            if parallel is not None:
+                step = ShardedStep(plans, num_heads, told.topk_tokens, parallel, requests)
+            else:
+                step = SparseStep(
+                    plans,
+                    num_heads,
+                    told.topk_tokens,
+                    partial(uniform_length, offsets[: count + 1], tokens),
+                    told.seq_lens[:count],
+                    told.query_start_loc[: count + 1],
+                    requests,
+                )
+            self.steps[tokens] = step
         return step
 
 
@@ -78,15 +84,16 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if self.dcp_world_size > 1:
-            raise NotImplementedError(
-                "decode_context_parallel_size: cumla's backend for sparse MLA has no decode "
-                f"context parallelism, got {self.dcp_world_size} ranks; leave it out"
-            )
         take_over()
+        self._parallel = None
+        if self.dcp_world_size > 1:
+            self._parallel = context_parallel(kv_cache_spec.block_size)
+            # No capture may be the first to use the group.
+            self._parallel.top_k(torch.zeros((1, 1), device=device), 1)
         self._init_reorder_batch_threshold(128, supports_spec_as_decode=True)
         model, is_packed = self.model_config, vllm_config.cache_config.cache_dtype == PACKED
-        self.num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
+        own = model.get_num_attention_heads(vllm_config.parallel_config)
+        self.num_heads = own * self.dcp_world_size  # queries come from all ranks
         options: dict[str, Any] = {
             "cache_dtype": None if is_packed else cache_dtype(kv_cache_spec.dtype),
             "cache_format": V32 if is_packed else None,
@@ -119,7 +126,8 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         """Begin a step."""
         metadata: Metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         merge_every_prefill(getattr(metadata, "prefill", None))
-        metadata.begin(self._plans, self.num_heads, common_attn_metadata.query_start_loc_cpu)
+        host = common_attn_metadata.query_start_loc_cpu
+        metadata.begin(self._plans, self.num_heads, self._parallel, host)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
@@ -133,6 +141,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
     """One layer: attends from absorbed queries to the tokens that the indexer chose."""
 
     can_return_lse_for_decode: bool = True  # a natural logarithm, as lse_base_on_e says
+    supports_dcp: bool = True
     supports_pcp: bool = False
 
     def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -142,6 +151,12 @@ class Impl(SparseMLACommonImpl[Metadata]):
                     f"{name}: cumla's backend for sparse MLA does not have it, got "
                     f"{kwargs[name]}; leave out --attention-backend CUSTOM"
                 )
+        parallel = get_current_vllm_config().parallel_config
+        if sinks is not None and parallel.decode_context_parallel_size > 1:
+            raise NotImplementedError(  # those of all heads, on one rank
+                "decode_context_parallel_size: cumla's backend for sparse MLA has none beside "
+                f"sinks, got {parallel.decode_context_parallel_size} ranks; leave it out"
+            )
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # a parameter, whose values come later
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too

@@ -166,11 +166,11 @@ class SparseMLA:
         from cumla.vllm.sparse import Backend, Builder, Impl
 
         torch.manual_seed(1)
-        self.device, self.heads, self.topk = device, heads, topk
+        self.device, self.heads, self.topk, self.dcp = device, heads, topk, dcp
         model = SimpleNamespace(
             dtype=torch.bfloat16,
             hf_config=SimpleNamespace(index_topk=topk),
-            get_num_attention_heads=lambda parallel: heads,
+            get_num_attention_heads=lambda parallel: heads // dcp,
         )
         config = SimpleNamespace(
             model_config=model,
@@ -251,7 +251,8 @@ class SparseMLA:
         stub.steps, stub.device = {"layer.k_cache": step}, self.device
         return select(
             *(torch.zeros(len(q), 8), "layer.k_cache", self.keys, q, None, keys, weights, 128),
-            *("ue8m0", self.topk, 128, longest, 4096, self.buffer, False, False),
+            *("ue8m0", self.topk, 128, longest, 4096, self.buffer, False, False, False, 0),
+            self.dcp,
         )
 
     def decoding(self, lens: Any, table: Any, offsets: Any, padded: bool = False) -> Any:

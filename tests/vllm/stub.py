@@ -115,6 +115,7 @@ class Workspace:
 
 
 device = "cpu"  # of that memory
+dcp_group: Any = None  # of torch.distributed
 steps: dict[str, Any] | None = {}  # of layers, as the forward context has them
 
 
@@ -137,6 +138,7 @@ def sparse_attn_indexer(
     use_pcp: bool,
     use_fp4_cache: bool = False,
     dcp_rank: int = 0,
+    dcp_world_size: int = 1,
 ) -> Any:
     """The operation of vLLM, where it measures memory."""
     return topk_indices_buffer
@@ -171,16 +173,18 @@ class DecodeMetadata:
 
 @contextmanager
 def stubbed(
-    version: str = "0.32.0", use_mla: bool = True, index_topk: int | None = None
+    version: str = "0.32.0", use_mla: bool = True, index_topk: int | None = None, dcp: int = 1
 ) -> Iterator[None]:
     """Let the plugin import the stub."""
     of_model = {} if index_topk is None else {"index_topk": index_topk}
     model = SimpleNamespace(use_mla=use_mla, hf_config=SimpleNamespace(**of_model))
     asked = SimpleNamespace(backend=Backends.CUSTOM, backend_per_kind=None)
-    config = SimpleNamespace(model_config=model, attention_config=asked)
+    parallel = SimpleNamespace(decode_context_parallel_size=dcp)
+    config = SimpleNamespace(model_config=model, attention_config=asked, parallel_config=parallel)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.config": {"get_current_vllm_config": lambda: config, "CUDAGraphMode": GraphMode},
+        "vllm.distributed": {"get_dcp_group": lambda: SimpleNamespace(device_group=dcp_group)},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backends": {},

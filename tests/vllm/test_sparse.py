@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -124,8 +125,20 @@ def test_the_plugin_refuses_what_sparse_mla_does_not_have() -> None:
     for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
         with pytest.raises(NotImplementedError, match=rf"^{name}: .* got 128; leave out"):
             Impl(scale=SCALE, **{name: 128})
-    with pytest.raises(NotImplementedError, match=r"^decode_context_parallel_size: .* got 2 ranks"):
-        SparseMLA(dcp=2)
+    with stubbed(index_topk=TOPK, dcp=2):
+        sharded: Any = import_module("cumla.vllm.sparse")
+        match = r"^decode_context_parallel_size: .* beside sinks, got 2 ranks; leave it out"
+        with pytest.raises(NotImplementedError, match=match):
+            sharded.Impl(scale=SCALE, sinks=torch.zeros(HEADS))
+
+
+def test_two_ranks_attend_as_one(tmp_path: Path) -> None:
+    """Decode context parallelism, in processes of their own."""
+    command = [sys.executable, "-m", "tests.vllm.ranks", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], timeout=300, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_name_serves_sparse_mla() -> None:
