@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -26,8 +27,9 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from cumla.core import _lifetime, arrays, frameworks, operation, plan
 from cumla.core.operation import Ready
 from cumla.launch import device as launch_device
-from cumla.launch import kernel, tensor_map
+from cumla.launch import kernel, source, tensor_map
 from cumla.launch import module as launch_module
+from cumla.launch.source import KernelSpec
 from tests import selection
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
@@ -36,6 +38,23 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 sys.modules["cumla_cubins"] = None  # type: ignore[assignment] - as if it were not installed
+
+_sources, _body = source._sources, source._body
+
+
+@functools.cache
+def _body_of(package: str, stem: str, debug: bool) -> str:
+    return _body(KernelSpec(stem, "", "", "", 0, package=package), debug)
+
+
+def _known_body(spec: KernelSpec, debug: bool) -> str:
+    """Read the files of a kernel once a process: thousands of tests load it, to fakes."""
+    if source._sources is not _sources:  # another folder, which a test may change
+        return _body(spec, debug)
+    return _body_of(spec.package, spec.stem, debug)
+
+
+source._body = _known_body
 
 # Collections of all objects, of which PyTorch and JAX have a million, are a tenth as frequent.
 gc.set_threshold(*gc.get_threshold()[:2], 100)
