@@ -84,11 +84,15 @@ def of(subject: Mapping[str, Any]) -> str:
     return _digest_of(json.dumps(known, sort_keys=True))
 
 
+_SHARES = 2  # of the table
+
+
 @functools.cache
 def launches() -> dict[str, dict[str, str]]:
     """Digests of launches, by entry point and group of calls, found in a process without a GPU.
 
-    Processes that follow each other read what the first one wrote about the same files.
+    Processes that follow each other read what the first one wrote about the same files; those
+    beside each other begin with different shares of the table.
     """
     files = sorted(PACKAGE.rglob("*.py"))
     files += [TESTS / "fake_cuda.py", TESTS / "gpu" / "tools" / "launches.py"]
@@ -98,17 +102,23 @@ def launches() -> dict[str, dict[str, str]]:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
         raise PermissionError(f"{folder} is another user's, or others may write to it; remove it")
-    path = folder / f"launches-{key[:24]}.json"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes beside each other wait for the first
-        _write_launches(path)
-    found: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8"))
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    found: dict[str, dict[str, str]] = {}
+    for i in range(first, first + _SHARES):
+        path = folder / f"launches-{key[:24]}-{i % _SHARES}.json"
+        with open(folder / f"lock-{i % _SHARES}", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # while another process writes this share
+            _write_launches(path, i % _SHARES)
+        for entry, groups in json.loads(path.read_text("utf-8")).items():
+            known = found.setdefault(entry, {})
+            assert not known.keys() & groups.keys(), "calls of one group are in two shares"
+            known.update(groups)
     return found
 
 
-def _write_launches(path: Path) -> None:
+def _write_launches(path: Path, share: int) -> None:
     if not path.exists():
-        command = [sys.executable, "-m", "tests.gpu.tools.launches"]
+        command = [sys.executable, "-m", "tests.gpu.tools.launches", f"{share}/{_SHARES}"]
         where = os.pathsep.join((str(PACKAGE.parent), str(TESTS.parent)))
         done = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": where}

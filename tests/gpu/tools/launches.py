@@ -986,4 +986,9 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
 }
 
 if __name__ == "__main__":
-    json.dump(launches(*sys.argv[1:]), sys.stdout, sort_keys=True)
+    gc.disable()  # a tenth of the time
+    named = sys.argv[1:]
+    if named and "/" in named[0]:  # "0/2": half of the table; no two functions have one group
+        share, count = map(int, named[0].split("/"))
+        named = [*TABLE][share::count]
+    json.dump(launches(*named), sys.stdout, sort_keys=True)
