@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What masks and biases of attention take, in turns with calls without them.
+"""What masks and biases of attention take, in turns with calls without them and with FlexAttention.
 
-    python -m bench.masks FILE
+    python -m bench.masks FILE [SECONDS]
 
 Medians of single calls, L2 cold, CUDA events, the host ahead, in microseconds: FILE holds a row for
-each shape. A call includes its schedule.
+each shape. A call of cumla includes its schedule. FlexAttention of PyTorch gets the same mask or
+bias as a function that it compiles, its block mask made before, and rows of keys without pages. Its
+results must be close. Five processes compile it beside each other; one at a time uses the GPU for
+timing. After SECONDS (30 by default) nothing is compiled any more: rows then lack its time.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +28,7 @@ import cumla
 from cumla import AttentionBias, AttentionMask
 
 TURNS = 15
+WORKERS = 5
 IMAGES, WIDTH = (512, 2500, 4096, 7000), 256  # tokens at which an image begins, and its tokens
 # Name, requests, query tokens and keys of each, heads, kv heads, columns
 SHAPES = (
@@ -58,14 +65,19 @@ def bias_of(name: str, tokens: int, heads: int) -> AttentionBias:
     return AttentionBias(table=table)
 
 
-def mask_of(name: str, batch: int, q_len: int, lens: torch.Tensor) -> AttentionMask:
+def tree_of(batch: int, drafts: int) -> torch.Tensor:
+    """Trees whose drafts see the first one, themselves, and some between."""
+    shape = batch, drafts, drafts
+    tree = torch.ones(shape, dtype=torch.bool, device="cuda").tril()
+    some = torch.rand(shape, device="cuda") < 0.4
+    some |= torch.eye(drafts, dtype=torch.bool, device="cuda")
+    some[:, :, 0] = True
+    return tree & some
+
+
+def mask_of(name: str, lens: torch.Tensor, q_len: int) -> AttentionMask:
     places: dict[str, Any] = {"kv_lens": lens, "q_len": q_len}
-    if "trees" in name:
-        tree = torch.ones(batch, q_len, q_len, dtype=torch.bool, device="cuda").tril()
-        tree[:, :, 1:] &= (torch.rand(batch, q_len, q_len - 1, device="cuda") < 0.4) | torch.eye(
-            q_len, dtype=torch.bool, device="cuda"
-        )[:, 1:]
-        return AttentionMask.from_tree(tree, **places)
+    batch = len(lens)
     if "images" in name:
         spans = torch.tensor([[(at, at + WIDTH - 1) for at in IMAGES]] * batch, dtype=torch.int32)
         window = 1023 if "windows" in name else None
@@ -93,39 +105,135 @@ def timed(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str,
     return {name: round(statistics.median(times), 1) for name, times in found.items()}
 
 
-def main() -> None:
+def flex(name: str, given: dict[str, Any], mask: Any, tree: Any, bias: Any) -> Callable[[], Any]:
+    """FlexAttention over the same rows, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, lens = given["q"], given["kv_lens"]
+    batch, q_len = q.shape[:2]
+    kv_len = int(lens[0])
+    before = kv_len - q_len
+    table = given["block_table"].long()
+    k, v = (
+        given[part][table].flatten(1, 2)[:, :kv_len].transpose(1, 2).contiguous()
+        for part in ("k", "v")
+    )
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        if tree is not None:
+            return (j < before) | tree[b, i, (j - before).clamp(min=0)]
+        if mask is None:
+            return j <= before + i
+        at = b * q_len + i
+        return (j >= mask.start[at]) & (j <= mask.end[at])
+
+    def slope(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + bias.slopes[h] * (j - (before + i))
+
+    def row(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        away = before + i - j
+        of = bias.table[b * q_len + i, h, away.clamp(0, bias.table.shape[2] - 1)]
+        return score + torch.where((away >= 0) & (away < bias.table.shape[2]), of, 0.0)
+
+    changed = None if bias is None else slope if "slopes" in name else row
+    blocks = create_block_mask(seen, batch, None, q_len, kv_len, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    rows = q.transpose(1, 2)
+    more: dict[str, Any] = {"score_mod": changed, "block_mask": blocks, "enable_gqa": True}
+    return lambda: compiled(rows, k, v, **more)
+
+
+def measured(shape: Any, flush: torch.Tensor, lock: Any, until: float) -> dict[str, Any]:
+    """Measure one row, with FlexAttention if there is time to compile it."""
+    name, batch, q_len, kv_len, heads, kv_heads, columns = shape
+    per = -(-kv_len // 64)
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    cache = [torch.randn(batch * per, 64, kv_heads, columns, **kind) for _ in range(2)]
+    lens = torch.full((batch,), kv_len, dtype=torch.int32, device="cuda")
+    given: dict[str, Any] = {
+        "q": torch.randn(batch, q_len, heads, columns, **kind),
+        "k": cache[0],
+        "v": cache[1],
+        "kv_lens": lens,
+        "block_table": torch.randperm(batch * per, device="cuda").int().view(batch, per),
+    }
+    if "e4m3" in name:
+        given |= {part: given[part].to(torch.float8_e4m3fn) for part in ("k", "v")}
+    calls: dict[str, Callable[[], Any]] = {"causal": partial(cumla.attention, **given)}
+    mask = tree = bias = None
+    if "slopes" in name or "table" in name:
+        bias = bias_of(name, batch * q_len, heads)
+        calls["bias"] = partial(cumla.attention, **given, bias=bias)
+    elif "trees" in name:
+        tree = tree_of(batch, q_len)
+        mask = AttentionMask.from_tree(tree, kv_lens=lens, q_len=q_len)
+    else:
+        mask = mask_of(name, lens, q_len)
+    if bias is None:
+        calls["mask"] = partial(cumla.attention, **given, mask=mask)
+    if "windows" in name:
+        calls["window"] = partial(cumla.attention, **given, window=1023)
+    own = calls["bias" if bias else "mask"]()[0]
+    problem, error = "", None
+    if "e4m3" in name:
+        problem = "no e4m3 keys"
+    elif time.monotonic() > until:
+        problem = "no time to compile it"
+    else:
+        try:
+            calls["flex"] = flex(name, given, mask, tree, bias)
+            out = calls["flex"]().transpose(1, 2)
+            error = float((out.float() - own.float()).abs().max())
+            if error > 3e-2:
+                raise AssertionError(f"results differ by {error}")
+        except Exception as exception:  # whatever it is: the row goes without
+            problem = f"{type(exception).__name__}: {exception}".partition("\n")[0][:200]
+            calls.pop("flex", None)
+    with lock:
+        us = timed(calls, flush)
+    sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads": [heads, kv_heads]}
+    row = {"name": name, **sizes, "columns": columns, "us": us}
+    return row | ({"without flex": problem} if problem else {"largest difference": error})
+
+
+def work(numbers: range, lock: Any, until: float, found: Any) -> None:
+    """Measure some rows, in a process."""
     flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    rows = []
-    for name, batch, q_len, kv_len, heads, kv_heads, columns in SHAPES:
-        per = -(-kv_len // 64)
-        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        cache = [torch.randn(batch * per, 64, kv_heads, columns, **kind) for _ in range(2)]
-        lens = torch.full((batch,), kv_len, dtype=torch.int32, device="cuda")
-        given: dict[str, Any] = {
-            "q": torch.randn(batch, q_len, heads, columns, **kind),
-            "k": cache[0],
-            "v": cache[1],
-            "kv_lens": lens,
-            "block_table": torch.randperm(batch * per, device="cuda").int().view(batch, per),
+    for number in numbers:
+        try:
+            row = measured(SHAPES[number], flush, lock, until)
+        except Exception as exception:
+            row = {"name": SHAPES[number][0], "us": {}, "problem": repr(exception)[:300]}
+        torch.cuda.empty_cache()
+        found.put((number, row))
+
+
+def main(path: str, seconds: float = 30.0) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    lock, found, until = context.Lock(), context.Queue(), time.monotonic() + seconds
+    workers = [
+        context.Process(target=work, args=(range(i, len(SHAPES), WORKERS), lock, until, found))
+        for i in range(WORKERS)
+    ]
+    for worker in workers:
+        worker.start()
+    rows = {}
+    for _ in SHAPES:
+        number, row = found.get()
+        rows[number] = row
+        print(json.dumps(row), flush=True)
+        about = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "rows": [rows[number] for number in sorted(rows)],
         }
-        if "e4m3" in name:
-            given |= {part: given[part].to(torch.float8_e4m3fn) for part in ("k", "v")}
-        calls: dict[str, Callable[[], Any]] = {"causal": partial(cumla.attention, **given)}
-        if "slopes" in name or "table" in name:
-            bias = bias_of(name, batch * q_len, heads)
-            calls["bias"] = partial(cumla.attention, **given, bias=bias)
-        else:
-            mask = mask_of(name, batch, q_len, lens)
-            calls["mask"] = partial(cumla.attention, **given, mask=mask)
-        if "windows" in name:
-            calls["window"] = partial(cumla.attention, **given, window=1023)
-        shape = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads": [heads, kv_heads]}
-        rows.append({"name": name, **shape, "columns": columns, "us": timed(calls, flush)})
-        print(json.dumps(rows[-1]), flush=True)
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    with open(sys.argv[1], "w") as file:
-        json.dump(about, file, indent=1)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(about, file, indent=1)
+            file.write("\n")
+    for worker in workers:
+        worker.join()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], *map(float, sys.argv[2:3]))

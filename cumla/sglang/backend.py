@@ -16,7 +16,7 @@ import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype, current_capture, in_parts
 from cumla.mha.arguments import MOST_DRAFTS
-from cumla.mla.shape import WIDTHS
+from cumla.mla.shape import WIDTH, WIDTHS
 
 __all__ = ["Backend"]
 
@@ -52,7 +52,9 @@ class Batch(NamedTuple):
     steps: dict[Form, Step]
     in_place: bool  # a graph may read it
     tree: Tree | None
-    masks: dict[int | None, cumla.AttentionMask]  # by window, where drafts are trees
+    # Where drafts are trees: masks by window; with MLA, under None, lists of slots.
+    masks: dict[int | None, Any]
+    before: torch.Tensor | None  # lengths without the drafts, where these are trees with MLA
 
 
 class Backend(AttentionBackend):
@@ -82,9 +84,13 @@ class Backend(AttentionBackend):
         self._masks: dict[int | None, cumla.AttentionMask] = {}  # that graphs read, by window
         self._slots = runner.req_to_token_pool.req_to_token  # of the tokens of each request
         self._plans: dict[Form, Plans] = {}
+        self._list_plans: dict[int, Plans] = {}  # of the drafts of trees with MLA, by heads
         self._offsets: dict[tuple[int, int], torch.Tensor] = {}
-        self._kv_lens: torch.Tensor | None = None  # both for graphs
+        self._constants: dict[int, torch.Tensor] = {}
+        self._kv_lens: torch.Tensor | None = None  # all for graphs
         self._block_table: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+        self._lists: torch.Tensor | None = None
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -93,6 +99,10 @@ class Backend(AttentionBackend):
         pages = -(-self._slots.shape[1] // self._page_size)
         self._kv_lens = self._slots.new_zeros(max_bs, dtype=torch.int32)
         self._block_table = self._slots.new_zeros((max_bs, pages), dtype=torch.int32)
+        if self._has_trees and self._is_mla:
+            self._before = torch.zeros_like(self._kv_lens)
+            of_drafts = max_bs * self._num_drafts, self._num_drafts
+            self._lists = self._slots.new_zeros(of_drafts, dtype=torch.int32)
         if self._has_own_masks:
             self._verify_mask = VerifyMask(
                 buffer=self._slots.new_zeros(max_bs * self._num_drafts**2, dtype=torch.bool),
@@ -131,9 +141,13 @@ class Backend(AttentionBackend):
         self._begin(forward_batch, is_kept, in_capture)
         batch = self.forward_metadata
         if in_capture and batch is not None and batch.q_len:
+            is_tree, tokens = self._has_trees and batch.q_len > 1, len(batch.kv_lens) * batch.q_len
             for form in self._plans:  # as far as layers have run
-                if form.is_tree == (self._has_trees and batch.q_len > 1):
-                    self._step(form, len(batch.kv_lens) * batch.q_len).prepare()
+                if form.is_tree == is_tree:
+                    self._step(form, tokens).prepare()
+            if is_tree:
+                for heads in self._list_plans:
+                    self._list_step(heads).prepare()
 
     def _begin(self, fb: Any, in_place: bool, in_capture: bool = False) -> None:
         batch, mode = fb.batch_size, fb.forward_mode
@@ -155,10 +169,17 @@ class Backend(AttentionBackend):
         tree = None
         if more and self._has_trees and not in_capture and _has_drafts(fb):
             tree = self._tree(fb.spec_info, fb.positions, batch)
-        step = Batch(q_len, offsets, kv_lens.int(), block_table, {}, in_place, tree, {})
+        before = None
+        if more and self._has_trees and self._is_mla:
+            before = fb.seq_lens[:batch].int()
+            if in_place:
+                assert self._before is not None
+                before = self._before[:batch].copy_(before)
+        step = Batch(q_len, offsets, kv_lens.int(), block_table, {}, in_place, tree, {}, before)
         self.forward_metadata = step
         if tree is not None and in_place:  # for the graph's replay
-            step.masks.update({window: self._filled(step, window) for window in self._masks})
+            windows = [None] if self._is_mla else list(self._masks)
+            step.masks.update({window: self._filled(step, window) for window in windows})
 
     def _tree(self, spec_info: Any, positions: torch.Tensor, batch: int) -> Tree:
         """Take what drafts see from SGLang's arrays, which may hold fewer requests than a graph."""
@@ -168,9 +189,19 @@ class Backend(AttentionBackend):
         is_full = self._verify_mask is None  # else SGLang follows its mode, there and elsewhere
         return Tree(spec_info.custom_mask, is_full, positions[: batch * self._num_drafts])
 
-    def _filled(self, batch: Batch, window: int | None) -> cumla.AttentionMask:
-        """Build the mask of a step for layers with a window; graphs find it where it was."""
+    def _filled(self, batch: Batch, window: int | None) -> Any:
+        """Build the mask of a step for layers with a window; graphs find it where it was.
+
+        With MLA it is a list of slots for each draft: those of the drafts that it sees, or -1.
+        """
         tokens, drafts = len(batch.kv_lens) * self._num_drafts, self._num_drafts
+        if self._is_mla:
+            kept = self._lists[:tokens] if batch.in_place and self._lists is not None else None
+            if batch.tree is None:
+                assert kept is not None
+                return kept
+            found = self._lists_of(batch, batch.tree)
+            return found if kept is None else kept.copy_(found)
         out = None
         if batch.in_place:
             assert self._kv_lens is not None
@@ -190,16 +221,32 @@ class Backend(AttentionBackend):
         if batch.tree is None:
             assert out is not None
             return out
-        mask, is_full, positions = batch.tree
-        mask = mask.view(torch.bool)
-        if not is_full:
-            mask = mask.view(-1, drafts, drafts)
-        options = {"full": is_full, "window": window, "positions": positions}
-        options |= {"q_len": drafts, "kv_lens": batch.kv_lens, "out": out}
-        return cumla.AttentionMask.from_tree(mask, **options)
+        more = {"window": window, "positions": batch.tree.positions, "out": out}
+        return self._mask_of(batch, batch.tree, **more)
 
-    def _mask(self, window: int | None) -> cumla.AttentionMask | None:
-        """Return what the drafts of a step see in layers with a window; None where no trees are."""
+    def _mask_of(self, batch: Batch, tree: Tree, **more: Any) -> cumla.AttentionMask:
+        mask, drafts = tree.mask.view(torch.bool), self._num_drafts
+        if not tree.is_full:
+            mask = mask.view(-1, drafts, drafts)
+        options = {"full": tree.is_full, "q_len": drafts, "kv_lens": batch.kv_lens}
+        return cumla.AttentionMask.from_tree(mask, **options, **more)
+
+    def _lists_of(self, batch: Batch, tree: Tree) -> torch.Tensor:
+        """List the slots of the drafts that each draft sees, and -1 for the others."""
+        drafts, size = self._num_drafts, self._page_size
+        bits = self._mask_of(batch, tree).tree.view(torch.int32)
+        columns = torch.arange(drafts, device=bits.device)
+        is_seen = bits[:, columns // 32] >> (columns % 32) & 1
+        places = (batch.kv_lens[:, None] - drafts + columns).clamp(min=0)
+        slots = batch.block_table.gather(1, places // size) * size + places % size
+        lists = torch.where(is_seen.view(-1, drafts, drafts) > 0, slots[:, None], -1)
+        return lists.view(-1, drafts).int()
+
+    def _mask(self, window: int | None) -> Any:
+        """Return what the drafts of a step see in layers with a window; None where no trees are.
+
+        With MLA these are lists of slots.
+        """
         batch = self.forward_metadata
         assert batch is not None
         if not self._has_trees or batch.q_len < 2:
@@ -225,13 +272,17 @@ class Backend(AttentionBackend):
     def _step(self, form: Form, tokens: int) -> Step:
         """Return the schedule for a form of layers: the first layer of a form makes its plan."""
         assert self.forward_metadata is not None
-        q_len, offsets, kv_lens, _, steps, *_ = self.forward_metadata
+        batch = self.forward_metadata
+        q_len, offsets, kv_lens, steps = batch.q_len, batch.offsets, batch.kv_lens, batch.steps
         if form in steps:
             return steps[form]
         plans = self._plans.get(form)
         if self._is_mla:
             sizes = {"cache_dtype": self._cache_dtype, "head_dim": form.head_dim}
-            plans = plans or self._made(form, sizes)
+            if form.is_tree:  # all drafts see all that is before them
+                assert batch.before is not None
+                kv_lens = batch.before
+            plans = plans or self._made(form, sizes, causal=not form.is_tree)
             step = plans.begin_mla(form.num_heads, tokens, q_len, kv_lens, offsets)
         else:
             heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
@@ -243,6 +294,31 @@ class Backend(AttentionBackend):
             step = plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
         steps[form] = step
         return step
+
+    def _list_step(self, heads: int) -> Step:
+        """Return the schedule for the lists of the drafts of trees with MLA."""
+        batch, drafts = self.forward_metadata, self._num_drafts
+        assert batch is not None
+        form = Form(heads, 0, 0, 0, None, is_tree=True)  # no form of layers has no columns
+        if form not in batch.steps:
+            plans = self._list_plans.get(heads)
+            if plans is None:
+                sizes = {"cache_dtype": self._cache_dtype}
+                plans = Plans(self._slots.device, sizes, dtype=self._dtype)
+                self._list_plans[heads] = plans
+            shape = len(batch.kv_lens), drafts, heads, drafts
+            lens = self._constant(len(batch.kv_lens), drafts)
+            batch.steps[form] = Step(plans, lambda: (cumla.MLASparsePlan, shape), lens, lens)
+        return batch.steps[form]
+
+    def _constant(self, batch: int, drafts: int) -> torch.Tensor:
+        """Return the lengths of lists that have an entry for each draft; graphs have them."""
+        found = self._constants.get(batch)
+        if found is None:
+            found = self._constants[batch] = self._slots.new_full(
+                (batch, drafts), drafts, dtype=torch.int32
+            )
+        return found
 
     def _made(self, form: Form, sizes: dict[str, Any], **options: Any) -> Plans:
         options |= {"page_size": self._page_size, "dtype": self._dtype}
@@ -343,11 +419,33 @@ class Backend(AttentionBackend):
         if q_rope is not None:
             queries = q.view(-1, heads, latent), q_rope.view(len(q), heads, rope)
         form = Form(heads, 1, layer.qk_head_dim, layer.v_head_dim, None)
-        step = self._step(form, q.shape[0])
-        out, _ = step.run_mla(
-            queries, cache, block_table=self._table(), softmax_scale=layer.scaling
+        lists = self._mask(None)
+        if lists is None:
+            step = self._step(form, q.shape[0])
+            out, _ = step.run_mla(
+                queries, cache, block_table=self._table(), softmax_scale=layer.scaling
+            )
+            return out.flatten(1)
+        return self._attend_mla_tree(form._replace(is_tree=True), queries, cache, lists, layer)
+
+    def _attend_mla_tree(
+        self, form: Form, q: Any, cache: torch.Tensor, lists: torch.Tensor, layer: Any
+    ) -> torch.Tensor:
+        """Attend to what is before the drafts, then each draft to those it sees, and merge."""
+        heads, drafts = form.num_heads, self._num_drafts
+        before = self._step(form, lists.shape[0]).run_mla(
+            q, cache, block_table=self._table(), softmax_scale=layer.scaling
         )
-        return out.flatten(1)
+        parts = [
+            part.unflatten(0, (-1, drafts)) for part in (q if isinstance(q, tuple) else in_parts(q))
+        ]
+        own = self._list_step(heads).run(
+            tuple(parts), cache, lists.view(-1, drafts, drafts), softmax_scale=layer.scaling
+        )
+        shape = own.out.shape[:3]
+        outs = before.out.view(own.out.shape), own.out
+        lses = before.lse.view(shape), own.lse.view(shape)
+        return cumla.merge_attention_states(outs, lses).out.flatten(0, 1).flatten(1)
 
     def _table(self) -> torch.Tensor:
         assert self.forward_metadata is not None
@@ -389,11 +487,11 @@ def _refuse_configuration(runner: Any) -> None:
             f"{get_parallel().attn_dcp_size}; {_WAY_OUT}"
         )
     most = get_spec().speculative_num_draft_tokens or 0
-    if _has_trees() and (runner.use_mla_backend or most > MOST_DRAFTS):
+    if _has_trees() and most > MOST_DRAFTS:
         raise NotImplementedError(
-            f"speculative_eagle_topk: cumla's backend verifies trees of up to {MOST_DRAFTS} drafts "
-            f"of models without MLA, got {get_spec().speculative_eagle_topk} with {most} drafts"
-            f"{' and MLA' if runner.use_mla_backend else ''}; pass --speculative-eagle-topk 1"
+            f"speculative_eagle_topk: cumla's backend verifies trees of up to {MOST_DRAFTS} "
+            f"drafts, got {get_spec().speculative_eagle_topk} with {most} drafts; pass "
+            f"--speculative-eagle-topk 1"
         )
 
 
@@ -420,4 +518,9 @@ def _refuse_layer(layer: Any, is_mla: bool) -> None:
             f"layer {layer.layer_id}: cumla's backend needs absorbed queries of "
             f"{', '.join(str(sum(width)) for width in WIDTHS)} columns for MLA, got "
             f"{layer.qk_head_dim}; {_WAY_OUT}"
+        )
+    if is_mla and _has_trees() and width != WIDTH:
+        raise NotImplementedError(
+            f"layer {layer.layer_id}: cumla's backend verifies trees of drafts over MLA rows of "
+            f"{sum(WIDTH)} columns, got {layer.qk_head_dim}; pass --speculative-eagle-topk 1"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 from itertools import takewhile
@@ -114,6 +115,7 @@ GROUPS = (
     ),
 )
 _HEADER = re.compile(r"^\{\{ header (\S+) \}\}$", re.MULTILINE)
+_RECORD = re.compile(r"^\{\{ record (\w+) \}\}$", re.MULTILINE)
 _WITH_SUBMODULES = ("flashinfer", "auto_deploy")
 _OWN_PAGE = ("cumla", "cumla.compat")  # modules of which each name has a page; others have one
 
@@ -290,9 +292,34 @@ def with_headers(markdown: str) -> str:
     return _HEADER.sub(lambda match: f"```text\n{header(match[1])}\n```", markdown)
 
 
+def table_of_record(name: str) -> str:
+    """Make a table of a record's rows, with a column for each time that some row has, in us."""
+    path = ROOT / "records" / f"{name}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    columns = list(dict.fromkeys(column for row in rows for column in row["us"]))
+    lines = [f"| call | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for row in rows:
+        times = [f"{row['us'][c]:,.1f}" if c in row["us"] else "-" for c in columns]
+        lines.append(f"| {_call_of(row)} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+def _call_of(row: dict[str, Any]) -> str:
+    if "heads" not in row:
+        return str(row["name"])
+    heads, kv_heads = row["heads"]
+    tokens = f"{row['batch']} x {row['q_len']:,} tokens, {row['kv_len']:,} keys"
+    return f"{row['name']}: {tokens}, {heads}/{kv_heads} heads of {row['columns']}"
+
+
+def with_records(markdown: str) -> str:
+    """Put the table of a record into a page, where it says `{{ record NAME }}`."""
+    return _RECORD.sub(lambda match: table_of_record(match[1]), markdown)
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in one page."""
-    return with_headers(markdown)
+    return with_records(with_headers(markdown))
 
 
 def load(name: str) -> ModuleType:

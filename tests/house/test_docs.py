@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -231,10 +232,23 @@ def test_the_code_is_where_the_overview_of_kernels_says() -> None:
 
 def test_pages_of_kernels_show_how_their_files_open() -> None:
     pages = load("pages")
-    made = [pages.with_headers(page.read_text("utf-8")) for page in (DOCS / "kernels").glob("*.md")]
+    texts = [page.read_text("utf-8") for page in (DOCS / "kernels").glob("*.md")]
+    made = [pages.on_page_markdown(text) for text in texts]
     assert not [text for text in made if "{{" in text]
     (text,) = [text for text in made if text.startswith("# MLA: mla_decode")]
     assert text.count("who arrives (count)") == text.count("\n## mla_decode")
+
+
+def test_tables_of_records_have_their_times() -> None:
+    """A row for each of the record's, and a dash where it lacks a time."""
+    rows = json.loads((ROOT / "records/masks.json").read_text("utf-8"))["rows"]
+    first, _, *lines = load("pages").table_of_record("masks").splitlines()
+    columns = first.split(" | ")[1:]
+    assert {name for row in rows for name in row["us"]} == {c.strip(" |") for c in columns}
+    for row, line in zip(rows, lines, strict=True):
+        assert row["name"] in line
+        assert line.count(" - ") == len(columns) - len(row["us"])
+        assert all(f" {us:,.1f} " in line for us in row["us"].values())
 
 
 def test_tables_of_kernels_have_their_shared_memory() -> None:

@@ -360,6 +360,80 @@ def test_a_graph_serves_later_trees(is_ngram: bool) -> None:
             close(out.clone(), attend_to_trees(server, spec, lens, q, window))
 
 
+def attend_to_latent_trees(server: Server, spec: Any, lens: tuple[int, ...], q: Any) -> Any:
+    """The same over rows of MLA."""
+    outs = []
+    cache = server.buffers[0].float().unflatten(0, (-1, PAGE))
+    for mask, pages, rows in zip(
+        seen(spec, lens, None), server.table.flip(0), q.split(5), strict=False
+    ):
+        k = cache[pages.long()].flatten(0, 1)[: mask.shape[1]]
+        outs.append(naive(rows, k, k[..., :512], scale=SCALE, mask=mask)[0])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_drafts_of_mla_in_trees_see_their_ancestors(
+    is_full: bool, in_parts: bool, page: int
+) -> None:
+    """One request has nothing before its drafts."""
+    lens = (90, 5, 33)
+    with stubbed(drafts=5, topk=2):
+        server = Server(True, page=page)
+        if not is_full:
+            server.backend.init_cuda_graph_state(3, 15)
+        spec = tree_of(lens, is_full=is_full)
+        fb = server.batch(Mode.TARGET_VERIFY, lens, (5, 5, 5), spec_info=spec)
+        fb.positions = spec.positions
+        server.backend.init_forward_metadata(fb)
+        q = torch.randn(15, HEADS, 576).bfloat16()
+        parts = {"q_rope": q[..., 512:].flatten(1)} if in_parts else {}
+        rows = (q[..., :512] if in_parts else q).flatten(1)
+        layer = server.layer()
+        out = server.backend.forward_extend(rows, None, None, layer, fb, **parts)
+        close(out, attend_to_latent_trees(server, spec, lens, q))
+        # Decoding and prefill of the same server have no trees.
+        for mode, new in ((Mode.DECODE, (1, 1, 1)), (Mode.EXTEND, (5, 5, 5))):
+            fb = server.batch(mode, lens, new)
+            server.backend.init_forward_metadata(fb)
+            server.backend.forward_extend(q[: sum(new)].flatten(1), None, None, layer, fb)
+            assert not server.backend.forward_metadata.masks
+
+
+@pytest.mark.parametrize("is_ngram", [False, True])
+def test_a_graph_serves_later_trees_of_mla(is_ngram: bool) -> None:
+    """Of fewer requests as well; and of drafts that come after the step was prepared."""
+    with stubbed(drafts=5, topk=2), torch_gpu() as gpu:
+        server = Server(True, is_ngram=is_ngram)
+        backend = server.backend
+        backend.init_cuda_graph_state(3, 15)
+        layer = server.layer()
+        q = torch.randn(15, HEADS, 576).bfloat16()
+        dummy = SimpleNamespace(custom_mask=torch.ones(7, dtype=torch.bool), positions=None)
+        fb = server.batch(Mode.TARGET_VERIFY, (90, 90, 90), (5, 5, 5), spec_info=dummy)
+        backend.init_forward_metadata_out_graph(fb, in_capture=True)
+        backend.forward_extend(q.flatten(1), None, None, layer, fb)
+        with gpu.capture(0):
+            out = backend.forward_extend(q.flatten(1), None, None, layer, fb)
+        own = None if is_ngram else backend.verify_mask.buffer
+        for lens, padded in (((33, 7, 50), ()), ((64, 11), (6,)), ((9, 90, 5), ())):
+            spec = tree_of(lens, is_full=is_ngram, into=own)
+            fb = server.batch(Mode.TARGET_VERIFY, lens + padded, (5, 5, 5), spec_info=spec)
+            fb.positions[: len(spec.positions)] = spec.positions
+            backend.init_forward_metadata_out_graph(fb)
+            gpu.replay()
+            wanted = attend_to_latent_trees(server, spec, lens, q)
+            close(out[: len(wanted)].clone(), wanted)
+        spec.custom_mask.fill_(True)
+        backend.init_forward_metadata_out_graph(fb)
+        spec = tree_of(lens, is_full=is_ngram, into=own)
+        backend.update_verify_buffers_to_fill_after_draft(spec, 3)
+        gpu.replay()
+        close(out.clone(), attend_to_latent_trees(server, spec, lens, q))
+
+
 def test_a_graph_of_trees_needs_a_run_before_it() -> None:
     """The masks that it reads would be memory of the graph, which each replay clears."""
     with stubbed(drafts=5, topk=2), torch_gpu() as gpu:
@@ -460,11 +534,10 @@ def test_sglang_has_the_fields_that_the_plugin_reads() -> None:
         ({}, {"kv_cache_dtype": torch.float8_e5m2}, r"^kv_cache_dtype: .*float8_e5m2; pass"),
         ({}, {"token_to_kv_pool": WindowPool()}, "^memory pool: .*--disable-hybrid-swa-memory"),
         ({"dcp": 2}, {}, "^dcp_size: .* got 2; leave out"),
-        ({"drafts": 4, "topk": 2}, {}, "^speculative_eagle_topk: .* got 2 with 4 drafts and MLA; "),
         (
             {"drafts": 257, "topk": 2},
             {"use_mla_backend": False},
-            "^speculative_eagle_topk: .* up to 256 drafts .* got 2 with 257 drafts; pass",
+            "^speculative_eagle_topk: .* up to 256 drafts, got 2 with 257 drafts; pass",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import cumla
 from tests.gpu.tools.waiting import no_waiting
 from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts, tree_of
 from tests.sglang.stub import Mode, stubbed
-from tests.sglang.test_plugin import attend_to_trees
+from tests.sglang.test_plugin import attend_to_latent_trees, attend_to_trees
 
 KERNELS = ()
 MAY_SKIP = ()
@@ -89,11 +89,12 @@ def test_graphs_serve_later_steps(is_mla: bool, shares_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("shares_stream", [True, False])
-def test_graphs_serve_later_trees_of_drafts(shares_stream: bool) -> None:
+@pytest.mark.parametrize("is_mla", [True, False], ids=["MLA", "MHA"])
+def test_graphs_serve_later_trees_of_drafts(is_mla: bool, shares_stream: bool) -> None:
     """SGLang writes the masks and positions of a step before each replay."""
-    windows = (None, 3)
+    windows = (None,) if is_mla else (None, 3)
     with stubbed(drafts=5, topk=2):
-        server, on_host = Server(False, device="cuda"), Server(False)
+        server, on_host = Server(is_mla, device="cuda"), Server(is_mla)
         backend = server.backend
         backend.init_cuda_graph_state(3, 15)
         layers = [server.layer(sliding_window_size=-1 if w is None else w) for w in windows]
@@ -118,5 +119,8 @@ def test_graphs_serve_later_trees_of_drafts(shares_stream: bool) -> None:
             backend.init_forward_metadata_out_graph(fb)
             graph.replay()
             for window, out in zip(windows, outs, strict=True):
-                wanted = attend_to_trees(on_host, spec, lens, q.cpu(), window).flatten(1)
+                if is_mla:
+                    wanted = attend_to_latent_trees(on_host, spec, lens, q.cpu()).flatten(1)
+                else:
+                    wanted = attend_to_trees(on_host, spec, lens, q.cpu(), window).flatten(1)
                 torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
