@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-from cumla.core import _lifetime, arrays, frameworks, operation, plan
+from cumla.core import _cupy, _lifetime, arrays, frameworks, operation, plan
 from cumla.core.operation import Ready
 from cumla.launch import device as launch_device
 from cumla.launch import kernel, source, tensor_map
@@ -95,6 +96,16 @@ def pytest_collection(session: pytest.Session) -> None:
             if GPU_TESTS not in path.resolve().parents:
                 with contextlib.suppress(Exception, pytest.skip.Exception):  # told of later
                     importlib.import_module(module_name(path))
+
+
+def pytest_collection_finish() -> None:
+    """Let PyTorch's loggers, some fifty, hand their records on, as others do.
+
+    Else pytest adds a handler to each of them, and takes it away, in each phase of each test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def module_name(path: Path) -> str:
@@ -208,7 +219,8 @@ def no_cupy_yet() -> Iterator[None]:
 def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeCuPy:
     fake = FakeCuPy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(launch_device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
+    for module in (_cupy, launch_device):  # metadata of packages are not looked for each time
+        monkeypatch.setattr(module, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
     monkeypatch.setattr(launch_module, "_loaded", {})
     monkeypatch.setattr(operation, "forms", Ready())
     monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
