@@ -84,8 +84,8 @@ def test_lists_are_as_long_as_both_together() -> None:
     own, extra, schedule = lengths_launches(key, BUFFER, (lengths, None))
     first, second = parameters(own), parameters(extra)
     assert (first["entries"], second["entries"]) == (700, 200)
-    assert (first["others"], first["sums"]) == (0, 0)
-    assert second["others"] == first["bounds"] == BUFFER + key.list_bounds[0]
+    assert (first["other_bounds"], first["sums"]) == (0, 0)
+    assert second["other_bounds"] == first["bounds"] == BUFFER + key.list_bounds[0]
     assert second["sums"] == BUFFER + key.bounds
     assert len({key.bounds, *key.list_bounds}) == 3
     assert key.max_blocks == 15
