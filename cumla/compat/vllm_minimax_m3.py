@@ -294,6 +294,12 @@ def _choose(
     check_given(out=out)
     if out is not None:
         check_axes("out", out, "num_idx_heads, total_q or more, topk")
+        if out.shape[0] != scores.shape[0]:
+            raise ValueError(
+                f"out: needs num_idx_heads {scores.shape[0]} on its first axis, got shape "
+                f"{tuple(out.shape)}; vLLM 0.26 passes a buffer by tokens where it expects one by "
+                f"heads, whichever functions it calls on Hopper: take a newer version"
+            )
         out = out[:, : scores.shape[1]].transpose(0, 1)
     init, local = forced
     with _INDEX():

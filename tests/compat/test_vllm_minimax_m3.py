@@ -185,6 +185,11 @@ def test_what_the_indexer_refuses() -> None:
         ({"topk": 0}, ValueError, "topk: needs a number from 1, got 0"),
         ({"init_blocks": 3}, ValueError, "topk: needs at least the 4 forced blocks, got 3"),
         ({"out": LISTS[:, :2]}, ValueError, "out: needs shape"),
+        (
+            {"out": LISTS.new_zeros(20, KV_HEADS, TOPK)},
+            ValueError,
+            "out: needs num_idx_heads 2 on its first axis, got shape (20, 2, 3); vLLM 0.26 passes",
+        ),
         ({"block_table": int32(*TABLE)[:2]}, ValueError, "block_table: needs the 3 rows"),
     ):
         with refused(error, message):
