@@ -126,6 +126,11 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned atomicAdd(unsigned* address, unsigned count) {
+  const unsigned before = *address;
+  *address = before + count;
+  return before;
+}
 static inline unsigned atomicOr(unsigned* address, unsigned bits) {
   const unsigned before = *address;
   *address = before | bits;

@@ -14,7 +14,15 @@ from tests.emulator import Array, CuPy, emulated_gpu
 from tests.emulator.fenced import Fenced
 from tests.gpu.tools.sanitize import SELECTIONS
 from tests.selection import some
-from tests.sparse.top_k_cases import KINDS, expected, same_bits, scores_of, shaped, values_at
+from tests.sparse.top_k_cases import (
+    KINDS,
+    expected,
+    near_zero,
+    same_bits,
+    scores_of,
+    shaped,
+    values_at,
+)
 
 
 @pytest.fixture
@@ -46,25 +54,35 @@ def test_selection(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
         assert same_bits(np.asarray(result.values), values_at(scores, want))
 
 
-LONG = [(cluster, kind) for kind in (*KINDS, "sampled ones") for cluster in (1, 2)]
+SAMPLED = (("scanned", 1), ("sampled", 2))
+LONG = [(*shape, kind) for kind in (*KINDS, "near zero", "sampled ones") for shape in SAMPLED]
 
 
-@pytest.mark.parametrize(("cluster", "kind"), some(LONG, 8))
-def test_a_limit_from_a_sample(cluster: int, kind: str, cupy: CuPy) -> None:
+@pytest.mark.parametrize(("name", "cluster", "kind"), some(LONG, 8))
+def test_a_limit_from_a_sample(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
     """Rows longer than the list, for which the limit is good, too low, or too high."""
     width, k = 16400, 2048
-    scores = scores_of("normal" if kind == "sampled ones" else kind, 3, width)
+    scores = scores_of(kind if kind in KINDS else "normal", 3, width)
+    if kind == "near zero":
+        scores = near_zero(0, 3, width)
     if kind == "sampled ones":  # the largest scores are those of the sample: too few for the list
         index = np.arange(1024, dtype=np.uint64)
         random = (index * 0x9E3779B1 & 0xFFFFFFFF) >> 16
         groups = ((index << 16 | random) * (width // 4) >> 26).astype(int)
         scores.reshape(3, -1, 4)[:, groups[:200]] += 10
     lengths = np.array([width, 8193, 8192], np.int32)
-    with shaped("sampled", cluster):
-        result = cumla.top_k(cupy.asarray(scores), k, row_lens=cupy.asarray(lengths), values=True)
-    want = expected(scores, k, lengths)
-    np.testing.assert_array_equal(result.indices, want)
-    assert same_bits(np.asarray(result.values), values_at(scores, want))
+    for is_sorted in (False, True):
+        want = expected(scores, k, lengths, is_sorted=is_sorted)
+        with shaped(name, cluster):
+            result = cumla.top_k(
+                cupy.asarray(scores),
+                k,
+                row_lens=cupy.asarray(lengths),
+                values=True,
+                sorted=is_sorted,
+            )
+        np.testing.assert_array_equal(result.indices, want)
+        assert same_bits(np.asarray(result.values), values_at(scores, want))
 
 
 @pytest.mark.parametrize("dtype", some(["float32", "float16"], 2))

@@ -27,6 +27,15 @@ def _crowded(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
     return np.where(rng.random(shape) < 0.9, near, rng.standard_normal(shape))
 
 
+def near_zero(seed: int, rows: int, width: int) -> Array:
+    """A fifth around 0, which comparisons on a GPU take for 0, and few above: some of them win."""
+    rng = np.random.default_rng(seed)
+    around = rng.integers(-(1 << 20), 1 << 20, (rows, width)) * 2.0**-149
+    share, large = rng.random((rows, width)), rng.standard_normal((rows, width))
+    scores = np.where(share < 0.04, abs(large), np.where(share < 0.8, -1 - abs(large), around))
+    return scores.astype(np.float32)
+
+
 KINDS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "narrow": lambda rng, shape: 1 + rng.random(shape) * 2.0**-9,

@@ -10,8 +10,11 @@
 //   4. the cluster's first block makes the remaining passes over the list, and writes the chosen entries
 // Step 2 is rare, because a bin of the first pass is a quarter of an octave. More: docs/kernels/top_k.md.
 //
-// Sampled keys begin with a sample of the row, which gives a limit. The keys before it are marked and listed, and then
-// step 4 follows. If they are too few, or too many for the list, steps 1 to 4 are made instead.
+// Sampled keys begin with a sample of the row, which gives a limit. In a cluster the keys before it are marked and
+// listed, and then step 4 follows. If they are too few, or too many for the list, steps 1 to 4 are made instead.
+// A block that has a row alone lists these keys as they come. Passes over the list narrow the range with the k-th key
+// until all of it is chosen; if the list is of no use, passes over the row do. The chosen keys are marked in a bitmap,
+// whose sums tell where to write them.
 //
 // barrier                                 who arrives               who waits  guards
 // __syncthreads                           all threads of a block    the same   counters, sums of bins and of warps,
@@ -25,7 +28,7 @@
 // Registers:     4 kHeld per thread for keys
 // Rows of at most k scores are not read, unless values or their order are wanted.
 #include "sparse/top_k/finish.cuh"
-#include "sparse/top_k/sampled.cuh"
+#include "sparse/top_k/scanned.cuh"
 
 namespace cumla::sparse {
 
@@ -52,10 +55,12 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
   };
 
   Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
-  if constexpr (Keys::kIsSampled) {
+  if constexpr (Keys::kIsSampled && !kClustered) {
+    keys.template select_alone<kCapacity>(head, list, p);
+    return;
+  } else if constexpr (Keys::kIsSampled) {
     const u32 wanted = count_of(row, p.topk);
-    const u32 listed =
-        keys.template list_by_sample<kCapacity, kClustered>(head, list, wanted, rank, cluster, sync);
+    const u32 listed = keys.template list_by_sample<kCapacity>(head, list, wanted, rank, cluster, sync);
     if (wanted <= listed && listed <= kCapacity) {
       const Threshold all = {kNoKey - 1, 0, 0, kPasses - 1}, none = {0, wanted, 0, -1};
       if (rank == 0) finish<Element, kThreads>(head, list, listed, 0, listed == wanted ? all : none, p);
@@ -108,7 +113,7 @@ struct KeysOf {
 };
 template <typename Element, int kThreads, int kStored>
 struct KeysOf<Element, kThreads, 0, kStored> {
-  using Type = Sampled<Element, kThreads, kStored>;
+  using Type = Scanned<Element, kThreads, kStored>;
 };
 template <typename Element, int kThreads>
 struct KeysOf<Element, kThreads, 0, 0> {

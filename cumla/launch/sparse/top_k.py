@@ -72,7 +72,8 @@ _SHAPES = {
     "rows": _Shape(512, 8, 8, 3072, 2, (1,), 4.0, 0.36),
     "cluster": _Shape(1024, 6, 2, 8192, 1, _CLUSTERS[1:], 2.6, 0.2),
     "wide": _Shape(1024, 6, 10, 5120, 1, _CLUSTERS, 3.5, 0.24),
-    "sampled": _Shape(1024, 0, 2, 8192, 1, _CLUSTERS, 7.5, 0.178),
+    "scanned": _Shape(1024, 0, 2, 8192, 1, (1,), 6.5, 0.1),
+    "sampled": _Shape(1024, 0, 2, 8192, 1, _CLUSTERS[1:], 6.5, 0.12),
     "streamed": _Shape(512, 0, 0, 8192, 1, _CLUSTERS, 4.0, 1.0),
 }
 # What a cluster's waits take; and how many clusters 132 multiprocessors run at once.

@@ -19,6 +19,7 @@ from tests.sparse.top_k_cases import (
     DTYPES,
     KINDS,
     expected,
+    near_zero,
     same_bits,
     scores_of,
     shaped,
@@ -97,6 +98,15 @@ def test_shapes(name: str, cluster: int, kind: str) -> None:
         np.testing.assert_array_equal(out.taken(), want)
         np.testing.assert_array_equal(result.counts.get(), np.minimum(lengths, k))
         assert same_bits(result.values.get(), values_at(scores, want))
+
+
+@pytest.mark.parametrize(("name", "cluster"), [("scanned", 1), ("sampled", 2)])
+def test_a_limit_among_scores_that_compare_equal(name: str, cluster: int) -> None:
+    """Subnormal numbers are told apart where the sample's limit is one of them."""
+    scores = near_zero(0, 4, 20_000)
+    with shaped(name, cluster):
+        result = cumla.top_k(on_device(scores), 2048)
+    np.testing.assert_array_equal(result.indices.get(), expected(scores, 2048))
 
 
 WIDTHS = (1, 2047, 2048, 2049, 4097, 8192, 16384, 32768, 65537, 131072, 262144, 1 << 20)

@@ -219,7 +219,7 @@ LOGITS_SHAPES = (  # heads, head_dim, q_len: other kernels than those for 64 hea
     (64, 64, 4),
 )
 SELECTIONS = (  # shapes of top_k, and blocks of a row
-    *((name, 1) for name in ("short", "row", "rows", "wide", "sampled", "streamed")),
+    *((name, 1) for name in ("short", "row", "rows", "wide", "scanned", "streamed")),
     *((name, 2) for name in ("cluster", "wide", "sampled", "streamed")),
     ("cluster", 8),
 )

@@ -104,7 +104,8 @@ def test_targets_of_the_choice() -> None:
     """Rows that fill the multiprocessors share none; a few long ones take clusters."""
     assert choose(128, 32768, 2048, False, SMS) == ("row", 1)
     assert choose(64, 8192, 2048, False, SMS) == ("short", 1)
-    assert choose(64, 131072, 2048, False, SMS) == ("wide", 2)
+    assert choose(64, 131072, 2048, False, SMS) == ("sampled", 2)
+    assert choose(128, 131072, 2048, False, SMS) == ("scanned", 1)
     name, cluster = choose(8, 131072, 2048, False, SMS)
     assert (name, cluster > 2) == ("cluster", True)
     assert choose(4096, 32768, 2048, False, SMS) == ("rows", 1)

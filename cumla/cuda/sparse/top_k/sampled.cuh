@@ -2,6 +2,7 @@
 // Rows of any length, read once: a sample of the row gives a limit that somewhat more than k keys reach. Keys within
 // it are marked in a bitmap in shared memory, and only these are loaded again, into the list.
 #pragma once
+#include "sparse/top_k/narrow.cuh"
 #include "sparse/top_k/rows.cuh"
 
 namespace cumla::sparse {
@@ -65,13 +66,12 @@ struct Sampled : Streamed<Element, kThreads, 2> {
     const float keys_per_sample = static_cast<float>(slice.length) / static_cast<float>(4 * kThreads << log2);
     const float target = min(wanted + kMargin * sqrtf(wanted * keys_per_sample), 0.5f * (wanted + kCapacity));
     const u32 need = static_cast<u32>(target / keys_per_sample) + 1;
-    Found found;
-    u32 prefix = 0, rest = need;
-    int pass = 0;
+    const Octaves octaves;
+    Range range = {0, kNoKey - 1};
+    u32 rest = need;
     __syncthreads();  // the counters are zero
 #pragma unroll 1
-    for (;; ++pass) {
-      const Digit digit(pass, prefix);
+    for (int pass = 0;; ++pass) {
       const u32 counters = counters_of(head, pass);
 #pragma unroll
       for (int i = 0; i < kSample; ++i) {
@@ -80,55 +80,61 @@ struct Sampled : Streamed<Element, kThreads, 2> {
           keys_of<Element>(quads[i], keys);
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            if (digit.counts(keys[j])) count_shared(counters + 4 * digit.of(keys[j]));
+            if (range.has(keys[j]))
+              count_shared(counters + 4 * (pass == 0 ? octaves.bin_of(keys[j]) : range.bin_of(keys[j])));
         }
       }
-      found = find_in_block<kThreads>(head, pass, rest);
-      prefix = prefix << bits_of(pass) | found.bin;
+      const Found found = find_alone<kThreads>(head, head.histogram[pass], rest);
       rest -= found.before;
+      range = pass == 0 ? octaves.of_bin(found.bin) : range.of_bin(found.bin);
       if (found.count * 8 <= need || pass + 1 == kPasses) break;
     }
-    return (prefix + 1) << shift_of(pass);
+    return range.first + range.width + 1;
+  }
+
+  // Loads groups from a position on: a nibble for each, whose bits tell which scores are not less than a number.
+  template <int kGroups>
+  __device__ __forceinline__ u32 marks_of(int at, float least) const {
+    const int begin = at - static_cast<int>(threadIdx.x) % 32 * 4;
+    const char* const address = slice.at(at);
+    u32 marks = 0;
+    uint4 quads[kGroups];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      if (slice.is_whole(at + i * 128)) quads[i] = load_quad<Element>(address + i * 128 * kElementBytes<Element>);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      float scores[4];
+      numbers_of(quads[i], scores);
+      u32 of_group = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) of_group |= scores[j] < least ? 0 : 1u << (4 * i + j);
+      if (slice.is_whole(at + i * 128)) marks |= of_group;
+    }
+    if (begin < 0 || begin + kGroups * 128 > slice.length) {
+#pragma unroll 1
+      for (int i = 0; i < kGroups; ++i) {
+        const int first = at + i * 128;
+        if (first <= -4 || first >= slice.length || slice.is_whole(first)) continue;
+        u32 keys[4];
+        slice.load_ends(first, keys);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const bool is_less = __uint_as_float(bits_of_key(keys[j])) < least;
+          marks |= is_less || keys[j] == kNoKey ? 0 : 1u << (4 * i + j);
+        }
+      }
+    }
+    return marks;
   }
 
   // Marks the keys before a limit, or of the value before it, in the bitmap.
   __device__ __forceinline__ void mark(u32 limit) const {
-    const float least = __uint_as_float(bits_of_key(limit - 1));  // NaN: all are marked
+    const float least = least_of(limit);
     u32* const words = bitmap + lane % 8 * 4 + lane / 8;
 #pragma unroll 1
-    for (int round = 0; round < rounds; ++round) {
-      const int at = slice.position(round * kAhead), begin = at - lane * 4;
-      const char* const address = slice.at(at);
-      u32 marks = 0;
-      uint4 quads[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i)
-        if (slice.is_whole(at + i * 128)) quads[i] = load_quad<Element>(address + i * 128 * kElementBytes<Element>);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        float scores[4];
-        numbers_of(quads[i], scores);
-        u32 of_group = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) of_group |= scores[j] < least ? 0 : 1u << (4 * i + j);
-        if (slice.is_whole(at + i * 128)) marks |= of_group;
-      }
-      if (begin < 0 || begin + kAhead * 128 > slice.length) {
-#pragma unroll 1
-        for (int i = 0; i < kAhead; ++i) {
-          const int first = at + i * 128;
-          if (first <= -4 || first >= slice.length || slice.is_whole(first)) continue;
-          u32 keys[4];
-          slice.load_ends(first, keys);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const bool is_less = __uint_as_float(bits_of_key(keys[j])) < least;
-            marks |= is_less || keys[j] == kNoKey ? 0 : 1u << (4 * i + j);
-          }
-        }
-      }
-      words[round * 32] = transpose_nibbles(marks);
-    }
+    for (int round = 0; round < rounds; ++round)
+      words[round * 32] = transpose_nibbles(marks_of<kAhead>(slice.position(round * kAhead), least));
     __syncwarp();
   }
 
@@ -153,7 +159,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
 
   // Lists all keys that reach the sample's limit, in the order of positions; the number of them in all blocks. Without
   // a list if they do not fit it, or are fewer than `wanted`. Clears the counters.
-  template <int kCapacity, bool kClustered, typename Sync>
+  template <int kCapacity, typename Sync>
   __device__ __forceinline__ u32 list_by_sample(TopKShared& head, u64* list, u32 wanted, int rank, int cluster,
                                                 Sync sync) const {
     mark(limit_of<kCapacity>(head, wanted));
@@ -172,7 +178,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
     if (listed < wanted || listed > kCapacity) return listed;
     list_marks(list + before);
     __syncthreads();
-    const Window<kClustered> whole_list{list, 0, kCapacity};
+    const Window<true> whole_list{list, 0, kCapacity};
 #pragma unroll 4
     for (int i = threadIdx.x; i < count; i += kThreads) {
       const int position = static_cast<int>(list[i]);
@@ -182,7 +188,9 @@ struct Sampled : Streamed<Element, kThreads, 2> {
     return listed;
   }
 
- private:
+ protected:
+  // The number that keys before a limit, or of the value before it, are not less than. NaN: no number is less.
+  __device__ __forceinline__ static float least_of(u32 limit) { return __uint_as_float(bits_of_key(limit - 1)); }
   __device__ __forceinline__ int warp_first() const { return slice.first - lane * 4; }
   __device__ __forceinline__ static void numbers_of(const uint4& quad, float (&numbers)[4]) {
     if constexpr (kElementBytes<Element> == 4) {
