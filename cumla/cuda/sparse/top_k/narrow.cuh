@@ -118,7 +118,8 @@ __device__ __forceinline__ Limit narrow(TopKShared& head, u32 need, u32 last, co
     const u32 behind = range.first + range.width + 1;
     if (of_positions) limit.end = static_cast<int>(behind);
     else limit.key = behind;
-    if (found.count == need) return limit;
+    // Passes end at one position even if scores change meanwhile.
+    if (found.count == need || (of_positions && range.width == 0)) return limit;
     if (range.width == 0) {  // equal keys: those at the lowest positions
       of_positions = true;
       limit.key = range.first;

@@ -93,7 +93,7 @@ struct Scanned : Sampled<Element, kThreads, kWords> {
 #pragma unroll 1
     for (int i = first; i < first + own; ++i) {
 #pragma unroll 1
-      for (u32 bits = words[i]; bits != 0; bits &= bits - 1, ++slot) {
+      for (u32 bits = words[i]; bits != 0 && slot < wanted; bits &= bits - 1, ++slot) {
         const int position = i * 32 + __ffs(static_cast<int>(bits)) - 1;
         if (p.is_sorted) list[slot] = entry_of(load_key<Element>(slice.at(position)), position);
         else output.write(slot, position);
