@@ -46,7 +46,7 @@ def wrong_in(found: list[dict]) -> str:
 def test_eight_ranks_have_the_lists_of_one(tmp_path: Path) -> None:
     found = found_by(8, tmp_path, "--eight")
     assert not wrong_in(found), wrong_in(found)
-    assert {len(cases) for cases in found} == {12}
+    assert {len(cases) for cases in found} == {8}
 
 
 def test_ranks_compute_what_one_rank_does(found: list[dict]) -> None:
