@@ -103,9 +103,10 @@ def main() -> None:
     for shape in SHAPES:
         rows.append(measured(flush, shape))
         print(json.dumps(rows[-1]), flush=True)
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    with open(sys.argv[1], "w") as file:
-        json.dump(about, file, indent=1)
+        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        with open(sys.argv[1], "w", encoding="utf-8") as file:  # after each row: it may be stopped
+            json.dump(about, file, indent=1)
+            file.write("\n")
 
 
 if __name__ == "__main__":
