@@ -52,8 +52,11 @@ from cumla.launch.blocks.block_lists import (
     lists_spec,
     virtual_pages,
 )
+from cumla.launch.blocks.block_places import SPECS as PLACE_SPECS
+from cumla.launch.blocks.block_places import block_places_launch
 from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
 from cumla.launch.blocks.block_rows import block_rows_launch
+from cumla.launch.blocks.block_tiles import SPECS as TILE_SPECS
 from cumla.launch.blocks.key import BlockKey
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import E4M3_COLUMNS
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
+    from cumla.launch.source import KernelSpec
 
 __all__ = ["BlockSparsePlan", "block_sparse_attention"]
 
@@ -118,7 +122,7 @@ BLOCK_SPARSE_ATTENTION = Spec(
         flag("batch_invariant", False),
     ),
     positional=4,
-    kernels=("block_rows", "block_lists", "attention_"),
+    kernels=("block_rows", "block_places", "block_lists", "block_tiles", "attention_"),
     returns=("out", "lse"),
     result=AttentionState,
     planned=("kv_lens", "qo_indptr"),
@@ -486,7 +490,18 @@ def _rows_launch(key: BlockKey, buffer: int, *lengths: Any) -> Launch:
     return block_rows_launch(key.query_tokens, key.rows_at(buffer), *lengths)
 
 
-_SCHEDULE: Schedule[BlockKey] = Schedule(LENGTHS, _rows_launch)
+class _Schedule(Schedule[BlockKey]):
+    """Finds what query tokens see, and divides them into row tiles where a key has these."""
+
+    def recipe(
+        self, key: Any, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe one launch, or two."""
+        rows = super().recipe(key, arguments, outs, buffer)
+        return (*rows, block_places_launch(key, buffer)) if rows and key.tile else rows
+
+
+_SCHEDULE = _Schedule(LENGTHS, _rows_launch)
 _ATTEND = _Attend()
 _OPERATION = _Operation(_SCHEDULE, _ATTEND, BLOCK_SPARSE_ATTENTION)
 
@@ -728,7 +743,10 @@ v_scale, kv_layout, indices_are, out, lse, stream
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
-        specs = lists_spec(key.topk), key.choice.spec, key.one_head.choice.spec
+        if key.tile:
+            specs: tuple[KernelSpec, ...] = (*PLACE_SPECS, *TILE_SPECS, key.tile.choice.spec)
+        else:
+            specs = lists_spec(key.topk), key.choice.spec, key.one_head.choice.spec
         for spec in (*ROW_SPECS, *specs):
             load(spec, device, capturing=capturing)
 

@@ -8,7 +8,7 @@ what a query sees, other heads' rows, unused pages.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -84,6 +84,21 @@ def samples(count: int, **fixed: Any) -> list[Sample]:
         chosen = {name: rng.choice(values) for name, values in FACTORS.items()}
         chosen["lists"] = FACTORS["lists"][seed % len(FACTORS["lists"])]
         found.append(Sample(**{**chosen, **fixed}, seed=seed))
+    return found
+
+
+def prompts(count: int) -> list[Sample]:
+    """List calls of prompts, whose neighbouring query tokens share row tiles on a GPU."""
+    forms = {
+        "block": ((64, 1), (64, 2), (128, 1), (128, 2), (192, 1)),
+        "columns": ((128, 128), (128, 128), (192, 128), (96, 96), (136, 40)),
+        "heads": ((16, 1), (16, 2), (32, 2), (12, 1), (32, 1), (30, 3)),
+        "lens": ((700,), (90, 33, 0, 257), (300,) * 3, (2000, 40), (9, 9)),
+    }
+    rng, found = random.Random(54), []
+    fixed: dict[str, Any] = {"queries": "prompts", "invariant": False, "cache": "same"}
+    for sample in samples(count, **fixed):
+        found.append(replace(sample, **{name: rng.choice(of) for name, of in forms.items()}))
     return found
 
 
@@ -170,8 +185,10 @@ def make(sample: Sample) -> Problem:
 def _queries(sample: Sample, rng: Any, lens: Any) -> tuple[Any, tuple[int, ...], Any]:
     """Draw offsets of requests, the axes of q, and the request and visible tokens of each token."""
     batch = len(lens)
-    if sample.queries == "ragged":
+    if sample.queries in ("ragged", "prompts"):
         counts = rng.integers(0, 5, batch)
+        if sample.queries == "prompts":
+            counts += rng.permutation(np.arange(batch)) * 7 + 15
         before, after = rng.integers(0, 2, 2)
         bounds = (before + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
         lead: tuple[int, ...] = (int(bounds[-1] + after),)

@@ -22,10 +22,9 @@
 //   look up the page of an entry | compare its block with those of other lanes | write pages | place, parts
 // Barriers guard the bitmap, and the numbers of bits of warps and of words.
 // Budget: 64 registers per thread, 16.4 KB of shared memory; for short lists none.
-#include "blocks/rows.cuh"
+#include "blocks/lists.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
-#include "split/scan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -34,163 +33,57 @@ namespace cumla::blocks {
 using namespace ptx;
 using namespace split;
 
-constexpr int kListThreads = 128;
 constexpr int kShortThreads = 32;  // and entries
-constexpr int kListWarps = kListThreads / 32;
-constexpr int kWindowWords = 2048;              // of the bitmap
-constexpr int kWindow = kWindowWords * 32;      // blocks
-constexpr int kMinPiece = 2;                    // blocks of 64 tokens before a split, and between two
+constexpr int kMinPiece = 2;       // blocks of 64 tokens before a split, and between two
 
-// Strides are in bytes.
-struct BlockListsParams {
-  const BlockRow* rows;  // [tokens]
-  const char* entries;   // of the lists
-  i64 entries_stride_token, entries_stride_head, entries_stride_entry;
-  const char* lengths;   // of the lists, int32; null: all entries count
-  i64 lengths_stride_token, lengths_stride_head;
-  const int* block_table;
-  i64 block_table_stride;  // in elements
-  int* pages_out;          // [virtual requests, topk]
-  TilePlace* places;       // [virtual requests]
-  Part* parts_out;         // [parts]
-  Ticket* tickets;         // [num_tickets]
-  i64 cost;                // of a full list: its blocks of 64 tokens, and what a request costs beside them
+// pages_out is [virtual requests, topk].
+struct BlockListsParams : ListsParams {
+  TilePlace* places;  // [virtual requests]
+  Part* parts_out;    // [parts]
+  Ticket* tickets;    // [num_tickets]
+  i64 cost;           // of a full list: its blocks of 64 tokens, and what a request costs beside them
   int virtual_requests;
-  int kv_heads;
-  int topk;
-  int batch;      // rows of the block table
-  int max_pages;  // columns
-  int num_pages;
-  int page_size;
-  int block_size;
-  int blocks_per_page;
-  int page_step, block_step, head_step;  // of virtual pages
-  int entries_are_wide;                  // 64 bits
   int parts;
   int num_tickets;
   int is_whole;      // no virtual request is split
   int piece_blocks;  // batch-invariant: blocks of a piece, else 0
   int pieces;        // batch-invariant: parts of each virtual request
-  Divisor by_kv_heads, by_blocks_per_page;
-  Divisor by_entry;  // entries are tokens: the block size; else 1
-};
-
-// A block of a list, and its page; both are -1 if the query sees no such block, or the cache has no such page.
-struct Listed {
-  int block, page;
 };
 
 // The virtual request of a CTA.
-struct ListRow {
-  int index, head, request;
-  int seen, blocks;  // tokens that the query sees, and blocks that hold them
-  const char* entries;
-  int count;  // entries
+struct ListRow : List {
+  int index;
   i64 first;  // the first entry of this thread, loaded while the row is
 
-  __device__ __forceinline__ explicit ListRow(const BlockListsParams& p) {
-    index = blockIdx.x;
-    const int token = quotient(index, p.by_kv_heads);
-    head = index - token * p.kv_heads;
-    entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
-    const BlockRow row = p.rows[token];
-    count = p.topk;
-    if (p.lengths != nullptr) {
-      const char* const at = p.lengths + token * p.lengths_stride_token + head * p.lengths_stride_head;
-      count = min(max(*reinterpret_cast<const int*>(at), 0), p.topk);
-    }
-    first = -1;
-    if (static_cast<int>(threadIdx.x) < count) first = entry_at(p, threadIdx.x);
-    request = row.request;
-    const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
-    seen = request < p.batch ? row.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
-    blocks = static_cast<int>((static_cast<u32>(seen) + p.block_size - 1) / p.block_size);
+  __device__ __forceinline__ explicit ListRow(const BlockListsParams& p) : ListRow(p, blockIdx.x) {}
+  __device__ __forceinline__ ListRow(const BlockListsParams& p, int index)
+      : List(p, quotient(index, p.by_kv_heads), index - quotient(index, p.by_kv_heads) * p.kv_heads), index(index) {
+    first = static_cast<int>(threadIdx.x) < count ? entry_at(p, threadIdx.x) : -1;
   }
 
-  __device__ __forceinline__ i64 entry_at(const BlockListsParams& p, int i) const {
-    const char* const at = entries + i * p.entries_stride_entry;
-    return p.entries_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
-  }
-
-  // What an entry names.
   __device__ __forceinline__ Listed at(const BlockListsParams& p, int i) const {
-    const Listed none = {-1, -1};
-    if (i >= count) return none;
-    const i64 entry = i == static_cast<int>(threadIdx.x) ? first : entry_at(p, i);
-    if (entry < 0 || entry > 0x7fffffff) return none;
-    const int block = quotient(static_cast<u32>(entry), p.by_entry);
-    if (block >= blocks) return none;
-    const int page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
-    return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? Listed{block, page} : none;
-  }
-
-  __device__ __forceinline__ int virtual_page(const BlockListsParams& p, const Listed& listed) const {
-    const int in_page = listed.block - quotient(listed.block, p.by_blocks_per_page) * p.blocks_per_page;
-    return listed.page * p.page_step + in_page * p.block_step + head * p.head_step;
+    if (i >= count) return {-1, -1};
+    return named(p, i == static_cast<int>(threadIdx.x) ? first : entry_at(p, i));
   }
 };
-
-struct ListShared {
-  u32 words[kWindowWords];
-  int before[kWindowWords];  // bits of the words before each one
-  int warp_sums[kListWarps];
-};
-
-// The sum of a value over the threads before this one; `total` is that of all.
-__device__ __forceinline__ int exclusive_sum(ListShared& shared, int value, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, inclusive = warp_inclusive_sum(value);
-  if (lane == 31) shared.warp_sums[warp] = inclusive;
-  __syncthreads();
-  int before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < kListWarps; ++w) {
-    before += w < warp ? shared.warp_sums[w] : 0;
-    total += shared.warp_sums[w];
-  }
-  return before + inclusive - value;
-}
 
 // Writes the pages of a list in ascending order of its blocks, each once, and returns their tokens. The first words
 // of the bitmap, one per thread, are clear.
 __device__ __forceinline__ int write_pages(const BlockListsParams& p, const ListRow& row, ListShared& shared) {
   int* const pages_out = p.pages_out + static_cast<i64>(row.index) * p.topk;
   const Listed own = row.at(p, threadIdx.x);
-  int found = 0, missing = 0;  // missing: tokens of the last block that the query does not see
-  for (int begin = 0; begin < row.blocks && row.count > 0; begin += kWindow) {
-    const int words = (min(row.blocks - begin, kWindow) + 31) / 32, later = begin > 0 ? 0 : kListThreads;
-    for (int i = later + threadIdx.x; i < words; i += kListThreads) shared.words[i] = 0;
-    __syncthreads();
-    const auto for_each = [&](auto do_it) {
-      for (int i = threadIdx.x; i < row.count; i += kListThreads) {
-        const Listed listed = i < kListThreads ? own : row.at(p, i);
-        const int bit = listed.block - begin;
-        if (bit >= 0 && bit < kWindow) do_it(listed, bit / 32, bit % 32);
-      }
-    };
-    for_each([&](const Listed&, int word, int bit) { atomicOr(&shared.words[word], 1u << bit); });
-    __syncthreads();
-    const int each = (words + kListThreads - 1) / kListThreads;
-    const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
-    int sum = 0, all;
-    for (int i = first; i < end; ++i) sum += __popc(shared.words[i]);
-    int before = found + exclusive_sum(shared, sum, all);
-    for (int i = first; i < end; ++i) {
-      shared.before[i] = before;
-      before += __popc(shared.words[i]);
-    }
-    __syncthreads();
-    // Entries of the same block write the same number. A list that changes meanwhile may name more blocks.
-    for_each([&](const Listed& listed, int word, int bit) {
-      const int at = shared.before[word] + __popc(shared.words[word] & ((1u << bit) - 1));
-      if (at < p.topk) pages_out[at] = row.virtual_page(p, listed);
-    });
-    found = min(found + all, p.topk);
-    const int last = row.blocks - 1 - begin;
-    if (last < kWindow && (shared.words[last / 32] >> last % 32 & 1))
-      missing = p.block_size - (row.seen - (row.blocks - 1) * p.block_size);
-    if (begin + kWindow < row.blocks) __syncthreads();  // the bitmap is free
-  }
+  int missing = 0;  // tokens of the last block that the query does not see
+  const auto for_each = [&](auto do_it) {
+    for (int i = threadIdx.x; i < row.count; i += kListThreads) do_it(i < kListThreads ? own : row.at(p, i));
+  };
+  const int found = put_in_order(
+      shared, row.count > 0 ? row.blocks : 0, p.topk, for_each, [](int, int) {},
+      [&](const Listed& listed, int at) { pages_out[at] = row.virtual_page(p, listed); },
+      [&](int begin) {
+        const int last = row.blocks - 1 - begin;
+        if (last < kWindow && (shared.words[last / 32] >> last % 32 & 1))
+          missing = p.block_size - (row.seen - (row.blocks - 1) * p.block_size);
+      });
   return found * p.block_size - missing;
 }
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.core.paged import by_head
+from cumla.launch.blocks.block_tiles import block_tiles_launch
 from cumla.launch.layouts import constant, launch_of
-from cumla.launch.mha.launch import MHAArguments, attention_launch
+from cumla.launch.mha.launch import MHAArguments, attention_launch, attention_values
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cumla.core.arrays import ArrayView
-    from cumla.launch.blocks.key import BlockKey
+    from cumla.launch.blocks.key import BlockKey, TileKey
     from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
 
@@ -99,27 +101,32 @@ def virtual_pages(k: ArrayView, v: ArrayView, block_size: int) -> VirtualPages |
     return VirtualPages(steps, last + 1 if num_pages else 0)
 
 
-def _virtual(view: ArrayView, block_size: int, count: int) -> ArrayView:
-    """View a cache as virtual pages: (count, block_size, 1, columns)."""
+def _virtual(view: ArrayView, block_size: int, count: int, with_heads: bool) -> ArrayView:
+    """View a cache as virtual pages: (count, block_size, 1 or kv heads, columns)."""
     num_pages, page_size, kv_heads, columns = view.shape
     page, row, head, column = view.strides
     strides = [
         stride
         for stride, size in zip(
             (page, row * block_size, head),
-            (num_pages, page_size // block_size, kv_heads),
+            (num_pages, page_size // block_size, 1 if with_heads else kv_heads),
             strict=True,
         )
         if size > 1
     ]
     unit = gcd(*strides) or 16
-    return view._replace(shape=(count, block_size, 1, columns), strides=(unit, row, unit, column))
+    heads, head = (kv_heads, head) if with_heads else (1, unit)
+    return view._replace(
+        shape=(count, block_size, heads, columns), strides=(unit, row, head, column)
+    )
 
 
 def block_attention_launches(
     key: BlockKey, buffer: int, arguments: BlockArguments, out: ArrayView, lse: ArrayView
 ) -> Sequence[Launch]:
     """Describe how to build the lists, and to attend to them; out and lse have the axes of q."""
+    if key.tile:
+        return _tile_launches(key, key.tile, buffer, arguments, out, lse)
     views = (arguments.q, 1), (out, 1), (lse, 0)
     if not arguments.has_heads and _rows_are_even(key.q_len, *views):
         return _launches(key, buffer, arguments, out, lse)
@@ -134,20 +141,37 @@ def block_attention_launches(
     return found
 
 
-def _launches(
-    key: BlockKey, buffer: int, a: BlockArguments, out: ArrayView, lse: ArrayView
+def _tile_launches(
+    key: BlockKey, tile: TileKey, buffer: int, a: BlockArguments, out: ArrayView, lse: ArrayView
 ) -> list[Launch]:
-    pages = virtual_pages(a.k, a.v, a.block_size)
+    """Describe how to unite the lists of neighbours, and to attend to the blocks of all."""
+    schedule = key.schedule_at(buffer)
+    pages = virtual_pages(_part(a.k, 2, 0, 1), _part(a.v, 2, 0, 1), a.block_size)
     assert pages is not None
-    lists = _lists_launch(key, buffer, a, pages)
-    shape = (max(key.num_places, 1), max(key.topk, 1))
-    table = a.block_table._replace(ptr=key.pages_at(buffer), shape=shape, strides=(4 * shape[1], 4))
-    q, out, lse = rows_of(key.q_len, a.q, out, lse)
-    attend = MHAArguments(
+    columns = tile.most_blocks
+    table = a.block_table._replace(
+        ptr=tile.pages_at(schedule), shape=(tile.lists, columns), strides=(4 * columns, 4)
+    )
+    attend = _attention_of(a, a.q, pages.number, table, with_heads=True)
+    values = attention_values(tile, schedule, attend, out, by_head(lse))
+    values["lists"] = {
+        "seen": tile.seen_at(schedule),
+        "units": tile.units_at(schedule),
+        "units_apart": columns * tile.units,
+    }
+    unite = block_tiles_launch(tile, schedule, _lists_values(key, buffer, a, pages))
+    return [unite, launch_of(tile.choice.spec, (tile.sm_count, 1, 1), values)]
+
+
+def _attention_of(
+    a: BlockArguments, q: ArrayView, number: int, pages: ArrayView, with_heads: bool
+) -> MHAArguments:
+    """Give the arguments of attention to virtual pages; `number` are there in all."""
+    return MHAArguments(
         q=q,
-        k=_virtual(a.k, a.block_size, pages.number),
-        v=_virtual(a.v, a.block_size, pages.number),
-        pages=table,
+        k=_virtual(a.k, a.block_size, number, with_heads),
+        v=_virtual(a.v, a.block_size, number, with_heads),
+        pages=pages,
         sinks=a.sinks,
         softmax_scale=a.softmax_scale,
         softcap=a.softcap,
@@ -157,6 +181,18 @@ def _launches(
         k_scale=a.k_scale,
         v_scale=a.v_scale,
     )
+
+
+def _launches(
+    key: BlockKey, buffer: int, a: BlockArguments, out: ArrayView, lse: ArrayView
+) -> list[Launch]:
+    pages = virtual_pages(a.k, a.v, a.block_size)
+    assert pages is not None
+    lists = _lists_launch(key, buffer, a, pages)
+    shape = (max(key.num_places, 1), max(key.topk, 1))
+    table = a.block_table._replace(ptr=key.pages_at(buffer), shape=shape, strides=(4 * shape[1], 4))
+    q, out, lse = rows_of(key.q_len, a.q, out, lse)
+    attend = _attention_of(a, q, pages.number, table, with_heads=False)
     apart = replace(key, q_len=q.shape[1])
     request, row, head = lse.strides
     by_head = lse._replace(
@@ -257,11 +293,32 @@ def _of_head(a: BlockArguments, head: int) -> BlockArguments:
 def _lists_launch(key: BlockKey, buffer: int, a: BlockArguments, pages: VirtualPages) -> Launch:
     """Describe how to build the pages of virtual requests, and to deal these out."""
     places, parts, tickets = key.layout.schedule_at(key.schedule_at(buffer))
+    values = {
+        **_lists_values(key, buffer, a, pages),
+        "pages_out": key.pages_at(buffer),
+        "places": places,
+        "parts_out": parts,
+        "tickets": tickets,
+        "cost": key.list_cost,
+        "virtual_requests": key.num_places,
+        "parts": key.parts,
+        "num_tickets": key.num_tickets,
+        "is_whole": key.is_whole,
+        "piece_blocks": key.piece_blocks if key.batch_invariant else 0,
+        "pieces": key.pieces,
+    }
+    return launch_of(lists_spec(key.topk), (key.num_places, 1, 1), values)
+
+
+def _lists_values(
+    key: BlockKey, buffer: int, a: BlockArguments, pages: VirtualPages
+) -> dict[str, Any]:
+    """Name the values of struct ListsParams, but for where pages are written."""
     num_pages, page_size = a.k.shape[:2]
     in_page = page_size // a.block_size
     table = a.block_table
     of_lengths = (0, 0, 0) if a.lengths is None else (a.lengths.ptr, *_over_heads(a.lengths))
-    values: dict[str, Any] = {
+    return {
         "rows": key.rows_at(buffer),
         "entries": a.entries.ptr,
         "entries_stride_token": a.entries.strides[0],
@@ -272,12 +329,6 @@ def _lists_launch(key: BlockKey, buffer: int, a: BlockArguments, pages: VirtualP
         "lengths_stride_head": of_lengths[2],
         "block_table": table.ptr,
         "block_table_stride": table.strides[0] // 4,
-        "pages_out": key.pages_at(buffer),
-        "places": places,
-        "parts_out": parts,
-        "tickets": tickets,
-        "cost": key.list_cost,
-        "virtual_requests": key.num_places,
         "kv_heads": key.q_len,
         "topk": key.topk,
         "batch": table.shape[0],
@@ -290,16 +341,10 @@ def _lists_launch(key: BlockKey, buffer: int, a: BlockArguments, pages: VirtualP
         "block_step": pages.steps[1],
         "head_step": pages.steps[2],
         "entries_are_wide": a.entries.dtype == "int64",
-        "parts": key.parts,
-        "num_tickets": key.num_tickets,
-        "is_whole": key.is_whole,
-        "piece_blocks": key.piece_blocks if key.batch_invariant else 0,
-        "pieces": key.pieces,
         "by_kv_heads": divisor_of(key.q_len),
         "by_blocks_per_page": divisor_of(in_page),
         "by_entry": divisor_of(a.block_size if a.entries_are_tokens else 1),
     }
-    return launch_of(lists_spec(key.topk), (key.num_places, 1, 1), values)
 
 
 def _over_heads(view: ArrayView) -> tuple[int, int]:

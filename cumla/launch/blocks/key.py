@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
+from cumla.launch.layouts import constant
+from cumla.launch.mha.attention import LISTED
+from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
+from cumla.launch.mha.choice import RULES as RULES_OF_CHOICE
 from cumla.launch.mha.choice import Choice, choose
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, PlanLayout
@@ -18,14 +23,26 @@ from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, Pl
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["BlockKey"]
+    from cumla.launch.source import KernelSpec
+
+__all__ = ["BlockKey", "TileKey"]
 
 _ALIGNMENT = 256
+ROWS = 128  # query rows of a row tile
 # Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
 # multiprocessors: as few as the kernel splits.
 _LEAST_PART = 2
 # Share of busy multiprocessors from which on no virtual request is split.
 _GOOD_FILL = 0.85
+_UNIT = constant("blocks/block_tiles", "mha::kUnit")  # keys of which a mask says how many are seen
+_TILE_TOKENS = constant("blocks/block_tiles", "mha::kTileTokens")  # at most
+# Heads of a kv head, at most: with more, a tile has so few query tokens that they share little.
+_TILE_HEADS = 32
+# Query tokens of a request, on average, from which on neighbours are united.
+_TILED_QUERIES = 8
+# Row tiles of all kv heads for each multiprocessor, at least, as a fraction.
+_TILES_OF_SM = (1, 2)
+_MOST_KEYS = (1 << 31) - 128  # of a tile
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,29 @@ class BlockKey(MHAKey):
         )
         return choose(decode)
 
+    @cached_property
+    def tile(self) -> TileKey | None:
+        """The key of row tiles of several query tokens, where these have whole prompts."""
+        heads, tile = self.num_heads, None
+        if self.cache_dtype == self.dtype and _TILE_HEADS >= heads >= ROWS // _TILE_TOKENS:
+            tile = TileKey(
+                batch=self.requests,
+                total_tokens=self.batch,
+                num_heads=heads * self.q_len,
+                num_kv_heads=self.q_len,
+                head_dim=self.head_dim,
+                head_dim_v=self.head_dim_v,
+                page_size=self.page_size,
+                dtype=self.dtype,
+                cache_dtype=self.cache_dtype,
+                causal=False,
+                q_len=self.query_len,
+                device=self.device,
+                sm_count=self.sm_count,
+                topk=self.topk,
+            )
+        return tile if tile and tile.serves and not self.batch_invariant else None
+
     @property
     def list_blocks(self) -> int:
         """Blocks of 64 tokens of a full list."""
@@ -148,6 +188,8 @@ class BlockKey(MHAKey):
     @cached_property
     def layout(self) -> PlanLayout:
         """Where things lie behind the rows and pages of lists, and the size of all."""
+        if self.tile:
+            return replace(self.tile.layout, nbytes=self._rows + self.tile.nbytes)
         own = PlanLayout.of(self)
         nbytes = self._rows + self._pages + own.nbytes
         of_head = self.one_head.layout.nbytes if self.q_len > 1 else 0  # may have more parts
@@ -176,12 +218,94 @@ class BlockKey(MHAKey):
 
     @property
     def _pages(self) -> int:
-        return _aligned(self.num_places * self.topk * 4)
+        return 0 if self.tile else _aligned(self.num_places * self.topk * 4)
 
     @cached_property
     def one_head(self) -> BlockKey:
         """The key of one of the kv heads, in the same buffer."""
         return replace(self, q_len=1, total_tokens=self.batch)
+
+
+@dataclass(frozen=True)
+class TileKey(MHAKey):
+    """The shape of attention by row tiles of several query tokens, over the blocks of all of them.
+
+    `batch` are the requests, and `page_size` the tokens of a block.
+    """
+
+    topk: int = 1
+    role: str = "full tiles"
+
+    @property
+    def variant(self) -> str:
+        """Which kernel: that for lists."""
+        return LISTED
+
+    @cached_property
+    def _spec(self) -> KernelSpec | None:
+        return prefill_spec(self.dtype, self.kernel_tiles, False, LISTED)
+
+    @property
+    def serves(self) -> bool:
+        """Whether a kernel has these columns and blocks, and tiles are worth it."""
+        tiles, sms = self.total_tokens // self.tile_tokens * self.num_kv_heads, self.sm_count
+        return (
+            self._spec is not None
+            and self.page_size % _UNIT == 0
+            and self.total_tokens >= _TILED_QUERIES * self.batch
+            and tiles * _TILES_OF_SM[1] >= sms * _TILES_OF_SM[0]
+            and 0 < self.most_blocks * self.page_size <= _MOST_KEYS
+            and self.num_places * self.num_kv_heads <= RULES_OF_CHOICE.most_tiles
+        )
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The kernel, and its row tiles."""
+        assert self._spec is not None
+        tiles = block_tokens(self.kernel_tiles)
+        return Choice(self._spec, ROWS, gcd(self.page_size, tiles))
+
+    @cached_property
+    def tile_tokens(self) -> int:
+        """Query tokens of a row tile."""
+        return ROWS // self.heads_per_group
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a row tile, at most."""
+        return self.tile_tokens * self.topk
+
+    @property
+    def units(self) -> int:
+        """Units of 64 keys of a block."""
+        return self.page_size // _UNIT
+
+    @cached_property
+    def num_places(self) -> int:
+        """Row tiles of a kv head: of requests, and of tokens before, between and after them."""
+        return self.total_tokens // self.tile_tokens + 2 * self.batch + 1
+
+    @property
+    def lists(self) -> int:
+        """Row tiles of all kv heads."""
+        return self.num_places * self.num_kv_heads
+
+    def pages_at(self, buffer: int) -> int:
+        """Give the address of the pages of row tiles; `buffer` is where the schedule begins."""
+        return buffer + self.layout.nbytes
+
+    def seen_at(self, buffer: int) -> int:
+        """Give the address of what query tokens see of each unit."""
+        return self.pages_at(buffer) + _aligned(self.lists * self.most_blocks * 4)
+
+    def units_at(self, buffer: int) -> int:
+        """Give the address of the numbers of units."""
+        return self.seen_at(buffer) + self.lists * self.most_blocks * self.units * _TILE_TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the schedule, and of all that block_tiles writes."""
+        return self.units_at(0) + _aligned(self.lists * 4)
 
 
 def _aligned(nbytes: int) -> int:

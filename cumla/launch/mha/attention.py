@@ -21,12 +21,13 @@ VARIANTS = {
     "linear": "LinearParams",
     "table": "TableParams",
 }
+LISTED = "listed"  # query tokens have lists of blocks: attention_prefill alone
 BIASED_TILES = ((1, 1), (2, 2), (4, 4))  # with a bias narrower keys or values are padded
 
 
 def tiles_of(variant: str) -> tuple[tuple[int, int], ...]:
     """List the widths that kernels with this variant have, the narrowest first."""
-    return TILES if variant in ("", "masked") else BIASED_TILES
+    return TILES if variant in ("", "masked", LISTED) else BIASED_TILES
 
 
 def named(stem: str, variant: str) -> str | None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.blocks.block_cases import Sample, check, make, samples
+from tests.blocks.block_cases import Sample, check, make, prompts, samples
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 
-KERNELS = ("block_lists", "block_rows")
+KERNELS = ("block_lists", "block_places", "block_rows", "block_tiles")
 MAY_SKIP = ("needs 20 GB",)
 cp: Any = pytest.importorskip("cupy")
 
@@ -143,6 +143,80 @@ def test_prefill() -> None:
     agrees(given, run(given))
 
 
+def tiled(given: dict[str, Any]) -> bool:
+    """Tell whether neighbouring query tokens share row tiles."""
+    names = "q", "k", "v", "block_indices", "block_size", "qo_indptr", "kv_layout"
+    arrays = {n: given[n] for n in names if n in given}
+    plan = cumla.BlockSparsePlan.from_arrays(**{n: uploaded(v) for n, v in arrays.items()})
+    return plan.key.tile is not None
+
+
+def uploaded(value: Any) -> Any:
+    return Memory(cp).upload(value)
+
+
+@pytest.mark.parametrize("sample", prompts(120), ids=str)
+def test_prompts(sample: Sample) -> None:
+    """Row tiles of several query tokens, over the blocks of all of them."""
+    problem = make(sample)
+    with multiprocessors(1 + sample.seed % 3):
+        assert tiled(problem.given)
+        check(problem, run(make(sample).given), sample.dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block", "topk"), [((32, 2), 128, 5), ((8, 1), 64, 16), ((64, 4), 128, 2)]
+)
+def test_long_prompts(heads: tuple[int, int], block: int, topk: int) -> None:
+    """Tiles of all multiprocessors, and more than one for each, with and without history."""
+    given = decoding(3, 700, heads, [700, 1501, 9000], topk, block)
+    assert tiled(given)
+    agrees(given, run(given))
+
+
+def test_prompts_of_long_contexts() -> None:
+    """Blocks of more than one window of the bitmap."""
+    given = decoding(1, 300, (16, 1), [70000 * 64], 3, 64, num_pages=512)
+    given["block_indices"][:, 0, :2] = [[65535, 65536 + i % 4000] for i in range(300)]
+    assert tiled(given)
+    agrees(given, run(given))
+
+
+def test_lists_of_prompts_are_sets() -> None:
+    """Order and repetition change no bit, nor does a repeated call; a missing block does."""
+    given = decoding(2, 600, (16, 1), [6000, 700], 12)
+    given["block_indices"][..., 8:] = -1
+    assert tiled(given)
+    rng = np.random.default_rng(1)
+    there = {n: uploaded(v) for n, v in given.items()}
+    want = bits(cumla.block_sparse_attention(**there))
+    for _ in range(20):
+        assert bits(cumla.block_sparse_attention(**there)) == want
+    for _ in range(5):
+        lists = given["block_indices"].copy()
+        lists[..., 8:] = lists[..., rng.integers(0, 8, 4)]
+        there["block_indices"] = cp.asarray(rng.permuted(lists, axis=-1))
+        assert bits(cumla.block_sparse_attention(**there)) == want
+    lists = given["block_indices"].copy()
+    lists[300, 0, 7] = -1
+    there["block_indices"] = cp.asarray(lists)
+    assert bits(cumla.block_sparse_attention(**there)) != want
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bits_of_prompts(seed: int) -> None:
+    """Lengths, offsets, lists and tables of any values lead nowhere; the bits repeat."""
+    given, rng = make(prompts(20)[seed]).given, np.random.default_rng(seed)
+    with multiprocessors(2):
+        assert tiled(given)
+        for name in ("kv_lens", "qo_indptr", "block_table", "topk_lens", "block_indices"):
+            if name in given and rng.integers(2):
+                _spoil(given[name], rng)
+        first, second = run(given), run(given)
+    assert first.out.tobytes() == second.out.tobytes()
+    assert first.lse.tobytes() == second.lse.tobytes()
+
+
 def test_all_blocks_are_attention() -> None:
     given = decoding(9, 4, (16, 2), np.arange(4, 1900, 211), 16)
     given["block_table"] = np.arange(given["block_table"].size, dtype=np.int32).reshape(9, -1)
@@ -200,10 +274,13 @@ def test_batch_invariance() -> None:
         assert run(one).out.tobytes() == whole.out[i, 1].tobytes()
 
 
-@pytest.mark.parametrize("heads", [(16, 1), (16, 4)])
-def test_graphs(heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads"), [(9, 2, (16, 1)), (9, 2, (16, 4)), (2, 300, (32, 2))]
+)
+def test_graphs(batch: int, q_len: int, heads: tuple[int, int]) -> None:
     """Lengths, lists and tables change between replays of update and run."""
-    given = decoding(9, 2, heads, 3000, 16)
+    given = decoding(batch, q_len, heads, 3000, 16)
+    assert tiled(given) == (q_len > 2)
     memory = Memory(cp)
     there = {n: memory.upload(v) for n, v in given.items()}
     kept = {"kv_lens": there.pop("kv_lens")}
@@ -222,7 +299,7 @@ def test_graphs(heads: tuple[int, int]) -> None:
         plan.run(**there, out=out, lse=lse)
         graph = stream.end_capture()
     for seed, length in enumerate((3000, 1, 130, 0, 2047)):
-        new = decoding(9, 2, heads, length, 16, seed=seed)
+        new = decoding(batch, q_len, heads, length, 16, seed=seed)
         table = given["block_table"].copy()
         table[:, : new["block_table"].shape[1]] = new["block_table"]
         changed = {"kv_lens": new["kv_lens"], "block_table": table}
@@ -257,6 +334,12 @@ def test_large_strides() -> None:
         agrees(given, cumla.AttentionState(*map(on_host, got)))
 
 
+def _spoil(array: Any, rng: Any) -> None:
+    odd = np.array([LEAST, MOST, -1, 0, 1, 3, 2**20, 700], np.int64)
+    random = rng.integers(LEAST, MOST, array.shape)
+    array[...] = np.where(rng.random(array.shape) < 0.5, rng.choice(odd, array.shape), random)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_bits(seed: int) -> None:
     """Lengths, offsets, lists and tables of any values lead nowhere; the bits repeat."""
@@ -264,12 +347,7 @@ def test_any_bits(seed: int) -> None:
     given, rng = make(sample).given, np.random.default_rng(seed)
     for name in ("kv_lens", "qo_indptr", "block_table", "topk_lens", "block_indices"):
         if name in given and rng.integers(2):
-            array = given[name]
-            odd = np.array([LEAST, MOST, -1, 0, 1, 3, 2**20, 700], np.int64)
-            random = rng.integers(LEAST, MOST, array.shape)
-            array[...] = np.where(
-                rng.random(array.shape) < 0.5, rng.choice(odd, array.shape), random
-            )
+            _spoil(given[name], rng)
     first, second = run(given), run(given)
     assert first.out.tobytes() == second.out.tobytes()
     assert first.lse.tobytes() == second.lse.tobytes()

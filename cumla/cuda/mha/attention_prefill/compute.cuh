@@ -28,7 +28,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   using Softmax::p, Softmax::all_params, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::output, Softmax::scores, Softmax::probabilities;
   using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all, Softmax::seen_by_all_of;
-  using Softmax::look, Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
+  using Softmax::look, Softmax::look_at_lists, Softmax::most_listed, Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
   using Softmax::pack, Softmax::end_rows, Softmax::write;
   using Softmax::Softmax;
   static constexpr int kThreads = kConsumers * kWarpgroup;
@@ -105,6 +105,23 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     wait_for_values(t);
     const int key = threadIdx.x % kWarpgroup;
     if (key < kBlock && !is_seen(all_params, tile, mask.of, mask.hull, begin + key))
+#pragma unroll 4
+      for (int i = 0; i < kValueTiles * 8; ++i)
+        store_shared_zero_16(shared.values(t % Layout::kStages) + i / 8 * Layout::kTileBytes + key * 128 + i % 8 * 16);
+    fence_proxy_async_shared();
+    meet();
+  }
+
+  // The same for rows that no list of the item has, or none of its queries sees, in any block.
+  __device__ __forceinline__ void clear_unlisted_values(u32 t) const {
+    bool is_clear = true;
+#pragma unroll
+    for (int unit = 0; unit < Layout::kUnits; ++unit) is_clear &= most_listed[unit] >= kUnit;
+    if (__builtin_expect(is_clear, 1)) return;
+    wait_for_values(t);
+    const int key = threadIdx.x % kWarpgroup;
+    const u32 most = Layout::kUnits == 1 || key < kUnit ? most_listed[0] : most_listed[Layout::kUnits - 1];
+    if (key < kBlock && key % kUnit >= static_cast<int>(most))
 #pragma unroll 4
       for (int i = 0; i < kValueTiles * 8; ++i)
         store_shared_zero_16(shared.values(t % Layout::kStages) + i / 8 * Layout::kTileBytes + key * 128 + i % 8 * 16);
@@ -220,6 +237,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       }
       if (!exists) break;
       int block = blocks.end - 1;
+      if constexpr (kHasLists<Params>) look_at_lists(t % Layout::kStages);
       arrive(shared.keys_free(t % Layout::kStages));
       if (block == blocks.first) fetch_query(n + 1);
       begin();
@@ -231,6 +249,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       pack();
       if constexpr (kHasMask<Params>) {
         clear_unseen_values(n, t, block);
+      } else if constexpr (kHasLists<Params>) {
+        clear_unlisted_values(t);
       } else {
         const int valid = item.tokens - block * kBlock;
         if (valid < kBlock) {
@@ -254,6 +274,10 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         if constexpr (kHasMask<Params> && !Softmax::kHoldsIntervals) seen_by_all = seen_by_all_of(n);
         bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
         if constexpr (kHasMask<Params>) raises |= block * kBlock < seen_by_all.first;
+        if constexpr (kHasLists<Params>) {
+          raises = true;  // a row may have seen nothing yet
+          look_at_lists(t % Layout::kStages);
+        }
         if (block == blocks.first) fetch_query(n + 1);
 #pragma unroll 1
         for (;; raises = true) {
@@ -283,8 +307,9 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         arrive(shared.values_free((t - 1) % Layout::kStages));
         pack();
         if constexpr (kHasMask<Params>) clear_unseen_values(n, t, block);
+        if constexpr (kHasLists<Params>) clear_unlisted_values(t);
       }
-      if constexpr (!kHasMask<Params>) clear_values_before_windows(n, t - 1, blocks.first);
+      if constexpr (!kHasMask<Params> && !kHasLists<Params>) clear_values_before_windows(n, t - 1, blocks.first);
     }
     if (consumer == 0) take_turn();  // takes the turn that the last consumer gave
     copy_async_wait_all();

@@ -2,6 +2,7 @@
 // Shared memory of attention_prefill, the numbers of its named barriers, and the announced row tiles.
 #pragma once
 #include "mha/attention/layout.cuh"
+#include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
 #include "split/tile.cuh"
 #include "ptx/copy.cuh"
@@ -45,6 +46,11 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 wanted() const { return barrier(4 * kStages + 2 * kItems); }
   __device__ __forceinline__ u32 begun() const { return wanted() + 8; }
   __device__ __forceinline__ u32 item_taken(u32 n) const { return begun() + 8 + n % kItems * 8; }
+  // With lists: what query tokens see of the units of a block, then the most that one sees of each.
+  static constexpr int kUnits = kBlock / kUnit;
+  __device__ __forceinline__ u32 seen(int s) const { return barrier(4 * kStages + 2 * kItems + 2) + s * kUnits * 16; }
+  __device__ __forceinline__ u32 most_seen(int s) const { return seen(kStages) + s * kUnits * 4; }
+  static_assert(8 * (4 * kStages + 2 * kItems + 2) + kStages * kUnits * 20 <= 256, "behind the barriers");
 };
 
 // A row tile of a kv head. An item without rows ends the list.

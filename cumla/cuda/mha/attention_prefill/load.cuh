@@ -72,7 +72,9 @@ struct Dealer {
   __device__ __forceinline__ Item next(u32 n, int& number) const {
     const auto item_at_place = [&](u32 place, int head) {
       if constexpr (kHasMask<Params>) number = number_at(p, place);
-      return item_of(places[place], head);
+      Item item = item_of(places[place], head);
+      if constexpr (kHasLists<Params>) item.pages = list_of(static_cast<const Params&>(p), place, head, item.tokens);
+      return item;
     };
     const u32 at = n == 0 ? blockIdx.x : gridDim.x + atomic_add_acq_rel(&p.tickets[0].arrived, 1);
     if (at >= total) {
@@ -139,8 +141,20 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
       if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
+      uint4 seen;
+      if constexpr (kOfKeys && kHasLists<Params>)
+        seen = seen_of(p, item.pages, block * Layout::kUnits + static_cast<int>(threadIdx.x % Layout::kUnits),
+                       item.tokens);
       mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
                     kOfKeys ? "a free stage of keys" : "a free stage of values");
+      if constexpr (kOfKeys && kHasLists<Params>) {
+        const int unit = threadIdx.x % 32;
+        if (unit < Layout::kUnits) {
+          store_shared_16(shared.seen(stage) + 16 * unit, seen);
+          store_shared_u32(shared.most_seen(stage) + 4 * unit, most_seen(seen));
+        }
+        __syncwarp();
+      }
       if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, kTiles * Layout::kTileBytes);
       __syncwarp();
       if (first < kBlock)

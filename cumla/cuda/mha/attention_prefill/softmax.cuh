@@ -36,6 +36,11 @@ struct PrefillSoftmax {
   // With a mask, of this thread's rows. Where registers do not suffice, they are loaded for each block.
   static constexpr bool kHoldsIntervals = kConsumers != 3;
   Seen intervals[2];
+  // With lists: the query tokens of this thread's rows within the tile, and of each unit of a block a byte per row,
+  // and the most that a query token sees.
+  int own[2];
+  u32 listed;
+  u32 most_listed[Layout::kUnits];
   RowBias<Params> bias[2];
   float from[2];  // bias of this thread's first key of a block
 
@@ -49,6 +54,11 @@ struct PrefillSoftmax {
   __device__ __forceinline__ void look(u32 n, const Item& item) {
     const RaggedTile tile = tile_of(p, item, consumer);
     if constexpr (kHasMask<Params> && !kHoldsIntervals) return;
+    if constexpr (kHasLists<Params>) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) own[r] = min(tile.token_of(p, row + 8 * r), kTileTokens - 1);
+      return;
+    }
     if constexpr (kHasMask<Params>) {
       const ItemMask mask = read_mask(shared, n, item.tokens);
       seen_by_all = mask.hull.all;
@@ -95,6 +105,10 @@ struct PrefillSoftmax {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
     move_bias(block);
+    if constexpr (kHasLists<Params>) {
+      mask_by_lists();
+      return;
+    }
     if constexpr (kHasMask<Params> && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
     // True if all rows see all keys of the block.
     const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
@@ -135,6 +149,33 @@ struct PrefillSoftmax {
           if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[32 * half + i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
       }
     }
+  }
+
+  // Reads what the rows see of the keys of a stage, which must not be free yet.
+  __device__ __forceinline__ void look_at_lists(int stage) {
+    listed = 0;
+#pragma unroll
+    for (int unit = 0; unit < Layout::kUnits; ++unit) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const u32 word = load_shared_u32(shared.seen(stage) + 16 * unit + own[r] / 4 * 4);
+        listed |= (word >> own[r] % 4 * 8 & 0xff) << 8 * (2 * unit + r);
+      }
+      most_listed[unit] = load_shared_u32(shared.most_seen(stage) + 4 * unit);
+    }
+  }
+
+  __device__ __forceinline__ void mask_by_lists() {
+    if (listed == (Layout::kUnits == 2 ? 0x40404040u : 0x4040u)) return;
+#pragma unroll
+    for (int unit = 0; unit < Layout::kUnits; ++unit)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const u64 visible = keys_before(listed >> 8 * (2 * unit + r) & 0xff) >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[32 * unit + i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
+      }
   }
 
   // The largest score of this thread in a row, without its scale or, with a bias, with scale and bias.

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Divides query tokens into row tiles, for attention to the blocks of several lists (block_tiles.cu).
+//
+// A tile has up to tile_tokens consecutive tokens of one request; tokens of no request have tiles as well. Each token
+// is in one tile, whatever the offsets of requests are. The places of tiles have the order of their tokens.
+//
+// grid = 1 CTA of 1,024 threads. Once per step, after block_rows.
+//
+// Time line; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
+//   for each 1,024 tokens: find where requests begin | B | count tiles that begin here | B | write their places
+// Barriers guard the last beginnings of warps, and their counts.
+// Budget: 64 registers per thread, 256 B of shared memory.
+#include "blocks/rows.cuh"
+#include "split/plan.cuh"
+#include "split/scan.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+using namespace split;
+
+struct BlockPlacesParams {
+  const BlockRow* rows;  // [total_tokens]
+  TilePlace* places;     // [max_places]
+  Part* parts_out;       // [1]
+  Ticket* tickets;       // [1]
+  int total_tokens;
+  int max_places;
+  int tile_tokens;
+};
+
+constexpr u32 kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ void block_places(const BlockPlacesParams& p) {
+  __shared__ int begins[kScheduleWarps], warp_sums[kScheduleWarps];
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int count = 0, running = 0;  // tiles so far; the first token of the request that continues
+#pragma unroll 1
+  for (int base = 0; base < p.total_tokens; base += kScheduleThreads) {
+    const int token = base + static_cast<int>(threadIdx.x);
+    const bool exists = token < p.total_tokens;
+    const int request = exists ? p.rows[token].request : -1;
+    const bool begins_here = exists && (token == 0 || p.rows[token - 1].request != request);
+    const u32 of_warp = __ballot_sync(kAllLanes, begins_here), before = of_warp & (kAllLanes >> (31 - lane));
+    if (lane == 0) begins[warp] = of_warp == 0 ? -1 : token + 31 - __clz(of_warp);
+    __syncthreads();
+    const int earlier = __reduce_max_sync(kAllLanes, lane < warp ? begins[lane] : -1);
+    const int begin = before == 0 ? max(earlier, running) : token - lane + 31 - __clz(before);
+    running = max(running, __reduce_max_sync(kAllLanes, begins[lane]));
+    const bool is_first = exists && (token - begin) % p.tile_tokens == 0;
+    int all;
+    const int index = count + block_exclusive_sum(static_cast<int>(is_first), warp_sums, all);
+    if (is_first && index < p.max_places) {
+      int end = token + 1;
+      while (end < p.total_tokens && end < token + p.tile_tokens && p.rows[end].request == request) ++end;
+      p.places[index] = {p.rows[end - 1].seen(kMaxTokens), 0, end - token, token, index, 0};
+    }
+    count += all;
+  }
+  if (threadIdx.x == 0) {
+    Part part = {};  // it is loaded whole
+    part.end_place = min(count, p.max_places);
+    p.parts_out[0] = part;
+    p.tickets[0] = {};
+  }
+}
+
+}  // namespace cumla::blocks

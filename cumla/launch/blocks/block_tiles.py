@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_tiles.cu: the lists of a row tile's query tokens become one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cumla.launch.layouts import constant, launch_of
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cumla.launch.blocks.key import TileKey
+    from cumla.launch.kernel import Launch
+
+_THREADS = constant("blocks/block_tiles", "kListThreads")
+SPECS = (KernelSpec.of("blocks", "block_tiles", "BlockTilesParams", threads=_THREADS),)
+
+
+def block_tiles_launch(key: TileKey, buffer: int, lists: Mapping[str, Any]) -> Launch:
+    """Describe how to unite the lists of row tiles.
+
+    `buffer` is where the schedule begins; `lists` has the values of struct ListsParams but for
+    where pages are written.
+    """
+    places, parts, _ = key.layout.schedule_at(buffer)
+    values = {
+        **lists,
+        "pages_out": key.pages_at(buffer),
+        "places": places,
+        "parts_in": parts,
+        "seen_out": key.seen_at(buffer),
+        "units_out": key.units_at(buffer),
+        "total_tokens": key.total_tokens,
+        "max_places": key.num_places,
+        "most_blocks": key.most_blocks,
+        "block_units": key.units,
+        "by_topk": divisor_of(key.topk),
+    }
+    return launch_of(SPECS[0], (key.lists, 1, 1), values)
