@@ -7,7 +7,7 @@
 // docs/kernels/mha-prefill.md).
 //
 // Roles and time line:
-//   warp 0         loads keys by TMA
+//   warp 0         loads keys by TMA; with lists: and announces which of them query tokens see
 //   warp 1         loads values by TMA
 //   warp 2         takes tiles from the counter, and announces them
 //   warp 3         with a mask: adds to each tile what its rows see, and announces it
@@ -74,8 +74,8 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
     for (int s = 0; s < Layout::kStages; ++s) {
       mbarrier_init(shared.keys_full(s), kCopied ? kWarpgroup : 1);
       mbarrier_init(shared.values_full(s), kCopied ? kWarpgroup : 1);
-      mbarrier_init(shared.keys_free(s), 4 * kConsumers);
-      mbarrier_init(shared.values_free(s), 4 * kConsumers);
+      mbarrier_init(shared.keys_free(s), 4 * kConsumers);    // plant: keys used, arrivals
+      mbarrier_init(shared.values_free(s), 4 * kConsumers);  // plant: values used, arrivals
     }
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {

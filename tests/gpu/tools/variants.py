@@ -20,7 +20,7 @@ from pathlib import Path
 from cumla.core._driver import driver, in_primary_context
 from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
-from cumla.launch.mha import attention_decode
+from cumla.launch.mha import attention_decode, attention_prefill
 from cumla.launch.mla import mla_decode_fp8, mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
@@ -44,6 +44,7 @@ HEADS_64 = SPARSE_PACKED + FP8_64
 FP8_PRODUCTS = ("mla_decode_fp8_products",)
 ATTENTION = ("attention",)
 DECODE = ("attention_decode",)
+PREFILL = ("attention_prefill",)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION + DECODE
+    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION + DECODE + PREFILL
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -301,6 +302,13 @@ DECODE_EVERY_LANE_ARRIVES = (
 )
 """The same of the query rows and the results of few queries."""
 
+LISTED_EVERY_LANE_ARRIVES = (
+    Edit(PREFILL, "keys used, arrivals", "kWarpgroup * kConsumers", r"4 \* kConsumers"),
+    Edit(PREFILL, "values used, arrivals", "kWarpgroup * kConsumers", r"4 \* kConsumers"),
+    Edit(PREFILL, "keys or values used", "", _ONE_LANE),
+)
+"""The same of what query tokens see of a block's keys, where they have lists."""
+
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
     Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
@@ -338,6 +346,7 @@ ALL = {
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
     "few queries: every lane arrives": DECODE_EVERY_LANE_ARRIVES,
+    "lists of prompts: every lane arrives": LISTED_EVERY_LANE_ARRIVES,
     "delays of few queries": DECODE_DELAYS,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
@@ -364,6 +373,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return tuple(spec for spec in specs if spec.entry.endswith("_e4m3"))
     if stem in DECODE:
         return attention_decode.SPECS
+    if stem in PREFILL:
+        return tuple(spec for spec in attention_prefill.SPECS if "_listed_" in spec.entry)
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)

@@ -35,7 +35,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (lane == 0) mbarrier_arrive(barrier);  // plant: keys or values used
   }
 
   __device__ __forceinline__ static void multiply(float (&d)[kBlock / 2], u64 a, u64 b, bool accumulate) {

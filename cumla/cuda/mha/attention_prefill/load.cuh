@@ -141,20 +141,20 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
       if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
-      uint4 seen;
+      uint4 seen[Layout::kUnits];
       if constexpr (kOfKeys && kHasLists<Params>)
-        seen = seen_of(p, item.pages, block * Layout::kUnits + static_cast<int>(threadIdx.x % Layout::kUnits),
-                       item.tokens);
+#pragma unroll
+        for (int unit = 0; unit < Layout::kUnits; ++unit)
+          seen[unit] = seen_of(p, item.pages, block * Layout::kUnits + unit, item.tokens);
       mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
                     kOfKeys ? "a free stage of keys" : "a free stage of values");
-      if constexpr (kOfKeys && kHasLists<Params>) {
-        const int unit = threadIdx.x % 32;
-        if (unit < Layout::kUnits) {
-          store_shared_16(shared.seen(stage) + 16 * unit, seen);
-          store_shared_u32(shared.most_seen(stage) + 4 * unit, most_seen(seen));
-        }
-        __syncwarp();
-      }
+      if constexpr (kOfKeys && kHasLists<Params>)
+        if (threadIdx.x % 32 == 0)  // the lane that arrives
+#pragma unroll
+          for (int unit = 0; unit < Layout::kUnits; ++unit) {
+            store_shared_16(shared.seen(stage) + 16 * unit, seen[unit]);
+            store_shared_u32(shared.most_seen(stage) + 4 * unit, most_seen(seen[unit]));
+          }
       if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, kTiles * Layout::kTileBytes);
       __syncwarp();
       if (first < kBlock)
