@@ -317,6 +317,20 @@ def blocks_of_equal_queries() -> Arguments:
     )
 
 
+def blocks_of_prompts() -> Arguments:
+    """Two prompts, whose query tokens share row tiles."""
+    return {
+        "q": numbers(540, 16, 128),
+        "k": numbers(6, 64, 1, 128),
+        "v": numbers(6, 64, 1, 128),
+        "block_indices": np.arange(1080, dtype=np.int32).reshape(540, 1, 2) % 6,
+        "block_size": 64,
+        "kv_lens": int32(190, 90),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "qo_indptr": int32(1, 140, 230),
+    }
+
+
 def scored_blocks() -> Arguments:
     """Rows 1 to 5 of 8 have a request."""
     return {
@@ -568,6 +582,17 @@ OPERATIONS = {
             ("q", "block_indices"),
             ("q", "block_indices", "block_table", "kv_lens", "qo_indptr+1"),
         ),
+    ),
+    "block_sparse_attention of prompts": Operation(
+        cumla.block_sparse_attention,
+        blocks_of_prompts,
+        lambda: {"out": aligned((540, 16, 128)), "lse": aligned((540, 16), np.float32)},
+        (
+            *("block_rows", "block_places", "block_tiles"),
+            "attention_prefill_listed_bfloat16_128_128",
+        ),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(("q", "block_indices"),),
     ),
     "block_sparse_attention of equal queries": Operation(
         cumla.block_sparse_attention,

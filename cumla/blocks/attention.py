@@ -230,7 +230,9 @@ def block_sparse_attention(
     Notes
     -----
     Lengths, offsets, page numbers and lists may have any values: none leads out of the arrays.
-    Nothing but the visible tokens of listed blocks reaches a result, NaN included.
+    Nothing but the visible tokens of listed blocks reaches a result, NaN included. With 8 or more
+    query tokens of a request on average, up to 16 neighbours of a request are computed together:
+    what one of them sees must be finite, or results of the others may be NaN.
 
     Sources: MiniMax M3 (MSA), InfLLM v2, and NSA (arXiv:2502.11089), whose chosen branch this is.
 

@@ -697,6 +697,25 @@ def dsa(make: _Maker) -> Iterator[Case]:
         yield "DSAPlan", step
 
 
+def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
+    """Block-sparse attention of prompts, whose query tokens share row tiles."""
+    for columns, dtype in itertools.product(((128, 128), (192, 128)), HALVES):
+
+        def prompts(columns: tuple[int, int] = columns, dtype: np.dtype[Any] = dtype) -> None:
+            for heads, kv_heads, block, topk in ((64, 4, 128, 16), (12, 1, 64, 40)):
+                k, v = (make(9, 128, kv_heads, n, dtype=dtype) for n in columns)
+                lists = make.int32(900, kv_heads, topk)
+                given: dict[str, Any] = {"block_table": make.int32(3, 50), "block_size": block}
+                given["kv_lens"] = make.int32(3)
+                q = make(900, heads, columns[0], dtype=dtype)
+                cumla.block_sparse_attention(q, k, v, lists, **given, qo_indptr=make.int32(4))
+                given |= {"sinks": make.float32(heads), "topk_lens": make.int32(900)}
+                q = make(3, 300, heads, columns[0], dtype=dtype)
+                cumla.block_sparse_attention(q, k, v, lists, **given)
+
+        yield f"blocks of prompts, {columns[0]} columns, {dtype.name}", prompts
+
+
 def blocks(make: _Maker) -> Iterator[Case]:
     """Block-sparse attention, scores of blocks, and their choice."""
     grid = itertools.product((64, 128, 192, 256), HALVES, (False, True), ((16, 1), (32, 4)))
@@ -981,7 +1000,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     for function in (
         *(mla, mla_masks, mla_widths, mla_invariant, mla_lists, attention, attention_by_masks),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
-        *(prefixes, layouts, others, blocks),
+        *(prefixes, layouts, others, blocks, blocks_of_prompts),
     )
 }
 
