@@ -90,6 +90,7 @@ PLANTS = {
     "swapped-unwritten-partial": variants.SWAPPED_UNWRITTEN_PARTIAL,
 }
 BLOCKS = (*block_cases.samples(24)[::2], block_cases.samples(1, lens=(2300,), topk=40)[0])
+PROMPTS = block_cases.prompts(12)[::3]
 BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find these
     "missing-tile-wait": "it does not know the copy engine's writes",
     "swapped-missing-exchange-sync": "it does not know what wgmma reads",
@@ -370,7 +371,10 @@ def run_calls(
     elif part in {"heads", "blocks"}:
         few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
         with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
-            (attend_many_heads if part == "heads" else attend_blocks)(cupy)
+            if part == "heads":
+                attend_many_heads(cupy)
+            else:
+                attend_blocks(cupy, edited)
     else:
         score_all(cupy, edited)
 
@@ -911,16 +915,23 @@ def attend_by_masks(cupy: Any) -> None:
     print("sanitize: attention with masks: agrees", flush=True)
 
 
-def attend_blocks(cupy: Any) -> None:
+def attend_blocks(cupy: Any, edited: Callable[..., Any]) -> None:
     """Lists of blocks, cut into parts or not, of all forms; scores, and their choice."""
-    for sample in BLOCKS:
+
+    def attend(sample: block_cases.Sample, count: int) -> None:
         problem = block_cases.make(sample)
+        given = {name: there(cupy, value) for name, value in problem.given.items()}
+        with multiprocessors(count):
+            got = cumla.block_sparse_attention(**given)
+        host = [a.view(f"u{a.dtype.itemsize}").get().view(a.dtype) for a in got]
+        block_cases.check(problem, cumla.AttentionState(*host), sample.dtype)
+
+    for sample in BLOCKS:
         for count in (132, 3):
-            given = {name: there(cupy, value) for name, value in problem.given.items()}
-            with multiprocessors(count):
-                got = cumla.block_sparse_attention(**given)
-            host = [a.view(f"u{a.dtype.itemsize}").get().view(a.dtype) for a in got]
-            block_cases.check(problem, cumla.AttentionState(*host), sample.dtype)
+            attend(sample, count)
+    with edited("every lane arrives", *variants.LISTED_EVERY_LANE_ARRIVES):
+        for sample in PROMPTS:  # whose query tokens share row tiles
+            attend(sample, 2)
     for seed in range(9):
         case = score_cases.scores_case(seed)
         given = {name: there(cupy, value) for name, value in case.given.items()}

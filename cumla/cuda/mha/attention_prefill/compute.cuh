@@ -275,7 +275,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
         if constexpr (kHasMask<Params>) raises |= block * kBlock < seen_by_all.first;
         if constexpr (kHasLists<Params>) {
-          raises = true;  // a row may have seen nothing yet
+          raises = kBlock == 64 || block == blocks.first;  // a row that has seen no key has infinite weights at first
           look_at_lists(t % Layout::kStages);
         }
         if (block == blocks.first) fetch_query(n + 1);

@@ -167,6 +167,11 @@ struct PrefillSoftmax {
 
   __device__ __forceinline__ void mask_by_lists() {
     if (listed == (Layout::kUnits == 2 ? 0x40404040u : 0x4040u)) return;
+    if (listed == 0) {
+#pragma unroll
+      for (float& score : scores) score = -kInfinity;
+      return;
+    }
 #pragma unroll
     for (int unit = 0; unit < Layout::kUnits; ++unit)
 #pragma unroll
