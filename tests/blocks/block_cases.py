@@ -96,7 +96,7 @@ def prompts(count: int) -> list[Sample]:
         "lens": ((700,), (90, 33, 0, 257), (300,) * 3, (2000, 40), (9, 9)),
     }
     rng, found = random.Random(54), []
-    fixed: dict[str, Any] = {"queries": "prompts", "invariant": False, "cache": "same"}
+    fixed: dict[str, Any] = {"queries": "prompts", "invariant": False}
     for sample in samples(count, **fixed):
         found.append(replace(sample, **{name: rng.choice(of) for name, of in forms.items()}))
     return found

@@ -24,11 +24,13 @@ using namespace split;
 struct BlockPlacesParams {
   const BlockRow* rows;  // [total_tokens]
   TilePlace* places;     // [max_places]
-  Part* parts_out;       // [1]
+  Part* parts_out;       // [parts]; part i has every parts-th tile from i on, by numbers of its own from 0 on
   Ticket* tickets;       // [1]
+  int* count_out;        // [1] tiles
   int total_tokens;
   int max_places;
   int tile_tokens;
+  int parts;
 };
 
 constexpr u32 kAllLanes = 0xffffffffu;
@@ -61,11 +63,15 @@ __device__ __forceinline__ void block_places(const BlockPlacesParams& p) {
     }
     count += all;
   }
-  if (threadIdx.x == 0) {
+  count = min(count, p.max_places);
+  for (int i = threadIdx.x; i < p.parts; i += kScheduleThreads) {
     Part part = {};  // it is loaded whole
-    part.end_place = min(count, p.max_places);
-    p.parts_out[0] = part;
+    part.end_place = (count - i + p.parts - 1) / p.parts;
+    p.parts_out[i] = part;
+  }
+  if (threadIdx.x == 0) {
     p.tickets[0] = {};
+    *p.count_out = count;
   }
 }
 

@@ -28,7 +28,7 @@ using namespace split;
 // pages_out is [tiles, kv heads, most_blocks].
 struct BlockTilesParams : ListsParams {
   const TilePlace* places;  // [max_places]
-  const Part* parts_in;     // [1]
+  const int* count;         // [1] tiles
   uint4* seen_out;          // [tiles, kv heads, most_blocks, units of a block]: of 64 keys, a byte per query token
   int* units_out;           // [tiles, kv heads]
   int total_tokens;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void block_tiles(const BlockTilesParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   const int place = quotient(blockIdx.x, p.by_kv_heads), head = blockIdx.x - place * p.kv_heads;
-  if (place >= min(p.parts_in[0].end_place, p.max_places)) return;
+  if (place >= min(*p.count, p.max_places)) return;
   // Clamped: a plan that was never updated holds arbitrary bits, which must not lead out of the arrays.
   const int begin = min(max(p.places[place].q_begin, 0), p.total_tokens - 1);
   const int tokens = min(min(max(p.places[place].q_len, 1), mha::kTileTokens), p.total_tokens - begin);

@@ -45,6 +45,7 @@
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
+#include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
 #include "mha/attention/shared.cuh"
 #include "split/plan.cuh"

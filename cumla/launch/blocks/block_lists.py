@@ -160,7 +160,7 @@ def _tile_launches(
         "units_apart": columns * tile.units,
     }
     unite = block_tiles_launch(tile, schedule, _lists_values(key, buffer, a, pages))
-    return [unite, launch_of(tile.choice.spec, (tile.sm_count, 1, 1), values)]
+    return [unite, launch_of(tile.choice.spec, tile.grid, values)]
 
 
 def _attention_of(

@@ -20,14 +20,17 @@ def block_places_launch(key: BlockKey, buffer: int) -> Launch:
     """Describe how to divide the query tokens of the plan's rows into row tiles."""
     tile = key.tile
     assert tile is not None
-    places, parts, tickets = tile.layout.schedule_at(key.schedule_at(buffer))
+    schedule = key.schedule_at(buffer)
+    places, parts, tickets = tile.layout.schedule_at(schedule)
     values = {
         "rows": key.rows_at(buffer),
         "places": places,
         "parts_out": parts,
         "tickets": tickets,
+        "count_out": tile.count_at(schedule),
         "total_tokens": tile.total_tokens,
         "max_places": tile.num_places,
         "tile_tokens": tile.tile_tokens,
+        "parts": tile.parts,
     }
     return launch_of(SPECS[0], (1, 1, 1), values)

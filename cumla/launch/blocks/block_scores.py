@@ -58,7 +58,7 @@ def _spec(dtype: str, columns: int) -> KernelSpec:
         *(kind, is_e4m3, columns),
         tags=[form, str(columns)],
         threads=_THREADS,
-        min_blocks=_resident(dtype, columns) if is_e4m3 else 1,
+        min_blocks=3 if _resident(dtype, columns) == 3 else 1,
     )
 
 

@@ -25,12 +25,12 @@ def block_tiles_launch(key: TileKey, buffer: int, lists: Mapping[str, Any]) -> L
     `buffer` is where the schedule begins; `lists` has the values of struct ListsParams but for
     where pages are written.
     """
-    places, parts, _ = key.layout.schedule_at(buffer)
+    places, *_ = key.layout.schedule_at(buffer)
     values = {
         **lists,
         "pages_out": key.pages_at(buffer),
         "places": places,
-        "parts_in": parts,
+        "count": key.count_at(buffer),
         "seen_out": key.seen_at(buffer),
         "units_out": key.units_at(buffer),
         "total_tokens": key.total_tokens,

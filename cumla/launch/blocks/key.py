@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
 from cumla.launch.layouts import constant
-from cumla.launch.mha.attention import LISTED
+from cumla.launch.mha.attention import LISTED, LISTED_TILES, tiles_spec
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
 from cumla.launch.mha.choice import RULES as RULES_OF_CHOICE
 from cumla.launch.mha.choice import Choice, choose
 from cumla.launch.mha.key import MHAKey
+from cumla.launch.mha.shape import E4M3
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, PlanLayout
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockKey", "TileKey"]
 
 _ALIGNMENT = 256
-ROWS = 128  # query rows of a row tile
+_ROWS = 128  # query rows of a row tile of 16-bit keys; half of it where keys are e4m3
 # Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
 # multiprocessors: as few as the kernel splits.
 _LEAST_PART = 2
@@ -111,7 +112,7 @@ class BlockKey(MHAKey):
     def tile(self) -> TileKey | None:
         """The key of row tiles of several query tokens, where these have whole prompts."""
         heads, tile = self.num_heads, None
-        if self.cache_dtype == self.dtype and _TILE_HEADS >= heads >= ROWS // _TILE_TOKENS:
+        if _TILE_HEADS >= heads >= _ROWS // _TILE_TOKENS:
             tile = TileKey(
                 batch=self.requests,
                 total_tokens=self.batch,
@@ -241,8 +242,22 @@ class TileKey(MHAKey):
         """Which kernel: that for lists."""
         return LISTED
 
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values are e4m3."""
+        return self.cache_dtype == E4M3
+
+    @property
+    def row_tile(self) -> int:
+        """Query rows of a row tile."""
+        return _ROWS // 2 if self.is_e4m3 else _ROWS
+
     @cached_property
     def _spec(self) -> KernelSpec | None:
+        if self.kernel_tiles not in LISTED_TILES:
+            return None
+        if self.is_e4m3:
+            return tiles_spec(self.dtype, self.kernel_tiles, "e4m3", LISTED)
         return prefill_spec(self.dtype, self.kernel_tiles, False, LISTED)
 
     @property
@@ -263,12 +278,32 @@ class TileKey(MHAKey):
         """The kernel, and its row tiles."""
         assert self._spec is not None
         tiles = block_tokens(self.kernel_tiles)
-        return Choice(self._spec, ROWS, gcd(self.page_size, tiles))
+        return Choice(self._spec, self.row_tile, gcd(self.page_size, tiles))
+
+    @property
+    def cut_parts(self) -> int:
+        """Parts that may have a piece of a tile: none."""
+        return 0
+
+    @property
+    def num_tickets(self) -> int:
+        """Places where thread blocks meet: the counter of attention_prefill."""
+        return 1
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares of the tiles of a kv head; attention_prefill has a counter instead."""
+        return max(1, self.sm_count // self.num_kv_heads) if self.is_e4m3 else 1
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Thread blocks of attention."""
+        return (1, self.parts, self.num_kv_heads) if self.is_e4m3 else (self.sm_count, 1, 1)
 
     @cached_property
     def tile_tokens(self) -> int:
         """Query tokens of a row tile."""
-        return ROWS // self.heads_per_group
+        return self.row_tile // self.heads_per_group
 
     @property
     def most_blocks(self) -> int:
@@ -302,10 +337,14 @@ class TileKey(MHAKey):
         """Give the address of the numbers of units."""
         return self.seen_at(buffer) + self.lists * self.most_blocks * self.units * _TILE_TOKENS
 
+    def count_at(self, buffer: int) -> int:
+        """Give the address of the number of row tiles of a kv head."""
+        return self.units_at(buffer) + self.lists * 4
+
     @property
     def nbytes(self) -> int:
         """Size of the schedule, and of all that block_tiles writes."""
-        return self.units_at(0) + _aligned(self.lists * 4)
+        return _aligned(self.count_at(0) + 4)
 
 
 def _aligned(nbytes: int) -> int:

@@ -21,7 +21,9 @@ VARIANTS = {
     "linear": "LinearParams",
     "table": "TableParams",
 }
-LISTED = "listed"  # query tokens have lists of blocks: attention_prefill alone
+LISTED = "listed"  # query tokens have lists of blocks: e4m3 keys, and attention_prefill
+PARAMS = {**VARIANTS, LISTED: "ListedParams"}
+LISTED_TILES = ((2, 2), (3, 2))  # of models whose query tokens choose blocks
 BIASED_TILES = ((1, 1), (2, 2), (4, 4))  # with a bias narrower keys or values are padded
 
 
@@ -42,7 +44,7 @@ def _spec(dtype: str, tiles: tuple[int, int], form: str, variant: str) -> Kernel
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     layout = f"SharedLayout<{tiles[0]}, {tiles[1]}, {in_cuda(form == 'e4m3')}>"
     return KernelSpec.of(
-        *("mha", "attention", VARIANTS[variant]),
+        *("mha", "attention", PARAMS[variant]),
         *(dtype, *tiles, _FORMS[form]),
         name=named("attention", variant),
         tags=[dtype, *names, *([form] if form != "boxes" else [])],
@@ -58,7 +60,7 @@ _SPECS = {
     for names in product(HALVES, TILES, _FORMS, VARIANTS)
     if names[1] in tiles_of(names[3])
     and (names[2] != "e4m3" or max(names[1]) * COLUMNS <= E4M3_COLUMNS[-1])
-}
+} | {names: _spec(*names) for names in product(HALVES, LISTED_TILES, ("e4m3",), (LISTED,))}
 SPECS = tuple(_SPECS.values())
 
 

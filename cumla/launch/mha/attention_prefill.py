@@ -6,12 +6,11 @@ from __future__ import annotations
 from itertools import product
 
 from cumla.launch.layouts import constant
-from cumla.launch.mha.attention import LISTED, VARIANTS, named, tiles_of
+from cumla.launch.mha.attention import LISTED, LISTED_TILES, PARAMS, named, tiles_of
 from cumla.launch.source import HALVES, KernelSpec
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 _VARIANTS = ("", "masked", "linear")
-_LISTED_TILES = ((2, 2), (3, 2))  # of models whose query tokens choose blocks
 
 
 def block_tokens(tiles: tuple[int, int]) -> int:
@@ -34,7 +33,7 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool, variant: str) -> Kerne
     block, consumers = block_tokens(tiles), _consumers(tiles, rows)
     layout = f"PrefillLayout<{tiles[0]}, {tiles[1]}, {block}, {consumers}>"
     return KernelSpec.of(
-        *("mha", "attention_prefill", "ListedParams" if variant == LISTED else VARIANTS[variant]),
+        *("mha", "attention_prefill", PARAMS[variant]),
         *(dtype, *tiles, block, consumers, rows),
         name=named("attention_prefill", variant),
         tags=[dtype, *names, *(["rows"] if rows else [])],
@@ -50,7 +49,7 @@ _SPECS = {
     and tiles in tiles_of(variant)
 } | {
     (dtype, tiles, False, LISTED): _spec(dtype, tiles, False, LISTED)
-    for dtype, tiles in product(HALVES, _LISTED_TILES)
+    for dtype, tiles in product(HALVES, LISTED_TILES)
 }
 SPECS = tuple(_SPECS.values())
 

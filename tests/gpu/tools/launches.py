@@ -699,11 +699,14 @@ def dsa(make: _Maker) -> Iterator[Case]:
 
 def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
     """Block-sparse attention of prompts, whose query tokens share row tiles."""
-    for columns, dtype in itertools.product(((128, 128), (192, 128)), HALVES):
+    for columns, dtype, fp8 in itertools.product(((128, 128), (192, 128)), HALVES, (False, True)):
 
-        def prompts(columns: tuple[int, int] = columns, dtype: np.dtype[Any] = dtype) -> None:
+        def prompts(
+            columns: tuple[int, int] = columns, dtype: np.dtype[Any] = dtype, fp8: bool = fp8
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
             for heads, kv_heads, block, topk in ((64, 4, 128, 16), (12, 1, 64, 40)):
-                k, v = (make(9, 128, kv_heads, n, dtype=dtype) for n in columns)
+                k, v = (make(9, 128, kv_heads, n, dtype=of_cache) for n in columns)
                 lists = make.int32(900, kv_heads, topk)
                 given: dict[str, Any] = {"block_table": make.int32(3, 50), "block_size": block}
                 given["kv_lens"] = make.int32(3)
@@ -713,7 +716,8 @@ def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
                 q = make(3, 300, heads, columns[0], dtype=dtype)
                 cumla.block_sparse_attention(q, k, v, lists, **given)
 
-        yield f"blocks of prompts, {columns[0]} columns, {dtype.name}", prompts
+        cache = "e4m3" if fp8 else "same"
+        yield f"blocks of prompts, {columns[0]} columns, {dtype.name}, {cache}", prompts
 
 
 def blocks(make: _Maker) -> Iterator[Case]:

@@ -44,7 +44,9 @@ def test_united_lists(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         buffer = np.asarray(plan._memory.owner)
     tile, at = plan.key.tile, plan.key.schedule_at(0)
     places, parts, _ = tile.layout.schedule_at(at)
-    count = int(buffer[parts : parts + 48].view(np.int32)[4])
+    count = int(buffer[tile.count_at(at) : tile.count_at(at) + 4].view(np.int32)[0])
+    ends = buffer[parts : parts + 48 * tile.parts].view(np.int32).reshape(-1, 12)[:, 4]
+    assert ends.tolist() == [len(range(i, count, tile.parts)) for i in range(tile.parts)]
     found = buffer[places : places + 32 * count].view(np.int32).reshape(-1, 8)
     heads, block = sample.heads[1], sample.block[0]
     views = [view_of(problem.given[n]) for n in "kv"]

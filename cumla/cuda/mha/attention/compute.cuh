@@ -3,6 +3,7 @@
 #pragma once
 #include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"
+#include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
 #include "mha/attention/shared.cuh"
 #include "attend/reduce.cuh"
@@ -47,6 +48,8 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2], seen_by_all;
+  int own[2];      // with lists: the query tokens of this thread's rows within the tile
+  u32 listed[2];   // and the keys of a block that they see
   MaskOf<Params> mask;
   RowBias<Params> bias[2];
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
@@ -82,7 +85,7 @@ struct Consumer {
       key_factor = fminf(fmaxf(factor, kMinFactor), kMaxFactor);
       value_factor = p.value_scale.of(request_of(p, tile), tile.index);
     }
-    if constexpr (!kHasMask<Params>) {
+    if constexpr (!kHasMask<Params> && !kHasLists<Params>) {
       // The first row has the least end, the last row the greatest beginning.
       seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     }
@@ -90,7 +93,9 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
-      if constexpr (kHasMask<Params>)
+      if constexpr (kHasLists<Params>)
+        own[r] = token_in_tile(p, tile, row + 8 * r);
+      else if constexpr (kHasMask<Params>)
         seen[r] = interval_of(all_params, tile, mask.of, own_token(p, tile, row + 8 * r));
       else
         seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
@@ -166,8 +171,26 @@ struct Consumer {
     for (int i = 0; i < 32; ++i) scores[i] = tanh_of(scores[i] * cap_factor());
   }
 
+  // Reads what the rows see of a block. True if no row of this warp sees a key.
+  __device__ __forceinline__ bool look_at_list(const uint4& of_tokens) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) listed[r] = seen_by_token(of_tokens, own[r]);
+    return __all_sync(0xffffffffu, (listed[0] | listed[1]) == 0) != 0;
+  }
+
   __device__ __forceinline__ void mask_scores(int block) {
     const int begin = block * kBlockTokens;
+    if constexpr (kHasLists<Params>) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (listed[r] == kUnit) continue;
+        const u64 visible = keys_before(listed[r]) >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
+      }
+      return;
+    }
     if constexpr (kHasMask<Params>) {
       if (mask.hull.all_see(mask.of, begin, kBlockTokens)) return;
 #pragma unroll
@@ -261,12 +284,19 @@ struct Consumer {
 #pragma unroll 1
     for (int i = kDivided ? 0 : (consumer ^ t) & 1; i < segment.blocks; i += kDivided ? 1 : 2) {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
+      uint4 of_tokens;
+      if constexpr (kHasLists<Params>) of_tokens = seen_of(all_params, tile.pages, i, segment.tokens);
       mbarrier_wait(shared.keys_full(stage), phase, "keys");
       if constexpr (kCopied) fence_proxy_async_shared();
       multiply_query(stage);
       arrive(shared.keys_free(stage));
       cap_scores();
-      if (has_rows(0)) {
+      bool is_hidden = false;
+      if constexpr (kHasLists<Params>) is_hidden = look_at_list(of_tokens);
+      if (is_hidden) {
+#pragma unroll
+        for (u32& x : probabilities) x = 0;
+      } else if (has_rows(0)) {
         add_bias(segment.begin + i);
         mask_scores(segment.begin + i);
         if (has_rows(1))
@@ -276,7 +306,9 @@ struct Consumer {
       }
       mbarrier_wait(shared.values_full(stage), phase, "values");
       if constexpr (kCopied) fence_proxy_async_shared();
-      if constexpr (kHasMask<Params>) {
+      if constexpr (kHasLists<Params>) {
+        if (const u32 most = most_seen(of_tokens); most < kUnit) clear_values(stage, most, kUnit);
+      } else if constexpr (kHasMask<Params>) {
         clear_unseen(stage, segment.begin + i);
       } else {
         const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;

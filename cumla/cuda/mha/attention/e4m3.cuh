@@ -6,6 +6,7 @@
 // Consumers fence these generic writes before wgmma reads them.
 #pragma once
 #include "mha/attention/layout.cuh"
+#include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"

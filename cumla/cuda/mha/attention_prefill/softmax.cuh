@@ -56,7 +56,7 @@ struct PrefillSoftmax {
     if constexpr (kHasMask<Params> && !kHoldsIntervals) return;
     if constexpr (kHasLists<Params>) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) own[r] = min(tile.token_of(p, row + 8 * r), kTileTokens - 1);
+      for (int r = 0; r < 2; ++r) own[r] = token_in_tile(p, tile, row + 8 * r);
       return;
     }
     if constexpr (kHasMask<Params>) {
