@@ -20,6 +20,7 @@ SECTIONS: tuple[Section, ...] = (
     indexer.LOGITS,
     indexer.TOP_K,
     blocks.DECODE,
+    blocks.PREFILL,
     blocks.SCORES,
     blocks.SELECT,
     blocks.STEP,

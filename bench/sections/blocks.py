@@ -110,6 +110,99 @@ DECODE = Section(
 )
 
 
+def prefill(lab: Lab, cache: str, context: int, heads: int, kv_heads: int) -> Case:
+    tokens, heads, kv_len, top = lab.at_most(
+        tokens=(8192, 40), heads=(heads, 8 * kv_heads), kv_len=(8192 + context, 1024), top=(_TOP, 2)
+    )
+    torch, width, scale = lab.torch, kv_len // _BLOCK, _COLUMNS**-0.5
+    k, v = (lab.normal(width, _BLOCK, kv_heads, _COLUMNS) for _ in range(2))
+    if cache == "e4m3":
+        k, v = (x.to(lab.dtype("float8_e4m3fn")) for x in (k, v))
+    q, table = lab.normal(1, tokens, heads, _COLUMNS), lab.table(1, width)
+    lists = _lists_of_prompt(lab, tokens, kv_heads, kv_len, top)
+    lens = lab.full(1, kv_len)
+    out, lse = lab.empty(*q.shape), lab.empty(*q.shape[:-1], dtype="float32")
+    plan = cumla.BlockSparsePlan.from_arrays(q, k, v, lists, block_size=_BLOCK)
+    plan.update(lens)
+    all_keys = cumla.AttentionPlan.from_arrays(q, k, v)
+    all_keys.update(lens)
+    of_all, lse_of_all = lab.empty(*q.shape), lab.empty(*q.shape[:-1], dtype="float32")
+
+    def run() -> Any:
+        plan.run(q, k, v, lists, block_table=table, out=out, lse=lse)
+        return out
+
+    def run_all() -> Any:
+        all_keys.run(q, k, v, block_table=table, out=of_all, lse=lse_of_all)
+        return out  # of the same shape; what it attends to is another thing
+
+    def error(got: Any) -> float:
+        group, worst = heads // kv_heads, 0.0
+        for token in sampled(tokens):
+            seen = kv_len - tokens + token + 1
+            for head in range(kv_heads):
+                blocks = lists[token, head][lists[token, head] >= 0].long().sort().values
+                page = table[0, blocks].long()
+                keys, values = (
+                    x[page, :, head]
+                    .float()
+                    .reshape(-1, _COLUMNS)[
+                        : (len(blocks) - 1) * _BLOCK + seen - int(blocks[-1]) * _BLOCK
+                    ]
+                    for x in (k, v)
+                )
+                some = slice(head * group, (head + 1) * group)
+                want = attend(q[0, token, some], keys, values, scale)
+                worst = max(worst, row_error(got[0, token, some], want))
+        return worst
+
+    listed = int((lists >= 0).sum())
+    shared = len(torch.unique(lists)) * kv_heads * _BLOCK * 2 * k.element_size()
+    return Case(
+        run,
+        error,
+        limit=6e-3,
+        nbytes=(shared + tokens * heads * 4) * _COLUMNS,
+        flops=4 * heads // kv_heads * listed * _BLOCK * _COLUMNS,
+        peers={"plain": [Variant("all keys", run_all)]},
+    )
+
+
+def _lists_of_prompt(lab: Lab, tokens: int, kv_heads: int, kv_len: int, top: int) -> Any:
+    """The own block of each token, and the best others by scores that 8 neighbours partly share."""
+    torch, width = lab.torch, kv_len // _BLOCK
+    own = torch.arange(kv_len - tokens, kv_len, device=lab.device) // _BLOCK
+    shared = lab.normal(-(-tokens // 8), kv_heads, width, dtype="float32")
+    scores = lab.normal(tokens, kv_heads, width, dtype="float32")
+    scores += 2 * shared.repeat_interleave(8, 0)[:tokens]
+    blocks = torch.arange(width, device=lab.device)
+    scores.masked_fill_(blocks > own[:, None, None], -torch.inf)
+    scores.masked_fill_(blocks == own[:, None, None], torch.inf)
+    best = scores.topk(min(top, width))
+    return lab.ints(torch.where(best.values == -torch.inf, -1, best.indices))
+
+
+PREFILL = Section(
+    name="block-prefill",
+    title="Prompts of MiniMax M3",
+    about="`cumla.BlockSparsePlan.run` for 8,192 query tokens of a prompt behind a context: each "
+    "query token and kv head attends to its own block of 128 tokens and to 15 others. Scores of 8 "
+    "neighbours have four fifths of their variance in common. Beside it `cumla.AttentionPlan.run` "
+    "over all keys.",
+    columns={"cache": "K/V", "context": "context", "heads": "heads", "kv_heads": "kv heads"},
+    shapes=shapes(
+        "cache context heads kv_heads",
+        *(
+            (cache, *sizes)
+            for cache in ("bfloat16", "e4m3")
+            for sizes in ((0, 64, 4), (8192, 64, 4), (8192, 16, 1))
+        ),
+    ),
+    build=prefill,
+    baseline="attention to all keys",
+)
+
+
 def scores(lab: Lab, cache: str, batch: int, kv_len: int) -> Case:
     batch, kv_len = lab.at_most(batch=(batch, 2), kv_len=(kv_len, 512))
     pages = kv_len // _BLOCK
