@@ -28,7 +28,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   using Softmax::p, Softmax::all_params, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::output, Softmax::scores, Softmax::probabilities;
   using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all, Softmax::seen_by_all_of;
-  using Softmax::look, Softmax::look_at_lists, Softmax::most_listed, Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
+  using Softmax::look, Softmax::look_at_lists, Softmax::most_listed;
+  using Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
   using Softmax::pack, Softmax::end_rows, Softmax::write;
   using Softmax::Softmax;
   static constexpr int kThreads = kConsumers * kWarpgroup;
