@@ -41,8 +41,9 @@ _TILE_TOKENS = constant("blocks/block_tiles", "mha::kTileTokens")  # at most
 _TILE_HEADS = 32
 # Query tokens of a request, on average, from which on neighbours are united.
 _TILED_QUERIES = 8
-# Row tiles of all kv heads for each multiprocessor, at least, as a fraction.
-_TILES_OF_SM = (1, 2)
+# Row tiles of all kv heads for each multiprocessor, at least, as a fraction: with fewer, lists that
+# are split among all multiprocessors end earlier. Tiles of e4m3 keys have half the rows.
+_TILES_OF_SM, _E4M3_TILES_OF_SM = (1, 2), (1, 1)
 _MOST_KEYS = (1 << 31) - 128  # of a tile
 
 
@@ -263,12 +264,13 @@ class TileKey(MHAKey):
     @property
     def serves(self) -> bool:
         """Whether a kernel has these columns and blocks, and tiles are worth it."""
-        tiles, sms = self.total_tokens // self.tile_tokens * self.num_kv_heads, self.sm_count
+        tiles = self.total_tokens // self.tile_tokens * self.num_kv_heads
+        few, of = _E4M3_TILES_OF_SM if self.is_e4m3 else _TILES_OF_SM
         return (
             self._spec is not None
             and self.page_size % _UNIT == 0
             and self.total_tokens >= _TILED_QUERIES * self.batch
-            and tiles * _TILES_OF_SM[1] >= sms * _TILES_OF_SM[0]
+            and tiles * of >= self.sm_count * few
             and 0 < self.most_blocks * self.page_size <= _MOST_KEYS
             and self.num_places * self.num_kv_heads <= RULES_OF_CHOICE.most_tiles
         )
