@@ -14,6 +14,7 @@ from cumla.launch.blocks.block_lists import virtual_pages
 from cumla.mha.arguments import swapped
 from tests.blocks.block_cases import check, make, prompts
 from tests.emulator import emulated_gpu
+from tests.launch.blocks.block_tiles_mirror import united
 from tests.launch.blocks.test_block_lists import view_of
 from tests.selection import some
 
@@ -43,11 +44,9 @@ def test_united_lists(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned(cupy, problem.given)
         buffer = np.asarray(plan._memory.owner)
     tile, at = plan.key.tile, plan.key.schedule_at(0)
-    places, parts, _ = tile.layout.schedule_at(at)
     count = int(buffer[tile.count_at(at) : tile.count_at(at) + 4].view(np.int32)[0])
-    ends = buffer[parts : parts + 48 * tile.parts].view(np.int32).reshape(-1, 12)[:, 4]
-    assert ends.tolist() == [len(range(i, count, tile.parts)) for i in range(tile.parts)]
-    found = buffer[places : places + 32 * count].view(np.int32).reshape(-1, 8)
+    begin = tile.layout.schedule_at(at)[0]
+    found = buffer[begin : begin + 32 * count].view(np.int32).reshape(-1, 8)
     heads, block = sample.heads[1], sample.block[0]
     views = [view_of(problem.given[n]) for n in "kv"]
     if problem.given["kv_layout"] == "HND":
@@ -73,17 +72,15 @@ def test_united_lists(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for head in range(heads):
             lists = [of_heads[head][1] for of_heads in of_tile]
             request = of_tile[0][head][0]
-            blocks = np.unique(np.concatenate(lists) // block)
+            blocks, counts = united(lists, block)
             assert numbers[place, head] == len(blocks) * units
             if not len(blocks):
                 continue
             page = problem.given["block_table"][request, blocks // sample.block[1]].astype(np.int64)
             want = page * steps[0] + blocks % sample.block[1] * steps[1]
             np.testing.assert_array_equal(pages[place, head, : len(blocks)], want)
-            first = (blocks[:, None] * block + np.arange(units) * 64).reshape(-1)
-            for own, listed in enumerate(lists):
-                counts = [((listed >= f) & (listed < f + 64)).sum() for f in first]
-                np.testing.assert_array_equal(seen[place, head, : len(first), own], counts)
+            got = seen[place, head, : len(counts), : len(lists)]
+            np.testing.assert_array_equal(got, counts)
 
 
 @pytest.mark.parametrize("sample", some(prompts(60), 10), ids=str)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of cuda/blocks/block_places.cu: query tokens become row tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+
+def places(requests: Sequence[int], tile_tokens: int) -> list[tuple[int, int]]:
+    """The first token and the tokens of each tile; `requests` are those of the tokens, or -1."""
+    found, begin = [], 0
+    for _, same in groupby(requests):
+        end = begin + len(list(same))
+        found += [(at, min(tile_tokens, end - at)) for at in range(begin, end, tile_tokens)]
+        begin = end
+    return found
+
+
+def parts(count: int, number: int) -> list[int]:
+    """The tiles of each part."""
+    return [len(range(i, count, number)) for i in range(number)]
