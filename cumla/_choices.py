@@ -67,7 +67,7 @@ class Layers(NamedTuple):
         key = kind(batch, q_len or tokens, self.num_heads, **options).key
         if self.cache_dtype is None:
             spec = decode_spec(key) if q_len else mla_attention_spec(key)
-        elif self.fp8_products and key.has_whole_tiles:
+        elif self.fp8_products and key.has_fp8_products:
             spec = fp8_products_spec(key, True)
         else:
             spec = fp8_specs(key)[0]

@@ -10,6 +10,7 @@ SECTIONS: tuple[Section, ...] = (
     mla.DENSE,
     mla.SHORT,
     mla.FP8,
+    mla.WIDTHS,
     mla.CHUNKS,
     heads.DECODE,
     heads.SHORT,

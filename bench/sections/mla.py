@@ -19,9 +19,9 @@ _ROW_BYTES, _QUERY_BYTES = 2 * COLUMNS, 2 * (COLUMNS + VALUES)
 _DEVIATION = 0.1  # of inputs: scores as spread as those of a model
 
 
-def flops(heads: int, pairs: int) -> int:
+def flops(heads: int, pairs: int, columns: int = COLUMNS, values: int = VALUES) -> int:
     """Operations of so many pairs of a query token and a row."""
-    return 2 * heads * pairs * (COLUMNS + VALUES)
+    return 2 * heads * pairs * (columns + values)
 
 
 def visible(q_len: int, kv_len: int) -> int:
@@ -41,16 +41,17 @@ class _Decode:
         cache_dtype: str = "bfloat16",
         deviation: float = _DEVIATION,
         options: dict[str, Any] | None = None,
+        width: tuple[int, int] = (VALUES, COLUMNS - VALUES),
     ) -> None:
-        self.lab = lab
+        self.lab, self.columns, self.values = lab, sum(width), width[0]
         self.batch, self.q_len, self.heads, self.kv_len = batch, q_len, heads, kv_len = sizes
         self.pages = -(-kv_len // page)
-        self.cache = lab.normal(batch * self.pages, page, 1, COLUMNS, std=deviation)
+        self.cache = lab.normal(batch * self.pages, page, 1, self.columns, std=deviation)
         if cache_dtype != "bfloat16":
             self.cache = self.cache.to(lab.dtype(cache_dtype))
-        self.q = lab.normal(batch, q_len, heads, COLUMNS, std=deviation)
+        self.q = lab.normal(batch, q_len, heads, self.columns, std=deviation)
         self.table, self.lens = lab.table(batch, self.pages), lab.full(batch, kv_len)
-        self.out = lab.empty(batch, q_len, heads, VALUES)
+        self.out = lab.empty(batch, q_len, heads, self.values)
         self.lse = lab.empty(batch, q_len, heads, dtype="float32")
         self.plan = cumla.MLADecodePlan.from_arrays(self.q, self.cache, **(options or {}))
         self.plan.update(self.lens)
@@ -65,29 +66,32 @@ class _Decode:
         """The rows of a request, as float64."""
         pages = self.table[request].long()
         bits = self.cache.view(self.lab.torch.uint8)[pages].view(self.cache.dtype)
-        return bits.reshape(-1, COLUMNS)[: self.kv_len].double()
+        return bits.reshape(-1, self.columns)[: self.kv_len].double()
 
     def error(self, got: Any) -> float:
         """All heads of the first and the last token of some requests."""
-        got = got.reshape(self.batch, self.q_len, self.heads, VALUES)
+        got = got.reshape(self.batch, self.q_len, self.heads, self.values)
         worst = 0.0
         for request in sampled(self.batch):
             rows = self.rows(request)
             for token in {0, self.q_len - 1}:
                 seen = rows[: self.kv_len - (self.q_len - 1 - token)]
-                want = attend(self.q[request, token], seen, seen[:, :VALUES], SCALE)
+                query, scale = self.q[request, token], self.columns**-0.5
+                want = attend(query, seen, seen[:, : self.values], scale)
                 worst = max(worst, row_error(got[request, token], want))
         return worst
 
     @property
     def nbytes(self) -> int:
         """Each row once, queries and output."""
-        row: int = COLUMNS * self.cache.element_size()
-        return self.batch * (self.kv_len * row + self.q_len * self.heads * _QUERY_BYTES)
+        row: int = self.columns * self.cache.element_size()
+        query = 2 * (self.columns + self.values)
+        return self.batch * (self.kv_len * row + self.q_len * self.heads * query)
 
     @property
     def flops(self) -> int:
-        return flops(self.heads, self.batch * visible(self.q_len, self.kv_len))
+        pairs = self.batch * visible(self.q_len, self.kv_len)
+        return flops(self.heads, pairs, self.columns, self.values)
 
     def case(self, limit: float, **options: Any) -> Case:
         return Case(self.run, self.error, limit, nbytes=self.nbytes, flops=self.flops, **options)
@@ -237,6 +241,48 @@ FP8 = Section(
         (128, 1, 16, 8192, "bfloat16"),
     ),
     build=fp8,
+)
+
+
+def widths(
+    lab: Lab, latent: int, rope: int, cache: str, batch: int, heads: int, kv_len: int
+) -> Case:
+    sizes = _small(lab, batch, 1, heads, kv_len)
+    is_fp8 = cache == "float8_e4m3fn"
+    deviation, options = (1.0, {"kv_scale": 1.0}) if is_fp8 else (_DEVIATION, {})
+    work = _Decode(lab, sizes, cache_dtype=cache, deviation=deviation, width=(latent, rope))
+    limit = 6e-3 if is_fp8 else 4e-3
+    run = partial(work.run, **options)
+    return Case(run, work.error, limit, nbytes=work.nbytes, flops=work.flops)
+
+
+WIDTHS = Section(
+    name="widths",
+    title="Rows of other widths",
+    about="`cumla.MLADecodePlan.run` over rows of Mistral Small 4 (256 + 64), MiniCPM3 (256 + 32) "
+    "and GLM-5.3 (512 columns without RoPE), in bfloat16 or e4m3 under one scale.",
+    columns={
+        "latent": "latent columns",
+        "rope": "RoPE columns",
+        "cache": "cache",
+        "batch": "requests",
+        "heads": "heads",
+        "kv_len": "cached tokens",
+    },
+    shapes=shapes(
+        "latent rope cache batch heads kv_len",
+        *(
+            (*width, cache, *sizes)
+            for width, *some in (
+                ((256, 64), (1, 32, 8192), (64, 32, 8192), (64, 8, 8192)),
+                ((256, 32), (64, 40, 4096)),
+                ((512, 0), (128, 64, 4096), (64, 8, 8192)),
+            )
+            for sizes in some
+            for cache in ("bfloat16", "float8_e4m3fn")
+        ),
+    ),
+    build=widths,
 )
 
 # --- chunks ---------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import current_stream, open_call
 from cumla.mha.attention import attention
 from cumla.mla.decode import MLADecodePlan, mla_decode
-from cumla.mla.shape import HEAD_DIM, PACKED, UNNAMED
+from cumla.mla.shape import HEAD_DIM, PACKED, UNNAMED, width_of
 from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_decode
 
 if TYPE_CHECKING:
@@ -244,8 +244,8 @@ def flash_mla_with_kvcache(
     Differences from FlashMLA:
 
     * Without indices k_cache has q's dtype, or is e4m3, ``(num_blocks, page_size, heads_k, 576)``
-      under descale_k, ``(1,)`` float32; q is then bfloat16, or e4m3 under descale_q. In bfloat16
-      both may have 512 columns. With indices
+      under descale_k, ``(1,)`` float32; q is then bfloat16, or e4m3 under descale_q. Both may have
+      512, 320 or 288 columns, with a head_dim_v of 512 or 256. With indices
       16-bit caches go with as many columns as q, and packed ones with q in bfloat16; their blocks
       are contiguous and begin at multiples of 16 bytes. Pages have any size.
     * topk_length may be ``(batch, seq_q)``.
@@ -263,7 +263,8 @@ def flash_mla_with_kvcache(
     extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     if indices is None or not is_fp8_kvcache:
         _CALL.refuse(extra._asdict())
-    _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
+    columns = _VALUE_DIM if indices is not None else _value_columns(q)
+    _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits, columns)
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
         _CALL.refuse({"descale_q": descale_q, "descale_k": descale_k})
@@ -477,7 +478,7 @@ def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape
     if k_cache.dtype != import_torch().float8_e4m3fn:
         check_dtypes("k_cache", k_cache, q, "pass float8_e4m3fn rows, or packed ones with indices")
     for name, tensor in {"q": q, "k_cache": k_cache}.items():
-        if tensor.shape[-1] not in (HEAD_DIM, _VALUE_DIM) or tensor.shape[-1] != d_qk:
+        if width_of(tensor.shape[-1]) is None or tensor.shape[-1] != d_qk:
             raise ValueError(
                 f"{name}: needs {HEAD_DIM} columns, {_VALUE_DIM} latent ones and those of RoPE, or "
                 f"{_VALUE_DIM} as q and k_cache of a model without RoPE, got shape "
@@ -604,7 +605,14 @@ def _columns(*begins: int) -> list[slice]:
     return [slice(*pair) for pair in zip(begins, (*begins[1:], None), strict=True)]
 
 
-def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> None:
+def _value_columns(q: object) -> int:
+    """Tell the values' columns of the rows that a query is for."""
+    shape = getattr(q, "shape", None)
+    width = width_of(shape[-1]) if shape else None
+    return width[0] if width else _VALUE_DIM
+
+
+def _check_metadata(head_dim_v: int, metadata: object, num_splits: object, columns: int) -> None:
     if not isinstance(metadata, FlashMLASchedMeta):
         raise TypeError(
             "tile_scheduler_metadata: needs the first element of what "
@@ -616,8 +624,8 @@ def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> No
             "num_splits: needs None, the second element of what get_mla_metadata() returned, "
             f"got {type(num_splits).__name__}; cumla schedules on its own"
         )
-    if head_dim_v != _VALUE_DIM:
+    if head_dim_v != columns:
         raise ValueError(
-            f"head_dim_v: needs {_VALUE_DIM}, the width of the values in a cache row, got "
-            f"{head_dim_v}; pass {_VALUE_DIM}, and slice the output where you need fewer columns"
+            f"head_dim_v: needs {columns}, the width of the values in a cache row, got "
+            f"{head_dim_v}; pass {columns}, and slice the output where you need fewer columns"
         )

@@ -102,13 +102,12 @@ def checked_head_dim(head_dim: Any) -> Width:
     return width
 
 
-def check_wide(width: Width, dtype: Any, cache: str) -> None:
-    """Refuse what there is for rows of 512 + 64 columns alone; `cache` is one of CACHES."""
-    if width != WIDTH and (dtype not in (None, *WIDE_DTYPES) or cache != "same"):
-        got = dtype if cache == "same" else FP8
+def check_wide(width: Width, dtype: Any) -> None:
+    """Refuse what there is for rows of 512 + 64 columns alone."""
+    if width != WIDTH and dtype not in (None, *WIDE_DTYPES):
         raise TypeError(
-            f"{'dtype' if cache == 'same' else 'cache_dtype'}: needs {' or '.join(WIDE_DTYPES)} in "
-            f"rows of {named_width(width)} columns, got {got}; leave it out"
+            f"dtype: needs {' or '.join(WIDE_DTYPES)} in rows of {named_width(width)} columns, "
+            f"got {dtype}; leave it out"
         )
 
 
@@ -292,12 +291,7 @@ def _check_query_and_cache(
             )
     _check_dtypes(given)  # after the widths: parts that are swapped may have dtypes of their own
     if width != WIDTH:
-        for name, view in given.items():
-            if view.dtype not in WIDE_DTYPES:
-                raise TypeError(
-                    f"{arg(name)}: needs {' or '.join(WIDE_DTYPES)} in rows of {named_width(width)}"
-                    f" columns, got {view.dtype}; convert it"
-                )
+        _check_wide_dtypes(given, width)
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
     for first, other in pairs:
         if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
@@ -306,6 +300,23 @@ def _check_query_and_cache(
                 f"got {given[other].shape[:-1]}; pass both parts of the same rows"
             )
     return width
+
+
+def _check_wide_dtypes(given: dict[str, ArrayView], width: Width) -> None:
+    """Check what there is of rows of other widths: bfloat16, and e4m3 throughout."""
+    first = next(iter(given))
+    if given[first].dtype not in WIDE_DTYPES:
+        raise TypeError(
+            f"{arg(first)}: needs {' or '.join(WIDE_DTYPES)} in rows of {named_width(width)} "
+            f"columns, got {given[first].dtype}; convert it"
+        )
+    rope = given.get("kv_cache[1]")
+    if rope is not None and rope.dtype != given["kv_cache[0]"].dtype:
+        raise TypeError(
+            f"{arg('kv_cache[1]')}: needs {arg('kv_cache[0]')}'s dtype "
+            f"{given['kv_cache[0]'].dtype} in rows of {named_width(width)} columns, got "
+            f"{rope.dtype}; convert it"
+        )
 
 
 def _checked_width(given: dict[str, ArrayView], widths: tuple[Width, ...]) -> Width:

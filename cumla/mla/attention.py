@@ -369,7 +369,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             check_prefix_options(window, False, batch_invariant)
             vars(self)["_lengths"] = f"{self._lengths}, groups=..."
         width = checked_head_dim(head_dim)
-        check_wide(width, shape[-1], cache)
+        check_wide(width, shape[-1])
         most = _checked_most(batch_invariant, max_kv_len)
         options = cache, sides, most, None, columns, width
         place = (device, workspace, like, stream)
@@ -424,7 +424,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
         cache, width = checked_cache_dtype(cache_dtype), checked_head_dim(head_dim)
-        check_wide(width, None, cache)
         modes = cache, None, _checked_most(batch_invariant, max_kv_len)
         columns = checked_max_pages(prefix_groups, max_pages, batch, BLOCK_TOKENS)
         on = 0, checked_sm_count(sm_count)

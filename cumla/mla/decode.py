@@ -115,7 +115,7 @@ def mla_decode(
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
         arrays are read where they are. In bfloat16 also 512 columns, all latent, 320, of which 256
-        are latent, or 288, of which 256 are: q and kv_cache have the same, and out has the latent
+        are latent, or 288, of which 256 are: q and kv_cache have as many, and out has the latent
         ones.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
@@ -124,11 +124,13 @@ def mla_decode(
         page_size is any. Slots that no request uses may hold anything, NaN included.
 
         FP8 caches, for q in bfloat16: either of the above as float8_e4m3fn, or uint8 with its bits,
-        under one `kv_scale`; of a pair also the first alone, beside RoPE columns in bfloat16. A
-        triple ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4
-        columns: a scale for each token and 128 latent columns. And uint8 with 656 columns, the
-        packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64 bfloat16.
-        :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
+        under one `kv_scale`. Others are for 576 columns: of a pair the first alone in e4m3, beside
+        RoPE columns in bfloat16. A triple ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and
+        float32, the last with 4 columns: a scale for each token and 128 latent columns. And uint8
+        with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
+        bfloat16.
+        :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns and
+        e4m3 rows of other widths than 576.
         Arrays may be broadcast, such as scales that are the same for all tokens: strides of 0.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
@@ -147,8 +149,8 @@ def mla_decode(
         Let the products of an FP8 cache be computed in FP8: faster with many heads, less exact (see
         the notes). It is a permission: kernels that use it are for caches under one `kv_scale`,
         whose latent columns are e4m3 without scales of their own, and for a multiple of 64 query
-        heads per kv head. Other FP8 caches, and other numbers of heads, give the same bits as
-        without it. Refused with a 16-bit cache.
+        heads per kv head. Other FP8 caches, rows of other widths and other numbers of heads give
+        the same bits as without it. Refused with a 16-bit cache.
     causal : bool
         Query i of q_len sees ``kv_lens - (q_len - 1 - i)`` tokens; all of them if False.
     window : int or pair of int, optional
@@ -393,7 +395,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         sides = window_of(checked_window("window", window), causal, cache)
         _check_cuts(sides, batch_invariant)
         width = checked_head_dim(head_dim)
-        check_wide(width, shape[-1], cache)
+        check_wide(width, shape[-1])
         modes = (batch_invariant, max_blocks, self._variant, cache, sides, width)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
@@ -465,7 +467,6 @@ max_kv_len
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         sm_count, given = checked_sm_count(sm_count), checked_window("window", window)
         width = checked_head_dim(head_dim)
-        check_wide(width, None, cache)
 
         def nbytes(causal: bool) -> int:
             sides = window_of(given, causal, cache)

@@ -14,6 +14,7 @@ import cumla
 from cumla import CumlaError, MLADecodePlan
 from cumla.compat import flash_mla
 from cumla.core.arrays import open_call
+from cumla.mla.shape import WIDTHS
 from tests.compat.elsewhere import open_elsewhere
 from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
 
@@ -530,16 +531,28 @@ def test_head_dim_v_is_512(
         call(inputs, metadata, head_dim_v=width)
 
 
-def test_rows_of_512_columns(metadata: flash_mla.FlashMLASchedMeta) -> None:
-    """Dense, of a model without RoPE: all columns are the value."""
-    q, cache = torch.randn(2, 1, 4, 512).bfloat16(), torch.randn(5, 64, 1, 512).bfloat16()
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_rows_of_other_widths(
+    width: tuple[int, int], is_fp8: bool, metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    """Dense; of a model without RoPE all columns are the value."""
+    columns = sum(width)
+    q, cache = torch.randn(2, 1, 4, columns).bfloat16(), torch.randn(5, 64, 1, columns).bfloat16()
     table, lens = torch.tensor([[3, 0], [1, 4]]).int(), torch.tensor([100, 7]).int()
+    factors: dict[str, Any] = {}
+    if is_fp8:
+        cache = cache.to(torch.float8_e4m3fn)
+        factors["descale_k"] = torch.tensor([0.5])
     for causal in (False, True):
-        given = (q, cache, table, lens, 512, metadata, None, 0.06)
-        out, lse = flash_mla.flash_mla_with_kvcache(*given, causal=causal)
-        want = cumla.mla_decode(q, cache, table, lens, softmax_scale=0.06)
+        given = (q, cache, table, lens, width[0], metadata, None, 0.06)
+        out, lse = flash_mla.flash_mla_with_kvcache(*given, causal=causal, **factors)
+        scale = {"kv_scale": factors["descale_k"]} if is_fp8 else {}
+        want = cumla.mla_decode(q, cache, table, lens, softmax_scale=0.06, **scale)
         assert torch.equal(out, want.out)
         assert torch.equal(lse, want.lse.mT)
+    with pytest.raises(ValueError, match=rf"^head_dim_v: needs {width[0]}, .* got {columns + 1};"):
+        flash_mla.flash_mla_with_kvcache(*given[:4], columns + 1, metadata)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cumla.mla.shape import WIDTH, Width
 from cumla.reference import append_mla_cache
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -35,10 +36,15 @@ def aligned(shape: tuple[int, ...], dtype: Any, shift: int = 0) -> np.ndarray:
     return memory[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
-def make_cache(form: str, pages: int = 6, page_size: int = 64, heads: int = 1) -> Any:
+def make_cache(
+    form: str, pages: int = 6, page_size: int = 64, heads: int = 1, width: Width = WIDTH
+) -> Any:
     """A cache of normal numbers; where a factor is wanted it is 0.01."""
-    parts = tuple(aligned((pages, page_size, heads, n), dtype) for n, dtype in FORMS[form])
-    rows = np.random.default_rng(5).standard_normal((pages * page_size, heads, 576))
+    columns = {576: sum(width), 512: width[0], 64: width[1]} if width != WIDTH else {}
+    parts = tuple(
+        aligned((pages, page_size, heads, columns.get(n, n)), dtype) for n, dtype in FORMS[form]
+    )
+    rows = np.random.default_rng(5).standard_normal((pages * page_size, heads, sum(width)))
     if form == "scales, e4m3 rope":  # the writer has no such form
         whole = aligned((pages, page_size, heads, 576), FP8)
         slots = np.arange(pages * page_size)

@@ -144,7 +144,7 @@ def _numbers(sample: Sample, rng: np.random.Generator, num_pages: int) -> Any:
     """A cache without anything that is not a number."""
     shape = (num_pages, sample.page_size, sample.heads[1])
     if sample.is_fp8:
-        return make_cache(sample.form, *shape)
+        return make_cache(sample.form, *shape, width=sample.width)
     dtype = DTYPES[sample.dtype]
     widths = (sum(sample.width),) if sample.form == "one" else sample.width
     parts = tuple(aligned((*shape, n), dtype) for n in widths)

@@ -17,12 +17,20 @@ from cumla.launch.mla.mla_attention import attention_spec
 from cumla.mla.attention import MLA_ATTENTION
 from cumla.mla.decode import MLA_DECODE
 from cumla.mla.shape import WIDTHS
+from cumla.reference.rows import as_e4m3
 from tests.mla import masked_cases as cases
+from tests.mla.fp8_arrays import parts_of
 from tests.mla.masked_cases import Sample
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ONE = np.zeros(1)
 OTHERS = WIDTHS[1:]
+
+
+def of_e4m3(width: tuple[int, int]) -> list[Sample]:
+    forms = ("one", "bytes", "pair", "pair of bytes")[: 4 if width[1] else 2]
+    fixed: dict[str, Any] = {"dtype": "bfloat16", "is_fp8": True, "width": width, "window": None}
+    return [s._replace(form=forms[i % len(forms)], **fixed) for i, s in enumerate(cases.samples(8))]
 
 
 def samples() -> list[Sample]:
@@ -50,6 +58,22 @@ def test_the_definition_is_that_of_attention(sample: Sample) -> None:
     np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
     state = problem.call(**problem.given)
     assert state.out.shape == (*q.shape[:-1], latent)
+
+
+@pytest.mark.parametrize("width", OTHERS)
+def test_e4m3_caches(width: tuple[int, int]) -> None:
+    """Under one factor they stand for the numbers times it: the function as of those."""
+    for sample in of_e4m3(width):
+        problem = cases.make(sample)
+        parts = parts_of(problem.given["kv_cache"])
+        rows = np.concatenate([as_e4m3(part) for part in parts], axis=-1).astype(np.float64)
+        given = problem.given | {"q": problem.given["q"].astype(float)}
+        given["kv_cache"] = rows * float(np.float32(given.pop("kv_scale")))
+        want, got = problem.reference(**given), cases.in_float64(problem)
+        np.testing.assert_allclose(got.out, want.out, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
+        state = problem.call(**problem.given)
+        cases.check(problem, state.out, state.lse)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -129,9 +153,19 @@ def small(columns: int = 320, **changes: Any) -> dict[str, Any]:
             r"q: needs bfloat16 in rows of 320 \(256 latent \+ 64 RoPE\) columns, got float16",
         ),
         (
-            {"kv_cache": np.ones((4, 64, 320), np.uint8)},
+            {"kv_cache": (np.ones((4, 64, 256), np.uint8), np.ones((4, 64, 64), BF16))},
             TypeError,
-            r"kv_cache: needs bfloat16 in rows of 320 .* got uint8",
+            r"kv_cache\[1\]: needs kv_cache\[0\]'s dtype uint8 in rows of 320 .* got bfloat16",
+        ),
+        (
+            {
+                "kv_cache": (
+                    *(np.ones((4, 64, n), np.uint8) for n in (256, 64)),
+                    np.ones((4, 64, 4)),
+                )
+            },
+            ValueError,
+            r"kv_cache\[2\]: needs a last axis of 4, .* beside 576 \(512 latent \+ 64 RoPE\) colu",
         ),
     ],
 )
@@ -150,11 +184,6 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], message: str)
         ),
         ({"head_dim": True}, TypeError, "head_dim: needs"),
         ({"head_dim": 320, "dtype": "float16"}, TypeError, "dtype: needs bfloat16 in rows of 320"),
-        (
-            {"head_dim": 512, "cache_dtype": "float8_e4m3fn"},
-            TypeError,
-            "cache_dtype: needs bfloat16 in rows of 512",
-        ),
     ],
 )
 def test_refusals_of_plans(options: dict[str, Any], error: type[Exception], message: str) -> None:

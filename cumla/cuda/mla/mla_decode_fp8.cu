@@ -31,7 +31,7 @@
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and combining, 32,768
 //                 (kPacked 34,816, where RoPE columns hold no P) and the next query 18,432 (16 rows), or
 //                 53,248; sums, maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most
-//                 231,136 B
+//                 231,136 B. Of 256 latent columns a ring of 6 blocks 147,456
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start. 200 and
 //                 104 for single rows with scales, because loaders have addresses in three arrays
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 per block
@@ -51,9 +51,9 @@ using namespace split;
 
 // row_warps: warps that copy rows; 0 without single rows.
 // model: fp8_segments
-template <int kQueryRows, bool kGrouped, PageForm kForm>
-__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared,
-                                                    int row_warps) {
+template <int kQueryRows, bool kGrouped, PageForm kForm, int kLatentTiles>
+__device__ __forceinline__ void initialise_barriers(
+    const Fp8Layout<kQueryRows, kGrouped, kForm, kLatentTiles>& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
     mbarrier_init(shared.full(s), kForm == kRows ? row_warps * 32 : max(row_warps, 1));
@@ -67,10 +67,8 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
   fence_mbarrier_init();
 }
 
-template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped,
-                                     kForm>& shared) {
-  using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile, typename Layout>
+__device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Layout& shared) {
   const Part part = part_of_cta(p.decode, blockIdx.y);
   AnyTile tile(p.decode);
   const int last_place = last_place_of(p.decode, part), warp = threadIdx.x / 32;
@@ -92,9 +90,8 @@ __device__ __forceinline__ Segment segment_here(const MlaDecodeParams& p, AnyTil
 }
 
 // model: fp8_segments
-template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
-                                        const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int consumer_index) {
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile, typename Layout>
+__device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Layout& shared, int consumer_index) {
   AnyTile tile(p.decode);
   Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile> consumer(p, shared, tile, consumer_index);
   const Part part = part_of_cta(p.decode, blockIdx.y);
@@ -114,7 +111,7 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const Fp8Layout<kQueryRows, kGrouped, kForm> shared(shared_address(shared_bytes));
+  const Fp8Layout<kQueryRows, kGrouped, kForm, AnyTile::kLatentTiles> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   constexpr bool kSingleRows = kForm == kRows || kForm == kPackedRows;
   begin_kernel<kSingleRows ? kRows : kPages, AnyTile>(p.decode, shared, kSingleRows ? 2 : 0);

@@ -7,10 +7,10 @@
 
 namespace cumla::mla {
 
-// AnyTile is Tile, or RaggedTile if query lengths differ.
+// AnyTile is Tile, or RaggedTile if query lengths differ; or a WidthTile of them for rows without RoPE columns.
 template <bool kGrouped, bool kRopeIsFp8, typename AnyTile>
 __device__ __forceinline__ void mla_decode_fp8_64(const MlaDecodeFp8Params& p) {
-  attend_64_heads<PageRows<RowForm<kGrouped, kRopeIsFp8>, AnyTile>>(p);
+  attend_64_heads<PageRows<RowForm<kGrouped, kRopeIsFp8, false, AnyTile::kHasRope>, AnyTile>>(p);
 }
 
 }  // namespace cumla::mla

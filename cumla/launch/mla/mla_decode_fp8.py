@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mla import mla_decode_fp8_64, mla_decode_fp8_products
-from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values
+from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values, width_tile
 from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
-from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM, MLADecodeKey
+from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
+from cumla.mla.shape import WIDTH, WIDTHS
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -37,9 +38,24 @@ _GRANULE_ROWS = constant("mla/mla_decode_fp8_64", "kGranuleRows")
 _WHOLE_TILES = frozenset((*mla_decode_fp8_64.SPECS, *mla_decode_fp8_products.SPECS))
 
 
-def smem_bytes(rows: int, grouped: bool, form: str) -> int:
+def smem_bytes(rows: int, grouped: bool, form: str, latent: int = VALUE_DIM) -> int:
     """Tell the shared memory of a thread block; `form` is that of struct Fp8Layout."""
-    return constant(_FILE, f"Fp8Layout<{rows}, {in_cuda(grouped)}, {form}>::kBytes")
+    tiles = "" if latent == VALUE_DIM else f", {latent // 64}"
+    return constant(_FILE, f"Fp8Layout<{rows}, {in_cuda(grouped)}, {form}{tiles}>::kBytes")
+
+
+def _width_spec(shape: int | str, form: str, latent: int) -> KernelSpec:
+    """Describe a kernel for e4m3 rows of another width, under one factor."""
+    rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
+    ragged = shape == _RAGGED
+    return KernelSpec.of(
+        *("mla", "mla_decode_fp8", "MlaWidthFp8Params", rows, False, _FORM_TAGS[form]),
+        width_tile(latent, "HalfTile" if ragged else f"QueryTile<{rows}>"),
+        name=f"mla_attention_fp8_{latent}" if ragged else f"mla_decode_fp8_{latent}_{shape}",
+        tags=[form] if form != "pages" else [],
+        threads=384,
+        smem_bytes=smem_bytes(rows, False, _FORM_TAGS[form], latent),
+    )
 
 
 def _spec(shape: int | str, grouped: bool, form: str, sinks: bool = False) -> KernelSpec:
@@ -73,8 +89,17 @@ _SPECS = {
     if (shape, grouped, form) != (_RAGGED, True, "pages")
     and (form != "packed" or (shape == NARROW_ROWS[0] and grouped))
 }
-SPECS = tuple(_SPECS.values())
-_FORMS = {spec: form for (_, _, form, _), spec in _SPECS.items()}
+_WIDTH_SPECS = {
+    (shape, form, latent): _width_spec(shape, form, latent)
+    for latent in dict.fromkeys(width[0] for width in WIDTHS if width != WIDTH)
+    for shape in _SHAPES
+    for form in ("pages", "rows")
+}
+SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
+_NARROW_WIDTHS = frozenset(_WIDTH_SPECS.values())
+_FORMS = {spec: form for (_, _, form, _), spec in _SPECS.items()} | {
+    spec: form for (_, form, _), spec in _WIDTH_SPECS.items()
+}
 
 
 def fp8_spec(key: LatentKey, grouped: bool, lies: str = "plain", sinks: bool = False) -> KernelSpec:
@@ -84,7 +109,10 @@ def fp8_spec(key: LatentKey, grouped: bool, lies: str = "plain", sinks: bool = F
     LIES, as :func:`how_it_lies` tells.
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
-    return _SPECS[shape, grouped, _form_of(key, grouped, lies), sinks]
+    form = _form_of(key, grouped, lies)
+    if key.width != WIDTH:
+        return _WIDTH_SPECS[shape, form, key.value_dim]
+    return _SPECS[shape, grouped, form, sinks]
 
 
 def _form_of(key: LatentKey, grouped: bool, lies: str) -> str:
@@ -101,6 +129,9 @@ def fp8_specs(key: LatentKey) -> tuple[KernelSpec, ...]:
     Of many heads those of one factor throughout, of packed rows, and of caches in several arrays,
     then those with products in e4m3.
     """
+    if key.width != WIDTH:
+        whole = key.has_whole_tiles
+        return (fp8_64_spec(key, False, False) if whole else fp8_spec(key, False),)
     if key.has_whole_tiles:
         kinds = ((False, True), (True, False), (False, False), (True, True))
         specs = [fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds]
@@ -142,7 +173,7 @@ def decode_fp8_launch(
     grouped, sinks = arguments.kv_scales is not None, arguments.sinks is not None
     if key.has_whole_tiles:
         fp8_rope = arguments.kv_rope.dtype != "bfloat16"
-        if arguments.fp8_products and not grouped:
+        if arguments.fp8_products and not grouped and key.has_fp8_products:
             spec = fp8_products_spec(key, fp8_rope, sinks)
         else:
             spec = fp8_64_spec(key, grouped, fp8_rope, sinks)
@@ -178,6 +209,8 @@ def launch_with(
         "rope_is_fp8": a.kv_rope.dtype != "bfloat16",
         "scales_map": scales_map,
     }
+    if spec in _NARROW_WIDTHS:
+        more |= {"rope_columns": a.kv_rope.shape[3]}
     grid = key.row_tiles, key.parts, key.num_kv_heads
     return launch_of(spec, grid, values | more)
 
@@ -189,7 +222,7 @@ def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:
         rows = latent._replace(shape=(*latent.shape[:3], _PACKED_WORDS), dtype="uint32")
         return _map(key, rows), NO_MAP, NO_MAP
     if form == "pages":
-        return _map(key, latent), _map(key, rope), _map(key, scales)
+        return _map(key, latent), _map(key, rope if rope.shape[3] else None), _map(key, scales)
     return NO_MAP, NO_MAP, NO_MAP
 
 
@@ -221,7 +254,7 @@ def _bytes_of_whole_rows(arguments: DecodeArguments) -> int | None:
         part.ptr - latent.ptr != at or part.strides[:3] != latent.strides[:3] for part, at in others
     ):
         return None
-    return begin + (HEAD_DIM - VALUE_DIM) * (1 if is_fp8 else 2)
+    return begin + rope.shape[3] * (1 if is_fp8 else 2)
 
 
 def _map(key: LatentKey, cache: ArrayView | None) -> TensorMap | bytes:

@@ -7,8 +7,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from cumla.launch.layouts import constant
-from cumla.launch.mla.shape import MLADecodeKey
+from cumla.launch.mla.mla_decode import width_tile
+from cumla.launch.mla.shape import VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec
+from cumla.mla.shape import WIDTH
 
 if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
@@ -35,10 +37,23 @@ def _spec(ragged: bool, grouped: bool, fp8_rope: bool, sinks: bool) -> KernelSpe
     )
 
 
+def _width_spec(ragged: bool) -> KernelSpec:
+    """Describe a kernel for rows of latent columns alone, under one factor."""
+    return KernelSpec.of(
+        *("mla", "mla_decode_fp8_64", "MlaDecodeFp8Params", False, False),
+        width_tile(VALUE_DIM, "RaggedTile" if ragged else "Tile"),
+        name=f"mla_{'attention' if ragged else 'decode'}_fp8_64_{VALUE_DIM}",
+        threads=384,
+        smem_bytes=ONE_FACTOR_SMEM_BYTES,
+    )
+
+
 _SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=4)}
-SPECS = tuple(_SPECS.values())
+_WIDTH_SPECS = {ragged: _width_spec(ragged) for ragged in (False, True)}
+SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
 
 
 def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool, sinks: bool = False) -> KernelSpec:
     """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
-    return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope, sinks]
+    ragged = not isinstance(key, MLADecodeKey)
+    return _SPECS[ragged, grouped, fp8_rope, sinks] if key.width == WIDTH else _WIDTH_SPECS[ragged]

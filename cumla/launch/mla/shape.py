@@ -73,8 +73,13 @@ class LatentKey(PlanKey):
 
     @property
     def has_whole_tiles(self) -> bool:
-        """Whether all rows of a tile of 64 are heads of one query token."""
-        return self.heads_per_group % ROW_TILE == 0
+        """Whether e4m3 rows meet 64 heads of one query token at a time."""
+        return self.is_wide and self.heads_per_group % ROW_TILE == 0
+
+    @property
+    def has_fp8_products(self) -> bool:
+        """Whether e4m3 rows have a kernel with products in e4m3."""
+        return self.has_whole_tiles and self.width == WIDTH
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ from tests.mla import masked_cases as cases
 from tests.mla.fp8_arrays import BF16
 from tests.mla.masked_cases import Problem, Sample
 
-KERNELS = ("ragged_schedule", "schedule", "mla_decode", "mla_decode_swapped", "append_cache")
+KERNELS = (
+    "ragged_schedule",
+    "schedule",
+    "mla_decode",
+    "mla_decode_swapped",
+    "mla_decode_fp8",
+    "mla_decode_fp8_64",
+    "append_cache",
+)
 cp: Any = pytest.importorskip("cupy")
 
 OTHERS = WIDTHS[1:]
@@ -55,7 +63,22 @@ def drawn() -> list[Sample]:
     return found
 
 
-SAMPLES = [*drawn(), *(sample._replace(width=width) for sample in LONG for width in OTHERS)]
+def drawn_of_e4m3() -> list[Sample]:
+    """The same of e4m3 caches under one factor, without windows."""
+    forms = ("one", "bytes", "pair", "pair of bytes")
+    found = []
+    for i, sample in enumerate(drawn()):
+        form = forms[i % (4 if sample.width[1] else 2)]
+        found.append(sample._replace(form=form, is_fp8=True, window=None))
+    long = [s._replace(is_fp8=True, window=None, width=w) for s in LONG for w in OTHERS]
+    return found + long
+
+
+SAMPLES = [
+    *drawn_of_e4m3(),
+    *drawn(),
+    *(sample._replace(width=width) for sample in LONG for width in OTHERS),
+]
 
 
 def uploaded(problem: Problem) -> dict[str, Any]:
@@ -93,11 +116,12 @@ def test_samples(sample: Sample, record_figures: Any) -> None:
     cases.check(problem, *on_host(state))
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("width", OTHERS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
-def test_plans_and_replays(width: tuple[int, int], heads: int) -> None:
+def test_plans_and_replays(width: tuple[int, int], heads: int, is_fp8: bool) -> None:
     """A plan's graph with other lengths; fixed cuts; the ragged function."""
-    sample = Sample((2,) * 3, (2000, 65, 700), heads=(heads, 1), width=width)
+    sample = Sample((2,) * 3, (2000, 65, 700), heads=(heads, 1), width=width, is_fp8=is_fp8)
     problem = cases.make(sample)
     given = uploaded(problem)
     state = problem.call(**given)
@@ -105,6 +129,7 @@ def test_plans_and_replays(width: tuple[int, int], heads: int) -> None:
     lens = given.pop("kv_lens")
     causal = given.pop("causal"), given.pop("window")
     assert causal == (True, None)
+    factor = {name: given[name] for name in ("kv_scale",) if name in given}
     plan = cumla.MLADecodePlan.from_arrays(given["q"], given["kv_cache"])
     assert plan.key.width == width
     cumla.prepare(plan)
@@ -127,7 +152,7 @@ def test_plans_and_replays(width: tuple[int, int], heads: int) -> None:
     indptr = cp.asarray(np.int32([0, 2, 4, 6]))
     pages = {"block_table": given["block_table"], "kv_lens": lens, "qo_indptr": indptr}
     for invariant in (False, True):
-        out, lse = cumla.mla_attention(**rows, **pages, batch_invariant=invariant)
+        out, lse = cumla.mla_attention(**rows, **pages, **factor, batch_invariant=invariant)
         found = out.reshape(state.out.shape), lse.reshape(state.lse.shape)
         cases.check(problem, *on_host(found))
         fixed = problem.call(**given, kv_lens=lens, batch_invariant=invariant)
@@ -138,18 +163,21 @@ def test_plans_and_replays(width: tuple[int, int], heads: int) -> None:
         assert_same_bits(alone, [x[r : r + 1] for x in fixed])
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_padded_rows_and_pages(width: tuple[int, int]) -> None:
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_padded_rows_and_pages(is_fp8: bool, width: tuple[int, int], heads: int) -> None:
     """Rows that are slices of wider ones; what is behind them is NaN."""
     for page_size in (64, 1):
-        sample = Sample((1,) * 3, (700, 65, 130), page_size=page_size, width=width)
-        problem = cases.make(sample)
+        sample = Sample((1,) * 3, (700, 65, 130), page_size=page_size, width=width, is_fp8=is_fp8)
+        problem = cases.make(sample._replace(heads=(heads, 1)))
         given = uploaded(problem)
         cache = given["kv_cache"]
-        wide = cp.empty((cache.shape[0] + 1, page_size + 1, 1, 1088), dtype=cache.dtype)
-        wide.view(cp.uint8)[...] = 0xFF
-        view = wide[:-1, :page_size, :, : sum(width)]
-        view.view(cp.uint16)[...] = cache.view(cp.uint16)
+        bits = cp.dtype(f"u{cache.dtype.itemsize}")  # CuPy makes no array of e4m3
+        shape = cache.shape[0] + 1, page_size + 1, 1, 1088
+        wide = cp.full(shape, 2 ** (8 * bits.itemsize) - 1, dtype=bits)[:-1, :page_size]
+        wide[..., : sum(width)] = cache.view(bits)
+        view = wide[..., : sum(width)].view(cache.dtype)
         state = problem.call(**given | {"kv_cache": view}, **poisoned(problem))
         cases.check(problem, *on_host(state))
         assert_same_bits(state, problem.call(**given, **poisoned(problem)))

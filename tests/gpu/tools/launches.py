@@ -324,6 +324,12 @@ def mla_widths(make: _Maker) -> Iterator[Case]:
                 cumla.mla_decode(q, cache, table, lens, **options)
                 cumla.mla_attention(tokens, cache, **ragged, **options)
             cumla.mla_decode(q, cache, table, lens, batch_invariant=True)
+            cache = make(9, page, 1, latent + rope, dtype=E4M3)
+            if q_len > 1 and rope:
+                cache = make(9, page, 1, latent, dtype=E4M3), make(9, page, 1, rope, dtype=E4M3)
+            for options in masks[:2]:
+                cumla.mla_decode(q, cache, table, lens, **options)
+                cumla.mla_attention(tokens, cache, **ragged, **options)
 
         yield f"MLA, {latent} + {rope}, {q_len} tokens", call
     for (latent, rope), dtype in itertools.product(ROWS[1:], (BF16, FP32)):

@@ -169,6 +169,30 @@ MLA_WIDTHS = (  # each kernel of rows of other widths, of boxes and of single ro
         for size in (16, 1)
     ),
 )
+MLA_E4M3_WIDTHS = (  # each kernel of e4m3 rows of other widths, of whole pages and of single rows
+    *(
+        masked_mla.Sample(
+            (1,) * 4, heads=(heads, 1), page_size=size, form=form, width=width, is_fp8=True, **_CUT
+        )
+        for width, form, some in (
+            ((256, 64), "one", (16, 24)),
+            ((256, 32), "pair", (16,)),
+            ((512, 0), "bytes", (16, 24, 64)),
+        )
+        for heads in some
+        for size in (64, 1)
+    ),
+    *(
+        masked_mla.Sample(
+            *((3, 30, 1, 0), _CUT["kv_lens"], "table", (heads, 1), size),
+            is_fp8=True,
+            sinks="normal",
+            width=width,
+        )
+        for width, heads in (((256, 64), 16), ((512, 0), 16), ((512, 0), 64))
+        for size in (64, 1)
+    ),
+)
 MLA_SINKS = (
     masked_mla.Sample((2,) * 4, heads=(16, 1), form="packed", is_fp8=True, **_CUT),
     masked_mla.Sample((1,) * 4, heads=(8, 1), form="packed", is_fp8=True, **_CUT),
@@ -329,6 +353,9 @@ def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
         for sample in MLA_SINKS:
             attend_with_sinks(cupy, sample)
         print("sanitize: FP8 caches with sinks: agree", flush=True)
+        for sample in MLA_E4M3_WIDTHS:
+            attend_latent_masked(cupy, sample)
+        print("sanitize: FP8 caches of other widths: agree", flush=True)
     for changes, products in (
         (variants.HEADS_64_EVERY_LANE_ARRIVES, False),
         (variants.FP8_PRODUCTS_EVERY_LANE_ARRIVES, True),

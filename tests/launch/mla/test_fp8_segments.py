@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launch.kernel_text import constant, modelled
+from tests.launch.kernel_text import modelled
 from tests.selection import some
 
-LAYOUT = "mla/mla_decode_fp8/layout.cuh"
-SLOTS, WARPS = int(constant(LAYOUT, "kSlots")), range(4)
+WARPS = range(4)
 
 Key = tuple[str | int, ...]  # of a region or a barrier: its name, then which of them
 
@@ -38,6 +37,11 @@ class Layout(NamedTuple):
     rows: int
     grouped: bool = False
     whole: bool = False  # packed rows
+    tiles: int = 8  # of 64 latent columns
+
+    @property
+    def slots(self) -> int:
+        return 6 if self.tiles < 8 else 4
 
     @property
     def queries(self) -> int:
@@ -50,6 +54,8 @@ LAYOUTS = (
     Layout(16, grouped=True, whole=True),
     Layout(32),
     Layout(32, grouped=True),
+    Layout(16, tiles=4),
+    Layout(32, tiles=4),
 )
 
 
@@ -70,12 +76,13 @@ def words(begin: int, size: int) -> set[int]:
 def regions_of(layout: Layout) -> dict[Key, set[int]]:
     """The words of everything that a warp reads or writes at once, as in Fp8Layout."""
     rows, queries, tile = layout.rows, layout.queries, layout.rows * 128
-    own, query_bytes, exchange_bytes = 4 if layout.whole else 2, 9 * tile, 2 * 8 * 128 * 16
+    own, query_bytes = 4 if layout.whole else 2, (layout.tiles + 1) * tile
+    exchange_bytes = 2 * layout.tiles * 128 * 16
     probability_bytes = max(2 * own * tile, exchange_bytes - query_bytes)
     kinds, references, last = (5, 9, 5) if layout.grouped else (1, 1, 1)
     row_floats = (kinds + 1) * 8 + 2 * (references + last) + queries
 
-    first_query = SLOTS * 8192
+    first_query = layout.slots * 8192
     probabilities = first_query + query_bytes
     maxima = first_query + queries * query_bytes + probability_bytes
     sums = maxima + kinds * 8 * rows * 4
@@ -86,7 +93,7 @@ def regions_of(layout: Layout) -> dict[Key, set[int]]:
     assert divisors + queries * rows * 4 == role
 
     found: dict[Key, set[int]] = {("role",): words(role, 4)}
-    for s in range(SLOTS):
+    for s in range(layout.slots):
         found["RoPE columns", s] = words(s * 8192, 8192)
     for b in range(queries):
         query = first_query + b * (query_bytes + probability_bytes)
@@ -94,7 +101,10 @@ def regions_of(layout: Layout) -> dict[Key, set[int]]:
         for loader in range(2):
             found["query rows", b, loader] = set[int]().union(
                 words(divisors + (b * rows + loader * rows // 2) * 4, rows * 2),
-                *(words(query + k * tile + loader * tile // 2, tile // 2) for k in range(9)),
+                *(
+                    words(query + k * tile + loader * tile // 2, tile // 2)
+                    for k in range(layout.tiles + 1)
+                ),
             )
     for c in range(2):
         found["references", c] = words(reference + c * references * rows * 4, references * rows * 4)
@@ -111,15 +121,20 @@ def regions_of(layout: Layout) -> dict[Key, set[int]]:
             for b in range(queries):
                 place = first_query if b == 0 else probabilities
                 found["exchange", b, c, w] = set[int]().union(
-                    *(words(place + ((c * 8 + i) * 128 + w * 32) * 16, 512) for i in range(8))
+                    *(
+                        words(place + ((c * layout.tiles + i) * 128 + w * 32) * 16, 512)
+                        for i in range(layout.tiles)
+                    )
                 )
             found["rows to join", of_both] = words(probabilities + of_both * 1024, 1024)
-            found["pieces to join", of_both] = words(of_both * SLOTS * 1024, SLOTS * 1024)
+            found["pieces to join", of_both] = words(
+                of_both * layout.slots * 1024, layout.slots * 1024
+            )
             if of_both < 4:
                 found["sums to join", of_both] = words(
                     probabilities + of_both * 2048, 2048
                 ) | words(maxima + of_both * 128, 128)
-        for s in range(SLOTS):
+        for s in range(layout.slots):
             tiles = [probabilities + (c * own + group) * tile for group in range(own)]
             if not layout.grouped:
                 del tiles[1:]
@@ -206,8 +221,8 @@ def attend(layout: Layout, b: int, block: int, c: int, w: int, i: int) -> Iterat
 
     A consumer's first one raises references, its second one when it has stored probabilities.
     """
-    s, meet = block % SLOTS, Meet(("consumer", c), 4)
-    yield Wait(("full", s), block // SLOTS)
+    s, meet = block % layout.slots, Meet(("consumer", c), 4)
+    yield Wait(("full", s), block // layout.slots)
     yield Read(("RoPE columns", s))
     yield Read(("query", b))
     yield meet
@@ -283,11 +298,12 @@ def load_query(layout: Layout, part: list[Segment], loader: int) -> Iterator[Ste
         yield Arrive(("query_full", b))
 
 
-def load_kv(part: list[Segment]) -> Iterator[Step]:
+def load_kv(layout: Layout, part: list[Segment]) -> Iterator[Step]:
     for t in range(sum(segment.blocks for segment in part)):
-        yield Wait(("free", t % SLOTS), t // SLOTS - 1)
-        yield Write(("RoPE columns", t % SLOTS))
-        yield Arrive(("full", t % SLOTS))
+        s, turn = t % layout.slots, t // layout.slots
+        yield Wait(("free", s), turn - 1)
+        yield Write(("RoPE columns", s))
+        yield Arrive(("full", s))
 
 
 # --- who knows of what ---------------------------------------------------------------------------
@@ -338,7 +354,7 @@ class Run:
     def __init__(self, layout: Layout, part: list[Segment], edit: Edit | None) -> None:
         consumers = (consume(layout, part, c, w) for c, w in itertools.product(range(2), WARPS))
         loaders = (load_query(layout, part, loader) for loader in range(2))
-        warps = [*consumers, *loaders, load_kv(part)]
+        warps = [*consumers, *loaders, load_kv(layout, part)]
         self.steps = [without(edit, i < 8, steps) for i, steps in enumerate(warps)]
         count = len(warps)
         self.places = places_of(layout)
@@ -503,12 +519,12 @@ def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8.cu": "eff70664",
-    "mla/mla_decode_fp8/load.cuh": "eb1fe5e4",
+    "mla/mla_decode_fp8.cu": "4c0782e2",
+    "mla/mla_decode_fp8/load.cuh": "409db411",
     "mla/mla_decode_fp8/compute.cuh": "d33250ce",
-    "mla/mla_decode_fp8/softmax.cuh": "a204a5b6",
-    "mla/mla_decode_fp8/finish.cuh": "77ed6e9d",
-    "mla/mla_decode_fp8/layout.cuh": "604b33d9",
+    "mla/mla_decode_fp8/softmax.cuh": "1a3b44a4",
+    "mla/mla_decode_fp8/finish.cuh": "210cf2ab",
+    "mla/mla_decode_fp8/layout.cuh": "446048b8",
     "split/join.cuh": "cf6f9204",
 }
 

@@ -62,10 +62,11 @@ def launch_of(
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
 def test_rows_are_as_wide_as_their_form_says(spec: KernelSpec, nvrtc: None) -> None:
-    flags = spec.function.partition("<")[2].rpartition(",")[0]
-    rows = f"(RowForm<{flags}>::kBytes)"
-    grouped, fp8_rope = flags.split(", ")
-    row_bytes = 512 + 16 * (grouped == "true") + (64 if fp8_rope == "true" else 128)
+    grouped, fp8_rope, tile = spec.function.partition("<")[2].split(", ", 2)
+    has_rope = "WidthTile" not in tile
+    rows = f"(RowForm<{grouped}, {fp8_rope}, false, {str(has_rope).lower()}>::kBytes)"
+    of_rope = (64 if fp8_rope == "true" else 128) if has_rope else 0
+    row_bytes = 512 + 16 * (grouped == "true") + of_rope
     compile_checks(spec, {rows: row_bytes})
 
 

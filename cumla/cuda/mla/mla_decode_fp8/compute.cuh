@@ -20,7 +20,7 @@ template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   using Softmax = Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile>;
   using typename Softmax::Layout;
-  using Softmax::kOwn, Softmax::kSums;
+  using Softmax::kOwn, Softmax::kSums, Softmax::kValueTiles;
   using Softmax::params, Softmax::p, Softmax::shared, Softmax::n, Softmax::tile;
   using Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::kv_scale, Softmax::output, Softmax::scores;
@@ -28,7 +28,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   using Softmax::begin, Softmax::mask_scores, Softmax::weigh;
   using Softmax::Softmax;
   // Registers suffice for a tile ahead, and for two groups of columns at once
-  static constexpr bool kRoomy = kQueryRows == 16;
+  static constexpr bool kRoomy = kQueryRows == 16 || kValueTiles < 8;
+  static constexpr int kRopeTile = kValueTiles;
 
   // d (+)= half a tile of K x query.
   __device__ __forceinline__ void multiply_step(float (&d)[kSums], const KeyTile& keys, int half,
@@ -71,7 +72,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 
   // Starts the base-2 scores with the RoPE columns.
   __device__ __forceinline__ void multiply_rope(u32 rope) {
-    if (!Layout::kWhole && params.rope_is_fp8) {
+    if (!Layout::kWhole && rope_is_fp8<AnyTile>(params)) {
       KeyTile keys;
       load_keys(keys, rope + key_offset(), 0);
       float sums[kSums];

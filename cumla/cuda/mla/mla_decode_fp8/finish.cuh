@@ -19,13 +19,14 @@ using namespace split;
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Finisher {
   using Consumer = Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile>;
-  static constexpr int kOwn = Consumer::kOwn;
+  using Layout = typename Consumer::Layout;
+  static constexpr int kOwn = Consumer::kOwn, kHalfTiles = Consumer::kHalfTiles;
   static constexpr int kRounds = kQueryRows / 16;      // in which consumers exchange halves
   static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: one per group of columns in a half
 
   Consumer& of;
   const Segment& segment;
-  const typename Consumer::Layout& shared = of.shared;
+  const Layout& shared = of.shared;
   const MlaDecodeParams& p = of.p;
   const AnyTile& tile = of.tile;
   const int consumer = of.consumer, warp = of.warp, lane = of.lane;
@@ -38,7 +39,7 @@ struct Fp8Finisher {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < Layout::kExchanged; ++i) {
         const float* const v = of.output[kHalfTiles + i / 2] + round * 8 + i % 2 * 4;
         store_shared_float4(shared.exchange(of.n, consumer, i), {v[0], v[1], v[2], v[3]});
       }
@@ -52,7 +53,7 @@ struct Fp8Finisher {
     if (lane == 0) mbarrier_arrive(shared.query_free(of.n));  // plant: query read
     write_output();
     if (segment.split())
-      LatentJoiner<Bf16, AnyTile>(
+      LatentJoiner<Bf16, AnyTile, (kHalfTiles < 4)>(
           p,
           {shared.words, shared.probabilities, shared.maxima, shared.ring, shared.ring + 4 * kJoinSpace},
           tile, segment)
@@ -122,7 +123,7 @@ struct Fp8Finisher {
   __device__ __forceinline__ void add_up(int round, const float (&all_own)[kSets][4],
                                          const float (&all_other)[kSets][4]) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < Layout::kExchanged; ++i) {
       float* const v = of.output[i / 2] + round * 8 + i % 2 * 4;
       const float4 theirs = load_shared_float4(shared.exchange(of.n, 1 - consumer, i));
       const int row = i % 2 * 2, set = kGrouped ? i / 4 : 0;  // 64 columns are two float4
@@ -156,7 +157,7 @@ struct Fp8Finisher {
   // model: fp8_data
   __device__ __forceinline__ void write_rows(int first, int at) const {
     const bool odd = lane / 4 % 2;
-    const int row = first + 2 * (lane % 4), column = consumer * 256 + warp * 16 + lane / 4 * 2;
+    const int row = first + 2 * (lane % 4), column = consumer * (Layout::kValueDim / 2) + warp * 16 + lane / 4 * 2;
     if (p.out_is_float) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {

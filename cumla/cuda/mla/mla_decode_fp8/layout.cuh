@@ -35,6 +35,24 @@ struct MlaDecodeFp8Params {
   // has whole rows in words: dims (164, page_size, ...), box (164, 64, 1, 1).
 };
 
+// Parameters of kernels over rows of other widths than 512 + 64, which are e4m3 throughout.
+struct MlaWidthFp8Params : MlaDecodeFp8Params {
+  int rope_columns;
+};
+
+template <typename AnyTile>
+__device__ __forceinline__ bool rope_is_fp8(const MlaDecodeFp8Params& p) {
+  return AnyTile::kRopeVaries || p.rope_is_fp8;
+}
+// Whether a RoPE column exists. Others are zeros.
+template <typename AnyTile>
+__device__ __forceinline__ bool has_rope_column(const MlaDecodeFp8Params& p, int column) {
+  if constexpr (AnyTile::kRopeVaries)
+    return column < static_cast<const MlaWidthFp8Params&>(p).rope_columns;
+  else
+    return true;
+}
+
 // Row tiles of kQueryRows: grid = (row tiles of a kv head, parts, kv heads).
 template <int kQueryRows>
 struct QueryTile : Tile {
@@ -75,17 +93,20 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
 // model: fp8_segments, fp8_data
 __device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
 
-// A slot of the ring holds a block in the order of the cache: four tiles of latent columns, a tile of RoPE columns of
+// A slot of the ring holds a block in the order of the cache: tiles of 128 latent columns, a tile of RoPE columns of
 // 8 or 16 bits, 16 bytes of scales per token. Tiles have rows of 128 bytes with swizzled chunks of 16 (chunk_of). No
 // bank conflict arises between eight rows of a chunk (ldmatrix), or between four chunks of rows r and r + 4
 // (fragments of K). RoPE rows of 8 bits have half of the chunks.
 //
 // kPacked holds whole rows. A pitch of 656 bytes is five times all banks and 16 bytes, so no swizzle is needed.
 // model: fp8_segments, fp8_data
-template <int kQueryRows, bool kGrouped, PageForm kForm>
-struct Fp8Layout {
+// kLatentTiles: of 64 latent columns of a row. Rows of half the width have half as many slots more.
+template <int kQueryRows, bool kGrouped, PageForm kForm, int kLatentTiles = mla::kRopeTile>
+struct Fp8Layout : Widths<kLatentTiles> {
+  using Own = Widths<kLatentTiles>;
+  using Own::kHalfTiles, Own::kTiles, Own::kValueDim;
   static constexpr bool kWhole = kForm == kPacked || kForm == kPackedRows;
-  static constexpr int kSlots = 4;                              // even, so that a slot always has the same consumer
+  static constexpr int kSlots = kLatentTiles < 8 ? 6 : 4;  // even, so that a slot always has the same consumer
   static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // pitch of the tokens' latent columns
   static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;
   static constexpr int kScalesOffset = kWhole ? kPackedScales : kRopeOffset + kTileBytes;
@@ -95,7 +116,8 @@ struct Fp8Layout {
   static constexpr int kQueryTileBytes = kQueryRows * 128;  // 64 columns
   // Probability tiles per consumer. If a slot has a RoPE tile, two more replace that.
   static constexpr int kOwnProbabilities = kWhole ? kScaleGroups : 2;
-  static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
+  static constexpr int kExchanged = 2 * kHalfTiles;  // 16 bytes of a thread each
+  static constexpr int kExchangeBytes = 2 * kExchanged * kWarpgroup * 16;
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
   // With 16 rows there is also room for the next segment's query. Exchanges overlap a query and probabilities.
   static constexpr int kQueries = kQueryRows == 16 ? 2 : 1;
@@ -147,7 +169,7 @@ struct Fp8Layout {
   // The next segment waits for query_free(n) before it uses them (Fp8Consumer::compute).
   __device__ __forceinline__ u32 exchange(u32 n, int consumer, int i) const {
     const u32 place = buffer_of(n) == 0 ? first_query : probabilities;
-    return place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+    return place + ((consumer * kExchanged + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
   // Per query row and warp of both consumers: the highest value when references are raised, of scores and of those
   // times each group's scales; and the sum of exponentials over a segment.
@@ -187,28 +209,53 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 query_free(u32 n) const { return query_full(0) + kQueries * 8 + buffer_of(n) * 8; }
 };
 
+// The value of two lanes 16 apart, first that of the lower one: each lane gives `low` for the lower one to have and
+// `high` for the other.
+// model: fp8_data
+__device__ __forceinline__ float2 exchanged_halves(bool is_high, float low, float high) {
+  const float own = is_high ? high : low, other = __shfl_xor_sync(0xffffffffu, is_high ? low : high, 16);
+  return is_high ? float2{other, own} : float2{own, other};
+}
+
 // Stores a consumer's half of the columns of a partial result, for kGroups groups of rows or those that exist. Lane 4
-// r + t of its layout has columns 2 t and 2 t + 1 of eight, of query rows r and r + 8.
+// r + t of its layout has columns 2 t and 2 t + 1 of eight, of query rows r and r + 8. Of two tiles a lane has half of
+// a unit for each of two rows: lanes 16 apart exchange halves.
 // model: fp8_data
 template <int kGroups, bool kAll, typename AnyTile, typename Output>
 __device__ __forceinline__ void write_transposed_piece(const MlaDecodeParams& p, const AnyTile& tile,
                                                        const Segment& segment, const Output& output, int consumer,
                                                        int warp, int lane) {
-  const int pair = lane / 4, row = 2 * (lane % 4);
+  constexpr int kTiles = AnyTile::kLatentTiles / 2, kColumns = Widths<AnyTile::kLatentTiles>::kValueDim;
+  const int pair = lane / 4, row = 2 * (lane % 4), eight = pair / 4;
   const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (!kAll && group >= p.row_groups) break;
-    const int unit = 2 * warp + pair / 4, as_lane = row * 4 + pair % 4;
+    const int unit = kTiles == 4 ? 2 * warp + eight : warp;
+    const int as_lane = (kTiles == 4 ? row : row + eight) * 4 + pair % 4;
     float4* const to =
-        p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, group, unit, as_lane);
+        p.partial_out + piece_offset<kColumns, kShortLines>(p, piece, consumer, group, unit, as_lane);
     // Two columns of row `row` + j and of row `row` + j + 8.
     auto of_row = [&](int d, int j) {
       const float* const v = output[d] + group * 8 + j;
       return float4{v[0], v[2], v[4], v[6]};
     };
+    if constexpr (kTiles == 4) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) store_short_unit(to + j * 4, {of_row(0, j), of_row(1, j), of_row(2, j), of_row(3, j)});
+      for (int j = 0; j < 2; ++j)
+        store_short_unit(to + j * 4, {of_row(0, j), of_row(1, j), of_row(2, j), of_row(3, j)});
+    } else {
+      float4 unit_columns[2 * kTiles];  // eight columns each
+#pragma unroll
+      for (int d = 0; d < kTiles; ++d) {
+        const float4 low = of_row(d, 0), high = of_row(d, 1);
+        const float2 x = exchanged_halves(eight, low.x, high.x), y = exchanged_halves(eight, low.y, high.y);
+        const float2 z = exchanged_halves(eight, low.z, high.z), w = exchanged_halves(eight, low.w, high.w);
+        unit_columns[2 * d] = {x.x, y.x, z.x, w.x};
+        unit_columns[2 * d + 1] = {x.y, y.y, z.y, w.y};
+      }
+      store_short_unit(to, {unit_columns[0], unit_columns[1], unit_columns[2], unit_columns[3]});
+    }
   }
 }
 

@@ -15,17 +15,18 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// Issues copies of 64 bytes of each of a warp's rows to a tile.
+// Issues copies of 64 bytes of each of a warp's rows to a tile; `has_chunk`: this lane's 16 of them exist.
 // model: fp8_data
 template <typename Layout, typename AnyTile>
-__device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile) {
+__device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile,
+                                               bool has_chunk) {
   const i64 own = rows.offset_of(from, rows.now);
   const int chunk = rows.lane % 4;
 #pragma unroll
   for (int i = 0; i < rows.kShare / 8; ++i) {
     const int row = token_at(8 * i + rows.lane / 4);
     const i64 offset = __shfl_sync(0xffffffffu, own, row);
-    const bool exists = offset >= 0;
+    const bool exists = offset >= 0 && has_chunk;
     copy_16_async(tile + Layout::chunk_of(rows.first_row + row, chunk), from.base + (exists ? offset : 0) + chunk * 16,
                   exists);
   }
@@ -43,8 +44,9 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
     const u32 s = t % Layout::kSlots, slot = shared.slot(s);
     mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
     if constexpr (AnyTile::kHasRope) {
-      if (p.rope_is_fp8)
-        copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset);
+      if (rope_is_fp8<AnyTile>(p))
+        copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset,
+                               has_rope_column<AnyTile>(p, rows.lane % 4 * 16));
       else
         rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});
     }
@@ -56,7 +58,7 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
                     exists);
     }
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < Layout::kValueDim / (2 * kRawColumns); ++half) {
       const u32 tiles = slot + half * 2 * kTileBytes;
       rows.template copy<2>(p.decode.latent, half * 2 * kRawColumns, {tiles, tiles + kTileBytes});
     }
@@ -74,7 +76,7 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
                                                   const AnyTile& tile,
                                                   const Part& part, int last_place) {
   constexpr int kBoxBytes = Layout::kWhole ? kBlockTokens * kPackedBytes
-                                           : (1 + kValueDim / kRawColumns) * kTileBytes +
+                                           : (1 + Layout::kValueDim / kRawColumns) * kTileBytes +
                                                  (kGrouped ? kBlockTokens * Layout::kNextScales : 0);
   static_assert(Layout::kSlotBytes == kBoxBytes, "a barrier expects what its boxes bring");
   BlockCursor<1, AnyTile> now(p.decode, tile, part, last_place, 0);
@@ -90,14 +92,16 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
     auto load = [&](const TensorMap& map, u32 offset, int column) {
       tma_load_4d_async(slot + offset, &map, shared.full(s), column, from.row, blockIdx.z, from.page);
     };
-    mbarrier_arrive_expect_tx(shared.full(s), Layout::kSlotBytes);
+    mbarrier_arrive_expect_tx(shared.full(s),
+                              Layout::kSlotBytes - (Layout::kWhole || AnyTile::kHasRope ? 0 : kTileBytes));
     if constexpr (Layout::kWhole) {
       load(p.decode.latent_map, 0, 0);
     } else {
-      load(p.decode.rope_map, Layout::kRopeOffset, 0);
+      if constexpr (AnyTile::kHasRope) load(p.decode.rope_map, Layout::kRopeOffset, 0);
       if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, 0);
 #pragma unroll
-      for (int k = 0; k < kValueDim / kRawColumns; ++k) load(p.decode.latent_map, k * kTileBytes, k * kRawColumns);
+      for (int k = 0; k < Layout::kValueDim / kRawColumns; ++k)
+        load(p.decode.latent_map, k * kTileBytes, k * kRawColumns);
     }
   }
 }
@@ -145,8 +149,8 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
                                                const Part& part, int last_place, int loader) {
   // A row is kept in registers. With 32 rows, or a ragged tile, there are too few of them.
   constexpr bool kKeeps = kQueryRows == 16 && !AnyTile::kIsRagged;
-  constexpr int kOwnTiles = AnyTile::kHasRope ? kTiles : kRopeTile;
-  constexpr int kAtOnce = kKeeps ? kOwnTiles : AnyTile::kHasRope ? 3 : 4;
+  constexpr int kRopeTile = AnyTile::kLatentTiles, kOwnTiles = kRopeTile + AnyTile::kHasRope;
+  constexpr int kAtOnce = kKeeps || kRopeTile < 8 ? kOwnTiles : AnyTile::kHasRope ? 3 : 4;
   const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
@@ -158,11 +162,13 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
       const bool valid = row < tile.rows;
       const Row from(p, tile, valid ? row : 0);
-      const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
-      const char* const rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+      const char* const latent = query_tile<kRopeTile>(p, 0, request, from.token, from.head) + chunk * 16;
+      const char* const rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+      const bool has_rope = valid && has_rope_column<AnyTile>(params, chunk * 8);
       auto words_of = [&](int k) {
         uint4 v = {0, 0, 0, 0};
-        if (valid) v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
+        if (k == kRopeTile ? has_rope : valid)
+          v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
         return v;
       };
       uint4 kept[kKeeps ? kOwnTiles : 1];
@@ -174,7 +180,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
 #pragma unroll kAtOnce
       for (int k = 0; k < kOwnTiles; ++k) {
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);
-        if (k < kRopeTile || params.rope_is_fp8) highest = highest_magnitude(highest, v);
+        if (k < kRopeTile || rope_is_fp8<AnyTile>(params)) highest = highest_magnitude(highest, v);
       }
       const u32 exponent = row_exponent(highest);
       const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
@@ -183,7 +189,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       for (int k = 0; k < kOwnTiles; ++k) {
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // else loaded again, from L2
         const u32 to = row_bytes + k * Layout::kQueryTileBytes;
-        if (k < kRopeTile || params.rope_is_fp8) {
+        if (k < kRopeTile || rope_is_fp8<AnyTile>(params)) {
           store_scaled(to, row, chunk, {v.x, v.y, v.z, v.w}, factor);
         } else {
           store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);

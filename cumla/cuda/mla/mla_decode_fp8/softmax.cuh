@@ -30,7 +30,9 @@ constexpr float kLeastGroupReference = -100;  // relative to that of the probabi
 // Output of a lane: columns 16 warp + 2 (lane / 4) and 1 more of each 64 columns of V.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Softmax {
-  using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
+  using Layout = Fp8Layout<kQueryRows, kGrouped, kForm, AnyTile::kLatentTiles>;
+  static constexpr int kValueTiles = AnyTile::kLatentTiles, kHalfTiles = kValueTiles / 2;
+  static_assert(!kGrouped || kValueTiles == 2 * kScaleGroups, "a scale for each 128 columns");
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
 
@@ -194,7 +196,7 @@ struct Fp8Softmax {
       }
       if constexpr (kGrouped) consumer_sync(consumer);
 #pragma unroll
-      for (int pair = 0; pair < kScaleGroups; ++pair) {
+      for (int pair = 0; pair < kHalfTiles; ++pair) {
         if constexpr (kGrouped) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) factor[k] = load_shared_float(group_change(pair, row_of(first + k)));

@@ -69,7 +69,8 @@ struct PageRows {
             copy_bulk_async(to, latent, Form::kBytes, barrier);
           } else {
             copy_bulk_async(to, latent, kValueDim, barrier);
-            copy_bulk_async(to + Form::kRope, there ? row_of(p.rope, page, row) : zeros, Form::kRopeBytes, barrier);
+            if constexpr (Form::kHasRope)
+              copy_bulk_async(to + Form::kRope, there ? row_of(p.rope, page, row) : zeros, Form::kRopeBytes, barrier);
             if constexpr (Form::kGrouped)
               copy_bulk_async(to + kPackedScales, there ? row_of(params.scales, page, row) : zeros, Form::kScaleBytes,
                               barrier);
