@@ -27,9 +27,11 @@ import torch
 import cumla
 from cumla import AttentionBias, AttentionMask
 
+DEVICE = "cuda"
 TURNS = 15
 WORKERS = 5
 IMAGES, WIDTH = (512, 2500, 4096, 7000), 256  # tokens at which an image begins, and its tokens
+CHUNK, WINDOW, DISTANCES = 8192, 1023, 1024  # the last: of a table
 # Name, requests, query tokens and keys of each, heads, kv heads, columns
 SHAPES = (
     ("prefill", 1, 8192, 8192, 32, 8, 128),
@@ -59,18 +61,18 @@ SHAPES = (
 
 def bias_of(name: str, tokens: int, heads: int) -> AttentionBias:
     if "slopes" in name:
-        slopes = 2.0 ** -(8 / heads * torch.arange(1, heads + 1, device="cuda"))
+        slopes = 2.0 ** -(8 / heads * torch.arange(1, heads + 1, device=DEVICE))
         return AttentionBias(slopes=slopes.float())
-    table = torch.randn(tokens, heads, 1024, dtype=torch.bfloat16, device="cuda")
+    table = torch.randn(tokens, heads, DISTANCES, dtype=torch.bfloat16, device=DEVICE)
     return AttentionBias(table=table)
 
 
 def tree_of(batch: int, drafts: int) -> torch.Tensor:
     """Trees whose drafts see the first one, themselves, and some between."""
     shape = batch, drafts, drafts
-    tree = torch.ones(shape, dtype=torch.bool, device="cuda").tril()
-    some = torch.rand(shape, device="cuda") < 0.4
-    some |= torch.eye(drafts, dtype=torch.bool, device="cuda")
+    tree = torch.ones(shape, dtype=torch.bool, device=DEVICE).tril()
+    some = torch.rand(shape, device=DEVICE) < 0.4
+    some |= torch.eye(drafts, dtype=torch.bool, device=DEVICE)
     some[:, :, 0] = True
     return tree & some
 
@@ -80,10 +82,10 @@ def mask_of(name: str, lens: torch.Tensor, q_len: int) -> AttentionMask:
     batch = len(lens)
     if "images" in name:
         spans = torch.tensor([[(at, at + WIDTH - 1) for at in IMAGES]] * batch, dtype=torch.int32)
-        window = 1023 if "windows" in name else None
-        return AttentionMask.image_spans(spans.cuda(), window=window, **places)
+        window = WINDOW if "windows" in name else None
+        return AttentionMask.image_spans(spans.to(DEVICE), window=window, **places)
     if "chunks" in name:
-        return AttentionMask.chunks(8192, **places)
+        return AttentionMask.chunks(CHUNK, **places)
     if "blocks" in name:
         return AttentionMask.blocks(32, **places)
     return AttentionMask.windows(1 << 30, **places)
@@ -136,7 +138,7 @@ def flex(name: str, given: dict[str, Any], mask: Any, tree: Any, bias: Any) -> C
         return score + torch.where((away >= 0) & (away < bias.table.shape[2]), of, 0.0)
 
     changed = None if bias is None else slope if "slopes" in name else row
-    blocks = create_block_mask(seen, batch, None, q_len, kv_len, device="cuda")
+    blocks = create_block_mask(seen, batch, None, q_len, kv_len, device=DEVICE)
     compiled = torch.compile(flex_attention, dynamic=False)
     rows = q.transpose(1, 2)
     more: dict[str, Any] = {"score_mod": changed, "block_mask": blocks, "enable_gqa": True}
@@ -147,15 +149,15 @@ def measured(shape: Any, flush: torch.Tensor, lock: Any, until: float) -> dict[s
     """Measure one row, with FlexAttention if there is time to compile it."""
     name, batch, q_len, kv_len, heads, kv_heads, columns = shape
     per = -(-kv_len // 64)
-    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
     cache = [torch.randn(batch * per, 64, kv_heads, columns, **kind) for _ in range(2)]
-    lens = torch.full((batch,), kv_len, dtype=torch.int32, device="cuda")
+    lens = torch.full((batch,), kv_len, dtype=torch.int32, device=DEVICE)
     given: dict[str, Any] = {
         "q": torch.randn(batch, q_len, heads, columns, **kind),
         "k": cache[0],
         "v": cache[1],
         "kv_lens": lens,
-        "block_table": torch.randperm(batch * per, device="cuda").int().view(batch, per),
+        "block_table": torch.randperm(batch * per, device=DEVICE).int().view(batch, per),
     }
     if "e4m3" in name:
         given |= {part: given[part].to(torch.float8_e4m3fn) for part in ("k", "v")}
@@ -172,7 +174,7 @@ def measured(shape: Any, flush: torch.Tensor, lock: Any, until: float) -> dict[s
     if bias is None:
         calls["mask"] = partial(cumla.attention, **given, mask=mask)
     if "windows" in name:
-        calls["window"] = partial(cumla.attention, **given, window=1023)
+        calls["window"] = partial(cumla.attention, **given, window=WINDOW)
     own = calls["bias" if bias else "mask"]()[0]
     problem, error = "", None
     if "e4m3" in name:
@@ -198,7 +200,7 @@ def measured(shape: Any, flush: torch.Tensor, lock: Any, until: float) -> dict[s
 
 def work(numbers: range, lock: Any, until: float, found: Any) -> None:
     """Measure some rows, in a process."""
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     for number in numbers:
         try:
             row = measured(SHAPES[number], flush, lock, until)
