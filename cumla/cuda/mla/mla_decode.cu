@@ -16,6 +16,9 @@
 // Time line with several row tiles (kSharedBlocks, compute-bound; frees_early() may change the order):
 //   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | S2=QK2, O+=P1V1 beside softmax 2 | O+=P2V2 | ...
 //   consumer 1 |          S1=QK1, O+=P0V0 beside softmax 1 | O+=P1V1 | S3=QK3, ...
+// The same with lists, whose loads take longer (kOtherFirst: consumer 0 frees its half of stage 1 earlier):
+//   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | O+=P1V1, S2=QK2 | softmax 2 | O+=P2V2 | ...
+//   consumer 1 |          S1=QK1, O+=P0V0 beside softmax 1 | O+=P1V1 | S3=QK3, ...
 // With one row tile (memory-bound; a stage is freed as early as possible):
 //   consumer 0 | S0=QK0 | softmax 0 | O+=P0V0 | O+=P1V1 | S2=QK2 | softmax 2 | O+=P2V2 | ...
 //   consumer 1 |          S1=QK1 | O+=P0V0 | softmax 1 | O+=P1V1 | O+=P2V2 | S3=QK3 | ...
@@ -37,8 +40,8 @@
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448
-// Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start
-//                 (65,536 / 384 in steps of 8)
+// Registers:      consumers 224 (128 output, 32 scores, 16 probabilities; kOtherFirst: 16 of the query), loaders 56;
+//                 168 at the start (65,536 / 384 in steps of 8)
 // Tensor work:    2,176 clocks per block; loads 73,728 B per block and CTA
 #include "mla/mla_decode/compute.cuh"
 #include "mla/mla_decode/load.cuh"

@@ -132,7 +132,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   grid_dependency_wait();
 
   const Part part = part_of_cta(p, blockIdx.y);
-  const AnyTile tile(p);
+  AnyTile tile(p);
   const int last_place = last_place_of(p, part);
 
   if (warpgroup == 0) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token over its own list of rows of a 16-bit cache: mla/mla_decode.cu with single rows
-// (kRows), and lists in place of pages (sparse/selected.cuh).
+// MLA attention of each query token over its own list of rows of a 16-bit cache: mla/mla_decode.cu, or for at most 16
+// heads mla/mla_decode_swapped.cu, with single rows (kRows), and lists in place of pages (sparse/selected.cuh).
 //
-// Roles, time line, barriers, shared memory and registers: mla/mla_decode.cu. Rows have 576 columns, or 512, which
-// are all values. Forms with max_logits take 256 B more shared memory, 232,416 B, and two more registers of a
-// consumer's thread.
+// Roles, time line, barriers, shared memory and registers: those files. Rows have 576 columns, or 512, which are all
+// values. Forms with max_logits, which are those of mla_decode, take 256 B more shared memory, 232,416 B, and two more
+// registers of a consumer's thread.
 #include "mla/mla_decode.cu"
+#include "mla/mla_decode_swapped.cu"
 #include "sparse/selected.cuh"
 
 namespace cumla::sparse {
@@ -35,11 +36,14 @@ struct MaxLogitsTile : AnyTile {
   }
 };
 
-// kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of
-// either.
+// kSharedBlocks: as in mla_decode. AnyTile: SelectedTile<kRowTile>, ValueTile of it, or MaxLogitsTile of either;
+// SelectedTile<kSwappedRows>.
 template <typename T, bool kSharedBlocks, typename AnyTile>
 __device__ __forceinline__ void mla_sparse(const MlaDecodeParams& p) {
-  mla_decode<T, kSharedBlocks, kRows, AnyTile>(p);
+  if constexpr (AnyTile::kMostRows == kSwappedRows)
+    mla_decode_swapped<T, kRows, AnyTile>(p);
+  else
+    mla_decode<T, kSharedBlocks, kRows, AnyTile>(p);
 }
 
 }  // namespace cumla::sparse

@@ -19,6 +19,7 @@ template <int kTileRows>
 struct ListTile : RaggedTile {
   using Held = ListTile;
   static constexpr bool kIsList = true, kHasSinks = true;
+  static constexpr int kMostRows = kTileRows;
 
   __device__ __forceinline__ explicit ListTile(const MlaDecodeParams& p, int tile_rows = kTileRows) : RaggedTile(p) {
     index = blockIdx.x;
@@ -49,6 +50,7 @@ constexpr int kRowsInL2 = 36 << 10;  // rows of the cache, of queries or of resu
 template <int kTileRows>
 struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
+  static constexpr bool kOtherFirst = true;
   using ListTile<kTileRows>::ListTile;
 
   // Many query rows must not evict the cache's rows from L2.
@@ -56,19 +58,20 @@ struct SelectedTile : ListTile<kTileRows> {
   __device__ __forceinline__ static u64 policy(const Params& p) {
     return static_cast<i64>(p.batch) * p.heads_per_group > kRowsInL2 ? evict_first_policy() : evict_normal_policy();
   }
-  // For rows from DRAM without prefetches (docs/kernels/mla_sparse.md).
-  template <typename Params>
-  __device__ __forceinline__ static bool frees_early(const Params& p) {
-    return gridDim.x == 1 && p.num_pages > kRowsInL2;
-  }
 };
 
 // The same for rows of 512 columns, which are all values.
 template <typename AnyTile>
 struct ValueTile : AnyTile {
   using Held = ValueTile;
-  static constexpr bool kHasRope = false;
+  static constexpr bool kHasRope = false, kOtherFirst = false;
   using AnyTile::AnyTile;
+
+  // For rows from DRAM without prefetches (docs/kernels/mla_sparse.md).
+  template <typename Params>
+  __device__ __forceinline__ static bool frees_early(const Params& p) {
+    return gridDim.x == 1 && p.num_pages > kRowsInL2;
+  }
 };
 
 template <int kTileRows>

@@ -23,6 +23,8 @@ struct TileTraits {
   static constexpr int kLatentTiles = 8;        // MLA: 64 columns of values each
   static constexpr bool kRopeVaries = false;    // MLA: the number of RoPE columns is a parameter
   static constexpr bool kWideProducts = true;   // MLA: products of 256 columns, not of 128
+  // MLA with shared blocks: consumer 0 multiplies the other consumer's block before it scores its own.
+  static constexpr bool kOtherFirst = false;
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
   // MLA: L2 policy of query rows and results.
   template <typename Params>

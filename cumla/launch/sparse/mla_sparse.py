@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cumla.core.arrays import ArrayView
 from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode import SMEM_BYTES, DecodeArguments, decode_launch
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, SWAPPED_ROWS, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import (
     sparse_fp8_launch,
@@ -88,9 +88,20 @@ def _made(dtype: str, columns: int, shared: bool, has_max_logits: bool) -> Kerne
     )
 
 
+def _swapped(dtype: str) -> KernelSpec:
+    """Describe the kernel for few heads, which are the N side of its products."""
+    return KernelSpec.of(
+        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, False, "SelectedTile<kSwappedRows>"),
+        tags=[dtype, "swapped"],
+        threads=384,
+        smem_bytes=constant("mla/mla_decode_swapped", "SwappedLayout(0).query_free() + 8"),
+    )
+
+
+_SWAPPED = {dtype: _swapped(dtype) for dtype in HALVES}
 _FLAGS = False, True
 _SPECS = {names: _made(*names) for names in product(HALVES, _TILES, _FLAGS, _FLAGS)}
-SPECS = tuple(_SPECS.values())
+SPECS = (*_SPECS.values(), *_SWAPPED.values())
 
 
 def sparse_specs(key: MLASparseKey, columns: int | None = None) -> tuple[KernelSpec, ...]:
@@ -109,8 +120,15 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
 
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
-    """Choose by what binds: many lists share rows in L2, and then it is arithmetic."""
-    many = key.num_places * key.row_tiles >= RULES.many_tiles * key.sm_count
+    """Choose by what binds: many lists share rows in L2, and then it is arithmetic.
+
+    The kernel of few heads has other bits than the others, which batch-invariant lists keep to.
+    """
+    is_narrow = key.num_heads <= SWAPPED_ROWS and columns == HEAD_DIM
+    most = RULES.many_narrow_tiles if is_narrow else RULES.many_tiles
+    many = key.num_places * key.row_tiles >= most * key.sm_count
+    if is_narrow and not (many or key.batch_invariant or key.has_max_logits):
+        return _SWAPPED[key.dtype]
     return _SPECS[key.dtype, columns, key.row_tiles > 1 or many, key.has_max_logits]
 
 

@@ -36,10 +36,15 @@ class Rules:
     # Row tiles of lists for each multiprocessor from which on many lists share rows in L2: then
     # arithmetic binds, and the kernel whose thread blocks share loads is faster.
     many_tiles: int = 4
+    # The same of at most 16 heads, over rows with RoPE columns.
+    many_narrow_tiles: float = 0.9
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
-    # KV blocks of a piece, at least, of packed rows for many heads and of V4's.
-    whole_row_share: int = 1
+    # What a block of V4's rows costs where tiles of heads are chosen, in groups of 16 heads.
+    v4_block_cost: int = 2
+    # KV blocks of a piece, at least, of packed rows for many heads, of V4's, and of
+    # 16-bit rows for at most 16 heads.
+    least_share: int = 1
     # KV blocks for each 16 query rows, at multiples of which batch-invariant lists are cut: so
     # storing and combining a piece stays a constant share of computing it.
     piece_blocks_of_group: int = 8
@@ -99,24 +104,28 @@ class MLASparseKey(LatentKey):
         if self.has_whole_rows or self.is_widened:
             most = wide if self.has_whole_rows and self.num_heads <= wide else ROW_TILE
             widths = (most,) if self.batch_invariant else (narrow, wide, most)
-            return min(widths, key=self._cost_of)
+            return min(widths, key=self._order_of)
         if self.cache == "same":
             return ROW_TILE
         return narrow if self.num_heads <= narrow else wide
 
-    def _cost_of(self, rows: int) -> float:
+    def _order_of(self, rows: int) -> tuple[float, int]:
         """KV blocks of a thread block with so many heads of a list, and what its piece costs.
 
         All thread blocks store and join their pieces at the same time, through L2: for each 16
-        heads that takes as long as a KV block, as measured. Lists so short that the schedule does
-        not cut them (min_saving) count as if it did.
+        heads that takes as long as a KV block, as measured, and half as long as one of V4's rows.
+        Lists so short that the schedule does not cut them (min_saving) count as if it did. Of tiles
+        of equal costs the narrowest is taken, but for V4's rows the widest of which a list has two:
+        they have L2 fetch rows for each other.
         """
         tiles = -(-self.num_heads // rows)
         pieces = self.sm_count // max(tiles * self.num_places, 1)
         if tiles > 1 and rows < ROW_TILE and pieces < RULES.fewest_pieces:
-            return inf
+            return inf, rows
         blocks = -(-self.max_blocks // max(min(pieces, self.max_blocks), 1))
-        return blocks + -(-min(rows, self.num_heads) // ROW_GROUP)
+        cost = RULES.v4_block_cost if self.is_widened else 1
+        order = -rows if self.is_widened and tiles > 1 else rows
+        return blocks * cost + -(-min(rows, self.num_heads) // ROW_GROUP), order
 
     @cached_property
     def row_tiles(self) -> int:
@@ -141,8 +150,9 @@ class MLASparseKey(LatentKey):
     @property
     def min_share(self) -> int:
         """KV blocks of a piece, at least."""
-        is_whole = self.has_whole_rows or self.is_widened
-        return RULES.whole_row_share if is_whole else super().min_share
+        is_narrow = self.cache == "same" and self.num_heads <= NARROW_ROWS[0]
+        is_least = self.has_whole_rows or self.is_widened or is_narrow
+        return RULES.least_share if is_least else super().min_share
 
     @property
     def num_places(self) -> int:

@@ -206,6 +206,7 @@ _LISTS: dict[str, Any] = {"lists": "mixed", "lengths": "tokens"}
 SPARSE = (  # each kernel: lists that are cut and lists that are not, absent entries, gaps, sinks
     SparseCase(batch=2, q_len=2, heads=24, topk=700, form="bfloat16", gaps=True, **_LISTS),
     SparseCase(heads=80, topk=300, form="float16", places="rows", sinks="finite", **_LISTS),
+    SparseCase(batch=2, heads=9, topk=700, form="float16", page_size=1, sinks="finite", **_LISTS),
     SparseCase(batch=4, heads=16, topk=300, form="one", page_size=16, **_LISTS),
     SparseCase(heads=24, topk=200, form="16-bit rope", places="requests", **_LISTS),
     SparseCase(heads=8, topk=300, form="scales", page_size=1, gaps=True, **_LISTS),

@@ -46,13 +46,20 @@ def entries(key: Any, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cache_of_the_querys_dtype(dtype: str) -> None:
-    """Two row tiles, and many lists, share rows in L2."""
-    for heads, batch, shared in ((16, 5, ""), (64, 5, ""), (65, 5, "_shared_blocks")) + (
+    """Two row tiles, and many lists, share rows in L2; few heads are the N side of products."""
+    for heads, batch, form in (
+        (16, 5, "_swapped"),
+        (16, 39, "_swapped"),
+        (16, 40, "_shared_blocks"),
+        (17, 5, ""),
+        (17, 40, ""),
+        (64, 5, ""),
+        (65, 5, "_shared_blocks"),
         (64, 131, ""),
         (64, 176, "_shared_blocks"),
     ):
         key = key_of(heads, dtype=dtype, batch=batch)
-        attend = f"mla_sparse_{dtype}{shared}"
+        attend = f"mla_sparse_{dtype}{form}"
         assert entries(key) == ["bound_rows", "mla_schedule", "select_rows", attend]
 
 
@@ -112,8 +119,10 @@ def test_packed_rows(heads: int) -> None:
         ("v32", 1, 128, 0, 16),
         ("same", 1, 128, 2048, 64),
         ("v4", 1, 64, 640, 16),  # 10 pieces of a block
-        ("v4", 4, 128, 1152, 32),
-        ("v4", 8, 128, 1152, 32),
+        ("v4", 1, 128, 1152, 32),  # 18 pieces of a block; 16 heads would have pieces of two
+        ("v4", 4, 64, 640, 32),
+        ("v4", 4, 128, 1152, 64),  # two tiles, which fetch rows for each other
+        ("v4", 8, 128, 1152, 64),
         ("v4", 10, 128, 1152, 64),
         ("v4", 16, 64, 640, 32),
         ("v4", 24, 64, 640, 64),
@@ -148,7 +157,7 @@ def test_every_kernel_serves_a_shape() -> None:
     keys += [key_of(128, cache, batch=n, q_len=1, topk=2048) for cache, n in few]
     keys += [
         key_of(h, dtype=dtype, has_max_logits=has)
-        for h in (8, 128)
+        for h in (8, 24, 128)
         for dtype in ("bfloat16", "float16")
         for has in (False, True)
     ]

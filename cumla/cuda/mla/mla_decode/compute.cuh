@@ -27,16 +27,26 @@ struct MaxLogits<true> {
   float max_logit[2];
 };
 
+// A tile of the query in registers: products then read less from shared memory.
+template <bool kHolds>
+struct HeldQuery {};
+template <>
+struct HeldQuery<true> {
+  u32 query[16];
+};
+
 // One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
 // more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && AnyTile::kOtherFirst> {
   // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
+  static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
   using Layout = SharedLayoutOf<AnyTile::kLatentTiles>;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread
   static constexpr int kHalfChunks = 8 * kHalfTiles;  // of 16 bytes, of a row's half of V
+  static constexpr int kFirst = AnyTile::kHasRope ? 0 : 1;  // tile in order
 
   const MlaDecodeParams& p;
   const Layout& shared;
@@ -80,7 +90,6 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     const int at = Layout::stage_of(t, consumer);
     const u32 stage = shared.stage(at);
     const u32 phase = Layout::phase_of(t);
-    constexpr int kFirst = AnyTile::kHasRope ? 0 : 1;
 #pragma unroll
     for (int i = kFirst; i < kTiles; ++i) {
       const int column = tile_in_order<AnyTile::kLatentTiles>(consumer, i);
@@ -90,11 +99,33 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
       }
       warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32),
-                                 descriptor_of_rows<128>(stage, column * kTileBytes + k * 32), i + k > kFirst);
+      for (int k = 0; k < 4; ++k) {
+        const u64 rows = descriptor_of_rows<128>(stage, column * kTileBytes + k * 32);
+        if constexpr (kOtherFirst) {
+          if (i == kFirst) {
+            wgmma_m64n64k16_async<T>(scores, this->query + 4 * k, rows, k > 0);
+            continue;
+          }
+        }
+        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32), rows,
+                                 i + k > kFirst);
+      }
     }
     warpgroup_commit();
+  }
+
+  // Loads the tile of the query that is used first.
+  __device__ __forceinline__ void hold_query() {
+    const int query_row = warp * 16 + lane % 16;
+    const u32 from = shared.query + tile_in_order<AnyTile::kLatentTiles>(consumer, kFirst) * kTileBytes +
+                     query_row * 128;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      u32 words[4];
+      load_matrix_x4(words, from + ((2 * k + lane / 16 ^ query_row & 7) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) this->query[4 * k + i] = words[i];
+    }
   }
 
   __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
@@ -282,12 +313,21 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
   }
 
   // Computes block i of the segment, counter t, which this consumer owns. kPrevious: block i - 1 of the other
-  // consumer is multiplied here beside this block's softmax. `scored`: the scores exist already.
-  template <bool kPrevious>
+  // consumer is multiplied here beside this block's softmax, or with kBefore before this block is scored. `scored`: the
+  // scores exist already.
+  template <bool kPrevious, bool kBefore = false>
   __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
-    if (!scored) multiply_query(t);
     const int stage = Layout::stage_of(t, consumer), previous = Layout::stage_of(t - 1, 1 - consumer);
-    if constexpr (kPrevious) {
+    if constexpr (kBefore) {
+      adopt(t - 1);
+      multiply_other(previous);
+      multiply_query(t);
+      warpgroup_wait<1>();
+      arrive(shared.free(previous, consumer));
+    } else if (!scored) {
+      multiply_query(t);
+    }
+    if constexpr (kPrevious && !kBefore) {
       adopt(t - 1);
       if constexpr (kHasWindow<AnyTile>) clear_values_before(previous, segment.begin + i - 1);
       multiply_other(previous);
@@ -308,7 +348,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     float next[2], block_sum[2] = {0.0f, 0.0f};
     raise_maximum(next);
     exponentiate<0, 16>(next, block_sum);
-    if constexpr (kPrevious) {
+    if constexpr (kPrevious && !kBefore) {
       // The other block's product ends about here, and its stage should be freed. A pacing store that nothing reads
       // keeps sixteen exponentials between the product and its wait (docs/kernels/mla.md).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
@@ -373,6 +413,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
     const int first = (consumer ^ t) & 1;  // first own block
     // Also with no block to score. Otherwise one query warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
+    if constexpr (kOtherFirst) hold_query();
     if (first >= segment.blocks) arrive(shared.query_free());
     if constexpr (kSharedBlocks) {
       int i = first;
@@ -381,7 +422,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits> {
         i = 2;
       }
       for (; i < segment.blocks; i += 2) {
-        if (tile.frees_early(p) && other_comes_first(t + i)) {
+        if (kOtherFirst && consumer == 0) {
+          own_block<true, kOtherFirst>(segment, i, t + i);
+        } else if (tile.frees_early(p) && other_comes_first(t + i)) {
           other_block(segment, i - 1, t + i - 1);
           own_block<false>(segment, i, t + i);
         } else {
