@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
@@ -43,12 +44,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = "show versions, GPUs, NVRTC and cache folders; with --vllm CONFIG what serves a model"
     parser = subparsers.add_parser("info", help=what, description=what)
     group = parser.add_argument_group(
-        "vLLM", "whether its plugin would serve a model; the exit status is 1 if it would not"
+        "vLLM",
+        "whether its plugin would serve a model, with what beside attention; the exit status is 1 "
+        "if it would not, and 2 if the question cannot be answered",
     )
     group.add_argument(
         "--vllm",
         nargs="?",
-        const="",
+        const=True,
         metavar="CONFIG",
         help="a config.json of Hugging Face, or a folder with one; without it the versions alone",
     )
@@ -60,13 +63,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 if vLLM's plugin would not serve the model that is asked about."""
-    given = [name for name in _OF_A_MODEL if getattr(args, name) is not None]
-    if given and not args.vllm:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise CumlaError(f"{names}: needs a model to ask about, got none; add --vllm CONFIG")
+    """Print the report.
+
+    1 if vLLM's plugin would not serve the model that is asked about, 2 if it could not be read.
+    """
+    try:
+        model = _asked_about(args)
+    except CumlaError as error:
+        print(f"cumla info: {error}", file=sys.stderr)
+        return 2
     if args.vllm is not None:
-        return _served(args)
+        return _served(args, model)
     rows: list[tuple[str, Callable[[], str]]] = [
         ("cumla", _cumla),
         ("Python", lambda: f"{platform.python_version()} on {platform.platform()}"),
@@ -88,9 +95,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _served(args: argparse.Namespace) -> int:
+def _asked_about(args: argparse.Namespace) -> Model | None:
+    """Read the model that the arguments name."""
+    given = [name for name in _OF_A_MODEL if getattr(args, name) is not None]
+    if given and args.vllm in (None, True):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CumlaError(f"{names}: needs a model to ask about, got none; add --vllm CONFIG")
+    return None if args.vllm in (None, True) else _read(args)
+
+
+def _served(args: argparse.Namespace, model: Model | None) -> int:
     """Print whether vLLM's plugin would serve a model."""
-    rows = [("cumla", _cumla()), ("GPUs", _answer("GPUs", _gpus, {})), *_vllm_rows(args)]
+    rows = [("cumla", _cumla()), ("GPUs", _answer("GPUs", _gpus, {})), *_vllm_rows(args, model)]
     for row in rows:
         _print(*row)
     return int(any(title == "served" and answer.startswith("no") for title, answer in rows))
@@ -222,7 +238,7 @@ def _cubins() -> str:
     return f"{folder}: {found} of {len(specs)} kernels of this version"
 
 
-def _vllm_rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _vllm_rows(args: argparse.Namespace, model: Model | None) -> Iterator[tuple[str, str]]:
     """Tell of vLLM, and of the model; the row `served` begins with yes or no."""
     reason = ""
     try:
@@ -230,20 +246,23 @@ def _vllm_rows(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     except metadata.PackageNotFoundError:
         yield "vLLM", "not installed here: versions are not checked"
     else:
-        answer, reason = _vllm_version(version)
+        is_sparse = model is not None and bool(model.topk) and not model.is_v4
+        answer, reason = _vllm_version(version, is_sparse)
         yield "vLLM", answer
+        if model is None:
+            yield "with sparse MLA", _vllm_version(version, True)[0]
         yield "plugin", _entry_point()
-    if args.vllm:
-        yield from _model_rows(args, reason)
+    if model is not None:
+        yield from _model_rows(args, model, reason)
 
 
-def _vllm_version(version: str) -> tuple[str, str]:
-    """Tell how the plugin takes a version, and why it refuses it."""
+def _vllm_version(version: str, is_sparse: bool) -> tuple[str, str]:
+    """Tell how the plugin takes a version for such models, and why it refuses it."""
     from cumla._serving import is_tested
-    from cumla.vllm import TESTED
+    from cumla.vllm import _TESTED_SPARSE, TESTED
 
     try:
-        known = is_tested("vllm", version, TESTED, "CUSTOM")
+        known = is_tested("vllm", version, _TESTED_SPARSE if is_sparse else TESTED, "CUSTOM")
     except RuntimeError as error:
         return f"{version}: refused", str(error)
     way = "tested" if known else "not tested; served if it has the interfaces, after a warning"
@@ -261,21 +280,26 @@ def _entry_point() -> str:
 
 
 def _read(args: argparse.Namespace) -> Model:
-    """Read the model; what is wrong with its file is an OSError."""
+    """Read the model; what is wrong with its file is a CumlaError."""
     from cumla.vllm._models import read_model
 
-    what = f"{args.vllm}: needs the config.json of a model, got "
+    what = f"{args.vllm or '--vllm'}: needs the config.json of a model, got "
+    way = "`hf download MODEL config.json --local-dir FOLDER` fetches one"
+    if not args.vllm:
+        raise CumlaError(f"{what}an empty name; {way}, and --vllm FOLDER names it")
     try:
         return read_model(args.vllm, args.dtype or "auto", args.tensor_parallel_size or 1)
-    except FileNotFoundError as error:
-        way = "`hf download MODEL config.json --local-dir FOLDER` fetches one"
-        raise OSError(f"{what}no such file; {way}") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise OSError(f"{what}{error}") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CumlaError(f"{what}no such file; {way}") from error
+    except IsADirectoryError as error:
+        raise CumlaError(f"{what}a folder, {error.filename}; {way}") from error
+    except OSError as error:
+        raise CumlaError(f"{what}a file that cannot be read: {error}; {way}") from error
+    except (TypeError, ValueError) as error:
+        raise CumlaError(f"{what}{error}; {way}") from error
 
 
-def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, str]]:
-    model = _read(args)
+def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator[tuple[str, str]]:
     cache = args.kv_cache_dtype or "auto"
     page = args.block_size or model.kernels.get_preferred_block_size(16)
     heads = f"{model.num_heads} heads of {model.head_size}"
@@ -284,7 +308,7 @@ def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, st
     sinks = ", sinks" if model.has_sink else ""
     yield "model", f"{model.kind}, {'MLA' if model.use_mla else 'no MLA'}, {model.dtype}"
     yield "each GPU", f"{heads}{sinks}; cache {cache}, pages of {page} tokens"
-    reasons = [*([reason] if reason else []), *model.refusals(cache)]
+    reasons = [*([reason] if reason else []), *model.refusals(cache, args.block_size)]
     if not model.windows:
         reasons.append("layers: needs attention, got none")
     kernels: list[tuple[str, str]] = []
@@ -301,6 +325,28 @@ def _model_rows(args: argparse.Namespace, reason: str) -> Iterator[tuple[str, st
     untried = "".join(f"\nnot tried: {what}" for what in model.untried)
     yield "served", f"yes, with --attention-backend CUSTOM{untried}"
     yield from kernels
+    yield from _beside(model, cache)
+
+
+def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
+    """Tell what else is served, and what is to be known about the cache."""
+    from cumla.vllm._models import FP8, PACKED
+
+    is_sparse = bool(model.topk) and not model.is_v4
+    if is_sparse and cache in FP8:
+        yield "cache", f"one factor for all rows; {PACKED} has four in each row, and is preferred"
+    if model.is_v4:
+        yield "beside attention", "vLLM's own: its layers decide"
+        return
+    yield "drafts", "yes, in chains"
+    among = "; the indexer's scores differ in their last bits" if is_sparse else ""
+    yield "batch invariance", f"yes, by VLLM_BATCH_INVARIANT=1{among}"
+    shared = "yes; kernels then have the heads of all ranks that share a cache"
+    if not is_sparse:
+        shared += ", and requests one new token per step"
+    elif model.has_sink:
+        shared = "no: the layers have sinks"
+    yield "decode context parallel", shared if model.use_mla else "no: for MLA alone"
 
 
 def _layer_rows(
@@ -338,3 +384,6 @@ def _layer_rows(
         if model.is_v4 and step.startswith(("mixed", "prefill")):  # vLLM gathers rows of prefills
             names = [*(names if step.startswith("mixed") else ()), *gathered[step]]
         yield f"  {step}", "vLLM's own backend" if is_prefill else ", ".join(names)
+    if model.topk and not model.is_v4:
+        own = "vLLM's own backend, where no prefill of the step is longer"
+        yield f"  prefill up to {model.topk}", own

@@ -36,6 +36,8 @@ class Kernels:
     builder: ClassVar[type]
     has_windows_and_sinks: ClassVar = True
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8]
+    widths: ClassVar = "a multiple of 8, up to 512"
+    pages_of: ClassVar = 1  # tokens: vLLM's indexers need multiples of more
 
     @staticmethod
     def get_name() -> str:
@@ -87,6 +89,7 @@ class MLAKernels(Kernels):
     """Those of models with MLA."""
 
     has_windows_and_sinks = False
+    widths: ClassVar = f"rows of {', '.join(str(sum(width)) for width in WIDTHS)} columns"
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -140,6 +143,13 @@ class SparseMLAKernels(MLAKernels):
     """Those of models with sparse MLA."""
 
     supported_kv_cache_dtypes: ClassVar = [*Kernels.supported_kv_cache_dtypes, PACKED]
+    widths: ClassVar = f"rows of {HEAD_DIM} columns with sparse MLA"
+    pages_of: ClassVar = 64
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Tell the one width of a cached row; the kernels of 512 columns are for other callers."""
+        return head_size == HEAD_DIM
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -164,11 +174,13 @@ class V4Kernels(SparseMLAKernels):
     """Those of DeepSeek-V4, which has a window and compressed tokens in caches of bytes."""
 
     supported_kv_cache_dtypes: ClassVar = [*FP8, PACKED]
+    widths: ClassVar = f"rows of {V4_DIM} columns"
+    pages_of: ClassVar = 256
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Take the pages of vLLM's own classes."""
-        return 256
+        return cls.pages_of
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -267,6 +279,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "cohere2": {"sliding_window_pattern": 4},
     "deepseek_v4": {"head_dim": V4_DIM},
+    "qwen3_next": {"full_attention_interval": 4},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 }
 
@@ -297,13 +310,14 @@ class Model(NamedTuple):
             return SparseMLAKernels
         return MLAKernels if self.use_mla else MHAKernels
 
-    def refusals(self, kv_cache_dtype: str) -> list[str]:
+    def refusals(self, kv_cache_dtype: str, block_size: int | None = None) -> list[str]:
         """Tell why vLLM would not take the backend, by the answers that vLLM gets."""
         kernels, found = self.kernels, list(self.refused)
         if not kernels.supports_head_size(self.head_size):
-            widths = ", ".join(str(sum(width)) for width in WIDTHS)
-            need = f"rows of {widths} columns" if self.use_mla else "a multiple of 8, up to 512"
-            found.append(f"head size: needs {need}, got {self.head_size}")
+            found.append(f"head size: needs {kernels.widths}, got {self.head_size}")
+        if block_size is not None and block_size % kernels.pages_of:
+            need = f"a multiple of {kernels.pages_of}, because of vLLM's indexer"
+            found.append(f"--block-size: needs {need}, got {block_size}; leave it out")
         if not kernels.supports_dtype(self.dtype):
             found.append(f"--dtype: needs {' or '.join(DTYPES)}, got {self.dtype}")
         if kv_cache_dtype not in kernels.supported_kv_cache_dtypes:
@@ -318,13 +332,19 @@ class Model(NamedTuple):
 
 
 def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) -> Model:
-    """Read a config.json, or that of a folder."""
+    """Read a config.json, or that of a folder; a ValueError or TypeError says what it lacks."""
     file = Path(path)
     if file.is_dir():
         file /= "config.json"
-    whole = json.loads(file.read_text(encoding="utf-8"))
-    text = next((whole[key] for key in ("text_config", "llm_config") if whole.get(key)), whole)
-    config = _DEFAULTS.get(text.get("model_type", ""), {}) | (text.get("attn_config") or {}) | text
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
+        raise ValueError(f"no JSON ({error})") from error
+    whole = _mapping(whole, "the file")
+    name = next((key for key in ("text_config", "llm_config") if whole.get(key)), None)
+    text = whole if name is None else _mapping(whole[name], name)
+    inner = _mapping(text.get("attn_config") or {}, "attn_config")
+    config = _DEFAULTS.get(str(text.get("model_type")), {}) | inner | text
     kind = str(config.get("model_type", whole.get("model_type", "")))
     heads = _number(config, *_HEADS)
     has_one = config.get("multi_query") and not config.get("new_decoder_architecture")
@@ -334,7 +354,7 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     kinds = ["full"] * _layers(config) if is_v4 else _kinds(config)
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if not isinstance(width, int | None):
-        raise TypeError(f"a window of {width!r} tokens")
+        raise TypeError(f"sliding_window {width!r:.60}; write one number of tokens, or null")
     chunked = kinds.count("chunked_attention")
     refused = list(_refused(whole, config, kind))
     ranks = tensor_parallel_size
@@ -360,9 +380,22 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     )
 
 
+def _mapping(found: Any, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise TypeError(f"{what} {found!r:.60}; it has to be an object, {{...}}")
+    return found
+
+
 def _number(config: dict[str, Any], *names: str) -> int:
     name = next((name for name in names if config.get(name)), names[0])
     found = config.get(name)
+    if found is None:
+        what = " or ".join(names)
+        raise ValueError(
+            f"none with {what}; write the number that transformers has by default, or, where the "
+            "model has no causal self-attention (Mamba, Whisper), leave out --attention-backend "
+            "CUSTOM"
+        )
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"{name} {found!r:.60}; write one number, that of transformers by default")
     return found
@@ -385,14 +418,17 @@ def _layers(config: dict[str, Any]) -> int:
 def _kinds(config: dict[str, Any]) -> list[str]:
     """Name the kind of each layer with attention."""
     count = _layers(config)
-    interval, pattern = config.get("no_rope_layer_interval"), config.get("sliding_window_pattern")
-    if interval and config.get("attention_chunk_size"):  # Llama 4
+    if config.get("no_rope_layer_interval") and config.get("attention_chunk_size"):  # Llama 4
+        interval = _number(config, "no_rope_layer_interval")
         by_interval = [(i + 1) % interval for i in range(count)]
         rotated = _each(config, "no_rope_layers", count) or by_interval
         return ["chunked_attention" if each else "full_attention" for each in rotated]
     if kinds := _each(config, "layer_types", count):
         return [kind for kind in kinds if kind.endswith("attention") and "linear" not in kind]
-    if pattern:
+    if config.get("full_attention_interval"):  # Qwen3-Next: the other layers are linear
+        return ["full"] * (count // _number(config, "full_attention_interval"))
+    if config.get("sliding_window_pattern"):
+        pattern = _number(config, "sliding_window_pattern")
         return ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(count)]
     return ["sliding"] * count
 

@@ -111,7 +111,10 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
             topk=self.topk_tokens,
             cache_format=options["cache_format"],
         )
-        log_layers(LOGGER, {f"layers with sparse MLA ({len(layer_names)})": layers})
+        what = f"layers with sparse MLA ({len(layer_names)})"
+        if options["cache_dtype"] is not None:  # other backends make fp8_ds_mla of the same option
+            what += f", whose cache has one factor, where {PACKED} has four in each row"
+        log_layers(LOGGER, {what: layers})
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, *_: Any) -> AttentionCGSupport:

@@ -82,8 +82,15 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed_16"
     found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
     assert found["decoding, 1 request"] == "mla_sparse_fp8_16_packed"
-    assert rows(info(V32, "--kv-cache-dtype", "fp8")[1])["served"].startswith("yes")
+    assert found["prefill up to 2048"].startswith("vLLM's own backend, where no prefill of")
+    assert "cache" not in found
+    one_factor = rows(info(V32, "--kv-cache-dtype", "fp8")[1])
+    assert one_factor["served"].startswith("yes")
+    assert one_factor["cache"].startswith("one factor for all rows; fp8_ds_mla has four")
+    assert rows(info(V32, "--block-size", "128")[1])["served"].startswith("yes")
+    assert found["decode context parallel"].startswith("yes; kernels then have the heads of all")
     found = rows(info(V32 | {"model_type": "hy_v4", "learnable_sink": True})[1])
+    assert found["decode context parallel"] == "no: the layers have sinks"
     assert found["each GPU"].startswith("128 heads of 576, sinks;")
     assert found["served"].startswith("yes")
 
@@ -101,6 +108,9 @@ def test_deepseek_v4(info: Any) -> None:
     code, text = info(V4)
     assert code == 1
     assert "--kv-cache-dtype: needs one of fp8, fp8_e4m3, fp8_ds_mla, got auto" in text
+    code, text = info(V4, "--kv-cache-dtype", "fp8", "--block-size", "64")
+    assert code == 1
+    assert "--block-size: needs a multiple of 256, because of vLLM's indexer, got 64" in text
 
 
 def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +125,9 @@ def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatc
     assert found["decoding, 1 request"] == "mla_decode_bfloat16_shared_blocks"
     assert found["mixed, 128 requests"] == "mla_attention_bfloat16"
     assert found["prefill, 1 request"] == "vLLM's own backend"
+    assert found["drafts"] == "yes, in chains"
+    assert found["batch invariance"] == "yes, by VLLM_BATCH_INVARIANT=1"
+    assert found["decode context parallel"].endswith("requests one new token per step")
     found = rows(info(KIMI, "--tensor-parallel-size", "8", "--block-size", "16")[1])
     assert found["each GPU"] == "16 heads of 576; cache auto, pages of 16 tokens"
     assert found["decoding, 1 request"] == "mla_decode_bfloat16_swapped_boxes"
@@ -136,6 +149,7 @@ def test_gqa_names_the_kernels_of_each_step(info: Any) -> None:
     assert found["each GPU"] == "32 heads over 8 of 128; cache auto, pages of 64 tokens"
     assert found["decoding, 1 request"] == "attention_bfloat16_128_128"
     assert found["prefill, 1 request"] == "attention_prefill_bfloat16_128_128"
+    assert found["decode context parallel"] == "no: for MLA alone"
     whole, rest = found["mixed, 128 requests"].split(", ")
     assert (whole, rest) == ("attention_bfloat16_128_128", "attention_prefill_bfloat16_128_128")
     assert "_e4m3" in rows(info(LLAMA, "--kv-cache-dtype", "fp8")[1])["prefill, 1 request"]
@@ -153,6 +167,12 @@ def test_gqa_names_the_kernels_of_each_step(info: Any) -> None:
         (GPT_OSS | {"layer_types": None}, {128: 6, None: 6}),
         (LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 6}, {None: 6}),
         (GPT_OSS | {"layer_types": ["sliding_attention"] * 13}, {128: 12}),  # one of a draft
+        (LLAMA | {"model_type": "qwen3_next"}, {None: 3}),
+        (LLAMA | {"full_attention_interval": 5}, {None: 2}),
+        (
+            LLAMA | {"full_attention_interval": 5, "layer_types": ["full_attention"] * 12},
+            {None: 12},
+        ),
     ],
 )
 def test_windows_by_layer(config: Any, windows: dict[int | None, int], tmp_path: Path) -> None:
@@ -185,6 +205,13 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
     ("config", "options", "reason"),
     [
         (MLA | {"compress_ratios": [4]}, (), "layers: deepseek_v3 has compressed caches, which"),
+        (V32 | {"kv_lora_rank": 256}, (), "needs rows of 576 columns with sparse MLA, got 320"),
+        (V32 | {"kv_lora_rank": 448}, (), "needs rows of 576 columns with sparse MLA, got 512"),
+        (
+            V32,
+            ("--block-size", "16"),
+            "--block-size: needs a multiple of 64, because of vLLM's indexer, got 16; leave it out",
+        ),
         (V32, ("--kv-cache-dtype", "fp8_e5m2"), "fp8_e4m3, fp8_ds_mla, got fp8_e5m2"),
         (V32, ("--kv-cache-dtype", "fp8_ds_mla", "--dtype", "half"), "a model in bfloat16"),
         (
@@ -283,8 +310,16 @@ def test_kv_heads_by_other_names(changes: dict[str, Any], heads: int, info: Any)
 
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({}, "num_attention_heads None; write one number"),
-    ({"num_attention_heads": 8}, "num_hidden_layers None; write one number"),
+    ({}, "none with num_attention_heads or n_head or n_heads; write the number"),
+    ({"num_attention_heads": 8}, "none with num_hidden_layers or n_layer or n_layers; write"),
+    (  # Whisper, and Mamba
+        {"model_type": "whisper", "encoder_attention_heads": 8, "num_hidden_layers": 6},
+        "no causal self-attention (Mamba, Whisper), leave out --attention-backend CUSTOM",
+    ),
+    ({"model_type": "mamba", "num_hidden_layers": 6}, "(Mamba, Whisper), leave out"),
+    (LLAMA | {"model_type": [], "num_hidden_layers": {"a": 1}}, "num_hidden_layers {"),
+    (LLAMA | {"attn_config": [4]}, "attn_config [4]; it has to be an object"),
+    (LLAMA | {"full_attention_interval": "4"}, "full_attention_interval '4'; write one number"),
     (LLAMA | {"num_attention_heads": "32"}, "num_attention_heads '32'; write one number"),
     (LLAMA | {"num_attention_heads": [32] * 12}, "num_attention_heads [32, 32, "),
     (LLAMA | {"num_key_value_heads": [8, 4] * 6}, "num_key_value_heads [8, 4, 8, 4, "),
@@ -293,10 +328,13 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (LLAMA | {"layer_types": ["full_attention", None] * 6}, "layer_types ['full_attention', None"),
     (LLAMA4 | {"no_rope_layers": 4}, "no_rope_layers 4; write a list"),
     ({"text_config": LLAMA4 | {"no_rope_layers": [1, 0]}}, "no_rope_layers [1, 0]; write a list"),
-    (LLAMA | {"sliding_window": "4096"}, "a window of '4096' tokens"),
-    (LLAMA | {"sliding_window": [4096] * 12}, "a window of [4096, "),
-    (LLAMA | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}, ""),
-    ({"text_config": [LLAMA]}, ""),
+    (LLAMA | {"sliding_window": "4096"}, "sliding_window '4096'; write one number of tokens"),
+    (LLAMA | {"sliding_window": [4096] * 12}, "sliding_window [4096, "),
+    (
+        LLAMA | {"sliding_window": 4096, "sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern 'LLLG'; ",
+    ),
+    ({"text_config": [LLAMA]}, "text_config [{"),
 )
 
 
@@ -305,24 +343,48 @@ def test_a_config_that_does_not_fit_is_an_error_with_its_reason(
     config: dict[str, Any], got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["info", "--vllm", str(tmp_path)]) == 1
+    assert main(["info", "--vllm", str(tmp_path)]) == 2
     written = capsys.readouterr()
     assert written.err.startswith(f"cumla info: {tmp_path}: needs the config.json of a model, got ")
     assert got in written.err
+    assert written.err.endswith(
+        "; `hf download MODEL config.json --local-dir FOLDER` fetches one\n"
+    )
     assert "served" not in written.out
 
 
-@pytest.mark.parametrize("content", ["[]", "no json"])
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b"[]", "the file []; it has to be an object"),
+        (b"null", "the file None; it has to be an object"),
+        (b"no json", "no JSON (Expecting value"),
+        (b"", "no JSON (Expecting value"),
+        (b"\xff\xfe", "no JSON ('utf-8' codec"),
+        (b"[" * 100_000, "no JSON ("),
+    ],
+)
 def test_a_file_that_is_no_model_is_an_error(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(content)
-    assert main(["info", "--vllm", str(tmp_path)]) == 1
+    (tmp_path / "config.json").write_bytes(content)
+    assert main(["info", "--vllm", str(tmp_path)]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"cumla info: {tmp_path}")
-    assert ": needs " in message
-    for model in ("org/model", "none.json"):  # a name on Hugging Face is no folder
-        assert main(["info", "--vllm", str(tmp_path / model)]) == 1
+    start = f"cumla info: {tmp_path}: needs the config.json of a model, got {got}"
+    assert message.startswith(start)
+    assert message.endswith("; `hf download MODEL config.json --local-dir FOLDER` fetches one\n")
+
+
+def test_what_is_no_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--vllm", ""]) == 2
+    assert "--vllm: needs the config.json of a model, got an empty name" in capsys.readouterr().err
+    (tmp_path / "config.json").mkdir()
+    assert main(["info", "--vllm", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"got a folder, {tmp_path / 'config.json'}; `hf download" in message
+    (tmp_path / "file").write_text("{}")
+    for model in ("org/model", "none.json", "file/x"):  # a name on Hugging Face is no folder
+        assert main(["info", "--vllm", str(tmp_path / model)]) == 2
         message = capsys.readouterr().err
         assert f"{model}: needs the config.json of a model" in message
         assert "`hf download MODEL config.json " in message
@@ -336,7 +398,7 @@ def test_a_file_that_is_no_model_is_an_error(
 def test_options_of_a_model_need_one(
     option: str, rest: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["info", *rest, option]) == 1
+    assert main(["info", *rest, option]) == 2
     name = option.partition("=")[0]
     message = f"cumla info: {name}: needs a model to ask about, got none; add --vllm CONFIG\n"
     assert capsys.readouterr() == ("", message)
@@ -363,6 +425,33 @@ def test_an_installed_vllm_is_judged_as_the_plugin_does(
     assert ('install one ("vllm>=0.25' in text) == (code == 1)
     found = metadata.entry_points(group="vllm.general_plugins", name="cumla")
     assert rows(text)["plugin"].startswith("not loaded: VLLM_PLUGINS" if found else "not found")
+
+
+@pytest.mark.parametrize(
+    ("version", "answer", "code"),
+    [
+        ("0.25.1", "0.25.1: refused", 1),
+        ("0.28.0", "0.28.0: tested", 0),
+        ("0.30.0", "0.30.0: not tested; served if it has the interfaces, after a warning", 0),
+    ],
+)
+def test_versions_for_sparse_mla_are_others(
+    version: str,
+    answer: str,
+    code: int,
+    info: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("torch")
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else real(name))
+    got, text = info(V32)
+    assert (got, rows(text)["vLLM"]) == (code, answer)
+    assert rows(info(MLA)[1])["vLLM"] == f"{version}: tested"
+    assert main(["info", "--vllm"]) == 0
+    found = rows(capsys.readouterr().out)
+    assert (found["vLLM"], found["with sparse MLA"]) == (f"{version}: tested", answer)
 
 
 def test_vllm_gets_the_same_answers() -> None:

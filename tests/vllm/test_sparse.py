@@ -151,8 +151,23 @@ def test_the_name_serves_sparse_mla() -> None:
     assert backend.get_kv_cache_shape(3, 64, 1, 576, "fp8_ds_mla") == (3, 64, 656)
     assert "bfloat16" in str(backend.supports_combination(576, torch.float16, "fp8_ds_mla"))
     assert backend.supports_combination(576, torch.bfloat16, "fp8_ds_mla") is None
+    assert [n for n in (288, 320, 512, 576) if backend.supports_head_size(n)] == [576]
     with stubbed(use_mla=False, index_topk=TOPK):
         assert cumla.vllm.Backend.__module__ == "cumla.vllm.mha"
+
+
+def test_the_log_says_that_an_fp8_cache_has_one_factor(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cumla._choices._said", set())
+    caplog.set_level("INFO")
+    for cache_dtype in ("fp8", "fp8_ds_mla", "auto"):
+        SparseMLA(cache_dtype)
+    lines = [one.getMessage() for one in caplog.records if "attends in" in one.getMessage()]
+    start = "cumla attends in layers with sparse MLA (1)"
+    assert lines[0].startswith(f"{start}, whose cache has one factor, where fp8_ds_mla has four in")
+    assert all(line.startswith(f"{start}: ") for line in lines[1:])
+    assert len(lines) == 3
 
 
 def test_versions_have_a_range_of_their_own_for_sparse_mla(
