@@ -348,5 +348,7 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
     from mkdocs.structure.files import File
 
     for path, text in generated().items():
+        if (written := files.get_file_from_path(path)) is not None:  # for readers of the repository
+            files.remove(written)
         files.append(File.generated(config, path, content=text))
     return files

@@ -161,6 +161,24 @@ def test_the_performance_page_is_about_todays_kernels() -> None:
     assert "{{" not in made
 
 
+def test_the_summary_of_models_in_vllm_is_of_its_tables() -> None:
+    """The fastest turns of the other backends by those of cumla, least and most of the cells."""
+    text = (DOCS / "integrations/vllm-models.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\S.*?); cumla / (.*?), fastest \| (.*) \|$", text, re.MULTILINE)
+    made: dict[str, str] = {}
+    for label, names, times in rows:
+        cells = [cell.split(" / ") for cell in times.split(" | ") if cell.strip() != "-"]
+        ratios = {
+            name: [float(cell[i]) / float(cell[0]) for cell in cells]
+            for i, name in enumerate(names.split(" / "), 1)
+        }
+        each = [f"{name} {min(found):.2f} to {max(found):.2f}" for name, found in ratios.items()]
+        made[label] = ", ".join(each)
+    summary = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([^|]+ to [^|]+) \|$", text, re.MULTILINE)
+    assert len(summary) >= 9
+    assert summary == [(label, made[label]) for label, _ in summary]
+
+
 def test_the_readme_has_rows_of_the_record() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert performance.with_readme_parts(readme, performance.read(RECORD)) == readme
