@@ -178,8 +178,9 @@ def test_prompts_of_long_contexts() -> None:
     """Blocks of more than one window of the bitmap."""
     given = decoding(1, 300, (16, 1), [70000 * 64], 3, 64, num_pages=512)
     given["block_indices"][:, 0, :2] = [[65535, 65536 + i % 4000] for i in range(300)]
-    assert tiled(given)
-    agrees(given, run(given))
+    with multiprocessors(16):
+        assert tiled(given)
+        agrees(given, run(given))
 
 
 def test_lists_of_prompts_are_sets() -> None:
