@@ -354,8 +354,9 @@ def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
         for sample in MLA_SINKS:
             attend_with_sinks(cupy, sample)
         print("sanitize: FP8 caches with sinks: agree", flush=True)
-        for sample in MLA_E4M3_WIDTHS:
-            attend_latent_masked(cupy, sample)
+        with edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES):
+            for sample in MLA_E4M3_WIDTHS:
+                attend_latent_masked(cupy, sample)
         print("sanitize: FP8 caches of other widths: agree", flush=True)
     for changes, products in (
         (variants.HEADS_64_EVERY_LANE_ARRIVES, False),
@@ -391,8 +392,9 @@ def run_calls(
         attend_fp8_caches(cupy, edited)
     elif part == "lists":
         few = edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES)
+        plain = edited("every lane arrives", *variants.SPARSE_16_EVERY_LANE_ARRIVES)
         many = edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES)
-        with few, many, edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES):
+        with few, plain, many, edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES):
             attend_to_lists(cupy)
     elif part == "rows":
         write_rows(cupy)

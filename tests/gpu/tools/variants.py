@@ -57,7 +57,7 @@ class Edit:
         The kernels.
     at : str
         The line: one with the mark ``// plant: at``, or, of ``name()``, that on which the body of a
-        wrapper of that name begins.
+        wrapper of that name begins, or, of ``statement;``, this statement.
     new : str
         What takes the place of `old`; groups of it are ``\\1`` and so on.
     old : str
@@ -73,6 +73,8 @@ class Edit:
         if self.at.endswith("()"):
             line = rf"__device__ __forceinline__ \w+ {self.at[:-2]}\([^;]*?\) {{(?=\n)"
             found = [match.span() for match in re.finditer(line, text)]
+        elif self.at.endswith(";"):
+            found = [match.span() for match in re.finditer(re.escape(self.at), text)]
         else:
             found = [*self._marked(text)]
         if len(found) != 1:
@@ -244,6 +246,23 @@ FP8_EVERY_LANE_ARRIVES = _every_lane_arrives(FP8)
 SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
 """The same over lists of rows."""
 
+SPARSE_16_EVERY_LANE_ARRIVES = (
+    Edit(SPARSE_16, "mbarrier_init(shared.query_free(), 8);", ", 256)", _COUNT),
+    Edit(
+        SPARSE_16,
+        "if (i + 2 >= segment.blocks) arrive(shared.query_free());",
+        " mbarrier_a",
+        r" a(?=rrive)",
+    ),
+    Edit(
+        SPARSE_16,
+        "if (first >= segment.blocks) arrive(shared.query_free());",
+        " mbarrier_a",
+        r" a(?=rrive)",
+    ),
+)
+"""The same of the query's tile that consumers of lists hold in registers."""
+
 
 def _every_lane_of_64_heads(stems: tuple[str, ...], prefix: str = "") -> tuple[Edit, ...]:
     """`prefix`: of the marks that such kernels have for themselves."""
@@ -342,6 +361,7 @@ ALL = {
     "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
     "many heads: every lane arrives": HEADS_64_EVERY_LANE_ARRIVES,
     "products in e4m3: every lane arrives": FP8_PRODUCTS_EVERY_LANE_ARRIVES,
+    "lists of 16-bit rows: every lane arrives": SPARSE_16_EVERY_LANE_ARRIVES,
     "V4: every lane arrives": V4_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
@@ -362,9 +382,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     if stem in FP8_PRODUCTS:
         return mla_decode_fp8_products.SPECS
     if stem in SPARSE_16:
-        return tuple(
-            spec for spec in all_specs() if spec.entry == "mla_sparse_bfloat16_shared_blocks"
-        )
+        forms = re.compile(r"mla_sparse_b?float16_shared_blocks(_max_logits)?")
+        return tuple(spec for spec in all_specs() if forms.fullmatch(spec.entry))
     if stem in SPARSE_8:
         launchers = (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4)
         return tuple(s for of in launchers for s in of.SPECS if s.stem == stem)
