@@ -247,7 +247,12 @@ SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
 """The same over lists of rows."""
 
 SPARSE_16_EVERY_LANE_ARRIVES = (
-    Edit(SPARSE_16, "mbarrier_init(shared.query_free(), 8);", ", 256)", _COUNT),
+    Edit(
+        SPARSE_16,
+        "mbarrier_init(shared.query_full(), query);\n  mbarrier_init(shared.query_free(), 8);",
+        "free(), 256)",
+        r"free\(\), 8\)",
+    ),
     Edit(
         SPARSE_16,
         "if (i + 2 >= segment.blocks) arrive(shared.query_free());",
