@@ -615,6 +615,12 @@ def indexer(make: _Maker) -> Iterator[Case]:
                 cumla.top_k(scores, 10_000)
 
         yield f"top_k, {dtype.name}", select
+    for dtype, rows in itertools.product(FLOATS, (20, 300)):
+
+        def select_many(dtype: np.dtype[Any] = dtype, rows: int = rows) -> None:
+            cumla.top_k(make(rows, 200_000, dtype=dtype), 5_000, row_lens=make.int32(rows))
+
+        yield f"top_k of half a list and more, {dtype.name}", select_many
     for dtype, rows, dim in itertools.product(FLOATS, (1, 700), (32, 64, 128)):
 
         def keys(dtype: np.dtype[Any] = dtype, rows: int = rows, dim: int = dim) -> None:
