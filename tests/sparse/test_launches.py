@@ -207,7 +207,7 @@ def test_an_update_without_lengths_in_check_mode(
     assert bindings.entries == []
 
 
-@pytest.mark.parametrize(("columns", "tag"), [(576, ""), (512, "_512")])
+@pytest.mark.parametrize(("columns", "tag"), [(576, "_swapped"), (512, "_512")])
 def test_what_is_prepared(
     cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch, columns: int, tag: str
 ) -> None:
@@ -221,7 +221,9 @@ def test_what_is_prepared(
     assert sorted(loaded) == sorted([*always, f"mla_sparse_bfloat16{tag}"])
     loaded.clear()
     cumla.MLASparsePlan(2, 3, HEADS, TOPK, device=0).prepare()
-    assert sorted(loaded) == sorted([*always, "mla_sparse_bfloat16", "mla_sparse_bfloat16_512"])
+    assert sorted(loaded) == sorted(
+        [*always, "mla_sparse_bfloat16_swapped", "mla_sparse_bfloat16_512"]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -240,7 +242,7 @@ def test_an_update_that_is_captured(
     plan.run(**given, sinks=sinks, out=out, lse=lse)
     assert bindings.entries == [
         *SCHEDULE,
-        *("select_rows", "mla_sparse_bfloat16"),
+        *("select_rows", "mla_sparse_bfloat16_swapped"),
     ]
     driver.capturing.clear()
     assert not plan.serves(0)
