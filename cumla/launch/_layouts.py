@@ -219,6 +219,8 @@ CONSTANTS: dict[str, dict[str, int]] = {
     },
     "mla/append_cache": {
         "kAppendWarps": 9,
+        "kLatentOctets * kOctet": 512,
+        "kOctet": 8,
         "kTileRows": 16,
     },
     "mla/mla_decode": {
@@ -406,6 +408,14 @@ STRUCTS: dict[str, dict[str, str]] = {
         "interleaved": "i",
         "table_type": "i",
         "padding_596": "4x",
+    },
+    "AppendWidthFp8Params": {
+        "": "AppendFp8CacheParams",
+        "octets": "Octets",
+    },
+    "AppendWidthParams": {
+        "": "AppendCacheParams",
+        "octets": "Octets",
     },
     "AttentionParams": {
         "key_map": "128s",
@@ -1003,6 +1013,10 @@ STRUCTS: dict[str, dict[str, str]] = {
         "compressed": "i",
         "unused": "4x",
         "padding_288": "32x",
+    },
+    "Octets": {
+        "latent": "i",
+        "rope": "i",
     },
     "PagedMqaMxfp4Params": {
         "": "PagedMqaParams",

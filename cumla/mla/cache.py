@@ -30,6 +30,7 @@ from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
 from cumla.mla.cache_arguments import NUMBERS, checked_append_arguments
 from cumla.mla.fp8_caches import checked_format
+from cumla.mla.shape import WRITTEN_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,10 @@ def _one_table(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
+def _checked_format(name: str, value: object) -> str | None:
+    return checked_format(name, value, WRITTEN_FORMATS)
+
+
 APPEND_MLA_CACHE = Spec(
     "append_mla_cache",
     (
@@ -67,7 +72,7 @@ APPEND_MLA_CACHE = Spec(
         optional("q_pe"),
         Instead("q_pe_out", of="q_pe"),
         Factor("kv_scale"),
-        Option("cache_format", None, checked_format, "str?"),
+        Option("cache_format", None, _checked_format, "str?"),
     ),
     positional=3,
     kernels=("append_cache_", "append_fp8_cache_"),
@@ -109,19 +114,20 @@ def append_mla_cache(
     ----------
     rows : array or pair of arrays
         ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
-        then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. Beside
-        caches in bfloat16 also the other widths of :func:`cumla.mla_decode`. Of
-        DeepSeek-V4 rows have 512 columns in all, a tuple holds 448 and 64. In the
-        cache's 16-bit dtype, bfloat16 or float16 for one that is e4m3 throughout, or float32, which
+        then 64 RoPE ones; or 512, 256 or 1024 with 64, 32 or none, as the cache has. A tuple
+        ``(ckv, k_pe)`` holds the two apart. Of DeepSeek-V4 rows have 512 columns in all, a tuple
+        holds 448 and 64. In the cache's 16-bit dtype, bfloat16 or float16 for one that is e4m3 throughout, or float32, which
         is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the
         last axis contiguous.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, bfloat16 or float16, of any page size; strides as for rows. A tuple
-        ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable: the
-        function of that name in `cumla.jax` returns the new cache.
+        head, bfloat16 or float16, of any page size; strides as for rows. Other columns as in rows,
+        each number of them has one meaning. A tuple ``(ckv, k_pe)`` holds the columns apart. Not of
+        JAX, whose arrays are immutable: the function of that name in `cumla.jax` returns the new
+        cache.
 
-        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns; and the
+        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns, of all
+        these columns; and the
         slots of DeepSeek-V4, ``(num_pages, page_size, 1, 584)`` uint8 or float8_e4m3fn, and the
         rows of other formats, as in :func:`cumla.mla_sparse_decode`.
     slot_mapping : array, optional
@@ -156,6 +162,8 @@ def append_mla_cache(
         The format of a kv_cache of bytes, as in :func:`cumla.mla_sparse_decode`. Rows have 512
         columns in all. With ``"v32_no_rope"`` none of them is a RoPE column; with ``"v41"`` and
         ``"v41_fp4"`` the last 64 are, a tuple holds 448 and 64, and rows are bfloat16 or float32.
+        ``"e4m3_288"`` are 256 + 32 columns of e4m3 in one array, which has the width of
+        ``"v41_fp4"``; no other cache of numbers needs a name.
     stream : optional
         A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
         framework.

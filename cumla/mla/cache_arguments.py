@@ -25,6 +25,7 @@ from cumla.mla.arguments import (
     checked_v4,
     columns_apart,
     heads_problem,
+    named_width,
     with_head_axis,
 )
 from cumla.mla.fp8_caches import (
@@ -37,6 +38,7 @@ from cumla.mla.fp8_caches import (
     v4_apart,
 )
 from cumla.mla.shape import (
+    E4M3_288,
     E4M3_512,
     FORMATS,
     NO_ROPE,
@@ -46,9 +48,9 @@ from cumla.mla.shape import (
     SCALES,
     V4,
     VALUE_DIM,
-    WIDE_DTYPES,
     WIDTH,
-    WIDTHS,
+    WRITTEN,
+    WRITTEN_FORMATS,
     width_of,
 )
 
@@ -182,9 +184,10 @@ def _checked_cache(views: Mapping[str, ArrayView], form: str | None) -> _Cache:
         )
     if whole is not None:
         form = format_of("kv_cache", whole, "cache_format", form)
-        if form is None and (problem := unnamed_format("kv_cache", whole, "cache_format")):
+        named = "kv_cache", whole, "cache_format"
+        if form is None and (problem := unnamed_format(*named, WRITTEN_FORMATS)):
             raise problem
-    form = None if form == E4M3_512 else form  # rows of numbers
+    form = None if form in (E4M3_512, E4M3_288) else form  # rows of numbers
     if whole is not None and form == PACKED:
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
     if whole is not None and form is not None:
@@ -199,14 +202,31 @@ def _checked_cache(views: Mapping[str, ArrayView], form: str | None) -> _Cache:
     for name, (given, columns) in _columns_of("kv_cache", views, width).items():
         check_dtype(name, given.dtype, DTYPES + E4M3)
         _check_columns(name, given, columns, width)
-        if width != WIDTH:
-            check_dtype(name, given.dtype, WIDE_DTYPES)
         checked[name] = _checked_part(name, given, columns)
     latent, rope = _as_pair(checked, width)
     scales = views.get("kv_cache[2]")
+    if width != WIDTH:
+        _check_one_factor(latent, rope, scales, width)
     if scales is not None:
         scales = _checked_scales(scales, latent, rope)
     return _Cache(latent, rope, scales, False)
+
+
+def _check_one_factor(
+    latent: ArrayView, rope: ArrayView, scales: ArrayView | None, width: Width
+) -> None:
+    """Refuse what only rows of 512 + 64 columns have."""
+    what = f"{arg('kv_cache[0]')} of {named_width(width)} columns"
+    if rope.dtype != latent.dtype:
+        raise TypeError(
+            f"{arg('kv_cache[1]')}: needs the dtype {latent.dtype} of {what}, got {rope.dtype}; "
+            f"convert it"
+        )
+    if scales is not None:
+        raise ValueError(
+            f"{arg('kv_cache[2]')}: needs rows of {named_width(WIDTH)} columns, got {what}; pass "
+            f"one {arg('kv_scale')} for all rows"
+        )
 
 
 def _width_of_cache(views: Mapping[str, ArrayView]) -> Width:
@@ -214,8 +234,8 @@ def _width_of_cache(views: Mapping[str, ArrayView]) -> Width:
     names = ("kv_cache",) if "kv_cache" in views else ("kv_cache[0]", "kv_cache[1]")
     found = tuple(views[name].shape[-1] if views[name].shape else 0 for name in names)
     if len(found) == 1:
-        return width_of(found[0]) or WIDTH
-    return next((width for width in WIDTHS if width == found), WIDTH)
+        return width_of(found[0], WRITTEN) or WIDTH
+    return next((width for width in WRITTEN if width == found), WIDTH)
 
 
 def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:

@@ -23,19 +23,24 @@ from cumla.mla.shape import (
     V4_SCALE_BYTES,
     V41_FP4,
     VALUE_DIM,
+    WRITTEN_FORMATS,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cumla.core.arrays import ArrayView
 
 FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
 
 
-def checked_format(name: str, value: object) -> str | None:
+def checked_format(
+    name: str, value: object, formats: Mapping[str, int] = FORMATS
+) -> str | None:
     """Check the name of a format of bytes, or None."""
-    if value is not None and value not in FORMATS:
-        names = ", ".join(map(repr, FORMATS))
+    if value is not None and value not in formats:
+        names = ", ".join(map(repr, formats))
         raise ValueError(
             f"{arg(name)}: needs one of {names}, got {value!r}; leave it out for caches of numbers"
         )
@@ -50,9 +55,9 @@ def format_of(name: str, cache: ArrayView, of: str, stated: str | None) -> str |
     """
     width = cache.shape[-1:]
     if stated is not None:
-        if cache.dtype not in E4M3 or width != (FORMATS[stated],):
+        if cache.dtype not in E4M3 or width != (WRITTEN_FORMATS[stated],):
             raise ValueError(
-                f"{arg(name)}: needs rows of {FORMATS[stated]} bytes, {' or '.join(E4M3)}, with "
+                f"{arg(name)}: needs rows of {WRITTEN_FORMATS[stated]} bytes, {' or '.join(E4M3)}, with "
                 f"{arg(of)} {stated!r}, got shape {cache.shape} of {cache.dtype}; pass the format "
                 f"that wrote them"
             )
@@ -60,9 +65,11 @@ def format_of(name: str, cache: ArrayView, of: str, stated: str | None) -> str |
     return PACKED if is_packed(cache) else V4 if is_v4(cache) else None
 
 
-def unnamed_format(name: str, cache: ArrayView, of: str) -> ValueError | None:
+def unnamed_format(
+    name: str, cache: ArrayView, of: str, formats: Mapping[str, int] = FORMATS
+) -> ValueError | None:
     """Make the error for rows as wide as those of formats that no width tells, if they are."""
-    names = [n for n, nbytes in FORMATS.items() if cache.shape[-1:] == (nbytes,)]
+    names = [n for n, nbytes in formats.items() if cache.shape[-1:] == (nbytes,)]
     if cache.dtype not in E4M3 or not names or set(names) <= set(UNNAMED):
         return None
     return ValueError(

@@ -16,6 +16,8 @@ Width = tuple[int, int]  # latent columns, and RoPE ones, of a row
 WIDTH = VALUE_DIM, ROPE_DIM
 WIDTHS = (WIDTH, (512, 0), (256, 64), (256, 32))  # no two have as many columns
 WIDE_DTYPES = ("bfloat16",)  # of rows of other widths than the first
+WRITTEN = tuple((latent, rope) for latent in (512, 256, 1024) for rope in (64, 32, 0))
+"""Widths that are written into caches; those of WIDTHS among them, no two have as many columns."""
 
 
 def width_of(columns: int, widths: Iterable[Width] = WIDTHS) -> Width | None:
@@ -45,7 +47,7 @@ FP4_SCALED_COLUMNS = 16  # e2m1 columns, two a byte, that share an e4m3 scale
 FP4_BYTES = VALUE_DIM // 2 + VALUE_DIM // FP4_SCALED_COLUMNS
 
 PACKED, NO_ROPE, V4, V41, V41_FP4 = "v32", "v32_no_rope", "v4", "v41", "v41_fp4"
-E4M3_512 = "e4m3_512"
+E4M3_512, E4M3_288 = "e4m3_512", "e4m3_288"
 FORMATS = {
     PACKED: PACKED_BYTES,
     NO_ROPE: VALUE_DIM + 4 * SCALES,
@@ -55,5 +57,7 @@ FORMATS = {
     E4M3_512: VALUE_DIM,  # under one factor
 }
 """Bytes of a row, or slot, of each format of bytes, by its name."""
+WRITTEN_FORMATS = FORMATS | {E4M3_288: 288}
+"""Those of rows that are written: 256 + 32 columns under one factor are as wide as V41_FP4."""
 UNNAMED = (PACKED, V4, E4M3_512)
 """Formats that their widths tell: no other cache has these."""

@@ -19,10 +19,10 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace rows;
 
-// kNumbers: 512 columns; float32 scales, if any. kNoRope: the same, without RoPE columns. kV4: 448 columns, and per 64
+// kOneFactor: columns of any width, under the tensor's scale. kNumbers: 512 columns; float32 scales, if any. kNoRope: the same, without RoPE columns. kV4: 448 columns, and per 64
 // of them the exponent of a power of two, one byte. kV41: the same per 32 columns, of which RoPE columns are the last
 // 64. kV41Fp4: e2m1 columns, e4m3 scales per 16.
-enum Format : int { kNumbers, kNoRope, kV4, kV41, kV41Fp4 };
+enum Format : int { kOneFactor, kNumbers, kNoRope, kV4, kV41, kV41Fp4 };
 
 template <Format kFormat>
 constexpr bool kRopeIsScaled = kFormat == kV41 || kFormat == kV41Fp4;  // like the columns before it
@@ -31,6 +31,9 @@ constexpr int kFp8Octets = (kFormat >= kV4 ? 448 : 512) / kOctet;
 template <Format kFormat>
 constexpr int kScaleOctets = (kFormat == kV41Fp4 ? 16 : kFormat == kV41 ? 32 : kFormat == kV4 ? 64 : 128) /
                              kOctet;  // octets that share a scale
+
+template <Format kFormat>
+constexpr Columns kColumns = {0, kFp8Octets<kFormat>, kFormat == kNoRope ? 0 : kRopeOctets};
 
 struct AppendFp8CacheParams {
   AppendCacheParams to;
@@ -92,8 +95,9 @@ __device__ __forceinline__ void store_scaled(char* row, int octet, const Element
 // Whole warps must call it, because of the shuffles.
 template <Format kFormat, typename Element>
 __device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, const Fp8Target* targets,
-                                             const Octet<Element> (&octets)[kAtOnce], int octet) {
-  const bool is_scaled_here = kFormat != kNumbers || p.scales.data != nullptr;
+                                             const Octet<Element> (&octets)[kAtOnce], int octet,
+                                             const Columns& columns) {
+  const bool is_scaled_here = kFormat > kNumbers || (kFormat == kNumbers && p.scales.data != nullptr);
   float scale = 1.0f, inverse = is_scaled_here ? 1.0f : inverse_of_tensor(p);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
@@ -106,8 +110,8 @@ __device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, cons
           (!kRopeIsScaled<kFormat> || octet < kFp8Octets<kFormat>))
         store_scale<kFormat>(p.scales.data + target.scales, octet / kScaleOctets<kFormat>, scale);
     }
-    if (target.exists() && octet < kFp8Octets<kFormat>)
-      store_scaled<kFormat>(p.to.latent_cache.data + target.latent, octet, octets[k], scale, inverse);
+    if (target.exists() && octet < columns.latent)
+      store_scaled<kFormat>(p.to.latent_cache.data + target.latent, columns.first + octet, octets[k], scale, inverse);
   }
 }
 
@@ -136,7 +140,7 @@ __device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const 
 }
 
 template <typename T, typename Element, Format kFormat>
-__device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
+__device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p, const Columns& columns) {
   __shared__ Fp8Target targets[kTileRows];
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
@@ -144,25 +148,28 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   const bool looks_up = threadIdx.x >= kLatentThreads;
   Held<Element> held = {};
   if (looks_up) {
-    if (kFormat != kNoRope && p.to.cos_sin == nullptr) load_copied(p.to, p.to.rope_rows, tile, held.copied);
+    if (p.to.cos_sin == nullptr && copied_share().octet < columns.rope)
+      load_copied(p.to, p.to.rope_rows, tile, held.copied);
     const Given given = load_given(p.to, tile);
     if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
   } else {
-    load_rows<kFp8Octets<kFormat>>(p.to, tile, held, table_rows);
+    load_rows(p.to, tile, held, table_rows, columns);
   }
   __syncthreads();
 
   const auto [first, octet] = copied_share();
-  if (!looks_up) store_latent<kFormat>(p, targets + first, held.copied, octet);
-  if constexpr (kFormat == kNoRope) return;
+  if (!looks_up) store_latent<kFormat>(p, targets + first, held.copied, octet, columns);
+  if (columns.rope == 0) return;
   const bool rotates = p.to.cos_sin != nullptr;
   if (rotates ? threadIdx.x >= kRopeThreads : !looks_up) return;
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
   if (rotates) {
-    const auto [row, rope_octet] = rotated_share<kRopeDim>();
-    store_rope<T, kFormat>(p, targets[row], rope_octet, rotate_rope<T>(p.to, held.rotated, table_rows), inverse);
+    const auto [row, rope_octet] = rotated_share(columns.rope);
+    const Octet<Fp32> rotated = rotate_rope<T>(p.to, held.rotated, table_rows, columns);
+    if (stores_rotated(columns.rope)) store_rope<T, kFormat>(p, targets[row], rope_octet, rotated, inverse);
     return;
   }
+  if (octet >= columns.rope) return;
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k)
     store_rope<T, kFormat>(p, targets[first + kAbreast * k], octet, held.copied[k], inverse);
@@ -173,11 +180,23 @@ __device__ __forceinline__ void append_fp8_cache(const AppendFp8CacheParams& p) 
   grid_dependency_launch();
   grid_dependency_wait();
   if (blockIdx.x < p.to.row_tiles)
-    append_fp8_rows<T, Element, kFormat>(p);
-  else if (p.to.interleaved)
-    rotate_queries<T, true>(p.to);
+    append_fp8_rows<T, Element, kFormat>(p, kColumns<kFormat>);
   else
-    rotate_queries<T, false>(p.to);
+    rotate_queries_by_pairs<T>(p.to);
+}
+
+struct AppendWidthFp8Params : AppendFp8CacheParams {
+  Octets octets;
+};
+
+template <typename T, typename Element>
+__device__ __forceinline__ void append_fp8_cache(const AppendWidthFp8Params& p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  if (blockIdx.x < p.to.row_tiles)
+    append_fp8_rows<T, Element, kOneFactor>(p, columns_of_slice(p.octets));
+  else
+    rotate_queries<T>(p.to, p.octets);
 }
 
 }  // namespace cumla::mla

@@ -64,6 +64,12 @@ struct Share {
   int row, octet;
 };
 
+// What a CTA has of each row: latent octets from the first one on, at most kLatentOctets, and RoPE octets.
+struct Columns {
+  int first, latent, rope;
+};
+constexpr Columns kMostColumns = {0, kLatentOctets, kRopeOctets};
+
 // Columns that are copied: latent columns, by the first kLatentThreads; RoPE columns without rotation, by the last
 // warp. A thread also handles the same octet of row + kAbreast, row + 2 * kAbreast, ...
 __device__ __forceinline__ Share copied_share() {
@@ -72,16 +78,14 @@ __device__ __forceinline__ Share copied_share() {
   return {lane / kRopeOctets, lane % kRopeOctets};
 }
 
-// RoPE columns that are rotated, by the first kRopeThreads. Of fewer columns, several lanes have the same octet; the
-// first of them stores it.
-template <int kRope>
-__device__ __forceinline__ Share rotated_share() {
+// RoPE columns that are rotated, by the first kRopeThreads. Of fewer octets, a power of two, several lanes have the
+// same one; the first of them stores it.
+__device__ __forceinline__ Share rotated_share(int octets) {
   const int thread = threadIdx.x;
-  return {thread / kRopeOctets, thread % kRopeOctets % (kRope / kOctet)};
+  return {thread / kRopeOctets, thread % kRopeOctets & (octets - 1)};
 }
-template <int kRope>
-__device__ __forceinline__ bool stores_rotated() {
-  return kRope == kRopeDim || threadIdx.x % kRopeOctets < kRope / kOctet;
+__device__ __forceinline__ bool stores_rotated(int octets) {
+  return threadIdx.x % kRopeOctets < octets;
 }
 
 template <typename Element>
@@ -100,44 +104,52 @@ __device__ __forceinline__ int rows_of_tile(const AppendCacheParams& p, i64 tile
 
 template <typename Element>
 __device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Rows& rows, i64 tile,
-                                            Octet<Element> (&octets)[kAtOnce]) {
+                                            Octet<Element> (&octets)[kAtOnce], int begin = 0) {
   const auto [first, octet] = copied_share();
   const char* const row = row_of(rows, tile + first);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k)
     if (first + kAbreast * k < rows_of_tile(p, tile)) octets[k].load_early(row + kAbreast * k * rows.stride_token,
-                                                                           octet);
+                                                                           begin + octet);
 }
 
 // Called by the first kLatentThreads. Threads that rotate also copy their row of the cos/sin table to shared memory,
 // eight lanes per row, because registers do not suffice. Hazard: positions are loaded last, because widening them to
-// 64 bits waits for the load. A row has kOctets latent octets, perhaps fewer than it has threads; no octet past them
-// is read.
-template <int kOctets = kLatentOctets, int kRope = kRopeDim, typename Element>
-__device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows) {
-  if (copied_share().octet < kOctets) load_copied(p, p.latent_rows, tile, held.copied);
-  if constexpr (kRope == 0) return;
-  const auto [row, octet] = rotated_share<kRope < kOctet ? kRopeDim : kRope>();
-  if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // the others are among the first kRopeThreads
+// 64 bits waits for the load. A row may have fewer octets than it has threads; no octet past them is read.
+template <typename Element>
+__device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows,
+                                          const Columns& columns) {
+  if (copied_share().octet < columns.latent) load_copied(p, p.latent_rows, tile, held.copied, columns.first);
+  const auto [row, octet] = rotated_share(columns.rope);
+  // The others are among the first kRopeThreads.
+  if (columns.rope == 0 || p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;
   held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);
   const i64 position = p.positions[tile + row];
-  if (!has_rotation(p, position) || !stores_rotated<kRope>()) return;
+  if (!has_rotation(p, position) || !stores_rotated(columns.rope)) return;
   const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * octet;
   const char* const from = table_row(p, position) + 16 * octet;
   copy_16_async(to, from, true);
-  if (p.cos_sin_is_float) copy_16_async(to + 2 * kRope, from + 2 * kRope, true);
+  const int half = 2 * kOctet * columns.rope;
+  if (p.cos_sin_is_float) copy_16_async(to + half, from + half, true);
+}
+
+template <typename T, int kRope, typename Element>
+__device__ __forceinline__ Octet<Fp32> rotate_octet(const AppendCacheParams& p, const Octet<Element>& rope,
+                                                    const char* entries, int octet) {
+  return p.interleaved ? rotate<kRope, true>(rope, find_rotation<T, kRope, true>(p, entries, octet))
+                       : rotate<kRope, false>(rope, find_rotation<T, kRope, false>(p, entries, octet));
 }
 
 // Called by the first kRopeThreads, after load_rows. If the position has no rotation, the result is undefined.
-template <typename T, int kRope = kRopeDim, typename Element>
+template <typename T, typename Element>
 __device__ __forceinline__ Octet<Fp32> rotate_rope(const AppendCacheParams& p, const Octet<Element>& rope,
-                                                      const char* table_rows) {
-  const auto [row, octet] = rotated_share<kRope>();
+                                                   const char* table_rows, const Columns& columns) {
+  const auto [row, octet] = rotated_share(columns.rope);
   copy_async_wait_all();
   __syncwarp();
   const char* const entries = table_rows + row * kTableRowBytes;
-  return p.interleaved ? rotate<kRope, true>(rope, find_rotation<T, kRope, true>(p, entries, octet))
-                       : rotate<kRope, false>(rope, find_rotation<T, kRope, false>(p, entries, octet));
+  return columns.rope == kRopeOctets ? rotate_octet<T, kRopeDim>(p, rope, entries, octet)
+                                     : rotate_octet<T, kRopeDim / 2>(p, rope, entries, octet);
 }
 
 template <typename T, bool kInterleaved, int kRope = kRopeDim>
@@ -148,7 +160,7 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
   const i64 token = item / head_tiles;
   if (token >= p.tokens) return;
   const i64 first = (item - token * head_tiles) * kTileRows + threadIdx.x % 32 / kRopeOctets;
-  const int octet = threadIdx.x % kRopeOctets % (kRope / kOctet);
+  const int octet = rotated_share(kRope / kOctet).octet;
   auto row_of = [&](const Rows& queries, int k) {
     return queries.data + token * queries.stride_token + (first + kAbreast * k) * queries.stride_head;
   };
@@ -163,9 +175,38 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const Octet<Fp32> rotated = rotate<kRope, kInterleaved>(octets[k], rotation);
-    if (first + kAbreast * k < p.num_heads && stores_rotated<kRope>())
+    if (first + kAbreast * k < p.num_heads && stores_rotated(kRope / kOctet))
       store(row_of(p.queries_out, k), octet, rotated.packed<T>());
   }
+}
+
+template <typename T, int kRope = kRopeDim>
+__device__ __forceinline__ void rotate_queries_by_pairs(const AppendCacheParams& p) {
+  if (p.interleaved)
+    rotate_queries<T, true, kRope>(p);
+  else
+    rotate_queries<T, false, kRope>(p);
+}
+
+// Rows of other widths than 512 + 64 have latent columns in multiples of kOctet, and 64, 32 or no RoPE ones.
+struct Octets {
+  int latent, rope;
+};
+
+// A grid has a slice of kLatentOctets latent octets on its z axis; the first one has the RoPE columns, too.
+__device__ __forceinline__ Columns columns_of_slice(const Octets& octets) {
+  const int first = blockIdx.z * kLatentOctets;
+  return {first, min(octets.latent - first, kLatentOctets), blockIdx.z == 0 ? octets.rope : 0};
+}
+
+// Queries beside rows of such widths.
+template <typename T>
+__device__ __forceinline__ void rotate_queries(const AppendCacheParams& p, const Octets& octets) {
+  if (blockIdx.z > 0) return;
+  if (octets.rope == kRopeOctets)
+    rotate_queries_by_pairs<T>(p);
+  else
+    rotate_queries_by_pairs<T, kRopeDim / 2>(p);
 }
 
 }  // namespace cumla::mla

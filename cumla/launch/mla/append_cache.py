@@ -3,48 +3,46 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.slots import indices, num_entries, num_requests, page_numbers, pages
 from cumla.launch.source import HALVES, KernelSpec
-from cumla.mla.shape import WIDE_DTYPES, WIDTH, WIDTHS
+from cumla.mla.shape import WIDTH
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
-    from cumla.mla.shape import Width
 
 # Rows of one thread block, and heads of a query that one warp rotates.
 _TILE_ROWS = constant("mla/append_cache", "kTileRows")
 _WARPS = constant("mla/append_cache", "kAppendWarps")
+# Columns of an octet, and latent columns of a row that one thread block has.
+_OCTET, _SLICE = (constant("mla/append_cache", f"{n}kOctet") for n in ("", "kLatentOctets * "))
 THREADS = 32 * _WARPS
 
 
-def _spec(dtype: str, float_rows: bool, width: Width) -> KernelSpec:
+def _spec(dtype: str, float_rows: bool, any_width: bool) -> KernelSpec:
     rows, tags = ("float32", [dtype, "from_float32"]) if float_rows else (dtype, [dtype])
+    params, tags = ("AppendWidthParams", ["widths", *tags]) if any_width else (_PARAMS, tags)
     blocks = 3 if float_rows else 4  # as many as the registers of the rows in flight allow
-    names, columns = ("mla", "append_cache", "AppendCacheParams"), () if width == WIDTH else width
-    tags = [*map(str, columns), *tags]
-    arguments = dtype, rows, *columns
-    return KernelSpec.of(*names, *arguments, tags=tags, threads=THREADS, min_blocks=blocks)
+    names = "mla", "append_cache", params
+    return KernelSpec.of(*names, dtype, rows, tags=tags, threads=THREADS, min_blocks=blocks)
 
 
-_SPECS = {
-    (dtype, floats, width): _spec(dtype, floats, width)
-    for width in WIDTHS
-    for dtype in (HALVES if width == WIDTH else WIDE_DTYPES)
-    for floats in (False, True)
-}
+_PARAMS = "AppendCacheParams"
+_SPECS = {names: _spec(*names) for names in product(HALVES, (False, True), (False, True))}
 SPECS = tuple(_SPECS.values())
 
 
 class AppendArguments(NamedTuple):
     """Checked views of one call, as :func:`cumla.append_mla_cache` describes the arrays."""
 
-    latent_rows: ArrayView  # (tokens, num_kv_heads, 512); 448 of V4 and V4.1
-    rope_rows: ArrayView  # (tokens, num_kv_heads, 64); without RoPE columns any
-    latent_cache: ArrayView  # (num_pages, page_size, num_kv_heads, 512); 448 of V4 and V4.1
+    # (tokens, num_kv_heads, 512), or as many latent columns as WRITTEN has; 448 of V4 and V4.1.
+    latent_rows: ArrayView
+    rope_rows: ArrayView  # (tokens, num_kv_heads, 64) or fewer; of form NO_ROPE any
+    latent_cache: ArrayView  # (num_pages, page_size, num_kv_heads, 512), or as the rows
     rope_cache: ArrayView  # the same with 64
     slot_mapping: ArrayView | None  # (tokens,), as the next two
     batch_indices: ArrayView | None
@@ -69,9 +67,17 @@ class AppendArguments(NamedTuple):
 def append_launch(arguments: AppendArguments) -> Launch:
     """Describe how to write rows, at least one, and to rotate the queries if there are any."""
     grid, values = append_values(arguments)
+    of_width = octets_of(arguments)
+    floats, any_width = arguments.latent_rows.dtype == "float32", of_width is not None
+    return launch_of(_SPECS[arguments.dtype, floats, any_width], grid, values | (of_width or {}))
+
+
+def octets_of(arguments: AppendArguments) -> dict[str, Any] | None:
+    """Name the octets of rows of numbers of another width than 512 + 64."""
     width = arguments.latent_rows.shape[-1], arguments.rope_rows.shape[-1]
-    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32", width]
-    return launch_of(spec, grid, values)
+    if arguments.form is not None or width == WIDTH:
+        return None
+    return {"octets": {"latent": width[0] // _OCTET, "rope": width[1] // _OCTET}}
 
 
 def append_values(arguments: AppendArguments) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -108,7 +114,8 @@ def append_values(arguments: AppendArguments) -> tuple[tuple[int, int, int], dic
         "cos_sin_is_float": a.cos_sin is not None and a.cos_sin.dtype == "float32",
         "interleaved": a.interleaved,
     }
-    return (row_tiles + query_tiles, num_kv_heads, 1), values
+    slices = _ceil(a.latent_rows.shape[-1], _SLICE)
+    return (row_tiles + query_tiles, num_kv_heads, slices), values
 
 
 def _ceil(count: int, size: int) -> int:
