@@ -18,6 +18,7 @@ from cumla.distributed.merge import MergeOfRanks
 from cumla.launch.kernel import Launch
 from cumla.launch.merge_states import MOST_BLOCKS, Meeting
 from cumla.launch.tensor_map import TensorMap
+from cumla.mla.shape import WRITTEN
 from tests.emulator import Array, CuPy, emulate, emulated_gpu
 from tests.emulator.fenced import Fenced
 from tests.gpu.tools import pages, sanitize
@@ -107,6 +108,15 @@ def rows_into_caches(cupy: CuPy) -> None:
     for form in ("slots", "requests, rotated"):
         sanitize.append_rows(cupy, form)
     sanitize.quantize_rows(cupy, "bfloat16")
+
+
+@pytest.mark.parametrize("width", WRITTEN)
+def test_rows_of_every_width(cupy: CuPy, width: tuple[int, int]) -> None:
+    """Bits of rows in every dtype and of every cache, with rotations by quarter turns."""
+    forms = "slots", "requests, rotated", "requests, rotated by halves"
+    for _, *dtypes in sanitize.WRITTEN_ROWS:
+        for form in forms[: 3 if width[1] else 1]:
+            sanitize.append_rows(cupy, form, width, *dtypes)
 
 
 def rows_into_v4(cupy: CuPy) -> None:

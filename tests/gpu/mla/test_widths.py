@@ -7,14 +7,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cumla
-from cumla.mla.shape import WIDTHS
+from cumla.mla.shape import WIDTHS, WRITTEN
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import bits_of
-from tests.gpu.tools.sanitize import there
+from tests.gpu.tools.sanitize import append_rows, there
 from tests.mla import masked_cases as cases
 from tests.mla.fp8_arrays import BF16
 from tests.mla.masked_cases import Problem, Sample
@@ -27,10 +28,13 @@ KERNELS = (
     "mla_decode_fp8",
     "mla_decode_fp8_64",
     "append_cache",
+    "append_fp8_cache",
 )
 cp: Any = pytest.importorskip("cupy")
 
 OTHERS = WIDTHS[1:]
+F16, E4M3 = np.dtype(np.float16), np.dtype(ml_dtypes.float8_e4m3fn)
+HALVES = ("bfloat16", "float16")
 _HEADS = ((1, 1), (5, 1), (8, 1), (12, 1), (16, 1), (17, 1), (40, 1), (64, 1), (128, 1), (32, 2))
 _LENGTHS = ((700, 0, 1, 130), (4097, 64, 65, 63), (9000,), (513, 1, 2, 300, 63))
 LONG = (
@@ -204,30 +208,63 @@ def test_prefix_groups() -> None:
         assert error < 0.02 * np.abs(want.out.astype(np.float64)).max()
 
 
+@pytest.mark.parametrize("width", WRITTEN)
+@pytest.mark.parametrize("of_cache", ["bfloat16", "float16", "uint8"])
+def test_rows_into_caches(of_cache: str, width: tuple[int, int]) -> None:
+    """The writers' bits: plain rows, and rotations by quarter turns; places that do not exist."""
+    for of_rows, of_queries in itertools.product(("", "float32"), HALVES):
+        if of_cache in ("uint8", of_queries):
+            dtypes = of_cache, of_rows or of_queries, of_queries
+            for form in ("slots", "requests, rotated", "requests, rotated by halves"):
+                append_rows(cp, form, width, *dtypes)
+
+
 ROTATIONS = [
-    (width, how) for width in OTHERS for how in (None, False, True)[: 3 if width[1] else 1]
+    (width, interleaved, dtype)
+    for width in WRITTEN
+    for interleaved in (None, False, True)[: 3 if width[1] else 1]
+    for dtype in (BF16, F16, np.float32)
 ]
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.float32])
-@pytest.mark.parametrize(("width", "interleaved"), ROTATIONS)
-def test_rows_into_caches(width: tuple[int, int], dtype: Any, interleaved: bool | None) -> None:
-    """The writer, with a rotation and without; slots that do not exist, gaps between rows."""
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(("width", "interleaved", "dtype"), ROTATIONS)
+def test_rows_between_others(
+    width: tuple[int, int], interleaved: bool | None, dtype: Any, is_fp8: bool
+) -> None:
+    """Any angles; gaps between rows stay what they were, and so do slots that nobody names."""
     latent, rope = width
     rng = np.random.default_rng(3)
+    halves = BF16 if dtype == np.float32 else np.dtype(dtype)
     rows = rng.standard_normal((133, 2, latent + rope)).astype(dtype)
     slots = rng.permutation(40 * 8)[:133] - 9
     given: dict[str, Any] = {"rows": rows, "slot_mapping": slots}
     if interleaved is not None:
         angles = rng.standard_normal((120, rope), dtype=np.float32)
         given |= {"positions": np.arange(133), "cos_sin": angles, "interleaved": interleaved}
-        given |= {"q_pe": rng.standard_normal((133, 5, rope)).astype(BF16)}
+        given |= {"q_pe": rng.standard_normal((133, 5, rope)).astype(halves)}
+    if is_fp8:
+        given["kv_scale"] = np.float32(0.02)
+        if sum(width) == 288:
+            given["cache_format"] = "e4m3_288"
     device = {name: there(cp, value) for name, value in given.items()}
-    wide = np.full((40, 8, 2, latent + rope + 8), np.nan, BF16)
+    kind, gap = (np.dtype(np.uint8), 16) if is_fp8 else (halves, 8)
+    wide = np.full((40, 8, 2, (latent + rope + gap) * kind.itemsize), 0xFF, np.uint8).view(kind)
     on_gpu = there(cp, wide)
-    cumla.append_mla_cache(kv_cache=on_gpu[..., :-8], **device)
-    cumla.reference.append_mla_cache(kv_cache=wide[..., :-8], **given)
-    for got, want in ((on_gpu, wide), (device.get("q_pe"), given.get("q_pe"))):
-        if want is not None:
-            found = got.view(cp.uint16).get().view(BF16).astype(np.float32)
-            np.testing.assert_allclose(found, want.astype(np.float32), rtol=1 / 128, atol=1e-5)
+    cumla.append_mla_cache(kv_cache=on_gpu[..., :-gap], **device)
+    cumla.reference.append_mla_cache(kv_cache=wide[..., :-gap], **given)
+    found = on_gpu.view(cp.dtype(f"u{kind.itemsize}")).get()
+    whole = wide.view(found.dtype)
+    for columns in (slice(latent), slice(latent + rope, None)):  # bits of what is not rotated
+        np.testing.assert_array_equal(found[..., columns], whole[..., columns])
+    turned = slice(latent, latent + rope)
+    own = E4M3 if is_fp8 else halves
+    pairs = [(found[..., turned].view(own), whole[..., turned].view(own))]
+    if "q_pe" in given:
+        queries = device["q_pe"].view(cp.uint16).get().view(halves)
+        pairs.append((queries, given["q_pe"]))
+    for got, want in pairs:  # a step of the type, between normal numbers and below
+        steps = ml_dtypes.finfo(got.dtype)
+        least = max(float(steps.smallest_subnormal), 1e-5)
+        got, want = (x.astype(np.float32) for x in (got, want))
+        np.testing.assert_allclose(got, want, rtol=float(steps.eps), atol=least)

@@ -31,6 +31,7 @@ import cumla.mha.mask
 from cumla.core import _lifetime, arrays, frameworks, operation, plan
 from cumla.launch import device, kernel, module, tensor_map
 from cumla.mla.shape import WIDTHS as ROWS
+from cumla.mla.shape import WRITTEN
 from tests import fake_cuda
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
@@ -332,17 +333,25 @@ def mla_widths(make: _Maker) -> Iterator[Case]:
                 cumla.mla_attention(tokens, cache, **ragged, **options)
 
         yield f"MLA, {latent} + {rope}, {q_len} tokens", call
-    for (latent, rope), dtype in itertools.product(ROWS[1:], (BF16, FP32)):
+    kinds = itertools.product((BF16, FP16), (False, True), (False, True))
+    for (latent, rope), (halves, is_fp8, floats) in itertools.product(WRITTEN[1:], (*kinds,)):
+        of_cache, of_rows = E4M3 if is_fp8 else halves, FP32 if floats else halves
 
-        def append(latent: int = latent, rope: int = rope, dtype: np.dtype[Any] = dtype) -> None:
-            cache, slots = make(9, 64, 1, latent + rope), make(77, dtype=INT64)
-            rows = make(77, 1, latent + rope, dtype=dtype)
-            cumla.append_mla_cache(rows, cache, slots)
+        def append(
+            latent: int = latent, rope: int = rope, dtypes: Any = (of_cache, of_rows, halves)
+        ) -> None:
+            columns, (of_cache, of_rows, halves) = latent + rope, dtypes
+            named = {"cache_format": "e4m3_288"} if (columns, of_cache) == (288, E4M3) else {}
+            rows, slots = make(77, 1, columns, dtype=of_rows), make(77, dtype=INT64)
+            cache = make(9, 64, 1, columns, dtype=of_cache)
+            cumla.append_mla_cache(rows, cache, slots, **named)
             if rope:
                 turn = {"cos_sin": make.float32(99, rope), "positions": make(77, dtype=INT64)}
-                cumla.append_mla_cache(rows, cache, slots, **turn, q_pe=make(77, 16, rope))
+                turn["q_pe"] = make(77, 16, rope, dtype=halves)
+                cumla.append_mla_cache(rows, cache, slots, **turn, **named)
 
-        yield f"append_mla_cache, {latent} + {rope}, rows of {dtype.name}", append
+        names = f"{latent} + {rope}, {of_cache.name}, {halves.name}, rows of {of_rows.name}"
+        yield f"append_mla_cache, {names}", append
 
 
 def mla_invariant(make: _Maker) -> Iterator[Case]:

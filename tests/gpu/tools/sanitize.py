@@ -23,6 +23,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import itertools
 import math
 import os
 import queue
@@ -305,6 +306,8 @@ def append_all(cupy: Any) -> None:
     for form in ("slots", "requests, rotated"):
         for width in WIDTHS:
             append_rows(cupy, form, width)
+        for written in WRITTEN_ROWS:
+            append_rows(cupy, form, *written)
         print(f"sanitize: rows by {form}: agree", flush=True)
     append_formats(cupy)
     print("sanitize: rows of formats: agree", flush=True)
@@ -552,12 +555,34 @@ def address_of(array: Any) -> int:
     return int(array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data)
 
 
-def append_rows(cupy: Any, form: str, width: Width = WIDTH) -> None:
-    """Write rows into a cache, and compare all of it; some of their places do not exist."""
+WRITTEN_ROWS = tuple(
+    (width, cache or halves, rows or halves, halves)
+    for (halves, cache, rows), width in zip(
+        itertools.product(("bfloat16", "float16"), ("", "uint8"), ("", "float32")),
+        ((256, 64), (1024, 32), (512, 0), (256, 32), (1024, 64), (512, 32), (256, 0), (1024, 64)),
+        strict=True,
+    )
+)
+"""One width for each writer of other widths: dtypes of its caches, rows and queries."""
+
+
+def append_rows(
+    cupy: Any,
+    form: str,
+    width: Width = WIDTH,
+    of_cache: str = "bfloat16",
+    of_rows: str = "bfloat16",
+    of_queries: str = "bfloat16",
+) -> None:
+    """Write rows into a cache, and compare all of it; some of their places do not exist.
+
+    Beside e4m3 numbers the factor is 0.5; some of them saturate. Queries turn as rows do.
+    """
     rng = np.random.default_rng(0)
-    tokens, bf16, (latent, rope) = 37, NUMPY_DTYPES["bfloat16"], width
-    rows = rng.standard_normal((tokens, 2, latent + rope)).astype(bf16)
-    cache = np.zeros((5, 16, 2, latent + rope), bf16)
+    tokens, (latent, rope) = 37, width
+    rows = rng.standard_normal((tokens, 2, latent + rope), dtype=np.float32)
+    rows = (rows * rng.choice([1e-3, 1, 300], (tokens, 2, 1))).astype(NUMPY_DTYPES[of_rows])
+    cache = np.zeros((5, 16, 2, latent + rope), NUMPY_DTYPES.get(of_cache, np.dtype(np.uint8)))
     arguments: dict[str, Any] = {"slot_mapping": rng.permutation(100)[:tokens] - 10}
     if form != "slots" and rope:
         quarter_turns = np.zeros((20, rope), np.float32)
@@ -567,13 +592,28 @@ def append_rows(cupy: Any, form: str, width: Width = WIDTH) -> None:
             "positions": np.arange(tokens) - 3,
             "block_table": np.array([[4, 2147480000, 1], [0, -1, 3]], np.int32),
             "cos_sin": quarter_turns,
+            "q_pe": rng.standard_normal((tokens, 19, rope)).astype(NUMPY_DTYPES[of_queries]),
+            "interleaved": form != "requests, rotated by halves",
         }
-    there = cupy.asarray(cache.view(np.uint16))
-    bits = cupy.asarray(rows.view(np.uint16))
-    given = {name: cupy.asarray(array) for name, array in arguments.items()}
-    cumla.append_mla_cache(typed(bits, "bfloat16"), typed(there, "bfloat16"), **given)
-    cumla.reference.append_mla_cache(rows, cache, **arguments)
-    np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
+    named: dict[str, Any] = {}
+    if of_cache == "uint8":
+        named["kv_scale"] = 0.5
+        if width == (256, 32):  # as wide as another format
+            named["cache_format"] = "e4m3_288"
+    given = {name: there(cupy, value) for name, value in arguments.items()}
+    device = there(cupy, cache)
+    cumla.append_mla_cache(there(cupy, rows), device, **given, **named)
+    cumla.reference.append_mla_cache(rows, cache, **arguments, **named)
+    np.testing.assert_array_equal(_bits_on_host(device), cache.view(f"u{cache.itemsize}"))
+    if "q_pe" in given:
+        np.testing.assert_array_equal(
+            _bits_on_host(given["q_pe"]), arguments["q_pe"].view(np.uint16)
+        )
+
+
+def _bits_on_host(array: Any) -> np.ndarray:
+    found: np.ndarray = array.view(f"u{array.dtype.itemsize}").get()
+    return found
 
 
 def append_formats(cupy: Any) -> None:
