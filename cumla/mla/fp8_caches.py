@@ -35,9 +35,7 @@ FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
 
 
-def checked_format(
-    name: str, value: object, formats: Mapping[str, int] = FORMATS
-) -> str | None:
+def checked_format(name: str, value: object, formats: Mapping[str, int] = FORMATS) -> str | None:
     """Check the name of a format of bytes, or None."""
     if value is not None and value not in formats:
         names = ", ".join(map(repr, formats))
@@ -57,8 +55,8 @@ def format_of(name: str, cache: ArrayView, of: str, stated: str | None) -> str |
     if stated is not None:
         if cache.dtype not in E4M3 or width != (WRITTEN_FORMATS[stated],):
             raise ValueError(
-                f"{arg(name)}: needs rows of {WRITTEN_FORMATS[stated]} bytes, {' or '.join(E4M3)}, with "
-                f"{arg(of)} {stated!r}, got shape {cache.shape} of {cache.dtype}; pass the format "
+                f"{arg(name)}: needs rows of {WRITTEN_FORMATS[stated]} bytes, "
+                f"{' or '.join(E4M3)}, with {arg(of)} {stated!r}, got shape {cache.shape} of {cache.dtype}; pass the format "
                 f"that wrote them"
             )
         return stated

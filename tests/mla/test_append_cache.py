@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cumla
-from cumla.mla.shape import WIDTHS
+from cumla.mla.shape import FORMATS, WRITTEN
 from tests.calls import (
     BF16,
     E4M3,
@@ -544,6 +545,14 @@ def test_grids(
         ({"kv_cache": pair(), "kv_scale": np.ones(1, F32)}, "append_fp8_cache_bfloat16"),
         ({"kv_cache": v4(), "rows": narrow()}, "append_fp8_cache_v4"),
         ({"kv_cache": v4(E4M3), "rows": narrow(F32)}, "append_fp8_cache_v4_from_float32"),
+        (
+            {"kv_cache": aligned((6, 16, 1088), F16), "rows": aligned((5, 1088), F16)},
+            "append_cache_widths_float16",
+        ),
+        (
+            {"kv_cache": aligned((6, 16, 320), E4M3), "rows": aligned((5, 320), F32)},
+            "append_fp8_cache_widths_bfloat16_from_float32",
+        ),
     ],
 )
 def test_kernels(
@@ -576,20 +585,31 @@ def test_other_options_have_launches_of_their_own(cupy: FakeCuPy, bindings: Fake
 # --- other widths ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3])
 @pytest.mark.parametrize("interleaved", [None, False, True])
-@pytest.mark.parametrize("width", WIDTHS[1:])
-def test_rows_of_other_widths(width: tuple[int, int], interleaved: bool | None) -> None:
-    """The columns of the cache tell the width; RoPE columns turn in as many pairs as there are."""
+@pytest.mark.parametrize("width", WRITTEN[1:])
+def test_rows_of_other_widths(
+    width: tuple[int, int], interleaved: bool | None, dtype: np.dtype[Any]
+) -> None:
+    """The columns of the cache tell the width; RoPE columns turn in as many pairs as there are.
+
+    Numbers of e4m3 are those under a factor.
+    """
     latent, rope = width
     if interleaved is not None and not rope:
         pytest.skip("nothing to rotate")
     rng = np.random.default_rng(2)
-    rows = rng.standard_normal((5, 1, latent + rope), dtype=np.float32).astype(BF16)
-    cache, slots = np.zeros((3, 4, 1, latent + rope), BF16), np.array([7, -1, 0, 11, 12])
+    rows = rng.standard_normal((5, 1, latent + rope), dtype=np.float32)
+    rows = rows.astype(BF16 if dtype == E4M3 else dtype)
+    cache, slots = np.zeros((3, 4, 1, latent + rope), dtype), np.array([7, -1, 0, 11, 12])
     turned = rows[..., latent:].astype(np.float64)
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"kv_scale": 0.25} if dtype == E4M3 else {}
+    if dtype == E4M3 and sum(width) == FORMATS["v41_fp4"]:
+        with refused(ValueError, "cache_format: needed ... pass 'v41_fp4' or 'e4m3_288'"):
+            cumla.append_mla_cache(rows, cache, slots)
+        given["cache_format"] = "e4m3_288"
     if interleaved is not None:
-        given = {"positions": np.arange(5), "interleaved": interleaved}
+        given |= {"positions": np.arange(5), "interleaved": interleaved}
         given["cos_sin"] = angles = rng.standard_normal((5, rope), dtype=np.float32)
         cos, sin = (half[:, None] for half in np.split(angles.astype(np.float64), 2, axis=1))
         pairs = (slice(0, None, 2), slice(1, None, 2))
@@ -597,23 +617,45 @@ def test_rows_of_other_widths(width: tuple[int, int], interleaved: bool | None) 
         x, y = turned[..., first].copy(), turned[..., second].copy()
         turned[..., first], turned[..., second] = cos * x - sin * y, sin * x + cos * y
     cumla.append_mla_cache(rows, cache, slots, **given)
-    flat = cache.reshape(12, -1)
+    flat, factor = cache.reshape(12, -1), given.get("kv_scale", 1)
     for i, slot in ((0, 7), (2, 0), (3, 11)):
-        np.testing.assert_array_equal(flat[slot, :latent], rows[i, 0, :latent])
-        got = flat[slot, latent:].astype(np.float64)
-        np.testing.assert_allclose(got, turned[i, 0], rtol=1 / 128, atol=1e-6)
+        latents = (rows[i, 0, :latent].astype(np.float32) / factor).astype(dtype)
+        np.testing.assert_array_equal(flat[slot, :latent], latents)
+        got = flat[slot, latent:].astype(np.float64) * factor
+        step = ml_dtypes.finfo(dtype).eps
+        np.testing.assert_allclose(got, turned[i, 0], rtol=float(step), atol=1e-3)
     assert not flat[[1, 2, 3, 4, 5, 6, 8, 9, 10]].astype(np.float32).any()
+
+
+def test_slices_of_latent_columns(cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    """A thread block has 512 latent columns at most."""
+    for columns, slices in ((1088, 2), (544, 1), (256, 1)):
+        given = {"rows": aligned((17, 3, columns)), "kv_cache": aligned((2, 9, 3, columns))}
+        given["slot_mapping"] = np.zeros(17, np.int32)
+        cumla.append_mla_cache(**{name: cupy.like(array) for name, array in given.items()})
+        assert bindings.launched[-1].grid == (2, 3, slices)
 
 
 def test_refusals_of_other_widths() -> None:
     rows, slots = np.zeros((2, 320), BF16), np.array([0, 1])
-    cache = np.zeros((3, 4, 320), BF16)
+    cache, latents = np.zeros((3, 4, 320), BF16), np.zeros((3, 4, 256), np.uint8)
     for changes, error, message in (
         (
             {"kv_cache": cache.astype(np.float16)},
             TypeError,
-            "kv_cache: needs bfloat16, got float16",
+            "rows: needs kv_cache's dtype float16, or float32, got bfloat16; convert it",
         ),
+        (
+            {"kv_cache": (latents.view(E4M3), cache[..., 256:].copy())},
+            TypeError,
+            r"kv_cache\[1\]: needs the dtype float8_e4m3fn of kv_cache\[0\] of 320 ",
+        ),
+        (
+            {"kv_cache": (latents, np.zeros((3, 4, 64), np.uint8), np.zeros((3, 4, 4), F32))},
+            ValueError,
+            r"kv_cache\[2\]: needs rows of 576 .* got kv_cache\[0\] of 320 ",
+        ),
+        ({"kv_cache": cache, "kv_scale": 0.5}, ValueError, "kv_scale: needs an e4m3 cache"),
         ({"rows": rows[:, :288]}, ValueError, "rows: needs a last axis of 320"),
         ({"rows": np.zeros((2, 576), BF16)}, ValueError, "rows: needs a last axis of 320"),
     ):

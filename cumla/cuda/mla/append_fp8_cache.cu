@@ -19,9 +19,9 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace rows;
 
-// kOneFactor: columns of any width, under the tensor's scale. kNumbers: 512 columns; float32 scales, if any. kNoRope: the same, without RoPE columns. kV4: 448 columns, and per 64
-// of them the exponent of a power of two, one byte. kV41: the same per 32 columns, of which RoPE columns are the last
-// 64. kV41Fp4: e2m1 columns, e4m3 scales per 16.
+// kOneFactor: columns of any width under the tensor's scale. kNumbers: 512 columns; float32 scales, if any. kNoRope:
+// the same, without RoPE columns. kV4: 448 columns, and per 64 of them the exponent of a power of two, one byte. kV41:
+// the same per 32 columns, of which RoPE columns are the last 64. kV41Fp4: e2m1 columns, e4m3 scales per 16.
 enum Format : int { kOneFactor, kNumbers, kNoRope, kV4, kV41, kV41Fp4 };
 
 template <Format kFormat>
