@@ -117,8 +117,8 @@ def append_mla_cache(
         then 64 RoPE ones; or 512, 256 or 1024 with 64, 32 or none, as the cache has. A tuple
         ``(ckv, k_pe)`` holds the two apart. Of DeepSeek-V4 rows have 512 columns in all, a tuple
         holds 448 and 64. In the cache's 16-bit dtype, bfloat16 or float16 for one that is e4m3
-        throughout, or float32, which is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the
-        last axis contiguous.
+        throughout, or float32, which is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides that
+        are multiples of 16 bytes, the last axis contiguous.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, bfloat16 or float16, of any page size; strides as for rows. Other columns as in rows,

@@ -56,8 +56,8 @@ def format_of(name: str, cache: ArrayView, of: str, stated: str | None) -> str |
         if cache.dtype not in E4M3 or width != (WRITTEN_FORMATS[stated],):
             raise ValueError(
                 f"{arg(name)}: needs rows of {WRITTEN_FORMATS[stated]} bytes, "
-                f"{' or '.join(E4M3)}, with {arg(of)} {stated!r}, got shape {cache.shape} of {cache.dtype}; pass the format "
-                f"that wrote them"
+                f"{' or '.join(E4M3)}, with {arg(of)} {stated!r}, got shape {cache.shape} of "
+                f"{cache.dtype}; pass the format that wrote them"
             )
         return stated
     return PACKED if is_packed(cache) else V4 if is_v4(cache) else None

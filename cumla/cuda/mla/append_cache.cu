@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_copied(char* cache, const i64* offsets, co
   }
 }
 
-template <typename T, typename Element>
+template <typename T, typename Element, typename Columns>
 __device__ __forceinline__ void append_rows(const AppendCacheParams& p, const Columns& columns) {
   __shared__ i64 latent_offsets[kTileRows], rope_offsets[kTileRows];  // in the caches; negative: the row is skipped
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
@@ -61,10 +61,10 @@ __device__ __forceinline__ void append_rows(const AppendCacheParams& p, const Co
   else if (p.cos_sin == nullptr)
     store_copied<T>(p.rope_cache.data, rope_offsets, held.copied, columns.rope);
   if (columns.rope == 0 || threadIdx.x >= kRopeThreads || p.cos_sin == nullptr) return;
-  const auto [row, octet] = rotated_share(columns.rope);
+  const auto [row, octet] = rotated_share(columns);
   const i64 offset = rope_offsets[row];
   const uint4 words = rotate_rope<T>(p, held.rotated, table_rows, columns).template packed<T>();
-  if (offset >= 0 && stores_rotated(columns.rope)) store(p.rope_cache.data + offset, octet, words);
+  if (offset >= 0 && stores_rotated(columns)) store(p.rope_cache.data + offset, octet, words);
 }
 
 template <typename T, typename Element>
@@ -72,7 +72,7 @@ __device__ __forceinline__ void append_cache(const AppendCacheParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if (blockIdx.x < p.row_tiles)
-    append_rows<T, Element>(p, kMostColumns);
+    append_rows<T, Element>(p, FixedColumns<>());
   else
     rotate_queries_by_pairs<T>(p);
 }

@@ -32,9 +32,6 @@ template <Format kFormat>
 constexpr int kScaleOctets = (kFormat == kV41Fp4 ? 16 : kFormat == kV41 ? 32 : kFormat == kV4 ? 64 : 128) /
                              kOctet;  // octets that share a scale
 
-template <Format kFormat>
-constexpr Columns kColumns = {0, kFp8Octets<kFormat>, kFormat == kNoRope ? 0 : kRopeOctets};
-
 struct AppendFp8CacheParams {
   AppendCacheParams to;
   Pages scales;         // of each row, as the format has them; null: the tensor's scale
@@ -93,7 +90,7 @@ __device__ __forceinline__ void store_scaled(char* row, int octet, const Element
 }
 
 // Whole warps must call it, because of the shuffles.
-template <Format kFormat, typename Element>
+template <Format kFormat, typename Element, typename Columns>
 __device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, const Fp8Target* targets,
                                              const Octet<Element> (&octets)[kAtOnce], int octet,
                                              const Columns& columns) {
@@ -139,8 +136,9 @@ __device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const 
     store(row, octet, elements.template packed<T>());
 }
 
-template <typename T, typename Element, Format kFormat>
+template <typename T, typename Element, Format kFormat, typename Columns>
 __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p, const Columns& columns) {
+  constexpr bool kVaries = kFormat == kOneFactor;  // the number of columns
   __shared__ Fp8Target targets[kTileRows];
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
@@ -148,7 +146,7 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p, c
   const bool looks_up = threadIdx.x >= kLatentThreads;
   Held<Element> held = {};
   if (looks_up) {
-    if (p.to.cos_sin == nullptr && copied_share().octet < columns.rope)
+    if (kFormat != kNoRope && p.to.cos_sin == nullptr && (!kVaries || copied_share().octet < columns.rope))
       load_copied(p.to, p.to.rope_rows, tile, held.copied);
     const Given given = load_given(p.to, tile);
     if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
@@ -159,17 +157,18 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p, c
 
   const auto [first, octet] = copied_share();
   if (!looks_up) store_latent<kFormat>(p, targets + first, held.copied, octet, columns);
-  if (columns.rope == 0) return;
+  if constexpr (kFormat == kNoRope) return;
+  if (kVaries && columns.rope == 0) return;
   const bool rotates = p.to.cos_sin != nullptr;
   if (rotates ? threadIdx.x >= kRopeThreads : !looks_up) return;
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
   if (rotates) {
-    const auto [row, rope_octet] = rotated_share(columns.rope);
+    const auto [row, rope_octet] = rotated_share(columns);
     const Octet<Fp32> rotated = rotate_rope<T>(p.to, held.rotated, table_rows, columns);
-    if (stores_rotated(columns.rope)) store_rope<T, kFormat>(p, targets[row], rope_octet, rotated, inverse);
+    if (stores_rotated(columns)) store_rope<T, kFormat>(p, targets[row], rope_octet, rotated, inverse);
     return;
   }
-  if (octet >= columns.rope) return;
+  if (kVaries && octet >= columns.rope) return;
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k)
     store_rope<T, kFormat>(p, targets[first + kAbreast * k], octet, held.copied[k], inverse);
@@ -180,7 +179,7 @@ __device__ __forceinline__ void append_fp8_cache(const AppendFp8CacheParams& p) 
   grid_dependency_launch();
   grid_dependency_wait();
   if (blockIdx.x < p.to.row_tiles)
-    append_fp8_rows<T, Element, kFormat>(p, kColumns<kFormat>);
+    append_fp8_rows<T, Element, kFormat>(p, FixedColumns<kFp8Octets<kFormat>>());
   else
     rotate_queries_by_pairs<T>(p.to);
 }

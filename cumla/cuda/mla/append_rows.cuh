@@ -64,11 +64,21 @@ struct Share {
   int row, octet;
 };
 
-// What a CTA has of each row: latent octets from the first one on, at most kLatentOctets, and RoPE octets.
+// What a CTA has of each row: latent octets from the first one on, at most kLatentOctets, and RoPE octets, of which
+// lanes have the one of their number, or that of lanes before them. Known to the compiler:
+template <int kLatent = kLatentOctets, int kRope = kRopeOctets>
+struct FixedColumns {
+  static constexpr int first = 0, latent = kLatent, rope = kRope;
+
+  __device__ __forceinline__ int rope_octet(int lane) const { return lane % kRope; }
+};
+
+// The same at run time; RoPE octets are kRopeOctets, half of them, or none.
 struct Columns {
   int first, latent, rope;
+
+  __device__ __forceinline__ int rope_octet(int lane) const { return lane & (rope - 1); }
 };
-constexpr Columns kMostColumns = {0, kLatentOctets, kRopeOctets};
 
 // Columns that are copied: latent columns, by the first kLatentThreads; RoPE columns without rotation, by the last
 // warp. A thread also handles the same octet of row + kAbreast, row + 2 * kAbreast, ...
@@ -80,12 +90,14 @@ __device__ __forceinline__ Share copied_share() {
 
 // RoPE columns that are rotated, by the first kRopeThreads. Of fewer octets, a power of two, several lanes have the
 // same one; the first of them stores it.
-__device__ __forceinline__ Share rotated_share(int octets) {
+template <typename Columns>
+__device__ __forceinline__ Share rotated_share(const Columns& columns) {
   const int thread = threadIdx.x;
-  return {thread / kRopeOctets, thread % kRopeOctets & (octets - 1)};
+  return {thread / kRopeOctets, columns.rope_octet(thread % kRopeOctets)};
 }
-__device__ __forceinline__ bool stores_rotated(int octets) {
-  return threadIdx.x % kRopeOctets < octets;
+template <typename Columns>
+__device__ __forceinline__ bool stores_rotated(const Columns& columns) {
+  return columns.rope == kRopeOctets || threadIdx.x % kRopeOctets < columns.rope;
 }
 
 template <typename Element>
@@ -116,16 +128,16 @@ __device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Ro
 // Called by the first kLatentThreads. Threads that rotate also copy their row of the cos/sin table to shared memory,
 // eight lanes per row, because registers do not suffice. Hazard: positions are loaded last, because widening them to
 // 64 bits waits for the load. A row may have fewer octets than it has threads; no octet past them is read.
-template <typename Element>
+template <typename Element, typename Columns>
 __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows,
                                           const Columns& columns) {
   if (copied_share().octet < columns.latent) load_copied(p, p.latent_rows, tile, held.copied, columns.first);
-  const auto [row, octet] = rotated_share(columns.rope);
+  const auto [row, octet] = rotated_share(columns);
   // The others are among the first kRopeThreads.
   if (columns.rope == 0 || p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;
   held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);
   const i64 position = p.positions[tile + row];
-  if (!has_rotation(p, position) || !stores_rotated(columns.rope)) return;
+  if (!has_rotation(p, position) || !stores_rotated(columns)) return;
   const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * octet;
   const char* const from = table_row(p, position) + 16 * octet;
   copy_16_async(to, from, true);
@@ -141,10 +153,10 @@ __device__ __forceinline__ Octet<Fp32> rotate_octet(const AppendCacheParams& p, 
 }
 
 // Called by the first kRopeThreads, after load_rows. If the position has no rotation, the result is undefined.
-template <typename T, typename Element>
+template <typename T, typename Element, typename Columns>
 __device__ __forceinline__ Octet<Fp32> rotate_rope(const AppendCacheParams& p, const Octet<Element>& rope,
                                                    const char* table_rows, const Columns& columns) {
-  const auto [row, octet] = rotated_share(columns.rope);
+  const auto [row, octet] = rotated_share(columns);
   copy_async_wait_all();
   __syncwarp();
   const char* const entries = table_rows + row * kTableRowBytes;
@@ -160,7 +172,7 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
   const i64 token = item / head_tiles;
   if (token >= p.tokens) return;
   const i64 first = (item - token * head_tiles) * kTileRows + threadIdx.x % 32 / kRopeOctets;
-  const int octet = rotated_share(kRope / kOctet).octet;
+  const int octet = FixedColumns<0, kRope / kOctet>().rope_octet(threadIdx.x % kRopeOctets);
   auto row_of = [&](const Rows& queries, int k) {
     return queries.data + token * queries.stride_token + (first + kAbreast * k) * queries.stride_head;
   };
@@ -175,7 +187,7 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const Octet<Fp32> rotated = rotate<kRope, kInterleaved>(octets[k], rotation);
-    if (first + kAbreast * k < p.num_heads && stores_rotated(kRope / kOctet))
+    if (first + kAbreast * k < p.num_heads && stores_rotated(FixedColumns<0, kRope / kOctet>()))
       store(row_of(p.queries_out, k), octet, rotated.packed<T>());
   }
 }
