@@ -555,6 +555,39 @@ def test_a_log_that_breaks_off_proves_nothing(text: str) -> None:
     assert not sanitize.read_log(text)["complete"]
 
 
+def test_parts_of_the_grid_clear_what_no_whole_run_clears(tmp_path: Path) -> None:
+    """A kernel that they do not launch keeps what is known of it, and so does one that is clear."""
+    folder, of = tmp_path / "evidence", of_kernels("mla_decode", STEM)
+    run = record.Run(folder, "cupy-cuda13x", {}, of)
+    for name in sources().modules:
+        run.add(name, PASSED)
+    entries = {stem: sorted(of.kernels[stem]["entries"]) for stem in of.kernels}
+    logs = {
+        "dense": CLEAN_LOG,
+        "lists": f"sanitize: {entries[STEM][0]} launched 3 times\n"
+        f"{sanitize.DONE}\n========= ERROR SUMMARY: 0 errors\n",
+    }
+
+    def summarise(*parts: str) -> bool:
+        content = {"about": {"version": "1"}, "sources": of._asdict(), "grid": sorted(parts)}
+        record.write(tmp_path, "about", content)
+        for tool, only in sanitize.RUNS:
+            path = tmp_path / sanitize.log_name(tool, only)
+            path.unlink(missing_ok=True)
+            if only in (*parts, *sanitize.PLANTS):
+                path.write_text(RACE if only in sanitize.PLANTS else logs[only])
+        return sanitize.summarise(tmp_path, folder)
+
+    assert summarise("lists")
+    assert record.problems(STEM, folder, sources()) == []
+    assert any("without" in found for found in record.problems("mla_decode", folder, sources()))
+    clean, wrong = logs["lists"], logs["lists"].replace("SUMMARY: 0", "SUMMARY: 1")
+    for logs["lists"] in (wrong, clean):
+        assert summarise("lists") is (logs["lists"] == clean)
+        found = record.problems(STEM, folder, sources())
+        assert any("1 errors" in problem for problem in found) is (logs["lists"] == wrong)
+
+
 def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
     of = of_kernels("mla_decode", STEM)
     run = record.Run(tmp_path / "evidence", "cupy-cuda13x", {}, of)

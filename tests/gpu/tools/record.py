@@ -189,6 +189,13 @@ def module_problems(part: Mapping[str, Any], module: Module) -> Iterator[str]:
             yield f"skipped, and not among its MAY_SKIP: {reason}"
 
 
+def ran(stem: str, part: Mapping[str, Any], sources: Sources) -> bool:
+    """Whether a tool ran a kernel, as it ships or edited, or reports one."""
+    entries = {stem, *sources.kernels[stem]["entries"]}
+    seen = (part["shipped"], part["kernels"], *part["edited"].values())
+    return not all(entries.isdisjoint(names) for names in seen)
+
+
 def tool_problems(stem: str, tool: str, part: Mapping[str, Any], sources: Sources) -> Iterator[str]:
     """Why a tool's verdict does not clear a kernel."""
     entries = {stem, *sources.kernels[stem]["entries"]}
@@ -269,7 +276,10 @@ class Run:
         for name, run in runs.items():
             if run["kernels"].get(stem) == self.record["kernels"][stem]:
                 parts = run["parts"].keys() & (needed | TOOLS.keys())
-                newest[run["kind"]] |= dict.fromkeys(sorted(parts), name)
+                for part in sorted(parts):
+                    earlier = newest[run["kind"]]
+                    if self._counts(stem, run["parts"][part], earlier.get(part), part, runs):
+                        earlier[part] = name
         whole = needed and any(needed <= parts.keys() for parts in newest.values())
         used: dict[str, list[str]] = defaultdict(list)
         worst: dict[str, tuple[float, str]] = {}
@@ -294,6 +304,17 @@ class Run:
         proven = self.record["kernels"][stem]
         about = {"kernel": stem, "entries": entries, "launches": now["launches"], "proven": proven}
         return {**about, "runs": used, "worst": worst}
+
+    def _counts(
+        self, stem: str, found: Mapping[str, Any], earlier: str | None, part: str, runs: Any
+    ) -> bool:
+        """Whether a part replaces that of an earlier run: some of the grid, if it says more."""
+        if "grid" not in found:
+            return True
+        whole = earlier is not None and "grid" not in runs[earlier]["parts"][part]
+        return ran(stem, found, self.sources) and (
+            not whole or any(tool_problems(stem, part, found, self.sources))
+        )
 
     def _runtime(self, runs: Mapping[str, Any]) -> dict[str, Any]:
         """The file of the code around a launch; empty if nothing is known of it."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small grid for compute-sanitizer, and what its four tools say about the kernels.
 
-    python tests/gpu/tools/sanitize.py --run FOLDER [--evidence-dir FOLDER]
+    python tests/gpu/tools/sanitize.py --run FOLDER [--evidence-dir FOLDER] [--parts PART...]
 
 runs the grid under memcheck, synccheck, racecheck and initcheck, calibrates the last two with
 planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence. Single steps:
@@ -9,7 +9,9 @@ planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence. S
     compute-sanitizer --tool TOOL python tests/gpu/tools/sanitize.py --tool TOOL [--only PART | BUG]
     python tests/gpu/tools/sanitize.py --summarise FOLDER [--evidence-dir FOLDER]
 
-Each tool runs the grid in parts, a process each, several at once and on all GPUs.
+Each tool runs the grid in parts, a process each, several at once and on all GPUs. With --parts
+only those run, and the verdicts are of kernels that no earlier whole run clears as they are: name
+each part that launches one of these.
 
 All tools run the kernels that ship, except that racecheck runs some with edits that add order
 (record.TOOLS says why). The grid's inputs are made, and its results compared, on the host: only
@@ -33,7 +35,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -1202,8 +1204,8 @@ def log_name(tool: str, only: str) -> str:
     return f"{tool}-{only}.log"
 
 
-def run_all(folder: Path, timeout: float) -> None:
-    """Run every tool on every part, a few a GPU at a time; a log each, with its time at the end."""
+def run_all(folder: Path, timeout: float, parts: Sequence[str] = PARTS) -> None:
+    """Run every tool on these parts, a few a GPU at a time; a log each, with its time."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(command).exists():
         raise SystemExit("compute-sanitizer is not on PATH; it is part of the CUDA toolkit")
@@ -1212,11 +1214,13 @@ def run_all(folder: Path, timeout: float) -> None:
     known = re.search(r"Version ([\d.]+)", version.stdout)
     about = record.machine() | {"version": known and known[1]}
     sources = record.Sources.now()._asdict()
-    record.write(folder, Path(ABOUT).stem, {"about": about, "sources": sources})
+    runs = [run for run in RUNS if run[1] in (*parts, *PLANTS)]
+    content = {"about": about, "sources": sources, "grid": sorted(parts)}
+    record.write(folder, Path(ABOUT).stem, content)
     warm = [sys.executable, str(Path(__file__).resolve())]
     if not os.environ.get("CUMLA_CUBIN_DIR"):  # else all kernels are compiled
         subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
-    for run in RUNS:
+    for run in runs:
         (folder / log_name(*run)).unlink(missing_ok=True)
     gpus = _visible_gpus()
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -1231,7 +1235,7 @@ def run_all(folder: Path, timeout: float) -> None:
             free.put(gpu)
 
     with ThreadPoolExecutor(len(gpus) * _AT_ONCE) as pool:
-        list(pool.map(run_one, RUNS))
+        list(pool.map(run_one, runs))
 
 
 def _visible_gpus() -> list[str]:
@@ -1306,8 +1310,8 @@ def _kind(head: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\b\d+\b", "#", head).strip()
 
 
-def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
-    """What each tool found that has logs, with what it made of the planted bugs."""
+def verdicts(folder: Path, parts: Sequence[str] = PARTS) -> dict[str, dict[str, Any]]:
+    """What each tool found that has logs, in these parts, and what it made of the planted bugs."""
     result: dict[str, dict[str, Any]] = {}
 
     def read(tool: str, only: str) -> dict[str, Any]:
@@ -1315,8 +1319,10 @@ def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
         return read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
 
     for tool in record.TOOLS:
-        if any((folder / log_name(tool, part)).exists() for part in PARTS):
-            result[tool] = _whole([read(tool, part) for part in PARTS]) | {"planted": {}}
+        if any((folder / log_name(tool, part)).exists() for part in parts):
+            grid = {} if set(parts) == set(PARTS) else {"grid": sorted(parts)}
+            found = _whole([read(tool, part) for part in parts])
+            result[tool] = found | grid | {"planted": {}}
     for tool, plant in RUNS:
         if plant in PLANTS and tool in result:
             found = read(tool, plant)
@@ -1357,13 +1363,15 @@ def summarise(folder: Path, evidence: Path) -> bool:
     sources = record.Sources.read(known["sources"])
     run = record.Run(evidence, record.SANITIZER, known["about"], sources)
     wrong: set[str] = set()
-    found_by_tool = verdicts(folder)
+    parts = known.get("grid", PARTS)
+    found_by_tool = verdicts(folder, parts)
     for tool, found in found_by_tool.items():
         run.add(tool, found)
         print(f"{tool:<10} {found['errors']} errors, {found['warnings']} warnings")
         for kind, count in found["kinds"].items():
             print(f"{'':<10} {count} x {kind}")
-        for stem in sources.kernels:
+        whole = "grid" not in found
+        for stem in (s for s in sources.kernels if whole or record.ran(s, found, sources)):
             for problem in record.tool_problems(stem, tool, found, sources):
                 wrong.add(stem)
                 print(f"{'':<10} {stem}: {problem}")
@@ -1383,12 +1391,13 @@ def main() -> None:
         help="run a part of the grid, or one call with this bug in the kernel",
     )
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="run all tools, then summarise")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the grid")
     parser.add_argument("--summarise", type=Path, metavar="FOLDER", help="read the logs there")
     parser.add_argument("--evidence-dir", type=Path, default=record.FOLDER, metavar="FOLDER")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds a tool may take")
     arguments = parser.parse_args()
     if arguments.run:
-        run_all(arguments.run, arguments.timeout)
+        run_all(arguments.run, arguments.timeout, arguments.parts)
     folder = arguments.run or arguments.summarise
     if not folder:
         run_grid(arguments.tool, arguments.only)
