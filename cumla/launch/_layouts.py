@@ -233,7 +233,6 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "Fp8Layout<16, false, kRows, 4>::kBytes": 177680,
         "Fp8Layout<16, false, kRows>::kBytes": 216560,
         "Fp8Layout<16, true, kPacked>::kBytes": 226288,
-        "Fp8Layout<16, true, kPackedRows>::kBytes": 226320,
         "Fp8Layout<16, true, kPages>::kBytes": 224240,
         "Fp8Layout<16, true, kRows>::kBytes": 224240,
         "Fp8Layout<32, false, kPages, 4>::kBytes": 187136,
@@ -908,11 +907,6 @@ STRUCTS: dict[str, dict[str, str]] = {
         "kv_scale_value": "f",
         "unused": "4x",
         "padding_912": "48x",
-    },
-    "MlaSparseFp8Params": {
-        "": "MlaDecodeFp8Params",
-        "lists": "Lists",
-        "padding_1056": "32x",
     },
     "MlaSparseMaxLogitsParams": {
         "": "MlaDecodeParams",

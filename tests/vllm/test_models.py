@@ -81,7 +81,7 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     packed = "--kv-cache-dtype", "fp8_ds_mla"
     assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed_16"
     found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
-    assert found["decoding, 1 request"] == "mla_sparse_fp8_16_packed"
+    assert found["decoding, 1 request"] == "mla_sparse_packed_16"
     assert found["prefill up to 2048"].startswith("vLLM's own backend, where no prefill of")
     assert "cache" not in found
     one_factor = rows(info(V32, "--kv-cache-dtype", "fp8")[1])

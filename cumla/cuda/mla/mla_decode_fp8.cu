@@ -16,9 +16,7 @@
 //
 // barrier                   who arrives (count)           who waits                      guards
 // full(slot), 4             TMA (1); kRows: each copying  the block's consumer           the block is loaded
-//                           thread (64); kPackedRows: a
-//                           lane per loading warp, with
-//                           its bytes (2)
+//                           thread (64)
 // free(slot), 4             a lane per warp of that       the loaders                    the block may be overwritten
 //                           consumer (4)
 // query_full(n)             a lane per query warp (2)     both consumers                 query rows are loaded
@@ -56,7 +54,7 @@ __device__ __forceinline__ void initialise_barriers(
     const Fp8Layout<kQueryRows, kGrouped, kForm, kLatentTiles>& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
-    mbarrier_init(shared.full(s), kForm == kRows ? row_warps * 32 : max(row_warps, 1));
+    mbarrier_init(shared.full(s), max(row_warps * 32, 1));
     mbarrier_init(shared.free(s), 4);  // plant: slot read, arrivals
   }
 #pragma unroll
@@ -75,8 +73,6 @@ __device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Layout& 
   if (warp < 2) {
     if constexpr (kForm == kRows)
       load_kv_fp8<Layout, kGrouped>(p, shared, tile, part, last_place, warp);
-    else if constexpr (kForm == kPackedRows)
-      tile.template load_rows<Layout>(p, shared, part, last_place, warp);
     else if (warp == 0 && elect_one())
       load_kv_fp8_pages<Layout, kGrouped>(p, shared, tile, part, last_place);
   } else {
@@ -113,8 +109,7 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped, kForm, AnyTile::kLatentTiles> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  constexpr bool kSingleRows = kForm == kRows || kForm == kPackedRows;
-  begin_kernel<kSingleRows ? kRows : kPages, AnyTile>(p.decode, shared, kSingleRows ? 2 : 0);
+  begin_kernel<kForm == kRows ? kRows : kPages, AnyTile>(p.decode, shared, kForm == kRows ? 2 : 0);
   grid_dependency_wait();
   constexpr bool kManyAddresses = kGrouped && kForm == kRows;
   if (warpgroup == 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of each query token over its own list of packed FP8 rows, for more than 16 heads:
-// mla/mla_decode_fp8_64/kernel.cuh, with lists in place of pages. Rows have 656 bytes, or 528 without RoPE columns, or
+// MLA attention of each query token over its own list of packed FP8 rows: mla/mla_decode_fp8_64/kernel.cuh, with
+// lists in place of pages. Rows have 656 bytes, or 528 without RoPE columns, or
 // 512 without their own scales, too.
 //
 // grid = (row tiles of up to 16, 32 or 64 heads, parts, 1). Roles, time line, barriers and budget: kernel.cuh.

@@ -12,11 +12,7 @@ from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode import SMEM_BYTES, DecodeArguments, decode_launch
 from cumla.launch.mla.shape import HEAD_DIM, SWAPPED_ROWS, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
-from cumla.launch.sparse.mla_sparse_fp8 import (
-    sparse_fp8_launch,
-    sparse_fp8_packed_launch,
-    sparse_fp8_specs,
-)
+from cumla.launch.sparse.mla_sparse_fp8 import sparse_fp8_launch, sparse_fp8_specs
 from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch, sparse_packed_spec
 from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch, sparse_v4_spec
 from cumla.launch.sparse.select_rows import SPECS as SELECT_SPECS
@@ -180,8 +176,7 @@ def _row_launches(
     scales = None if a.kv_scales is None else others[-1]
     decode = _decode_arguments(key, buffer, a, latent, rope)._replace(kv_scales=scales)
     if key.reads_lists:
-        of_key = sparse_packed_launch if key.has_whole_rows else sparse_fp8_packed_launch
-        return (of_key(key, buffer, decode, lists, out, lse),)
+        return (sparse_packed_launch(key, buffer, decode, lists, out, lse),)
     if key.cache == "same":
         spec, more = _spec(key, a.columns), {}
         if max_logits is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/sparse/mla_sparse_packed.cu: lists of packed FP8 rows, many heads."""
+"""Launcher of cuda/sparse/mla_sparse_packed.cu: lists of packed FP8 rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mla.mla_decode import decode_values
-from cumla.launch.mla.shape import HEAD_DIM, NARROW_ROWS, VALUE_DIM
+from cumla.launch.mla.shape import NARROW_ROWS
 from cumla.launch.source import KernelSpec, in_cuda
-from cumla.launch.sparse.mla_sparse_fp8 import columns_of
 from cumla.launch.split.plan import ROW_TILE
-from cumla.mla.shape import E4M3_512
+from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "sparse_packed_launch", "sparse_packed_spec"]
 
 _STEM = "mla_sparse_packed"
-_COLUMNS = {"": HEAD_DIM, "512": VALUE_DIM, "e4m3": VALUE_DIM}  # by the tags of entry points
+_TAGS = {PACKED: "", NO_ROPE: "512", E4M3_512: "e4m3"}  # of entry points, by the format of rows
 
 
 def _spec(tag: str, heads: int) -> KernelSpec:
@@ -31,7 +30,7 @@ def _spec(tag: str, heads: int) -> KernelSpec:
     tags = [*([tag] if tag else []), *([] if is_wide else [str(heads)])]
     entry = "_".join((_STEM, *tags))
     has_scales = tag != "e4m3"
-    rope = str(_COLUMNS[tag] == HEAD_DIM).lower()
+    rope = in_cuda(not tag)
     return KernelSpec(
         stem=_STEM,
         package="cumla.cuda.sparse",
@@ -45,15 +44,17 @@ def _spec(tag: str, heads: int) -> KernelSpec:
     )
 
 
-_SPECS = {(tag, heads): _spec(tag, heads) for tag in _COLUMNS for heads in (*NARROW_ROWS, ROW_TILE)}
+_SPECS = {
+    (cache, heads): _spec(tag, heads)
+    for cache, tag in _TAGS.items()
+    for heads in (*NARROW_ROWS, ROW_TILE)
+}
 SPECS = tuple(_SPECS.values())
 
 
 def sparse_packed_spec(key: MLASparseKey) -> KernelSpec:
-    """Look up the kernel of a shape: by columns and scales of the rows, and by heads of a tile."""
-    has_rope = columns_of(key) == HEAD_DIM
-    tag = "e4m3" if key.cache == E4M3_512 else "" if has_rope else "512"
-    return _SPECS[tag, key.row_tile]
+    """Look up the kernel of a shape: by the format of the rows, and by heads of a tile."""
+    return _SPECS[key.cache, key.row_tile]
 
 
 def sparse_packed_launch(

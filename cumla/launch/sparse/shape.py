@@ -80,13 +80,13 @@ class MLASparseKey(LatentKey):
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether the kernel computes from whole packed rows, for many heads."""
-        return self.cache in WHOLE_ROWS and self.num_heads > NARROW_ROWS[0]
+        """Whether the kernel computes from whole packed rows."""
+        return self.cache in WHOLE_ROWS
 
     @property
     def reads_lists(self) -> bool:
         """Whether the kernel reads the caller's lists, which then are not made compact."""
-        return self.cache in FORMATS and (self.cache != E4M3_512 or self.has_whole_rows)
+        return self.cache in FORMATS
 
     @property
     def is_widened(self) -> bool:
@@ -100,14 +100,15 @@ class MLASparseKey(LatentKey):
         Few lists of whole or widened rows are cut by heads, too. Kernels of widened rows compute
         for 64 heads, however few a tile has.
         """
-        narrow, wide = NARROW_ROWS
-        if self.has_whole_rows or self.is_widened:
-            most = wide if self.has_whole_rows and self.num_heads <= wide else ROW_TILE
-            widths = (most,) if self.batch_invariant else (narrow, wide, most)
-            return min(widths, key=self._order_of)
         if self.cache == "same":
             return ROW_TILE
-        return narrow if self.num_heads <= narrow else wide
+        narrow, wide = NARROW_ROWS
+        if not self.reads_lists:
+            return narrow if self.num_heads <= narrow else wide
+        widths = [narrow, wide, ROW_TILE]
+        if self.has_whole_rows:  # no wider than all heads need
+            widths = [rows for rows in widths if rows < 2 * max(self.num_heads, narrow)]
+        return widths[-1] if self.batch_invariant else min(widths, key=self._order_of)
 
     def _order_of(self, rows: int) -> tuple[float, int]:
         """KV blocks of a thread block with so many heads of a list, and what its piece costs.

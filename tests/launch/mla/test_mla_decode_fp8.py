@@ -814,7 +814,7 @@ MODELLED = {
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "f9670bfb",
     "mla/mla_decode_fp8/products.cuh": "ba315247",
-    "mla/mla_decode_fp8/layout.cuh": "30b47ebb",
+    "mla/mla_decode_fp8/layout.cuh": "93656274",
     "mla/mla_decode/pages.cuh": "57dc5781",
     "split/join.cuh": "4943034d",
     "split/output.cuh": "87862f93",

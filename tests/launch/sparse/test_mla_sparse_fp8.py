@@ -50,36 +50,6 @@ def test_the_parameters_by_name(grouped: bool, factor: Any) -> None:
     assert {name: got[name] for name in wanted} == wanted
 
 
-def test_packed_rows_come_by_the_lists_themselves() -> None:
-    """Whole; those that are absent are the zeros in the plan's buffer."""
-    key = key_of(16, "v32")
-    table = strided(10, (7, 11), (52, 4), "int32")
-    requests = strided(11, (5, 3), (32, 8), "int32")
-    got = told(key, block_table=table, row_to_request=requests)
-    wanted = {
-        "decode.latent.base": 3 << 40,
-        "decode.latent.stride_page": 672,
-        "decode.rope.base": BUFFER + key.zeros,
-        "scales.base": (3 << 40) + 512,
-        "lists.indices": 5 << 40,
-        "lists.indices_stride_batch": 3000,
-        "lists.indices_stride_token": 800,
-        "lists.block_table": 10 << 40,
-        "lists.block_table_stride": 13,
-        "lists.requests": 11 << 40,
-        "lists.requests_stride_batch": 8,
-        "lists.requests_stride_token": 2,
-        "lists.num_requests": 7,
-        "lists.max_pages": 11,
-        "lists.num_pages": 90,
-        "lists.page_step": 16,
-        "lists.row_step": 1,
-        "lists.page_size": 16,
-        "lists.by_page_size.shift": 4,
-    }
-    assert {name: got[name] for name in wanted} == wanted
-
-
 # --- results --------------------------------------------------------------------------------------
 
 LISTS: dict[str, Any] = {"lists": "mixed", "lengths": "tokens"}
@@ -88,8 +58,6 @@ FEW = (
     SparseCase(heads=40, topk=100, form="16-bit rope", places="rows", page_size=53, **LISTS),
     SparseCase(heads=16, topk=130, form="scales", scales="wild", gaps=True, **LISTS),
     SparseCase(batch=2, heads=33, topk=130, form="scales, e4m3 rope", places="requests", **LISTS),
-    SparseCase(heads=16, topk=400, scales="wild", gaps=True, sinks="finite", **LISTS),
-    SparseCase(batch=2, q_len=2, heads=5, topk=130, scales="zero", places="rows", lists="blocks"),
 )
 
 
@@ -100,7 +68,7 @@ def test_attention_to_lists(case: SparseCase) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["one", "pair", "16-bit rope", "scales", "packed"])
+@pytest.mark.parametrize("form", ["one", "pair", "16-bit rope", "scales"])
 @pytest.mark.parametrize("lists", ["sorted", "same", "absent", "first"])
 def test_every_form(form: str, lists: str) -> None:
     for heads in (16, 24):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of packed rows and more than 16 heads, on the CPU."""
+"""Lists of packed rows, on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cumla.launch.sparse.mla_sparse import attend_launches
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import attend_sparse, there, typed
 from tests.gpu.tools.sparse_problem import SparseCase, make_sparse
-from tests.launch.sparse.keys import arguments_of, key_of, outputs_of
+from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
 from tests.launch.structs import parameters
 from tests.selection import some
 
@@ -45,6 +45,28 @@ def test_the_parameters_by_name() -> None:
     assert {name: got[name] for name in wanted} == wanted
 
 
+def test_lists_of_positions_by_name() -> None:
+    key = key_of(16, "v32")
+    table = strided(10, (7, 11), (52, 4), "int32")
+    requests = strided(11, (5, 3), (32, 8), "int32")
+    arguments = arguments_of(key, block_table=table, row_to_request=requests)
+    (launch,) = attend_launches(key, BUFFER, arguments, *outputs_of(key))
+    got = parameters(launch)
+    wanted = {
+        "lists.indices": 5 << 40,
+        "lists.block_table": 10 << 40,
+        "lists.block_table_stride": 13,
+        "lists.requests": 11 << 40,
+        "lists.requests_stride_batch": 8,
+        "lists.requests_stride_token": 2,
+        "lists.num_requests": 7,
+        "lists.max_pages": 11,
+        "lists.num_pages": 90,
+        "lists.page_size": 16,
+    }
+    assert {name: got[name] for name in wanted} == wanted
+
+
 # --- results --------------------------------------------------------------------------------------
 
 FEW = (
@@ -53,6 +75,8 @@ FEW = (
     SparseCase(batch=2, heads=72, topk=200, places="rows", sinks="finite", lists="first"),
     SparseCase(batch=4, heads=24, topk=150, scales="wild", lists="mixed", lengths="requests"),
     SparseCase(batch=2, heads=24, topk=150, scales="zero", lists="sorted"),
+    SparseCase(heads=16, topk=400, scales="wild", gaps=True, lists="mixed", lengths="tokens"),
+    SparseCase(batch=2, q_len=2, heads=5, topk=130, scales="zero", places="rows", lists="blocks"),
 )
 
 

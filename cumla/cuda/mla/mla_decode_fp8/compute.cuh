@@ -247,7 +247,6 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
       multiply_query(s, phase);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      if (kForm == kPackedRows) this->mask_absent(s);
       if ((kForm == kPages || kForm == kPacked) && (i + 1) * kBlockTokens > tokens)
         clear_past(shared.slot(s), tokens - i * kBlockTokens);
       weigh(shared.slot(s), i < 2);

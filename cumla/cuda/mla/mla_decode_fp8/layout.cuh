@@ -20,9 +20,8 @@ constexpr int kRawColumns = 128;  // of a tile of 8-bit numbers, which has kTile
 constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups,
               kPackedBytes = kPackedRope + 128;
 
-// Two more forms than mla/mla_decode/pages.cuh has. kPacked: 64 consecutive packed rows of a page. kPackedRows:
-// packed rows that are loaded one by one, of which some may be absent.
-constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1), kPackedRows = static_cast<PageForm>(kRows + 2);
+// One more form than mla/mla_decode/pages.cuh has: 64 consecutive packed rows of a page.
+constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1);
 
 struct MlaDecodeFp8Params {
   MlaDecodeParams decode;  // e4m3 latent columns; kPages: swizzled boxes of 128 bytes
@@ -31,8 +30,7 @@ struct MlaDecodeFp8Params {
   float kv_scale_value;
   int rope_is_fp8;       // else bfloat16
   TensorMap scales_map;  // kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
-  // kPackedRows: decode.latent has whole rows, and decode.rope stands in for absent ones. kPacked: decode.latent_map
-  // has whole rows in words: dims (164, page_size, ...), box (164, 64, 1, 1).
+  // kPacked: decode.latent_map has whole rows in words: dims (164, page_size, ...), box (164, 64, 1, 1).
 };
 
 // Parameters of kernels over rows of other widths than 512 + 64, which are e4m3 throughout.
@@ -105,7 +103,7 @@ template <int kQueryRows, bool kGrouped, PageForm kForm, int kLatentTiles = mla:
 struct Fp8Layout : Widths<kLatentTiles> {
   using Own = Widths<kLatentTiles>;
   using Own::kHalfTiles, Own::kTiles, Own::kValueDim;
-  static constexpr bool kWhole = kForm == kPacked || kForm == kPackedRows;
+  static constexpr bool kWhole = kForm == kPacked;
   static constexpr int kSlots = kLatentTiles < 8 ? 6 : 4;  // even, so that a slot always has the same consumer
   static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // pitch of the tokens' latent columns
   static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;
@@ -130,9 +128,8 @@ struct Fp8Layout : Widths<kLatentTiles> {
   static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // per query row and consumer
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
   static constexpr int kRowFloats = (kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;
-  static constexpr int kExistBytes = kForm == kPackedRows ? kSlots * 8 : 0;  // a bit per row
   static constexpr int kBytes = kSlots * kSlotBytes + kQueries * kQueryBytes + kProbabilityBytes +
-                                kRowFloats * kQueryRows * 4 + 16 + kExistBytes + (2 * kSlots + 2 * kQueries) * 8;
+                                kRowFloats * kQueryRows * 4 + 16 + (2 * kSlots + 2 * kQueries) * 8;
 
   u32 ring, first_query, probabilities, maxima, words, barriers;
 
@@ -142,7 +139,7 @@ struct Fp8Layout : Widths<kLatentTiles> {
         probabilities(first_query + kQueryBytes),
         maxima(first_query + kQueries * kQueryBytes + kProbabilityBytes),
         words(maxima + kRowFloats * kQueryRows * 4),
-        barriers(words + 16 + kExistBytes) {}
+        barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
   // Offset in a slot of a chunk of 16 bytes among the first 128 bytes of a token.
@@ -200,8 +197,6 @@ struct Fp8Layout : Widths<kLatentTiles> {
   __device__ __forceinline__ u32 factor_of(u32 n, int row) const {
     return last_reference(2, buffer_of(n) * kQueryRows + row);
   }
-  // kPackedRows: a bit per row of half of a slot, set if the row exists.
-  __device__ __forceinline__ u32 exist(u32 s, int half) const { return words + 16 + s * 8 + half * 4; }
   // Barriers (table: mla/mla_decode_fp8.cu).
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }

@@ -121,14 +121,6 @@ struct Fp8Softmax {
     }
   }
 
-  // kPackedRows: masks absent rows, which are zeros in the slot.
-  __device__ __forceinline__ void mask_absent(u32 s) {
-    const u32 exist = load_shared_u32(shared.exist(s, warp / 2)) >> own_token() % 32;
-#pragma unroll
-    for (int i = 0; i < kSums; ++i)
-      if (!(exist >> 8 * (i / 2 % 2) & 1)) scores[i] = -kInfinity;
-  }
-
   // The score of row i and of this thread's first or second token.
   __device__ __forceinline__ float score_of(int i, int eight) const { return scores[4 * (i / 2) + 2 * eight + i % 2]; }
 
