@@ -4,7 +4,7 @@
 Lists name some slots of a cache, with absent entries of all kinds among them. All other slots, gaps
 between rows and pages, and what entries after the end of a list name, are NaN or infinite.
 
-The reference is float64. Where the kernel for packed rows and more than 16 heads takes values for
+The reference is float64. Where the kernel for packed rows takes values for
 something else (`Seen`) it is attention with those: an element of V is then off by 2^-10 of itself
 at most, and not at all where scales are powers of two. Scores are exact, but for rows whose scales
 are all 0: the power of two that stands for those is 2^-60, near which exponents have fewer bits.
@@ -115,7 +115,7 @@ class SparseCase:
     @property
     def is_rounded(self) -> bool:
         """Whether the kernel multiplies scales as float16."""
-        return self.form == "packed" and self.heads > 16
+        return self.form == "packed"
 
     @property
     def softmax_scale(self) -> float:

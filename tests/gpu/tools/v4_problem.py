@@ -71,7 +71,7 @@ class V4Case(SparseCase):
     @property
     def is_rounded(self) -> bool:
         """As of packed rows."""
-        return self.form == "v32_no_rope" and self.heads > 16
+        return self.form == "v32_no_rope"
 
     @property
     def formats(self) -> dict[str, str]:
