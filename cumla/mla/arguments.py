@@ -29,7 +29,6 @@ from cumla.mla.shape import (
     SCALES,
     V4_BYTES,
     VALUE_DIM,
-    WIDE_DTYPES,
     WIDTH,
     WIDTHS,
     width_of,
@@ -100,15 +99,6 @@ def checked_head_dim(head_dim: Any) -> Width:
         need = _listed(named_width(width) for width in WIDTHS)
         raise ValueError(f"head_dim: needs {need}, got {head_dim}; pass the columns of q")
     return width
-
-
-def check_wide(width: Width, dtype: Any) -> None:
-    """Refuse what there is for rows of 512 + 64 columns alone."""
-    if width != WIDTH and dtype not in (None, *WIDE_DTYPES):
-        raise TypeError(
-            f"dtype: needs {' or '.join(WIDE_DTYPES)} in rows of {named_width(width)} columns, "
-            f"got {dtype}; leave it out"
-        )
 
 
 def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
@@ -291,7 +281,7 @@ def _check_query_and_cache(
             )
     _check_dtypes(given)  # after the widths: parts that are swapped may have dtypes of their own
     if width != WIDTH:
-        _check_wide_dtypes(given, width)
+        _check_one_dtype(given, width)
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
     for first, other in pairs:
         if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
@@ -302,14 +292,8 @@ def _check_query_and_cache(
     return width
 
 
-def _check_wide_dtypes(given: dict[str, ArrayView], width: Width) -> None:
-    """Check what there is of rows of other widths: bfloat16, and e4m3 throughout."""
-    first = next(iter(given))
-    if given[first].dtype not in WIDE_DTYPES:
-        raise TypeError(
-            f"{arg(first)}: needs {' or '.join(WIDE_DTYPES)} in rows of {named_width(width)} "
-            f"columns, got {given[first].dtype}; convert it"
-        )
+def _check_one_dtype(given: dict[str, ArrayView], width: Width) -> None:
+    """Refuse what only caches of 512 + 64 columns have: RoPE columns of a dtype of their own."""
     rope = given.get("kv_cache[1]")
     if rope is not None and rope.dtype != given["kv_cache[0]"].dtype:
         raise TypeError(

@@ -49,7 +49,6 @@ from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import (
     Columns,
     cache_of,
-    check_wide,
     checked_cache_dtype,
     checked_head_dim,
     checked_shape,
@@ -369,7 +368,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             check_prefix_options(window, False, batch_invariant)
             vars(self)["_lengths"] = f"{self._lengths}, groups=..."
         width = checked_head_dim(head_dim)
-        check_wide(width, shape[-1])
         most = _checked_most(batch_invariant, max_kv_len)
         options = cache, sides, most, None, columns, width
         place = (device, workspace, like, stream)

@@ -38,7 +38,6 @@ from cumla.mla.arguments import (
     QUERY_AXES,
     Columns,
     cache_of,
-    check_wide,
     checked_cache_dtype,
     checked_head_dim,
     checked_shape,
@@ -114,9 +113,8 @@ def mla_decode(
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
-        arrays are read where they are. In bfloat16 also 512 columns, all latent, 320, of which 256
-        are latent, or 288, of which 256 are: q and kv_cache have as many, and out has the latent
-        ones.
+        arrays are read where they are. Also 512 columns, all latent, 320, of which 256 are latent,
+        or 288, of which 256 are: q and kv_cache have as many, and out has the latent ones.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the columns apart, 512
@@ -129,8 +127,7 @@ def mla_decode(
         float32, the last with 4 columns: a scale for each token and 128 latent columns. And uint8
         with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
         bfloat16.
-        :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns and
-        e4m3 rows of other widths than 576.
+        :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
         Arrays may be broadcast, such as scales that are the same for all tokens: strides of 0.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
@@ -395,7 +392,6 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         sides = window_of(checked_window("window", window), causal, cache)
         _check_cuts(sides, batch_invariant)
         width = checked_head_dim(head_dim)
-        check_wide(width, shape[-1])
         modes = (batch_invariant, max_blocks, self._variant, cache, sides, width)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)

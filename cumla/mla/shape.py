@@ -15,7 +15,6 @@ HEAD_DIM = VALUE_DIM + ROPE_DIM
 Width = tuple[int, int]  # latent columns, and RoPE ones, of a row
 WIDTH = VALUE_DIM, ROPE_DIM
 WIDTHS = (WIDTH, (512, 0), (256, 64), (256, 32))  # no two have as many columns
-WIDE_DTYPES = ("bfloat16",)  # of rows of other widths than the first
 WRITTEN = tuple((latent, rope) for latent in (512, 256, 1024) for rope in (64, 32, 0))
 """Widths that are written into caches; those of WIDTHS among them, no two have as many columns."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from cumla.core.check_mode import environment_flag
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
-from cumla.mla.shape import HEAD_DIM, WIDE_DTYPES, WIDTHS, width_of
+from cumla.mla.shape import HEAD_DIM, WIDTHS, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,12 +105,7 @@ class MLAKernels(Kernels):
         *_: Any,
         **__: Any,
     ) -> str | None:
-        """Refuse float16 queries over an FP8 cache, and rows of other widths in these dtypes."""
-        if head_size != HEAD_DIM and width_of(head_size) is not None:
-            if kv_cache_dtype in FP8:
-                return f"rows of {head_size} columns need a cache in bfloat16"
-            if dtype_name(dtype) not in WIDE_DTYPES:
-                return f"rows of {head_size} columns need a model in bfloat16"
+        """Refuse float16 queries over an FP8 cache."""
         if dtype_name(dtype) == "float16" and kv_cache_dtype in FP8:
             return "an FP8 cache needs a model in bfloat16"
         return None

@@ -13,7 +13,7 @@ from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
-from cumla.mla.shape import WIDE_DTYPES, WIDTH
+from cumla.mla.shape import WIDTH
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -111,7 +111,7 @@ _WIDTH_VARIANTS = {256: (VARIANTS[2], _WINDOW), 512: (*VARIANTS[1:], _WINDOW)}
 _WIDTH_SPECS = {
     names: _width_spec(*names)
     for latent, variants in _WIDTH_VARIANTS.items()
-    for names in product(WIDE_DTYPES, (latent,), variants, _WIDTH_FORMS)
+    for names in product(HALVES, (latent,), variants, _WIDTH_FORMS)
 }
 SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
 

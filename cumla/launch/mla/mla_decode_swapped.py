@@ -14,7 +14,6 @@ from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode import FORM_TAGS, width_tile
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.plan import PAGE_FORMS
-from cumla.mla.shape import WIDE_DTYPES
 
 if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
@@ -50,7 +49,7 @@ _WIDTH_SMEM = {
 }
 _SPECS = {names: _spec(*names) for names in product(HALVES, FORM_TAGS, (False, True))}
 _WIDTH_SPECS = {
-    names: _width_spec(*names) for names in product(WIDE_DTYPES, _WIDTH_SMEM, PAGE_FORMS[1:])
+    names: _width_spec(*names) for names in product(HALVES, _WIDTH_SMEM, PAGE_FORMS[1:])
 }
 SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
 

@@ -47,7 +47,7 @@ LONG = (
 
 
 def drawn() -> list[Sample]:
-    """Every width with all heads, page sizes, and numbers of queries; masks among them."""
+    """Every width with all heads, page sizes, numbers of queries and dtypes; masks among them."""
     found = []
     draw = np.random.default_rng(7)
     for width, heads, size in itertools.product(OTHERS, _HEADS, (64, 1, 16, 128)):
@@ -63,6 +63,7 @@ def drawn() -> list[Sample]:
             "form": "pair" if width[1] and draw.random() < 0.5 else "one",
         }
         numbers = {"heads": heads, "page_size": size, "seed": len(found)}
+        masks["dtype"] = ("bfloat16", "bfloat16", "float16")[draw.integers(3)]
         found.append(Sample(q_lens, lens, operation, **numbers, **masks, width=width))
     return found
 
@@ -73,7 +74,8 @@ def drawn_of_e4m3() -> list[Sample]:
     found = []
     for i, sample in enumerate(drawn()[::3]):
         form = forms[i % (4 if sample.width[1] else 2)]
-        found.append(sample._replace(form=form, is_fp8=True, window=None))
+        fixed: dict[str, Any] = {"is_fp8": True, "window": None, "dtype": "bfloat16"}
+        found.append(sample._replace(form=form, **fixed))
     long = ((LONG[0], (256, 64)), (LONG[1], (256, 32)), (LONG[4], (512, 0)))
     return found + [s._replace(is_fp8=True, width=width) for s, width in long]
 
@@ -81,7 +83,11 @@ def drawn_of_e4m3() -> list[Sample]:
 SAMPLES = [
     *drawn_of_e4m3(),
     *drawn(),
-    *(sample._replace(width=width) for sample in LONG for width in OTHERS),
+    *(
+        sample._replace(width=width, dtype=dtype)
+        for sample in LONG
+        for width, dtype in itertools.product(OTHERS, HALVES)
+    ),
 ]
 
 

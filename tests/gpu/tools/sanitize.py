@@ -171,6 +171,8 @@ MLA_WIDTHS = (  # each kernel of rows of other widths, of boxes and of single ro
         for width in ((256, 64), (256, 32), (512, 0))
         for size in (16, 1)
     ),
+    masked_mla.Sample((1,) * 4, heads=(16, 1), dtype="float16", width=(256, 32), **_CUT),
+    masked_mla.Sample((1,) * 4, heads=(128, 1), dtype="float16", width=(512, 0), **_CUT),
 )
 MLA_E4M3_WIDTHS = (  # each kernel of e4m3 rows of other widths, of whole pages and of single rows
     *(
