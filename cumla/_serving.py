@@ -12,7 +12,7 @@ import torch
 
 import cumla
 from cumla.core._driver import driver
-from cumla.mla.shape import width_of
+from cumla.mla.shape import E4M3_288, WRITTEN_FORMATS, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -34,6 +34,17 @@ def in_parts(rows: Any) -> Any:
             return rows
         return rows.split(width, -1)
     return rows if rows[1].shape[-1] else rows[0]
+
+
+def append_rows(rows: Any, cache: torch.Tensor, slots: torch.Tensor, kv_scale: Any = None) -> None:
+    """Write latent rows of new tokens into a cache of numbers; those of negative slots are padding.
+
+    `kv_scale` is that of an FP8 cache.
+    """
+    columns = cache.shape[-1]
+    named = cache.itemsize == 1 and WRITTEN_FORMATS[E4M3_288] == columns
+    form = E4M3_288 if named else None
+    cumla.append_mla_cache(in_parts(rows), cache, slots, kv_scale=kv_scale, cache_format=form)
 
 
 def is_tested(

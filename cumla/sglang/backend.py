@@ -14,7 +14,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, Step, cache_dtype, current_capture, in_parts
+from cumla._serving import Plans, Step, append_rows, cache_dtype, current_capture, in_parts
 from cumla.mha.arguments import MOST_DRAFTS
 from cumla.mla.shape import WIDTH, WIDTHS
 
@@ -413,8 +413,8 @@ class Backend(AttentionBackend):
         cache = cache.unflatten(0, (-1, self._page_size))
         if slots is not None:
             assert k is not None
-            rows = in_parts(k if k_rope is None else (k, k_rope.view(len(k), 1, rope)))
-            cumla.append_mla_cache(rows, cache, slots)  # as SGLang writes, without a scale
+            rows = k if k_rope is None else (k, k_rope.view(len(k), 1, rope))
+            append_rows(rows, cache, slots)  # as SGLang writes, without a scale
         queries: Any = q.view(-1, heads, layer.qk_head_dim) if q_rope is None else None
         if q_rope is not None:
             queries = q.view(-1, heads, latent), q_rope.view(len(q), heads, rope)

@@ -23,9 +23,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, Step, cache_dtype, in_parts
+from cumla._serving import Plans, Step, append_rows, cache_dtype
 from cumla.vllm._models import (
     LOGGER,
     MLAKernels,
@@ -257,8 +256,8 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
         if not kv_cache.numel():
             return
         slots = slot_mapping.flatten()
-        rows = in_parts((kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)))
-        cumla.append_mla_cache(rows, kv_cache, slots, kv_scale=factor(k_scale, kv_cache))
+        rows = kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)
+        append_rows(rows, kv_cache, slots, factor(k_scale, kv_cache))
 
 
 class Backend(MLAKernels, MLACommonBackend):

@@ -141,15 +141,18 @@ def test_mla_writes_and_attends_as_the_eager_calls(
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("width", WIDTHS[1:])
-def test_mla_of_other_widths(width: tuple[int, int], in_parts: bool) -> None:
+def test_mla_of_other_widths(
+    width: tuple[int, int], cache_dtype: torch.dtype, in_parts: bool
+) -> None:
     """Decoding and a prefill of 3 tokens; a model without RoPE has no columns of it."""
     latent, columns = width[0], sum(width)
     for mode, new in ((Mode.DECODE, (1, 1, 1)), (Mode.EXTEND, (3, 1, 2))):
         tokens = sum(new)
         q, k = (torch.randn(tokens, n, columns).bfloat16() for n in (HEADS, 1))
         with stubbed():
-            server = Server(True, width=width)
+            server = Server(True, cache_dtype, width=width)
             fb, layer = server.batch(mode, (90, 5, 33), new), server.layer()
             wanted = server.buffers[0].clone().unflatten(0, (-1, PAGE))
             server.backend.init_forward_metadata(fb)
@@ -159,8 +162,10 @@ def test_mla_of_other_widths(width: tuple[int, int], in_parts: bool) -> None:
                 parts = {"q_rope": q[..., latent:], "k_rope": k[..., latent:]}
                 arrays = q[..., :latent].contiguous(), k[..., :latent], k[..., :latent]
             out = server.backend.forward_extend(*arrays, layer, fb, **parts)
-        cumla.append_mla_cache(k, wanted, fb.out_cache_loc)
-        assert torch.equal(server.buffers[0], wanted.flatten(0, 1))
+        bits = wanted.view(torch.uint8)
+        rows = k[:, 0].to(cache_dtype).view(torch.uint8)
+        bits.view(-1, bits.shape[-1])[fb.out_cache_loc.long()] = rows
+        assert torch.equal(server.buffers[0].view(torch.uint8).flatten(1), bits.flatten(0, -2))
         state = cumla.mla_attention(
             q,
             wanted,

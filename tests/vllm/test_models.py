@@ -219,16 +219,6 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
             (),
             "head size: needs rows of 576, 512, 320, 288 col",
         ),
-        (
-            MLA | {"kv_lora_rank": 256},
-            ("--kv-cache-dtype", "fp8"),
-            "--kv-cache-dtype: rows of 320 columns need a cache in bfloat16",
-        ),
-        (
-            MLA | {"kv_lora_rank": 256},
-            ("--dtype", "float16"),
-            "rows of 320 columns need a model in bfloat16",
-        ),
         (MLA | {"sliding_window": 128}, (), "sliding_window: not with MLA"),
         (MLA, ("--dtype", "float32"), "--dtype: needs float16 or bfloat16, got float32"),
         (MLA, ("--kv-cache-dtype", "fp8", "--dtype", "half"), "--kv-cache-dtype: an FP8 cache"),
