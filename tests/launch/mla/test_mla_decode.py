@@ -97,14 +97,15 @@ def test_every_dtype_has_every_kernel() -> None:
     windows = {window_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
     assert (len(with_sinks), len(windows)) == (len(every), len(ragged))
     keys = [
-        MLADecodeKey(2, 1, heads, 1, page_size, "bfloat16", False, 0, 132, width=width)
+        MLADecodeKey(2, 1, heads, 1, page_size, dtype, False, 0, 132, width=width)
+        for dtype in ("bfloat16", "float16")
         for width in WIDTHS[1:]
         for heads in (16, 64, 128)
         for page_size in (64, 16, 1)
     ]
     widths = {decode_spec(key) for key in keys}
     widths |= {decode_spec(replace(key, window=(3, 0))) for key in keys}
-    assert len(widths) == (2 * len(VARIANTS) + 1) * len(PAGE_FORMS[1:])  # 256 has no one_tile
+    assert len(widths) == 2 * (2 * len(VARIANTS) + 1) * len(PAGE_FORMS[1:])  # 256: no one_tile
     assert set(every) | ragged | with_sinks | windows | widths == {
         *mla_decode.SPECS,
         *mla_decode_swapped.SPECS,
