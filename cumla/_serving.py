@@ -200,10 +200,12 @@ class SparseStep(Step):
     """The lengths of a step of sparse MLA, whose lists have min(visible, topk) entries.
 
     `q_len` tells the query tokens of each request, 0 where they differ: then `requests` has the
-    request of each token. Tokens of padded requests, whose lengths are 0, have empty lists.
+    request of each token. Tokens of padded requests, whose lengths are 0, have empty lists. Where
+    the indexer chooses pools of `pool` tokens, the first topk entries are those of whole pools, -1
+    where there are fewer, and behind them are the tokens of the last pool that is not whole.
     """
 
-    __slots__ = ("_requests",)
+    __slots__ = ("_pool", "_requests", "_topk", "entries")
 
     def __init__(
         self,
@@ -214,14 +216,17 @@ class SparseStep(Step):
         kv_lens: torch.Tensor,
         offsets: torch.Tensor,
         requests: torch.Tensor,
+        pool: int = 1,
     ) -> None:
         self._requests: torch.Tensor | None = None
+        self._topk, self._pool = topk, pool
+        self.entries = topk + pool - 1  # of a list
 
         def choose() -> tuple[Any, tuple[int, ...]]:
             each = q_len()
             lists = (len(kv_lens), each) if each else (1, len(requests))
             self._requests = None if each else requests
-            return cumla.MLASparsePlan, (*lists, num_heads, topk)
+            return cumla.MLASparsePlan, (*lists, num_heads, self.entries)
 
         super().__init__(plans, choose, kv_lens, offsets)
 
@@ -233,6 +238,10 @@ class SparseStep(Step):
         elif q_len > 1:
             hidden = torch.arange(1 - q_len, 1, dtype=lens.dtype, device=lens.device)
             lens = lens[:, None] + hidden
+        if self._pool > 1:
+            lens = lens.clamp(min=0)
+            tail = lens % self._pool
+            lens = torch.where(tail > 0, self._topk + tail, lens.clamp(max=self._topk))
         self.plan.update(lens)  # which clamps them
 
     def run_sparse(
@@ -243,7 +252,7 @@ class SparseStep(Step):
         block_table: torch.Tensor,
         **options: Any,
     ) -> cumla.AttentionState:
-        """Attend for one layer to the positions ``(tokens, topk)`` of each token's request.
+        """Attend for one layer to the positions ``(tokens, entries)`` of each token's request.
 
         `q` is one tensor or a pair, with rows of tokens. out is ``(tokens, num_heads, 512)``; lse
         with its first axes flattened ``(tokens, num_heads)``.
@@ -252,7 +261,8 @@ class SparseStep(Step):
         q, lists = in_parts(q), (-1, self.plan.key.q_len)
         if self._requests is None:
             block_table = block_table[: self.plan.key.batch]
-            q = tuple(part.unflatten(0, lists) for part in q)
+            parts = [part.unflatten(0, lists) for part in (q if isinstance(q, tuple) else (q,))]
+            q = tuple(parts) if len(parts) > 1 else parts[0]
             indices = indices.unflatten(0, lists)
         else:
             options["row_to_request"] = self._requests

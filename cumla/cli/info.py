@@ -330,10 +330,11 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
 
 def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
     """Tell what else is served, and what is to be known about the cache."""
+    from cumla.mla.shape import HEAD_DIM
     from cumla.vllm._models import FP8, PACKED
 
     is_sparse = bool(model.topk) and not model.is_v4
-    if is_sparse and cache in FP8:
+    if is_sparse and cache in FP8 and model.head_size == HEAD_DIM:
         yield "cache", f"one factor for all rows; {PACKED} has four in each row, and is preferred"
     if model.is_v4:
         yield "beside attention", "vLLM's own: its layers decide"
@@ -344,8 +345,8 @@ def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
     shared = "yes; kernels then have the heads of all ranks that share a cache"
     if not is_sparse:
         shared += ", and requests one new token per step"
-    elif model.has_sink:
-        shared = "no: the layers have sinks"
+    elif model.has_sink or model.pool > 1:
+        shared = f"no: the {'layers have sinks' if model.has_sink else 'indexer chooses pools'}"
     yield "decode context parallel", shared if model.use_mla else "no: for MLA alone"
 
 
@@ -355,8 +356,8 @@ def _layer_rows(
     """Name the kernels that attend in the layers of a window, by steps."""
     from cumla._choices import E4M3, Layers
     from cumla.core.check_mode import environment_flag
+    from cumla.mla.shape import E4M3_512, V4, VALUE_DIM
     from cumla.mla.shape import PACKED as V32
-    from cumla.mla.shape import V4
     from cumla.vllm._models import FP8, PACKED
 
     count = model.windows[window]
@@ -366,6 +367,8 @@ def _layer_rows(
         layers = layers._replace(cache_dtype=None, topk=model.topk, cache_format=V4)
     elif model.topk:
         layers = layers._replace(topk=model.topk, cache_format=V32 if cache == PACKED else None)
+        if cache in FP8 and model.head_size == VALUE_DIM:
+            layers = layers._replace(cache_dtype=None, cache_format=E4M3_512)
     elif model.use_mla:
         layers = layers._replace(fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"))
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of models with sparse MLA in SGLang: DeepSeek-V3.2, GLM-5 and others.
+"""The backend of models with sparse MLA in SGLang: DeepSeek-V3.2, GLM-5, GLM-5.3 and others.
 
 SGLang's own backend for them, `dsa`, keeps its indexer, its metadata and its dense attention of
 short prompts. cumla attends to the slots that the indexer chose, with any number of heads, in pools
@@ -17,10 +17,11 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
-from cumla.mla.shape import PACKED, WIDTH
+from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
 
 __all__ = ["Backend"]
 
+_WITHOUT_ROPE = WIDTH[0], 0
 _IMPL = "flashmla_sparse"  # of SGLang: it passes slots, their number, and sinks
 
 
@@ -31,24 +32,28 @@ class Backend(DeepseekSparseAttnBackend):
         super().__init__(runner)
         width = self.kv_lora_rank, self.qk_rope_head_dim
         refused = {
-            "kv_lora_rank, qk_rope_head_dim": (width, WIDTH),
-            "index_kpool": (self.dsa_index_kpool, 1),
-            "dcp_size": (self.dcp_size, 1),
-            "hisparse_coordinator": (self.hisparse_coordinator, None),
+            "kv_lora_rank, qk_rope_head_dim": (width, (WIDTH, _WITHOUT_ROPE)),
+            "dcp_size": (self.dcp_size, (1,)),
+            "hisparse_coordinator": (self.hisparse_coordinator, (None,)),
         }
-        for name, (found, needed) in refused.items():
-            if found != needed:
+        for name, (found, served) in refused.items():
+            if found not in served:
                 raise NotImplementedError(
-                    f"{name}: cumla's backend for sparse MLA needs {needed}, got {found}; leave "
-                    f"out --attention-backend cumla"
+                    f"{name}: cumla's backend for sparse MLA needs "
+                    f"{' or '.join(map(str, served))}, got {found}; leave out --attention-backend "
+                    f"cumla"
                 )
         self.dsa_prefill_impl = self.dsa_decode_impl = _IMPL
         self.enable_auto_select_prefill_impl = False
-        stored = runner.kv_cache_dtype
+        stored, is_packed = cache_dtype(runner.kv_cache_dtype), self.dsa_kv_cache_store_fp8
+        self._columns = sum(width)
         self._sizes: dict[str, Any] = {
-            "cache_dtype": None if self.dsa_kv_cache_store_fp8 else cache_dtype(stored),
-            "cache_format": PACKED if self.dsa_kv_cache_store_fp8 else None,
+            "cache_dtype": None if is_packed else stored,
+            "cache_format": PACKED if is_packed else None,
         }
+        if width == _WITHOUT_ROPE and stored is not None:
+            form = NO_ROPE if is_packed else E4M3_512
+            self._sizes = {"cache_dtype": None, "cache_format": form}
         self._dtype = runner.dtype
         self._plans: Plans | None = None
         self._steps: dict[tuple[int, int], Step] = {}
@@ -67,6 +72,13 @@ class Backend(DeepseekSparseAttnBackend):
         """Ask for slots of the pool: no rows are copied for a prefill."""
         return TopkTransformMethod.PAGED
 
+    def _resolve_kpool_tail_backend(self, topk_indices: Any, dsa_impl: str) -> str:
+        """Keep the function below where lists have tokens behind those of whole pools."""
+        return dsa_impl
+
+    def _check_kpool_tail_backend(self, topk_indices: Any, dsa_impl: str, phase: str) -> None:
+        """Refuse nothing: the function below takes lists of any lengths."""
+
     def _forward_flashmla_sparse(
         self,
         q_all: torch.Tensor,
@@ -82,7 +94,8 @@ class Backend(DeepseekSparseAttnBackend):
         key = tokens, num_heads
         if key not in self._steps:
             topk = page_table_1.shape[1]
-            if topk_length is None or len(topk_length) < tokens:
+            # Behind those of whole pools a list has the tokens of the last one.
+            if self.dsa_index_kpool > 1 or topk_length is None or len(topk_length) < tokens:
                 topk_length = page_table_1.new_full((tokens,), topk, dtype=torch.int32)
             shape = (1, tokens, num_heads, topk)
             plans = self._plans or self._made(num_heads, topk)
@@ -97,6 +110,7 @@ class Backend(DeepseekSparseAttnBackend):
     def _made(self, num_heads: int, topk: int) -> Plans:
         self._plans = Plans(torch.device(self.device), self._sizes, dtype=self._dtype)
         dtype = str(self._dtype).removeprefix("torch.")
-        layers = Layers(num_heads, 1, dtype, topk=topk, **self._sizes)
+        sizes = self._sizes | {"head_dim": self._columns}
+        layers = Layers(num_heads, 1, dtype, topk=topk, **sizes)
         log_layers("cumla.sglang", {"layers with sparse MLA": layers})
         return self._plans

@@ -178,7 +178,8 @@ def __getattr__(name: str) -> Any:
     from cumla._serving import backend_of
 
     model = get_current_vllm_config().model_config
-    is_sparse = hasattr(getattr(model, "hf_config", None), "index_topk")  # as vLLM asks
+    configs = (getattr(model, name, None) for name in ("hf_config", "hf_text_config"))
+    is_sparse = any(hasattr(config, "index_topk") for config in configs)  # as vLLM asks
     kind = ("sparse" if is_sparse else "mla") if model.use_mla else "mha"
     classes = ("Backend", "Builder", "Impl")
     module = f"{__name__}.{kind}"

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from cumla.core.check_mode import environment_flag
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
-from cumla.mla.shape import HEAD_DIM, WIDTHS, width_of
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDTHS, width_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
+
+    from cumla.mla.shape import Width
 
 DTYPES = ("float16", "bfloat16")
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
@@ -134,17 +136,21 @@ class MHAKernels(Kernels):
         return None
 
 
+SPARSE_WIDTHS = WIDTHS[:2]
+"""Of rows with lists: with RoPE columns and without."""
+
+
 class SparseMLAKernels(MLAKernels):
     """Those of models with sparse MLA."""
 
     supported_kv_cache_dtypes: ClassVar = [*Kernels.supported_kv_cache_dtypes, PACKED]
-    widths: ClassVar = f"rows of {HEAD_DIM} columns with sparse MLA"
+    widths: ClassVar = f"rows of {HEAD_DIM} or {VALUE_DIM} latent columns with sparse MLA"
     pages_of: ClassVar = 64
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Tell the one width of a cached row; the kernels of 512 columns are for other callers."""
-        return head_size == HEAD_DIM
+        """Tell which widths of a cached row the kernels take."""
+        return width_of(head_size, SPARSE_WIDTHS) is not None
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -160,7 +166,9 @@ class SparseMLAKernels(MLAKernels):
         *_: Any,
         **__: Any,
     ) -> str | None:
-        """Refuse float16 queries over an FP8 cache."""
+        """Refuse float16 queries over an FP8 cache, and packed rows without RoPE columns."""
+        if kv_cache_dtype == PACKED and head_size != HEAD_DIM:
+            return f"{PACKED} has rows of {HEAD_DIM} columns, got {head_size}; pass fp8"
         asked = FP8[0] if kv_cache_dtype == PACKED else kv_cache_dtype
         return super().supports_combination(head_size, dtype, asked)
 
@@ -193,6 +201,17 @@ class V4Kernels(SparseMLAKernels):
     ) -> str | None:
         """Refuse float16."""
         return None if dtype_name(dtype) == "bfloat16" else "DeepSeek-V4 needs a model in bfloat16"
+
+
+def refuse_width(dims: dict[str, Any], widths: Iterable[Width]) -> None:
+    """Refuse rows whose columns are divided otherwise: vLLM asks for their number alone."""
+    found = dims.get("kv_lora_rank"), dims.get("qk_rope_head_dim")
+    if None not in found and found not in widths:
+        needed = " or ".join(f"{latent} + {rope}" for latent, rope in widths)
+        raise NotImplementedError(
+            f"kv_lora_rank + qk_rope_head_dim: cumla's backend needs {needed}, got {found[0]} + "
+            f"{found[1]}; leave out --attention-backend CUSTOM"
+        )
 
 
 def is_invariant() -> bool:
@@ -245,7 +264,7 @@ def factor(scale: torch.Tensor, cache: torch.Tensor) -> torch.Tensor | None:
 _WITH_MLA = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_mtp", "kimi_k2"),
     *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
-    *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4", "hy_v4"),
+    *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4", "hy_v4", "glm5_next_text"),
 )
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
@@ -295,6 +314,7 @@ class Model(NamedTuple):
     refused: tuple[str, ...]  # what else the plugin or vLLM refuses
     untried: tuple[str, ...]
     is_v4: bool = False  # compressed tokens beside a window
+    pool: int = 1  # neighbouring tokens that an indexer chooses together
 
     @property
     def kernels(self) -> type[MLAKernels | MHAKernels]:
@@ -372,6 +392,7 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         tuple(refused),
         tuple(_untried(whole, config, chunked)),
         is_v4,
+        _number(config, "index_kpool") if config.get("index_kpool") else 1,
     )
 
 
@@ -399,7 +420,8 @@ def _number(config: dict[str, Any], *names: str) -> int:
 def _head_size(config: dict[str, Any], heads: int, use_mla: bool) -> int:
     if config.get("kv_lora_rank"):
         first = "kv_lora_rank" if use_mla else "qk_nope_head_dim"
-        return _number(config, first) + _number(config, "qk_rope_head_dim")
+        has_rope = config.get("qk_rope_head_dim") != 0
+        return _number(config, first) + (_number(config, "qk_rope_head_dim") if has_rope else 0)
     sizes = [_number(config, n) for n in ("head_dim", "global_head_dim") if config.get(n)]
     if sizes:
         return max(sizes)
@@ -455,6 +477,9 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
         or config.get("is_causal") is False
     ):
         yield "layers: needs causal self-attention, got an encoder"
+    if "index_topk" in config and config.get("kv_lora_rank") not in (None, VALUE_DIM):
+        need = f"needs {VALUE_DIM} with sparse MLA"
+        yield f"kv_lora_rank: {need}, got {config['kv_lora_rank']}"
     if "compress_ratios" in config and kind != "deepseek_v4":
         yield f"layers: {kind} has compressed caches, which cumla reads for deepseek_v4 alone"
 

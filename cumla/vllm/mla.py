@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, append_rows, cache_dtype
+from cumla.mla.shape import WIDTHS
 from cumla.vllm._models import (
     LOGGER,
     MLAKernels,
@@ -33,6 +34,7 @@ from cumla.vllm._models import (
     factor,
     fp8_products,
     invariance,
+    refuse_width,
 )
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
@@ -222,6 +224,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
                 f"sliding_window: cumla's backend has no windows for MLA, got {sliding_window}; "
                 "leave out --attention-backend CUSTOM"
             )
+        refuse_width(kwargs, WIDTHS)
         super().__init__(*args, sliding_window=None, **kwargs)
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
         self._fp8_products = fp8_products(get_current_vllm_config())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of models with sparse MLA: DeepSeek-V3.2, GLM-5 and others with their indexer.
+"""The backend of models with sparse MLA: DeepSeek-V3.2, GLM-5, GLM-5.3 and others.
 
 All query tokens that vLLM does not give to its MLA prefill backend attend to the positions that the
 indexer has left in `topk_indices_buffer`, of any number of heads. :mod:`cumla.vllm.indexer` serves
-the indexer itself.
+the indexer itself, unless it chooses pools of tokens, as that of GLM-5.3 does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, ShardedStep, SparseStep, cache_dtype
+from cumla.mla.shape import E4M3_512, VALUE_DIM
 from cumla.mla.shape import PACKED as V32
 from cumla.vllm._models import (
     LOGGER,
     PACKED,
+    SPARSE_WIDTHS,
     SparseMLAKernels,
     divides_steps,
     dtype_name,
     factor,
     is_invariant,
+    refuse_width,
 )
 from cumla.vllm.indexer import context_parallel, take_over
 from cumla.vllm.mla import merge_every_prefill, uniform_length
@@ -47,16 +50,18 @@ class Metadata(AttentionMetadata):
             setattr(self, name, value)
         self.steps: dict[int, SparseStep] = {}  # by their query tokens
 
-    def begin(self, plans: Plans, num_heads: int, parallel: Any, offsets: torch.Tensor) -> None:
+    def begin(
+        self, plans: Plans, num_heads: int, parallel: Any, offsets: torch.Tensor, pool: int
+    ) -> None:
         """Keep what steps are made of; `offsets` are those of the host."""
-        self._made_of = plans, num_heads, parallel, offsets
+        self._made_of = plans, num_heads, parallel, offsets, pool
 
     def step(self, tokens: int) -> SparseStep:
         """Return the step of the first so many query tokens: all, or those of decoding alone."""
         step = self.steps.get(tokens)
         if step is None:
             told: Any = self
-            plans, num_heads, parallel, offsets = self._made_of
+            plans, num_heads, parallel, offsets, pool = self._made_of
             requests = told.req_id_per_token[:tokens]
             count = told.num_reqs if tokens == told.num_actual_tokens else told.num_decodes
             if parallel is not None:
@@ -70,6 +75,7 @@ class Metadata(AttentionMetadata):
                     told.seq_lens[:count],
                     told.query_start_loc[: count + 1],
                     requests,
+                    pool,
                 )
             self.steps[tokens] = step
         return step
@@ -84,9 +90,16 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        take_over()
+        self._pool = _pool_of(self.model_config)
+        if self._pool == 1:
+            take_over()
         self._parallel = None
         if self.dcp_world_size > 1:
+            if self._pool > 1:
+                raise NotImplementedError(
+                    "decode_context_parallel_size: cumla's backend has none where the indexer "
+                    f"chooses pools of tokens, got {self.dcp_world_size} ranks; leave it out"
+                )
             self._parallel = context_parallel(kv_cache_spec.block_size)
             # No capture may be the first to use the group.
             self._parallel.top_k(torch.zeros((1, 1), device=device), 1)
@@ -99,6 +112,8 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
             "cache_format": V32 if is_packed else None,
             "batch_invariant": is_invariant(),
         }
+        if kv_cache_spec.head_size == VALUE_DIM and options["cache_dtype"] is not None:
+            options |= {"cache_dtype": None, "cache_format": E4M3_512}
         self._plans = Plans(device, options, dtype=model.dtype)
         if is_invariant():  # prefills as dense attention would depend on the step's longest one
             vllm_config.attention_config.sparse_mla_force_mqa = True
@@ -108,11 +123,14 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
             page,
             dtype,
             options["cache_dtype"],
-            topk=self.topk_tokens,
+            head_dim=kv_cache_spec.head_size,
+            topk=self.topk_tokens + self._pool - 1,
             cache_format=options["cache_format"],
         )
         what = f"layers with sparse MLA ({len(layer_names)})"
-        if options["cache_dtype"] is not None:  # other backends make fp8_ds_mla of the same option
+        if (
+            cache_dtype(kv_cache_spec.dtype) is not None and not is_packed
+        ):  # other backends make fp8_ds_mla of the same option
             what += f", whose cache has one factor, where {PACKED} has four in each row"
         log_layers(LOGGER, {what: layers})
 
@@ -130,7 +148,7 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         metadata: Metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         merge_every_prefill(getattr(metadata, "prefill", None))
         host = common_attn_metadata.query_start_loc_cpu
-        metadata.begin(self._plans, self.num_heads, self._parallel, host)
+        metadata.begin(self._plans, self.num_heads, self._parallel, host, self._pool)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
@@ -160,6 +178,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
                 "decode_context_parallel_size: cumla's backend for sparse MLA has none beside "
                 f"sinks, got {parallel.decode_context_parallel_size} ranks; leave it out"
             )
+        refuse_width(kwargs, SPARSE_WIDTHS)
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # a parameter, whose values come later
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
@@ -170,12 +189,13 @@ class Impl(SparseMLACommonImpl[Metadata]):
         """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
         tokens = len(q[0] if isinstance(q, tuple) else q)
         assert self.topk_indices_buffer is not None
+        step = attn_metadata.step(tokens)
         is_packed = kv_c_and_k_pe_cache.shape[-1] == _ROW_BYTES
         sinks = None if self.sinks is None else self.sinks.detach().float()
-        out, lse = attn_metadata.step(tokens).run_sparse(
+        out, lse = step.run_sparse(
             q,
             kv_c_and_k_pe_cache,
-            self.topk_indices_buffer[:tokens],
+            self.topk_indices_buffer[:tokens, : step.entries],
             attn_metadata.block_table,
             softmax_scale=self.scale,
             kv_scale=None if is_packed else factor(layer._k_scale, kv_c_and_k_pe_cache),
@@ -214,5 +234,11 @@ class Backend(SparseMLAKernels, AttentionBackend):
         cache_dtype_str: str = "auto",
         **_: Any,
     ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache: rows of 576 columns, or of 656 bytes."""
+        """Return the shape of a layer's cache: rows of all columns, or of 656 bytes."""
         return num_blocks, block_size, _ROW_BYTES if cache_dtype_str == PACKED else head_size
+
+
+def _pool_of(model_config: Any) -> int:
+    """Tell how many neighbouring tokens an indexer chooses together."""
+    text = getattr(model_config, "hf_text_config", model_config.hf_config)
+    return getattr(text, "index_kpool", None) or 1

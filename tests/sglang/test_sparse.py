@@ -48,10 +48,12 @@ def made(kind: str = "bfloat16", **other: Any) -> Any:
     )
     cumla.sglang.register()
     backend = backends["cumla"](runner)
-    columns = 656 if is_packed else 576
-    cache = torch.zeros(SLOTS, 1, columns, dtype=CACHES[kind])
-    rows = torch.randn(SLOTS, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
-    cumla.append_mla_cache(rows, cache, torch.arange(SLOTS))
+    columns = 512 + runner.sparse["qk_rope_head_dim"]
+    nbytes = {576: 656, 512: 528}[columns]
+    form = "v32_no_rope" if is_packed and columns == 512 else None
+    cache = torch.zeros(SLOTS, 1, nbytes if is_packed else columns, dtype=CACHES[kind])
+    rows = torch.randn(SLOTS, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    cumla.append_mla_cache(rows, cache, torch.arange(SLOTS), cache_format=form)
     return backend, cache
 
 
@@ -63,6 +65,21 @@ def inputs(tokens: int, heads: int = 4) -> tuple[Any, Any, Any]:
     lengths = torch.randint(1, TOPK + 1, (tokens,), generator=generator, dtype=torch.int32)
     slots[torch.arange(TOPK)[None] >= lengths[:, None]] = -1
     return q, slots, lengths
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_rows_without_rope_and_lists_of_pools(kind: str) -> None:
+    """As GLM-5.3 has them: tokens of its last pool are behind lengths that SGLang tells."""
+    backend, cache = made(kind, qk_rope_head_dim=0, dsa_index_kpool=4)
+    q, slots, lengths = inputs(5)
+    q = q[..., :512].contiguous()
+    slots[0, -2:] = 7
+    form = {"cache_format": "v32_no_rope"} if kind == "packed" else {}
+    wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1, **form)
+    backend.init_forward_metadata(SimpleNamespace(lengths=lengths.clamp(max=3)))
+    torch.testing.assert_close(backend.forward_decode(q, cache, slots), wanted.out)
+    assert backend._resolve_kpool_tail_backend(slots, "flashmla_sparse") == "flashmla_sparse"
+    assert backend._check_kpool_tail_backend(slots, "flashmla_sparse", "decode") is None
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -107,8 +124,7 @@ def test_a_step_has_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED = {
-    "kv_lora_rank, qk_rope_head_dim": {"qk_rope_head_dim": 0},
-    "index_kpool": {"dsa_index_kpool": 4},
+    "kv_lora_rank, qk_rope_head_dim": {"kv_lora_rank": 256},
     "dcp_size": {"dcp_size": 2},
     "hisparse_coordinator": {"hisparse_coordinator": "host"},
 }

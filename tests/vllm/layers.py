@@ -162,6 +162,8 @@ class SparseMLA:
         pages: int = PAGES,
         page: int = PAGE,
         sinks: Any = None,
+        columns: int = 576,
+        pool: int = 1,
     ) -> None:
         from cumla.vllm.sparse import Backend, Builder, Impl
 
@@ -170,6 +172,7 @@ class SparseMLA:
         model = SimpleNamespace(
             dtype=torch.bfloat16,
             hf_config=SimpleNamespace(index_topk=topk),
+            hf_text_config=SimpleNamespace(index_topk=topk, index_kpool=pool),
             get_num_attention_heads=lambda parallel: heads // dcp,
         )
         config = SimpleNamespace(
@@ -179,18 +182,20 @@ class SparseMLA:
             attention_config=SimpleNamespace(sparse_mla_force_mqa=False),
         )
         stored = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
-        spec = SimpleNamespace(dtype=stored, block_size=page, dcp=dcp)
+        spec = SimpleNamespace(dtype=stored, block_size=page, dcp=dcp, head_size=columns)
         self.builder = Builder(spec, ["layer"], config, torch.device(device))
-        self.buffer = torch.full((512, topk), 7, dtype=torch.int32, device=device)
+        # As vLLM has it, in pools wider than lists are; nobody writes the columns behind them.
+        self.pool, width = pool, topk if pool == 1 else topk + 2 * pool
+        self.buffer = torch.full((512, width), 7, dtype=torch.int32, device=device)
         self.impl = Impl(scale=SCALE, topk_indices_buffer=self.buffer, sinks=sinks)
         self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5, device=device))
-        shape = Backend.get_kv_cache_shape(pages, page, 1, 576, cache_dtype)
+        shape = Backend.get_kv_cache_shape(pages, page, 1, columns, cache_dtype)
         self.cache = torch.zeros(shape, dtype=stored, device=device)
         if cache_dtype == "fp8":
             self.cache = self.cache.view(torch.float8_e4m3fn)  # as vLLM views it
         self.keys = torch.zeros(pages, page, 132, dtype=torch.uint8, device=device)
         slots = torch.arange(pages * page, device=device)
-        rows = torch.randn(len(slots), 576, device=device).bfloat16()
+        rows = torch.randn(len(slots), columns, device=device).bfloat16()
         scale = None if cache_dtype in ("auto", "fp8_ds_mla") else self.layer._k_scale.view(1)
         cumla.append_mla_cache(rows, self.cache, slots, kv_scale=scale)
         keys = torch.randn(len(slots), 128, device=device).bfloat16()
@@ -230,9 +235,13 @@ class SparseMLA:
         """Fill vLLM's buffer as an indexer does: some of the visible tokens, then -1."""
         generator = torch.Generator().manual_seed(3)
         for row, count in zip(self.buffer, visible, strict=False):
-            chosen = torch.randperm(count, generator=generator)[: self.topk].sort().values
-            row.fill_(-1)
-            row[: len(chosen)] = chosen.to(self.device)
+            pools = count // self.pool
+            chosen = torch.randperm(pools, generator=generator)[: self.topk // self.pool]
+            tokens = chosen.sort().values[:, None] * self.pool + torch.arange(self.pool)
+            row[: self.topk + self.pool - 1] = -1
+            row[: tokens.numel()] = tokens.flatten().to(self.device)
+            tail = torch.arange(pools * self.pool, count)  # of the last pool, behind the others
+            row[self.topk : self.topk + len(tail)] = tail.to(self.device)
 
     def index_inputs(self, tokens: int) -> tuple[Any, Any, Any]:
         """Queries of the indexer, their weights, and new keys."""

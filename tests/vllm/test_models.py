@@ -25,6 +25,18 @@ MLA = COMMON | {
     "qk_nope_head_dim": 128,
 }
 V32 = MLA | {"model_type": "deepseek_v32", "index_topk": 2048}
+GLM53 = {
+    "model_type": "glm5_next",
+    "text_config": V32
+    | {
+        "model_type": "glm5_next_text",
+        "num_attention_heads": 64,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 16,
+        "layer_types": (["linear_attention"] * 3 + ["deepseek_sparse_attention"]) * 3,
+        "linear_num_heads": 64,
+    },
+}
 V4 = COMMON | {
     "model_type": "deepseek_v4",
     "num_attention_heads": 64,
@@ -93,6 +105,20 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     assert found["decode context parallel"] == "no: the layers have sinks"
     assert found["each GPU"].startswith("128 heads of 576, sinks;")
     assert found["served"].startswith("yes")
+
+
+def test_rows_without_rope_and_an_indexer_of_pools(info: Any) -> None:
+    for cache, kernel in (("auto", "mla_sparse_bfloat16_512"), ("fp8", "mla_sparse_packed_e4m3")):
+        code, text = info(GLM53, "--kv-cache-dtype", cache)
+        found = rows(text)
+        assert code == 0
+        assert found["served"].startswith("yes")
+        assert found["3 layers"] == "sparse MLA, 2048 tokens of an indexer"
+        assert found["each GPU"].startswith("64 heads of 512;")
+        assert found["decoding, 128 requests"] == kernel
+        assert found["decode context parallel"] == "no: the indexer chooses pools"
+        assert "cache" not in found
+        assert "not tried: layers that are no attention beside those" in text
 
 
 def test_deepseek_v4(info: Any) -> None:
@@ -205,8 +231,9 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
     ("config", "options", "reason"),
     [
         (MLA | {"compress_ratios": [4]}, (), "layers: deepseek_v3 has compressed caches, which"),
-        (V32 | {"kv_lora_rank": 256}, (), "needs rows of 576 columns with sparse MLA, got 320"),
-        (V32 | {"kv_lora_rank": 448}, (), "needs rows of 576 columns with sparse MLA, got 512"),
+        (V32 | {"kv_lora_rank": 256}, (), "or 512 latent columns with sparse MLA, got 320"),
+        (V32 | {"kv_lora_rank": 448}, (), "kv_lora_rank: needs 512 with sparse MLA, got 448"),
+        (GLM53, ("--kv-cache-dtype", "fp8_ds_mla"), "fp8_ds_mla has rows of 576 columns, got 512"),
         (
             V32,
             ("--block-size", "16"),

@@ -49,10 +49,11 @@ def wanted(sparse: SparseMLA, q: Any, lens: Any, starts: Any, table: Any) -> Any
     """Attention of all query tokens by one eager call, every entry looked at."""
     counts = torch.tensor(starts).diff()
     requests = torch.repeat_interleave(torch.arange(len(lens)), counts).int()
-    rows = sparse.buffer[: starts[-1]]
+    rows = sparse.buffer[: starts[-1], : sparse.topk + sparse.pool - 1]
     is_scaled = sparse.cache.dtype == torch.float8_e4m3fn
+    q = tuple(part[: starts[-1]] for part in q)
     return cumla.mla_sparse_attention(
-        tuple(part[: starts[-1]] for part in q),
+        q if q[1].shape[-1] else q[0],
         sparse.cache,
         rows,
         block_table=table,
@@ -81,6 +82,42 @@ def test_sparse_mla_attends_as_the_eager_call(
     real = starts[-1]
     torch.testing.assert_close(out[:real], wanted(sparse, q, lens, starts, tables(kv_lens)).out)
     assert bool(out[real:].eq(0).all())
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(("lens", "starts", "tokens", "lists"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("form", ["pair", "one"])
+def test_rows_without_rope_and_lists_of_pools(
+    lens: Any, starts: Any, tokens: int, lists: Any, form: str, cache_dtype: str
+) -> None:
+    """As GLM-5.3 has them: whole pools, and behind topk entries the tokens of the last one."""
+    sparse, kv_lens = SparseMLA(cache_dtype, columns=512, pool=4), int32(*lens)
+    counts = visible(lens, starts)
+    sparse.lists(counts)
+    step = sparse.step(kv_lens, int32(*starts), tokens)
+    q = queries(tokens)[0]
+    pair = q, q[..., :0]
+    out, lse = sparse.attend(step, q if form == "one" else pair)
+    plan = step.step(tokens).plan
+    assert (plan.key.batch, plan.key.q_len, plan.key.topk) == (*lists, TOPK + 3)
+    assert out.shape == (tokens, HEADS, 512)
+    assert lse is None
+    real = starts[-1]
+    listed = sparse.buffer[:real, : TOPK + 3].ge(0).sum(-1).tolist()
+    assert listed == [n if n <= TOPK else TOPK + n % 4 for n in counts]
+    table = tables(kv_lens)
+    torch.testing.assert_close(out[:real], wanted(sparse, pair, lens, starts, table).out)
+    assert bool(out[real:].eq(0).all())
+
+
+def test_an_indexer_of_pools_is_left_to_vllm() -> None:
+    """Its metadata names DeepGEMM's schedule, which :mod:`cumla.vllm.indexer` does without."""
+    from cumla.vllm import indexer
+
+    SparseMLA(columns=512, pool=4)
+    assert indexer.metadata.has_deep_gemm()
+    SparseMLA()
+    assert not indexer.metadata.has_deep_gemm()
 
 
 def test_a_step_attends_for_decoding_alone_where_prefills_are_dense() -> None:
@@ -126,6 +163,9 @@ def test_the_plugin_refuses_what_sparse_mla_does_not_have() -> None:
         with pytest.raises(NotImplementedError, match=rf"^{name}: .* got 128; leave out"):
             Impl(scale=SCALE, **{name: 128})
     with stubbed(index_topk=TOPK, dcp=2):
+        match = r"^decode_context_parallel_size: .* pools of tokens, got 2 ranks; leave it out"
+        with pytest.raises(NotImplementedError, match=match):
+            SparseMLA(dcp=2, columns=512, pool=4)
         sharded: Any = import_module("cumla.vllm.sparse")
         match = r"^decode_context_parallel_size: .* beside sinks, got 2 ranks; leave it out"
         with pytest.raises(NotImplementedError, match=match):
@@ -151,7 +191,9 @@ def test_the_name_serves_sparse_mla() -> None:
     assert backend.get_kv_cache_shape(3, 64, 1, 576, "fp8_ds_mla") == (3, 64, 656)
     assert "bfloat16" in str(backend.supports_combination(576, torch.float16, "fp8_ds_mla"))
     assert backend.supports_combination(576, torch.bfloat16, "fp8_ds_mla") is None
-    assert [n for n in (288, 320, 512, 576) if backend.supports_head_size(n)] == [576]
+    assert [n for n in (288, 320, 512, 576) if backend.supports_head_size(n)] == [512, 576]
+    assert "576 columns" in str(backend.supports_combination(512, torch.bfloat16, "fp8_ds_mla"))
+    assert backend.supports_combination(512, torch.bfloat16, "fp8") is None
     with stubbed(use_mla=False, index_topk=TOPK):
         assert cumla.vllm.Backend.__module__ == "cumla.vllm.mha"
 
