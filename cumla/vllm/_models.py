@@ -206,7 +206,7 @@ class V4Kernels(SparseMLAKernels):
 def refuse_width(dims: dict[str, Any], widths: Iterable[Width]) -> None:
     """Refuse rows whose columns are divided otherwise: vLLM asks for their number alone."""
     found = dims.get("kv_lora_rank"), dims.get("qk_rope_head_dim")
-    if None not in found and found not in widths:
+    if None not in found and found not in tuple(widths):
         needed = " or ".join(f"{latent} + {rope}" for latent, rope in widths)
         raise NotImplementedError(
             f"kv_lora_rank + qk_rope_head_dim: cumla's backend needs {needed}, got {found[0]} + "
