@@ -380,6 +380,17 @@ def rows_of_v4() -> Arguments:
     return rows_by_request() | {"rows": numbers(5, 512), "kv_cache": kv_cache}
 
 
+def rows_of_width() -> Arguments:
+    """Of 256 + 64 columns, into an e4m3 cache."""
+    kv_cache = aligned((6, 16, 320), E4M3)
+    return rows_by_request() | {"rows": numbers(5, 320), "kv_cache": kv_cache, "kv_scale": 0.5}
+
+
+def decode_of_width() -> Arguments:
+    """Of 256 + 32 columns."""
+    return decode() | {"q": numbers(2, 2, 16, 288), "kv_cache": numbers(6, 64, 1, 288)}
+
+
 def keys_and_values() -> Arguments:
     """Rows into slots, the columns of values of another number."""
     return {
@@ -521,6 +532,14 @@ OPERATIONS = {
         decode,
         lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 2, 16), np.float32)},
         ("mla_schedule", "mla_decode_bfloat16"),
+        integers=("block_table", "kv_lens"),
+        empty=(("q", "block_table", "kv_lens"),),
+    ),
+    "mla_decode of another width": Operation(
+        cumla.mla_decode,
+        decode_of_width,
+        lambda: {"out": aligned((2, 2, 16, 256)), "lse": aligned((2, 2, 16), np.float32)},
+        ("mla_schedule", "mla_decode_256_bfloat16_shared_blocks_boxes"),
         integers=("block_table", "kv_lens"),
         empty=(("q", "block_table", "kv_lens"),),
     ),
@@ -692,6 +711,14 @@ OPERATIONS = {
         rows_of_v4,
         dict,
         ("append_fp8_cache_v4",),
+        integers=("batch_indices", "positions", "block_table"),
+        empty=(("rows", "batch_indices", "positions"),),
+    ),
+    "append_mla_cache of another width": Operation(
+        cumla.append_mla_cache,
+        rows_of_width,
+        dict,
+        ("append_fp8_cache_widths_bfloat16",),
         integers=("batch_indices", "positions", "block_table"),
         empty=(("rows", "batch_indices", "positions"),),
     ),
