@@ -121,11 +121,12 @@ class FlashAttention:
         k_starts: Any = None,
         splits: int = 0,
         pack: bool | None = None,
+        causal: bool = True,
     ) -> Any:
-        """Compute the schedule of the causal calls that follow."""
+        """Compute the schedule of the calls that follow."""
         return self._operators.get_scheduler_metadata(
             *(len(lens), max_q, max_kv, *heads, *columns, dtype, lens, q_starts, k_starts),
-            *(None, None, None, page, 0, True, *window, False, splits, pack, 0),
+            *(None, None, None, page, 0, causal, *window, False, splits, pack, 0),
         )
 
     def __call__(
@@ -149,14 +150,17 @@ class FlashAttention:
         splits: int = 0,
         pack: bool | None = None,
         sinks: Any = None,
+        causal: bool = True,
+        with_lse: bool = False,
     ) -> Any:
-        """Attend, causal."""
+        """Attend; with_lse: return a pair."""
         lengths = (q_starts, k_starts, None, None, lens, max_q, max_kv)
         last = (window[0], window[1], 0.0, True, schedule, splits, pack, 0, sinks, 1, 0, None)
-        return self._operators.fwd(
+        found = self._operators.fwd(
             *(q, k, v, None, None, qv, out, *lengths, table, None, None, None, None, None),
-            *(factors, factors, factors, scale, True, *last),
-        )[0]
+            *(factors, factors, factors, scale, causal, *last),
+        )
+        return found[:2] if with_lse else found[0]
 
 
 class Libraries:
@@ -220,6 +224,11 @@ class Libraries:
     @property
     def flash_infer_top_k(self) -> Any:
         return self._load("FlashInfer", lambda: import_module("flashinfer.topk"))
+
+    def flash_infer(self, module: str) -> Any:
+        """One of FlashInfer's modules of Python."""
+        name = f"flashinfer.{module}"
+        return self._load(name, lambda: import_module(name))
 
     @property
     def vllm_operators(self) -> Any:

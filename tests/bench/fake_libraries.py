@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,8 @@ class FakeFlashAttention:
         splits: int = 0,
         pack: bool | None = None,
         sinks: Any = None,
+        causal: bool = True,
+        with_lse: bool = False,
     ) -> Any:
         if qv is not None:
             whole, cache = torch.cat([qv, q], -1), torch.cat([v, k], -1)
@@ -112,13 +115,15 @@ class FakeFlashAttention:
         options = {"window": window[0] if window[0] >= 0 else None, "softmax_scale": scale}
         if sinks is not None:
             options["sinks"] = sinks.float()
+        options["causal"] = causal
         if q_starts is not None:
             options["qo_indptr"] = q_starts
         if table is None:
             result = cumla.attention(q, k, v, kv_indptr=k_starts, **options)
         else:
             result = cumla.attention(q, k, v, kv_lens=lens, block_table=table, **options)
-        return out.copy_(result.out + (splits == self.wrong))
+        out.copy_(result.out + (splits == self.wrong))
+        return (out, result.lse.transpose(1, 2)) if with_lse else out
 
 
 def _paged_logits(
@@ -188,6 +193,9 @@ class FakeLibraries:
         self.deep_gemm, self.vllm_operators = deep_gemm, vllm_operators
         self.flash_infer_top_k = flash_infer_top_k
         self.notes = ["none is real"]
+
+    def flash_infer(self, module: str) -> Any:
+        return import_module(f"cumla.compat.flashinfer.{module}")
 
     def versions(self) -> dict[str, str]:
         return {"fake": "1"}
