@@ -26,6 +26,7 @@ from cumla.mla.shape import (
     V41_SCALED_COLUMNS,
     VALUE_DIM,
     WIDTH,
+    WIDTHS,
     WRITTEN,
     width_of,
 )
@@ -190,7 +191,7 @@ def columns_of(kv_cache: Array | Sequence[Array]) -> tuple[Array, Array, Array |
 
 def _latent_of(rows: Array) -> int:
     """Tell the latent columns of rows, by their number of columns."""
-    latent, _ = width_of(rows.shape[-1], WRITTEN) or WIDTH
+    latent, _ = width_of(rows.shape[-1], (*WIDTHS, *WRITTEN)) or WIDTH
     return latent
 
 
