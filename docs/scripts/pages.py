@@ -293,13 +293,19 @@ def with_headers(markdown: str) -> str:
 
 
 def table_of_record(name: str) -> str:
-    """Make a table of a record's rows, with a column for each time that some row has, in us."""
+    """Make a table of a record's rows, with a column for each time that some row has, in us.
+
+    Where a row has a target there is a column of targets: us, or times the call without a mask.
+    """
     path = ROOT / "records" / f"{name}.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     columns = list(dict.fromkeys(column for row in rows for column in row["us"]))
-    lines = [f"| call | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    targets = any("target" in row for row in rows)
+    titles = [*columns, *(["target"] if targets else [])]
+    lines = [f"| call | {' | '.join(titles)} |", f"|---|{'---:|' * len(titles)}"]
     for row in rows:
         times = [f"{row['us'][c]:,.1f}" if c in row["us"] else "-" for c in columns]
+        times += [row.get("target") or ""] if targets else []
         lines.append(f"| {_call_of(row)} | {' | '.join(times)} |")
     return "\n".join(lines)
 

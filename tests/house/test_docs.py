@@ -257,14 +257,17 @@ def test_pages_of_kernels_show_how_their_files_open() -> None:
     assert text.count("who arrives (count)") == text.count("\n## mla_decode")
 
 
-def test_tables_of_records_have_their_times() -> None:
-    """A row for each of the record's, and a dash where it lacks a time."""
-    rows = json.loads((ROOT / "records/masks.json").read_text("utf-8"))["rows"]
-    first, _, *lines = load("pages").table_of_record("masks").splitlines()
-    columns = first.split(" | ")[1:]
-    assert {name for row in rows for name in row["us"]} == {c.strip(" |") for c in columns}
+@pytest.mark.parametrize("name", ["masks", "prefixes"])
+def test_tables_of_records_have_their_times(name: str) -> None:
+    """A row for each of the record's, a dash where it lacks a time, and its target."""
+    rows = json.loads((ROOT / f"records/{name}.json").read_text("utf-8"))["rows"]
+    first, _, *lines = load("pages").table_of_record(name).splitlines()
+    *columns, last = (column.strip(" |") for column in first.split(" | ")[1:])
+    assert last == "target"
+    assert {name for row in rows for name in row["us"]} == set(columns)
     for row, line in zip(rows, lines, strict=True):
         assert row["name"] in line
+        assert line.endswith(f"| {row['target']} |")
         assert line.count(" - ") == len(columns) - len(row["us"])
         assert all(f" {us:,.1f} " in line for us in row["us"].values())
 
