@@ -283,6 +283,26 @@ def test_other_launches_are_not_proven(tmp_path: Path) -> None:
         assert any(problem in one for one in record.problems(STEM, tmp_path, now))
 
 
+def test_a_call_that_another_kernel_was_proven_for(tmp_path: Path) -> None:
+    """It needs no run of its own, unless it is launched otherwise than it was there."""
+    assert evidence(tmp_path) == []
+    other = "mla_decode"
+    of_other = sources().kernels[other]
+    entry = next(iter(of_other["entries"]))
+
+    def with_call(stem: str, entry: str, launch: str) -> dict[str, Any]:
+        kernel = sources().kernels[stem]
+        groups = kernel["launches"][entry] | {"another call": launch}
+        return kernel | {"launches": kernel["launches"] | {entry: groups}}
+
+    known = {"launches": with_call(other, entry, "0")["launches"]}
+    record.write(tmp_path, other, known)
+    for launch in ("0", "1"):
+        more = {STEM: with_call(STEM, ENTRY, "2"), other: with_call(other, entry, launch)}
+        now = sources()._replace(kernels={**sources().kernels, **more})
+        assert bool(record.problems(STEM, tmp_path, now)) is (launch == "1")
+
+
 def test_more_calls_in_the_table(tmp_path: Path) -> None:
     """Their launches are taken from the sources that ran, if these launch the others as before."""
     assert evidence(tmp_path) == []
