@@ -50,7 +50,7 @@ constexpr int kRowsInL2 = 36 << 10;  // rows of the cache, of queries or of resu
 template <int kTileRows>
 struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
-  static constexpr bool kOtherFirst = true;
+  static constexpr bool kOtherFirst = true, kFetchesAhead = false;
   using ListTile<kTileRows>::ListTile;
 
   // Many query rows must not evict the cache's rows from L2.
@@ -64,7 +64,7 @@ struct SelectedTile : ListTile<kTileRows> {
 template <typename AnyTile>
 struct ValueTile : AnyTile {
   using Held = ValueTile;
-  static constexpr bool kHasRope = false, kOtherFirst = false;
+  static constexpr bool kHasRope = false, kOtherFirst = false, kFetchesAhead = true;
   using AnyTile::AnyTile;
 
   // For rows from DRAM without prefetches (docs/kernels/mla_sparse.md).
@@ -94,8 +94,8 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, Selected
   return segment;
 }
 
-// The row tiles of a list share the prefetches into L2. A single tile needs none. Rows of a small cache are soon in
-// L2, where a prefetch only delays the copies (docs/kernels/mla_sparse.md).
+// Rows of 512 columns: the row tiles of a list share the prefetches into L2. A single tile needs none. Rows of a small
+// cache are soon in L2, where a prefetch only delays the copies (docs/kernels/mla_sparse.md).
 template <int kTileRows>
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const SelectedTile<kTileRows>&) {
   return gridDim.x > 1 && p.num_pages > kRowsInL2 ? share_of_grid() : FetchShare{kBlockTokens, 1};
