@@ -98,16 +98,18 @@ class MLASparseKey(LatentKey):
         """Heads of one thread block: fewer where it computes from e4m3 numbers.
 
         Few lists of whole or widened rows are cut by heads, too. Kernels of widened rows compute
-        for 64 heads, however few a tile has.
+        for 64 heads, however few a tile has, so a tile may have any number of groups of 16.
         """
         if self.cache == "same":
             return ROW_TILE
         narrow, wide = NARROW_ROWS
         if not self.reads_lists:
             return narrow if self.num_heads <= narrow else wide
-        widths = [narrow, wide, ROW_TILE]
-        if self.has_whole_rows:  # no wider than all heads need
-            widths = [rows for rows in widths if rows < 2 * max(self.num_heads, narrow)]
+        if self.is_widened:
+            widths = list(range(ROW_GROUP, ROW_TILE + 1, ROW_GROUP))
+        else:  # no wider than all heads need
+            all_widths = narrow, wide, ROW_TILE
+            widths = [rows for rows in all_widths if rows < 2 * max(self.num_heads, narrow)]
         return widths[-1] if self.batch_invariant else min(widths, key=self._order_of)
 
     def _order_of(self, rows: int) -> tuple[float, int]:

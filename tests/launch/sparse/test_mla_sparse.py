@@ -116,8 +116,9 @@ def test_packed_rows(heads: int) -> None:
         ("v4", 1, 64, 640, 16),  # 10 pieces of a block
         ("v4", 1, 128, 1152, 32),  # 18 pieces of a block; 16 heads would have pieces of two
         ("v4", 4, 64, 640, 32),
-        ("v4", 4, 128, 1152, 64),  # two tiles, which fetch rows for each other
-        ("v4", 8, 128, 1152, 64),
+        ("v4", 2, 128, 1152, 48),  # three tiles of 18 pieces
+        ("v4", 4, 128, 1152, 48),  # of 9 pieces of two blocks
+        ("v4", 8, 128, 1152, 64),  # two tiles, which fetch rows for each other
         ("v4", 10, 128, 1152, 64),
         ("v4", 16, 64, 640, 32),
         ("v4", 24, 64, 640, 64),

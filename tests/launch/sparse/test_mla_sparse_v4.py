@@ -199,6 +199,16 @@ def test_a_request_outside_of_the_table_has_no_entries(request_of: int) -> None:
     np.testing.assert_allclose(got.lse.get(), want.lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("form", ["v4", "v41", "v41_fp4"])
+def test_few_lists_are_cut_into_tiles_of_48_heads(form: str) -> None:
+    """The second tile has fewer."""
+    case = V4Case(form=form, batch=1, heads=80, topk=300, lists="mixed", sinks="finite", gaps=True)
+    key = key_of(80, form, batch=1, q_len=1, topk=300, sm_count=10)
+    assert (key.row_tile, key.parts) == (48, 5)
+    with emulated_gpu(10) as cupy:
+        attend_v4(cupy, case)
+
+
 def v4_cache(rng: np.random.Generator, pages: int, page_size: int) -> Array:
     """Slots of random rows."""
     cache = np.zeros((pages, page_size, 1, 584), np.uint8)
