@@ -205,7 +205,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Layout
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
     // model: fetching_ahead
-    if constexpr (Layout::kStages == 2 && AnyTile::kFetchesAhead) rows.prefetch();
+    if constexpr (Layout::kStages == 2 && !(AnyTile::kIsList && AnyTile::kHasRope)) rows.prefetch();
   }
   copy_async_wait_all();
 }

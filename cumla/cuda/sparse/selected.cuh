@@ -50,7 +50,7 @@ constexpr int kRowsInL2 = 36 << 10;  // rows of the cache, of queries or of resu
 template <int kTileRows>
 struct SelectedTile : ListTile<kTileRows> {
   using Held = SelectedTile;
-  static constexpr bool kOtherFirst = true, kFetchesAhead = false;
+  static constexpr bool kOtherFirst = true;
   using ListTile<kTileRows>::ListTile;
 
   // Many query rows must not evict the cache's rows from L2.
@@ -64,7 +64,7 @@ struct SelectedTile : ListTile<kTileRows> {
 template <typename AnyTile>
 struct ValueTile : AnyTile {
   using Held = ValueTile;
-  static constexpr bool kHasRope = false, kOtherFirst = false, kFetchesAhead = true;
+  static constexpr bool kHasRope = false, kOtherFirst = false;
   using AnyTile::AnyTile;
 
   // For rows from DRAM without prefetches (docs/kernels/mla_sparse.md).

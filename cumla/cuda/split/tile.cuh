@@ -25,7 +25,6 @@ struct TileTraits {
   static constexpr bool kWideProducts = true;   // MLA: products of 256 columns, not of 128
   // MLA with shared blocks: consumer 0 multiplies the other consumer's block before it scores its own.
   static constexpr bool kOtherFirst = false;
-  static constexpr bool kFetchesAhead = true;  // MLA with shared blocks: single rows are prefetched into L2
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }
   // MLA: L2 policy of query rows and results.
   template <typename Params>
