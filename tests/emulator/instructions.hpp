@@ -246,9 +246,9 @@ void fence_sc_gpu() {}
 void grid_dependency_wait() {}
 void grid_dependency_launch() {}
 template <int kRegisters>
-void registers_increase() {}
+void registers_increase() { host::set_registers(kRegisters); }
 template <int kRegisters>
-void registers_decrease() {}
+void registers_decrease() { host::set_registers(kRegisters); }
 
 // mma.cuh
 struct Fragments {

@@ -14,6 +14,7 @@ dim3 blockIdx, threadIdx, gridDim, blockDim;
 namespace host {
 
 constexpr size_t kStack = 256 << 10, kSharedBytes = 256 << 10, kOpenBlocks = 256;
+constexpr unsigned kRegisterFile = 64 << 10;  // registers of a multiprocessor; a block gets them all at launch
 
 // One after the other it runs threads: those of a block, then those of another one.
 struct Fiber {
@@ -106,6 +107,8 @@ struct Block {
   std::map<unsigned, Meeting> warpgroups, named;
   std::map<unsigned, Barrier> barriers;
   Meeting all;
+  std::vector<unsigned> registers;  // of each warp, for one thread
+  unsigned unused_registers = 0, register_changes = 0;
   bool is_done = false, is_backward = false;  // threads get their turns in both orders: who forgets to wait is seen
 };
 static Block* block;  // whose turn it is
@@ -131,6 +134,21 @@ bool meet_named(unsigned barrier, int count, bool vote) {
   if (meeting.arrived == 0) meeting.values[meeting.generation & 1].assign(blockDim.x, 0);
   const uint64_t* votes = meeting.meet(count, threadIdx.x, blockDim.x, vote, "a named barrier");
   return std::any_of(votes, votes + blockDim.x, [](uint64_t one) { return one != 0; });
+}
+
+void set_registers(unsigned count) {
+  meet_warp(0xffffffffu, count, "its warp");
+  unsigned& mine = block->registers[threadIdx.x / 32];
+  while (mine != count) {
+    const unsigned seen = block->register_changes;
+    if (count > mine + block->unused_registers) {
+      yield_until_changed(block->register_changes, seen, "registers that other warps hold");
+      continue;
+    }
+    block->unused_registers += mine - count;
+    mine = count;
+    ++block->register_changes;
+  }
 }
 
 void arrive_named(unsigned barrier, int count) {
@@ -351,6 +369,7 @@ static void begin(Block& of, dim3 index, int threads) {
   unused.pop_back();
   std::memset(of.shared, 0xff, kSharedBytes);
   of.threads = threads;
+  of.registers.assign((threads + 31) / 32, kRegisterFile / threads / 8 * 8);
   of.lanes.assign((threads + 31) / 32, 0xffffffffu);
   if (threads % 32) of.lanes.back() = (1u << threads % 32) - 1;
   for (int i = 0; i < threads; ++i) {

@@ -47,6 +47,7 @@ const uint64_t* meet_warp(unsigned mask, uint64_t value, const char* reason = "i
 const uint64_t* meet_block(uint64_t value);
 bool meet_named(unsigned barrier, int count, bool vote);  // whether any vote is true
 void arrive_named(unsigned barrier, int count);
+void set_registers(unsigned count);  // of each thread of the warp; more are those that other warps of the block gave up
 void meet_cluster();
 unsigned char* shared_of(unsigned rank);  // of a block of the cluster
 

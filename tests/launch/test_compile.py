@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,9 @@ from tests.sources import sources
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
+REGISTER_FILE = 65536  # registers of a multiprocessor
+_SETMAXNREG = 0x9C8  # the instruction of machine code, USETMAXREG
+_GIVES, _TAKES = 5, 6  # its forms
 SHARES = 24  # of the kernels: processes compile beside each other
 
 
@@ -36,6 +40,30 @@ def run_on_a_gpu(spec: KernelSpec) -> bool:
     """Whether a run of this text was recorded."""
     known = recorded(spec.stem).get(spec.entry, {})
     return known.get("source") == sources().kernels[spec.stem]["entries"][spec.entry]
+
+
+def asked_registers(code: bytes, form: int) -> set[int]:
+    """Registers of a thread that a kernel's warpgroups have after setmaxnreg.dec, or .inc."""
+    instructions = struct.iter_unpack("<QQ", code)
+    return {
+        low >> 32
+        for low, high in instructions
+        if low & 0xFFF == _SETMAXNREG and high >> 8 & 7 == form
+    }
+
+
+def most_registers(spec: KernelSpec, code: bytes) -> int:
+    """Registers that the warpgroups of a block hold after setmaxnreg; 0 if it has none.
+
+    Each setmaxnreg.dec is that of one warpgroup, and the others execute setmaxnreg.inc; two
+    warpgroups load in the kernels of `attention` that have four.
+    """
+    gives, takes = (sorted(asked_registers(code, form)) for form in (_GIVES, _TAKES))
+    if not gives and not takes:
+        return 0
+    (taken,) = takes
+    loaders = gives * 2 if (spec.stem, spec.threads) == ("attention", 512) else gives
+    return 128 * (sum(loaders) + taken * (spec.threads // 128 - len(loaders)))
 
 
 two_files = pytest.mark.parametrize(
@@ -61,10 +89,16 @@ def test_every_kernel_compiles_within_its_budget(
     for spec in all_specs()[share::SHARES]:
         if exhaustive or spec in SOME or not (is_twin(spec) or run_on_a_gpu(spec)):
             kernel = compiled(spec)
-            assert len(sections(kernel.cubin)[f".text.{spec.entry}"]) > 0
+            code = sections(kernel.cubin)[f".text.{spec.entry}"]
+            assert len(code) > 0
             found = kernel.spills, kernel.stack, kernel.remarks
             assert found == (0, 0, ()), spec.entry
-            assert kernel.registers * spec.threads * spec.min_blocks <= 65536, spec.entry
+            given = kernel.registers * spec.threads
+            assert given * spec.min_blocks <= REGISTER_FILE, spec.entry
+            held = most_registers(spec, code)
+            assert held <= given, f"{spec.entry} waits for registers that no warpgroup gives up"
+            if held:  # what tests/emulator/runtime.cpp takes for granted
+                assert kernel.registers == REGISTER_FILE // spec.threads // 8 * 8, spec.entry
             assert spec.smem_bytes <= kernel.smem <= 227 * 1024, spec.entry
 
 
@@ -141,6 +175,22 @@ def test_spill_or_stack_frame_fails(sources, small, edit):
     with pytest.raises(CompilationError, match=message):
         compile_to_cubin(small)
     assert compile_to_cubin(small, debug=True).stack > 0
+
+
+def test_registers_that_setmaxnreg_asks_for_are_found(sources, small, edit):
+    """As the disassembler shows them: 40 are given up, 232 taken."""
+    edit(
+        "small.cu",
+        "__syncthreads();",
+        "__syncthreads();\n"
+        '  if (threadIdx.x < 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");\n'
+        '  else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");\n',
+    )
+    wide = replace(small, threads=384, min_blocks=1)
+    kernel = compile_to_cubin(wide)
+    code = sections(kernel.cubin)[f".text.{wide.entry}"]
+    assert (asked_registers(code, _GIVES), asked_registers(code, _TAKES)) == ({40}, {232})
+    assert most_registers(wide, code) == 128 * (40 + 2 * 232) == kernel.registers * 384
 
 
 def test_ptxas_remark_fails(sources, small, edit):
