@@ -7,7 +7,6 @@ functions there.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cumla.blocks.attention import block_sparse_attention
@@ -15,6 +14,7 @@ from cumla.blocks.scores import block_scores
 from cumla.blocks.select import select_blocks
 from cumla.blocks.step import SCORES, SEEN, Sizes
 from cumla.compat._arguments import check_axes, check_given, check_tensors, missing_from
+from cumla.compat._engine import put_in_place
 from cumla.compat._table import Interface
 from cumla.compat._torch import import_torch
 from cumla.core.arguments import checked_int
@@ -70,18 +70,15 @@ def replace() -> None:
     Call it in each process of vLLM, after its platform is known and before the first step. It
     raises `ImportError` if this vLLM has no MiniMax M3, or other names, and then replaces nothing.
     """
-    homes = {import_module(home): names for home, names in _HOMES.items()}
-    for module, names in homes.items():
-        for name in names:
-            if not callable(getattr(module, name, None)):
-                raise ImportError(
-                    f"{name}: needs a function of that name in {module.__name__}, got none; this "
-                    f"version of vLLM serves MiniMax M3 in another way",
-                    name=name,
-                )
-    for module, names in homes.items():
-        for name in names:
-            setattr(module, name, globals()[name])
+    put_in_place(_HOMES, globals(), _refused)
+
+
+def _refused(name: str) -> ImportError:
+    return ImportError(
+        f"{name}: needs a function of that name, got none; this version of vLLM serves MiniMax M3 "
+        f"in another way",
+        name=name.rpartition(".")[2],
+    )
 
 
 def minimax_m3_sparse_attn(

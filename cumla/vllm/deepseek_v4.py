@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from importlib import import_module
 
 from cumla.compat import flash_mla
+from cumla.compat._engine import put_in_place
 from cumla.vllm._models import LOGGER
 
 __all__ = ["attending"]
@@ -40,16 +40,8 @@ def attending(theirs: type) -> type:
     RuntimeError
         Its module calls other functions than FlashMLA's.
     """
-    home, metadata = import_module(theirs.__module__), import_module(_METADATA)
-    wanted = [(home, name) for name in _FUNCTIONS] + [(metadata, "get_mla_metadata")]
-    missing = [f"{place.__name__}.{name}" for place, name in wanted if not hasattr(place, name)]
-    if missing:
-        raise RuntimeError(
-            f"vllm: cumla's backend needs {', '.join(missing)}, which this version or GPU does not "
-            f"use for DeepSeek-V4; leave out --attention-backend CUSTOM"
-        )
-    for place, name in wanted:
-        setattr(place, name, getattr(flash_mla, name))
+    homes = {theirs.__module__: _FUNCTIONS, _METADATA: ("get_mla_metadata",)}
+    put_in_place(homes, vars(flash_mla), _refused)
     logging.getLogger(LOGGER).info(
         "cumla attends in layers of DeepSeek-V4: mla_sparse_v4 in the place of FlashMLA's kernels"
     )
@@ -63,3 +55,10 @@ def attending(theirs: type) -> type:
             return next((n for n in _HEADS if num_heads <= n), num_heads)
 
     return Attention
+
+
+def _refused(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"vllm: cumla's backend needs {name}, which this version or GPU does not use for "
+        f"DeepSeek-V4; leave out --attention-backend CUSTOM"
+    )
