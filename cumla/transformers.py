@@ -276,7 +276,7 @@ def _count(batch: int, step: int, tokens: int) -> int:
 def _rows(part: torch.Tensor, step: int) -> torch.Tensor:
     """View ``(batch, heads, tokens, columns)`` as rows ``(rows, heads, columns)``.
 
-    Where heads come before tokens in memory, other rows lie between those of two requests: they are
+    Where heads come before tokens in memory, other rows are between those of two requests: they are
     rows of no request.
     """
     batch, heads, tokens, columns = part.shape
@@ -355,7 +355,7 @@ class _Steps(threading.local):
 
 
 class _Rows(NamedTuple):
-    """How arrays lie, seen so that little of it changes with the tokens: keys are rows.
+    """The layout of arrays, seen so that little of it changes with the tokens: keys are rows.
 
     Where one query token attends to keys of heads before tokens, each kv head is taken for a
     request: kernels then know no stride of heads, which grows with the tokens. The rows are the
@@ -476,7 +476,7 @@ class _Layers:
         self._version = 0 if bounds is None else _version(bounds)
 
     def run(self, query: torch.Tensor, seen: Any, stream: int) -> torch.Tensor | None:
-        """Attend for one layer; None where its arrays lie where those of others cannot."""
+        """Attend for one layer; None for addresses that those of other layers cannot have."""
         places = dict(zip(("q", "k", "v", "sinks"), [one[0] for one in seen], strict=False))
         for name, nbytes in self._before_bytes.items():
             places[name] -= nbytes

@@ -68,7 +68,7 @@ def product_tflops(us: float) -> float:
 
 
 def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextManager[object]]:
-    """Make a product of bfloat16 matrices that lie in `large`, and what to run it inside."""
+    """Make a product of bfloat16 matrices in the memory of `large`, and what to run it inside."""
     size = MATMUL_SIZE**2
     matrices = [large[i * size : (i + 1) * size] for i in range(3)]
     if find_spec("torch") is None:

@@ -28,7 +28,7 @@ class Timing(NamedTuple):
         return cls(float(median), float(low), float(high))
 
     def figures(self) -> dict[str, float]:
-        """Name the median, and the times between which four fifths of the runs lie."""
+        """Name the median, and the times between which four fifths of the runs are."""
         return {"us": self.us, "us_low": self.low, "us_high": self.high}
 
     def rates(self, flops: int, nbytes: int, floor_us: float) -> dict[str, float]:

@@ -277,7 +277,7 @@ class _Attend(Stated[Any, BlockKey]):
             raise ValueError(
                 f"{arg('v')}: needs strides in proportion to those of {arg('k')}, and fewer than "
                 f"2 ** 31 blocks of heads, got strides {v.strides} beside {k.strides}; pass two "
-                f"parts of one cache, or two caches that lie alike"
+                f"parts of one cache, or two caches with the same layout"
             )
         scales = [
             checked_scales(name, given.get(name), number, cache, None, "here, not by request")

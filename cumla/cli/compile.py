@@ -101,7 +101,7 @@ class _Made(NamedTuple):
 
 
 def _compile_all(specs: Iterable[KernelSpec], debug: bool, jobs: int) -> Iterator[_Made]:
-    """Compile in so many processes; what was compiled comes in the order of the kernels."""
+    """Compile in `jobs` processes; results come in the order of the kernels."""
     compile_ = partial(_compile_one, debug=debug)
     if jobs == 1:
         yield from map(compile_, specs)

@@ -31,7 +31,7 @@ def check_tensors(**tensors: Any) -> None:
             if isinstance(tensor, (list, tuple)) and any(hasattr(p, "new_empty") for p in tensor):
                 way_out += (
                     ", such as torch.cat(..., dim=-1) of parts, or call cumla's own functions, "
-                    "which take parts where they lie apart"
+                    "which take parts that are apart"
                 )
             elif isinstance(tensor, (list, tuple)):
                 way_out += (

@@ -482,7 +482,7 @@ def _shape_of(q: Any, k_cache: Any, causal: bool, longest: int | None) -> _Shape
             raise ValueError(
                 f"{name}: needs {HEAD_DIM} columns, {_VALUE_DIM} latent ones and those of RoPE, or "
                 f"{_VALUE_DIM} as q and k_cache of a model without RoPE, got shape "
-                f"{tuple(tensor.shape)}; where they lie apart, call cumla.mla_decode with pairs"
+                f"{tuple(tensor.shape)}; call cumla.mla_decode with pairs for parts"
             )
     kv_heads = heads_k[0] if heads_k else 1
     modes = q.dtype, k_cache.dtype, causal and seq_q > 1, q.device, longest

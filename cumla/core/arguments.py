@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The argument table: what arrays must look like, checked before anything is allocated.
 
-A table has a row for each array of an operation: its axes, its dtypes, how it may lie in memory.
+A table has a row for each array of an operation: its axes, its dtypes, its layout in memory.
 The same names on the axes of different arrays stand for the same sizes. A message names the
 argument, what was needed, what came and the way out. What fits no table is a function after it.
 """
@@ -128,8 +128,8 @@ def check_shape(
 
 
 def check_lies(name: str, view: ArrayView, lies: str) -> None:
-    """Check how an array lies in memory, as :class:`Array` says."""
-    if 0 in view.shape:  # it lies nowhere
+    """Check the layout of an array in memory, as :class:`Array` says."""
+    if 0 in view.shape:  # it has no memory
         return
     if lies == "rows":
         check_layout(name, view)
@@ -150,7 +150,7 @@ def check_lies(name: str, view: ArrayView, lies: str) -> None:
 def check_layout(name: str, view: ArrayView) -> None:
     """Last axis contiguous; the address and every other stride a multiple of 16 bytes.
 
-    An empty array lies nowhere, and NumPy reports strides of 0.
+    An empty array has no memory, and NumPy reports strides of 0.
     """
     if 0 in view.shape:
         return
@@ -188,7 +188,7 @@ def check_output(
 def check_own_memory(name: str, view: ArrayView) -> None:
     """Memory that is written to: no two elements in one place.
 
-    Each axis has to step over all that lies within, as those of slices and transposes do.
+    Each axis has to step over all inner axes, as those of slices and transposes do.
     """
     if 0 in view.shape:
         return
@@ -334,7 +334,7 @@ def _wrong_option(name: str, need: str, value: object, way_out: str) -> TypeErro
             "in static_argnames"
         )
     got = type(value).__qualname__
-    if isinstance(value, (str, int, float, np.generic)):  # no array: that may lie on a GPU
+    if isinstance(value, (str, int, float, np.generic)):  # no array: that may be on a GPU
         got += f" {value!r:.40}" if isinstance(value, str) else f" {value}"
     return TypeError(f"{arg(name)}: needs {need}, got {got}; {way_out}")
 

@@ -51,7 +51,7 @@ K = TypeVar("K")
 
 
 class Address(int):
-    """Where an argument lies, as a number that knows which argument it is of.
+    """The address of an argument, as a number that knows which argument it is of.
 
     Views that carry such numbers give a recipe whose launches can be patched for other addresses.
     """
@@ -61,7 +61,7 @@ class Address(int):
 
     @classmethod
     def of(cls, argument: str, value: int, addend: int = 0) -> Address:
-        """Name the place `value`, which lies `addend` bytes into an argument."""
+        """Name the address `value`, which is `addend` bytes into an argument."""
         address = cls(value)
         address.argument, address.addend = argument, addend
         return address
@@ -95,7 +95,7 @@ class Output(NamedTuple):
     name: str  # of the argument that takes the caller's array
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]  # the first where none is given; a given one may have any
-    lies: str = "rows"  # how a given one may lie, as in `cumla.core.arguments.Array`
+    lies: str = "rows"  # the layout of a given one, as in `cumla.core.arguments.Array`
     swapped: bool = False  # a new one on a GPU has its last two axes in the other order in memory
 
 
@@ -140,7 +140,7 @@ _UNKNOWN = (None, None, None)
 
 
 forms = Ready()
-"""What calls launch, wherever their arrays lie: by operation, form and options."""
+"""What calls launch, at any addresses of their arrays: by operation, form and options."""
 
 
 class Operation(ABC, Generic[A, K]):
@@ -429,7 +429,7 @@ def form_of(call: Call, views: Views) -> Hashable:
 
 
 def without_addresses(key: Any) -> Hashable:
-    """Tell of what `Ready.find` sees what `form_of` does of views: all but where arrays lie."""
+    """Tell of what `Ready.find` sees what `form_of` does of views: all but the addresses."""
     seen, *rest = key
     found: list[Any] = []
     before = 0

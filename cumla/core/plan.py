@@ -237,7 +237,7 @@ class PlanMemory:
             self._workspace = Workspace.at(workspace, self.buffer, call)
         # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
-        self.forms = Ready()  # what runs launch, wherever their arrays lie
+        self.forms = Ready()  # what runs launch, at any addresses of their arrays
         # The same by what a glance tells, with the names of the arrays, for runs without outputs.
         self.near = Ready()
         # Of the last update that was executed, or the last run after it: later runs follow it.

@@ -115,7 +115,7 @@ class ContextParallel(Shard):
             Queries, of all heads, the same on every rank: ``(batch, q_len, num_heads, columns)``
             or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token is
             handed on as a request of its own: take the pages from :meth:`pages` with the q_len or
-            the qo_indptr of the queries, and make a plan for so many requests of q_len 1. With a
+            the qo_indptr of the queries, and make a plan for as many requests of q_len 1. With a
             :meth:`mask` they stay together, and so do the pages.
         *arrays, **options
             The rest as `attention` takes it, with the cache and the pages of this rank. sinks come

@@ -84,10 +84,11 @@ class Shard:
     page_size : int
         Tokens of a page in the cache of a rank, at most 2 ** 20.
     block_size : int, optional
-        Tokens that lie together, page_size by default. A multiple of page_size: entry p of a
-        request's block table is the page of its tokens from ``p * page_size`` on, a number in the
-        cache of the rank that holds them. Or a smaller divisor of it: entry p is one page number
-        for all ranks, whose pages together hold the tokens from ``p * world * page_size`` on.
+        Tokens that stay together on a rank, page_size by default. A multiple of page_size: entry p
+        of a request's block table is the page of its tokens from ``p * page_size`` on, a number in
+        the cache of the rank that holds them. Or a smaller divisor of it: entry p is one page
+        number for all ranks, whose pages together hold the tokens from ``p * world * page_size``
+        on.
 
     Raises
     ------
@@ -264,7 +265,7 @@ class Shard:
         Raises
         ------
         ValueError
-            A tree, whose bits do not lie together on any rank; no end.
+            A tree, whose keys are on several ranks; no end.
 
         Examples
         --------
@@ -281,8 +282,8 @@ class Shard:
         for name in ("tree", "tree_start"):
             if getattr(mask, name) is not None:
                 raise ValueError(
-                    f"mask: needs no {name}, whose keys lie on several ranks; attend to the tree's "
-                    f"own keys apart, and merge with ContextParallel.merge"
+                    f"mask: needs no {name}, whose keys are on several ranks; attend to the "
+                    f"tree's own keys in a call of their own, and merge with ContextParallel.merge"
                 )
         if mask.end is None:
             raise ValueError(f"mask: needs end over a cache that is cut, got None; {NO_END}")
@@ -382,7 +383,7 @@ class Shard:
         size = checked_int("block_size", block_size, "pass the tokens of a block")
         if self.block_size % size:
             raise ValueError(
-                f"block_size: needs a divisor of {self.block_size}, the tokens that lie together "
+                f"block_size: needs a divisor of {self.block_size}, the tokens that are together "
                 f"on a rank, got {block_size}; make {type(self).__name__} with a block_size that "
                 f"is a multiple"
             )
@@ -437,7 +438,7 @@ def namespace(array: Any) -> Any:
 
 
 def arange(size: int, like: Any) -> Any:
-    """Count in int32, where another array lies."""
+    """Count in int32, on the device of another array."""
     xp = namespace(like)
     place = {"device": like.device} if xp is sys.modules.get("torch") else {}
     return xp.arange(size, dtype=xp.int32, **place)

@@ -63,7 +63,7 @@ def append_indexer_cache(
     are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
     :func:`cumla.reference.append_indexer_cache`, with the same bits.
 
-    A row is skipped, and nothing is written, where its slot is negative or lies behind the last
+    A row is skipped, and nothing is written, where its slot is negative or after the last
     page. Which of several rows for the same slot is written is undefined: it may be a mixture.
 
     Parameters
@@ -134,7 +134,7 @@ class _Append(Unplanned[_Arguments]):
         return written, options.power_of_two_scales, options.cache_format
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
-        """Let keys lie in the cache, in slots of which only the caller knows."""
+        """Let keys be views of the cache, in slots that only the caller knows."""
         others = {name: view for name, view in views.items() if name != "k"}
         super().check_overlap(others, [name for name in others if name.startswith("kv_cache")])
 

@@ -118,7 +118,7 @@ def paged_mqa_logits(
 ) -> Any:
     """Score the cached tokens of each request: the FP8 indexer's logits of a decoding step.
 
-    The formula is that of :func:`mqa_logits`; token ``t`` of request ``b`` lies in page
+    The formula is that of :func:`mqa_logits`; token ``t`` of request ``b`` is in page
     ``block_table[b, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed
     as by :func:`mqa_logits`, arrays on the CPU by :func:`cumla.reference.paged_mqa_logits`.
 
@@ -131,7 +131,7 @@ def paged_mqa_logits(
         ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1, or keys
         ``(num_pages, page_size, head_dim)`` in a dtype of q's and scales ``(num_pages, page_size)``
         float32 as a pair, as :func:`cumla.append_indexer_cache` writes them. page_size is 16, 32,
-        64 or 128; the keys of a page are contiguous, and pages lie any multiple of 16 bytes apart.
+        64 or 128; the keys of a page are contiguous, and pages any multiple of 16 bytes apart.
         Slots that no query sees may hold anything, NaN included.
     weights : array
         ``(batch * q_len, num_heads)`` float32, with q's scale folded in. Any strides.
@@ -503,7 +503,7 @@ def checked_paged(
         if keys.strides[1:] != (head_dim, 1):
             raise ValueError(
                 f"{arg('kv_cache[0]')}: needs pages whose keys are contiguous, got strides "
-                f"{given['kv_cache[0]'].strides}; only the pages may lie apart"
+                f"{given['kv_cache[0]'].strides}; there may be gaps between pages alone"
             )
         check_page_stride("kv_cache[0]", keys)
         check_layout("kv_cache[1]", scales)

@@ -2,7 +2,7 @@
 """Calls without a handler, for a JAX whose layout `cumla.jax.handler` does not know.
 
 JAX's own `buffer_callback` hands over the buffers, so that nothing depends on XLA's structs.
-Checks, launches and results are the same, and caches are written where they lie. What is lost is
+Checks, launches and results are the same, and caches are written in place. What is lost is
 said in `cumla.jax`; Python runs for each call in each execution.
 """
 
@@ -80,7 +80,7 @@ def callback(
 
 
 def _address(buffer: Any) -> int:
-    """Read where a buffer lies, by DLPack: NumPy's and CUDA's interfaces are for one platform each.
+    """Read the address of a buffer, by DLPack; NumPy's and CUDA's interfaces are for one each.
 
     The capsule is not consumed. It goes with what it describes, and the memory is XLA's.
     """

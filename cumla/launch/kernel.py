@@ -27,7 +27,7 @@ A = TypeVar("A")
 
 
 class Relocation(NamedTuple):
-    """A field of a parameter struct that depends on where an argument lies."""
+    """A field of a parameter struct that depends on the address of an argument."""
 
     offset: int  # of the field in the struct, in bytes
     argument: str
@@ -97,7 +97,7 @@ class Unplanned(Operation[A, None], Generic[A]):
 
 @cache
 def _offsets(layout: str) -> tuple[int, ...]:
-    """Tell where the fields of a layout lie that packs them without gaps of its own ("<")."""
+    """Return the offsets of the fields of a layout that adds no gaps between them ("<")."""
     found, offset = [], 0
     for text, letter in re.findall(r"(\d*)([a-zA-Z?])", layout):
         count, size = int(text or 1), struct.calcsize(f"<{letter}")

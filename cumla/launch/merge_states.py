@@ -107,7 +107,7 @@ def merge_launch(
 
 
 def merge_blocks(rows: int, columns: int, count: int) -> int:
-    """Count the blocks that merge rows of so many times 16 bytes, of some partial results."""
+    """Count the blocks that merge rows, by their units of 16 bytes, of some partial results."""
     return -(-rows // (SPECS[0].threads >> _lanes_log2(columns, count)))
 
 

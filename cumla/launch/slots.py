@@ -25,7 +25,7 @@ def pages(view: ArrayView | None) -> dict[str, int] | None:
 
 
 def page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> dict[str, int]:
-    """Name where page numbers lie, as the parameters of all kernels that append do."""
+    """Name the addresses of page numbers as the parameters of all kernels that append do."""
     pointer = of_request = of_entry = 0
     if table is not None:
         pointer, (of_request, of_entry) = table.ptr, table.strides

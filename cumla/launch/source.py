@@ -52,8 +52,8 @@ class KernelSpec:
     threads: int  # of a block
     min_blocks: int = 1  # that must fit on a multiprocessor at once; bounds a thread's registers
     smem_bytes: int = 0  # dynamic shared memory of a block
-    # Where the kernel's file lies, as a dotted name; its headers lie in cumla.cuda. A folder below
-    # that is a family: files of cumla.cuda.mla are of namespace cumla::mla.
+    # The folder of the kernel's file, as a dotted name; its headers are in cumla.cuda. A folder
+    # below that is a family: files of cumla.cuda.mla are of namespace cumla::mla.
     package: str = _CUDA
 
     @classmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TMA descriptors ("tensor maps"): 128 bytes that tell the copy engine how an array lies."""
+"""TMA descriptors ("tensor maps"): 128 bytes that tell the copy engine the layout of an array."""
 
 from __future__ import annotations
 

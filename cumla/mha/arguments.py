@@ -240,7 +240,7 @@ def _check_table(name: str, view: ArrayView, shape: str) -> None:
 
 
 def check_rotation(cos: ArrayView, columns: int, rotary_offset: int) -> None:
-    """Check that the columns to rotate lie in the head, in whole octets."""
+    """Check that the columns to rotate are inside the head, in whole octets."""
     rotary_dim = 2 * cos.shape[1]
     if rotary_dim % (2 * _OCTET) or rotary_offset % _OCTET or rotary_offset + rotary_dim > columns:
         raise ValueError(

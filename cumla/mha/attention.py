@@ -257,7 +257,7 @@ def attention(
         Factor of the scores, ``head_dim ** -0.5`` by default.
     k_scale, v_scale : float or array, optional
         Factors of e4m3 keys and values: the value is the stored number times the factor, above 0. A
-        number lies between 2 ** -126 and 2 ** 126. An array is float32, ``(1,)``,
+        number is between 2 ** -126 and 2 ** 126. An array is float32, ``(1,)``,
         ``(num_kv_heads,)`` or, with block_table or where q has four axes, ``(batch,
         num_kv_heads)``; the kernel reads it, and it may change between the replays of a graph. 1 by
         default.
@@ -291,7 +291,7 @@ def attention(
     -----
     Offsets and page numbers are taken on trust: no value of them leads out of the arrays, and a
     page number outside of the cache stands for zeros. The check mode, ``CUMLA_CHECK=1``, looks at
-    them. What lies behind a request's keys, or before all windows, NaN included, never shows.
+    them. Keys after those of a request, or before all windows, never affect a result, NaN included.
 
     Sources: FlashAttention-2 (arXiv:2307.08691), sinks as in gpt-oss (arXiv:2508.10925), softcap as
     in Gemma 2 (arXiv:2408.00118).
@@ -383,7 +383,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
                 wrong = bounds > page_size
                 refuse_value("kv_indptr", bounds, wrong, need, "the kernels would clamp it")
             return
-        has_list = "kv_indptr" in host  # whose offsets come before what lies between them
+        has_list = "kv_indptr" in host  # whose offsets come before what is between them
         if has_list:
             _check_lengths(host, tokens, page_size)
         if "kv_lens" in host:

@@ -116,7 +116,7 @@ def append_kv_cache(
     :func:`cumla.reference.append_kv_cache`.
 
     Rows are skipped, and nothing is written, if a slot, request or position is negative, or if
-    their place lies outside of the cache, of the request's pages or of `cos_sin`. If several rows
+    their place is outside of the cache, of the request's pages or of `cos_sin`. If several rows
     have the same place, the result there is undefined and may be a mixture of them.
 
     Parameters
@@ -159,10 +159,10 @@ def append_kv_cache(
         ``(tokens, num_heads, head_dim)`` or ``(batch, q_len, num_heads, head_dim)``, as k. In
         place, unless there is `q_out`.
     q_out : array, optional
-        Of q's shape and dtype, written to in place of q; it may be q. A query whose position lies
+        Of q's shape and dtype, written to in place of q; it may be q. A query whose position is
         outside of cos_sin is copied as it is.
     k_scale, v_scale : float or array, optional
-        Factors of e4m3 caches: the value is the stored number times the factor. A number lies
+        Factors of e4m3 caches: the value is the stored number times the factor. A number is
         between 2 ** -126 and 2 ** 126. An array is float32, ``(1,)``, ``(num_kv_heads,)`` or,
         without slot_mapping, ``(batch, num_kv_heads)``; the kernel reads it, and it may change
         between the replays of a graph. 1 by default.
@@ -221,7 +221,7 @@ class _Append(Unplanned[AppendKVArguments]):
         return _checked(given, options)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
-        """Let rows lie in the cache, in slots of which only the caller knows."""
+        """Let rows be views of the cache, in slots that only the caller knows."""
         super().check_overlap(views, ["q_out" if "q_out" in views else "q"])
         others = {name: view for name, view in views.items() if name not in ("k", "v")}
         super().check_overlap(others, ["k_cache", "v_cache"])

@@ -189,7 +189,7 @@ def _apart(name: str, given: dict[str, ArrayView], rope: int) -> tuple[ArrayView
 
 
 def columns_apart(view: ArrayView, rope: int) -> tuple[ArrayView, ArrayView]:
-    """Cut one array into latent columns and so many RoPE ones."""
+    """Cut one array into latent columns and RoPE ones, of which the number is given."""
     *lead, columns = view.shape
     latent = columns - rope
     of_rope = view._replace(shape=(*lead, rope), ptr=view.ptr + latent * view.strides[-1])
@@ -403,7 +403,7 @@ def _columns_problem(name: str, view: ArrayView, widths: Sequence[Width]) -> str
         return (
             f"{arg(name)}: needs a last axis of {HEAD_DIM} e4m3 numbers ({VALUE_DIM} latent + "
             f"{ROPE_DIM} RoPE), or of the {PACKED_BYTES} bytes of a packed row, got shape "
-            f"{view.shape}; pass a tuple of the parts where they lie apart"
+            f"{view.shape}; pass a tuple of the parts if they are apart"
         )
     nbytes = view.shape[-1] * numpy_dtype(view.dtype).itemsize
     if name == "kv_cache" and nbytes == PACKED_BYTES:
@@ -412,7 +412,7 @@ def _columns_problem(name: str, view: ArrayView, widths: Sequence[Width]) -> str
         need = _listed([named_width(width) for width in widths])
         return (
             f"{arg(name)}: needs a last axis of {need}, got shape {view.shape}; pass a tuple of "
-            f"both where they lie apart, the latent one first"
+            f"both if they are separate arrays, the latent one first"
         )
     swapped = ": these look swapped" if (view.shape[-1], name[-3:]) == (ROPE_DIM, "[0]") else ""
     pairs = [width for width in widths if width[1]]

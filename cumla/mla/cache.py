@@ -107,7 +107,7 @@ def append_mla_cache(
     :func:`cumla.reference.append_mla_cache`.
 
     A row is skipped, and nothing is written, where its slot, request or position is negative or its
-    place lies outside of the cache, of the request's pages or of `cos_sin`. Which of several rows
+    place is outside of the cache, of the request's pages or of `cos_sin`. Which of several rows
     for the same place is written is undefined: it may be a mixture of them.
 
     Parameters
@@ -153,7 +153,7 @@ def append_mla_cache(
         ``(tokens, num_heads, 64)`` in the cache's dtype: queries to rotate by the same positions,
         also those of skipped rows. In place, unless there is `q_pe_out`.
     q_pe_out : array, optional
-        ``(tokens, num_heads, 64)``, written to in place of q_pe. Where a position lies outside of
+        ``(tokens, num_heads, 64)``, written to in place of q_pe. Where a position is outside of
         cos_sin nothing is written.
     kv_scale : float or array, optional
         Of an e4m3 cache without scales of its own: rows are written divided by it. One float32 in
@@ -175,8 +175,8 @@ def append_mla_cache(
 
     Notes
     -----
-    What is written may lie beside what is read in one array, as q_pe in a wider query, but must not
-    overlap it; q_pe_out may be q_pe itself.
+    An output may be a slice of an array with inputs in it, as q_pe of a wider query, but must not
+    overlap them; q_pe_out may be q_pe itself.
 
     Rows in e4m3 are rounded to nearest even and saturate at 448; they are
     ``row * (1 / kv_scale)`` in float32. Scales of 128 columns are as in
@@ -223,7 +223,7 @@ class _Append(Unplanned[AppendArguments]):
         return checked_append_arguments(views, *options)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
-        """Let rows lie in the cache, in slots of which only the caller knows."""
+        """Let rows be views of the cache, in slots that only the caller knows."""
         rotated = "q_pe_out" if "q_pe_out" in views else "q_pe"
         super().check_overlap(views, [rotated])
         others = {name: view for name, view in views.items() if not name.startswith("rows")}

@@ -103,7 +103,7 @@ def mla_decode(
 
     For every query row, with ``k`` all and ``v`` the latent values of a visible token's cached row
     (576 and 512 in most models), ``out = softmax(softmax_scale * q @ k.T) @ v``. Token ``t`` of
-    request ``i`` lies in page ``block_table[i, t // page_size]`` at row ``t % page_size``. Arrays
+    request ``i`` is in page ``block_table[i, t // page_size]`` at row ``t % page_size``. Arrays
     on the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream and
     without waiting for it; arrays on the CPU by :func:`cumla.reference.mla_decode`.
 

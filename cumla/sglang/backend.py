@@ -62,7 +62,7 @@ class Backend(AttentionBackend):
 
     SGLang prepares a step eagerly, also before each replay of a CUDA graph. The first layer of a
     form then computes the schedule, on the device; in a graph each replay does. What graphs read
-    lies in buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
+    is in buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
     """
 
     def __init__(self, runner: Any) -> None:

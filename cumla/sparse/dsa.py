@@ -159,7 +159,7 @@ class DSAPlan(Step):
         ``"mxfp4"`` for index keys of 68 bytes, as `cache_format` of :func:`paged_mqa_logits`.
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
-        by default, and at most. Of longer requests no more than the first so many tokens are seen.
+        by default, and at most. Only the first max_kv_len tokens of longer requests are used.
     extra_topk, dtype, cache_dtype, cache_format, extra_cache_format : optional
         As for :class:`cumla.MLASparsePlan`.
     batch_invariant : bool

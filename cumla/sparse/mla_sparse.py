@@ -149,8 +149,8 @@ def mla_sparse_decode(
         the cache), counts as absent, wherever in the list it stands. A row that is named twice
         counts twice. The order of a list changes results by rounding alone.
     topk_lens : array, optional
-        ``(batch,)`` or ``(batch, q_len)`` int32: entries of each list. What lies at and beyond is
-        never looked at. Clamped to ``[0, topk]``; topk by default.
+        ``(batch,)`` or ``(batch, q_len)`` int32: entries of each list. Entries from there on are
+        not read. Clamped to ``[0, topk]``; topk by default.
     block_table : array, optional
         ``(requests, max_pages)`` int32, rows contiguous: page numbers of each request. Without
         `row_to_request` request b is that of ``q[b]``.

@@ -429,7 +429,7 @@ class Backend(MHAKernels, AttentionBackend):
 def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values, of pages ``(num_blocks, num_kv_heads, block_size, 2 * head_size)``.
 
-    In memory the axes may lie in another order.
+    In memory the axes may have another order.
     """
     keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
     return keys, values

@@ -62,7 +62,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """
 
     query_len_support: ClassVar = QueryLenSupport.VARLEN
-    reorder_batch_threshold: int = 128  # prefills up to so many tokens go with the decoding
+    reorder_batch_threshold: int = 128  # prefills up to this number of tokens go with the decoding
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

@@ -617,7 +617,7 @@ def test_dense_decoding_needs_every_tensor(
     for wrong, kind, more in (
         (None, "NoneType", "$"),
         ([1], "list", ", such as .*int32"),
-        ((torch.zeros(1),), "tuple", r", such as torch.cat\(.* parts where they lie apart$"),
+        ((torch.zeros(1),), "tuple", r", such as torch.cat\(.* parts that are apart$"),
     ):
         message = f"^{name}: needs a PyTorch tensor, got builtins.{kind}; pass a tensor{more}"
         with pytest.raises(TypeError, match=message):

@@ -191,6 +191,10 @@ def test_registers_that_setmaxnreg_asks_for_are_found(sources, small, edit):
     code = sections(kernel.cubin)[f".text.{wide.entry}"]
     assert (asked_registers(code, _GIVES), asked_registers(code, _TAKES)) == ({40}, {232})
     assert most_registers(wide, code) == 128 * (40 + 2 * 232) == kernel.registers * 384
+    edit("small.cu", "u32 232;", "u32 240;")
+    kernel = compile_to_cubin(wide)
+    code = sections(kernel.cubin)[f".text.{wide.entry}"]
+    assert most_registers(wide, code) > kernel.registers * 384  # such a kernel would hang
 
 
 def test_ptxas_remark_fails(sources, small, edit):

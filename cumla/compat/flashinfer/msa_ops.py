@@ -151,7 +151,7 @@ def msa_topk_select(
 
     Differences from FlashInfer: any topk. The choice is exact, and of equal scores the lowest
     blocks are selected. Forced blocks may be more than those that are visible. The scores are
-    copied so that those of a row lie together: `cumla.select_blocks` takes them so.
+    copied so that those of a row are contiguous: `cumla.select_blocks` takes them so.
     """
     check_tensors(max_score=max_score)
     check_given(output=output)

@@ -9,9 +9,9 @@ Differences from FlashInfer, beside those of :mod:`cumla.compat.flashinfer.decod
 * custom_mask and packed_custom_mask show, in each row, one interval of keys and any of the last 256
   keys of the request: causal prefixes with trees of drafts, images, chunks. Other masks raise
   `ValueError`. `plan` reads the mask, and waits for the GPU. The query then has no further rows.
-* With ``use_cuda_graph=True`` and a mask the wrapper needs custom_mask_buf. What graphs read lies
-  elsewhere: `plan` copies it there, so call it for each mask. The first plan has the most query
-  tokens. mask_indptr_buf is ignored.
+* With ``use_cuda_graph=True`` and a mask the wrapper needs custom_mask_buf. Graphs read
+  other arrays, to which `plan` copies the mask: call it for each mask. The first plan has the
+  most query tokens. mask_indptr_buf is ignored.
 * With ``use_cuda_graph=True`` the number of rows of the query must stay, as well as the batch. Rows
   of no request hold anything; those after the last offset of qo_indptr are not written in ``out``.
 * With fixed_split_size or disable_split_kv a ragged wrapper needs kv_indptr on the CPU,

@@ -36,7 +36,7 @@ SPECS = tuple(
 
 
 def lists_spec(topk: int) -> KernelSpec:
-    """Find the kernel for lists of so many entries."""
+    """Find the kernel for lists of this length."""
     return SPECS[topk <= _SHORT]
 
 
@@ -81,7 +81,7 @@ def virtual_pages(k: ArrayView, v: ArrayView, block_size: int) -> VirtualPages |
     """Give numbers to the blocks of all kv heads, the same for keys and values.
 
     A number counts the common divisor of the strides of pages, of blocks in a page and of heads.
-    None if keys and values lie differently, or numbers exceed 32 bits.
+    None if keys and values have other layouts, or numbers exceed 32 bits.
     """
     num_pages, page_size, kv_heads, _ = k.shape
     sizes = num_pages, page_size // block_size, kv_heads

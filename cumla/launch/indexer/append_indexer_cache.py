@@ -34,7 +34,7 @@ class AppendIndexerArguments(NamedTuple):
 
     k: ArrayView  # (tokens, head_dim), bfloat16, float16 or float32
     values: ArrayView  # (num_pages, page_size, head_dim) of one byte, page_size a power of two
-    scales: ArrayView  # (num_pages, page_size) float32; may lie in the pages of `values`
+    scales: ArrayView  # (num_pages, page_size) float32; may be in the pages of `values`
     slot_mapping: ArrayView  # (tokens,) int32 or int64
 
 

@@ -50,7 +50,7 @@ def plan_bytes(key: PagedMQAKey) -> int:
 
 
 def kept_lens(key: PagedMQAKey, like: ArrayView, buffer: int) -> ArrayView:
-    """Tell where the lengths lie in a plan's buffer, on the device of another array."""
+    """Return the address of the lengths in a plan's buffer, on the device of another array."""
     per_row = key.per_row_lens
     shape = (key.batch, key.q_len) if per_row else (key.batch,)
     strides = (4 * key.q_len, 4) if per_row else (4,)

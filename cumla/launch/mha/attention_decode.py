@@ -17,7 +17,7 @@ CHUNK_TOKENS = constant(_FILE, "kChunk")  # of a warp at once
 
 
 def tile_bytes(row_bytes: int) -> int:
-    """Tell how many bytes of a row lie together, with a swizzle as wide."""
+    """Return the bytes of a row that are contiguous, with a swizzle as wide."""
     return 128 if row_bytes % 128 == 0 else 64
 
 
@@ -57,7 +57,7 @@ SPECS = tuple(_SPECS.values())
 def decode_spec(
     dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool, variant: str = ""
 ) -> tuple[int, KernelSpec] | None:
-    """Find the kernel of so many query rows of a kv head, and how many it has; None if too many."""
+    """Find the kernel for the query rows of a kv head, and its own rows; None if too many."""
     for most in (8, 16):
         spec = _SPECS.get((dtype, tiles, most, e4m3, variant))
         if spec and rows <= most:

@@ -44,9 +44,9 @@ class Rules:
     fixed_cost_of_prefixes: int = 6
     # KV blocks between a cut and the ends of its row tile, at least.
     min_blocks: int = 2
-    # Batch-invariant requests are cut at multiples of so many KV blocks. With half as many, 128
-    # requests of 4,096 tokens take 9 % longer, and one of 131,072 has twice as many pieces, which
-    # one thread block combines; one of 8,192 takes 6 us less.
+    # Batch-invariant requests are split at multiples of this number of KV blocks. With half as
+    # many, 128 requests of 4,096 tokens take 9 % longer, and one of 131,072 has twice as many
+    # pieces, which one thread block combines; one of 8,192 takes 6 us less.
     piece_blocks: int = 32
     # Row tiles that a counter of 32 bits numbers.
     most_tiles: int = 1 << 30

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of attention knows of a mask: where its arrays lie, and their form."""
+"""What a launch of attention knows of a mask: the addresses of its arrays, and their form."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _spec(dtype: str, variant: str, form: str, sinks: bool) -> KernelSpec:
 def attend_launch(
     key: MLADecodeKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
-    """Describe how to attend, by the kernel for the key and for how the arrays lie.
+    """Describe how to attend, by the kernel for the key and for the layout of the arrays.
 
     `buffer` is the address of the plan's buffer, which holds a schedule; `out` and `lse` are as
     :func:`cumla.mla_decode` describes them.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cumla.launch.mla.shape import LatentKey
 
 LIES = ("plain", "packed", "broadcast")
-"""How a cache can lie: see `how_it_lies`."""
+"""Layouts of a cache: see `how_it_lies`."""
 _RAGGED = "ragged"
 # Query rows of a tile; halves of the tiles of ragged queries.
 _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
@@ -79,7 +79,7 @@ def _spec(shape: int | str, grouped: bool, form: str, sinks: bool = False) -> Ke
 
 
 # Of ragged queries with scales only the form for any pages: the other one runs out of registers.
-# Packed rows as they lie are for few query rows: with more, all probabilities find no room.
+# Packed rows are read as they are for few query rows: with more, the probabilities do not fit.
 _SPECS = {
     (shape, grouped, form, sinks): _spec(shape, grouped, form, sinks)
     for sinks in (False, True)
@@ -227,7 +227,7 @@ def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:
 
 
 def _whole_rows(key: LatentKey, arguments: DecodeArguments) -> dict[str, Any]:
-    """Tell a kernel of many heads whether rows lie as in its shared memory, and in which boxes.
+    """Tell a kernel of many heads whether rows have its layout in shared memory, and its boxes.
 
     A box has the rows of a granule. If pages do not consist of granules, rows come one by one.
     """

@@ -124,7 +124,7 @@ class MLADecodeKey(_DenseKey):
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things lie in the plan's buffer."""
+        """Offsets in the plan's buffer."""
         return self.by_windows.layout if self.by_windows else PlanLayout.of(self)
 
     @cached_property

@@ -149,7 +149,7 @@ def attend_launches(
 
     `buffer` is the address of a plan's buffer, which holds a schedule; `out` is ``(batch, q_len,
     num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``. `max_logits`, of keys that have it,
-    lies as lse does.
+    has the layout of lse.
     """
     if key.is_widened:
         return _v4_launches(key, buffer, arguments, out, lse)

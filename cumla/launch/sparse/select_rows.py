@@ -60,7 +60,7 @@ class RowSteps(NamedTuple):
 def row_steps(parts: tuple[ArrayView, ...]) -> RowSteps:
     """Count the steps between rows of ``(num_pages, page_size, ...)`` views, gaps or not.
 
-    Raise `ValueError` where the parts lie differently, or rows lie too far apart for 32 bits.
+    Raise `ValueError` where the parts have other layouts, or strides of rows exceed 32 bits.
     """
     num_pages, page_size = parts[0].shape[:2]
     found: tuple[int, int] | None = None
@@ -190,7 +190,7 @@ def select_rows_launch(key: MLASparseKey, buffer: int, lists: dict[str, Any]) ->
 
 
 def _elements(name: str, view: ArrayView | None) -> dict[str, int]:
-    """Name where numbers of 32 bits lie, with strides in elements."""
+    """Name the address of numbers of 32 bits, with strides in elements."""
     pointer, batch, token = (0, 0, 0) if view is None else (view.ptr, *view.strides[:2])
     return {
         name: pointer,

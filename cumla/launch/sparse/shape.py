@@ -191,7 +191,7 @@ class MLASparseKey(LatentKey):
 
     @cached_property
     def selected(self) -> int:
-        """Where in the buffer the selected rows lie, and after them how many each list has.
+        """Offset of the selected rows in the buffer, and after them how many each list has.
 
         Most kernels for rows of formats look at the lists themselves.
         """
@@ -199,13 +199,13 @@ class MLASparseKey(LatentKey):
 
     @property
     def counts(self) -> int:
-        """Where in the buffer it lies how many rows each list has."""
+        """Offset in the buffer of the number of rows of each list."""
         entries = 0 if self.reads_lists else self.num_places * self.entries
         return self.selected + entries * 4
 
     @cached_property
     def bounds(self) -> int:
-        """Where in the buffer it lies how long each list may be."""
+        """Offset in the buffer of the greatest length of each list."""
         return _aligned(self.counts + self.num_places * 4)
 
     @property
@@ -217,17 +217,17 @@ class MLASparseKey(LatentKey):
 
     @cached_property
     def zeros(self) -> int:
-        """Where in the buffer a row of zeros lies: RoPE columns, or a packed row, that are not."""
+        """Offset in the buffer of a row of zeros, for absent RoPE columns or packed rows."""
         return _aligned(self.list_bounds[-1] + self.num_places * 4)
 
     @cached_property
     def partial_max_logits(self) -> int:
-        """Where in the buffer the largest scores of pieces lie, in the order of their rows."""
+        """Offset in the buffer of the largest scores of pieces, in the order of their rows."""
         return _aligned(self.zeros + VALUE_DIM * 4)
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things lie in the plan's buffer; its size covers the lists as well."""
+        """Offsets in the plan's buffer; its size covers the lists as well."""
         layout = PlanLayout.of(self)
         maxima = (layout.partial_out - layout.partial_rows) // 2 if self.has_max_logits else 0
         return replace(layout, nbytes=self.partial_max_logits + maxima)

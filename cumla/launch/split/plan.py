@@ -84,7 +84,7 @@ def page_form(page_size: int) -> str:
 
 
 def piece_blocks(row_groups: int) -> int:
-    """Tell where batch-invariant requests are cut: at multiples of so many KV blocks."""
+    """Return the KV blocks at whose multiples batch-invariant requests are split."""
     return RULES.piece_blocks[row_groups - 1]
 
 
@@ -201,7 +201,7 @@ class PlanKey(ABC):
 
     @cached_property
     def box_rows(self) -> int:
-        """Rows of a KV block that lie in one page wherever it begins: those of one load."""
+        """Rows of a KV block that are in one page wherever it begins: those of one load."""
         return gcd(self.page_size, BLOCK_TOKENS)
 
     @cached_property
@@ -236,7 +236,7 @@ class PlanKey(ABC):
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things lie in the plan's buffer."""
+        """Offsets in the plan's buffer."""
         return PlanLayout.of(self)
 
 
@@ -307,7 +307,7 @@ class RaggedKey(PlanKey):
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things lie in the plan's buffer, which ends with that of `beside`."""
+        """Offsets in the plan's buffer, which ends with that of `beside`."""
         own = PlanLayout.of(self)
         return replace(own, nbytes=own.nbytes + self.beside.layout.nbytes) if self.beside else own
 

@@ -44,7 +44,7 @@ def mqa_logits(
     ks, ke : ndarray of integers, shape (seq_len,)
         First token of each query, and the one after the last.
     max_kv_len : int, optional
-        Makes the result a compressed one of so many columns: column c is token ``ks[i] + c``.
+        Number of columns of a compressed result: column c is token ``ks[i] + c``.
     logits_dtype : {"float32", "bfloat16"}, optional
         Of the result; that of out, or else float32, by default.
     clean : bool, default True

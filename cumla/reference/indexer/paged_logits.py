@@ -29,7 +29,7 @@ def paged_mqa_logits(
 ) -> Array:
     """Score the cached tokens of each request: the indexer's logits of a decoding step.
 
-    The formula is that of :func:`mqa_logits`. Token ``t`` of request ``b`` lies in slot
+    The formula is that of :func:`mqa_logits`. Token ``t`` of request ``b`` is in slot
     ``t % page_size`` of page ``block_table[b, t // page_size]``, a number clamped to
     ``[0, num_pages)``. Lengths are clamped to ``[0, max_pages * page_size]`` and to the columns of
     the result. Nothing else of the table or of the cache is read.

@@ -54,7 +54,7 @@ def attention(
     last query stands at the last key. It sees key j if ``p - left <= j <= p + right``, or those
     that `mask` shows.
 
-    Token t of request r lies in slot ``t % page_size`` of page ``block_table[r, t // page_size]``
+    Token t of request r is in slot ``t % page_size`` of page ``block_table[r, t // page_size]``
     or, with a list, ``kv_indices[kv_indptr[r] + t // page_size]``. Ragged rows need no pages: it is
     row ``kv_indptr[r] + t``. Lengths are clamped to what the pages or rows of the request hold, and
     to 0; offsets to the arrays, before anything is computed with them. A request whose end is not

@@ -53,11 +53,11 @@ def mla_decode(
     An FP8 cache stands for the numbers that its factors make of it: an e4m3 column times its scale,
     where there are scales, and times `kv_scale` where there are none.
 
-    Token ``t`` of request ``b`` lies in slot ``t % page_size`` of page
+    Token ``t`` of request ``b`` is in slot ``t % page_size`` of page
     ``block_table[b, t // page_size]``. Lengths are clamped to ``[0, max_pages * page_size]``.
     Nothing else of the table or of the cache is read: unused entries and slots may hold anything,
     NaN included. A page number outside of ``[0, num_pages)`` in a used entry stands for a page of
-    zeros, as on the GPU, whose tensor-map loads fill with zeros whatever lies out of bounds.
+    zeros, as on the GPU, whose tensor-map loads fill with zeros what is out of bounds.
 
     Parameters
     ----------
