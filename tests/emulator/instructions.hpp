@@ -164,6 +164,8 @@ u32 shared_address_in(u32 address, u32 rank) {
   return address + static_cast<u32>(host::shared_of(rank) - host::shared);
 }
 u32 load_cluster_u32(u32 source) { return load_shared<u32>(source); }
+float2 load_cluster_float2(u32 source) { return load_shared<float2>(source); }
+float4 load_cluster_float4(u32 source) { return load_shared<float4>(source); }
 void store_shared_u64(u32 destination, u64 value) { store_shared(destination, value); }
 void store_cluster_u64(u32 destination, u64 value) { store_shared(destination, value); }
 

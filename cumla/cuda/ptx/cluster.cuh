@@ -29,6 +29,23 @@ __device__ __forceinline__ u32 load_cluster_u32(u32 source) {
   return value;
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float2 load_cluster_float2(u32 source) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(source) : "memory");
+  return v;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float4 load_cluster_float4(u32 source) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(source)
+               : "memory");
+  return v;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: st
 // Stores to this CTA's shared memory.
 __device__ __forceinline__ void store_shared_u64(u32 destination, u64 value) {

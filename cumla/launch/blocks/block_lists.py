@@ -8,6 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.core.paged import by_head
+from cumla.launch.blocks.block_decode import block_decode_launch
 from cumla.launch.blocks.block_tiles import block_tiles_launch
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mha.launch import MHAArguments, attention_launch, attention_values
@@ -127,6 +128,8 @@ def block_attention_launches(
     """Describe how to build the lists, and to attend to them; out and lse have the axes of q."""
     if key.tile:
         return _tile_launches(key, key.tile, buffer, arguments, out, lse)
+    if key.is_direct:
+        return [_direct_launch(key, buffer, arguments, out, lse)]
     views = (arguments.q, 1), (out, 1), (lse, 0)
     if not arguments.has_heads and _rows_are_even(key.q_len, *views):
         return _launches(key, buffer, arguments, out, lse)
@@ -139,6 +142,16 @@ def block_attention_launches(
         ]
         found += _launches(key.one_head, buffer, _of_head(arguments, head), *outs)
     return found
+
+
+def _direct_launch(
+    key: BlockKey, buffer: int, a: BlockArguments, out: ArrayView, lse: ArrayView
+) -> Launch:
+    """Describe how to attend to short lists, which the kernel itself reads."""
+    pages = virtual_pages(a.k, a.v, a.block_size)
+    assert pages is not None
+    attend = _attention_of(a, a.q, pages.number, a.block_table, with_heads=False)
+    return block_decode_launch(key, attend, _lists_values(key, buffer, a, pages), out, lse)
 
 
 def _tile_launches(

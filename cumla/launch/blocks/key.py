@@ -11,6 +11,7 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
+from cumla.launch.blocks.block_decode import MOST_ENTRIES, MOST_HEADS
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
 from cumla.launch.layouts import constant
 from cumla.launch.mha.attention import LISTED, LISTED_TILES, tiles_spec
@@ -19,6 +20,7 @@ from cumla.launch.mha.choice import RULES as RULES_OF_CHOICE
 from cumla.launch.mha.choice import Choice, choose
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.shape import E4M3
+from cumla.launch.source import HALVES
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, PlanLayout
 
 if TYPE_CHECKING:
@@ -131,6 +133,37 @@ class BlockKey(MHAKey):
                 topk=self.topk,
             )
         return tile if tile and tile.serves and not self.batch_invariant else None
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether block_decode serves these lists."""
+        return (
+            self.tile is None
+            and not self.batch_invariant
+            and self.kernel_tiles == (2, 2)
+            and self.num_heads <= MOST_HEADS
+            and 0 < self.topk <= MOST_ENTRIES
+            and self.page_size % 32 == 0
+            and self.dtype in HALVES
+        )
+
+    @property
+    def form_of_decode(self) -> tuple[int, int]:
+        """Warps, and chunks ahead, of block_decode."""
+        import os
+
+        form = os.environ.get("FORM", "4,3").split(",")
+        return int(form[0]), int(form[1])
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks that share a list."""
+        import os
+
+        if "CLUSTER" in os.environ:
+            return int(os.environ["CLUSTER"])
+        room = 2 * self.sm_count // max(self.num_places, 1)
+        return next(n for n in (8, 4, 2, 1) if n <= max(room, 1))
 
     @property
     def list_blocks(self) -> int:

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warp of block_decode and one chunk of tokens: scores, softmax, and the product with the values.
+#pragma once
+#include "attend/narrow.cuh"
+#include "attend/reduce.cuh"
+#include "attend/score.cuh"
+#include "attend/softmax.cuh"
+#include "blocks/block_decode/layout.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace attend;
+
+// Lane 4 g + q has what belongs to heads g and g + 8.
+template <typename T, bool kE4m3, typename Layout>
+struct DecodeAttender {
+  using Unit = typename mha::TypeIf<kE4m3, Fp16, T>::Type;  // of the products
+  static constexpr int kSteps = kDecodeColumns / 16, kEights = Layout::kChunk / 8, kPairs = kEights / 2;
+
+  const BlockDecodeParams& p;
+  const int lane = threadIdx.x % 32;
+  u32 query[kSteps][4];
+  float output[2 * kSteps][4] = {};
+  float scores[kEights][4];
+  float maximum[2] = {kLowest, kLowest}, sum[2] = {}, weight[2] = {};
+  float factor[2];  // of scores (base 2), or of the argument of the cap
+
+  __device__ __forceinline__ DecodeAttender(const BlockDecodeParams& p, const Layout& shared, float of_keys) : p(p) {
+    const int g = lane / 4, q = lane % 4;
+    const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
+    factor[0] = factor[1] = fminf(of_scores, kMaxFactor);
+    if constexpr (!kE4m3) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+        load_matrix_x4(query[k], shared.query(lane / 8 % 2 * 8 + lane % 8, 2 * k + lane / 16));
+    } else {
+      // In the order of bytes that a lane has of keys: columns 4 q to 4 q + 3 of 16.
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint2 v = load_shared_8(shared.query(g + 8 * r, 2 * k + q / 2) + q % 2 * 8);
+          query[k][r] = v.x;
+          query[k][r + 2] = v.y;
+        }
+      if constexpr (kIsBf16<T>) narrow(of_scores);
+    }
+  }
+
+  __device__ __forceinline__ void narrow(float of_scores) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      u32 highest = 0;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+        highest = max(highest, max(Narrowed::highest_of(query[k][r]), Narrowed::highest_of(query[k][r + 2])));
+      const Narrowed narrowed(highest);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        query[k][r] = narrowed(query[k][r]);
+        query[k][r + 2] = narrowed(query[k][r + 2]);
+      }
+      factor[r] = fminf(of_scores * narrowed.down, kMaxFactor);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(u32 keys) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      u32 b[4];
+      if constexpr (kE4m3) {  // 16 columns of 32 keys
+        load_matrix_x4(b, keys + Layout::place(lane, k));
+#pragma unroll
+        for (int n = 0; n < kEights; ++n) {
+          u32 low, high;
+          expand_e4m3x4(b[n], low, high);
+          multiply_by_query(n, k, low, high);
+        }
+      } else {  // 16 columns of 16 keys
+        load_matrix_x4(b, keys + Layout::place(lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+        multiply_by_query(0, k, b[0], b[1]);
+        multiply_by_query(1, k, b[2], b[3]);
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply_by_query(int n, int k, u32 low, u32 high) {
+    mma_m16n8k16<Unit>(scores[n], query[k][0], query[k][1], query[k][2], query[k][3], low, high);
+  }
+
+  // The first `seen` tokens of the chunk are visible.
+  __device__ __forceinline__ void scale_scores(int seen) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] *= factor[e / 2];
+        if (p.to_softcap != 0.0f) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
+        if (8 * n + lane % 4 * 2 + e % 2 >= seen) scores[n][e] = -kInfinity;
+      }
+  }
+
+  __device__ __forceinline__ void raise_maximum() {
+    float highest[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) highest[e / 2] = fmaxf(highest[e / 2], scores[n][e]);
+    const bool grown = highest[0] > maximum[0] + kMaximumSlack || highest[1] > maximum[1] + kMaximumSlack;
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float next = max_of_quad(highest[r]);
+      if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
+      const float kept = exp2_approx(maximum[r] - next);
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        output[i][2 * r] *= kept;
+        output[i][2 * r + 1] *= kept;
+      }
+      sum[r] *= kept;
+      weight[r] *= kept;
+      maximum[r] = next;
+    }
+  }
+
+  // Computes the probabilities as operands of the second product, for each 16 tokens.
+  __device__ __forceinline__ void exponentiate(u32 (&probabilities)[kPairs][4]) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float a = exp2_approx(scores[n][2 * r] - maximum[r]);
+        const float b = exp2_approx(scores[n][2 * r + 1] - maximum[r]);
+        const u32 packed = pack_pair<Unit>(a, b);
+        const float2 rounded = unpack_pair<Unit>(packed);
+        sum[r] += a + b;
+        weight[r] += rounded.x + rounded.y;
+        probabilities[n / 2][n % 2 * 2 + r] = packed;
+      }
+  }
+
+  __device__ __forceinline__ void multiply_values(u32 values, const u32 (&probabilities)[kPairs][4]) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {  // 16 columns
+      u32 b[4];
+      if constexpr (kE4m3) {  // of 32 tokens: product 2 i has the even columns, 2 i + 1 the odd ones
+        load_matrix_x4_transposed(b, values + Layout::place(lane, i));
+#pragma unroll
+        for (int t = 0; t < kPairs; ++t) {
+          u32 even[2], odd[2];
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            expand_e4m3x4(__byte_perm(b[2 * t + half], 0, 0x3120), even[half], odd[half]);
+          add_values(2 * i, probabilities[t], even[0], even[1]);
+          add_values(2 * i + 1, probabilities[t], odd[0], odd[1]);
+        }
+      } else {  // of 16 tokens
+        load_matrix_x4_transposed(b, values + Layout::place(lane % 16, 2 * i + lane / 16));
+        add_values(2 * i, probabilities[0], b[0], b[1]);
+        add_values(2 * i + 1, probabilities[0], b[2], b[3]);
+      }
+    }
+  }
+  __device__ __forceinline__ void add_values(int i, const u32 (&a)[4], u32 low, u32 high) {
+    mma_m16n8k16<Unit>(output[i], a[0], a[1], a[2], a[3], low, high);
+  }
+
+  // Weights of tokens that are not seen are 0, and 0 x NaN is NaN: their values are zeroed.
+  __device__ __forceinline__ void clear_values(u32 values, int seen) const {
+    constexpr int kOctets = Layout::kRow / 16;
+    for (int i = lane; i < (Layout::kChunk - seen) * kOctets; i += 32)
+      store_shared_zero_16(values + Layout::place(seen + i / kOctets, i % kOctets));
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void attend(u32 chunk, int seen) {
+    u32 probabilities[kPairs][4];
+    if (seen < Layout::kChunk) clear_values(chunk + Layout::kKeyBytes, seen);
+    multiply_keys(chunk);
+    scale_scores(seen);
+    raise_maximum();
+    exponentiate(probabilities);
+    multiply_values(chunk + Layout::kKeyBytes, probabilities);
+  }
+
+  // Leaves the warp's sums and statistics in shared memory.
+  __device__ __forceinline__ void leave(const Layout& shared, int warp) const {
+    const int g = lane / 4, q = lane % 4;
+    __syncwarp();  // all lanes have read the last chunk
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 to = shared.sums(warp, g + 8 * r);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const float* const first = output[2 * i] + 2 * r;
+        const float* const second = output[2 * i + 1] + 2 * r;
+        if constexpr (kE4m3) {
+          store_shared_float4(to + (16 * i + 4 * q) * 4, {first[0], second[0], first[1], second[1]});
+        } else {
+          store_shared_float2(to + (16 * i + 2 * q) * 4, {first[0], first[1]});
+          store_shared_float2(to + (16 * i + 8 + 2 * q) * 4, {second[0], second[1]});
+        }
+      }
+      const float total = sum_of_quad(sum[r]), rounded = sum_of_quad(weight[r]);
+      if (q == 0) store_shared_float4(shared.statistics(warp, g + 8 * r), {maximum[r], total, rounded, 0.0f});
+    }
+  }
+};
+
+}  // namespace cumla::blocks

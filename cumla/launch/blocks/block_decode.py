@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_decode.cu: attention to short lists of blocks, in one launch."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import e, log2
+from typing import TYPE_CHECKING, Any
+
+from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.source import HALVES, KernelSpec, in_cuda
+from cumla.launch.split.division import divisor_of
+from cumla.launch.tensor_map import paged_kv_map
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.blocks.key import BlockKey
+    from cumla.launch.kernel import Launch
+    from cumla.launch.mha.append_kv_cache import Scale
+    from cumla.launch.mha.launch import MHAArguments
+
+_FILE = "blocks/block_decode"
+_FORMS = ((4, 3), (4, 6), (8, 3))  # warps, and chunks of each that are loaded ahead
+_LOG2_E = log2(e)
+
+
+def _spec(dtype: str, e4m3: bool, form: tuple[int, int]) -> KernelSpec:
+    warps, stages = form
+    layout = f"DecodeLayout<{in_cuda(e4m3)}, {warps}, {stages}>"
+    return KernelSpec.of(
+        *("blocks", "block_decode", "BlockDecodeParams", dtype, e4m3, warps, stages),
+        tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps), str(stages)],
+        threads=32 * warps,
+        min_blocks=2 if form == _FORMS[0] else 1,
+        smem_bytes=constant(_FILE, f"{layout}::kBytes"),
+    )
+
+
+_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), _FORMS)}
+SPECS = tuple(_SPECS.values())
+_CHUNKS = {
+    e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, 4, 3>::kChunk") for e4m3 in (False, True)
+}
+MOST_ENTRIES, MOST_HEADS = (
+    constant(_FILE, name) for name in ("kDecodeEntries", "kDecodeRows")
+)
+
+
+def block_decode_launch(
+    key: BlockKey,
+    arguments: MHAArguments,
+    lists: Mapping[str, Any],
+    out: ArrayView,
+    lse: ArrayView,
+) -> Launch:
+    """Describe attention to lists; out and lse have the axes of q.
+
+    `arguments` has keys and values as virtual pages, and the block table of the call; `lists` has
+    the values of struct ListsParams but for where pages are written.
+    """
+    a, table = arguments, arguments.pages
+    assert table is not None
+    is_e4m3 = key.cache_dtype != key.dtype
+    rows = _CHUNKS[is_e4m3]
+    maps = {
+        f"{name}_map": paged_kv_map(
+            view.ptr, key.cache_dtype, tuple([max(n, 1) for n in view.shape]), view.strides, rows
+        )._replace(name=name[0])
+        for name, view in (("key", a.k), ("value", a.v))
+    }
+    has_requests = len(a.q.shape) == 4
+    apart = a.q.shape[1] if has_requests else 0
+    values = {
+        **lists,
+        "pages_out": 0,
+        **maps,
+        **_rows("q", a.q, has_requests),
+        **_rows("out", out, has_requests),
+        **{name: n if name == "lse" else n // 4 for name, n in _rows("lse", lse, has_requests).items()},
+        "sinks": 0 if a.sinks is None else a.sinks.ptr,
+        "key_scale": _scales(a.k_scale),
+        "value_scale": _scales(a.v_scale),
+        "table_entries": (table.shape[0] - 1) * (table.strides[0] // 4) + table.shape[1],
+        "key_columns": key.head_dim,
+        "value_columns": key.head_dim_v,
+        "heads_per_group": key.num_heads,
+        "tokens_apart": apart,
+        "out_is_float": out.dtype == "float32",
+        "cluster_log2": key.cluster.bit_length() - 1,
+        "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
+        "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
+        "by_tokens_apart": divisor_of(apart or 1 << 31),
+        "by_block_size": divisor_of(key.page_size),
+    }
+    spec = _SPECS[key.dtype, is_e4m3, key.form_of_decode]
+    return launch_of(spec, (key.cluster * key.num_places, 1, 1), values, key.cluster)
+
+
+def _rows(name: str, view: ArrayView, has_requests: bool) -> dict[str, int]:
+    """Name where rows begin, and their strides in bytes; those without requests are of one."""
+    if not has_requests:
+        view = view._replace(strides=(0, *view.strides))
+    return strided(view, name, *(f"{name}_stride_{axis}" for axis in ("batch", "token", "head")))
+
+
+def _scales(scale: Scale) -> dict[str, Any]:
+    """Name the values of struct Scales."""
+    view = scale.view
+    if view is None:
+        return {
+            "data": 0, "stride_request": 0, "stride_head": 0, "value": scale.number, "requests": 1
+        }  # fmt: skip
+    request, head = (
+        stride // 4 if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True)
+    )
+    return {
+        "data": view.ptr,
+        "stride_request": request,
+        "stride_head": head,
+        "value": 1.0,
+        "requests": view.shape[0],
+    }
