@@ -137,8 +137,11 @@ class BlockKey(MHAKey):
     @cached_property
     def is_direct(self) -> bool:
         """Whether block_decode serves these lists."""
+        import os
+
         return (
-            self.tile is None
+            "NODIRECT" not in os.environ
+            and self.tile is None
             and not self.batch_invariant
             and self.kernel_tiles == (2, 2)
             and self.num_heads <= MOST_HEADS
