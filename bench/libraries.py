@@ -231,6 +231,11 @@ class Libraries:
         return self._load(name, lambda: import_module(name))
 
     @property
+    def flash_infer_blocks(self) -> Any:
+        """The functions of MiniMax M3: scores, choice and attention of blocks."""
+        return self._load("FlashInfer's msa_ops", lambda: import_module("flashinfer.msa_ops"))
+
+    @property
     def vllm_operators(self) -> Any:
         """The operators of vLLM, its top-k among them."""
 

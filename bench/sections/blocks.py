@@ -59,8 +59,33 @@ def decode(lab: Lab, cache: str, batch: int, queries: int, heads: int, kv_heads:
         limit=6e-3,
         nbytes=tokens * (kv_heads * top * _BLOCK * 2 * unit + heads * 4) * _COLUMNS,
         flops=4 * tokens * heads * top * _BLOCK * _COLUMNS,
-        peers=_plain(lab, q, k, v, table, lists),
+        peers=_plain(lab, q, k, v, table, lists)
+        | _flash_infer(lab, q, k, v, table, lists, lens),
     )
+
+
+def _flash_infer(
+    lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any, lens: Any
+) -> dict[str, list[Variant]]:
+    """FlashInfer's kernels for bfloat16 queries and e4m3 caches, whose keys and values alternate."""
+    library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
+    if library is None:
+        return {}
+    both = lab.torch.stack([k, v], -2).permute(0, 2, 1, 3, 4).contiguous().flatten(3)
+    keys, values = both.split(_COLUMNS, -1)
+    of_heads, out = lists.transpose(0, 1).contiguous(), lab.empty(*q.flatten(0, 1).shape)
+
+    def run() -> Any:
+        library.msa_sparse_decode_attention(
+            *(q.flatten(0, 1), keys, values, of_heads),
+            page_table=table,
+            seqused_k=lens,
+            seqlen_q=q.shape[1],
+            out=out,
+        )
+        return out.view(q.shape)
+
+    return {"FlashInfer": [Variant("", run)]}
 
 
 def _plain(lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any) -> dict[str, list[Variant]]:

@@ -46,6 +46,7 @@ from cumla.core.spec import (
     optional,
 )
 from cumla.core.state import AttentionState
+from cumla.launch.blocks.block_decode import decode_spec
 from cumla.launch.blocks.block_lists import (
     BlockArguments,
     block_attention_launches,
@@ -122,7 +123,10 @@ BLOCK_SPARSE_ATTENTION = Spec(
         flag("batch_invariant", False),
     ),
     positional=4,
-    kernels=("block_rows", "block_places", "block_lists", "block_tiles", "attention_"),
+    kernels=(
+        *("block_rows", "block_places", "block_decode", "block_lists", "block_tiles"),
+        "attention_",
+    ),
     returns=("out", "lse"),
     result=AttentionState,
     planned=("kv_lens", "qo_indptr"),
@@ -747,6 +751,8 @@ v_scale, kv_layout, indices_are, out, lse, stream
         key = self.key
         if key.tile:
             specs: tuple[KernelSpec, ...] = (*PLACE_SPECS, *TILE_SPECS, key.tile.choice.spec)
+        elif key.is_direct:
+            specs = (decode_spec(key),)
         else:
             specs = lists_spec(key.topk), key.choice.spec, key.one_head.choice.spec
         for spec in (*ROW_SPECS, *specs):

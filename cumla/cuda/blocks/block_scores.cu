@@ -11,7 +11,7 @@
 // Roles and time line:
 //   all      copy query rows to shared memory, e4m3 as float16 | what each sees | B
 //   a warp   for each request of the tile, for each of its blocks:
-//            load 16 keys | load the next 16 | products, maxima | ... | maxima over lanes | store
+//            load the next 16 keys, maybe of the next block | products, maxima | ... | maxima over lanes | store
 // Barriers: one __syncthreads, B, guards the query rows. There are no mbarriers.
 // Budget: 128 registers per thread; shared memory for 32 query rows, 19 KB with 256 columns.
 #include "blocks/rows.cuh"
@@ -169,39 +169,43 @@ struct Scorer {
     }
   }
 
-  // Scores one block for the query rows [begin, end), which are of one request.
-  __device__ __forceinline__ void score_block(int request, int begin, int end, int most_seen, int block) const {
-    float most[kTiles][2];
+  // The page of a block of a request; -1 if no query row sees the block, or there is no such page.
+  __device__ __forceinline__ int page_of(int request, int most_seen, int block, int blocks) const {
+    if (block >= blocks || block * p.block_size >= most_seen) return -1;
+    return p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
+  }
+
+  // Keys of a block that some query row sees, and where they lie.
+  struct Block {
+    const char* base;
+    int keys;
+  };
+  __device__ __forceinline__ Block block_at(int most_seen, int block, int page) const {
+    if (static_cast<u32>(page) >= static_cast<u32>(p.num_pages)) return {p.keys, 0};
+    const int in_page = block - quotient(block, p.by_blocks_per_page) * p.blocks_per_page;
+    return {p.keys + page * p.keys_stride_page + in_page * p.block_size * p.keys_stride_row,
+            min(p.block_size, most_seen - block * p.block_size)};
+  }
+
+  // The largest products of eight query rows: lane 4 g + q has those of rows 2 q and 2 q + 1 with some keys.
+  using Maxima = float[kTiles][2];
+
+  __device__ __forceinline__ void raise(Maxima& most, const Keys<kBytes>& keys, int begin, int end, int key) const {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) most[t][0] = most[t][1] = -kInfinity;
-    const int first_key = block * p.block_size, keys_there = min(p.block_size, most_seen - first_key);
-    int page = -1;
-    if (keys_there > 0) page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
-    if (static_cast<u32>(page) < static_cast<u32>(p.num_pages)) {
-      const int in_page = block - quotient(block, p.by_blocks_per_page) * p.blocks_per_page;
-      const char* const base = p.keys + page * p.keys_stride_page + in_page * p.block_size * p.keys_stride_row;
-      Keys<kBytes> keys, next;
-      keys.load(base, p.keys_stride_row, keys_there);
-#pragma unroll 1
-      for (int from = 0; from < keys_there; from += kKeysAtOnce) {
-        const int left = keys_there - from - kKeysAtOnce;
-        if (left > 0) next.load(base + (from + kKeysAtOnce) * p.keys_stride_row, p.keys_stride_row, left);
-        const int key = first_key + from + lane / 4;
+    for (int t = 0; t < kTiles; ++t) {
+      if (t * 8 >= end || t * 8 + 8 <= begin) continue;
+      float score[4];
+      multiply(keys, t, score);
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          if (t * 8 >= end || t * 8 + 8 <= begin) continue;
-          float score[4];
-          multiply(keys, t, score);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int seen = shared.seen[t * 8 + lane % 4 * 2 + j];
-            if (key < seen) most[t][j] = larger(most[t][j], score[j]);
-            if (key + 8 < seen) most[t][j] = larger(most[t][j], score[2 + j]);
-          }
-        }
-        if (left > 0) keys = next;
+      for (int j = 0; j < 2; ++j) {
+        const int seen = shared.seen[t * 8 + lane % 4 * 2 + j];
+        if (key < seen) most[t][j] = larger(most[t][j], score[j]);
+        if (key + 8 < seen) most[t][j] = larger(most[t][j], score[2 + j]);
       }
     }
+  }
+
+  __device__ __forceinline__ void store(Maxima& most, int begin, int end, int block) const {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       if (t * 8 >= end || t * 8 + 8 <= begin) continue;
@@ -218,18 +222,46 @@ struct Scorer {
     }
   }
 
+  // Scores a warp's blocks for the query rows [begin, end), which are of one request. Keys come 16 ahead, those of the
+  // next block as well, and the page of the block after it.
+  __device__ __forceinline__ void score_blocks(int request, int begin, int end, int most_seen) const {
+    const int first = blockIdx.y * p.warp_blocks * kScoreWarps;
+    const int blocks = min(first + p.warp_blocks * kScoreWarps, p.width);
+    int block = first + threadIdx.x / 32;
+    int page = page_of(request, most_seen, block, blocks);
+    int later = page_of(request, most_seen, block + kScoreWarps, blocks);
+    Block at = block_at(most_seen, block, page);
+    Keys<kBytes> keys, next;
+    if (at.keys > 0) keys.load(at.base, p.keys_stride_row, at.keys);
+#pragma unroll 1
+    for (; block < blocks; block += kScoreWarps) {
+      Maxima most;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) most[t][0] = most[t][1] = -kInfinity;
+      const Block after = block_at(most_seen, block + kScoreWarps, later);
+      later = page_of(request, most_seen, block + 2 * kScoreWarps, blocks);
+#pragma unroll 1
+      for (int from = 0; from < at.keys; from += kKeysAtOnce) {
+        const int left = at.keys - from - kKeysAtOnce;
+        const char* const source = left > 0 ? at.base + (from + kKeysAtOnce) * p.keys_stride_row : after.base;
+        const int there = left > 0 ? left : after.keys;
+        if (there > 0) next.load(source, p.keys_stride_row, there);
+        raise(most, keys, begin, end, block * p.block_size + from + lane / 4);
+        if (there > 0) keys = next;
+      }
+      if (at.keys <= 0 && after.keys > 0) keys.load(after.base, p.keys_stride_row, after.keys);
+      store(most, begin, end, block);
+      at = after;
+    }
+  }
+
   __device__ __forceinline__ void score() const {
-    const int warp = threadIdx.x / 32, first = blockIdx.y * p.warp_blocks * kScoreWarps;
     for (int begin = 0, end; begin < rows; begin = end) {
       const int request = shared.requests[begin];
       int most_seen = shared.seen[begin];
       for (end = begin + 1; end < rows && shared.requests[end] == request; ++end)
         most_seen = max(most_seen, shared.seen[end]);
-#pragma unroll 1
-      for (int i = 0; i < p.warp_blocks; ++i) {
-        const int block = first + i * kScoreWarps + warp;
-        if (block < p.width) score_block(request, begin, end, most_seen, block);
-      }
+      score_blocks(request, begin, end, most_seen);
     }
   }
 };

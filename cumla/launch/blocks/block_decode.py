@@ -48,6 +48,11 @@ MOST_ENTRIES, MOST_HEADS = (
 )
 
 
+def decode_spec(key: BlockKey) -> KernelSpec:
+    """Find the kernel of a shape that this file serves."""
+    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.form_of_decode]
+
+
 def block_decode_launch(
     key: BlockKey,
     arguments: MHAArguments,
@@ -94,8 +99,7 @@ def block_decode_launch(
         "by_tokens_apart": divisor_of(apart or 1 << 31),
         "by_block_size": divisor_of(key.page_size),
     }
-    spec = _SPECS[key.dtype, is_e4m3, key.form_of_decode]
-    return launch_of(spec, (key.cluster * key.num_places, 1, 1), values, key.cluster)
+    return launch_of(decode_spec(key), (key.cluster * key.num_places, 1, 1), values, key.cluster)
 
 
 def _rows(name: str, view: ArrayView, has_requests: bool) -> dict[str, int]:
