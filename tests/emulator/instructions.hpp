@@ -160,6 +160,7 @@ float4 load_global_16(const float4* address) { return *address; }
 
 // cluster.cuh
 void cluster_sync() { host::meet_cluster(); }
+void cluster_sync_relaxed() { host::meet_cluster(); }
 u32 shared_address_in(u32 address, u32 rank) {
   return address + static_cast<u32>(host::shared_of(rank) - host::shared);
 }

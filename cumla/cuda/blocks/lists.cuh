@@ -36,7 +36,7 @@ struct ListsParams {
   int blocks_per_page;
   int page_step, block_step, head_step;  // of virtual pages
   int entries_are_wide;                  // 64 bits
-  Divisor by_kv_heads, by_blocks_per_page;
+  Divisor by_kv_heads, by_block_size, by_blocks_per_page;
   Divisor by_entry;  // entries are tokens: the block size; else 1
 };
 
@@ -63,7 +63,7 @@ struct List {
     request = row.request;
     const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
     seen = request < p.batch ? row.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
-    blocks = static_cast<int>((static_cast<u32>(seen) + p.block_size - 1) / p.block_size);
+    blocks = seen > 0 ? quotient(seen - 1, p.by_block_size) + 1 : 0;
   }
 
   __device__ __forceinline__ i64 entry_at(const ListsParams& p, int i) const {

@@ -14,6 +14,15 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: barrier.cluster
+// The same without an order of memory: what threads have loaded is loaded.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: mapa
 // Maps a shared-memory address of this CTA to the same offset in CTA `rank` of the cluster.
 __device__ __forceinline__ u32 shared_address_in(u32 address, u32 rank) {

@@ -97,7 +97,6 @@ def block_decode_launch(
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         "by_tokens_apart": divisor_of(apart or 1 << 31),
-        "by_block_size": divisor_of(key.page_size),
     }
     return launch_of(decode_spec(key), (key.cluster * key.num_places, 1, 1), values, key.cluster)
 

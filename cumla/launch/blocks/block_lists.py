@@ -355,6 +355,7 @@ def _lists_values(
         "head_step": pages.steps[2],
         "entries_are_wide": a.entries.dtype == "int64",
         "by_kv_heads": divisor_of(key.q_len),
+        "by_block_size": divisor_of(a.block_size),
         "by_blocks_per_page": divisor_of(in_page),
         "by_entry": divisor_of(a.block_size if a.entries_are_tokens else 1),
     }

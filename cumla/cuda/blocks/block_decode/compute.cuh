@@ -24,13 +24,21 @@ struct DecodeAttender {
   const BlockDecodeParams& p;
   const int lane = threadIdx.x % 32;
   u32 query[kSteps][4];
-  float output[2 * kSteps][4] = {};
+  float output[2 * kSteps][4];
   float scores[kEights][4];
-  float maximum[2] = {kLowest, kLowest}, sum[2] = {}, weight[2] = {};
+  float maximum[2], sum[2], weight[2];
   float factor[2];  // of scores (base 2), or of the argument of the cap
 
-  __device__ __forceinline__ DecodeAttender(const BlockDecodeParams& p, const Layout& shared, float of_keys) : p(p) {
+  __device__ __forceinline__ explicit DecodeAttender(const BlockDecodeParams& p) : p(p) {}
+
+  __device__ __forceinline__ void begin(const Layout& shared, float of_keys) {
     const int g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[i][e] = 0.0f;
+    maximum[0] = maximum[1] = kLowest;
+    sum[0] = sum[1] = weight[0] = weight[1] = 0.0f;
     const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
     factor[0] = factor[1] = fminf(of_scores, kMaxFactor);
     if constexpr (!kE4m3) {
@@ -100,21 +108,28 @@ struct DecodeAttender {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[n][e] *= factor[e / 2];
-        if (p.to_softcap != 0.0f) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
-        if (8 * n + lane % 4 * 2 + e % 2 >= seen) scores[n][e] = -kInfinity;
-      }
+      for (int e = 0; e < 4; ++e) scores[n][e] *= factor[e / 2];
+    if (p.to_softcap != 0.0f)
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
+    if (seen < Layout::kChunk)
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (8 * n + lane % 4 * 2 + e % 2 >= seen) scores[n][e] = -kInfinity;
   }
 
-  __device__ __forceinline__ void raise_maximum() {
+  __device__ __forceinline__ void raise_maximum(int seen) {
     float highest[2] = {-kInfinity, -kInfinity};
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) highest[e / 2] = fmaxf(highest[e / 2], scores[n][e]);
     const bool grown = highest[0] > maximum[0] + kMaximumSlack || highest[1] > maximum[1] + kMaximumSlack;
-    if (!__any_sync(0xffffffffu, grown)) return;
+    if (!__any_sync(0xffffffffu, grown || seen < 0)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float next = max_of_quad(highest[r]);
@@ -181,23 +196,24 @@ struct DecodeAttender {
     __syncwarp();
   }
 
+  // Nothing is visible if `seen` is negative: the chunk may hold anything, and so may the output afterwards.
   __device__ __forceinline__ void attend(u32 chunk, int seen) {
     u32 probabilities[kPairs][4];
-    if (seen < Layout::kChunk) clear_values(chunk + Layout::kKeyBytes, seen);
+    if (seen >= 0 && seen < Layout::kChunk) clear_values(chunk + Layout::kKeyBytes, seen);
     multiply_keys(chunk);
     scale_scores(seen);
-    raise_maximum();
+    raise_maximum(seen);
     exponentiate(probabilities);
     multiply_values(chunk + Layout::kKeyBytes, probabilities);
   }
 
   // Leaves the warp's sums and statistics in shared memory.
-  __device__ __forceinline__ void leave(const Layout& shared, int warp) const {
+  __device__ __forceinline__ void leave(u32 sums, u32 statistics, int pitch) const {
     const int g = lane / 4, q = lane % 4;
     __syncwarp();  // all lanes have read the last chunk
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const u32 to = shared.sums(warp, g + 8 * r);
+      const u32 to = sums + (g + 8 * r) * pitch;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const float* const first = output[2 * i] + 2 * r;
@@ -210,7 +226,7 @@ struct DecodeAttender {
         }
       }
       const float total = sum_of_quad(sum[r]), rounded = sum_of_quad(weight[r]);
-      if (q == 0) store_shared_float4(shared.statistics(warp, g + 8 * r), {maximum[r], total, rounded, 0.0f});
+      if (q == 0) store_shared_float4(statistics + (pitch == 0 ? 0 : (g + 8 * r) * 16), {maximum[r], total, rounded, 0.0f});
     }
   }
 };

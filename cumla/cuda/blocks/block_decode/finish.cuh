@@ -13,72 +13,100 @@ namespace cumla::blocks {
 
 using namespace attend;
 
-__device__ __forceinline__ float of_warp(float value, bool is_maximum) {
+// Partial results of a row, relative to the largest maximum.
+struct RowSum {
+  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};  // four columns
+  float maximum = kLowest, total = 0.0f, rounded = 0.0f;
+  float weights[8];  // of up to eight partial results
+
+  template <int kCount>
+  __device__ __forceinline__ void weigh(const float4 (&statistics)[kCount]) {
 #pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, value, lanes);
-    value = is_maximum ? fmaxf(value, other) : value + other;
+    for (int i = 0; i < kCount; ++i) maximum = fmaxf(maximum, statistics[i].x);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      weights[i] = exp2_approx(statistics[i].x - maximum);
+      total += weights[i] * statistics[i].y;
+      rounded += weights[i] * statistics[i].z;
+    }
   }
-  return value;
+  template <int kCount>
+  __device__ __forceinline__ void add(const float4 (&sums)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      v.x += weights[i] * sums[i].x;
+      v.y += weights[i] * sums[i].y;
+      v.z += weights[i] * sums[i].z;
+      v.w += weights[i] * sums[i].w;
+    }
+  }
+};
+
+// A thread adds up four columns of a row at a time, over the CTA's warps. Unless `real`, the result goes nowhere.
+template <int kWarps, typename Layout>
+__device__ __forceinline__ void add_warps(const Layout& shared, bool real) {
+  constexpr int kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps;
+  const int quad = threadIdx.x % kQuads;
+#pragma unroll 1
+  for (int row = threadIdx.x / kQuads; row < (real ? kDecodeRows : kThreads / kQuads); row += kThreads / kQuads) {
+    float4 statistics[kWarps], sums[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      statistics[w] = load_shared_float4(shared.statistics(w, row));
+      sums[w] = load_shared_float4(shared.sums(w, row) + quad * 16);
+    }
+    RowSum sum;
+    sum.weigh(statistics);
+    sum.add(sums);
+    store_shared_float4((real ? shared.sums(0, row) : shared.nowhere()) + quad * 16, sum.v);
+    if (quad == 0)
+      store_shared_float4(real ? shared.statistics(kWarps, row) : shared.nowhere(),
+                          {sum.maximum, sum.total, sum.rounded, 0.0f});
+  }
 }
 
-// A warp adds up 64 columns of a head at a time; a lane has two of them. `rank` is the CTA's, of 2^cluster_log2.
+// The same over the CTAs of a cluster, of which each has some rows. Unless `real`, nothing is stored.
 template <typename T, int kWarps, typename Layout>
-__device__ __forceinline__ void finish(const BlockDecodeParams& p, const Layout& shared, const List& list, int token,
-                                       int rank) {
-  constexpr int kHalf = kDecodeColumns / 2, kMost = (kWarps << 3) > 32 ? 2 : 1;  // warps that a lane looks after
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int ctas = 1 << p.cluster_log2, warps = kWarps << p.cluster_log2;
+__device__ __forceinline__ void add_ctas(const BlockDecodeParams& p, const Layout& shared, int token, int head,
+                                         int rank, float of_values, bool real) {
+  constexpr int kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps, kMost = 8;
+  const int ctas = real ? 1 << p.cluster_log2 : 1, column = threadIdx.x % kQuads * 4;
   const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
-  const float of_values = p.value_scale.of(list.request, list.head);
-  for (int item = rank * kWarps + warp; item < 2 * p.heads_per_group; item += warps) {
-    const int row = item / 2, column = item % 2 * kHalf + 2 * lane, head = list.head * p.heads_per_group + row;
-    float4 statistics[kMost];
-    float highest = kLowest;
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      const int i = lane + 32 * k;
-      statistics[k] = {kLowest, 0.0f, 0.0f, 0.0f};
-      if (i < warps) statistics[k] = load_cluster_float4(shared_address_in(shared.statistics(i % kWarps, row), i / kWarps));
-      highest = fmaxf(highest, statistics[k].x);
-    }
-    highest = of_warp(highest, true);
-    float weight[kMost], total = 0.0f, rounded = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      weight[k] = exp2_approx(statistics[k].x - highest);
-      total += weight[k] * statistics[k].y;
-      rounded += weight[k] * statistics[k].z;
-    }
-    total = of_warp(total, false);
-    rounded = of_warp(rounded, false);
-    float2 sum = {0.0f, 0.0f};
 #pragma unroll 1
-    for (int cta = 0; cta < ctas; ++cta) {
-      const u32 there = shared_address_in(shared.sums(0, row) + column * 4, cta);
+  for (int row = rank + (threadIdx.x / kQuads << p.cluster_log2); row < p.heads_per_group;
+       row += kThreads / kQuads << p.cluster_log2) {
+    float4 statistics[kMost], sums[kMost];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const int i = cta * kWarps + w;
-        const float2 v = load_cluster_float2(there + w * Layout::kRingBytes);
-        const float of = __shfl_sync(0xffffffffu, kMost > 1 && i >= 32 ? weight[kMost - 1] : weight[0], i % 32);
-        sum.x += of * v.x;
-        sum.y += of * v.y;
-      }
+    for (int i = 0; i < kMost; ++i) {
+      statistics[i] = {kLowest, 0.0f, 0.0f, 0.0f};
+      sums[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (i >= ctas) continue;
+      const u32 cta = real ? i : rank;
+      statistics[i] = load_cluster_float4(shared_address_in(shared.statistics(kWarps, row), cta));
+      sums[i] = load_cluster_float4(shared_address_in(shared.sums(0, row) + column * 4, cta));
     }
-    float lse = log_sum_exp(highest, total), scale = inverse_of_sum(rounded);
-    const float sink = p.sinks == nullptr ? -kInfinity : bounded_sink(p.sinks[head]);
-    take_sink(p, sink, scale, lse);
+    RowSum sum;
+    sum.weigh(statistics);
+    sum.add(sums);
+    const int of_row = head * p.heads_per_group + row;
+    float lse = log_sum_exp(sum.maximum, sum.total), scale = inverse_of_sum(sum.rounded);
+    const bool has_sink = real && p.sinks != nullptr;
+    if (has_sink) take_sink(p, bounded_sink(p.sinks[of_row]), scale, lse);
     scale *= of_values;
-    char* const out = p.out + request * p.out_stride_batch + own * p.out_stride_token + head * p.out_stride_head;
+    const float a = sum.v.x * scale, b = sum.v.y * scale, c = sum.v.z * scale, d = sum.v.w * scale;
+    char* const out = p.out + request * p.out_stride_batch + own * p.out_stride_token + of_row * p.out_stride_head;
+    if (!real) break;
     if (column < p.value_columns) {
       if (p.out_is_float)
-        store_global_float2(out + column * 4, sum.x * scale, sum.y * scale);
+        store_global_float4(out + column * 4, a, b, c, d);
       else
-        *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(sum.x * scale, sum.y * scale);
+        store_global_8(out + column * 2, pack_pair<T>(a, b), pack_pair<T>(c, d));
     }
-    if (item % 2 == 0 && lane == 0)
-      p.lse[request * p.lse_stride_batch + head * p.lse_stride_head + own * p.lse_stride_token] =
-          lse == -kInfinity ? lse : fabsf(lse) >= kMostSink && p.sinks != nullptr ? p.sinks[head] : lse * kLn2;
+    if (column == 0) {
+      float natural = lse == -kInfinity ? lse : lse * kLn2;
+      if (has_sink && fabsf(lse) >= kMostSink && lse != -kInfinity) natural = p.sinks[of_row];
+      p.lse[request * p.lse_stride_batch + of_row * p.lse_stride_head + own * p.lse_stride_token] = natural;
+    }
   }
 }
 

@@ -35,7 +35,7 @@ struct BlockDecodeParams : ListsParams {
   int cluster_log2;  // CTAs that share a list
   float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
   float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
-  Divisor by_tokens_apart, by_block_size;
+  Divisor by_tokens_apart;
 };
 
 template <bool kE4m3, int kWarps, int kStages>
@@ -48,9 +48,9 @@ struct DecodeLayout {
   static_assert(kDecodeRows * kSumsRow <= kRingBytes, "a warp's sums take the place of its stages");
   static constexpr int kQueryBytes = kDecodeRows * kDecodeColumns * 2;
   static constexpr int kListBytes = kDecodeEntries * 4;
-  static constexpr int kStatisticsBytes = kWarps * kDecodeRows * 16;
-  static constexpr int kBytes =
-      kWarps * kRingBytes + kQueryBytes + 2 * kListBytes + kStatisticsBytes + kWarps * kStages * 8;
+  static constexpr int kStatisticsBytes = (kWarps + 1) * kDecodeRows * 16;
+  static constexpr int kBytes = kWarps * kRingBytes + kQueryBytes + kSumsRow + 2 * kListBytes + kStatisticsBytes +
+                                kWarps * kStages * 8 + 16;
 
   u32 base;
 
@@ -62,15 +62,19 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 query(int row, int i) const {
     return query() + row * (kDecodeColumns * 2) + ((i ^ (row & 7)) << 4);
   }
-  __device__ __forceinline__ u32 block(int i) const { return query() + kQueryBytes + i * 4; }
+  // A row of sums that nobody needs.
+  __device__ __forceinline__ u32 nowhere() const { return query() + kQueryBytes; }
+  __device__ __forceinline__ u32 block(int i) const { return nowhere() + kSumsRow + i * 4; }
   __device__ __forceinline__ u32 page(int i) const { return block(kDecodeEntries) + i * 4; }
-  // Of a warp and head: maximum, sum of the weights, sum of the rounded weights.
+  // Of a head and a warp, or of all warps: maximum, sum of the weights, sum of the rounded weights.
   __device__ __forceinline__ u32 statistics(int warp, int row) const {
     return page(kDecodeEntries) + (warp * kDecodeRows + row) * 16;
   }
   __device__ __forceinline__ u32 full(int warp, int s) const {
-    return statistics(kWarps, 0) + (warp * kStages + s) * 8;
+    return statistics(kWarps + 1, 0) + (warp * kStages + s) * 8;
   }
+  // What the first warp knows of the list: tokens, the scales of keys and values.
+  __device__ __forceinline__ u32 known(int i) const { return full(kWarps, 0) + i * 4; }
   // The i-th 16 bytes of a token's row in a stage: boxes of 128 bytes a row, swizzled.
   __device__ __forceinline__ static u32 place(int token, int i) {
     return i / 8 * (kChunk * 128) + token * 128 + ((i % 8 ^ token & 7) << 4);

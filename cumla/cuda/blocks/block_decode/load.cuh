@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the first warp of block_decode does: it reads the list, and copies queries and the first chunks of all warps.
+#pragma once
+#include "blocks/block_decode/layout.cuh"
+#include "blocks/lists.cuh"
+#include "split/division.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+constexpr int kNoBlock = 0x7fffffff;
+
+// The chunks of a list that a CTA has.
+struct Chunks {
+  int first, end;
+
+  __device__ __forceinline__ Chunks(int first, int end) : first(first), end(end) {}
+  __device__ __forceinline__ Chunks(const BlockDecodeParams& p, int tokens, int tokens_of_chunk, int rank) {
+    const int all = (tokens + tokens_of_chunk - 1) / tokens_of_chunk;
+    const int each = (all + (1 << p.cluster_log2) - 1) >> p.cluster_log2;
+    first = rank * each;
+    end = min(first + each, all);
+  }
+};
+
+// By one thread.
+template <typename Layout>
+__device__ __forceinline__ void copy_chunk_async(const BlockDecodeParams& p, const Layout& shared, int warp, int stage,
+                                                 int chunk) {
+  constexpr int kBoxes = Layout::kRow / 128, kColumns = 128 / Layout::kUnit;
+  const int token = chunk * Layout::kChunk, block = quotient(token, p.by_block_size);
+  const int page = load_shared_u32(shared.page(block)), row = token - block * p.block_size;
+  const u32 to = shared.stage(warp, stage), full = shared.full(warp, stage);
+  mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i)
+    tma_load_4d_async(to + i * Layout::kChunk * 128, &p.key_map, full, i * kColumns, row, 0, page);
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i)
+    tma_load_4d_async(to + Layout::kKeyBytes + i * Layout::kChunk * 128, &p.value_map, full, i * kColumns, row, 0,
+                      page);
+}
+
+template <typename Layout>
+__device__ __forceinline__ void copy_query_async(const BlockDecodeParams& p, const Layout& shared, int token,
+                                                 int head) {
+  constexpr int kOctets = kDecodeColumns / 8;
+  const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
+  const int lane = threadIdx.x % 32, octet = lane % kOctets;
+  const char* from = p.q + request * p.q_stride_batch + own * p.q_stride_token +
+                     (static_cast<i64>(head) * p.heads_per_group + lane / kOctets) * p.q_stride_head + octet * 16;
+#pragma unroll
+  for (int row = lane / kOctets; row < kDecodeRows; row += 32 / kOctets, from += 32 / kOctets * p.q_stride_head) {
+    const bool exists = row < p.heads_per_group && octet * 8 < p.key_columns;
+    copy_16_async(shared.query(row, octet), exists ? from : p.q, exists);
+  }
+  copy_async_commit();
+}
+
+// Puts the pages of a list in ascending order of its blocks, each once, and returns their tokens.
+struct PagesInOrder {
+  static constexpr int kEach = kDecodeEntries / 32;  // entries of a lane
+  const int lane = threadIdx.x % 32;
+  i64 entries[kEach];
+  Listed own[kEach];
+
+  __device__ __forceinline__ PagesInOrder(const BlockDecodeParams& p, const List& list) {
+#pragma unroll
+    for (int s = 0; s < kEach; ++s) {
+      if (32 * s >= p.topk) break;
+      entries[s] = 32 * s + lane < list.count ? list.entry_at(p, 32 * s + lane) : -1;
+    }
+  }
+
+  template <typename Layout>
+  __device__ __forceinline__ int put(const BlockDecodeParams& p, const Layout& shared, const List& list) {
+#pragma unroll
+    for (int s = 0; s < kEach; ++s) {
+      if (32 * s >= p.topk) break;
+      own[s] = list.named(p, entries[s]);
+    }
+    bool has_last = false;
+    int found = 0;
+#pragma unroll
+    for (int s = 0; s < kEach; ++s) {
+      if (32 * s >= p.topk) break;
+      store_shared_u32(shared.block(32 * s + lane), own[s].block < 0 ? kNoBlock : own[s].block);
+      has_last |= own[s].block == list.blocks - 1 && own[s].block >= 0;
+    }
+    __syncwarp();
+    bool repeats = false;
+#pragma unroll
+    for (int s = 0; s < kEach; ++s) {
+      if (32 * s >= p.topk) break;
+      int lower = 0;
+      bool is_first = own[s].block >= 0;
+#pragma unroll 1
+      for (int at = 0; at < p.topk; at += 4) {
+        const uint4 v = load_shared_16(shared.block(at));
+        const int blocks[4] = {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z),
+                               static_cast<int>(v.w)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          lower += blocks[i] < own[s].block;
+          is_first &= blocks[i] != own[s].block || at + i >= 32 * s + lane;
+        }
+      }
+      repeats |= own[s].block >= 0 && !is_first;
+      if (!is_first) own[s].block = -1;
+      found += __popc(__ballot_sync(0xffffffffu, is_first));
+      if (is_first) store_shared_u32(shared.page(lower), list.virtual_page(p, own[s]));
+    }
+    if (__any_sync(0xffffffffu, repeats)) put_without_repeats(p, shared, list);
+    has_last = __any_sync(0xffffffffu, has_last);
+    const int missing = has_last ? p.block_size - (list.seen - (list.blocks - 1) * p.block_size) : 0;
+    return found * p.block_size - missing;
+  }
+
+  // Repeated blocks do not count.
+  template <typename Layout>
+  __device__ __forceinline__ void put_without_repeats(const BlockDecodeParams& p, const Layout& shared,
+                                                      const List& list) {
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < kEach; ++s) {
+      if (32 * s >= p.topk) break;
+      store_shared_u32(shared.block(32 * s + lane), own[s].block < 0 ? kNoBlock : own[s].block);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < kEach; ++s) {
+      if (32 * s >= p.topk) break;
+      int lower = 0;
+#pragma unroll 1
+      for (int at = 0; at < p.topk; ++at)
+        lower += static_cast<int>(load_shared_u32(shared.block(at))) < own[s].block;
+      if (own[s].block >= 0) store_shared_u32(shared.page(lower), list.virtual_page(p, own[s]));
+    }
+  }
+};
+
+template <int kWarps, int kStages, typename Layout>
+__device__ __forceinline__ void load_list(const BlockDecodeParams& p, const Layout& shared, int token, int head,
+                                          int rank) {
+  static_assert(kWarps * kStages <= 32, "a lane has a stage");
+  const int lane = threadIdx.x % 32, warp = lane % kWarps, stage = lane / kWarps;
+  const List list(p, token, head);
+  PagesInOrder pages(p, list);
+  copy_query_async(p, shared, token, head);  // while the entries are loaded
+  if (stage < kStages) {
+    mbarrier_init(shared.full(warp, stage), 1);
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
+  }
+  const int tokens = pages.put(p, shared, list);
+  __syncwarp();
+  const Chunks chunks(p, tokens, Layout::kChunk, rank);
+  const int chunk = chunks.first + lane;  // of each stage, a chunk of each warp
+  if (stage < kStages && chunk < chunks.end) copy_chunk_async(p, shared, warp, stage, chunk);
+  if (lane == 0) {
+    store_shared_u32(shared.known(0), tokens);
+    store_shared_float(shared.known(1), p.key_scale.of(list.request, head));
+    store_shared_float(shared.known(2), p.value_scale.of(list.request, head));
+  }
+  copy_async_wait<0>();
+}
+
+}  // namespace cumla::blocks

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to short lists in one launch: by clusters of all sizes, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.launch.blocks.key import BlockKey
+from tests.blocks.block_cases import check, make, samples
+from tests.emulator import emulated_gpu
+from tests.selection import some
+
+LISTS = [
+    sample
+    for columns in ((128, 128), (96, 112), (80, 128))
+    for sample in samples(40, columns=columns, invariant=False)
+    if sample.block[0] % 32 == 0 and sample.heads[0] // sample.heads[1] <= 16
+]
+
+
+def key(tokens: int, kv_heads: int = 1, heads: int = 16, topk: int = 16, **more: Any) -> BlockKey:
+    sizes = {"block_size": 128, "columns": (128, 128), "dtypes": ("bfloat16",) * 2} | more
+    named = {name: sizes.pop(name) for name in ("columns", "block_size", "dtypes")}
+    given = {"sm_count": 132, "device": 0, "requests": tokens, "query_len": 1} | sizes
+    return BlockKey.of(tokens, kv_heads, heads, **named, topk=topk, **given)
+
+
+def run(sample: Any, sms: int) -> None:
+    problem = make(sample)
+    with emulated_gpu(sms) as cupy:
+        there = {name: cupy.like(value) for name, value in problem.given.items()}
+        got = cumla.block_sparse_attention(**there)
+    check(problem, cumla.AttentionState(*map(np.array, got)), sample.dtype)
+
+
+@pytest.mark.parametrize("sample", some(LISTS, 6), ids=str)
+def test_lists(sample: Any) -> None:
+    """By thread blocks of their own, and by clusters."""
+    run(sample, 2)
+    run(replace(sample, lens=sample.lens[:2]), 132)
+
+
+@pytest.mark.parametrize("topk", [33, 96, 128])
+def test_long_lists(topk: int) -> None:
+    """Of more entries than a warp has lanes, in any order, some of them twice."""
+    fixed: dict[str, Any] = {"columns": (128, 128), "invariant": False, "lists": "hostile"}
+    (sample,) = samples(1, block=(64, 2), topk=topk, heads=(16, 1), lens=(2300, 700), **fixed)
+    run(sample, 132)
+
+
+def test_heads_that_are_not_evenly_spaced() -> None:
+    """One launch serves all kv heads, wherever their rows and factors lie."""
+    fixed: dict[str, Any] = {"columns": (128, 128), "invariant": False, "cache": "e4m3"}
+    (sample,) = samples(
+        1, block=(64, 1), heads=(6, 2), queries=2, lens=(140, 33), scales="heads", sinks=True,
+        outputs="given", lists="random", **fixed,
+    )  # fmt: skip
+    problem = make(sample)
+    given = dict(problem.given)
+    for name in ("q", "out", "lse"):
+        batch, tokens, heads, *columns = given[name].shape
+        wide = np.zeros((batch, tokens + 1, heads + 1, *columns), given[name].dtype)
+        given[name] = wide[:, :tokens, :heads]
+        given[name][...] = problem.given[name]
+    with emulated_gpu(3) as cupy:
+        there = {name: cupy.like(value) for name, value in given.items()}
+        got = cumla.block_sparse_attention(**there)
+        check(problem, cumla.AttentionState(*map(np.array, got)), sample.dtype)
+
+
+def test_which_lists() -> None:
+    """Of few blocks, of 65 to 128 columns, for up to 16 heads of a kv head."""
+    assert key(64).is_direct
+    assert key(64, topk=128).is_direct
+    assert not key(64, topk=129).is_direct
+    assert not key(64, heads=17).is_direct
+    assert not key(64, block_size=16).is_direct
+    assert not key(64, columns=(192, 128)).is_direct
+    assert not key(64, batch_invariant=True).is_direct
+
+
+def test_clusters() -> None:
+    """As many thread blocks as are on the GPU at once, up to eight a list."""
+    assert [key(n).cluster for n in (1, 8, 33, 34, 66, 67, 132, 133, 1000)] == [
+        *(8, 8, 8, 4, 4, 2, 2, 1, 1)
+    ]
