@@ -59,15 +59,14 @@ def decode(lab: Lab, cache: str, batch: int, queries: int, heads: int, kv_heads:
         limit=6e-3,
         nbytes=tokens * (kv_heads * top * _BLOCK * 2 * unit + heads * 4) * _COLUMNS,
         flops=4 * tokens * heads * top * _BLOCK * _COLUMNS,
-        peers=_plain(lab, q, k, v, table, lists)
-        | _flash_infer(lab, q, k, v, table, lists, lens),
+        peers=_plain(lab, q, k, v, table, lists) | _flash_infer(lab, q, k, v, table, lists, lens),
     )
 
 
 def _flash_infer(
     lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any, lens: Any
 ) -> dict[str, list[Variant]]:
-    """FlashInfer's kernels for bfloat16 queries and e4m3 caches, whose keys and values alternate."""
+    """FlashInfer over e4m3 caches, whose keys and values are neighbours there."""
     library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
     if library is None:
         return {}
@@ -166,7 +165,9 @@ def prefill(lab: Lab, cache: str, context: int, heads: int, kv_heads: int) -> Ca
         for token in sampled(tokens):
             seen = kv_len - tokens + token + 1
             for head in range(kv_heads):
-                listed = lists[token, head] if got is not of_all else torch.arange(-(-seen // _BLOCK))
+                listed = (
+                    lists[token, head] if got is not of_all else torch.arange(-(-seen // _BLOCK))
+                )
                 blocks = listed[listed >= 0].long().sort().values.to(lab.device)
                 page = table[0, blocks].long()
                 keys, values = (

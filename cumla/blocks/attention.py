@@ -46,10 +46,10 @@ from cumla.core.spec import (
     optional,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.blocks.block_decode import decode_spec
+from cumla.launch.blocks.block_attention import block_attention_spec
 from cumla.launch.blocks.block_lists import (
     BlockArguments,
-    block_attention_launches,
+    block_sparse_launches,
     lists_spec,
     virtual_pages,
 )
@@ -124,7 +124,7 @@ BLOCK_SPARSE_ATTENTION = Spec(
     ),
     positional=4,
     kernels=(
-        *("block_rows", "block_places", "block_decode", "block_lists", "block_tiles"),
+        *("block_rows", "block_places", "block_attention", "block_lists", "block_tiles"),
         "attention_",
     ),
     returns=("out", "lse"),
@@ -314,7 +314,7 @@ class _Attend(Stated[Any, BlockKey]):
         """Describe the launches, or none without query tokens."""
         if not key.batch:
             return ()
-        return block_attention_launches(key, buffer, arguments, *outs)
+        return block_sparse_launches(key, buffer, arguments, *outs)
 
     def check_values(self, host: Host, arguments: BlockArguments) -> None:
         """Look at lengths and offsets; lists and page numbers may have any values."""
@@ -752,7 +752,7 @@ v_scale, kv_layout, indices_are, out, lse, stream
         if key.tile:
             specs: tuple[KernelSpec, ...] = (*PLACE_SPECS, *TILE_SPECS, key.tile.choice.spec)
         elif key.is_direct:
-            specs = (decode_spec(key),)
+            specs = (block_attention_spec(key),)
         else:
             specs = lists_spec(key.topk), key.choice.spec, key.one_head.choice.spec
         for spec in (*ROW_SPECS, *specs):

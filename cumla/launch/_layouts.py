@@ -9,17 +9,14 @@ Before them are those of the struct that is named by "".
 from __future__ import annotations
 
 CONSTANTS: dict[str, dict[str, int]] = {
-    "blocks/block_decode": {
-        "DecodeLayout<false, 4, 3>::kBytes": 105360,
-        "DecodeLayout<false, 4, 3>::kChunk": 16,
-        "DecodeLayout<false, 4, 6>::kBytes": 203760,
-        "DecodeLayout<false, 8, 3>::kBytes": 204784,
-        "DecodeLayout<true, 4, 3>::kBytes": 105392,
-        "DecodeLayout<true, 4, 3>::kChunk": 32,
-        "DecodeLayout<true, 4, 6>::kBytes": 203792,
-        "DecodeLayout<true, 8, 3>::kBytes": 204816,
+    "blocks/block_attention": {
+        "DecodeLayout<false>::kBytes": 105360,
+        "DecodeLayout<false>::kChunk": 16,
+        "DecodeLayout<true>::kBytes": 105392,
+        "DecodeLayout<true>::kChunk": 32,
         "kDecodeEntries": 128,
         "kDecodeRows": 16,
+        "kDecodeWarps": 4,
     },
     "blocks/block_lists": {
         "kListThreads": 128,
@@ -506,7 +503,7 @@ STRUCTS: dict[str, dict[str, str]] = {
         "ends_extend": "i",
         "padding_44": "4x",
     },
-    "BlockDecodeParams": {
+    "BlockAttentionParams": {
         "rows": "q",
         "entries": "q",
         "entries_stride_token": "q",
@@ -559,10 +556,11 @@ STRUCTS: dict[str, dict[str, str]] = {
         "tokens_apart": "i",
         "out_is_float": "i",
         "cluster_log2": "i",
+        "first_ctas": "i",
         "scale_log2": "f",
         "to_softcap": "f",
         "by_tokens_apart": "Divisor",
-        "padding_664": "40x",
+        "padding_668": "36x",
     },
     "BlockListsParams": {
         "rows": "q",

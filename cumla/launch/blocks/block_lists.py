@@ -8,7 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.core.paged import by_head
-from cumla.launch.blocks.block_decode import block_decode_launch
+from cumla.launch.blocks.block_attention import block_attention_launch
 from cumla.launch.blocks.block_tiles import block_tiles_launch
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mha.launch import MHAArguments, attention_launch, attention_values
@@ -122,7 +122,7 @@ def _virtual(view: ArrayView, block_size: int, count: int, with_heads: bool) -> 
     )
 
 
-def block_attention_launches(
+def block_sparse_launches(
     key: BlockKey, buffer: int, arguments: BlockArguments, out: ArrayView, lse: ArrayView
 ) -> Sequence[Launch]:
     """Describe how to build the lists, and to attend to them; out and lse have the axes of q."""
@@ -151,7 +151,7 @@ def _direct_launch(
     pages = virtual_pages(a.k, a.v, a.block_size)
     assert pages is not None
     attend = _attention_of(a, a.q, pages.number, a.block_table, with_heads=False)
-    return block_decode_launch(key, attend, _lists_values(key, buffer, a, pages), out, lse)
+    return block_attention_launch(key, attend, _lists_values(key, buffer, a, pages), out, lse)
 
 
 def _tile_launches(

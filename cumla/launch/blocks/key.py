@@ -11,7 +11,6 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
-from cumla.launch.blocks.block_decode import MOST_ENTRIES, MOST_HEADS
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
 from cumla.launch.layouts import constant
 from cumla.launch.mha.attention import LISTED, LISTED_TILES, tiles_spec
@@ -20,7 +19,6 @@ from cumla.launch.mha.choice import RULES as RULES_OF_CHOICE
 from cumla.launch.mha.choice import Choice, choose
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.shape import E4M3
-from cumla.launch.source import HALVES
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, PlanLayout
 
 if TYPE_CHECKING:
@@ -46,6 +44,15 @@ _TILED_QUERIES = 8
 # Row tiles of all kv heads for each multiprocessor, at least, as a fraction: with fewer, lists that
 # are split among all multiprocessors end earlier. Tiles of e4m3 keys have half the rows.
 _TILES_OF_SM, _E4M3_TILES_OF_SM = (1, 2), (1, 1)
+# Of lists that block_attention reads: entries, and heads of a kv head; tokens of a block are whole
+# chunks of e4m3 keys.
+_ENTRIES, _HEADS, _CHUNK = (
+    constant("blocks/block_attention", name)
+    for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true>::kChunk")
+)
+_CLUSTERS = (8, 4, 2, 1)  # thread blocks that may share a list
+_INVARIANT_CLUSTER = 2  # a compromise: the number may not depend on the batch
+_LEAST_TOKENS = 64  # of a thread block: a chunk of each of its warps
 _MOST_KEYS = (1 << 31) - 128  # of a tile
 
 
@@ -114,11 +121,11 @@ class BlockKey(MHAKey):
     @cached_property
     def tile(self) -> TileKey | None:
         """The key of row tiles of several query tokens, where these have whole prompts."""
-        import os
-
+        if self.is_short and self.cache_dtype == E4M3:
+            return (
+                None  # each token's list by itself is as fast, whatever neighbours have in common
+            )
         heads, tile = self.num_heads, None
-        if "NOTILE" in os.environ:
-            return None
         if _TILE_HEADS >= heads >= _ROWS // _TILE_TOKENS:
             tile = TileKey(
                 batch=self.requests,
@@ -138,39 +145,29 @@ class BlockKey(MHAKey):
             )
         return tile if tile and tile.serves and not self.batch_invariant else None
 
-    @cached_property
-    def is_direct(self) -> bool:
-        """Whether block_decode serves these lists."""
-        import os
-
+    @property
+    def is_short(self) -> bool:
+        """Whether block_attention has kernels for such lists."""
         return (
-            "NODIRECT" not in os.environ
-            and self.tile is None
-            and not self.batch_invariant
-            and self.kernel_tiles == (2, 2)
-            and self.num_heads <= MOST_HEADS
-            and 0 < self.topk <= MOST_ENTRIES
-            and self.page_size % 32 == 0
-            and self.dtype in HALVES
+            self.kernel_tiles == (2, 2)
+            and self.num_heads <= _HEADS
+            and 0 < self.topk <= _ENTRIES
+            and self.page_size % _CHUNK == 0
         )
 
-    @property
-    def form_of_decode(self) -> tuple[int, int]:
-        """Warps, and chunks ahead, of block_decode."""
-        import os
-
-        form = os.environ.get("FORM", "4,3").split(",")
-        return int(form[0]), int(form[1])
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether block_attention serves these lists."""
+        return self.is_short and self.tile is None
 
     @property
     def cluster(self) -> int:
-        """Thread blocks that share a list."""
-        import os
-
-        if "CLUSTER" in os.environ:
-            return int(os.environ["CLUSTER"])
-        room = 2 * self.sm_count // max(self.num_places, 1)
-        return next(n for n in (8, 4, 2, 1) if n <= max(room, 1))
+        """Thread blocks of block_attention that share a list, if multiprocessors suffice."""
+        if self.batch_invariant:
+            return _INVARIANT_CLUSTER
+        least = max(1, self.topk * self.page_size // _LEAST_TOKENS)
+        most = min(max(1, self.sm_count // max(self.num_places, 1)), least)
+        return next(n for n in _CLUSTERS if n <= most)
 
     @property
     def list_blocks(self) -> int:

@@ -15,7 +15,7 @@ from tests.blocks.block_cases import Sample, check, make, prompts, samples
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 
-KERNELS = ("block_lists", "block_places", "block_rows", "block_tiles")
+KERNELS = ("block_attention", "block_lists", "block_places", "block_rows", "block_tiles")
 MAY_SKIP = ("needs 20 GB",)
 cp: Any = pytest.importorskip("cupy")
 

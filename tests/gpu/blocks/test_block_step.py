@@ -12,7 +12,7 @@ import cumla
 from tests.blocks.step_cases import Case
 from tests.gpu.tools.memory import Memory
 
-KERNELS = ("block_lists", "block_rows", "block_scores", "select_blocks")
+KERNELS = ("block_attention", "block_lists", "block_rows", "block_scores", "select_blocks")
 cp: Any = pytest.importorskip("cupy")
 
 CASES = (

@@ -92,7 +92,16 @@ PLANTS = {
     "swapped-missing-exchange-sync": variants.SWAPPED_MISSING_EXCHANGE_SYNC,
     "swapped-unwritten-partial": variants.SWAPPED_UNWRITTEN_PARTIAL,
 }
-BLOCKS = (*block_cases.samples(24)[::2], block_cases.samples(1, lens=(2300,), topk=40)[0])
+SHORT = {"columns": (128, 128), "block": (64, 2), "heads": (16, 1), "invariant": False}
+BLOCKS = (
+    *block_cases.samples(24)[::2],
+    *block_cases.samples(1, lens=(2300,), topk=40),
+    *(
+        sample
+        for e4m3 in ("same", "e4m3")
+        for sample in block_cases.samples(2, cache=e4m3, **SHORT)
+    ),
+)
 PROMPTS = block_cases.prompts(12)[::3]
 BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find these
     "missing-tile-wait": "it does not know the copy engine's writes",

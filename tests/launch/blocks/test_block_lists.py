@@ -55,8 +55,8 @@ def test_parts(
     lens: tuple[int, ...], topk: int, sms: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All blocks are in one part each; parts agree on who has which piece of a list."""
-    launches = attention.block_attention_launches
-    monkeypatch.setattr(attention, "block_attention_launches", lambda *of: launches(*of)[:1])
+    launches = attention.block_sparse_launches
+    monkeypatch.setattr(attention, "block_sparse_launches", lambda *of: launches(*of)[:1])
     given = problem(lens, topk, sms)
     batch, count = len(lens), len(lens) * KV_HEADS
     with emulated_gpu(sms) as cupy:
@@ -106,8 +106,8 @@ ANY_NUMBERS = [
 @pytest.mark.parametrize("sample", some(ANY_NUMBERS, 12), ids=str)
 def test_lists_of_any_numbers(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of each virtual request, and its tokens, as the definition of a list has them."""
-    launches = attention.block_attention_launches
-    monkeypatch.setattr(attention, "block_attention_launches", lambda *of: launches(*of)[:1])
+    launches = attention.block_sparse_launches
+    monkeypatch.setattr(attention, "block_sparse_launches", lambda *of: launches(*of)[:1])
     problem = make(replace(sample, sinks=False))
     given = dict(problem.given)
     heads, (block, in_page) = sample.heads[1], sample.block

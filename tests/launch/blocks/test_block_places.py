@@ -24,10 +24,11 @@ CASES = (
 @pytest.mark.parametrize(("bounds", "tokens"), CASES, ids=str)
 def test_each_token_has_a_tile(bounds: list[int], tokens: int, cache: str) -> None:
     batch = len(bounds) - 1
-    sizes: dict[str, Any] = {"num_kv_heads": 1, "dtype": "float16", "cache_dtype": cache}
+    sizes: dict[str, Any] = {"num_kv_heads": 1, "head_dim_v": 128}
     with emulated_gpu(2) as cupy:
-        numbers = batch, tokens, 16, 128, 2, 64
-        nbytes = cumla.BlockSparsePlan.workspace_bytes(*numbers, num_kv_heads=1, sm_count=2)
+        numbers = batch, tokens, 16, 192, 2, 64
+        nbytes = cumla.BlockSparsePlan.workspace_bytes(*numbers, **sizes, sm_count=2)
+        sizes |= {"dtype": "float16", "cache_dtype": cache}
         plan = cumla.BlockSparsePlan(*numbers, **sizes, workspace=cupy.empty(nbytes, np.uint8))
         lens, offsets = np.full(batch, 5000, np.int32), np.array(bounds, np.int32)
         plan.update(cupy.asarray(lens), qo_indptr=cupy.asarray(offsets))

@@ -37,8 +37,8 @@ def planned(cupy: Any, given: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("sample", some(prompts(60), 8), ids=str)
 def test_united_lists(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token has a tile, which has the blocks of its tokens, and what each of them sees."""
-    launches = attention.block_attention_launches
-    monkeypatch.setattr(attention, "block_attention_launches", lambda *of: launches(*of)[:1])
+    launches = attention.block_sparse_launches
+    monkeypatch.setattr(attention, "block_sparse_launches", lambda *of: launches(*of)[:1])
     problem = make(sample)
     with emulated_gpu(2) as cupy:
         plan = planned(cupy, problem.given)

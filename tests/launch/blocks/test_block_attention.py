@@ -77,15 +77,40 @@ def test_which_lists() -> None:
     """Of few blocks, of 65 to 128 columns, for up to 16 heads of a kv head."""
     assert key(64).is_direct
     assert key(64, topk=128).is_direct
+    assert key(64, batch_invariant=True).is_direct
     assert not key(64, topk=129).is_direct
     assert not key(64, heads=17).is_direct
     assert not key(64, block_size=16).is_direct
     assert not key(64, columns=(192, 128)).is_direct
-    assert not key(64, batch_invariant=True).is_direct
+
+
+def test_prompts() -> None:
+    """Row tiles read less of 16-bit caches; of e4m3 caches they are no faster."""
+    prompt: dict[str, Any] = {"requests": 1, "query_len": 8192}
+    assert not key(8192, 4, **prompt).is_direct
+    assert key(8192, 4, **prompt, dtypes=("bfloat16", "float8_e4m3fn")).is_direct
 
 
 def test_clusters() -> None:
-    """As many thread blocks as are on the GPU at once, up to eight a list."""
-    assert [key(n).cluster for n in (1, 8, 33, 34, 66, 67, 132, 133, 1000)] == [
-        *(8, 8, 8, 4, 4, 2, 2, 1, 1)
-    ]
+    """As many thread blocks as there are multiprocessors, up to eight a list."""
+    tokens = (1, 16, 17, 33, 34, 66, 67, 1000)
+    assert [key(n).cluster for n in tokens] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert [key(n, topk=1).cluster for n in tokens] == [2, 2, 2, 2, 2, 2, 1, 1]
+    assert {key(n, batch_invariant=True).cluster for n in tokens} == {2}
+
+
+def test_batch_invariance() -> None:
+    """A token has the same bits with others and alone."""
+    sizes: dict[str, Any] = {"block": (64, 2), "columns": (128, 128), "heads": (16, 2)}
+    fixed = {"queries": 1, "lens": (2300, 90, 700), "scales": "none", "counts": None}
+    (sample,) = samples(1, invariant=True, outputs="new", sinks=False, topk=17, **sizes, **fixed)
+    given = make(sample).given
+    with emulated_gpu(132) as cupy:
+        got = []
+        for requests in (slice(None), slice(2, 3)):
+            some_of = dict(given)
+            for name in ("q", "block_indices", "kv_lens", "block_table"):
+                some_of[name] = given[name][requests]
+            there = {name: cupy.like(value) for name, value in some_of.items()}
+            got.append(np.array(cumla.block_sparse_attention(**there).out))
+    assert got[0][2:].tobytes() == got[1].tobytes()

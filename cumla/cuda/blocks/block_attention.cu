@@ -5,24 +5,24 @@
 // A list is that of a query token and kv head: a set of blocks, without those that do not exist or that the query does
 // not see. Only the last one can end within the block. A cluster of CTAs has a list, each CTA a range of its tokens.
 //
-// grid = (CTAs of a cluster x lists), 32 kWarps threads. Heads are the M side of mma.sync products.
+// grid = (CTAs of a cluster x lists), 128 threads. Heads are the M side of mma.sync products.
 //
 // Roles and time line; B is a barrier of the CTA (__syncthreads), C one of the cluster:
 //   warp 0      | read the list and order its blocks; copy the query, and the first chunks of all warps | B |
 //   others      | run through all code below once, without a result: it comes from memory            | B |
-//   warp w      | every kWarps-th chunk of the CTA: S = Q K' | softmax | O += P V | copy the chunk kStages later |
+//   warp w      | every fourth chunk of the CTA: S = Q K' | softmax | O += P V | copy the third chunk after it |
 //   all threads | leave sums | B | add up the warps | C | add up the CTAs, and store | C
 //
 // barrier            who arrives (count)           who waits   guards
 // full(warp, stage)  a lane of warp 0 or of the    the warp    a chunk is loaded
 //                    warp, with TMA's bytes (1)
 //
-// Shared memory: kWarps x kStages chunks of 8,192 B, query 4,096, list 1,024, statistics 256 a warp, barriers
-// Registers:     128 threads x 2 CTAs, or 256 x 1: up to 255
-#include "blocks/block_decode/compute.cuh"
-#include "blocks/block_decode/finish.cuh"
-#include "blocks/block_decode/layout.cuh"
-#include "blocks/block_decode/load.cuh"
+// Shared memory: 12 chunks of 8,192 B, query 4,096, a row of sums 576, list 1,024, statistics 1,280, barriers 112
+// Registers:     183, of 255; two CTAs per SM
+#include "blocks/block_attention/compute.cuh"
+#include "blocks/block_attention/finish.cuh"
+#include "blocks/block_attention/layout.cuh"
+#include "blocks/block_attention/load.cuh"
 #include "blocks/lists.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -38,9 +38,10 @@ namespace cumla::blocks {
 using namespace ptx;
 using namespace split;
 
-template <typename T, bool kE4m3, int kWarps, int kStages>
-__device__ __forceinline__ void block_decode(const BlockDecodeParams& p) {
-  using Layout = DecodeLayout<kE4m3, kWarps, kStages>;
+template <typename T, bool kE4m3>
+__device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
+  using Layout = DecodeLayout<kE4m3>;
+  constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -55,13 +56,13 @@ __device__ __forceinline__ void block_decode(const BlockDecodeParams& p) {
   grid_dependency_launch();
   if (warp == 0) {
     grid_dependency_wait();
-    load_list<kWarps, kStages>(p, shared, token, head, rank);
+    load_list(p, shared, token, head, rank);
   }
 
   DecodeAttender<T, kE4m3, Layout> attender(p);
-  // Code that runs for the first time is slow. So all warps but the first run it while that one reads the list.
+  // Code that runs for the first time on an SM is slow: all warps but the first run it while that one reads the list.
 #pragma unroll 1
-  for (bool real = warp == 0 || kStages == 6;; real = true) {
+  for (bool real = warp == 0 || blockIdx.x >= p.first_ctas;; real = true) {
     Chunks chunks = {0, warp + 1};
     int tokens = -Layout::kChunk;
     if (real) {
@@ -89,14 +90,14 @@ __device__ __forceinline__ void block_decode(const BlockDecodeParams& p) {
     attender.leave(real ? shared.sums(warp, 0) : shared.nowhere(), real ? shared.statistics(warp, 0) : shared.nowhere(),
                    real ? Layout::kSumsRow : 0);
     if (real) __syncthreads();
-    add_warps<kWarps>(shared, real);
+    add_warps(shared, real);
     if (real) {
       if (p.cluster_log2 > 0)
         cluster_sync();
       else
         __syncthreads();
     }
-    add_ctas<T, kWarps>(p, shared, token, head, rank, load_shared_float(shared.known(2)), real);
+    add_ctas<T>(p, shared, token, head, rank, load_shared_float(shared.known(2)), real);
     if (real) break;
   }
   if (p.cluster_log2 > 0) cluster_sync_relaxed();  // others have read what is here

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/blocks/block_decode.cu: attention to short lists of blocks, in one launch."""
+"""Launcher of cuda/blocks/block_attention.cu: attention to short lists of blocks, in one launch."""
 
 from __future__ import annotations
 
@@ -21,39 +21,37 @@ if TYPE_CHECKING:
     from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.mha.launch import MHAArguments
 
-_FILE = "blocks/block_decode"
-_FORMS = ((4, 3), (4, 6), (8, 3))  # warps, and chunks of each that are loaded ahead
+_FILE = "blocks/block_attention"
 _LOG2_E = log2(e)
 
 
-def _spec(dtype: str, e4m3: bool, form: tuple[int, int]) -> KernelSpec:
-    warps, stages = form
-    layout = f"DecodeLayout<{in_cuda(e4m3)}, {warps}, {stages}>"
+_WARPS = constant(_FILE, "kDecodeWarps")
+_SM_CTAS = 2  # thread blocks of a multiprocessor
+
+
+def _spec(dtype: str, e4m3: bool) -> KernelSpec:
     return KernelSpec.of(
-        *("blocks", "block_decode", "BlockDecodeParams", dtype, e4m3, warps, stages),
-        tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps), str(stages)],
-        threads=32 * warps,
-        min_blocks=2 if form == _FORMS[0] else 1,
-        smem_bytes=constant(_FILE, f"{layout}::kBytes"),
+        *("blocks", "block_attention", "BlockAttentionParams", dtype, e4m3),
+        tags=[dtype, *(["e4m3"] if e4m3 else [])],
+        threads=32 * _WARPS,
+        min_blocks=_SM_CTAS,
+        smem_bytes=constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}>::kBytes"),
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), _FORMS)}
+_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True))}
 SPECS = tuple(_SPECS.values())
 _CHUNKS = {
-    e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, 4, 3>::kChunk") for e4m3 in (False, True)
+    e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}>::kChunk") for e4m3 in (False, True)
 }
-MOST_ENTRIES, MOST_HEADS = (
-    constant(_FILE, name) for name in ("kDecodeEntries", "kDecodeRows")
-)
 
 
-def decode_spec(key: BlockKey) -> KernelSpec:
+def block_attention_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.form_of_decode]
+    return _SPECS[key.dtype, key.cache_dtype != key.dtype]
 
 
-def block_decode_launch(
+def block_attention_launch(
     key: BlockKey,
     arguments: MHAArguments,
     lists: Mapping[str, Any],
@@ -67,6 +65,8 @@ def block_decode_launch(
     """
     a, table = arguments, arguments.pages
     assert table is not None
+    if 0 in a.k.shape:  # of which nothing is read, but maps need an address that exists
+        a = a._replace(k=a.k._replace(ptr=a.q.ptr), v=a.v._replace(ptr=a.q.ptr))
     is_e4m3 = key.cache_dtype != key.dtype
     rows = _CHUNKS[is_e4m3]
     maps = {
@@ -83,7 +83,10 @@ def block_decode_launch(
         **maps,
         **_rows("q", a.q, has_requests),
         **_rows("out", out, has_requests),
-        **{name: n if name == "lse" else n // 4 for name, n in _rows("lse", lse, has_requests).items()},
+        **{
+            name: n if name == "lse" else n // 4
+            for name, n in _rows("lse", lse, has_requests).items()
+        },
         "sinks": 0 if a.sinks is None else a.sinks.ptr,
         "key_scale": _scales(a.k_scale),
         "value_scale": _scales(a.v_scale),
@@ -94,11 +97,14 @@ def block_decode_launch(
         "tokens_apart": apart,
         "out_is_float": out.dtype == "float32",
         "cluster_log2": key.cluster.bit_length() - 1,
+        "first_ctas": _SM_CTAS * key.sm_count,
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         "by_tokens_apart": divisor_of(apart or 1 << 31),
     }
-    return launch_of(decode_spec(key), (key.cluster * key.num_places, 1, 1), values, key.cluster)
+    return launch_of(
+        block_attention_spec(key), (key.cluster * key.num_places, 1, 1), values, key.cluster
+    )
 
 
 def _rows(name: str, view: ArrayView, has_requests: bool) -> dict[str, int]:
@@ -116,7 +122,8 @@ def _scales(scale: Scale) -> dict[str, Any]:
             "data": 0, "stride_request": 0, "stride_head": 0, "value": scale.number, "requests": 1
         }  # fmt: skip
     request, head = (
-        stride // 4 if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True)
+        stride // 4 if size > 1 else 0
+        for size, stride in zip(view.shape, view.strides, strict=True)
     )
     return {
         "data": view.ptr,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the first warp of block_decode does: it reads the list, and copies queries and the first chunks of all warps.
+// What the first warp of block_attention does: it reads the list, and copies queries and the first chunks of all warps.
 #pragma once
-#include "blocks/block_decode/layout.cuh"
+#include "blocks/block_attention/layout.cuh"
 #include "blocks/lists.cuh"
 #include "split/division.cuh"
 #include "ptx/copy.cuh"
@@ -19,7 +19,7 @@ struct Chunks {
   int first, end;
 
   __device__ __forceinline__ Chunks(int first, int end) : first(first), end(end) {}
-  __device__ __forceinline__ Chunks(const BlockDecodeParams& p, int tokens, int tokens_of_chunk, int rank) {
+  __device__ __forceinline__ Chunks(const BlockAttentionParams& p, int tokens, int tokens_of_chunk, int rank) {
     const int all = (tokens + tokens_of_chunk - 1) / tokens_of_chunk;
     const int each = (all + (1 << p.cluster_log2) - 1) >> p.cluster_log2;
     first = rank * each;
@@ -29,8 +29,8 @@ struct Chunks {
 
 // By one thread.
 template <typename Layout>
-__device__ __forceinline__ void copy_chunk_async(const BlockDecodeParams& p, const Layout& shared, int warp, int stage,
-                                                 int chunk) {
+__device__ __forceinline__ void copy_chunk_async(const BlockAttentionParams& p, const Layout& shared, int warp,
+                                                 int stage, int chunk) {
   constexpr int kBoxes = Layout::kRow / 128, kColumns = 128 / Layout::kUnit;
   const int token = chunk * Layout::kChunk, block = quotient(token, p.by_block_size);
   const int page = load_shared_u32(shared.page(block)), row = token - block * p.block_size;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void copy_chunk_async(const BlockDecodeParams& p, con
 }
 
 template <typename Layout>
-__device__ __forceinline__ void copy_query_async(const BlockDecodeParams& p, const Layout& shared, int token,
+__device__ __forceinline__ void copy_query_async(const BlockAttentionParams& p, const Layout& shared, int token,
                                                  int head) {
   constexpr int kOctets = kDecodeColumns / 8;
   const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
@@ -68,7 +68,7 @@ struct PagesInOrder {
   i64 entries[kEach];
   Listed own[kEach];
 
-  __device__ __forceinline__ PagesInOrder(const BlockDecodeParams& p, const List& list) {
+  __device__ __forceinline__ PagesInOrder(const BlockAttentionParams& p, const List& list) {
 #pragma unroll
     for (int s = 0; s < kEach; ++s) {
       if (32 * s >= p.topk) break;
@@ -77,7 +77,7 @@ struct PagesInOrder {
   }
 
   template <typename Layout>
-  __device__ __forceinline__ int put(const BlockDecodeParams& p, const Layout& shared, const List& list) {
+  __device__ __forceinline__ int put(const BlockAttentionParams& p, const Layout& shared, const List& list) {
 #pragma unroll
     for (int s = 0; s < kEach; ++s) {
       if (32 * s >= p.topk) break;
@@ -122,7 +122,7 @@ struct PagesInOrder {
 
   // Repeated blocks do not count.
   template <typename Layout>
-  __device__ __forceinline__ void put_without_repeats(const BlockDecodeParams& p, const Layout& shared,
+  __device__ __forceinline__ void put_without_repeats(const BlockAttentionParams& p, const Layout& shared,
                                                       const List& list) {
     __syncwarp();
 #pragma unroll
@@ -143,9 +143,10 @@ struct PagesInOrder {
   }
 };
 
-template <int kWarps, int kStages, typename Layout>
-__device__ __forceinline__ void load_list(const BlockDecodeParams& p, const Layout& shared, int token, int head,
+template <typename Layout>
+__device__ __forceinline__ void load_list(const BlockAttentionParams& p, const Layout& shared, int token, int head,
                                           int rank) {
+  constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
   static_assert(kWarps * kStages <= 32, "a lane has a stage");
   const int lane = threadIdx.x % 32, warp = lane % kWarps, stage = lane / kWarps;
   const List list(p, token, head);

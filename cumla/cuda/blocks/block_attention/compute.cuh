@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp of block_decode and one chunk of tokens: scores, softmax, and the product with the values.
+// A warp of block_attention and one chunk of tokens: scores, softmax, and the product with the values.
 #pragma once
 #include "attend/narrow.cuh"
 #include "attend/reduce.cuh"
 #include "attend/score.cuh"
 #include "attend/softmax.cuh"
-#include "blocks/block_decode/layout.cuh"
+#include "blocks/block_attention/layout.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
@@ -21,7 +21,7 @@ struct DecodeAttender {
   using Unit = typename mha::TypeIf<kE4m3, Fp16, T>::Type;  // of the products
   static constexpr int kSteps = kDecodeColumns / 16, kEights = Layout::kChunk / 8, kPairs = kEights / 2;
 
-  const BlockDecodeParams& p;
+  const BlockAttentionParams& p;
   const int lane = threadIdx.x % 32;
   u32 query[kSteps][4];
   float output[2 * kSteps][4];
@@ -29,7 +29,7 @@ struct DecodeAttender {
   float maximum[2], sum[2], weight[2];
   float factor[2];  // of scores (base 2), or of the argument of the cap
 
-  __device__ __forceinline__ explicit DecodeAttender(const BlockDecodeParams& p) : p(p) {}
+  __device__ __forceinline__ explicit DecodeAttender(const BlockAttentionParams& p) : p(p) {}
 
   __device__ __forceinline__ void begin(const Layout& shared, float of_keys) {
     const int g = lane / 4, q = lane % 4;
@@ -226,7 +226,8 @@ struct DecodeAttender {
         }
       }
       const float total = sum_of_quad(sum[r]), rounded = sum_of_quad(weight[r]);
-      if (q == 0) store_shared_float4(statistics + (pitch == 0 ? 0 : (g + 8 * r) * 16), {maximum[r], total, rounded, 0.0f});
+      const u32 at = statistics + (pitch == 0 ? 0 : (g + 8 * r) * 16);
+      if (q == 0) store_shared_float4(at, {maximum[r], total, rounded, 0.0f});
     }
   }
 };

@@ -2,7 +2,7 @@
 // Adds up what all warps of a cluster have of a list, and stores it.
 #pragma once
 #include "attend/softmax.cuh"
-#include "blocks/block_decode/layout.cuh"
+#include "blocks/block_attention/layout.cuh"
 #include "split/output.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
@@ -43,9 +43,9 @@ struct RowSum {
 };
 
 // A thread adds up four columns of a row at a time, over the CTA's warps. Unless `real`, the result goes nowhere.
-template <int kWarps, typename Layout>
+template <typename Layout>
 __device__ __forceinline__ void add_warps(const Layout& shared, bool real) {
-  constexpr int kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps;
+  constexpr int kWarps = Layout::kWarps, kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps;
   const int quad = threadIdx.x % kQuads;
 #pragma unroll 1
   for (int row = threadIdx.x / kQuads; row < (real ? kDecodeRows : kThreads / kQuads); row += kThreads / kQuads) {
@@ -66,10 +66,10 @@ __device__ __forceinline__ void add_warps(const Layout& shared, bool real) {
 }
 
 // The same over the CTAs of a cluster, of which each has some rows. Unless `real`, nothing is stored.
-template <typename T, int kWarps, typename Layout>
-__device__ __forceinline__ void add_ctas(const BlockDecodeParams& p, const Layout& shared, int token, int head,
+template <typename T, typename Layout>
+__device__ __forceinline__ void add_ctas(const BlockAttentionParams& p, const Layout& shared, int token, int head,
                                          int rank, float of_values, bool real) {
-  constexpr int kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps, kMost = 8;
+  constexpr int kWarps = Layout::kWarps, kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps, kMost = 8;
   const int ctas = real ? 1 << p.cluster_log2 : 1, column = threadIdx.x % kQuads * 4;
   const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
 #pragma unroll 1
