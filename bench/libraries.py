@@ -233,7 +233,12 @@ class Libraries:
     @property
     def flash_infer_blocks(self) -> Any:
         """The functions of MiniMax M3: scores, choice and attention of blocks."""
-        return self._load("FlashInfer's msa_ops", lambda: import_module("flashinfer.msa_ops"))
+
+        def load() -> Any:
+            import_module("flashinfer.msa_ops.cake_hopper_sm90")
+            return import_module("flashinfer.msa_ops")
+
+        return self._load("FlashInfer's msa_ops", load)
 
     @property
     def vllm_operators(self) -> Any:

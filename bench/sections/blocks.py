@@ -70,8 +70,7 @@ def _flash_infer(
     library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
     if library is None:
         return {}
-    both = lab.torch.stack([k, v], -2).permute(0, 2, 1, 3, 4).contiguous().flatten(3)
-    keys, values = both.split(_COLUMNS, -1)
+    keys, values = _alternating(lab, k, v)
     of_heads, out = lists.transpose(0, 1).contiguous(), lab.empty(*q.flatten(0, 1).shape)
 
     def run() -> Any:
@@ -85,6 +84,12 @@ def _flash_infer(
         return out.view(q.shape)
 
     return {"FlashInfer": [Variant("", run)]}
+
+
+def _alternating(lab: Lab, k: Any, v: Any) -> Any:
+    """Keys and values as FlashInfer takes them: halves of rows of both, by heads."""
+    both = lab.torch.stack([k, v], -2).permute(0, 2, 1, 3, 4).contiguous().flatten(3)
+    return both.split(_COLUMNS, -1)
 
 
 def _plain(lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any) -> dict[str, list[Variant]]:
@@ -191,8 +196,37 @@ def prefill(lab: Lab, cache: str, context: int, heads: int, kv_heads: int) -> Ca
         limit=6e-3,
         nbytes=(shared + tokens * heads * 4) * _COLUMNS,
         flops=4 * heads // kv_heads * listed * _BLOCK * _COLUMNS,
-        peers={"plain": [Variant("all keys", run_all)]},
+        peers={"plain": [Variant("all keys", run_all)]}
+        | _flash_infer_of_prompts(lab, q[0], k, v, table, lists, lens),
     )
+
+
+def _flash_infer_of_prompts(
+    lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any, lens: Any
+) -> dict[str, list[Variant]]:
+    """The kernel that FlashInfer takes for prompts, and that for shorter ones, which needs less."""
+    library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
+    if library is None:
+        return {}
+    keys, values = _alternating(lab, k, v)
+    starts, of_heads, out = (
+        lab.ints([0, len(q)]),
+        lists.transpose(0, 1).contiguous(),
+        lab.empty(*q.shape),
+    )
+    given = {"page_table": table, "seqused_k": lens, "out": out, "softmax_scale": _COLUMNS**-0.5}
+
+    def run() -> Any:
+        library.msa_sparse_attention(q, keys, values, of_heads, starts, causal=True, **given)
+        return out[None]
+
+    def run_short() -> Any:
+        library.cake_hopper_sm90.hopper_msa_sparse_attention(
+            q, keys, values, of_heads, starts, **given
+        )
+        return out[None]
+
+    return {"FlashInfer": [Variant("", run), Variant("short", run_short)]}
 
 
 def _lists_of_prompt(lab: Lab, tokens: int, kv_heads: int, kv_len: int, top: int) -> Any:
@@ -258,7 +292,27 @@ def scores(lab: Lab, cache: str, batch: int, kv_len: int) -> Case:
         limit=1e-5,
         nbytes=batch * kv_len * _COLUMNS * keys.element_size() + out.numel() * 4,
         flops=2 * batch * _INDEX_HEADS * kv_len * _COLUMNS,
+        peers=_flash_infer_scores(lab, q, keys, table, lens),
     )
+
+
+def _flash_infer_scores(
+    lab: Lab, q: Any, keys: Any, table: Any, lens: Any
+) -> dict[str, list[Variant]]:
+    library = lab.libraries.flash_infer_blocks
+    if library is None:
+        return {}
+    starts = lab.ints(range(len(q) + 1))
+    out = lab.empty(_INDEX_HEADS, table.shape[1], len(q), dtype="float32")
+    given = {"page_table": table, "seqused_k": lens, "output": out}
+
+    def run() -> Any:
+        library.msa_proxy_score(
+            q[:, 0], keys[:, None], starts, max_seqlen_q=1, max_k_tiles=table.shape[1], **given
+        )
+        return out.permute(2, 0, 1)
+
+    return {"FlashInfer": [Variant("", run)]}
 
 
 SCORES = Section(
