@@ -13,8 +13,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 __all__ = ["FlashAttention", "FlashMLA", "Libraries"]
 
@@ -239,6 +242,30 @@ class Libraries:
             return import_module("flashinfer.msa_ops")
 
         return self._load("FlashInfer's msa_ops", load)
+
+    @property
+    def vllm_blocks(self) -> Any:
+        """vLLM's Triton kernels of MiniMax M3: one file, and the little that it imports."""
+
+        def load() -> Any:
+            file = find("vllm/models/minimax_m3/common/ops/sparse_attn.py")
+            platform = SimpleNamespace(
+                is_arch_support_pdl=lambda: True, fp8_dtype=lambda: self._torch.float8_e4m3fn
+            )
+            triton = {"triton": import_module("triton"), "tl": import_module("triton.language")}
+            stand_ins = {
+                "vllm": ModuleType("vllm"),
+                "vllm.platforms": SimpleNamespace(current_platform=platform),
+                "vllm.triton_utils": SimpleNamespace(**triton),
+            }
+            spec = spec_from_file_location("vllm_sparse_attn", file)
+            assert spec is not None and spec.loader is not None
+            module = module_from_spec(spec)
+            with mock.patch.dict(sys.modules, stand_ins):
+                spec.loader.exec_module(module)
+            return module
+
+        return self._load("vLLM's kernels of MiniMax M3", load)
 
     @property
     def vllm_operators(self) -> Any:

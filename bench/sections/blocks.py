@@ -59,8 +59,34 @@ def decode(lab: Lab, cache: str, batch: int, queries: int, heads: int, kv_heads:
         limit=6e-3,
         nbytes=tokens * (kv_heads * top * _BLOCK * 2 * unit + heads * 4) * _COLUMNS,
         flops=4 * tokens * heads * top * _BLOCK * _COLUMNS,
-        peers=_plain(lab, q, k, v, table, lists) | _flash_infer(lab, q, k, v, table, lists, lens),
+        peers=_plain(lab, q, k, v, table, lists)
+        | _flash_infer(lab, q, k, v, table, lists, lens)
+        | _vllm(lab, q, k, v, table, lists, lens),
     )
+
+
+def _vllm(
+    lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any, lens: Any
+) -> dict[str, list[Variant]]:
+    """vLLM's kernels, for decoding and, with one request, for prompts."""
+    library = lab.libraries.vllm_blocks
+    if library is None:
+        return {}
+    rows, cache = q.flatten(0, 1), _both(lab, k, v)
+    batch, queries = q.shape[:2]
+    of_heads, out = lists.transpose(0, 1).contiguous(), lab.empty(*rows.shape)
+    starts, before = lab.ints([0, queries]), lens - queries
+    last = (k.shape[2], _COLUMNS**-0.5, out)
+
+    def run() -> Any:
+        given = rows, cache, of_heads, table
+        if batch == 1 and queries > 1:
+            library.minimax_m3_sparse_attn(*given, starts, lens, before, queries, *last)
+        else:
+            library.minimax_m3_sparse_attn_decode(*given, lens, *last, queries)
+        return out.view(q.shape)
+
+    return {"vLLM": [Variant("", run)]}
 
 
 def _flash_infer(
@@ -70,7 +96,7 @@ def _flash_infer(
     library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
     if library is None:
         return {}
-    keys, values = _alternating(lab, k, v)
+    keys, values = _both(lab, k, v).split(_COLUMNS, -1)
     of_heads, out = lists.transpose(0, 1).contiguous(), lab.empty(*q.flatten(0, 1).shape)
 
     def run() -> Any:
@@ -86,10 +112,9 @@ def _flash_infer(
     return {"FlashInfer": [Variant("", run)]}
 
 
-def _alternating(lab: Lab, k: Any, v: Any) -> Any:
-    """Keys and values as FlashInfer takes them: halves of rows of both, by heads."""
-    both = lab.torch.stack([k, v], -2).permute(0, 2, 1, 3, 4).contiguous().flatten(3)
-    return both.split(_COLUMNS, -1)
+def _both(lab: Lab, k: Any, v: Any) -> Any:
+    """Keys and values as other libraries take them: halves of rows of both, by heads."""
+    return lab.torch.stack([k, v], -2).permute(0, 2, 1, 3, 4).contiguous().flatten(3)
 
 
 def _plain(lab: Lab, q: Any, k: Any, v: Any, table: Any, lists: Any) -> dict[str, list[Variant]]:
@@ -197,7 +222,8 @@ def prefill(lab: Lab, cache: str, context: int, heads: int, kv_heads: int) -> Ca
         nbytes=(shared + tokens * heads * 4) * _COLUMNS,
         flops=4 * heads // kv_heads * listed * _BLOCK * _COLUMNS,
         peers={"plain": [Variant("all keys", run_all)]}
-        | _flash_infer_of_prompts(lab, q[0], k, v, table, lists, lens),
+        | _flash_infer_of_prompts(lab, q[0], k, v, table, lists, lens)
+        | _vllm(lab, q, k, v, table, lists, lens),
     )
 
 
@@ -208,7 +234,7 @@ def _flash_infer_of_prompts(
     library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
     if library is None:
         return {}
-    keys, values = _alternating(lab, k, v)
+    keys, values = _both(lab, k, v).split(_COLUMNS, -1)
     starts, of_heads, out = (
         lab.ints([0, len(q)]),
         lists.transpose(0, 1).contiguous(),
