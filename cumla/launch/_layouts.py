@@ -10,9 +10,9 @@ from __future__ import annotations
 
 CONSTANTS: dict[str, dict[str, int]] = {
     "blocks/block_attention": {
-        "DecodeLayout<false>::kBytes": 105360,
+        "DecodeLayout<false>::kBytes": 104816,
         "DecodeLayout<false>::kChunk": 16,
-        "DecodeLayout<true>::kBytes": 105392,
+        "DecodeLayout<true>::kBytes": 104816,
         "DecodeLayout<true>::kChunk": 32,
         "kDecodeEntries": 128,
         "kDecodeRows": 16,

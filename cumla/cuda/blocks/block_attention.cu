@@ -9,7 +9,7 @@
 //
 // Roles and time line; B is a barrier of the CTA (__syncthreads), C one of the cluster:
 //   warp 0      | read the list and order its blocks; copy the query, and the first chunks of all warps | B |
-//   others      | run through all code below once, without a result: it comes from memory            | B |
+//   others      | run through the loop below once, without a result: its code comes from memory       | B |
 //   warp w      | every fourth chunk of the CTA: S = Q K' | softmax | O += P V | copy the third chunk after it |
 //   all threads | leave sums | B | add up the warps | C | add up the CTAs, and store | C
 //
@@ -17,7 +17,7 @@
 // full(warp, stage)  a lane of warp 0 or of the    the warp    a chunk is loaded
 //                    warp, with TMA's bytes (1)
 //
-// Shared memory: 12 chunks of 8,192 B, query 4,096, a row of sums 576, list 1,024, statistics 1,280, barriers 112
+// Shared memory: 12 chunks of 8,192 B, query 4,096, list 1,024, statistics 1,280, barriers 112
 // Registers:     183, of 255; two CTAs per SM
 #include "blocks/block_attention/compute.cuh"
 #include "blocks/block_attention/finish.cuh"
@@ -60,18 +60,20 @@ __device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
   }
 
   DecodeAttender<T, kE4m3, Layout> attender(p);
+  Chunks chunks = {0, warp + 1};
+  int tokens = 0;
   // Code that runs for the first time on an SM is slow: all warps but the first run it while that one reads the list.
 #pragma unroll 1
   for (bool real = warp == 0 || blockIdx.x >= p.first_ctas;; real = true) {
-    Chunks chunks = {0, warp + 1};
-    int tokens = -Layout::kChunk;
+    float of_keys = 1.0f;
     if (real) {
       if (warp != 0) grid_dependency_wait();
       __syncthreads();
       tokens = load_shared_u32(shared.known(0));
+      of_keys = load_shared_float(shared.known(1));
       chunks = Chunks(p, tokens, Layout::kChunk, rank);
     }
-    attender.begin(shared, load_shared_float(shared.known(1)));
+    attender.begin(real ? shared.query() : shared.stage(warp, 0), of_keys);
     int stage = 0;
     u32 phase = 0;
 #pragma unroll 1
@@ -87,19 +89,16 @@ __device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
         phase ^= 1;
       }
     }
-    attender.leave(real ? shared.sums(warp, 0) : shared.nowhere(), real ? shared.statistics(warp, 0) : shared.nowhere(),
-                   real ? Layout::kSumsRow : 0);
-    if (real) __syncthreads();
-    add_warps(shared, real);
-    if (real) {
-      if (p.cluster_log2 > 0)
-        cluster_sync();
-      else
-        __syncthreads();
-    }
-    add_ctas<T>(p, shared, token, head, rank, load_shared_float(shared.known(2)), real);
     if (real) break;
   }
+  attender.leave(shared, warp);
+  __syncthreads();
+  add_warps(shared);
+  if (p.cluster_log2 > 0)
+    cluster_sync();
+  else
+    __syncthreads();
+  add_ctas<T>(p, shared, token, head, rank, load_shared_float(shared.known(2)));
   if (p.cluster_log2 > 0) cluster_sync_relaxed();  // others have read what is here
 }
 

@@ -734,7 +734,7 @@ def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
             columns: tuple[int, int] = columns, dtype: np.dtype[Any] = dtype, fp8: bool = fp8
         ) -> None:
             of_cache = E4M3 if fp8 else dtype
-            for heads, kv_heads, block, topk in ((64, 4, 128, 16), (12, 1, 64, 40)):
+            for heads, kv_heads, block, topk in ((64, 4, 128, 16), (12, 1, 64, 40), (32, 1, 64, 9)):
                 k, v = (make(9, 128, kv_heads, n, dtype=of_cache) for n in columns)
                 lists = make.int32(900, kv_heads, topk)
                 given: dict[str, Any] = {"block_table": make.int32(3, 50), "block_size": block}

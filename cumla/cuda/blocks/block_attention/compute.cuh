@@ -31,7 +31,7 @@ struct DecodeAttender {
 
   __device__ __forceinline__ explicit DecodeAttender(const BlockAttentionParams& p) : p(p) {}
 
-  __device__ __forceinline__ void begin(const Layout& shared, float of_keys) {
+  __device__ __forceinline__ void begin(u32 queries, float of_keys) {
     const int g = lane / 4, q = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i)
@@ -44,14 +44,14 @@ struct DecodeAttender {
     if constexpr (!kE4m3) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
-        load_matrix_x4(query[k], shared.query(lane / 8 % 2 * 8 + lane % 8, 2 * k + lane / 16));
+        load_matrix_x4(query[k], queries + Layout::query_place(lane / 8 % 2 * 8 + lane % 8, 2 * k + lane / 16));
     } else {
       // In the order of bytes that a lane has of keys: columns 4 q to 4 q + 3 of 16.
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const uint2 v = load_shared_8(shared.query(g + 8 * r, 2 * k + q / 2) + q % 2 * 8);
+          const uint2 v = load_shared_8(queries + Layout::query_place(g + 8 * r, 2 * k + q / 2) + q % 2 * 8);
           query[k][r] = v.x;
           query[k][r + 2] = v.y;
         }
@@ -208,12 +208,12 @@ struct DecodeAttender {
   }
 
   // Leaves the warp's sums and statistics in shared memory.
-  __device__ __forceinline__ void leave(u32 sums, u32 statistics, int pitch) const {
+  __device__ __forceinline__ void leave(const Layout& shared, int warp) const {
     const int g = lane / 4, q = lane % 4;
     __syncwarp();  // all lanes have read the last chunk
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const u32 to = sums + (g + 8 * r) * pitch;
+      const u32 to = shared.sums(warp, g + 8 * r);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const float* const first = output[2 * i] + 2 * r;
@@ -226,8 +226,7 @@ struct DecodeAttender {
         }
       }
       const float total = sum_of_quad(sum[r]), rounded = sum_of_quad(weight[r]);
-      const u32 at = statistics + (pitch == 0 ? 0 : (g + 8 * r) * 16);
-      if (q == 0) store_shared_float4(at, {maximum[r], total, rounded, 0.0f});
+      if (q == 0) store_shared_float4(shared.statistics(warp, g + 8 * r), {maximum[r], total, rounded, 0.0f});
     }
   }
 };

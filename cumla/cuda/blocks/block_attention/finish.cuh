@@ -42,13 +42,13 @@ struct RowSum {
   }
 };
 
-// A thread adds up four columns of a row at a time, over the CTA's warps. Unless `real`, the result goes nowhere.
+// A thread adds up four columns of a row at a time, over the CTA's warps.
 template <typename Layout>
-__device__ __forceinline__ void add_warps(const Layout& shared, bool real) {
+__device__ __forceinline__ void add_warps(const Layout& shared) {
   constexpr int kWarps = Layout::kWarps, kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps;
   const int quad = threadIdx.x % kQuads;
 #pragma unroll 1
-  for (int row = threadIdx.x / kQuads; row < (real ? kDecodeRows : kThreads / kQuads); row += kThreads / kQuads) {
+  for (int row = threadIdx.x / kQuads; row < kDecodeRows; row += kThreads / kQuads) {
     float4 statistics[kWarps], sums[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
@@ -58,19 +58,18 @@ __device__ __forceinline__ void add_warps(const Layout& shared, bool real) {
     RowSum sum;
     sum.weigh(statistics);
     sum.add(sums);
-    store_shared_float4((real ? shared.sums(0, row) : shared.nowhere()) + quad * 16, sum.v);
+    store_shared_float4(shared.sums(0, row) + quad * 16, sum.v);
     if (quad == 0)
-      store_shared_float4(real ? shared.statistics(kWarps, row) : shared.nowhere(),
-                          {sum.maximum, sum.total, sum.rounded, 0.0f});
+      store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
   }
 }
 
-// The same over the CTAs of a cluster, of which each has some rows. Unless `real`, nothing is stored.
+// The same over the CTAs of a cluster, of which each has some rows.
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_ctas(const BlockAttentionParams& p, const Layout& shared, int token, int head,
-                                         int rank, float of_values, bool real) {
+                                         int rank, float of_values) {
   constexpr int kWarps = Layout::kWarps, kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps, kMost = 8;
-  const int ctas = real ? 1 << p.cluster_log2 : 1, column = threadIdx.x % kQuads * 4;
+  const int ctas = 1 << p.cluster_log2, column = threadIdx.x % kQuads * 4;
   const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
 #pragma unroll 1
   for (int row = rank + (threadIdx.x / kQuads << p.cluster_log2); row < p.heads_per_group;
@@ -81,21 +80,19 @@ __device__ __forceinline__ void add_ctas(const BlockAttentionParams& p, const La
       statistics[i] = {kLowest, 0.0f, 0.0f, 0.0f};
       sums[i] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (i >= ctas) continue;
-      const u32 cta = real ? i : rank;
-      statistics[i] = load_cluster_float4(shared_address_in(shared.statistics(kWarps, row), cta));
-      sums[i] = load_cluster_float4(shared_address_in(shared.sums(0, row) + column * 4, cta));
+      statistics[i] = load_cluster_float4(shared_address_in(shared.statistics(kWarps, row), i));
+      sums[i] = load_cluster_float4(shared_address_in(shared.sums(0, row) + column * 4, i));
     }
     RowSum sum;
     sum.weigh(statistics);
     sum.add(sums);
     const int of_row = head * p.heads_per_group + row;
     float lse = log_sum_exp(sum.maximum, sum.total), scale = inverse_of_sum(sum.rounded);
-    const bool has_sink = real && p.sinks != nullptr;
+    const bool has_sink = p.sinks != nullptr;
     if (has_sink) take_sink(p, bounded_sink(p.sinks[of_row]), scale, lse);
     scale *= of_values;
     const float a = sum.v.x * scale, b = sum.v.y * scale, c = sum.v.z * scale, d = sum.v.w * scale;
     char* const out = p.out + request * p.out_stride_batch + own * p.out_stride_token + of_row * p.out_stride_head;
-    if (!real) break;
     if (column < p.value_columns) {
       if (p.out_is_float)
         store_global_float4(out + column * 4, a, b, c, d);

@@ -52,7 +52,7 @@ struct DecodeLayout {
   static constexpr int kQueryBytes = kDecodeRows * kDecodeColumns * 2;
   static constexpr int kListBytes = kDecodeEntries * 4;
   static constexpr int kStatisticsBytes = (kWarps + 1) * kDecodeRows * 16;
-  static constexpr int kBytes = kWarps * kRingBytes + kQueryBytes + kSumsRow + 2 * kListBytes + kStatisticsBytes +
+  static constexpr int kBytes = kWarps * kRingBytes + kQueryBytes + 2 * kListBytes + kStatisticsBytes +
                                 kWarps * kStages * 8 + 16;
 
   u32 base;
@@ -61,13 +61,11 @@ struct DecodeLayout {
   // A warp's sums of a head, unnormalised.
   __device__ __forceinline__ u32 sums(int warp, int row) const { return stage(warp, 0) + row * kSumsRow; }
   __device__ __forceinline__ u32 query() const { return stage(kWarps, 0); }
-  // The i-th 16 bytes of a query row.
-  __device__ __forceinline__ u32 query(int row, int i) const {
-    return query() + row * (kDecodeColumns * 2) + ((i ^ (row & 7)) << 4);
+  // Offset of the i-th 16 bytes of a query row.
+  __device__ __forceinline__ static u32 query_place(int row, int i) {
+    return row * (kDecodeColumns * 2) + ((i ^ (row & 7)) << 4);
   }
-  // A row of sums that nobody needs.
-  __device__ __forceinline__ u32 nowhere() const { return query() + kQueryBytes; }
-  __device__ __forceinline__ u32 block(int i) const { return nowhere() + kSumsRow + i * 4; }
+  __device__ __forceinline__ u32 block(int i) const { return query() + kQueryBytes + i * 4; }
   __device__ __forceinline__ u32 page(int i) const { return block(kDecodeEntries) + i * 4; }
   // Of a head and a warp, or of all warps: maximum, sum of the weights, sum of the rounded weights.
   __device__ __forceinline__ u32 statistics(int warp, int row) const {

@@ -56,7 +56,7 @@ __device__ __forceinline__ void copy_query_async(const BlockAttentionParams& p, 
 #pragma unroll
   for (int row = lane / kOctets; row < kDecodeRows; row += 32 / kOctets, from += 32 / kOctets * p.q_stride_head) {
     const bool exists = row < p.heads_per_group && octet * 8 < p.key_columns;
-    copy_16_async(shared.query(row, octet), exists ? from : p.q, exists);
+    copy_16_async(shared.query() + Layout::query_place(row, octet), exists ? from : p.q, exists);
   }
   copy_async_commit();
 }
