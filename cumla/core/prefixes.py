@@ -76,9 +76,11 @@ def checked_max_pages(prefix_groups: Any, max_pages: Any, batch: Any, page_size:
     return columns
 
 
-def check_prefix_options(window: Any, masked: bool, batch_invariant: bool) -> None:
-    """Refuse options that no shared prefixes go with."""
-    wrong = {"window": window is not None, "mask": masked, "batch_invariant": batch_invariant}
+def check_prefix_options(
+    window: Any, masked: bool, batch_invariant: bool, mask: str = "mask"
+) -> None:
+    """Refuse options that no shared prefixes go with; `mask` is the argument of masks."""
+    wrong = {"window": window is not None, mask: masked, "batch_invariant": batch_invariant}
     for name, is_given in wrong.items():
         if is_given:
             got = f"window {window}" if name == "window" else f"a call with {name}"

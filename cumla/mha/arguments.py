@@ -17,8 +17,9 @@ from cumla.core.arguments import (
 )
 from cumla.core.names import arg
 from cumla.core.spec import Option, in_parts, integer
+from cumla.core.tree import TREE_DTYPES, check_words
 from cumla.launch.mha.append_kv_cache import Scale
-from cumla.launch.mha.mask_arrays import MOST_WORDS, NO_MASK, MaskArrays
+from cumla.launch.mha.mask_arrays import NO_MASK, MaskArrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,9 +32,6 @@ TABLES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
 MAX_HEAD_DIM = 512
 _OCTET = 8  # columns that a thread holds at once
-WORD = 32  # keys of a word of a tree
-MOST_DRAFTS = MOST_WORDS * WORD
-TREE_DTYPES = ("uint32", "int32")
 
 PLACES = {  # which say where the rows of tokens go
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
@@ -174,21 +172,6 @@ def check_mask_batch(mask: MaskArrays, batch: int) -> None:
         raise ValueError(
             f"{arg('mask.prefix_len')}: needs shape (batch,) with batch {batch}, as "
             f"{arg('mask.tree_start')} does, got ({mask.batch},); {_MASK_REQUEST}"
-        )
-
-
-def check_words(name: str, view: ArrayView) -> None:
-    """Check the rows of bits of a tree."""
-    tokens, words = view.shape
-    if not 1 <= words <= MOST_WORDS:
-        raise ValueError(
-            f"{arg(name)}: needs 1 to {MOST_WORDS} words a row, got shape {view.shape}; a tree "
-            f"has at most {MOST_DRAFTS} keys"
-        )
-    if tokens > 1 and view.strides[0] != 4 * words:
-        raise ValueError(
-            f"{arg(name)}: needs rows without gaps, got a stride of {view.strides[0]} bytes; make "
-            f"a contiguous copy"
         )
 
 

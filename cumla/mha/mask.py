@@ -22,11 +22,10 @@ from cumla.core.arguments import (
 from cumla.core.names import arg
 from cumla.core.operation import Output, run
 from cumla.core.paged import check_ragged_lengths
+from cumla.core.tree import MOST_DRAFTS, MOST_WORDS, TREE_DTYPES, WORD, check_words
 from cumla.launch.kernel import Unplanned
-from cumla.launch.mha.mask_arrays import MOST_WORDS
 from cumla.launch.mha.mask_rows import MaskRowsArguments, Rules, mask_rows_launch
 from cumla.launch.split.plan import MOST_TOKENS
-from cumla.mha.arguments import MOST_DRAFTS, TREE_DTYPES, WORD, check_words
 from cumla.reference.mha.mask import intervals, queries_of, tree_words
 
 if TYPE_CHECKING:

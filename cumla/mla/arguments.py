@@ -149,6 +149,31 @@ def window_of(window: tuple[int, int] | None, causal: bool, cache: str) -> tuple
     return left, right
 
 
+def check_tree(window: tuple[int, int] | None, cache: str) -> None:
+    """Refuse a tree beside a window, and over a cache that has no kernel for it.
+
+    `cache` is one of CACHES.
+    """
+    if window is not None:
+        raise ValueError(
+            f"{arg('window')}: needs None beside {arg('tree')}, got {window}; leave one of them out"
+        )
+    if cache != "same":
+        raise ValueError(
+            f"{arg('tree')}: needs a {arg('kv_cache')} of q's dtype, got one of {FP8}; attend to "
+            f"the drafts and to what is before them apart, and call merge_attention_states"
+        )
+
+
+def checked_mask_form(form: Any, sides: tuple[int, int] | None, cache: str) -> bool:
+    """Check the form of masks that a plan is made for, and tell whether it is "tree"."""
+    if form not in (None, "tree"):
+        raise ValueError(f"mask_form: needs 'tree' or None, got {form!r}; pass one of them")
+    if form:
+        check_tree(sides, cache)
+    return form is not None
+
+
 def checked_query_and_cache(
     views: Views,
     query_axes: tuple[str, ...] = QUERY_AXES,

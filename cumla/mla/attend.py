@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from cumla.core.arguments import Array, bind, checked_window
+from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
 from cumla.core.spec import SOFTMAX_SCALE, Factor, Option, array, flag, in_parts, optional
 from cumla.core.state import AttentionState
+from cumla.core.tree import TREE_DTYPES, check_words
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
+from cumla.launch.mla.shape import TREE, MLAAttentionKey, MLADecodeKey
 from cumla.launch.module import load
 from cumla.mla.arguments import (
     CACHE_PARTS,
@@ -24,6 +26,7 @@ from cumla.mla.arguments import (
     Columns,
     cache_of,
     check_fp8_products,
+    check_tree,
     checked_kv_scale,
     checked_query_and_cache,
     named_width,
@@ -52,8 +55,12 @@ OPTIONS = (
     flag("causal", True),
     Option("window", None, checked_window, "int[]?"),
     optional("sinks"),
+    optional("tree"),
 )
-_SINKS = {"sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head")}
+_MORE = {
+    "sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head"),
+    "tree": Array("total_tokens words", TREE_DTYPES, "row", "give each query token its bits"),
+}
 HIDDEN = {"empty_lse": -inf}  # where nothing is visible; FlashMLA has it otherwise
 _SCALES = {width: float(sum(width) ** -0.5) for width in WIDTHS}  # of the scores, by default
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
@@ -98,9 +105,15 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         scales = columns.kv_scales, kv_scale, scale
         modes = options.causal, options.empty_lse
         fp8: bool = options.fp8_products
-        bind(_SINKS, views, {"num_heads": columns.q.shape[-2]})
-        sides = window_of(options.window, options.causal, cache_of(columns.kv_cache))
-        masks: dict[str, Any] = {"sinks": views.get("sinks"), "window": sides}
+        *tokens, num_heads, _ = columns.q.shape
+        bind(_MORE, views, {"num_heads": num_heads, "total_tokens": prod(tokens)})
+        cache, tree = cache_of(columns.kv_cache), views.get("tree")
+        sides = window_of(options.window, options.causal, cache)
+        if tree is not None:
+            check_words("tree", tree)
+            check_tree(sides, cache)
+            sides, modes = TREE, (False, options.empty_lse)
+        masks: dict[str, Any] = {"sinks": views.get("sinks"), "window": sides, "tree": tree}
         return DecodeArguments(*columns[:4], pages, *scales, *modes, fp8_products=fp8, **masks)
 
     def first_seen(self, host: Host, a: DecodeArguments) -> np.ndarray[Any, Any] | None:
@@ -118,7 +131,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Results:
         """Compute with the lengths that came."""
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "sinks", "out", "lse")
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "sinks", "tree", "out", "lse")
         factor: Any = arguments.kv_scale  # a view, if it is an array
         state = self._definition(
             parts_on_host(host, "q"),
@@ -182,3 +195,9 @@ class MLAPlan(Plan[K], Generic[K]):
             )
         if cache_of(kv_cache) != self.key.cache:
             raise other_cache(q, kv_cache)
+        if (arguments.tree is None) is (self.key.window == TREE):
+            form, got = ("'tree'", "None") if arguments.tree is None else ("None", "a tree")
+            raise ValueError(
+                f"{arg('tree')}: needs {'no tree' if got != 'None' else 'a tree'} for a plan of "
+                f"mask_form {form}, got {got}; make a plan for each of both"
+            )

@@ -40,7 +40,7 @@ from cumla.launch.mla.prefixes import (
     prefix_attention_launches,
     prefix_schedule_launches,
 )
-from cumla.launch.mla.shape import MLAAttentionKey
+from cumla.launch.mla.shape import TREE, MLAAttentionKey
 from cumla.launch.split.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.split.invariant_parts import invariant_parts_launch
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
@@ -51,6 +51,7 @@ from cumla.mla.arguments import (
     cache_of,
     checked_cache_dtype,
     checked_head_dim,
+    checked_mask_form,
     checked_shape,
     named,
     row_width,
@@ -118,6 +119,7 @@ def mla_attention(
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
     sinks: Any = None,
+    tree: Any = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -160,7 +162,7 @@ def mla_attention(
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
-    softmax_scale, kv_scale, fp8_products, window, sinks, stream : optional
+    softmax_scale, kv_scale, fp8_products, window, sinks, tree, stream : optional
         As in :func:`cumla.mla_decode`.
     batch_invariant : bool
         Give each request the same bits whatever other requests are in the call. Requests of up to
@@ -206,6 +208,7 @@ def mla_attention(
             causal=causal,
             window=window,
             sinks=sinks,
+            tree=tree,
             batch_invariant=batch_invariant,
             out=out,
             lse=lse,
@@ -213,8 +216,8 @@ def mla_attention(
         )
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, groups),
-        *(softmax_scale, kv_scale, fp8_products, causal, window, sinks, batch_invariant, out, lse),
-        stream,
+        *(softmax_scale, kv_scale, fp8_products, causal, window, sinks, tree, batch_invariant),
+        *(out, lse, stream),
     )
     return state
 
@@ -268,7 +271,8 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
         kv_lens = found.lengths[1]
         check_rows(found.attend.block_table, kv_lens.shape[0])
         if has_whole_groups([name for name, view in views.items() if view is not None]):
-            check_prefix_options(options.window, False, options.batch_invariant)
+            masked = found.attend.tree is not None
+            check_prefix_options(options.window, masked, options.batch_invariant, "tree")
             check_prefix_arrays(found.attend.q, found.attend.block_table, None)
         return found
 
@@ -312,6 +316,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         As for :class:`cumla.MLADecodePlan`.
     causal, window, batch_invariant
         As in :func:`mla_attention`.
+    mask_form : str, optional
+        As for :class:`cumla.MLADecodePlan`.
     prefix_groups, max_pages
         As for :class:`cumla.AttentionPlan`.
     max_kv_len : int
@@ -349,6 +355,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         cache_dtype: Any = None,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         prefix_groups: bool = False,
@@ -363,9 +370,12 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         causal = checked_flag("causal", causal)
         cache = checked_cache_dtype(cache_dtype, dtype)
         sides = window_of(checked_window("window", window), causal, cache)
+        masked = checked_mask_form(mask_form, sides, cache)
+        if masked:
+            sides, causal = TREE, False
         columns = checked_max_pages(prefix_groups, max_pages, batch, page_size)
         if columns:
-            check_prefix_options(window, False, batch_invariant)
+            check_prefix_options(window, masked, batch_invariant, "mask_form")
             vars(self)["_lengths"] = f"{self._lengths}, groups=..."
         width = checked_head_dim(head_dim)
         most = _checked_most(batch_invariant, max_kv_len)
@@ -382,6 +392,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         qo_indptr: Any,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         prefix_groups: bool = False,
@@ -395,7 +406,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
-        options: dict[str, Any] = {"causal": causal, "window": window}
+        options: dict[str, Any] = {"causal": causal, "window": window, "mask_form": mask_form}
         options |= {"workspace": workspace, "max_kv_len": max_kv_len}
         options |= {"prefix_groups": prefix_groups, "max_pages": max_pages}
         return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
@@ -462,6 +473,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         kv_scale: Any = None,
         fp8_products: bool = False,
         sinks: Any = None,
+        tree: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -471,8 +483,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
         Parameters
         ----------
-        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks, out, \
-lse, stream
+        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks, tree, \
+out, lse, stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for: the other is one more ValueError.
         """
@@ -480,7 +492,7 @@ lse, stream
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
             *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks),
-            *(out, lse, stream),
+            *(tree, out, lse, stream),
         )
         return state
 

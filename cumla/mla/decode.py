@@ -32,7 +32,7 @@ from cumla.launch.mla.choice import (
     decode_spec,
 )
 from cumla.launch.mla.mla_decode import LATENT_COLUMNS, DecodeArguments
-from cumla.launch.mla.shape import MLADecodeKey
+from cumla.launch.mla.shape import TREE, MLADecodeKey
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS
 from cumla.mla.arguments import (
     QUERY_AXES,
@@ -40,6 +40,7 @@ from cumla.mla.arguments import (
     cache_of,
     checked_cache_dtype,
     checked_head_dim,
+    checked_mask_form,
     checked_shape,
     named,
     row_width,
@@ -72,7 +73,7 @@ MLA_DECODE = Spec(
     positional=4,
     kernels=(
         *("mla_schedule", "mla_decode_", "mla_attention_schedule"),
-        *(f"mla_attention_{kind}_" for kind in ("window", *LATENT_COLUMNS)),  # of windows
+        *(f"mla_attention_{kind}_" for kind in ("window", "tree", *LATENT_COLUMNS)),  # of windows
     ),
     returns=("out", "lse"),
     result=AttentionState,
@@ -94,6 +95,7 @@ def mla_decode(
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
     sinks: Any = None,
+    tree: Any = None,
     batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -159,6 +161,12 @@ def mla_decode(
     sinks : array, optional
         ``(num_heads,)`` float32, contiguous: a score per head that takes part in every sum of
         weights and has no value. It is not multiplied by softmax_scale, and lse includes it.
+    tree : array, optional
+        ``(query tokens, words)`` uint32 or int32, contiguous, 1 to 8 words: for queries that are a
+        tree of drafts, as ``AttentionMask.from_tree(...).tree`` has it. Of the last tokens of the
+        request, those of its queries, token j is visible to a query if bit j of its words is set;
+        all earlier ones are visible. Then `causal` has no effect, and `window` is refused. What
+        some queries of a request see and others do not must be finite. For 16-bit caches.
     batch_invariant : bool
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. Requests are then cut at fixed positions, which takes longer than
@@ -236,7 +244,7 @@ def mla_decode(
     """
     state: AttentionState = _DECODE.call(
         *(q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal),
-        *(window, sinks, batch_invariant, out, lse, stream),
+        *(window, sinks, tree, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -312,6 +320,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal, window
         As in :func:`mla_decode`.
+    mask_form : str, optional
+        ``"tree"`` for runs with a `tree`; None for runs without.
     batch_invariant : bool
         As in :func:`mla_decode`; it needs `max_kv_len`.
     max_kv_len : int, optional
@@ -376,6 +386,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         cache_dtype: Any = None,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         device: int | None = None,
@@ -390,6 +401,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         max_blocks = -(-checked_max_kv_len(batch_invariant, max_kv_len) // BLOCK_TOKENS)
         cache = checked_cache_dtype(cache_dtype, dtype)
         sides = window_of(checked_window("window", window), causal, cache)
+        if checked_mask_form(mask_form, sides, cache):
+            sides, causal = TREE, False
         _check_cuts(sides, batch_invariant)
         width = checked_head_dim(head_dim)
         modes = (batch_invariant, max_blocks, self._variant, cache, sides, width)
@@ -404,6 +417,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         *,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         workspace: Any = None,
@@ -417,10 +431,10 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
-        causal, window, batch_invariant, max_kv_len, workspace, stream
+        causal, window, mask_form, batch_invariant, max_kv_len, workspace, stream
             As for the class.
         """
-        options: dict[str, Any] = {"causal": causal, "window": window}
+        options: dict[str, Any] = {"causal": causal, "window": window, "mask_form": mask_form}
         options |= {"workspace": workspace, "max_kv_len": max_kv_len}
         arrays = named(q, kv_cache, None)
         return cls._from(arrays, stream, batch_invariant=batch_invariant, **options)
@@ -435,6 +449,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         head_dim: int = HEAD_DIM,
         cache_dtype: Any = None,
         window: int | Sequence[int | None] | None = None,
+        mask_form: str | None = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         sm_count: int | None = None,
@@ -443,8 +458,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads, head_dim, cache_dtype, window, batch_invariant, \
-max_kv_len
+        batch, q_len, num_heads, num_kv_heads, head_dim, cache_dtype, window, mask_form, \
+batch_invariant, max_kv_len
             As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
@@ -466,6 +481,8 @@ max_kv_len
 
         def nbytes(causal: bool) -> int:
             sides = window_of(given, causal, cache)
+            if checked_mask_form(mask_form, sides, cache):
+                sides = TREE
             _check_cuts(sides, batch_invariant)
             modes = (batch_invariant, max_blocks, None, cache, sides, width)
             return _key(shape, False, 0, sm_count, *modes).layout.nbytes
@@ -517,6 +534,7 @@ max_kv_len
         kv_scale: Any = None,
         fp8_products: bool = False,
         sinks: Any = None,
+        tree: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -526,7 +544,8 @@ max_kv_len
 
         Parameters
         ----------
-        q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, out, lse, stream
+        q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, tree, out, lse, \
+stream
             As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
             the check mode, ``CUMLA_CHECK=1``, refuses the call).
 
@@ -543,8 +562,8 @@ max_kv_len
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, out, lse),
-            stream,
+            *(q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, tree),
+            *(out, lse, stream),
         )
         return state
 
@@ -554,6 +573,11 @@ max_kv_len
 
 def _check_cuts(window: tuple[int, int] | None, batch_invariant: bool) -> None:
     """Refuse a window beside cuts at fixed positions."""
+    if window == TREE and batch_invariant:
+        raise ValueError(
+            f"{arg('batch_invariant')}: needs no {arg('tree')}, got one; leave one of them out, or "
+            f"call mla_attention, which takes both"
+        )
     if window is not None and batch_invariant:
         raise ValueError(
             f"{arg('batch_invariant')}: needs {arg('window')} None, got {window}; leave one of "

@@ -170,3 +170,10 @@ def e2m1_codes(numbers: Array, scales: Array | np.float32) -> Array:
     codes |= np.signbit(numbers).astype(np.uint8) << 3
     packed: Array = codes[..., ::2] | codes[..., 1::2] << 4
     return packed
+
+
+def unpacked(words: Array) -> Array:
+    """Give the bits of words of 8, 16 or 32 bits, the lowest of the first word first."""
+    little = words.astype(words.dtype.newbyteorder("<")).reshape(len(words), -1)
+    rows = np.ascontiguousarray(little).view(np.uint8).reshape(len(words), -1)
+    return np.unpackbits(rows, axis=1, bitorder="little").astype(bool)

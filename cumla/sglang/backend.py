@@ -15,7 +15,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, append_rows, cache_dtype, current_capture, in_parts
-from cumla.mha.arguments import MOST_DRAFTS
+from cumla.core.tree import MOST_DRAFTS
 from cumla.mla.shape import WIDTH, WIDTHS
 
 __all__ = ["Backend"]

@@ -74,6 +74,12 @@ def windows_and_sinks(cupy: CuPy) -> None:
     sanitize.attend_with_sinks(cupy, sanitize.MLA_SINKS[1])
 
 
+def trees_of_drafts(cupy: CuPy) -> None:
+    """Whole blocks, single rows in a list, and rows of another width; some requests are cut."""
+    for sample in (sanitize.MLA_TREES[0], *sanitize.MLA_TREES[2::2]):
+        sanitize.attend_latent_masked(cupy, sample)
+
+
 def lists_of_rows(cupy: CuPy) -> None:
     """One case for each kernel: rows of 16 bits, of e4m3, and packed ones of few and many heads."""
     for i in (0, 2, 6, 7):
@@ -163,6 +169,7 @@ CALLS = (
     ragged_queries,
     fp8_cache,
     windows_and_sinks,
+    trees_of_drafts,
     lists_of_rows,
     few_rows,
     merges,
@@ -178,8 +185,9 @@ def test_kernels_on_the_cpu(call: Callable[[CuPy], None], cupy: CuPy) -> None:
     call(cupy)
 
 
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_windows_by_a_schedule_of_garbage(cupy: CuPy, seed: int) -> None:
+def test_windows_by_a_schedule_of_garbage(cupy: CuPy, seed: int, tree: bool) -> None:
     """No row tile that a plan's buffer names leads out of the arrays: they lie between fences."""
     random, fenced = np.random.default_rng(seed), Fenced(at_end=seed % 2 == 0)
     q = random.standard_normal((5, 3, 24, 576)).astype(np.float16)
@@ -187,7 +195,10 @@ def test_windows_by_a_schedule_of_garbage(cupy: CuPy, seed: int) -> None:
     table = random.integers(-2, 8, (5, 3)).astype(np.int32)
     q, pages, table = (fenced.copy(array).view(Array) for array in (q, pages, table))
     out, lse = fenced.empty((5, 3, 24, 512), np.float16), fenced.empty((5, 3, 24), np.float32)
-    plan = cumla.MLADecodePlan.from_arrays(q, pages, window=70)
+    form: dict[str, Any] = {"mask_form": "tree"} if tree else {"window": 70}
+    bits = fenced.copy(random.integers(0, 1 << 32, (15, 2), np.uint64).astype(np.uint32))
+    more = {"tree": bits.view(Array)} if tree else {}
+    plan = cumla.MLADecodePlan.from_arrays(q, pages, **form)
     plan.update(cupy.asarray(np.int32([190, 1, 70, 64, 150])))
     assert plan._memory is not None
     layout, numbers = plan.key.layout, plan._memory.owner.view(np.int32)
@@ -195,7 +206,7 @@ def test_windows_by_a_schedule_of_garbage(cupy: CuPy, seed: int) -> None:
     near = random.integers(-3, 20, len(places))
     far = random.integers(-(2**31), 2**31, len(places))
     places[:] = np.where(random.random(len(places)) < 0.7, near, far)
-    plan.run(q, pages, block_table=table, out=out.view(Array), lse=lse.view(Array))
+    plan.run(q, pages, block_table=table, out=out.view(Array), lse=lse.view(Array), **more)
 
 
 def test_logits_of_the_last_keys_that_int32_can_name(cupy: CuPy) -> None:

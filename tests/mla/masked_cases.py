@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of mla_decode and mla_attention with windows and sinks, for NumPy: what no query of a
-request sees is NaN or infinite, and page numbers of pages without a seen token are garbage."""
+"""Calls of mla_decode and mla_attention with windows, trees and sinks, for NumPy: what no query
+of a request sees is NaN or infinite, and page numbers of pages without a seen token are garbage."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Sample(NamedTuple):
     sinks: str = "none"
     seed: int = 0
     width: tuple[int, int] = WIDTH  # latent columns, and RoPE ones
+    words: int = 0  # of the bits of a query token in a tree; 0: no tree
 
     @property
     def name(self) -> str:
@@ -51,6 +52,7 @@ class Sample(NamedTuple):
             *(() if self.width == WIDTH else ("{}+{}".format(*self.width),)),
             self.form,
             f"{'causal' if self.causal else 'full'}-w{self.window}-sinks_{self.sinks}",
+            *((f"tree{self.words}",) if self.words else ()),
         )
         return "-".join(words).replace(" ", "").replace(",", "+")
 
@@ -94,9 +96,52 @@ class Problem(NamedTuple):
     given: dict[str, Any]
 
 
+def trees(count: int, **fixed: Any) -> list[Sample]:
+    """Draw calls with trees, the same ones every time."""
+    draw, found = random.Random(7), []
+    for sample in samples(count):
+        q_len = draw.choice((1, 4, 17, 64))
+        q_lens = tuple(draw.choice((0, 1, 5, 16, 70, 260)) for _ in sample.q_lens)
+        if sample.operation == "decode":
+            q_lens = (q_len,) * len(q_lens)
+        words = draw.choice((1, 2, -(-max(1, *q_lens) // 32), 8))
+        tree = sample._replace(q_lens=q_lens, window=None, words=min(words, 8))
+        found.append(tree._replace(**fixed))
+    return found
+
+
+def tree_of(sample: Sample, rng: np.random.Generator) -> np.ndarray:
+    """Bits of each query token: itself, some earlier drafts, and garbage behind the tokens."""
+    tree = rng.integers(0, 1 << 32, (sum(sample.q_lens), sample.words), np.uint64)
+    tree = tree.astype(np.uint32)
+    for begin, n in zip(np.cumsum([0, *sample.q_lens]), sample.q_lens, strict=False):
+        for i in range(n):
+            if i // 32 < sample.words:
+                tree[begin + i, i // 32] |= np.uint32(1 << i % 32)
+        if n > 2:  # a draft that no query sees, itself included
+            tree[begin : begin + n, 0] &= ~np.uint32(2)
+    return tree
+
+
+def seen_by_tree(sample: Sample, request: int, tree: np.ndarray) -> np.ndarray:
+    """Whether some query of a request sees each of its tokens."""
+    n, tokens = sample.q_lens[request], sample.kv_lens[request]
+    begin = sum(sample.q_lens[:request])
+    seen = np.zeros(tokens, bool)
+    seen[: max(tokens - n, 0)] = n > 0
+    for row in tree[begin : begin + n]:
+        bits = np.unpackbits(row.astype("<u4").view(np.uint8), bitorder="little")
+        number = np.arange(tokens) - (tokens - n)
+        known = (number >= 0) & (number < len(bits))
+        seen[known] |= bits[number[known]].astype(bool)
+    return seen
+
+
 def seen_tokens(sample: Sample, request: int) -> tuple[int, int]:
     """The first token that a query of a request sees, and the one behind the last."""
     n, tokens, window = sample.q_lens[request], sample.kv_lens[request], sample.window
+    if sample.words:
+        return 0, tokens if n else 0
     left, right = window if isinstance(window, tuple) else (window, None)
     right = 0 if sample.causal else right
     if n == 0:
@@ -113,13 +158,16 @@ def make(sample: Sample) -> Problem:
     most = max(1, *(-(-n // size) for n in sample.kv_lens))
     cache = _numbers(sample, rng, batch * most + 2)
     table = rng.permutation(batch * most).reshape(batch, most).astype(np.int32)
-    _poison(sample, rng, cache, table)
+    tree = tree_of(sample, rng) if sample.words else None
+    _poison(sample, rng, cache, table, tree)
     dtype = DTYPES[sample.dtype]
     columns = sum(sample.width)
     q = aligned((sum(sample.q_lens), heads, columns), dtype)
     q[...] = rng.standard_normal(q.shape) * 0.3  # scores near 0 keep lse in its absolute bound
     given = {"q": q, "kv_cache": cache, "kv_lens": np.int32(sample.kv_lens)}
     given |= {"causal": sample.causal, "window": sample.window}
+    if tree is not None:
+        given["tree"] = tree
     if sample.is_fp8 and sample.form in SCALED:
         given["kv_scale"] = 0.01
     if sample.sinks != "none":
@@ -153,13 +201,17 @@ def _numbers(sample: Sample, rng: np.random.Generator, num_pages: int) -> Any:
     return parts if len(parts) > 1 else parts[0]
 
 
-def _poison(sample: Sample, rng: np.random.Generator, cache: Any, table: np.ndarray) -> None:
+def _poison(
+    sample: Sample, rng: np.random.Generator, cache: Any, table: np.ndarray, tree: Any
+) -> None:
     """Spoil what nobody sees: rows, and page numbers."""
     size, pages = sample.page_size, np.arange(table.shape[1])
     seen = np.zeros(parts_of(cache)[0].shape[:2], bool)
     for r, row in enumerate(table):
         begin, end = seen_tokens(sample, r)
         tokens = np.arange(begin, end)
+        if tree is not None:
+            tokens = tokens[seen_by_tree(sample, r, tree)[begin:end]]
         seen[row[tokens // size], tokens % size] = True
         unused = (pages * size + size <= begin) | (pages * size >= end)
         row[unused] = rng.choice(GARBAGE, unused.sum())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows and sinks of dense MLA without a GPU: the definition, plans, and what is refused."""
+"""Windows, trees and sinks of dense MLA without a GPU: definition, plans, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.mla import masked_cases as cases
 from tests.mla.masked_cases import Sample
 
 
-@pytest.mark.parametrize("sample", cases.samples(24), ids=lambda sample: sample.name)
+@pytest.mark.parametrize(
+    "sample", [*cases.samples(24), *cases.trees(16)], ids=lambda sample: sample.name
+)
 def test_the_definition_is_that_of_attention(sample: Sample) -> None:
     """MLA is attention with one row as key and value; what nobody sees is NaN."""
     problem = cases.make(sample)
@@ -23,18 +25,24 @@ def test_the_definition_is_that_of_attention(sample: Sample) -> None:
     cache = given.pop("kv_cache")
     cache = np.concatenate([*cache], axis=-1) if isinstance(cache, tuple) else cache
     q, k = (x.astype(np.float64) for x in (given.pop("q"), cache))
+    if sample.words:
+        given["mask"] = cumla.AttentionMask(tree=given.pop("tree"))
+        del given["window"]
     want = cumla.reference.attention(q, k, k[..., :512], **given, softmax_scale=576**-0.5)
     got = cases.in_float64(problem)
     np.testing.assert_allclose(got.out, want.out, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("sample", cases.samples(6), ids=lambda sample: sample.name)
+@pytest.mark.parametrize(
+    "sample", [*cases.samples(6), *cases.trees(6)], ids=lambda sample: sample.name
+)
 def test_plans(sample: Sample) -> None:
-    """A plan is made with the window, and run with the sinks."""
+    """A plan is made with the window or for trees, and run with the sinks."""
     problem = cases.make(sample)
     given = dict(problem.given)
     fixed = {name: given.pop(name) for name in ("causal", "window")}
+    fixed["mask_form"] = "tree" if sample.words else None
     names = ("kv_lens", "qo_indptr", "kv_indptr")
     lengths = {name: given.pop(name) for name in names if name in given}
     if sample.operation == "decode":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cumla.compat._arguments import check_tensors
 from cumla.core.frameworks import eager_only
 from cumla.core.names import arg
-from cumla.mha.arguments import MOST_DRAFTS, WORD
+from cumla.core.tree import MOST_DRAFTS, WORD
 from cumla.mha.mask import AttentionMask
 
 if TYPE_CHECKING:

@@ -48,6 +48,7 @@
 #include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode/shared.cuh"
+#include "mla/mla_decode/tree.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FORMS", "MOST_WORDS", "NO_MASK", "MaskArrays"]
+__all__ = ["FORMS", "NO_MASK", "MaskArrays"]
 
 FORMS = ("none", "rows", "tree")
-MOST_WORDS = 8  # of 32 keys each, that a row of a tree may have
 
 
 class MaskArrays(NamedTuple):
@@ -29,7 +28,7 @@ class MaskArrays(NamedTuple):
     tree: int = 0  # (total_tokens, words) uint32: bit i of word w is key tree_start + 32 w + i
     # (batch,) int32: the key of bit 0; 0: kv_len - q_len, which may be negative.
     tree_start: int = 0
-    words: int = 0  # of a row of `tree`, at most MOST_WORDS
+    words: int = 0  # of a row of `tree`
     form: str = "none"  # of FORMS: "rows" has no tree, "tree" has one, "none" has no array
     batch: int = 0  # requests of `prefix_len` and `tree_start`; 0: neither is given
 

@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False) -> KernelSpec:
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
     form = form or form_of(key)
+    if key.by_windows:
+        return window_spec(key, form, key.window)
     if key.width != WIDTH:
-        if key.by_windows:
-            return width_spec(key, form)
         swapped = key.variant == "swapped"
         return swapped_width_spec(key, form) if swapped else width_spec(key, form, key.variant)
-    if key.by_windows:
-        return window_spec(key.dtype, form)
     return _spec(key.dtype, key.variant, form, sinks)
 
 

@@ -9,7 +9,6 @@ from cumla.launch.mla.mla_decode import (
     decode_launch,
     form_of,
     ragged_spec,
-    width_spec,
     window_launch,
     window_spec,
 )
@@ -27,10 +26,9 @@ if TYPE_CHECKING:
 def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
     """Look up the kernel of a shape's dtype, for caches of a form; by default in one array."""
     form = form or form_of(key)
-    if key.width != WIDTH:
-        return width_spec(key, form)
-    spec_of = window_spec if key.window else ragged_spec
-    return spec_of(key.dtype, form)
+    if key.window or key.width != WIDTH:
+        return window_spec(key, form, key.window)
+    return ragged_spec(key.dtype, form)
 
 
 def attention_launch(

@@ -8,7 +8,7 @@ from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, launch_of, strided
-from cumla.launch.mla.shape import VARIANTS, Window
+from cumla.launch.mla.shape import TREE, VARIANTS, Window
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
@@ -39,8 +39,9 @@ class DecodeArguments(NamedTuple):
     empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
     sinks: ArrayView | None = None  # (num_heads,) float32
     sink_in_lse: bool = True
-    window: Window = None
+    window: Window = None  # TREE beside a tree
     fp8_products: bool = False  # whether products of e4m3 columns may be computed in e4m3
+    tree: ArrayView | None = None  # (query tokens, words), bits of each, contiguous
 
 
 SMEM_BYTES = constant("mla/mla_decode", "SharedLayout(0).pacer(2 * kWarpgroup)")
@@ -50,10 +51,13 @@ FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 _RAGGED = "ragged"  # the variant for queries of different lengths
 _WINDOW = "window"  # for queries of any lengths that see windows, or with sinks
+_TREE = "tree"  # for queries of any lengths that are trees of drafts
 _TILES = {
     _RAGGED: ("mla_attention", ["RaggedTile"]),
     _WINDOW: ("mla_attention_window", ["WithSinks<WindowTile>"]),
+    _TREE: ("mla_attention_tree", ["WithSinks<TreeTile>"]),
 }
+_PARAMS = {_WINDOW: "MlaWindowParams", _TREE: "MlaTreeParams"}
 
 
 def _spec(dtype: str, variant: str, form: str, sinks: bool = False) -> KernelSpec:
@@ -62,7 +66,7 @@ def _spec(dtype: str, variant: str, form: str, sinks: bool = False) -> KernelSpe
         name, tile = "mla_decode_sinks", ["WithSinks<Tile>"]
     suffixes = [tag for tag in (variant, form) if tag not in (*_TILES, "one_tile", "pages")]
     return KernelSpec.of(
-        *("mla", "mla_decode", "MlaWindowParams" if variant == _WINDOW else "MlaDecodeParams"),
+        *("mla", "mla_decode", _PARAMS.get(variant, "MlaDecodeParams")),
         *(dtype, variant != "one_tile", FORM_TAGS[form], *tile),
         name=name,
         tags=[dtype, *suffixes],
@@ -75,7 +79,7 @@ _SPECS = {
     names: _spec(*names)
     for variants, sinks in (
         (VARIANTS[1:], (False, True)),
-        ((_RAGGED, _WINDOW), (False,)),
+        ((_RAGGED, _WINDOW, _TREE), (False,)),
     )
     for names in product(HALVES, variants, PAGE_FORMS, sinks)
 }
@@ -96,18 +100,22 @@ def width_tile(latent: int, base: str) -> str:
 
 
 def _width_spec(dtype: str, latent: int, variant: str, form: str) -> KernelSpec:
-    ragged = variant == _WINDOW
+    params = "MlaTreeParams" if variant == _TREE else "MlaWidthParams"
+    tile = {_WINDOW: "WindowTile", _TREE: "TreeTile"}.get(variant, "Tile")
     return KernelSpec.of(
-        *("mla", "mla_decode", "MlaWidthParams", dtype, variant != "one_tile", FORM_TAGS[form]),
-        width_tile(latent, "WindowTile" if ragged else "Tile"),
-        name=f"mla_{'attention' if ragged else 'decode'}_{latent}",
+        *("mla", "mla_decode", params, dtype, variant != "one_tile", FORM_TAGS[form]),
+        width_tile(latent, tile),
+        name=f"mla_{'decode' if tile == 'Tile' else 'attention'}_{latent}",
         tags=[dtype, *([] if variant in (_WINDOW, "one_tile") else [variant]), form],
         threads=384,
         smem_bytes=_WIDTH_SMEM[latent],
     )
 
 
-_WIDTH_VARIANTS = {256: (VARIANTS[2], _WINDOW), 512: (*VARIANTS[1:], _WINDOW)}
+_WIDTH_VARIANTS = {
+    256: (VARIANTS[2], _WINDOW, _TREE),
+    512: (*VARIANTS[1:], _WINDOW, _TREE),
+}
 _WIDTH_SPECS = {
     names: _width_spec(*names)
     for latent, variants in _WIDTH_VARIANTS.items()
@@ -126,13 +134,16 @@ def ragged_spec(dtype: str, form: str) -> KernelSpec:
     return _SPECS[dtype, _RAGGED, form, False]
 
 
-def window_spec(dtype: str, form: str) -> KernelSpec:
-    """Look up the kernel for windows, and for sinks where query lengths differ."""
-    return _SPECS[dtype, _WINDOW, form, False]
+def window_spec(key: LatentKey, form: str, window: Window = None) -> KernelSpec:
+    """Look up the kernel for windows or trees, and for sinks where query lengths differ."""
+    variant = _TREE if window == TREE else _WINDOW
+    if key.width != WIDTH:
+        return width_spec(key, form, variant)
+    return _SPECS[key.dtype, variant, form, False]
 
 
-def width_spec(key: LatentKey, form: str, variant: str = _WINDOW) -> KernelSpec:
-    """Look up the kernel for rows of another width; by default for queries of any lengths."""
+def width_spec(key: LatentKey, form: str, variant: str) -> KernelSpec:
+    """Look up the kernel for rows of another width."""
     return _WIDTH_SPECS[key.dtype, key.width[0], variant, form]
 
 
@@ -177,13 +188,15 @@ def decode_launch(
 def window_launch(
     key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
-    """Describe the same for windows or sinks by a schedule of row tiles."""
+    """Describe the same for windows, trees or sinks by a schedule of row tiles."""
     left, right = arguments.window or (-1, 0 if key.causal else -1)
     more = {"window_left": left, "window_right": right, "axis_q_len": key.axis_q_len}
-    form = form_of(key, arguments)
-    if key.width != WIDTH:
-        return width_launch(width_spec(key, form), key, buffer, arguments, out, lse, **more)
-    return decode_launch(window_spec(key.dtype, form), key, buffer, arguments, out, lse, **more)
+    spec = window_spec(key, form_of(key, arguments), arguments.window)
+    if arguments.tree is not None:
+        more |= {"tree": arguments.tree.ptr, "tree_words": arguments.tree.shape[1]}
+    elif key.width == WIDTH:
+        return decode_launch(spec, key, buffer, arguments, out, lse, **more)
+    return width_launch(spec, key, buffer, arguments, out, lse, **more)
 
 
 def width_launch(
@@ -195,7 +208,7 @@ def width_launch(
     lse: ArrayView,
     **more: Any,
 ) -> Launch:
-    """Describe the same for rows of another width than 512 + 64."""
+    """Describe the same for rows of another width than 512 + 64, or trees over rows of any."""
     unused = dict.fromkeys(("window_left", "window_right", "axis_q_len"), 0)
     chunks = arguments.kv_rope.shape[3] // _CHUNK
     more = unused | more | {"rope_chunks": chunks}

@@ -24,6 +24,7 @@ __all__ = [
     "HEAD_DIM",
     "NARROW_ROWS",
     "SWAPPED_ROWS",
+    "TREE",
     "VALUE_DIM",
     "VARIANTS",
     "LatentKey",
@@ -41,6 +42,8 @@ CUT_TOKENS = 8
 """Query tokens of a batch-invariant request of ragged queries that is cut, at most: of drafts."""
 Window = tuple[int, int] | None
 """Visible tokens before and behind a query's own, -1 for all; None: as `causal` says."""
+TREE = (-1, -1)
+"""The window of queries that are trees: bits say which of the last tokens each sees."""
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
 
 

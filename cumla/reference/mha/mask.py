@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cumla.reference.rows import Array, clamped
+from cumla.reference.rows import Array, clamped, unpacked
 
 _MOST_INT32 = (1 << 31) - 1
 
@@ -51,13 +51,6 @@ def visible(
 
 def _numbers(array: Array) -> Array:
     return array.astype(np.int64)
-
-
-def unpacked(words: Array) -> Array:
-    """Give the bits of words of 8, 16 or 32 bits, the lowest of the first word first."""
-    little = words.astype(words.dtype.newbyteorder("<")).reshape(len(words), -1)
-    rows = np.ascontiguousarray(little).view(np.uint8).reshape(len(words), -1)
-    return np.unpackbits(rows, axis=1, bitorder="little").astype(bool)
 
 
 class Queries(NamedTuple):

@@ -32,6 +32,7 @@ def mla_attention(
     fp8_products: bool = False,
     window: int | Sequence[int | None] | None = None,
     sinks: Array | None = None,
+    tree: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
@@ -54,7 +55,8 @@ def mla_attention(
         Where the query tokens of each request begin, and where the last ones end.
     kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
         In place of a table: where the pages of each request begin in a list of page numbers.
-    kv_cache, kv_lens, causal, softmax_scale, kv_scale, fp8_products, window, sinks, accumulate
+    kv_cache, kv_lens, causal, softmax_scale, kv_scale, fp8_products, window, sinks, tree, \
+accumulate
         As in :func:`mla_decode`, of each request for itself.
     out, lse : ndarray, optional
         ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``, where to write the
@@ -80,6 +82,7 @@ def mla_attention(
             causal=causal,
             window=window,
             sinks=sinks,
+            tree=tree,
             out=out,
             lse=lse,
             accumulate=accumulate,
@@ -104,6 +107,7 @@ def mla_attention(
                 causal=causal,
                 window=window,
                 sinks=sinks,
+                tree=None if tree is None else tree[begin:end],
                 out=out[None, begin:end],
                 lse=lse[None, begin:end],
                 accumulate=accumulate,

@@ -12,7 +12,7 @@ from cumla.core.arguments import checked_window, window_sides
 from cumla.core.state import AttentionState
 from cumla.mla.shape import SCALED_COLUMNS
 from cumla.reference.mla.cache import columns_of
-from cumla.reference.rows import E4M3, Array, cached_rows
+from cumla.reference.rows import E4M3, Array, cached_rows, unpacked
 from cumla.reference.threads import one_blas_thread
 
 TOGETHER = 128  # query rows of a product
@@ -30,6 +30,7 @@ def mla_decode(
     fp8_products: bool = False,
     window: int | Sequence[int | None] | None = None,
     sinks: Array | None = None,
+    tree: Array | None = None,
     causal: bool = True,
     batch_invariant: bool = False,
     out: Array | None = None,
@@ -48,7 +49,8 @@ def mla_decode(
 
     With sinks ``exp(sink)`` of the query head is one more term of the first sum. Query i of q_len
     has position ``p = kv_len - q_len + i`` and sees tokens up to p, or all if not `causal`, and of
-    them those from ``p - left`` to ``p + right`` where there is a window.
+    them those from ``p - left`` to ``p + right`` where there is a window. With a tree it sees all
+    tokens before the queries, and of the last q_len token j if bit j of its words is set.
 
     An FP8 cache stands for the numbers that its factors make of it: an e4m3 column times its scale,
     where there are scales, and times `kv_scale` where there are none.
@@ -62,7 +64,7 @@ def mla_decode(
     Parameters
     ----------
     q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal, window, \
-sinks, batch_invariant, out, lse
+sinks, tree, batch_invariant, out, lse
         As in :func:`cumla.mla_decode`, of any strides, and of float32 and float64, too.
         batch_invariant makes no difference: each request is computed on its own. Nor does
         fp8_products: this is the exact definition.
@@ -96,7 +98,7 @@ sinks, batch_invariant, out, lse
     latent = cache.ckv.shape[-1]
     out = np.empty((batch, q_len, num_heads, latent), q.dtype) if out is None else out
     lse = np.empty((batch, q_len, num_heads), np.float32) if lse is None else lse
-    left, right = window_sides(checked_window("window", window), causal)
+    left, right = window_sides(checked_window("window", window), causal and tree is None)
     for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
         rows = cache.rows(table, int(kv_len), np.dtype(accumulate))
         position = len(rows) - q_len + np.arange(q_len)
@@ -104,12 +106,20 @@ sinks, batch_invariant, out, lse
         if right >= 0:
             visible = np.clip(position + right + 1, 0, len(rows))
         first = np.maximum(position - left, 0) if left >= 0 else np.zeros_like(position)
+        hidden = None
+        if tree is not None:
+            bits = unpacked(tree[b * q_len : (b + 1) * q_len])
+            number = np.arange(len(rows)) - (len(rows) - q_len)
+            known = (number >= 0) & (number < bits.shape[1])
+            hidden = np.broadcast_to(number >= 0, (q_len, len(rows))).copy()
+            hidden[:, known] = ~bits[:, number[known]]
         # Queries together, but where numbers that one does not see would make it NaN.
         together = max(1, TOGETHER // num_heads) if np.isfinite(rows).all() else 1
         for i in range(0, q_len, together):
             some = slice(i, i + together)
             seen = visible[some], first[some]
-            out[b, some], lse[b, some] = attend(queries[some], rows, latent, scale, *seen, sinks)
+            more = sinks, None if hidden is None else hidden[some]
+            out[b, some], lse[b, some] = attend(queries[some], rows, latent, scale, *seen, *more)
     return AttentionState(out, lse)
 
 
@@ -121,15 +131,20 @@ def attend(
     visible: Array,
     first: Array | None = None,
     sinks: Array | None = None,
+    unseen: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attend from q (n, num_heads, columns) to the first rows (tokens, num_kv_heads, columns).
 
     The first `latent` columns are the value. `visible` (n,) is how many each of the n sees, but for
-    those before its `first`. `sinks` are ``(num_heads,)``.
+    those before its `first`, and those that are `unseen` (n, tokens). `sinks` are ``(num_heads,)``.
     """
     n, num_heads, columns = q.shape
     begin = 0 if first is None else int(first.min())
-    rows, visible = rows[begin : visible.max()], visible - begin
+    end = visible.max()
+    if unseen is not None:  # 0 x NaN is NaN
+        nobody: Array = np.all(unseen, axis=0)
+        rows = np.where(nobody[:, None, None], 0, rows)
+    rows, visible = rows[begin:end], visible - begin
     (tokens, num_kv_heads, _), dtype = rows.shape, rows.dtype
     sink = np.full(num_heads, -np.inf, dtype) if sinks is None else sinks.astype(dtype)
     if tokens == 0:
@@ -143,6 +158,8 @@ def attend(
     scores = dtype.type(scale) * (by_heads.reshape(num_kv_heads, -1, columns) @ keys)
     scores = scores.reshape(*shape, tokens)
     hidden = np.arange(tokens) >= visible[:, None]
+    if unseen is not None:
+        hidden |= unseen[:, begin:end]
     if first is not None:
         hidden |= np.arange(tokens) < (first - begin)[:, None]
     if hidden.any():

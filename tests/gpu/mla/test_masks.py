@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows and sinks of mla_decode and mla_attention: against float64, with NaN wherever no query
-looks, and against the same calls without them."""
+"""Windows, trees and sinks of mla_decode and mla_attention: against float64, with NaN wherever no
+query looks, and against the same calls without them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,21 @@ def uploaded(problem: Problem) -> dict[str, Any]:
     return {name: there(cp, value) for name, value in problem.given.items()}
 
 
+LONG_TREES = (
+    Sample((16,) * 16, (8_192, 4_000, 17, 700) * 4, heads=(128, 1), words=1),
+    Sample((64,) * 3, (16_384, 64, 12_345), heads=(16, 1), page_size=16, words=2, sinks="normal"),
+    Sample((256, 1, 33), (9_000, 16_384, 33), "list", (16, 1), 1, words=8),
+    Sample((40, 7), (3_000, 700), "table", (24, 2), 48, dtype="float16", words=2),
+    Sample((8,) * 5, (3_000, 700, 8, 0, 5), heads=(64, 1), words=1, width=(512, 0)),
+    Sample((8, 3), (3_000, 700), "table", heads=(16, 1), words=1, width=(256, 32), page_size=1),
+    Sample((9, 3), (2_000, 70), "table", (16, 1), dtype="float16", words=1, width=(512, 0)),
+)
+
+
 def poisoned(problem: Problem, dtype: Any = None) -> dict[str, Any]:
     """Outputs that are NaN before the call."""
     shape, own = problem.given["q"].shape[:-1], problem.given["q"].dtype
-    out = cp.empty((*shape, 512), dtype=dtype or own)
+    out = cp.empty((*shape, problem.sample.width[0]), dtype=dtype or own)
     out.view(cp.uint8)[...] = 0xFF
     return {"out": out, "lse": cp.full(shape, cp.nan, dtype=cp.float32)}
 
@@ -59,7 +70,10 @@ def assert_same_bits(one: Any, other: Any) -> None:
         assert bool((bits_of(a) == bits_of(b)).all())
 
 
-@pytest.mark.parametrize("sample", [*cases.samples(90), *LONG], ids=lambda sample: sample.name)
+SAMPLES = [*cases.samples(90), *LONG, *cases.trees(60), *LONG_TREES]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_samples(sample: Sample, record_figures: Any) -> None:
     problem = cases.make(sample)
     given = uploaded(problem)
@@ -107,6 +121,34 @@ def test_plans_replays_and_both_functions(sample: Sample) -> None:
     pages = {"block_table": given["block_table"], "kv_lens": lens, "qo_indptr": indptr}
     same = cumla.mla_attention(**ragged, **pages, sinks=sinks, **fixed)
     assert_same_bits([x.reshape(y.shape) for x, y in zip(same, state, strict=True)], state)
+
+
+@pytest.mark.parametrize("operation", ["decode", "table"])
+def test_other_trees_in_a_graph(operation: str) -> None:
+    """A replay takes the bits that are there."""
+    sample = Sample((6,) * 3, (700, 6, 130), operation, heads=(16, 1), words=1)
+    problem, other = (cases.make(sample._replace(seed=seed)) for seed in (1, 2))
+    given, tree = uploaded(problem), cp.asarray(other.given["tree"])
+    problem.given["tree"] = other.given["tree"]
+    q, cache = given["q"], given["kv_cache"]
+    lengths = {"qo_indptr": given["qo_indptr"]} if operation == "table" else {}
+    kind: Any = cumla.MLAAttentionPlan if lengths else cumla.MLADecodePlan
+    plan = kind.from_arrays(q, cache, mask_form="tree", **lengths)
+    now = cp.copy(given["tree"])
+    more = {"block_table": given["block_table"], "tree": now}
+    plan.update(given["kv_lens"], **lengths)
+    state = plan.run(q, cache, **more)
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan.run(q, cache, **more, out=state.out, lse=state.lse)
+        graph = stream.end_capture()
+        now[...] = tree
+        graph.launch()
+    stream.synchronize()
+    cases.check(problem, *on_host(state))
+    assert_same_bits(state, problem.call(**given | {"tree": tree}))
 
 
 @pytest.mark.parametrize("sample", cases.samples(6, operation="table"), ids=lambda s: s.name)

@@ -300,6 +300,29 @@ def mla_masks(make: _Maker) -> Iterator[Case]:
         yield f"MLA with windows and sinks, {form}, {dtype.name}, {q_len} tokens", call
 
 
+def mla_trees(make: _Maker) -> Iterator[Case]:
+    """Trees of drafts, over rows of all widths."""
+    grid = itertools.product(ROWS, HALVES, (64, 16, 1), (16, 128), (1, 40))
+    for (latent, rope), dtype, page, heads, batch in grid:
+
+        def call(
+            columns: int = latent + rope,
+            dtype: np.dtype[Any] = dtype,
+            page: int = page,
+            heads: int = heads,
+            batch: int = batch,
+        ) -> None:
+            cache = make(9, page, 1, columns, dtype=dtype)
+            table, lens, tree = make.int32(batch, 40), make.int32(batch), make.int32(batch * 5, 2)
+            q, tokens = (make(*n, heads, columns, dtype=dtype) for n in ((batch, 5), (batch * 5,)))
+            ragged = {"block_table": table, "kv_lens": lens, "qo_indptr": make.int32(batch + 1)}
+            for sinks in (None, make.float32(heads)):
+                cumla.mla_decode(q, cache, table, lens, tree=tree, sinks=sinks)
+                cumla.mla_attention(tokens, cache, **ragged, tree=tree, sinks=sinks)
+
+        yield f"MLA with trees, {latent} + {rope} columns, {dtype.name}", call
+
+
 def mla_widths(make: _Maker) -> Iterator[Case]:
     """Dense decoding over rows of other widths, with masks and without, and what writes them."""
     grid = itertools.product(HALVES, ROWS[1:], (64, 16, 1), (1, 5), (16, 20, 128), (1, 200))
@@ -1031,7 +1054,16 @@ def others(make: _Maker) -> Iterator[Case]:
 TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
     function.__name__: function
     for function in (
-        *(mla, mla_masks, mla_widths, mla_invariant, mla_lists, attention, attention_by_masks),
+        *(
+            mla,
+            mla_masks,
+            mla_trees,
+            mla_widths,
+            mla_invariant,
+            mla_lists,
+            attention,
+            attention_by_masks,
+        ),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
         *(prefixes, layouts, others, blocks, blocks_of_prompts),
     )

@@ -166,6 +166,13 @@ MLA_MASKS = (  # windows and sinks, of all pages, whole and cut; then sinks of F
     masked_mla.Sample((30, 1, 0, 3), operation="list", window=70, page_size=1, **_CUT),
     masked_mla.Sample((3, 30, 1, 0), operation="table", dtype="float16", page_size=48, **_CUT),
 )
+MLA_TREES = (  # of all pages, whole and cut, and of rows of other widths
+    masked_mla.Sample((16,) * 4, heads=(24, 1), words=1, **_CUT),
+    masked_mla.Sample((5, 70, 1, 0), operation="table", page_size=16, words=3, **_CUT),
+    masked_mla.Sample((2, 9, 65, 3), operation="list", page_size=1, words=2, **_CUT),
+    masked_mla.Sample((4,) * 4, words=1, width=(512, 0), **_CUT),
+    masked_mla.Sample((4,) * 4, words=1, width=(256, 64), page_size=1, **_CUT),
+)
 MLA_WIDTHS = (  # each kernel of rows of other widths, of boxes and of single rows
     *(
         masked_mla.Sample(
@@ -339,18 +346,18 @@ def select_all(cupy: Any) -> None:
 
 
 def attend_to_pages(cupy: Any) -> None:
-    """Attend from queries of different lengths, and with windows and sinks."""
+    """Attend from queries of different lengths, and with windows, trees and sinks."""
     for ragged in RAGGED:
         attend_ragged(cupy, ragged, batch_invariant=ragged.heads == 8)
     print("sanitize: queries of different lengths: agree", flush=True)
-    for sample in MLA_MASKS:
+    for sample in (*MLA_MASKS, *MLA_TREES):
         attend_latent_masked(cupy, sample)
     with multiprocessors(2):
-        for sample in MLA_MASKS[2:5]:
+        for sample in (*MLA_MASKS[2:5], *MLA_TREES[:3]):
             attend_latent_masked(cupy, sample)
     for sample in MLA_WIDTHS:
         attend_latent_masked(cupy, sample)
-    print("sanitize: MLA with windows and sinks: agree", flush=True)
+    print("sanitize: MLA with windows, trees and sinks: agree", flush=True)
 
 
 def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:

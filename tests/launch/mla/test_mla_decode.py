@@ -11,7 +11,7 @@ import pytest
 from cumla.launch.mla import mla_decode, mla_decode_swapped
 from cumla.launch.mla.choice import decode_spec, decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec, window_spec
-from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
+from cumla.launch.mla.shape import SWAPPED_ROWS, TREE, VARIANTS, MLADecodeKey
 from cumla.launch.split.plan import PAGE_FORMS, ROW_TILE, page_form
 from cumla.mla.shape import WIDTHS
 
@@ -94,8 +94,13 @@ def test_every_dtype_has_every_kernel() -> None:
         for page_size in (64, 16, 1)
         for spec in decode_specs(dtype, page_size, sinks=True)
     }
-    windows = {window_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
+    kinds = [MLADecodeKey(2, 1, 16, 1, 64, d, False, 0, 132) for d in ("bfloat16", "float16")]
+    windows, trees = (
+        {window_spec(key, form, window) for key in kinds for form in PAGE_FORMS}
+        for window in ((3, 0), TREE)
+    )
     assert (len(with_sinks), len(windows)) == (len(every), len(ragged))
+    assert len(trees) == len(windows | trees) - len(windows) == len(ragged)
     keys = [
         MLADecodeKey(2, 1, heads, 1, page_size, dtype, False, 0, 132, width=width)
         for dtype in ("bfloat16", "float16")
@@ -104,9 +109,9 @@ def test_every_dtype_has_every_kernel() -> None:
         for page_size in (64, 16, 1)
     ]
     widths = {decode_spec(key) for key in keys}
-    widths |= {decode_spec(replace(key, window=(3, 0))) for key in keys}
-    assert len(widths) == 2 * (2 * len(VARIANTS) + 1) * len(PAGE_FORMS[1:])  # 256: no one_tile
-    assert set(every) | ragged | with_sinks | windows | widths == {
+    widths |= {decode_spec(replace(key, window=side)) for key in keys for side in ((3, 0), TREE)}
+    assert len(widths) == 2 * (2 * len(VARIANTS) + 3) * len(PAGE_FORMS[1:])  # 256: no one_tile
+    assert set(every) | ragged | with_sinks | windows | trees | widths == {
         *mla_decode.SPECS,
         *mla_decode_swapped.SPECS,
     }

@@ -18,6 +18,10 @@ using namespace attend;
 using namespace ptx;
 using namespace split;
 
+struct TreeTile;  // mla/mla_decode/tree.cuh
+template <typename AnyTile>
+constexpr bool kHasTree = __is_base_of(TreeTile, AnyTile);
+
 // max_logits: the largest base-2 scores of a lane's two rows. It is an empty base for tiles without max_logits,
 // because an unused member changes the order of instructions that ptxas chooses.
 template <bool kHasMaxLogits>
@@ -208,6 +212,42 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
         if (column + 8 * j + (e & 1) < first[e >> 1]) scores[4 * j + e] = -kInfinity;
   }
 
+  // Masks the scores of keys that the two rows do not see by their bits.
+  __device__ __forceinline__ void mask_by_tree(const Segment& segment, int block) {
+    const int begin = block * kBlockTokens;
+    if (begin + kBlockTokens <= tile.position) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int own = tile.own_token(p, row + 8 * r);
+      const u64 seen = tile.visible_keys(p, segment, own, begin) >> lane % 4 * 2;
+      const u32 words[2] = {static_cast<u32>(seen), static_cast<u32>(seen >> 32)};
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (!(words[j / 4] >> (j % 4 * 8 + e) & 1)) scores[4 * j + 2 * r + e] = -kInfinity;
+    }
+  }
+
+  // Zeros the rows of V that no row of the tile sees by its bits, and those past the end. Whether a block has such rows
+  // is not asked of the bits: threads whose answers differ would wait for each other for ever.
+  __device__ __forceinline__ void clear_unseen_values(const Segment& segment, int stage, int block) {
+    const int begin = block * kBlockTokens;
+    if (begin + kBlockTokens <= tile.position) return;
+    u64 seen = 0;
+    const int last_own = tile.own_token(p, tile.rows - 1);
+#pragma unroll 1
+    for (int own = tile.own_token(p, 0); own <= last_own; ++own)
+      seen |= tile.visible_keys(p, segment, own, begin);
+    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpgroup; i < kBlockTokens * kHalfChunks; i += kWarpgroup)
+      if (!(seen >> (i / kHalfChunks) & 1))
+        store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+    consumer_sync(consumer);
+  }
+
   // Masks the scores of absent rows.
   __device__ __forceinline__ void mask_absent(int t) {
     const uint4 exist = tile.exist(shared, t);
@@ -330,6 +370,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     if constexpr (kPrevious && !kBefore) {
       adopt(t - 1);
       if constexpr (kHasWindow<AnyTile>) clear_values_before(previous, segment.begin + i - 1);
+      if constexpr (kHasTree<AnyTile>) clear_unseen_values(segment, previous, segment.begin + i - 1);
       multiply_other(previous);
       warpgroup_wait<1>();
     } else {
@@ -342,6 +383,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     const int last_token = (block + 1) * kBlockTokens;
     if constexpr (AnyTile::kHasAbsent)
       mask_absent(t);
+    else if constexpr (kHasTree<AnyTile>)
+      mask_by_tree(segment, block);
     else if (last_token > segment.tokens - tile.most_shift)
       mask_scores(block);
     if constexpr (kHasWindow<AnyTile>) mask_before_windows(block);
@@ -362,7 +405,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     u32 copies[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
-    if (!AnyTile::kHasAbsent && last_token > segment.tokens)
+    if constexpr (kHasTree<AnyTile>)
+      clear_unseen_values(segment, stage, block);
+    else if (!AnyTile::kHasAbsent && last_token > segment.tokens)
       clear_values_past(stage, kBlockTokens + segment.tokens - last_token);
     if constexpr (kHasWindow<AnyTile>) clear_values_before(stage, block);
     multiply_own(stage);
@@ -386,7 +431,9 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     adopt(t);
     const int stage = Layout::stage_of(t, 1 - consumer);
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
-    if (!AnyTile::kHasAbsent && last_token > segment.tokens)
+    if constexpr (kHasTree<AnyTile>)
+      clear_unseen_values(segment, stage, segment.begin + i);
+    else if (!AnyTile::kHasAbsent && last_token > segment.tokens)
       clear_values_past(stage, kBlockTokens + segment.tokens - last_token);
     if constexpr (kHasWindow<AnyTile>) clear_values_before(stage, segment.begin + i);
     multiply_other(stage);
