@@ -176,6 +176,24 @@ def test_plans(kind: type[Plan[Any]]) -> None:
             assert defaults[argument.name] == argument.default
 
 
+PUBLIC = [getattr(cumla, name) for name in cumla.__all__]
+SIZED = [kind for kind in PUBLIC if hasattr(kind, "workspace_bytes")]
+
+
+@pytest.mark.parametrize("kind", SIZED, ids=lambda kind: kind.__name__)
+def test_three_ways_to_size_a_plan_agree(kind: Any) -> None:
+    """By the class, `from_arrays` and `workspace_bytes`: the same options with the same defaults."""
+    of_class = inspect.signature(kind).parameters
+    for other in (kind.from_arrays, kind.workspace_bytes):
+        for name, parameter in inspect.signature(other).parameters.items():
+            if name in of_class:
+                assert parameter.default == of_class[name].default, name
+    assert {*inspect.signature(kind.workspace_bytes).parameters} - {*of_class} == {"sm_count"}
+    # What arrays do not tell is an option of both.
+    options = {name for name, p in of_class.items() if isinstance(p.default, bool)}
+    assert options <= {*inspect.signature(kind.from_arrays).parameters}
+
+
 @every_plan
 def test_arguments_in_the_wrong_place(planned: Planned) -> None:
     """The message says which method takes them, or that the plan has them."""

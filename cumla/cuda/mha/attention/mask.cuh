@@ -69,7 +69,7 @@ __device__ __forceinline__ int number_or(const int* array, int at, int other) {
                                              __int_as_float(other)));
 }
 
-// The interval of a query token, of keys before the tree. It is empty if the end is not behind the first.
+// The interval of a query token, of keys before the tree. It is empty if the end is not after the first.
 __device__ __forceinline__ Seen interval_of(const MaskedParams& p, const RaggedTile& tile, const RequestMask& of,
                                             int own) {
   const int at = tile.q_begin + own;
@@ -191,7 +191,7 @@ using MaskOf = typename TypeIf<kHasMask<Params>, TileMask, Nothing>::Type;
 
 constexpr u32 kCompleteBit = 1u << 31;  // beside the first key that some query sees, which is not below 0
 
-// Announces what the queries of the tile see, as 24 bytes behind the mbarrier `full`. Whoever needs it reads it here:
+// Announces what the queries of the tile see, as 24 bytes after the mbarrier `full`. Whoever needs it reads it here:
 // two who read the arrays of a mask might differ, if these change meanwhile, and would wait for each other for ever.
 __device__ __forceinline__ void announce(u32 full, const TileMask& mask) {
   const auto store = [&](int i, int word) { store_shared_u32(full + 8 + 4 * i, static_cast<u32>(word)); };
