@@ -182,7 +182,7 @@ SIZED = [kind for kind in PUBLIC if hasattr(kind, "workspace_bytes")]
 
 @pytest.mark.parametrize("kind", SIZED, ids=lambda kind: kind.__name__)
 def test_three_ways_to_size_a_plan_agree(kind: Any) -> None:
-    """By the class, `from_arrays` and `workspace_bytes`: the same options with the same defaults."""
+    """By the class, `from_arrays` and `workspace_bytes`: the same options, the same defaults."""
     of_class = inspect.signature(kind).parameters
     for other in (kind.from_arrays, kind.workspace_bytes):
         for name, parameter in inspect.signature(other).parameters.items():
