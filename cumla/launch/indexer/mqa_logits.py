@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.indexer.indexer_shape import (
+from cumla.launch.indexer.shape import (
     LOGITS_THREADS,
     LogitsShape,
     keys_map,

@@ -6,13 +6,13 @@ from __future__ import annotations
 from itertools import product, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.indexer.indexer_shape import (
+from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, lengths_values
+from cumla.launch.indexer.shape import (
     LOGITS_THREADS,
     LogitsShape,
     keys_map,
     logits_values,
 )
-from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, lengths_values
 from cumla.launch.layouts import launch_of, strided
 from cumla.launch.source import KernelSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.indexer.indexer_shape import MOST_TOKENS
+from cumla.launch.indexer.shape import MOST_TOKENS
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 

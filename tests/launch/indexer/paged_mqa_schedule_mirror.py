@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey
+from cumla.launch.indexer.shape import BLOCK_TOKENS, MOST_TOKENS
 
 
 def visible_tokens(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.indexer.paged_mqa_schedule import (
     PagedMQAKey,
     schedule_bytes,
 )
+from cumla.launch.indexer.shape import BLOCK_TOKENS, MOST_TOKENS
 from tests.launch.indexer.paged_mqa_schedule_mirror import schedule_reference, visible_tokens
 
 thorough = settings(deadline=None)  # as many examples as tests/conftest.py says
