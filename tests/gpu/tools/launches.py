@@ -746,7 +746,7 @@ def dsa(make: _Maker) -> Iterator[Case]:
             planned.select(index_q, keys, weights, block_table=table)
             planned.run(q, cache, block_table=table)
 
-        yield "DSAPlan", step
+        yield "steps of DSAPlan", step
 
 
 def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
@@ -769,7 +769,7 @@ def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
                 cumla.block_sparse_attention(q, k, v, lists, **given)
 
         cache = "e4m3" if fp8 else "same"
-        yield f"blocks of prompts, {columns[0]} columns, {dtype.name}, {cache}", prompts
+        yield f"prompts over lists of blocks, {columns[0]} columns, {dtype.name}, {cache}", prompts
 
 
 def blocks(make: _Maker) -> Iterator[Case]:
@@ -806,7 +806,7 @@ def blocks(make: _Maker) -> Iterator[Case]:
                 plan.run(q, k, v, lists, **given, indices_are="tokens")
 
         cache = "e4m3" if fp8 else "same"
-        yield f"blocks, {width} columns, {dtype.name}, {heads} heads, {cache}", attend
+        yield f"lists of blocks, {width} columns, {dtype.name}, {heads} heads, {cache}", attend
     for width, dtype in itertools.product((64, 128, 256), (BF16, FP16, E4M3)):
 
         def score(width: int = width, dtype: np.dtype[Any] = dtype) -> None:
