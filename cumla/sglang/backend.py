@@ -65,6 +65,8 @@ class Backend(AttentionBackend):
     is in buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
     """
 
+    needs_cpu_seq_lens = False  # else SGLang waits for the lengths of drafts in each step
+
     def __init__(self, runner: Any) -> None:
         super().__init__()
         _refuse_configuration(runner)
@@ -156,15 +158,17 @@ class Backend(AttentionBackend):
             q_len = 1
         elif mode.is_target_verify():
             q_len = more = self._num_drafts
-        kv_lens, longest = fb.seq_lens[:batch] + more, self.max_context_len
+        kv_lens, longest, kept = fb.seq_lens[:batch], self.max_context_len, None
         if fb.seq_lens_cpu is not None and batch:
             longest = int(fb.seq_lens_cpu[:batch].max()) + more
-        block_table = self._pages(fb.req_pool_indices[:batch], longest)
         if in_place:
             assert self._kv_lens is not None and self._block_table is not None
-            kv_lens = self._kv_lens[:batch].copy_(kv_lens)
-            self._block_table[:batch, : block_table.shape[1]] = block_table
-            block_table = self._block_table[:batch]
+            kv_lens, kept = self._kv_lens[:batch].copy_(kv_lens), self._block_table[:batch]
+            if more:
+                kv_lens += more
+        else:
+            kv_lens = kv_lens + more
+        block_table = self._pages(fb.req_pool_indices[:batch], longest, kept)
         offsets = self._uniform(batch, q_len) if q_len else _offsets(fb.extend_seq_lens[:batch])
         tree = None
         if more and self._has_trees and not in_capture and _has_drafts(fb):
@@ -255,10 +259,16 @@ class Backend(AttentionBackend):
             batch.masks[window] = self._filled(batch, window)
         return batch.masks[window]
 
-    def _pages(self, requests: torch.Tensor, longest: int) -> torch.Tensor:
+    def _pages(
+        self, requests: torch.Tensor, longest: int, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the pages of requests, of which the longest has so many tokens."""
         size = self._page_size
-        return self._slots[:, :longest:size].index_select(0, requests) // size
+        slots = self._slots[:, :longest:size].index_select(0, requests)
+        if out is None:
+            return slots // size
+        torch.floor_divide(slots, size, out=out[:, : slots.shape[1]])
+        return out
 
     def _uniform(self, batch: int, q_len: int) -> torch.Tensor:
         """Return the offsets of requests of one length; they stay, graphs have their address."""

@@ -54,7 +54,7 @@ def main() -> None:
             assert takes(method, theirs), (name, signature(method), signature(theirs))
 
     # MLA: absorbed queries, in two parts, always.
-    cumla.sglang._teach_deepseek()
+    cumla.sglang._teach_deepseek(is_sparse=False)
     handler = attention_backend_handler.AttentionBackendRegistry.get_handler("cumla")
     assert handler(None, None).name == "MLA"
     assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count("cumla") == 1
@@ -62,6 +62,9 @@ def main() -> None:
     assert "in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS" in core
     assert "q_rope=q_pe" in core
     assert "k_rope=k_pe" in core
+
+    # No step waits for lengths on the host.
+    assert base.needs_cpu_seq_lens and not Backend.needs_cpu_seq_lens
 
     # What the backend reads.
     needed = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu"}

@@ -92,7 +92,8 @@ class Server:
             "batch_size": len(lens),
             "req_pool_indices": requests,
             "seq_lens": seq_lens,
-            "seq_lens_cpu": seq_lens,
+            # SGLang copies those of drafts to the host for backends alone that ask for it
+            "seq_lens_cpu": None if mode is Mode.TARGET_VERIFY else seq_lens,
             "positions": torch.cat([torch.arange(n - q, n, device=on) for n, q in lengths]),
             "out_cache_loc": torch.cat(found).long(),
             "extend_seq_lens": torch.tensor(new, dtype=torch.int32, device=on),
