@@ -28,6 +28,7 @@
 // Registers:     4 kHeld per thread for keys
 // Rows of at most k scores are not read, unless values or their order are wanted.
 #include "sparse/top_k/finish.cuh"
+#include "sparse/top_k/held.cuh"
 #include "sparse/top_k/scanned.cuh"
 
 namespace cumla::sparse {
@@ -38,17 +39,7 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
   const int rank = kClustered ? static_cast<int>(blockIdx.x) & (cluster - 1) : 0;
   const ScoreRow row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
   if (threadIdx.x == 0) head.row = row;
-  if (row.length <= p.topk) {
-    const Output<Element> output(p, row);
-    const int thread = rank * kThreads + threadIdx.x, threads = cluster * kThreads;
-    output.fill(thread, threads);
-    if (!p.is_sorted || row.length == 0) {
-      if (thread == 0) output.write_count();
-#pragma unroll 1
-      for (int slot = thread; slot < row.length; slot += threads) output.write(slot, slot);
-      return;
-    }
-  }
+  if (row.length <= p.topk && write_all<Element>(p, row, rank * kThreads + threadIdx.x, cluster * kThreads)) return;
   const auto sync = [] {
     if constexpr (kClustered) cluster_sync();
     else __syncthreads();
@@ -129,10 +120,14 @@ __device__ __forceinline__ void top_k(const TopKParams& p) {
   TopKShared& head = *reinterpret_cast<TopKShared*>(memory);
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(TopKShared));
   unsigned char* const stored = memory + sizeof(TopKShared) + kCapacity * sizeof(u64);
-  clear_counters<kThreads>(head);
-  grid_dependency_wait();
-  using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
-  select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  if constexpr (kHeld > 0 && kStored == 0 && kHeld <= TOPK_HELD) {
+    select_held<Element, kThreads, kHeld>(p, head, list);
+  } else {
+    clear_counters<kThreads>(head);
+    grid_dependency_wait();
+    using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
+    select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  }
 }
 
 }  // namespace cumla::sparse
