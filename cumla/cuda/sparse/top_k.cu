@@ -39,17 +39,27 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
   const int rank = kClustered ? static_cast<int>(blockIdx.x) & (cluster - 1) : 0;
   const ScoreRow row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
   if (threadIdx.x == 0) head.row = row;
-  if (row.length <= p.topk && write_all<Element>(p, row, rank * kThreads + threadIdx.x, cluster * kThreads)) return;
+  if (row.length <= p.topk) {
+    const Output<Element> output(p, row);
+    const int thread = rank * kThreads + threadIdx.x, threads = cluster * kThreads;
+    output.fill(thread, threads);
+    if (!p.is_sorted || row.length == 0) {
+      if (thread == 0) output.write_count();
+#pragma unroll 1
+      for (int slot = thread; slot < row.length; slot += threads) output.write(slot, slot);
+      return;
+    }
+  }
   const auto sync = [] {
     if constexpr (kClustered) cluster_sync();
     else __syncthreads();
   };
 
   Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
-  if constexpr (Keys::kIsSampled && !kClustered) {
+  if constexpr (!kClustered && (Keys::kIsSampled || Keys::kIsHeld)) {
     keys.template select_alone<kCapacity>(head, list, p);
-    return;
-  } else if constexpr (Keys::kIsSampled) {
+  } else {
+  if constexpr (Keys::kIsSampled) {
     const u32 wanted = count_of(row, p.topk);
     const u32 listed = keys.template list_by_sample<kCapacity>(head, list, wanted, rank, cluster, sync);
     if (wanted <= listed && listed <= kCapacity) {
@@ -96,6 +106,7 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
     if (!Keys::kTakesTurns || left <= kListEntries) return;
     sync();
   }
+  }
 }
 
 template <typename Element, int kThreads, int kHeld, int kStored>
@@ -107,6 +118,14 @@ struct KeysOf<Element, kThreads, 0, kStored> {
   using Type = Scanned<Element, kThreads, kStored>;
 };
 template <typename Element, int kThreads>
+struct KeysOf<Element, kThreads, 2, 0> {
+  using Type = Held<Element, kThreads, 2>;
+};
+template <typename Element, int kThreads>
+struct KeysOf<Element, kThreads, 4, 0> {
+  using Type = Held<Element, kThreads, 4>;
+};
+template <typename Element, int kThreads>
 struct KeysOf<Element, kThreads, 0, 0> {
   using Type = Streamed<Element, kThreads>;
 };
@@ -115,19 +134,17 @@ template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity,
 __device__ __forceinline__ void top_k(const TopKParams& p) {
   static_assert((power_of_two_from(kCapacity) - kCapacity) * 8 <= kStored * kThreads * 16,
                 "what sorting needs beyond the list is that of the keys, which nobody needs then");
+  TOPK_STAMP(0);
   grid_dependency_launch();
   extern __shared__ __align__(16) unsigned char memory[];
   TopKShared& head = *reinterpret_cast<TopKShared*>(memory);
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(TopKShared));
   unsigned char* const stored = memory + sizeof(TopKShared) + kCapacity * sizeof(u64);
-  if constexpr (kHeld > 0 && kStored == 0 && kHeld <= TOPK_HELD) {
-    select_held<Element, kThreads, kHeld>(p, head, list);
-  } else {
-    clear_counters<kThreads>(head);
-    grid_dependency_wait();
-    using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
-    select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
-  }
+  using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
+  if constexpr (Keys::kIsHeld) Keys::prefetch(p);
+  clear_counters<kThreads>(head);
+  grid_dependency_wait();
+  select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
 }
 
 }  // namespace cumla::sparse

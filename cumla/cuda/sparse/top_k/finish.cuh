@@ -25,12 +25,6 @@ struct Threshold {
 
 __device__ __forceinline__ int count_of(const ScoreRow& row, int topk) { return min(row.length, topk); }
 
-// Whether positions in their order are all that is written.
-__device__ __forceinline__ bool is_plain(const TopKParams& p) {
-  return p.block_table == nullptr && p.offsets == nullptr && p.positions == nullptr && p.values == nullptr &&
-         !p.is_sorted;
-}
-
 template <typename Element>
 struct Output {
   const TopKParams& p;
@@ -95,19 +89,6 @@ struct Output {
     else reinterpret_cast<unsigned short*>(p.values)[place] = static_cast<unsigned short>(bits);
   }
 };
-
-// Writes a row of at most k scores, and what is behind them; false if there remains something to sort. `thread` has
-// every `threads`-th slot.
-template <typename Element>
-__device__ __forceinline__ bool write_all(const TopKParams& p, const ScoreRow& row, int thread, int threads) {
-  const Output<Element> output(p, row);
-  output.fill(thread, threads);
-  if (p.is_sorted && row.length > 0) return false;
-  if (thread == 0) output.write_count();
-#pragma unroll 1
-  for (int slot = thread; slot < row.length; slot += threads) output.write(slot, slot);
-  return true;
-}
 
 __device__ constexpr int power_of_two_from(int count) {
   int power = 2;

@@ -4,225 +4,268 @@
 #pragma once
 #include "sparse/top_k/finish.cuh"
 #include "sparse/top_k/narrow.cuh"
+#include "sparse/top_k/sampled.cuh"
 
 namespace cumla::sparse {
 
 #ifndef TOPK_STAMP
 #define TOPK_STAMP(i)
 #endif
-#ifndef TOPK_BINS
-#define TOPK_BINS Octaves<64>
-#endif
-#ifndef TOPK_PREFETCH
-#define TOPK_PREFETCH 1
-#endif
 
-// Sums of bins are not needed here: their place is for the number of listed keys, and the last chosen one.
-__device__ __forceinline__ u32& listed_of(TopKShared& head) { return head.coarse[0][0]; }
-__device__ __forceinline__ u64& last_of(TopKShared& head) { return *reinterpret_cast<u64*>(head.coarse[1]); }
+// kGroups groups of four keys of a thread.
+template <typename Element, int kThreads, int kGroups>
+struct Held {
+  static constexpr bool kTakesTurns = false, kIsSampled = false, kIsHeld = true;
+  static constexpr int kFineBins = 4096, kMostCompared = 128;
+  static constexpr int kWords = (kGroups + 3) / 4;
+  const RowSlice<Element, kThreads> slice;
+  u32 keys[kGroups][4];
 
-#ifndef TOPK_MOST
-#define TOPK_MOST 128
-#endif
-#ifndef TOPK_HELD
-#define TOPK_HELD 4
-#endif
-// Bins of keys with the same upper bits.
-struct Leading {
-  static constexpr int kCount = 4096;
-  __device__ __forceinline__ static u32 bin_of(u32 key) { return key >> 20; }
-  __device__ __forceinline__ static Range range_of(u32 bin) { return {bin << 20, (1u << 20) - 1 - (bin == kCount - 1)}; }
-};
-constexpr int kMostCompared = TOPK_MOST;  // keys of a bin that are compared with one another
+  __device__ __forceinline__ Held(const char* scores, int length, int rank, int cluster, unsigned char*)
+      : slice(scores, length, rank, cluster) {}
 
-// Finds the bin with the need-th key. Called by all threads, after counting; four neighbouring bins for each thread.
-template <int kThreads, int kBinsHere>
-__device__ __forceinline__ Found find_fine(TopKShared& head, u32 need) {
-  constexpr int kQuads = kBinsHere / 4 / kThreads;
-  static_assert(kQuads * 4 * kThreads == kBinsHere, "whole groups of four bins");
-  const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  __syncthreads();
-  TOPK_STAMP(4);
-  const uint4* const quads = reinterpret_cast<const uint4*>(head.histogram) + threadIdx.x * kQuads;
-  u32 bins[4 * kQuads], sum = 0;
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const uint4 quad = quads[q];
-    bins[4 * q] = quad.x, bins[4 * q + 1] = quad.y, bins[4 * q + 2] = quad.z, bins[4 * q + 3] = quad.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 4 * kQuads; ++i) sum += bins[i];
-  const u32 inclusive = split::warp_inclusive_sum(sum);
-  if (lane == 31) head.sums[0][warp] = inclusive;
-  __syncthreads();
-  u32 before = __reduce_add_sync(kAllLanes, lane < warp ? head.sums[0][lane] : 0) + inclusive - sum;
-  if (before < need && need <= before + sum) {
-    u32 bin = threadIdx.x * (4 * kQuads), count = bins[0];
-#pragma unroll
-    for (int i = 1; i < 4 * kQuads; ++i)
-      if (before + count < need) before += count, count = bins[i], ++bin;
-    head.found = {bin, before, count, 0, 0};
-  }
-  __syncthreads();
-  return head.found;
-}
-
-// The limit before which are `need` of `count` listed entries. Each warp ranks every kThreads / 32-th of them.
-template <int kThreads>
-__device__ __forceinline__ Limit limit_of_listed(TopKShared& head, const u64* listed, u32 count, u32 need) {
-  const u32 lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (u32 one = threadIdx.x / 32; one < count; one += kThreads / 32) {
-    const u64 entry = listed[one];
-    u32 rank = 0;
-#pragma unroll 1
-    for (u32 first = 0; first < count; first += 32)
-      rank += __popc(__ballot_sync(kAllLanes, first + lane < count && listed[first + lane] < entry));
-    if (rank == need - 1 && lane == 0) last_of(head) = entry;
-  }
-  __syncthreads();
-  const u64 last = last_of(head);
-  return {static_cast<u32>(last >> 32), static_cast<int>(last) + 1};
-}
-
-// Writes a row. Threads have kHeld groups of four keys each.
-template <typename Element, int kThreads, int kHeld>
-__device__ __forceinline__ void select_held(const TopKParams& p, TopKShared& head, u64* list) {
-  using Bins = TOPK_BINS;
-  constexpr int kWords = (kHeld + 3) / 4, kBinsHere = Bins::kCount;
-  static_assert(kBinsHere * 4 <= sizeof(head.histogram), "the bins fit the counters");
-  TOPK_STAMP(0);
-#pragma unroll
-  for (int i = 0; i < kBinsHere / 4 / kThreads; ++i)
-    reinterpret_cast<uint4*>(head.histogram)[threadIdx.x + i * kThreads] = {0, 0, 0, 0};
-  if (threadIdx.x == 0) listed_of(head) = 0;
-  if (TOPK_PREFETCH && p.row_lens != nullptr) {  // L2 fetches the scores while their number is on its way
-    const i64 at = static_cast<i64>(threadIdx.x) * 128;
-    if (at < static_cast<i64>(p.width) * kElementBytes<Element>)
+  // L2 fetches a row's scores while its length is on the way.
+  __device__ __forceinline__ static void prefetch(const TopKParams& p) {
+    const i64 at = static_cast<i64>(threadIdx.x) * (kGroups * 4 * kElementBytes<Element>);
+    if (p.row_lens != nullptr && at < static_cast<i64>(p.width) * kElementBytes<Element>)
       prefetch_l2(p.scores + blockIdx.x * p.scores_stride + at);
   }
-  grid_dependency_wait();
-  const ScoreRow row = row_of(p, static_cast<int>(blockIdx.x));
-  if (row.length <= p.topk && write_all<Element>(p, row, threadIdx.x, kThreads)) return;
-  TOPK_STAMP(1);
 
-  const RowSlice<Element, kThreads> slice(scores_of<Element>(p, row), row.length, 0, 1);
-  u32 keys[kHeld][4];
-  bool all_whole = true;
-#pragma unroll
-  for (int g = 0; g < kHeld; ++g) {
-    const bool is_whole = g < slice.groups && slice.is_whole(slice.position(g));
-    all_whole &= is_whole;
-    uint4 quad = {0, 0, 0, 0};
-    if (is_whole) quad = load_quad<Element>(slice.at(slice.position(g)));
-    keys[g][0] = quad.x, keys[g][1] = quad.y, keys[g][2] = quad.z, keys[g][3] = quad.w;
+  // Writes the row. The counters are zero on entry.
+  template <int kCapacity>
+  __device__ __forceinline__ void select_alone(TopKShared& head, u64* list, const TopKParams& p) {
+    static_assert(kMostCompared <= kCapacity, "the list holds what is compared");
+    TOPK_STAMP(1);
+    if (threadIdx.x == 0) listed_of(head) = 0, next_of(head) = ~0ull;
+    load_and_count(head);
+    TOPK_STAMP(3);
+    const u32 wanted = count_of(head.row, p.topk);
+    const Found found = find_fine(head, wanted);
+    TOPK_STAMP(5);
+    const u32 chosen = found.count <= kMostCompared ? compare(head, list, found, wanted - found.before)
+                                                    : search(head, wanted);
+    TOPK_STAMP(7);
+    write(head, list, p, chosen, wanted);
+    TOPK_STAMP(9);
   }
-  __syncthreads();  // the counters are zero
-  TOPK_STAMP(2);
-#pragma unroll
-  for (int g = 0; g < kHeld; ++g) keys_of<Element>({keys[g][0], keys[g][1], keys[g][2], keys[g][3]}, keys[g]);
-  if (__builtin_expect(!all_whole, 0)) {
-#pragma unroll
-    for (int g = 0; g < kHeld; ++g) {
-      const int at = slice.position(g);
-      if (g < slice.groups && slice.is_whole(at)) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool is_inside = g < slice.groups && at + i >= 0 && at + i < slice.length;
-        keys[g][i] = is_inside ? load_key<Element>(slice.at(at + i)) : kNoKey;
-      }
+
+ private:
+  // Bins of keys: 64 for each octave from 2^-16 to 2^16, of either sign. Those in the middle, and at both ends, have what
+  // is smaller, and larger.
+  static constexpr u32 kLeast = 111u << 23, kBehind = 143u << 23, kWidth = 1u << 17;
+  // `x` is canonical.
+  __device__ __forceinline__ static u32 bin_of(float x) {
+    // Of NaN and a number, fminf returns the number.
+    const float clamped = fmaxf(fminf(fabsf(x), __uint_as_float(kBehind - 1)), __uint_as_float(kLeast));
+    const u32 within = (__float_as_uint(clamped) - kLeast) / kWidth;
+    return kFineBins / 2 - 1 - (within ^ static_cast<u32>(static_cast<int>(__float_as_uint(x)) >> 31));
+  }
+  __device__ __forceinline__ static void canonical_of(const uint4& quad, float (&x)[4]) {
+    if constexpr (kElementBytes<Element> == 4) {
+      x[0] = __uint_as_float(quad.x), x[1] = __uint_as_float(quad.y);
+      x[2] = __uint_as_float(quad.z), x[3] = __uint_as_float(quad.w);
+    } else {
+      const float2 low = unpack_pair<Element>(quad.x), high = unpack_pair<Element>(quad.y);
+      x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = canonical(x[i]);
   }
-  // A bit for each key for which f(key, position) is true
-  const auto marks_of = [&](auto f) {
+  __device__ __forceinline__ static Range range_of(u32 bin) {
+    constexpr u32 kHalf = kFineBins / 2, kLargest = 0x80000000u - kBehind, kSmallest = 0x80000000u + kLeast;  // keys
+    const u32 first = bin < kHalf ? kLargest + bin * kWidth : kSmallest + (bin - kHalf) * kWidth;
+    if (bin == 0) return {0, kLargest + kWidth - 1};
+    if (bin == kHalf) return {0x80000000u - kLeast, kSmallest + kWidth - 1 - (0x80000000u - kLeast)};
+    if (bin == kFineBins - 1) return {first, kNoKey - 1 - first};
+    return {first, kWidth - 1};
+  }
+  static_assert((kBehind - kLeast) / kWidth * 2 == kFineBins, "a bin for each range");
+
+  // Sums of bins are not needed here. Their place is for the number of listed keys, the last chosen one and the next.
+  __device__ __forceinline__ static u32& listed_of(TopKShared& head) { return head.coarse[0][0]; }
+  __device__ __forceinline__ static u64& last_of(TopKShared& head) { return *reinterpret_cast<u64*>(head.coarse[1]); }
+  __device__ __forceinline__ static u64& next_of(TopKShared& head) { return *reinterpret_cast<u64*>(head.coarse[2]); }
+
+  // Calls f(key, position) for all keys of a thread; those that are kNoKey are not of the row.
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) f(keys[i / 4][i % 4], position(i));
+  }
+  // A bit for each key of which f(key, position) is true.
+  template <typename F>
+  __device__ __forceinline__ u32 marks_of(F f) const {
     u32 marks = 0;
 #pragma unroll
-    for (int g = 0; g < kHeld; ++g)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) marks |= f(keys[g][i], slice.position(g) + i) ? 1u << (4 * g + i) : 0u;
+    for (int i = 0; i < 4 * kGroups; ++i) marks |= f(keys[i / 4][i % 4], position(i)) ? 1u << i : 0u;
     return marks;
-  };
-  const auto each_marked = [](u32 marks, auto f) {
+  }
+  // Calls f(key, position, group) for marked keys.
+  template <typename F>
+  __device__ __forceinline__ void each_marked(u32 marks, F f) const {
 #pragma unroll
-    for (int g = 0; g < kHeld; ++g)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (marks >> (4 * g + i) & 1) f(g, i);
-  };
-  const u32 counters = copy_of(shared_address(head.histogram));
-#pragma unroll
-  for (int g = 0; g < kHeld; ++g)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) count_shared(counters + 4 * Bins::bin_of(keys[g][i]));
-  TOPK_STAMP(3);
+    for (int i = 0; i < 4 * kGroups; ++i)
+      if (marks >> i & 1) f(keys[i / 4][i % 4], position(i), i / 4);
+  }
+  __device__ __forceinline__ int position(int i) const { return slice.position(i / 4) + i % 4; }
 
-  const u32 wanted = count_of(row, p.topk);
-  const Found found = find_fine<kThreads, kBinsHere>(head, wanted);
-  TOPK_STAMP(5);
-  const Range range = Bins::range_of(found.bin);
-  const u32 need = wanted - found.before;
-  Limit limit = {range.first + range.width + 1, 0};  // all keys of the bin are chosen
-  if (found.count != need) {
-    if (__builtin_expect(found.count <= kMostCompared, 1)) {
-      const u32 marks = marks_of([&](u32 key, int) { return range.has(key); });
-      if (marks != 0) {
-        const u32 place = atomicAdd(&listed_of(head), __popc(marks));
-        u32 entry = copy_of(shared_address(list)) + place * 8;
-        each_marked(marks, [&](int g, int i) {
-          store_shared_u64(entry, entry_of(keys[g][i], slice.position(g) + i));
-          entry += 8;
-        });
-      }
-      __syncthreads();
-      TOPK_STAMP(6);
-      limit = limit_of_listed<kThreads>(head, list, listed_of(head), need);
-    } else {
-      limit = narrow<kThreads>(head, need, row.length - 1, Distances{0}, [&](auto f) {
+  __device__ __forceinline__ void load_and_count(TopKShared& head) {
+    const u32 counters = counters_of(head, 0);
+    uint4 quads[kGroups];
+    bool all_whole = true;
 #pragma unroll
-        for (int g = 0; g < kHeld; ++g)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) f(keys[g][i], slice.position(g) + i);
-      }, range, kPasses);
+    for (int g = 0; g < kGroups; ++g) {
+      const bool is_whole = g < slice.groups && slice.is_whole(slice.position(g));
+      all_whole &= is_whole;
+      quads[g] = {0, 0, 0, 0};
+      if (is_whole) quads[g] = load_quad<Element>(slice.at(slice.position(g)));
     }
+    __syncthreads();  // the counters are zero
+    TOPK_STAMP(2);
+    if (all_whole) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        float x[4];
+        canonical_of(quads[g], x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          keys[g][i] = bits_of_key(__float_as_uint(x[i]));  // its own inverse
+          count_shared(counters + 4 * bin_of(x[i]));
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int at = slice.position(g);
+      if (g < slice.groups && slice.is_whole(at)) {
+        keys_of<Element>(quads[g], keys[g]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool is_inside = g < slice.groups && at + i >= 0 && at + i < slice.length;
+          keys[g][i] = is_inside ? load_key<Element>(slice.at(at + i)) : kNoKey;
+        }
+      }
+    }
+    each([&](u32 key, int) {
+      if (key != kNoKey) count_shared(counters + 4 * bin_of(__uint_as_float(bits_of_key(key))));
+    });
   }
-  TOPK_STAMP(7);
 
-  const u32 chosen = marks_of([&](u32 key, int position) {
-    return (key < limit.key) | ((key == limit.key) & (position < limit.end));  // no branches
-  });
-  u32 counts[kWords] = {};  // of groups, eight bits each
+  // Finds the bin with the need-th key; its range takes the place of the counts of lower blocks. Called by all threads,
+  // after counting.
+  __device__ __forceinline__ static Found find_fine(TopKShared& head, u32 need) {
+    constexpr int kOfThread = kFineBins / kThreads;
+    static_assert(kOfThread % 4 == 0 && kFineBins * 4 <= sizeof(head.histogram), "whole groups of four bins");
+    const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    __syncthreads();
+    TOPK_STAMP(4);
+    u32 bins[kOfThread], sum = 0;
 #pragma unroll
-  for (int g = 0; g < kHeld; ++g) counts[g / 4] += __popc(chosen >> 4 * g & 15) << g % 4 * 8;
-  u32 own = __popc(chosen);
-  own = __reduce_add_sync(kAllLanes, own);
-  u32 sums[kWords];
+    for (int i = 0; i < kOfThread; i += 4) {
+      const uint4 four = reinterpret_cast<const uint4*>(head.histogram)[(threadIdx.x * kOfThread + i) / 4];
+      bins[i] = four.x, bins[i + 1] = four.y, bins[i + 2] = four.z, bins[i + 3] = four.w;
+      sum += four.x + four.y + four.z + four.w;
+    }
+    const u32 inclusive = split::warp_inclusive_sum(sum);
+    if (lane == 31) head.sums[1][warp] = inclusive;
+    __syncthreads();
+    u32 before = __reduce_add_sync(kAllLanes, lane < warp ? head.sums[1][lane] : 0) + inclusive - sum;
+    if (before < need && need <= before + sum) {
+      u32 bin = threadIdx.x * kOfThread, count = bins[0];
 #pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    const u32 inclusive = split::warp_inclusive_sum(counts[w]);
-    sums[w] = __shfl_sync(kAllLanes, inclusive, 31);
-    counts[w] = inclusive - counts[w];  // in lower lanes: at most 124 of a group
+      for (int i = 1; i < kOfThread; ++i)
+        if (before + count < need) before += count, count = bins[i], ++bin;
+      const Range range = range_of(bin);
+      head.found = {bin, before, count, range.first, range.width};
+    }
+    __syncthreads();
+    return head.found;
   }
-  u32 first = before_warp<kThreads, false>(head, {own, 0}, {0, 0}).chosen;
-  TOPK_STAMP(8);
-  u32 places[kHeld];
-#pragma unroll
-  for (int g = 0; g < kHeld; ++g) {
-    places[g] = first + (counts[g / 4] >> g % 4 * 8 & 255);
-    first += sums[g / 4] >> g % 4 * 8 & 255;
-  }
-  if (threadIdx.x == 0) p.counts[row.index * p.counts_stride] = wanted;
-  if (__builtin_expect(is_plain(p), 1)) {
-    int* const out = copy_of(p.out + row.index * p.out_stride);
-    each_marked(chosen, [&](int g, int i) { out[places[g]++] = slice.position(g) + i; });
-    TOPK_STAMP(9);
-    return;
-  }
-  const Output<Element> output(p, row);
-  each_marked(chosen, [&](int g, int i) { list[places[g]++] = entry_of(keys[g][i], slice.position(g) + i); });
-  if (p.is_sorted) sort_entries<kThreads>(list, wanted, power_of_two_from(wanted));
-  else __syncthreads();
+
+  // Marks what is chosen if `need` keys of a bin are. Its keys are listed in any order, and each warp ranks some of them.
+  __device__ __forceinline__ u32 compare(TopKShared& head, u64* list, const Found& found, u32 need) const {
+    const Range range = {found.lower_before, found.lower_count};
+    bool any = false;
+    each([&](u32 key, int) { any |= range.has(key); });
+    if (any) {
+      const u32 marks = marks_of([&](u32 key, int) { return range.has(key); });
+      u32 address = shared_address(list) + atomicAdd(&listed_of(head), __popc(marks)) * 8;
+      each_marked(marks, [&](u32 key, int position, int) {
+        store_shared_u64(address, entry_of(key, position));
+        address += 8;
+      });
+    }
+    __syncthreads();
+    TOPK_STAMP(6);
+    const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (u32 slot = threadIdx.x; slot < wanted; slot += kThreads) output.write(slot, static_cast<int>(list[slot]));
-}
+    for (u32 one = threadIdx.x / 32; one < found.count; one += kThreads / 32) {
+      const u64 entry = list[one];
+      u32 rank = 0;
+#pragma unroll 1
+      for (u32 other = lane; other - lane < found.count; other += 32)
+        rank += __popc(__ballot_sync(kAllLanes, other < found.count && list[other] < entry));
+      if (lane == 0 && rank == need - 1) last_of(head) = entry;
+      if (lane == 0 && rank == need) next_of(head) = entry;
+    }
+    __syncthreads();
+    const u64 last = last_of(head);
+    const u32 key = static_cast<u32>(last >> 32);
+    if (key != static_cast<u32>(next_of(head) >> 32)) return marks_of([&](u32 one, int) { return one <= key; });
+    return marked({key, static_cast<int>(last) + 1});
+  }
+
+  // Marks what is chosen where too many keys share a bin.
+  __device__ __forceinline__ u32 search(TopKShared& head, u32 wanted) const {
+    clear_counters<kThreads>(head);
+    __syncthreads();
+    return marked(narrow<kThreads>(head, wanted, slice.length - 1, Distances{kNoKey}, [&](auto f) { each(f); }));
+  }
+  __device__ __forceinline__ u32 marked(const Limit& limit) const {
+    return marks_of([&](u32 key, int position) { return limit.takes(key, position); });
+  }
+
+  // Writes the marked keys in their order, or sorted.
+  __device__ __forceinline__ void write(TopKShared& head, u64* list, const TopKParams& p, u32 chosen, u32 wanted) const {
+    u32 counts[kWords] = {}, places[kGroups];  // of groups, eight bits each
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) counts[g / 4] += __popc(chosen >> 4 * g & 15) << g % 4 * 8;
+    const u32 own = __reduce_add_sync(kAllLanes, __popc(chosen));
+    u32 first = before_warp<kThreads, false>(head, {own, 0}, {0, 0}).chosen;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const u32 inclusive = split::warp_inclusive_sum(counts[w]), sums = __shfl_sync(kAllLanes, inclusive, 31);
+      const u32 lower = inclusive - counts[w];  // in lower lanes: at most 124 of a group
+#pragma unroll
+      for (int g = 4 * w; g < min(4 * w + 4, kGroups); ++g) {
+        places[g] = first + (lower >> g % 4 * 8 & 255);
+        first += sums >> g % 4 * 8 & 255;
+      }
+    }
+    TOPK_STAMP(8);
+    const ScoreRow row = head.row;
+    if (threadIdx.x == 0) p.counts[row.index * p.counts_stride] = wanted;
+    int* const positions = reinterpret_cast<int*>(list);
+    if (p.is_sorted) {
+      each_marked(chosen, [&](u32 key, int position, int g) { list[places[g]++] = entry_of(key, position); });
+      sort_entries<kThreads>(list, wanted, power_of_two_from(wanted));
+    } else {
+      each_marked(chosen, [&](u32, int position, int g) { positions[places[g]++] = position; });
+      __syncthreads();
+      if (p.block_table == nullptr && p.offsets == nullptr && p.positions == nullptr && p.values == nullptr) {
+        int* const out = p.out + row.index * p.out_stride;  // a slot has a position
+#pragma unroll 1
+        for (u32 slot = threadIdx.x; slot < wanted; slot += kThreads) out[slot] = positions[slot];
+        return;
+      }
+    }
+    const Output<Element> output(p, row);
+#pragma unroll 1
+    for (u32 slot = threadIdx.x; slot < wanted; slot += kThreads)
+      output.write(slot, p.is_sorted ? static_cast<int>(list[slot]) : positions[slot]);
+  }
+};
 
 }  // namespace cumla::sparse

@@ -27,29 +27,27 @@ struct Limit {
   }
 };
 
-// Bins of scores: kParts for each octave from 2^-16 to 2^16, of either sign. Those in the middle, and at both ends,
-// have what is smaller, and larger.
-template <int kParts>
+// Bins of scores: 32 for each octave from 2^-16 to 2^16, of either sign. Those in the middle, and at both ends, have
+// what is smaller, and larger.
 struct Octaves {
-  static constexpr int kCount = 64 * kParts;
-  static constexpr u32 kKeys = 32u << 23, kWidth = (1u << 23) / kParts;
+  static constexpr u32 kKeys = 32u << 23, kWidth = 1u << 18;
   static constexpr u32 kLargest = 0x7fffffffu - (143u << 23) + 1, kSmallest = 0x80000000u + (111u << 23);  // keys
 
-  __device__ __forceinline__ static u32 bin_of(u32 key) {
+  __device__ __forceinline__ u32 bin_of(u32 key) const {
     const u32 positive = min(max(key, kLargest), kLargest + kKeys) - kLargest;
     const u32 negative = max(min(key, kSmallest + kKeys - 1), kSmallest) - kSmallest;
     return (positive + negative) / kWidth;
   }
-  __device__ __forceinline__ static Range range_of(u32 bin) {
-    constexpr u32 kHalf = kCount / 2;
+  __device__ __forceinline__ Range of_bin(u32 bin) const {
+    constexpr u32 kHalf = kBins / 2;
     const u32 first = bin < kHalf ? kLargest + bin * kWidth : kSmallest + (bin - kHalf) * kWidth;
     if (bin == 0) return {0, kLargest + kWidth - 1};
     if (bin == kHalf) return {kLargest + kKeys, kSmallest + kWidth - 1 - (kLargest + kKeys)};
-    if (bin == kCount - 1) return {first, kNoKey - 1 - first};
+    if (bin == kBins - 1) return {first, kNoKey - 1 - first};
     return {first, kWidth - 1};
   }
 };
-static_assert(Octaves<32>::kCount == kBins, "a bin for each range");
+static_assert(2 * Octaves::kKeys / Octaves::kWidth == kBins, "a bin for each range");
 
 // Bins of keys before `limit`, by their distance from it: 64 for each octave.
 struct Distances {
@@ -93,16 +91,15 @@ __device__ __forceinline__ Found find_alone(TopKShared& head, const u32* histogr
   return head.found;
 }
 
-// The limit before which are `need` keys of a block's range: in the first pass all before that of the bins. `each` calls
-// a function with every key and its position, which is at most `last`; keys that are kNoKey do not count. The counters
-// of passes before kPasses are zero on entry.
+// The limit before which are `need` keys of a block, all of which are before that of the bins of the first pass. `each`
+// calls a function with every key and its position, which is at most `last`; keys that are kNoKey do not count.
 template <int kThreads, typename Each>
-__device__ __forceinline__ Limit narrow(TopKShared& head, u32 need, u32 last, const Distances& bins, Each each, Range range,
-                                        int first_pass = 0) {
+__device__ __forceinline__ Limit narrow(TopKShared& head, u32 need, u32 last, const Distances& bins, Each each) {
   Limit limit = {0, -4};  // no position: some before a row are above that
+  Range range = {0, bins.limit - 1};
   bool of_positions = false;
 #pragma unroll 1
-  for (int pass = first_pass;; ++pass) {
+  for (int pass = 0;; ++pass) {
     u32* const histogram = head.histogram[pass % kPasses];
     if (pass >= kPasses) {
 #pragma unroll 1

@@ -106,7 +106,7 @@ __device__ __forceinline__ void place_by_group(TopKShared& head, const Choice& c
 template <typename Element, int kThreads, int kHeld, int kStored>
 struct Resident {
   static constexpr int kGroups = kHeld + kStored, kWords = (kGroups + 3) / 4;
-  static constexpr bool kTakesTurns = false, kIsSampled = false;
+  static constexpr bool kTakesTurns = false, kIsSampled = false, kIsHeld = false;
   const RowSlice<Element, kThreads> slice;
   uint4* const stored;
   u32 held[kHeld][4];
@@ -245,7 +245,7 @@ struct Resident {
 // Rows of any length. A warp loads kAhead of its groups at once.
 template <typename Element, int kThreads, int kAhead = 8>
 struct Streamed {
-  static constexpr bool kTakesTurns = true, kIsSampled = false;
+  static constexpr bool kTakesTurns = true, kIsSampled = false, kIsHeld = false;
   const RowSlice<Element, kThreads> slice;
 
   __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*,

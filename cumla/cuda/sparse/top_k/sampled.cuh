@@ -28,7 +28,7 @@ template <typename Element, int kThreads, int kWords>
 struct Sampled : Streamed<Element, kThreads, 2> {
   using Base = Streamed<Element, kThreads, 2>;
   using Base::slice;
-  static constexpr bool kIsSampled = true;
+  static constexpr bool kIsSampled = true, kIsHeld = false;
   static constexpr int kSample = 4;   // groups of four keys of a thread, at most
   static constexpr int kAhead = 8;    // groups that a warp loads at once: a word of the bitmap for each thread
   static constexpr int kMargin = 5;   // deviations of the sample's count
@@ -66,7 +66,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
     const float keys_per_sample = static_cast<float>(slice.length) / static_cast<float>(4 * kThreads << log2);
     const float target = min(wanted + kMargin * sqrtf(wanted * keys_per_sample), 0.5f * (wanted + kCapacity));
     const u32 need = static_cast<u32>(target / keys_per_sample) + 1;
-    using Bins = Octaves<32>;
+    const Octaves octaves;
     Range range = {0, kNoKey - 1};
     u32 rest = need;
     __syncthreads();  // the counters are zero
@@ -81,12 +81,12 @@ struct Sampled : Streamed<Element, kThreads, 2> {
 #pragma unroll
           for (int j = 0; j < 4; ++j)
             if (range.has(keys[j]))
-              count_shared(counters + 4 * (pass == 0 ? Bins::bin_of(keys[j]) : range.bin_of(keys[j])));
+              count_shared(counters + 4 * (pass == 0 ? octaves.bin_of(keys[j]) : range.bin_of(keys[j])));
         }
       }
       const Found found = find_alone<kThreads>(head, head.histogram[pass], rest);
       rest -= found.before;
-      range = pass == 0 ? Bins::range_of(found.bin) : range.of_bin(found.bin);
+      range = pass == 0 ? octaves.of_bin(found.bin) : range.of_bin(found.bin);
       if (found.count * 8 <= need || pass + 1 == kPasses) break;
     }
     return range.first + range.width + 1;

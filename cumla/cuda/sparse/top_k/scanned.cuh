@@ -58,7 +58,7 @@ struct Scanned : Sampled<Element, kThreads, kWords> {
     const bool fits = listed <= kCapacity && wanted <= listed;
     const Distances bins{is_exact && wanted <= listed ? limit : kNoKey};
     const auto mark_first = [&](auto each) {
-      const Limit chosen = narrow<kThreads>(head, wanted, last, bins, each, {0, bins.limit - 1});
+      const Limit chosen = narrow<kThreads>(head, wanted, last, bins, each);
       each([&](u32 key, int position) {
         if (chosen.takes(key, position)) atomicOr(words + position / 32, 1u << position % 32);
       });
