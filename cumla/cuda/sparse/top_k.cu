@@ -16,6 +16,9 @@
 // until all of it is chosen; if the list is of no use, passes over the row do. The chosen keys are marked in a bitmap,
 // whose sums tell where to write them.
 //
+// Held keys are counted in finer bins, once. A bin of few keys is listed alone, and each of them compared with the
+// others; a bin of many is searched as above. The chosen keys are put into the list, and written.
+//
 // barrier                                 who arrives               who waits  guards
 // __syncthreads                           all threads of a block    the same   counters, sums of bins and of warps,
 //                                                                              `found`, the list
@@ -59,53 +62,53 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
   if constexpr (!kClustered && (Keys::kIsSampled || Keys::kIsHeld)) {
     keys.template select_alone<kCapacity>(head, list, p);
   } else {
-  if constexpr (Keys::kIsSampled) {
-    const u32 wanted = count_of(row, p.topk);
-    const u32 listed = keys.template list_by_sample<kCapacity>(head, list, wanted, rank, cluster, sync);
-    if (wanted <= listed && listed <= kCapacity) {
-      const Threshold all = {kNoKey - 1, 0, 0, kPasses - 1}, none = {0, wanted, 0, -1};
-      if (rank == 0) finish<Element, kThreads>(head, list, listed, 0, listed == wanted ? all : none, p);
-      return;
+    if constexpr (Keys::kIsSampled) {
+      const u32 wanted = count_of(row, p.topk);
+      const u32 listed = keys.template list_by_sample<kCapacity>(head, list, wanted, rank, cluster, sync);
+      if (wanted <= listed && listed <= kCapacity) {
+        const Threshold all = {kNoKey - 1, 0, 0, kPasses - 1}, none = {0, wanted, 0, -1};
+        if (rank == 0) finish<Element, kThreads>(head, list, listed, 0, listed == wanted ? all : none, p);
+        return;
+      }
     }
-  }
-  keys.load_and_count(counters_of(head, 0));
-  const u32 wanted = count_of(row, p.topk);
-  Threshold threshold = {0, wanted, 0, 0};
-  Before block = {0, 0};  // in blocks of lower rank: keys before the threshold's bin, and in it
-  u32 listed = 0;
+    keys.load_and_count(counters_of(head, 0));
+    const u32 wanted = count_of(row, p.topk);
+    Threshold threshold = {0, wanted, 0, 0};
+    Before block = {0, 0};  // in blocks of lower rank: keys before the threshold's bin, and in it
+    u32 listed = 0;
 #pragma unroll 1
-  for (int pass = 0; pass < kPasses; ++pass) {
-    if (pass > 0) keys.count_again(counters_of(head, pass), Digit(pass, threshold.prefix));
-    const Found found = kClustered && cluster > 1
-                            ? find_in_cluster<kThreads>(head, pass, threshold.need, rank, cluster)
-                            : find_in_block<kThreads>(head, pass, threshold.need);
-    threshold.narrow(pass, found);
-    block.chosen += found.lower_before;
-    block.equal = found.lower_count;
-    listed = wanted - threshold.need + threshold.count;
-    if (threshold.is_whole() || (!Keys::kIsSampled && listed <= kCapacity)) break;
-  }
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass > 0) keys.count_again(counters_of(head, pass), Digit(pass, threshold.prefix));
+      const Found found = kClustered && cluster > 1
+                              ? find_in_cluster<kThreads>(head, pass, threshold.need, rank, cluster)
+                              : find_in_block<kThreads>(head, pass, threshold.need);
+      threshold.narrow(pass, found);
+      block.chosen += found.lower_before;
+      block.equal = found.lower_count;
+      listed = wanted - threshold.need + threshold.count;
+      if (threshold.is_whole() || (!Keys::kIsSampled && listed <= kCapacity)) break;
+    }
 
-  constexpr u32 kListEntries = kCapacity;
-  const bool fits = !Keys::kIsSampled && listed <= kListEntries;
-  const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
-  const Choice choice = threshold.choice();
-  if (!fits) {  // only the chosen keys
-    if (threshold.is_whole()) block = {before, 0};
-    threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all listed keys are chosen
-    listed = wanted;
-  }
+    constexpr u32 kListEntries = kCapacity;
+    const bool fits = !Keys::kIsSampled && listed <= kListEntries;
+    const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
+    const Choice choice = threshold.choice();
+    if (!fits) {  // only the chosen keys
+      if (threshold.is_whole()) block = {before, 0};
+      threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all listed keys are chosen
+      listed = wanted;
+    }
 #pragma unroll 1
-  for (u32 first_slot = 0;; first_slot += kListEntries) {
-    if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kListEntries});
-    else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kListEntries});
-    else keys.place(head, limit, before, Own{list});
-    sync();
-    const u32 left = listed - first_slot;
-    if (rank == 0) finish<Element, kThreads>(head, list, min(left, kListEntries), first_slot, threshold, p);
-    if (!Keys::kTakesTurns || left <= kListEntries) return;
-    sync();
-  }
+    for (u32 first_slot = 0;; first_slot += kListEntries) {
+      if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kListEntries});
+      else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kListEntries});
+      else keys.place(head, limit, before, Own{list});
+      sync();
+      const u32 left = listed - first_slot;
+      if (rank == 0) finish<Element, kThreads>(head, list, min(left, kListEntries), first_slot, threshold, p);
+      if (!Keys::kTakesTurns || left <= kListEntries) return;
+      sync();
+    }
   }
 }
 
@@ -116,10 +119,6 @@ struct KeysOf {
 template <typename Element, int kThreads, int kStored>
 struct KeysOf<Element, kThreads, 0, kStored> {
   using Type = Scanned<Element, kThreads, kStored>;
-};
-template <typename Element, int kThreads>
-struct KeysOf<Element, kThreads, 2, 0> {
-  using Type = Held<Element, kThreads, 2>;
 };
 template <typename Element, int kThreads>
 struct KeysOf<Element, kThreads, 4, 0> {
@@ -134,16 +133,14 @@ template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity,
 __device__ __forceinline__ void top_k(const TopKParams& p) {
   static_assert((power_of_two_from(kCapacity) - kCapacity) * 8 <= kStored * kThreads * 16,
                 "what sorting needs beyond the list is that of the keys, which nobody needs then");
-  TOPK_STAMP(0);
   grid_dependency_launch();
   extern __shared__ __align__(16) unsigned char memory[];
   TopKShared& head = *reinterpret_cast<TopKShared*>(memory);
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(TopKShared));
   unsigned char* const stored = memory + sizeof(TopKShared) + kCapacity * sizeof(u64);
-  using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
-  if constexpr (Keys::kIsHeld) Keys::prefetch(p);
   clear_counters<kThreads>(head);
   grid_dependency_wait();
+  using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
   select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
 }
 

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows whose keys fit the registers of one block. One pass over fine bins, then the few keys of the bin with the k-th
-// key are compared with one another. The code that every row runs is short, because it runs once, from cold caches.
+// Short rows: a block keeps the keys in registers. One pass over fine bins, then the few keys of the bin with the k-th
+// key are compared with one another.
 #pragma once
 #include "sparse/top_k/finish.cuh"
 #include "sparse/top_k/narrow.cuh"
 #include "sparse/top_k/sampled.cuh"
 
 namespace cumla::sparse {
-
-#ifndef TOPK_STAMP
-#define TOPK_STAMP(i)
-#endif
 
 // kGroups groups of four keys of a thread.
 template <typename Element, int kThreads, int kGroups>
@@ -24,34 +20,22 @@ struct Held {
   __device__ __forceinline__ Held(const char* scores, int length, int rank, int cluster, unsigned char*)
       : slice(scores, length, rank, cluster) {}
 
-  // L2 fetches a row's scores while its length is on the way.
-  __device__ __forceinline__ static void prefetch(const TopKParams& p) {
-    const i64 at = static_cast<i64>(threadIdx.x) * (kGroups * 4 * kElementBytes<Element>);
-    if (p.row_lens != nullptr && at < static_cast<i64>(p.width) * kElementBytes<Element>)
-      prefetch_l2(p.scores + blockIdx.x * p.scores_stride + at);
-  }
-
   // Writes the row. The counters are zero on entry.
   template <int kCapacity>
   __device__ __forceinline__ void select_alone(TopKShared& head, u64* list, const TopKParams& p) {
     static_assert(kMostCompared <= kCapacity, "the list holds what is compared");
-    TOPK_STAMP(1);
     if (threadIdx.x == 0) listed_of(head) = 0, next_of(head) = ~0ull;
     load_and_count(head);
-    TOPK_STAMP(3);
     const u32 wanted = count_of(head.row, p.topk);
     const Found found = find_fine(head, wanted);
-    TOPK_STAMP(5);
     const u32 chosen = found.count <= kMostCompared ? compare(head, list, found, wanted - found.before)
                                                     : search(head, wanted);
-    TOPK_STAMP(7);
     write(head, list, p, chosen, wanted);
-    TOPK_STAMP(9);
   }
 
  private:
-  // Bins of keys: 64 for each octave from 2^-16 to 2^16, of either sign. Those in the middle, and at both ends, have what
-  // is smaller, and larger.
+  // Bins of keys: 64 for each octave from 2^-16 to 2^16, of either sign. The two in the middle, and those at both ends,
+  // have what is smaller, and larger.
   static constexpr u32 kLeast = 111u << 23, kBehind = 143u << 23, kWidth = 1u << 17;
   // `x` is canonical.
   __device__ __forceinline__ static u32 bin_of(float x) {
@@ -72,12 +56,12 @@ struct Held {
     for (int i = 0; i < 4; ++i) x[i] = canonical(x[i]);
   }
   __device__ __forceinline__ static Range range_of(u32 bin) {
-    constexpr u32 kHalf = kFineBins / 2, kLargest = 0x80000000u - kBehind, kSmallest = 0x80000000u + kLeast;  // keys
-    const u32 first = bin < kHalf ? kLargest + bin * kWidth : kSmallest + (bin - kHalf) * kWidth;
-    if (bin == 0) return {0, kLargest + kWidth - 1};
-    if (bin == kHalf) return {0x80000000u - kLeast, kSmallest + kWidth - 1 - (0x80000000u - kLeast)};
-    if (bin == kFineBins - 1) return {first, kNoKey - 1 - first};
-    return {first, kWidth - 1};
+    constexpr u32 kHalf = kFineBins / 2, kZero = 0x80000000u, kOfMiddle = kLeast + kWidth;  // keys
+    if (bin == 0) return {0, kZero - kBehind + kWidth - 1};
+    if (bin == kHalf - 1) return {kZero - kOfMiddle, kOfMiddle - 1};
+    if (bin == kHalf) return {kZero, kOfMiddle - 1};
+    if (bin == kFineBins - 1) return {kZero + kBehind - kWidth, kNoKey - 1 - (kZero + kBehind - kWidth)};
+    return {(bin < kHalf ? kZero - kBehind : kZero + kLeast - kHalf * kWidth) + bin * kWidth, kWidth - 1};
   }
   static_assert((kBehind - kLeast) / kWidth * 2 == kFineBins, "a bin for each range");
 
@@ -121,7 +105,6 @@ struct Held {
       if (is_whole) quads[g] = load_quad<Element>(slice.at(slice.position(g)));
     }
     __syncthreads();  // the counters are zero
-    TOPK_STAMP(2);
     if (all_whole) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -160,7 +143,6 @@ struct Held {
     static_assert(kOfThread % 4 == 0 && kFineBins * 4 <= sizeof(head.histogram), "whole groups of four bins");
     const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
     __syncthreads();
-    TOPK_STAMP(4);
     u32 bins[kOfThread], sum = 0;
 #pragma unroll
     for (int i = 0; i < kOfThread; i += 4) {
@@ -184,7 +166,7 @@ struct Held {
     return head.found;
   }
 
-  // Marks what is chosen if `need` keys of a bin are. Its keys are listed in any order, and each warp ranks some of them.
+  // Marks what is chosen if `need` keys of a bin are. Its keys are listed in any order; each warp ranks some of them.
   __device__ __forceinline__ u32 compare(TopKShared& head, u64* list, const Found& found, u32 need) const {
     const Range range = {found.lower_before, found.lower_count};
     bool any = false;
@@ -198,7 +180,6 @@ struct Held {
       });
     }
     __syncthreads();
-    TOPK_STAMP(6);
     const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
     for (u32 one = threadIdx.x / 32; one < found.count; one += kThreads / 32) {
@@ -228,7 +209,8 @@ struct Held {
   }
 
   // Writes the marked keys in their order, or sorted.
-  __device__ __forceinline__ void write(TopKShared& head, u64* list, const TopKParams& p, u32 chosen, u32 wanted) const {
+  __device__ __forceinline__ void write(TopKShared& head, u64* list, const TopKParams& p, u32 chosen,
+                                        u32 wanted) const {
     u32 counts[kWords] = {}, places[kGroups];  // of groups, eight bits each
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) counts[g / 4] += __popc(chosen >> 4 * g & 15) << g % 4 * 8;
@@ -244,7 +226,6 @@ struct Held {
         first += sums >> g % 4 * 8 & 255;
       }
     }
-    TOPK_STAMP(8);
     const ScoreRow row = head.row;
     if (threadIdx.x == 0) p.counts[row.index * p.counts_stride] = wanted;
     int* const positions = reinterpret_cast<int*>(list);
