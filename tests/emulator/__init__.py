@@ -53,7 +53,7 @@ FAMILIES = {
     "mha": ("mha",),
     "indexer": ("indexer",),
     "sparse": ("sparse", "indexer"),
-    "blocks": ("blocks", "mha"),
+    "blocks": ("blocks", "mha", "sparse"),
 }
 # Calls of each family whose kernels a C++ compiler compiles soon; nine tenths of the instructions.
 ALWAYS = tuple(

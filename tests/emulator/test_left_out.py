@@ -23,7 +23,7 @@ MASKED, LISTS, STEP, OTHERS = (
         ("", ()),
         ("mask_rows", (MASKED, STEP, OTHERS)),  # of the family of both
         ("schedule", (MASKED, STEP, OTHERS)),  # launched by all families; LISTS names its kernel
-        ("mla_sparse", (LISTS, OTHERS)),
+        ("mla_sparse", (LISTS, STEP, OTHERS)),  # of the family of top_k, which selects blocks
         ("block_scores", (STEP, OTHERS)),
     ],
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ from tests.selection import some
 
 FIXED = ("block_size", "causal", "batch_invariant")
 SHAPED = ("q", "k", "v", "block_indices", "kv_layout")
+TILED = [  # over e4m3 caches block_attention serves the others
+    replace(sample, columns=(192, 128)) if sample.cache == "e4m3" else sample
+    for sample in prompts(60)
+]
 
 
 def planned(cupy: Any, given: dict[str, Any]) -> Any:
@@ -34,7 +39,7 @@ def planned(cupy: Any, given: dict[str, Any]) -> Any:
     return plan
 
 
-@pytest.mark.parametrize("sample", some(prompts(60), 8), ids=str)
+@pytest.mark.parametrize("sample", some(TILED, 8), ids=str)
 def test_united_lists(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token has a tile, which has the blocks of its tokens, and what each of them sees."""
     launches = attention.block_sparse_launches
