@@ -50,7 +50,7 @@ def append_rows(rows: Any, cache: torch.Tensor, slots: torch.Tensor, kv_scale: A
 def is_tested(
     server: str, version: str, tested: tuple[tuple[int, ...], tuple[int, ...]], option: str
 ) -> bool:
-    """Tell whether a server's version is one of the tested ones; refuse an older one."""
+    """Return whether a server's version is one of the tested ones; refuse an older one."""
     found = re.match(rf"\d+(\.\d+){{{len(tested[0]) - 1}}}", version)
     number = tuple(map(int, found[0].split("."))) if found else None
     if number is not None and number < tested[0]:
@@ -144,7 +144,7 @@ class Step:
         self.plan: Any = None
 
     def reads(self, kv_lens: torch.Tensor, offsets: torch.Tensor) -> bool:
-        """Tell whether the lengths come from these arrays."""
+        """Return whether the lengths come from these arrays."""
         return self._kv_lens is kv_lens and self._offsets is offsets
 
     def prepare(self) -> None:

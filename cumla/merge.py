@@ -216,7 +216,7 @@ _MERGE = Merge(MERGE)
 
 
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
-    """Give both the axes (batch, tokens, heads)."""
+    """Reshape both to the axes (batch, tokens, heads)."""
     if len(out.shape) == 4:
         return StateViews(out, lse)
     return StateViews(

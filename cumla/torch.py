@@ -399,7 +399,7 @@ def _substitute(spec: Spec) -> Callable[..., Any]:
 
 
 def _form(argument: Argument) -> str:
-    """Tell how an argument differs in the operation of PyTorch."""
+    """Return how an argument differs in the operation of PyTorch."""
     if isinstance(argument, Factor):
         return "factor"
     if isinstance(argument, Option):

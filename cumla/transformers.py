@@ -156,7 +156,7 @@ def mask(
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Tell whether values cannot be looked at, because a graph or a compiler records the call."""
+    """Return whether values cannot be looked at, because a graph or a compiler records the call."""
     if torch.compiler.is_compiling():
         return True
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -454,7 +454,7 @@ class _Layers:
         self._version = 0
 
     def has_begun(self, bounds: torch.Tensor | None) -> bool:
-        """Tell whether the schedule is the one of this mask."""
+        """Return whether the schedule is the one of this mask."""
         if bounds is None or self._bounds is None:
             return bounds is None and self._bounds is None
         return self._bounds() is bounds and self._version == _version(bounds)

@@ -81,7 +81,7 @@ class Column:
         return row.get(self.value) if isinstance(self.value, str) else self.value(row)
 
     def is_shown(self, rows: Sequence[Row]) -> bool:
-        """Tell whether any row has something to show."""
+        """Return whether any row has something to show."""
         if self.usual is ...:
             return True
         return any(self.of(row) not in (None, self.usual) for row in rows)

@@ -772,7 +772,7 @@ def _checked_shape(
     """Check the numbers of a plan, and give them as _SIZES lists them."""
     batch, total_tokens, q_len = tokens
     topk, block_size = lists
-    checked_int("topk", topk, "nothing to plan for", 0)
+    checked_int("topk", topk, "pass the size of a call", 0)
     checked_int("block_size", block_size, "pass the tokens of a block")
     if dtype_name(dtypes[0]) not in _HALVES:
         raise ValueError(

@@ -532,8 +532,8 @@ lse, stream
     def _checked_seen(self) -> tuple[Any, Any]:
         if self._seen is None:
             raise ValueError(
-                "step: needs an update, got none that succeeded; call step.update(kv_lens) before "
-                "step.select and step.run"
+                "step: needs an update, got none; call step.update(kv_lens) before step.select and "
+                "step.run"
             )
         return self._seen
 

@@ -257,7 +257,7 @@ def _vllm_rows(args: argparse.Namespace, model: Model | None) -> Iterator[tuple[
 
 
 def _vllm_version(version: str, is_sparse: bool) -> tuple[str, str]:
-    """Tell how the plugin takes a version for such models, and why it refuses it."""
+    """Return how the plugin takes a version for such models, and why it refuses it."""
     from cumla._serving import is_tested
     from cumla.vllm import _TESTED_SPARSE, TESTED
 
@@ -329,7 +329,7 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
 
 
 def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
-    """Tell what else is served, and what is to be known about the cache."""
+    """Return what else is served, and what is to be known about the cache."""
     from cumla.mla.shape import HEAD_DIM
     from cumla.vllm._models import FP8, PACKED
 

@@ -152,7 +152,7 @@ def check_sink(q: Any, attn_sink: Any) -> None:
 
 
 def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
-    """Give results in graphs as FlashMLA does: sinks scale out alone, an lse of -inf is +inf.
+    """Return results in graphs as FlashMLA does: sinks scale out alone, an lse of -inf is +inf.
 
     `out` is ``(..., tokens, heads, 512)`` and `lse` ``(..., tokens, heads)``; both are changed.
     """

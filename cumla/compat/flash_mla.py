@@ -606,7 +606,7 @@ def _columns(*begins: int) -> list[slice]:
 
 
 def _value_columns(q: object) -> int:
-    """Tell the values' columns of the rows that a query is for."""
+    """Return the values' columns of the rows that a query is for."""
     shape = getattr(q, "shape", None)
     width = width_of(shape[-1]) if shape else None
     return width[0] if width else _VALUE_DIM

@@ -312,7 +312,7 @@ def _choose(
 
 
 def _lead(name: str, rows: Any, seq_lens: Any, q_len: int) -> tuple[int, int]:
-    """Give query rows the axes of requests and of their tokens."""
+    """Add the axes of requests and of their tokens to query rows."""
     q_len = checked_int("decode_query_len", q_len, "pass the query tokens of each request")
     if rows.shape[0] != seq_lens.shape[0] * q_len:
         raise ValueError(

@@ -188,7 +188,7 @@ def driver() -> Driver:
 
 
 def forked() -> bool:
-    """Tell whether this process is the fork of one that had loaded the driver."""
+    """Return whether this process is the fork of one that had loaded the driver."""
     return _forked
 
 

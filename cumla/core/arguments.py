@@ -267,7 +267,7 @@ def checked_max_kv_len(batch_invariant: bool, max_kv_len: object) -> int:
             f"{arg('batch_invariant')} plan is to serve, got None; pass it, it sizes the plan's "
             f"buffer"
         )
-    return checked_int("max_kv_len", max_kv_len, "nothing to plan for")
+    return checked_int("max_kv_len", max_kv_len, "pass the size of a call")
 
 
 def checked_window(name: str, value: Any) -> tuple[int, int] | None:
@@ -287,7 +287,7 @@ def checked_window(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def window_sides(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
-    """Tell the tokens that a query sees on the left and on the right, -1 for all."""
+    """Return the tokens that a query sees on the left and on the right, -1 for all."""
     left, right = window or (-1, -1)
     return left, 0 if causal else right
 

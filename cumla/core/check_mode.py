@@ -32,7 +32,7 @@ _ENCODED = os.environ.encodekey(_CHECK)
 
 
 def check_mode() -> bool:
-    """Tell whether ``CUMLA_CHECK`` asks for checks that look at values and wait for the GPU.
+    """Return whether ``CUMLA_CHECK`` asks for checks that look at values and wait for the GPU.
 
     Errors are those of `environment_flag`.
     """
@@ -60,7 +60,7 @@ def environment_flag(name: str) -> bool:
 
 
 def may_look(call: Call) -> bool:
-    """Tell whether the stream of a call in check mode allows a look at the device."""
+    """Return whether the stream of a call in check mode allows a look at the device."""
     if call.capturing:
         _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
         return False

@@ -622,7 +622,7 @@ def _is_instance(array: object, module: str, kind: str) -> bool:
 
 
 def recognise(name: str, array: object) -> Framework:
-    """Tell the framework of an array whose type has not been seen yet."""
+    """Return the framework of an array whose type has not been seen yet."""
     kind = type(array)
     parents = {parent.__name__ for parent in kind.__mro__}
     framework: Framework

@@ -154,7 +154,7 @@ class Operation(ABC, Generic[A, K]):
 
     @property
     def writes_first(self) -> bool:
-        """Tell whether the first of the inputs is written to: a cache."""
+        """Return whether the first of the inputs is written to: a cache."""
         return self.spec is not None and self.spec.has_caches
 
     # Outputs that may be the very input named.
@@ -190,15 +190,15 @@ class Operation(ABC, Generic[A, K]):
         """Check views and options against each other; all errors but those of outputs."""
 
     def outputs(self, arguments: A) -> tuple[Output, ...]:
-        """Tell what comes back; nothing for an operation that writes in place."""
+        """Return what comes back; nothing for an operation that writes in place."""
         return ()
 
     def key(self, arguments: A, device: int) -> K:
-        """Tell the shape to plan for, on a GPU; raises where the GPU cannot run the kernels."""
+        """Return the shape to plan for, on a GPU; raises where the GPU cannot run the kernels."""
         raise NotImplementedError
 
     def workspace_bytes(self, key: K) -> int:
-        """Tell how many bytes of memory the launches share."""
+        """Return how many bytes of memory the launches share."""
         return 0
 
     @abstractmethod
@@ -429,7 +429,7 @@ def form_of(call: Call, views: Views) -> Hashable:
 
 
 def without_addresses(key: Any) -> Hashable:
-    """Tell of what `Ready.find` sees what `form_of` does of views: all but the addresses."""
+    """Return what `form_of` does, from what `Ready.find` sees: all but the addresses."""
     seen, *rest = key
     found: list[Any] = []
     before = 0
@@ -562,7 +562,7 @@ class Scheduled(Operation[Both[A], K], Generic[A, K]):
 
     @abstractmethod
     def batch(self, attend: A, views: Views) -> Any:
-        """Tell the schedule's options from the other arguments."""
+        """Separate the schedule's options from the other arguments."""
 
     def arguments(self, views: Views, options: Any) -> Both[A]:
         """Check those of both."""
@@ -571,11 +571,11 @@ class Scheduled(Operation[Both[A], K], Generic[A, K]):
         return Both(lengths, attend, options)
 
     def outputs(self, arguments: Both[A]) -> tuple[Output, ...]:
-        """Tell what attention returns."""
+        """Return what attention returns."""
         return self.attend.outputs(arguments.attend)
 
     def workspace_bytes(self, key: K) -> int:
-        """Tell the size of a plan's buffer."""
+        """Return the size of a plan's buffer."""
         return self.attend.workspace_bytes(key)
 
     def recipe(

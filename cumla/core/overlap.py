@@ -55,7 +55,7 @@ def refuse_overlap(
 
 
 def share_memory(one: ArrayView, two: ArrayView) -> bool:
-    """Tell whether two arrays of one device may share a byte.
+    """Return whether two arrays of one device may share a byte.
 
     False is certain. True may be wrong where two arrays interleave and their strides are no
     multiples of each other's; columns, heads or pages of one larger array are told apart.
@@ -98,7 +98,7 @@ def _width(block: _Block) -> int:
 
 
 def _meet(one: _Block | None, two: _Block | None) -> bool:
-    """Tell whether two blocks may share a byte.
+    """Return whether two blocks may share a byte.
 
     Rows of R bytes, from the lower address on: if in each block some axes step by whole rows and
     the others stay within one, two bytes are the same only if they are so within a row.

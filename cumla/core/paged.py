@@ -117,24 +117,24 @@ class RaggedSchedule(Schedule[K]):
 
 
 class Stated(Operation[A, K], Generic[A, K]):
-    """Gives out and lse, from memory that a plan's buffer can be.
+    """Returns out and lse; a plan's buffer may be its workspace.
 
     Its arguments hold ``q``, ``(..., tokens, num_heads, columns)``.
     """
 
     @abstractmethod
     def value_dim(self, arguments: A) -> int:
-        """Tell how many columns out has."""
+        """Return how many columns out has."""
 
     def outputs(self, arguments: A) -> tuple[Output, ...]:
-        """Tell the shapes of out, in q's dtype or float32, and lse."""
+        """Return the shapes of out, in q's dtype or float32, and lse."""
         q = arguments.q
         rows = q.shape[:-1]
         out = Output("out", (*rows, self.value_dim(arguments)), (q.dtype, "float32"))
         return out, lse_output(rows)
 
     def workspace_bytes(self, key: Any) -> int:
-        """Tell the size of a plan's buffer."""
+        """Return the size of a plan's buffer."""
         nbytes: int = key.layout.nbytes
         return nbytes
 
@@ -409,7 +409,7 @@ def _check_held(lengths: np.ndarray[Any, Any], most: np.ndarray[Any, Any]) -> No
 def page_lists(
     host: Host,
 ) -> tuple[str, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Give the name of the page numbers, these, and where those of each request begin and end."""
+    """Return the name of the page numbers, these, and where those of each request begin and end."""
     if "block_table" in host:
         pages = host["block_table"]
         begin = np.zeros(len(pages), np.int64)

@@ -208,7 +208,7 @@ class Joint:
 
 
 def part_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Tell how many bytes of a workspace an array takes, so that the next one is aligned."""
+    """Return how many bytes of a workspace an array takes, so that the next one is aligned."""
     return -(-prod(shape) * numpy_dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -424,7 +424,7 @@ class Plan(Single, Generic[K]):
         raise NotImplementedError
 
     def _fixed(self) -> dict[str, Any]:
-        """Tell the options that runs have from the plan."""
+        """Return the options that runs have from the plan."""
         raise NotImplementedError
 
     def _make(
@@ -462,7 +462,7 @@ class Plan(Single, Generic[K]):
     def _numbers(
         cls, views: dict[str, ArrayView | None], options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Tell the numbers that the class takes from the arrays of `from_arrays`."""
+        """Return the numbers that the class takes from the arrays of `from_arrays`."""
         raise NotImplementedError
 
     def prepare(self) -> None:
@@ -478,7 +478,7 @@ class Plan(Single, Generic[K]):
         raise NotImplementedError
 
     def serves(self, stream: int) -> bool:
-        """Tell whether a run on a stream can do without an update before it.
+        """Return whether a run on a stream can do without an update before it.
 
         An update that was executed serves every stream, one that was captured only captured runs
         on its own. `stream` is a CUstream handle; for a plan on the CPU any.

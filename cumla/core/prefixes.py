@@ -117,7 +117,7 @@ def check_prefix_arrays(q: ArrayView, pages: ArrayView | None, max_pages: int | 
 
 
 def has_whole_groups(given: Collection[str]) -> bool:
-    """Tell whether a call has groups, and check that they are a pair."""
+    """Return whether a call has groups, and check that they are a pair."""
     if "groups" in given:
         raise TypeError(
             f"{arg('groups')}: needs PrefixGroups, or a pair (group, prefix_len), got one array; "

@@ -346,7 +346,7 @@ class Sorter:
         return written | {name: None for name in self._asks if given[name]}
 
     def look(self, types: tuple[type[Any], ...], values: tuple[Any, ...]) -> Look:
-        """Tell how to know calls again whose arguments, those of `names`, have these types.
+        """Return how to know calls again whose arguments, those of `names`, have these types.
 
         An option counts with its type, and with those of the values in a tuple, because 3.0 equals
         3 and 1 equals True.

@@ -32,7 +32,7 @@ _REFUSED = {
 
 
 def _latent_columns(queries: Sequence[Any]) -> int:
-    """Tell the columns of values of MLA, by those of its queries: in one array, or in a pair."""
+    """Return the columns of values of MLA, by those of its queries: in one array, or in a pair."""
     columns: int = queries[0].shape[-1]
     return columns if len(queries) > 1 else (width_of(columns) or WIDTH)[0]
 
@@ -439,7 +439,7 @@ class ContextParallel(Shard):
 
     @staticmethod
     def _takes_tokens(attention: Any, axes: list[int], options: dict[str, Any]) -> bool:
-        """Tell whether query tokens become requests, of whose tokens each sees all."""
+        """Return whether query tokens become requests, of whose tokens each sees all."""
         plan = getattr(attention, "__self__", None)
         key = getattr(plan, "key", None)
         if isinstance(plan, cumla.BlockSparsePlan):  # its key tells of virtual requests

@@ -73,7 +73,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_to_all(self, buffer: Any) -> Any:
-        """Give each rank its piece of the first axis; those of all ranks, one after the other."""
+        """Send each rank its piece of the first axis; those of all ranks, one after the other."""
 
     @abstractmethod
     def all_gather(self, array: Any) -> Any:

@@ -154,7 +154,7 @@ class Shard:
         qo_indptr: Any = None,
         total_tokens: int | None = None,
     ) -> LocalPages:
-        """Tell what this rank holds of each request that `kv_lens` and `block_table` describe.
+        """Return what this rank holds of each request that `kv_lens` and `block_table` describe.
 
         Causal masks reach the ranks as lengths. With q_len or qo_indptr every query token becomes a
         request of its own with the tokens that it sees: call the attention with one query per
@@ -295,7 +295,7 @@ class Shard:
         return replace(mask, start=before(mask.start), end=end, prefix_len=before(mask.prefix_len))
 
     def lists(self, positions: Any, block_table: Any, row_to_request: Any = None) -> LocalLists:
-        """Tell which of the listed tokens this rank holds, for sparse attention.
+        """Return which of the listed tokens this rank holds, for sparse attention.
 
         Parameters
         ----------
@@ -342,7 +342,7 @@ class Shard:
         return LocalLists(*(as_int32(array) for array in (ordered, held)))
 
     def blocks(self, block_indices: Any, block_size: int) -> Any:
-        """Tell which of the listed blocks this rank holds, for block-sparse attention.
+        """Return which of the listed blocks this rank holds, for block-sparse attention.
 
         Parameters
         ----------

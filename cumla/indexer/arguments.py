@@ -254,5 +254,5 @@ def checked_pair(name: str, value: Any) -> dict[str, Any]:
 
 
 def logits_output(shape: tuple[int, int], dtype: str | None) -> Output:
-    """Tell where the logits go; without a dtype a given array decides."""
+    """Return where the logits go; without a dtype a given array decides."""
     return Output("out", shape, _LOGITS_DTYPES if dtype is None else (dtype,), "row")

@@ -465,7 +465,7 @@ def checked_shape(numbers: tuple[int, int, int, int, int, int], kv_lens_shape: A
     """Check a shape that was given in numbers, to make a plan for it."""
     for name, value in zip(_SHAPE, numbers, strict=True):
         least = 0 if name in ("batch", "q_len") else 1
-        checked_int(name, value, "nothing to plan for", least=least)
+        checked_int(name, value, "pass the size of a call", least=least)
     batch, q_len, num_heads, head_dim, page_size, _ = numbers
     check_sizes("num_heads", num_heads, "head_dim", head_dim)
     check_q_len("q_len", q_len)

@@ -236,7 +236,7 @@ def _varying(value: Any, axes: frozenset[str]) -> Any:
 
 
 def _mapped_axes(value: Any) -> frozenset[str]:
-    """Tell the axes of `jax.shard_map` along which a value differs, if JAX keeps a record."""
+    """Return the axes of `jax.shard_map` along which a value differs, if JAX keeps a record."""
     if not hasattr(jax.lax, "pcast"):  # an older JAX: check_vma=False where a loop complains
         return frozenset()
     kind = jax.typeof(value)
@@ -299,7 +299,7 @@ def refuse_outputs(outputs: Mapping[str, Any]) -> None:
 
 
 def _narrowed(array: Any) -> Any:
-    """Give numbers 32 bits; what is outside of a cache or table stays there."""
+    """Convert numbers to 32 bits; what is outside of a cache or table stays there."""
     return jax.numpy.asarray(array.clip(_INT32.min, _INT32.max).astype(np.int32))
 
 

@@ -34,10 +34,10 @@ class Execution(Protocol):
     """What XLA knows of one execution of a call."""
 
     def stream(self) -> int:
-        """Tell the CUstream handle."""
+        """Return the CUstream handle."""
 
     def device(self) -> int:
-        """Tell the CUDA ordinal."""
+        """Return the CUDA ordinal."""
 
     def check(self, shapes: list[tuple[int, ...]]) -> None:
         """Compare the buffers with the shapes of arguments and results."""

@@ -141,7 +141,7 @@ def unknown_layout_error(found: str, instead: str = "") -> CumlaError:
 
 
 def unknown_layout() -> str:
-    """Tell what of the installed JAX's layout is not known here; "" if all is as it should be.
+    """Return what of the installed JAX's layout is not known here; "" if all is as it should be.
 
     The version is known from the import on. XLA shows its sizes when a backend starts, which it
     does before it compiles anything.

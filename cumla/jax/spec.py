@@ -63,7 +63,7 @@ class Spec(NamedTuple):
         return tuple(new)
 
     def aliases(self, results: tuple[Buffer, ...]) -> dict[int, int]:
-        """Tell which inputs become which results, by their places."""
+        """Return which inputs become which results, by their places."""
         names = [buffer.name for buffer in results]
         return {i: names.index(b.name) for i, b in enumerate(self.inputs) if b.name in names}
 

@@ -97,7 +97,7 @@ def in_cuda(argument: object) -> str:
 
 
 def debug_build() -> bool:
-    """Tell whether ``CUMLA_DEBUG`` asks for kernels whose waits trap after a time limit."""
+    """Return whether ``CUMLA_DEBUG`` asks for kernels whose waits trap after a time limit."""
     return environment_flag("CUMLA_DEBUG")
 
 

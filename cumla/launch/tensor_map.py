@@ -36,7 +36,7 @@ class TensorMap(NamedTuple):
         return before + self.ptr.to_bytes(8, "little") + after
 
     def address_at(self) -> int | None:
-        """Tell where a descriptor of this layout holds a plain address, in bytes, if it does."""
+        """Return where a descriptor of this layout holds a plain address, in bytes, if it does."""
         around = _around_address(self._replace(ptr=0))
         return None if around is None else len(around[0])
 

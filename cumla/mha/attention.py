@@ -488,7 +488,7 @@ def _cuts_of(batch: int, a: MHAArguments) -> tuple[bool, int, int]:
 
 
 def _cuts(batch: int, max_kv_len: int) -> tuple[bool, int, int]:
-    """Tell the same of requests that may all be so long."""
+    """Return the same of requests that may all be so long."""
     pieces = max(1, -(-max_kv_len // _PIECE_TOKENS))
     return True, pieces, batch * (pieces - 1)
 
@@ -1104,7 +1104,7 @@ def checked_shape(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     named = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, value in {**named, "head_dim_v": head_dim_v}.items():
-        checked_int(name, value, "nothing to plan for")
+        checked_int(name, value, "pass the size of a call")
     dtype, cache_dtype = _checked_dtypes(*dtypes)
     step, most = _column_step(cache_dtype)
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):

@@ -467,9 +467,9 @@ def checked_shape(
     It is returned as the first fields of a key.
     """
     for name, value in numbers.items():
-        checked_int(name, value, "nothing to plan for", least=0)
+        checked_int(name, value, "pass the size of a call", least=0)
     for name, value in {"num_heads": num_heads, "num_kv_heads": num_kv_heads}.items():
-        checked_int(name, value, "nothing to plan for")
+        checked_int(name, value, "pass the size of a call")
     _check_heads(num_heads, num_kv_heads)
     checked_int("page_size", page_size, "allocate the cache in pages of one token at least")
     dtype = dtype_name(dtype)

@@ -296,7 +296,7 @@ def check_cache(arguments: Attended, key: MLASparseKey) -> None:
 
 
 def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Tell the axes of q before its columns, by their number if they may be either.
+    """Return the axes of q before its columns, by their number if they may be either.
 
     What takes query tokens without a batch takes them with one as well.
     """
@@ -306,7 +306,7 @@ def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _form_of(whole: ArrayView | None, options: Any) -> str | None:
-    """Tell the format of a cache in one array."""
+    """Return the format of a cache in one array."""
     if whole is None:
         if options.cache_format is not None:
             raise ValueError(
@@ -481,7 +481,7 @@ def spread(name: str, view: ArrayView, rows: Rows) -> ArrayView:
 
 
 def on_rows(numbers: np.ndarray[Any, Any], rows: Rows) -> np.ndarray[Any, Any]:
-    """Give each query token the number that :func:`spread` views there."""
+    """Assign each query token the number that :func:`spread` views there."""
     batch, q_len = rows if len(rows) == 2 else (1, *rows)
     if numbers.ndim == 1:
         numbers = numbers[:, None] if len(numbers) == batch else numbers[None]

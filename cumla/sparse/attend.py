@@ -93,11 +93,11 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         return checked_arguments(views, self._axes, options)
 
     def value_dim(self, arguments: Attended) -> int:
-        """Tell the latent columns."""
+        """Return the latent columns."""
         return VALUE_DIM
 
     def outputs(self, arguments: Attended) -> tuple[Output, ...]:
-        """Tell the shapes of out and lse; that of max_logits is lse's."""
+        """Return the shapes of out and lse; that of max_logits is lse's."""
         out, lse = super().outputs(arguments)
         more = [lse._replace(name="max_logits")] if arguments.launched.has_max_logits else []
         return out, lse, *more
@@ -160,11 +160,11 @@ class SparseAttention(Scheduled[Attended, MLASparseKey]):
     """Both, in one call."""
 
     def batch(self, attend: Attended, views: Views) -> Rows:
-        """Tell the axes of the query tokens."""
+        """Return the axes of the query tokens."""
         return attend.rows
 
     def key(self, arguments: Both[Attended], device: int) -> MLASparseKey:
-        """Tell the shape to plan for."""
+        """Return the shape to plan for."""
         _, attended, options = arguments
         modes = attended.cache, device, sm_count_of(device), options.batch_invariant
         a = attended.launched

@@ -415,7 +415,7 @@ class DSAPlan(Step):
                     load(spec, self._device, capturing=lambda: False)
 
     def serves(self, stream: int) -> bool:
-        """Tell whether runs on a stream can do without an update, as other plans do."""
+        """Return whether runs on a stream can do without an update, as other plans do."""
         plans = self._logits_plan, self._attend_plan
         return self._lengths is not None and all(plan.serves(stream) for plan in plans)
 
@@ -558,8 +558,8 @@ out, lse, stream
     def _check_updated(self) -> None:
         if self._lengths is None:
             raise ValueError(
-                f"plan: needs an update, got none that succeeded; call "
-                f"{self._calls[0]}({arg('kv_lens')}) before plan.select and plan.run"
+                f"plan: needs an update, got none; call {self._calls[0]}({arg('kv_lens')}) before "
+                f"plan.select and plan.run"
             )
 
 

@@ -598,8 +598,8 @@ def _checked_sizes(
 ) -> tuple[int, int, int, int, int]:
     counts = {"batch": batch, "q_len": q_len, "topk": topk, "extra_topk": extra_topk}
     for name, value in counts.items():
-        checked_int(name, value, "nothing to plan for", least=0)
-    checked_int("num_heads", num_heads, "nothing to plan for")
+        checked_int(name, value, "pass the size of a call", least=0)
+    checked_int("num_heads", num_heads, "pass the size of a call")
     check_entries(topk, extra_topk)
     if extra_topk and cache not in BESIDE:
         raise ValueError(

@@ -158,7 +158,7 @@ class InDeepSeekV4(_OnImport):
 
 
 def _is_asked_for() -> bool:
-    """Tell whether the server asks for CUSTOM, and this plugin is CUSTOM."""
+    """Return whether the server asks for CUSTOM, and this plugin is CUSTOM."""
     from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -68,22 +68,22 @@ class Kernels:
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype | str) -> bool:
-        """Tell whether the kernels take a model of this dtype."""
+        """Return whether the kernels take a model of this dtype."""
         return dtype_name(dtype) in DTYPES
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Tell whether layers may have windows."""
+        """Return whether layers may have windows."""
         return cls.has_windows_and_sinks
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Tell whether layers may have a sink per head."""
+        """Return whether layers may have a sink per head."""
         return cls.has_windows_and_sinks
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Tell whether the kernels run there."""
+        """Return whether the kernels run there."""
         return (capability.major, capability.minor) == (9, 0)
 
 
@@ -95,7 +95,7 @@ class MLAKernels(Kernels):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Tell which widths of a cached row the kernels take."""
+        """Return which widths of a cached row the kernels take."""
         return width_of(head_size) is not None
 
     @classmethod
@@ -118,7 +118,7 @@ class MHAKernels(Kernels):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Tell which numbers of columns the kernels take."""
+        """Return which numbers of columns the kernels take."""
         return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_DIM
 
     @classmethod
@@ -149,12 +149,12 @@ class SparseMLAKernels(MLAKernels):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Tell which widths of a cached row the kernels take."""
+        """Return which widths of a cached row the kernels take."""
         return width_of(head_size, SPARSE_WIDTHS) is not None
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Tell whether layers may have a sink per head."""
+        """Return whether layers may have a sink per head."""
         return True
 
     @classmethod
@@ -187,7 +187,7 @@ class V4Kernels(SparseMLAKernels):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Tell the width of a row, whose last 64 columns hold the rotation."""
+        """Return the width of a row, whose last 64 columns hold the rotation."""
         return head_size == V4_DIM
 
     @classmethod
@@ -215,7 +215,7 @@ def refuse_width(dims: dict[str, Any], widths: Iterable[Width]) -> None:
 
 
 def is_invariant() -> bool:
-    """Tell whether bits are not to depend on what else is in a step."""
+    """Return whether bits are not to depend on what else is in a step."""
     return environment_flag("VLLM_BATCH_INVARIANT")
 
 
@@ -228,7 +228,7 @@ def invariance() -> dict[str, Any]:
 
 
 def fp8_products(config: Any) -> bool:
-    """Tell whether layers may multiply in FP8: by an option of vLLM, else by the environment."""
+    """Return whether layers may multiply in FP8: by an option of vLLM, else by the environment."""
     given = getattr(config, "additional_config", None)
     options = given.get("cumla", {}) if isinstance(given, dict) else {}
     name = "fp8_products"
@@ -242,7 +242,7 @@ def fp8_products(config: Any) -> bool:
 
 
 def divides_steps(config: Any) -> bool:
-    """Tell whether vLLM may make micro-batches of a step.
+    """Return whether vLLM may make micro-batches of a step.
 
     A graph would read the copies of lengths and offsets of its capture, which hold for other steps
     only where each request has one token.
@@ -459,7 +459,7 @@ def _each(config: dict[str, Any], name: str, count: int) -> list[Any]:
 
 
 def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
-    """Tell what vLLM makes of --dtype."""
+    """Return what vLLM makes of --dtype."""
     if asked != "auto":
         return {"half": "float16", "float": "float32"}.get(asked, asked)
     names = ("dtype", "torch_dtype")

@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Tell the layers of a model from each other."""
+        """Distinguish the layers of a model."""
         window = "without a window"
         if self.window is not None:
             window = f"with a window of {self.window + 1}"
@@ -222,7 +222,7 @@ def _refuse(vllm_config: Any) -> None:
 
 
 def _has_spans(vllm_config: Any) -> bool:
-    """Tell whether image tokens of the model see each other."""
+    """Return whether image tokens of the model see each other."""
     return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 
 

@@ -176,7 +176,7 @@ def merge_every_prefill(prefill: Any) -> None:
 
 
 def _has_mixed_graphs(config: Any) -> bool:
-    """Tell whether one graph is to serve decoding and prefills, as long as prefills are short."""
+    """Return whether one graph is to serve decoding and prefills, as long as prefills are short."""
     settings = config.compilation_config
     most = settings.max_cudagraph_capture_size or 0
     return (
@@ -188,13 +188,13 @@ def _has_mixed_graphs(config: Any) -> bool:
 
 
 def _cuts_drafts(config: Any) -> bool:
-    """Tell whether vLLM decides on the device how many drafts of a request it verifies."""
+    """Return whether vLLM decides on the device how many drafts of a request it verifies."""
     drafts = getattr(config, "speculative_config", None)
     return bool(getattr(drafts, "enable_adaptive_verification", False))
 
 
 def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
-    """Tell the query length of every request, or 0 where they differ.
+    """Return the query length of every request, or 0 where they differ.
 
     A full CUDA graph pads a step with requests without queries behind the others; `tokens` counts
     theirs as well.

@@ -239,6 +239,6 @@ class Backend(SparseMLAKernels, AttentionBackend):
 
 
 def _pool_of(model_config: Any) -> int:
-    """Tell how many neighbouring tokens an indexer chooses together."""
+    """Return how many neighbouring tokens an indexer chooses together."""
     text = getattr(model_config, "hf_text_config", model_config.hf_config)
     return getattr(text, "index_kpool", None) or 1

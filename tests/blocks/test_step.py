@@ -222,7 +222,7 @@ def test_arrays_that_do_not_fit() -> None:
 def test_a_step_without_an_update_or_a_choice() -> None:
     given = ONE.arguments()
     step = ONE.step(given)
-    message = "step: needs an update, got none that succeeded; call step.update(kv_lens) before"
+    message = "step: needs an update, got none; call step.update(kv_lens) before"
     for call in (ONE.select, ONE.run):
         with refused(ValueError, message):
             call(step, given)

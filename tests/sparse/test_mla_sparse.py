@@ -461,7 +461,7 @@ def test_a_plan_of_another_shape(changed: str) -> None:
 NUMBERS = {"batch": 2, "q_len": 1, "num_heads": 16, "topk": 64}
 NOT_PLANNED = [
     *(
-        wrong(name, least - 1, f"a number from {least}, got {least - 1}; nothing to plan for")
+        wrong(name, least - 1, f"a number from {least}, got {least - 1}; pass the size of a call")
         for name, least in (("batch", 0), ("q_len", 0), ("num_heads", 1), ("topk", 0))
     ),
     *(wrong_type(name, 2.0, "an int, got float 2.0; convert it") for name in NUMBERS),

@@ -625,7 +625,7 @@ def test_a_plan_of_two_caches_needs_both() -> None:
 
 NUMBERS = {"batch": 2, "q_len": 1, "num_heads": 64, "topk": 64, "cache_format": "v4"}
 NOT_PLANNED = [
-    wrong("extra_topk", -1, "a number from 0, got -1; nothing to plan for"),
+    wrong("extra_topk", -1, "a number from 0, got -1; pass the size of a call"),
     wrong_type("extra_topk", 5.0, "an int, got float 5.0; convert it"),
     *(
         Refusal(

@@ -97,7 +97,7 @@ class PagedCache:
 
     @classmethod
     def shuffled(cls, requests: list[Request], backend: Backend, seed: int) -> PagedCache:
-        """Give each request its pages from a shuffled pool, full of NaN so far."""
+        """Assign each request pages from a shuffled pool, full of NaN so far."""
         table, total = shuffled_pages(requests, seed)
         pages = np.full((total, PAGE_SIZE, LATENT_DIM + ROPE_DIM), np.nan, BF16)
         return cls(backend, table, backend.put(pages), backend.put(table))

@@ -33,7 +33,7 @@ class AttentionDescriptor:
 
     @classmethod
     def get_attention_op(cls) -> tuple[Callable[..., Any], int]:
-        """Give the operation, and how many of its arguments are queries, keys and values.
+        """Return the operation, and how many of its arguments are queries, keys and values.
 
         It takes these, the metadata, the caches of the layer, the buffers and the constants.
         """
@@ -42,7 +42,7 @@ class AttentionDescriptor:
 
     @classmethod
     def get_prepare_metadata_op(cls) -> tuple[Callable[..., Any], int]:
-        """Give the operation that makes the metadata of a step, and the number of its results.
+        """Return the operation that makes the metadata of a step, and the number of its results.
 
         It takes the tensors of a `SequenceInfo`, and its page_size.
         """
@@ -51,7 +51,7 @@ class AttentionDescriptor:
 
     @classmethod
     def get_cache_initializers(cls, get_info: GetAttentionInfo) -> Initializers:
-        """Give what makes k_cache and v_cache, (num_pages, page_size, kv_heads, head_dim)."""
+        """Return what makes k_cache and v_cache, (num_pages, page_size, kv_heads, head_dim)."""
 
         def make(si: SequenceInfo) -> Any:
             if si.is_paged and not cls.is_paged():
@@ -68,7 +68,7 @@ class AttentionDescriptor:
 
     @classmethod
     def get_global_buffer_initializers(cls, get_info: GetAttentionInfo) -> Initializers:
-        """Give what makes freqs_cis, float32, with two rows per token of the longest sequence.
+        """Return what makes freqs_cis, float32, with two rows per token of the longest sequence.
 
         Layers share a buffer where their names of it are the same.
         """
@@ -90,7 +90,7 @@ class AttentionDescriptor:
 
     @classmethod
     def get_constants(cls, attention_info: AttentionInfo) -> list[int | float | str | None]:
-        """Give the last arguments of the operation."""
+        """Return the last arguments of the operation."""
         return []
 
 
@@ -103,7 +103,7 @@ class AttentionRegistry:
     def register(
         cls, kernel_source: str
     ) -> Callable[[type[AttentionDescriptor]], type[AttentionDescriptor]]:
-        """Give a decorator that registers a descriptor; a name is taken once (ValueError)."""
+        """Return a decorator that registers a descriptor; a name is taken once (ValueError)."""
 
         def decorator(attention_cls: type[AttentionDescriptor]) -> type[AttentionDescriptor]:
             if cls.has(kernel_source):
@@ -117,7 +117,7 @@ class AttentionRegistry:
 
     @classmethod
     def get(cls, kernel_source: str) -> type[AttentionDescriptor]:
-        """Give the descriptor of this name (ValueError if there is none)."""
+        """Return the descriptor of this name (ValueError if there is none)."""
         if not cls.has(kernel_source):
             raise ValueError(
                 f"kernel_source: needs one of {', '.join(cls._attention_registry)}, got "

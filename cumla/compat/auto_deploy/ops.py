@@ -18,7 +18,7 @@ _libraries: dict[tuple[str, str], Any] = {}  # namespace, operation; they live a
 
 
 def _fake_attention(q: Any, *arguments: Any) -> Any:
-    """Give q's tokens with the columns of v_cache in each head."""
+    """Return q's tokens with the columns of v_cache in each head."""
     *_, k_cache, v_cache, _ = arguments
     heads = q.shape[2] if len(q.shape) == 4 else q.shape[2] // k_cache.shape[3]
     return q.new_empty((*q.shape[:2], heads * v_cache.shape[3]))

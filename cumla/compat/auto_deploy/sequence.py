@@ -254,7 +254,7 @@ class SequenceInfo:
         self.input_pos[:count] = numbers if reset else self.input_pos[:count] + numbers
 
     def assign_cache_loc(self, page_assignments: Sequence[Sequence[int]]) -> None:
-        """Give each sequence its pages; each page exists and is used once."""
+        """Assign each sequence its pages; each page exists and is used once."""
         name = "page_assignments"
         counts = [_count(name, pages) for pages in page_assignments]
         pages = [page for some in page_assignments for page in _listed(some)]

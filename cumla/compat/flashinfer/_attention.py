@@ -521,7 +521,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             )
 
     def _by_request(self, name: str, rows: Any) -> Any:
-        """Give rows of tokens an axis of requests, if all have the same number of tokens."""
+        """Add an axis of requests to rows of tokens, if all have the same number of tokens."""
         assert self._shape is not None
         batch, q_len = self._shape.batch, self._shape.q_len
         if rows is None or q_len is None:

@@ -21,7 +21,7 @@ _PLAIN, _PACKED = "custom_mask", "packed_custom_mask"
 
 
 def is_masked(given: Mapping[str, Any]) -> bool:
-    """Tell whether a mask is among the arguments of a call."""
+    """Return whether a mask is among the arguments of a call."""
     return given.get(_PACKED) is not None or given.get(_PLAIN) is not None
 
 

@@ -204,7 +204,7 @@ def _place(name: str, tensor: Any) -> tuple[int, bool]:
 
 
 def _known_end(offsets: Any) -> int:
-    """Tell what offsets end with, where the host knows it; 0 where it does not."""
+    """Return what offsets end with, where the host knows it; 0 where it does not."""
     return 0 if offsets is None or offsets.is_cuda else int(offsets[-1])
 
 

@@ -290,7 +290,7 @@ class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
         with _MLA:
             sm_scale = checked_scale(sm_scale, 1.0)
             for name in ("num_heads", "page_size"):  # here, because 16.0 equals 16
-                checked_int(name, needed[name], "there is nothing to plan for")
+                checked_int(name, needed[name], "pass the size of a call")
         flat = MLAPlanMetadata(
             **{field.name: given[field.name] for field in fields(MLAPlanMetadata)}
         )
@@ -450,7 +450,7 @@ def _with_rope(q: Any, ckv: Any) -> tuple[Any, Any]:
 
 
 def _with_a_page(cache: Any) -> Any:
-    """Give a cache without pages one that nobody reads: there is nothing to attend to."""
+    """Add a page that nobody reads to a cache without pages: there is nothing to attend to."""
     if not isinstance(cache, tuple):
         return cache if cache.shape[0] else cache.new_empty((1, *cache.shape[1:]))
     return cache if cache[0].shape[0] else tuple(map(_with_a_page, cache))

@@ -39,12 +39,12 @@ class PagedMQAKey(NamedTuple):
 
 
 def schedule_bytes(key: PagedMQAKey) -> int:
-    """Tell the size of a schedule: where each part begins, and the end."""
+    """Return the size of a schedule: where each part begins, and the end."""
     return _PLACE_BYTES * (key.num_sms + 1)
 
 
 def plan_bytes(key: PagedMQAKey) -> int:
-    """Tell the size of a plan's buffer: the schedule, and the lengths that it was made of."""
+    """Return the size of a plan's buffer: the schedule, and the lengths that it was made of."""
     lens = key.batch * (key.q_len if key.per_row_lens else 1)
     return schedule_bytes(key) + 4 * lens
 

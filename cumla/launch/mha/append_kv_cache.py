@@ -154,7 +154,7 @@ def _heads_of_chunk(tokens: int) -> int:
 
 
 def _division(columns: int, rotary_dim: int, rotary_offset: int) -> dict[str, int]:
-    """Tell which thread of a team has which octets of a row, as struct Division does."""
+    """Return which thread of a team has which octets of a row, as struct Division does."""
     rope_units = rotary_dim // (2 * _OCTET)
     rest = columns // _OCTET - 2 * rope_units
     units = rope_units + -(-rest // 2)

@@ -14,7 +14,7 @@ _VARIANTS = ("", "masked", "linear")
 
 
 def block_tokens(tiles: tuple[int, int]) -> int:
-    """Tell how many keys a block has: with 256 columns as many as registers and memory hold."""
+    """Return how many keys a block has: with 256 columns as many as registers and memory hold."""
     return 64 if tiles == (4, 4) else 128
 
 
@@ -24,7 +24,7 @@ def _consumers(tiles: tuple[int, int], rows: bool) -> int:
 
 
 def tile_rows(tiles: tuple[int, int], form: str) -> int:
-    """Tell how many query rows a thread block has at once."""
+    """Return how many query rows a thread block has at once."""
     return 64 * _consumers(tiles, form == "rows")
 
 

@@ -106,6 +106,6 @@ def mask_rows_launch(
 
 
 def _strides(view: ArrayView | None, axes: int) -> tuple[int, ...]:
-    """Give strides in bytes, zeros after the last of fewer axes."""
+    """Return strides in bytes, zeros after the last of fewer axes."""
     strides = () if view is None else view.strides
     return (*strides, *(0,) * (axes - len(strides)))

@@ -71,7 +71,7 @@ RULES = Rules()
 
 
 def page_form(page_size: int) -> str:
-    """Tell which of PAGE_FORMS serves a page size: the only place where that is chosen.
+    """Return which of PAGE_FORMS serves a page size: the only place where that is chosen.
 
     ``"pages"`` is for multiples of 64: a block is 64 rows of one page. ``"boxes"`` is for what has
     8, 16 or 32 as its greatest common divisor with 64: several boxes of so many rows. ``"rows"`` is
@@ -89,12 +89,12 @@ def piece_blocks(row_groups: int) -> int:
 
 
 def piece_cost(row_groups: int) -> int:
-    """Tell how many KV blocks a piece of a request costs; `row_groups` are of 16 query rows."""
+    """Return how many KV blocks a piece of a request costs; `row_groups` are of 16 query rows."""
     return RULES.piece_cost_of_group * row_groups + RULES.piece_cost
 
 
 def min_saving(row_groups: int, tiles: int = 1) -> int:
-    """Tell how many KV blocks cutting a request must save, with `tiles` thread blocks a part."""
+    """Return how many KV blocks cutting a request must save, with `tiles` thread blocks a part."""
     saving = RULES.saving + RULES.saving_of_group * row_groups
     return min(saving, RULES.most_saving_of_one_tile) if tiles == 1 else saving
 
@@ -302,7 +302,7 @@ class RaggedKey(PlanKey):
 
     @property
     def shares(self) -> int:
-        """Of all blocks, of which few rows beside many may have one."""
+        """Divisor of all blocks that bounds those of a short request in a mixed batch."""
         return 1
 
     @cached_property
@@ -324,7 +324,7 @@ class RaggedKey(PlanKey):
         }
 
     def beside_at(self, buffer: int) -> int:
-        """Give the address of the buffer of `beside`."""
+        """Return the address of the buffer of `beside`."""
         return buffer + (self.layout.nbytes - (self.beside.layout.nbytes if self.beside else 0))
 
     @property
@@ -381,9 +381,9 @@ class PlanLayout:
         return cls(*offsets)
 
     def schedule_at(self, buffer: int) -> tuple[int, int, int]:
-        """Give the addresses of places, parts and tickets in a buffer."""
+        """Return the addresses of places, parts and tickets in a buffer."""
         return buffer + self.places, buffer + self.parts, buffer + self.tickets
 
     def partials_at(self, buffer: int) -> tuple[int, int]:
-        """Give the addresses of partial outputs and of what belongs to their rows."""
+        """Return the addresses of partial outputs and of what belongs to their rows."""
         return buffer + self.partial_out, buffer + self.partial_rows

@@ -56,7 +56,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
 
 
 def max_tokens(batch: int) -> int:
-    """Tell how long a request may be: so that the summed cost of the batch stays below 2**30.
+    """Return how long a request may be: so that the summed cost of the batch stays below 2**30.
 
     Longer requests count as this long: 2**31 - 64 tokens up to a batch of 31.
     """

@@ -17,7 +17,7 @@ def chosen_blocks(
     num_pages: int,
     are_tokens: bool = False,
 ) -> Array:
-    """Tell the blocks that a list names: ascending, each once, and none that does not exist.
+    """Return the blocks that a list names: ascending, each once, and none that does not exist.
 
     An entry below 0, one whose block begins at or after the `seen` tokens, and one whose page is
     not in the cache stand for nothing.

@@ -11,7 +11,7 @@ from cumla.reference.rows import Array
 def tokens_seen(
     tokens: int, kv_lens: Array, qo_indptr: Array | None, most: int, causal: bool
 ) -> list[tuple[int, int]]:
-    """Tell the request of each query token, -1 for none, and how many of its tokens it sees.
+    """Return the request of each query token, -1 for none, and how many of its tokens it sees.
 
     `most` are the tokens that the pages of a request hold.
     """

@@ -78,7 +78,7 @@ def _mxfp4(k: Array) -> tuple[Array, Array]:
 
 
 def widened(keys: Array, scales: Array) -> tuple[Array, Array]:
-    """Give what such codes and exponents stand for, float64, and NaN for rows with one of 255."""
+    """Return what such codes and exponents stand for, float64, and NaN for rows with one of 255."""
     exponents = np.ascontiguousarray(scales).view(np.uint8).reshape(*scales.shape, 4)
     factors = np.ldexp(1.0, exponents.astype(np.int32) - 127)
     numbers = e2m1_numbers(keys.view(np.uint8)).astype(np.float64)
@@ -87,7 +87,7 @@ def widened(keys: Array, scales: Array) -> tuple[Array, Array]:
 
 
 def split_cache(kv_cache: Array | Sequence[Array], head_dim: int) -> tuple[Array, Array]:
-    """Give the keys and the scales of a paged cache, without copying them.
+    """Return the keys and the scales of a paged cache, without copying them.
 
     They are ``(num_pages, page_size, head_dim)`` float8_e4m3fn and ``(num_pages, page_size)``
     float32.

@@ -74,7 +74,7 @@ def mqa_logits(
 def output(
     shape: tuple[int, int], logits_dtype: str | None, clean: bool, out: Array | None
 ) -> Array:
-    """Give the caller's array, or a new one; full of -inf, if it is to be clean."""
+    """Return the caller's array, or a new one; full of -inf, if it is to be clean."""
     if out is None:
         out = np.empty(shape, logits_dtype or "float32")
     if clean:

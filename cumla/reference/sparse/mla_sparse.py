@@ -226,7 +226,7 @@ def largest_scores(
     topk_lens: Array | None = None,
     softmax_scale: float,
 ) -> Array:
-    """Give the largest score of each query token and head, ``(total_tokens, num_heads)`` float32.
+    """Return the largest score of each query token and head, ``(total_tokens, num_heads)`` float32.
 
     It is -inf where a list names no row. Arguments are as in :func:`mla_sparse_attention`.
     """
@@ -281,7 +281,7 @@ class ScaledCache(NamedTuple):
 
 
 def _powers(exponents: Array, dtype: np.dtype[Any]) -> Array:
-    """Give the powers of two of E8M0 bytes."""
+    """Return the powers of two of E8M0 bytes."""
     factors: Array = np.ldexp(dtype.type(1), np.minimum(exponents, 254).astype(np.int32) - 127)
     factors[exponents == 255] = np.nan
     return factors
@@ -313,7 +313,7 @@ def _selections(
     block_table: Array | None,
     row_to_request: Array | None,
 ) -> Iterator[tuple[Array, Array]]:
-    """Give the pages and the slots in them that the list of each query token names."""
+    """Return the pages and the slots in them that the list of each query token names."""
     num_pages, page_size = cache.ckv.shape[:2]
     topk = indices.shape[-1]
     for i, entries in enumerate(indices.reshape(prod(indices.shape[:-1]), topk)):
@@ -348,5 +348,5 @@ def _attend(q: Array, rows: Array, scale: float, sinks: Array | None) -> tuple[A
 
 
 def _of_request(numbers: Array, request: int, q_len: int) -> Array:
-    """Give the numbers of a request's query tokens, which may have one together."""
+    """Return the numbers of a request's query tokens, which may have one together."""
     return np.broadcast_to(numbers[request], (q_len,))
