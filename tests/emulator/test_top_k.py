@@ -15,13 +15,14 @@ from tests.emulator.fenced import Fenced
 from tests.gpu.tools.sanitize import SELECTIONS
 from tests.selection import some
 from tests.sparse.top_k_cases import (
-    DTYPES,
     KINDS,
+    both_ends,
     expected,
     near_zero,
     same_bits,
     scores_of,
     shaped,
+    steps_of_one_octave,
     values_at,
 )
 
@@ -89,12 +90,8 @@ def test_a_limit_from_a_sample(name: str, cluster: int, kind: str, cupy: CuPy) -
 @pytest.mark.parametrize("steps", [1 << 5, 1 << 7, 1 << 20])
 @pytest.mark.parametrize("keys", some([1000, 3500, 8192], 2))
 def test_few_keys_in_the_last_bin(keys: int, steps: int, cupy: CuPy) -> None:
-    """A bin of a short row has about a 64th of `keys`; of few steps, some are equal."""
-    rng = np.random.default_rng(keys)
-    scores = rng.integers(steps, 2 * steps, (3, 8192)).astype(np.float32) / steps
-    scores[:, keys:] = -1.0
-    rng.permuted(scores, axis=1, out=scores)
-    k = keys // 3
+    """Of few steps, some keys of a bin are equal."""
+    scores, k = steps_of_one_octave(keys, steps)
     with shaped("short", 1):
         got = cumla.top_k(cupy.asarray(scores), k)
     np.testing.assert_array_equal(got.indices, expected(scores, k))
@@ -102,19 +99,9 @@ def test_few_keys_in_the_last_bin(keys: int, steps: int, cupy: CuPy) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_keys_at_both_ends_and_in_the_middle(dtype: str, cupy: CuPy) -> None:
-    """Bins there have what is larger, or smaller: NaN, inf, and numbers around 0."""
-    rng = np.random.default_rng(0)
-    large = np.array([np.nan, np.inf, 1e30, 7e4, 65535], np.float32)
-    small = np.array([0, -0.0, 1e-5, -1e-5, 1.6e-5, -1.6e-5, 1e-39, -1e-39], np.float32)
-    parts = (
-        rng.choice(large, 30),
-        1 + rng.random(1000),
-        rng.choice(small, 60),
-        -1 - rng.random(1000),
-        -rng.choice(large[1:], 30),
-    )
-    scores = rng.permutation(np.concatenate(parts).astype(np.float32))[None].astype(DTYPES[dtype])
-    for k in (15, 500, *range(1031, 1090, 7), 1500, 2105):
+    """NaN, inf, and numbers around 0."""
+    scores, ks = both_ends(dtype)
+    for k in ks:
         with shaped("short", 1):
             got = cumla.top_k(cupy.asarray(scores), k)
         np.testing.assert_array_equal(got.indices, expected(scores, k))

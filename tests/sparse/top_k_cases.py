@@ -36,6 +36,31 @@ def near_zero(seed: int, rows: int, width: int) -> Array:
     return scores.astype(np.float32)
 
 
+def both_ends(dtype: str) -> tuple[Array, tuple[int, ...]]:
+    """One row with few scores in the bins that have what is larger or smaller, and k's for each."""
+    rng = np.random.default_rng(0)
+    large = np.array([np.nan, np.inf, 1e30, 7e4, 65535], np.float32)
+    small = np.array([0, -0.0, 1e-5, -1e-5, 1.6e-5, -1.6e-5, 1e-39, -1e-39], np.float32)
+    parts = (
+        rng.choice(large, 30),
+        1 + rng.random(1000),
+        rng.choice(small, 60),
+        -1 - rng.random(1000),
+        -rng.choice(large[1:], 30),
+    )
+    scores = rng.permutation(np.concatenate(parts).astype(np.float32))[None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return scores.astype(DTYPES[dtype]), (15, 500, *range(1031, 1090, 7), 1500, 2105)
+
+
+def steps_of_one_octave(keys: int, steps: int) -> tuple[Array, int]:
+    """Rows of 8,192 scores, of which `keys` are of `steps` values, about a 64th of them in a bin."""
+    rng = np.random.default_rng(keys)
+    scores = rng.integers(steps, 2 * steps, (3, 8192)).astype(np.float32) / np.float32(steps)
+    scores[:, keys:] = -1.0
+    return rng.permuted(scores, axis=1), keys // 3
+
+
 KINDS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "narrow": lambda rng, shape: 1 + rng.random(shape) * 2.0**-9,

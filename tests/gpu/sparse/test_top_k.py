@@ -18,11 +18,13 @@ from tests.gpu.tools.sanitize import SELECTIONS
 from tests.sparse.top_k_cases import (
     DTYPES,
     KINDS,
+    both_ends,
     expected,
     near_zero,
     same_bits,
     scores_of,
     shaped,
+    steps_of_one_octave,
     values_at,
 )
 
@@ -98,6 +100,28 @@ def test_shapes(name: str, cluster: int, kind: str) -> None:
         np.testing.assert_array_equal(out.taken(), want)
         np.testing.assert_array_equal(result.counts.get(), np.minimum(lengths, k))
         assert same_bits(result.values.get(), values_at(scores, want))
+
+
+@pytest.mark.parametrize("steps", [1 << 5, 1 << 7, 1 << 20])
+@pytest.mark.parametrize("keys", [1000, 3500, 8192])
+@pytest.mark.parametrize(("name", "cluster"), SHAPES)
+def test_few_keys_in_the_last_bin(name: str, cluster: int, keys: int, steps: int) -> None:
+    """Of few steps, some keys of a bin are equal."""
+    scores, k = steps_of_one_octave(keys, steps)
+    with shaped(name, cluster):
+        got = cumla.top_k(on_device(scores), k)
+    np.testing.assert_array_equal(got.indices.get(), expected(scores, k))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "cluster"), SHAPES)
+def test_few_keys_at_both_ends_and_in_the_middle(name: str, cluster: int, dtype: str) -> None:
+    """NaN, inf, and numbers around 0."""
+    scores, ks = both_ends(dtype)
+    for k in ks:
+        with shaped(name, cluster):
+            got = cumla.top_k(on_device(scores), k)
+        np.testing.assert_array_equal(got.indices.get(), expected(scores, k))
 
 
 @pytest.mark.parametrize(("name", "cluster"), [("scanned", 1), ("sampled", 2)])
