@@ -54,7 +54,7 @@ def both_ends(dtype: str) -> tuple[Array, tuple[int, ...]]:
 
 
 def steps_of_one_octave(keys: int, steps: int) -> tuple[Array, int]:
-    """Rows of 8,192 scores, of which `keys` are of `steps` values, about a 64th of them in a bin."""
+    """Rows of 8,192 scores, of which `keys` have `steps` values, in 64 bins alike."""
     rng = np.random.default_rng(keys)
     scores = rng.integers(steps, 2 * steps, (3, 8192)).astype(np.float32) / np.float32(steps)
     scores[:, keys:] = -1.0
