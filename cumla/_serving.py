@@ -165,7 +165,7 @@ class Step:
         self._update()
         plans.scheduled, plans.capture = self, capture
         if capture:
-            plans.captured.append(self)
+            plans.keep(self)
 
     def _update(self) -> None:
         if isinstance(self.plan, _OF_LENGTHS):
@@ -298,6 +298,8 @@ class ShardedStep(SparseStep):
             self.plan = self._plans.find(*self._choose(), self._kv_lens)
         listed = self._parallel.lists(indices, block_table, self._requests)
         self._plans.scheduled = None
+        if any(current_capture(kv_cache.device)):
+            self._plans.keep(self)
         self.plan.update(listed.topk_lens)
         out, lse = self.plan.run(in_parts(q), kv_cache, listed.indices, **options)
         return cumla.AttentionState(out.flatten(0, -3), lse)
@@ -368,6 +370,11 @@ class Plans:
             return cumla.MLAAttentionPlan, (len(kv_lens), tokens, num_heads)
 
         return Step(self, choose, kv_lens, offsets)
+
+    def keep(self, step: Step) -> None:
+        """Keep a captured step, to whose plan its graph writes."""
+        if not any(kept is step for kept in self.captured[-1:]):
+            self.captured.append(step)
 
     def find(self, kind: Any, shape: tuple[int, ...], like: torch.Tensor) -> Any:
         """Return the plan of a class and a shape."""

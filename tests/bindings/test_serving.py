@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from cumla._serving import _MOST_PLANS, Plans, Step, backend_of  # noqa: E402
+from cumla._serving import _MOST_PLANS, Plans, ShardedStep, Step, backend_of  # noqa: E402
 
 
 class FakePlan:
@@ -70,6 +71,44 @@ def test_a_captured_step_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     ran(plans, 2000)
     assert ran(plans, 1000) is not plan
+    assert [kept.plan for kept in plans.captured] == [plan]
+
+
+def test_a_captured_step_of_a_rank_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer updates it in the graph, which writes to its buffer."""
+
+    class Sharded(FakePlan):
+        def __init__(self, *sizes: Any, **place: Any) -> None:
+            super().__init__(0, **place)
+
+        @staticmethod
+        def workspace_bytes(*sizes: int) -> int:
+            return sizes[1]  # tokens
+
+        def update(self, kv_lens: Any, qo_indptr: Any = None) -> None:
+            super().update(kv_lens, qo_indptr)
+
+        def run(self, q: Any, cache: Any, *lists: Any, **options: Any) -> Any:
+            return torch.zeros(1, 1, 1, 1), None
+
+    monkeypatch.setattr("cumla.MLASparsePlan", Sharded)
+    plans = Plans(torch.device("meta"), {})
+    lists = SimpleNamespace(topk_lens=None, indices=None)
+    parallel = SimpleNamespace(lists=lambda *_: lists)
+
+    def layers(tokens: int) -> Any:
+        step = ShardedStep(plans, 16, 8, parallel, torch.zeros(tokens))
+        step.prepare()
+        for _ in range(2):
+            step.run_sparse(torch.zeros(tokens, 16, 512), torch.zeros(1), None, None)  # type: ignore[arg-type]
+        return step.plan
+
+    monkeypatch.setattr("cumla._serving.current_capture", lambda on: (7, 1))
+    plan = layers(2)
+    monkeypatch.setattr("cumla._serving.current_capture", lambda on: (0, 0))
+    assert len(plan.updates) == 2
+    larger = layers(1000)
+    assert larger.workspace is not plan.workspace
     assert [kept.plan for kept in plans.captured] == [plan]
 
 
