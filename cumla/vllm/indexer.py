@@ -60,13 +60,17 @@ def take_over() -> None:
     metadata.has_deep_gemm = lambda: False  # whose schedule nothing reads then
 
 
-@cached
 def context_parallel(page_size: int) -> ContextParallel:
     """Return what tells the tokens of this rank under decode context parallelism.
 
     vLLM's indexer takes blocks of one token alone (`cp_kv_cache_interleave_size`).
     """
-    return ContextParallel(get_dcp_group().device_group, page_size=page_size, block_size=1)
+    return _parallel_of(get_dcp_group().device_group, page_size)
+
+
+@cached  # a later engine of the process has another group
+def _parallel_of(group: Any, page_size: int) -> ContextParallel:
+    return ContextParallel(group, page_size=page_size, block_size=1)
 
 
 class Logits(cumla.PagedMQALogitsPlan):

@@ -474,3 +474,22 @@ def test_vllm_is_told_which_graphs_there_are() -> None:
     for divided, support in ((False, 2), (True, 1)):
         config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=divided))
         assert Builder.get_cudagraph_support(config, None) == support
+
+
+def test_a_later_engine_has_the_ranks_of_its_own_group() -> None:
+    """In one process: vLLM destroys the group of the first one."""
+    from cumla.vllm.indexer import context_parallel
+
+    seen = []
+    for _ in range(2):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            stub.dcp_group = torch.distributed.group.WORLD
+            parallel = context_parallel(PAGE)
+            assert parallel is context_parallel(PAGE)  # of all layers
+            assert parallel.top_k(torch.tensor([[3.0, 1, 4]]), 2).tolist() == [[0, 2]]
+            seen.append(parallel)
+        finally:
+            torch.distributed.destroy_process_group()
+    assert seen[0] is not seen[1]
