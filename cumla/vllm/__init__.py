@@ -67,21 +67,25 @@ def register() -> None:
         )
         return
     register_backend(custom, _PATH)
-    WithoutDeepGEMM.take_care()
-    InDeepSeekV4.take_care()
+    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41):
+        care.take_care()
 
 
 class _OnImport(MetaPathFinder):
-    """Changes a module of vLLM as soon as it is imported, and imports nothing itself."""
+    """Changes a module of vLLM as soon as it is imported, and imports nothing itself.
+
+    Until then it stays: others may ask where the module is, and an import may fail.
+    """
 
     name: str
+    _is_asking = False  # the other finders
 
     @classmethod
     def take_care(cls) -> None:
         """Replace something in the module now, if it is there already, or when it is imported."""
         if cls.name in sys.modules:
             cls.replace(sys.modules[cls.name])
-        elif not any(isinstance(finder, cls) for finder in sys.meta_path):
+        elif not any(type(finder) is cls for finder in sys.meta_path):
             sys.meta_path.insert(0, cls())
 
     @classmethod
@@ -91,15 +95,20 @@ class _OnImport(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find the module as others do, to change it once it has been executed."""
-        if fullname != self.name:
+        if fullname != self.name or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_replace(module: Any) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 self.replace(module)
 
             setattr(spec.loader, "exec_module", execute_and_replace)  # noqa: B010
@@ -148,13 +157,35 @@ class InDeepSeekV4(_OnImport):
 
         def choose(vllm_config: Any) -> type:
             chosen: type = theirs(vllm_config)
-            if not _is_asked_for():
-                return chosen
-            from cumla.vllm.deepseek_v4 import attending
-
-            return attending(chosen)
+            return cls.of_layers(chosen) if _is_asked_for() else chosen
 
         module._select_dsv4_attn_cls = choose
+
+    @classmethod
+    def of_layers(cls, theirs: type) -> type:
+        """Return the class of a layer where CUSTOM is asked for."""
+        from cumla.vllm.deepseek_v4 import attending
+
+        return attending(theirs)
+
+
+class InDeepSeekV41(InDeepSeekV4):
+    """Warns that the layers of DeepSeek-V4.1 keep vLLM's functions, which they take silently."""
+
+    name = "vllm.models.deepseek_v41.nvidia.model"
+    _has_warned = False
+
+    @classmethod
+    def of_layers(cls, theirs: type) -> type:
+        """Warn once."""
+        if not cls._has_warned:
+            cls._has_warned = True
+            _log.warning(
+                "DeepSeek-V4.1: cumla's backend does not read its caches, and its layers attend by "
+                "vLLM's %s; leave out --attention-backend CUSTOM",
+                theirs.__name__,
+            )
+        return theirs
 
 
 def _is_asked_for() -> bool:

@@ -266,6 +266,8 @@ _WITH_MLA = (
     *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
     *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4", "hy_v4", "glm5_next_text"),
 )
+_V41 = "deepseek_v41"
+_COMPRESSED = {"compress_ratios", "compress_rates"}  # as DeepSeek, and as transformers names them
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
 # Parts of names in a config.json.
@@ -361,10 +363,11 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     inner = _mapping(text.get("attn_config") or {}, "attn_config")
     config = _DEFAULTS.get(str(text.get("model_type")), {}) | inner | text
     kind = str(config.get("model_type", whole.get("model_type", "")))
+    kind = _V41 if whole.get("model_type") == _V41 else kind  # whatever its text is called
     heads = _number(config, *_HEADS)
     has_one = config.get("multi_query") and not config.get("new_decoder_architecture")
     kv_heads = 1 if has_one else _number(config, *_KV_HEADS, *_HEADS)
-    is_v4 = kind == "deepseek_v4" and "compress_ratios" in config
+    is_v4 = kind in ("deepseek_v4", _V41)
     use_mla = is_v4 or (kind in _WITH_MLA and bool(config.get("kv_lora_rank")))
     kinds = ["full"] * _layers(config) if is_v4 else _kinds(config)
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -390,7 +393,7 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         or any("sink" in name and value for name, value in config.items()),
         _number(config, "index_topk") if use_mla and "index_topk" in config else 0,
         tuple(refused),
-        tuple(_untried(whole, config, chunked)),
+        (*_untried(whole, config, chunked), *["DeepSeek-V4 in vLLM's engine"] * is_v4),
         is_v4,
         _number(config, "index_kpool") if config.get("index_kpool") else 1,
     )
@@ -480,13 +483,12 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
     if "index_topk" in config and config.get("kv_lora_rank") not in (None, VALUE_DIM):
         need = f"needs {VALUE_DIM} with sparse MLA"
         yield f"kv_lora_rank: {need}, got {config['kv_lora_rank']}"
-    if "compress_ratios" in config and kind != "deepseek_v4":
+    is_compressed = kind == _V41 or not _COMPRESSED.isdisjoint(config)
+    if is_compressed and kind != "deepseek_v4":
         yield f"layers: {kind} has compressed caches, which cumla reads for deepseek_v4 alone"
 
 
 def _untried(whole: dict[str, Any], config: dict[str, Any], chunked: int) -> Iterator[str]:
-    if "compress_ratios" in config:
-        yield "DeepSeek-V4 in vLLM's engine"
     if chunked:
         yield "chunked local attention"
     sees = whole.get("is_mm_prefix_lm", whole.get("model_type") in _IMAGES_SEE_EACH_OTHER)

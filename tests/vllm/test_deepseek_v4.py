@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
+from importlib import import_module, invalidate_caches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,15 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def chosen(backend: Any = stub.Backends.CUSTOM) -> Any:
     """The class that vLLM's model takes for its layers."""
+    cumla.vllm.register()
+    return taken(backend)
+
+
+def taken(backend: Any = stub.Backends.CUSTOM) -> Any:
+    """The same, of a plugin that is there already."""
     from vllm.config import get_current_vllm_config
 
     get_current_vllm_config().attention_config.backend = backend
-    cumla.vllm.register()
     model: Any = import_module("of_vllm.model")
     return model._select_dsv4_attn_cls(None)
 
@@ -149,6 +155,36 @@ def test_layers_prefill_by_cumla() -> None:
         q, rows.view(1, 40, 512), lists[:, 0], topk_lens=lens, softmax_scale=0.05, sinks=sinks
     )
     torch.testing.assert_close(out, wanted.out)
+
+
+def test_deepseek_v41_is_told_that_it_keeps_vllms_functions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cumla.vllm.InDeepSeekV4, "name", "of_vllm.none")
+    monkeypatch.setattr(cumla.vllm.InDeepSeekV41, "name", "of_vllm.model")
+    monkeypatch.setattr(cumla.vllm.InDeepSeekV41, "_has_warned", False)
+    layer = chosen(stub.Backends.FLASH_ATTN)
+    assert layer.prefill() == "theirs"
+    assert not caplog.records
+    for _ in range(2):  # layers
+        assert chosen() is layer
+    assert layer.prefill() == "theirs"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("DeepSeek-V4.1: cumla's backend does not read its caches")
+    assert "vLLM's Attention; leave out --attention-backend CUSTOM" in line
+
+
+def test_who_asks_where_the_module_is_changes_nothing(modules: Path) -> None:
+    """Nor does an import that fails."""
+    cumla.vllm.register()
+    assert find_spec("of_vllm.model") is not None
+    (modules / "model.py").write_text("raise ImportError('later')\n")
+    with pytest.raises(ImportError, match="later"):
+        import_module("of_vllm.model")
+    (modules / "model.py").write_text(f"{MODEL}# once more\n")
+    invalidate_caches()
+    assert taken().get_padded_num_q_heads(1) == 16
+    assert not any(type(each) is cumla.vllm.InDeepSeekV4 for each in sys.meta_path)
 
 
 def test_a_version_that_calls_something_else_is_refused(modules: Path) -> None:

@@ -46,6 +46,10 @@ V4 = COMMON | {
     "index_topk": 512,
     "compress_ratios": [0, 4, 128] * 4,
 }
+V4_OF_TRANSFORMERS = {name: value for name, value in V4.items() if name != "compress_ratios"} | {
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"] * 6,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+}
 KIMI = {"model_type": "kimi_vl", "text_config": MLA | {"model_type": "kimi_k2"}}
 LLAMA = COMMON | {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}
@@ -121,9 +125,10 @@ def test_rows_without_rope_and_an_indexer_of_pools(info: Any) -> None:
         assert "not tried: layers that are no attention beside those" in text
 
 
-def test_deepseek_v4(info: Any) -> None:
+@pytest.mark.parametrize("config", [V4, V4_OF_TRANSFORMERS], ids=["ratios", "rates"])
+def test_deepseek_v4(info: Any, config: dict[str, Any]) -> None:
     for cache in ("fp8", "fp8_ds_mla"):
-        code, text = info(V4, "--kv-cache-dtype", cache, "--tensor-parallel-size", "4")
+        code, text = info(config, "--kv-cache-dtype", cache, "--tensor-parallel-size", "4")
         found = rows(text)
         assert code == 0
         assert found["each GPU"] == f"16 heads of 512, sinks; cache {cache}, pages of 256 tokens"
@@ -131,10 +136,10 @@ def test_deepseek_v4(info: Any) -> None:
         assert found["decoding, 128 requests"] == "mla_sparse_v4"
         assert found["prefill, 1 request"].startswith("mla_sparse_bfloat16_512")
         assert found["mixed, 128 requests"].startswith("mla_sparse_v4, mla_sparse_bfloat16_512")
-    code, text = info(V4)
+    code, text = info(config)
     assert code == 1
     assert "--kv-cache-dtype: needs one of fp8, fp8_e4m3, fp8_ds_mla, got auto" in text
-    code, text = info(V4, "--kv-cache-dtype", "fp8", "--block-size", "64")
+    code, text = info(config, "--kv-cache-dtype", "fp8", "--block-size", "64")
     assert code == 1
     assert "--block-size: needs a multiple of 256, because of vLLM's indexer, got 64" in text
 
@@ -225,6 +230,18 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
     assert "2 layers                 full attention" in text
     assert text.count("attention_prefill_bfloat16_256_256") == 4
     assert ", sinks;" in rows(info(GPT_OSS)[1])["each GPU"]
+
+
+def test_deepseek_v41_is_refused_by_its_name(info: Any) -> None:
+    """Whatever its file has: vLLM takes the text out of a config of its own."""
+    flat = V4_OF_TRANSFORMERS | {"model_type": "deepseek_v41"}
+    nested = {"model_type": "deepseek_v41", "text_config": V4}
+    for config in (V4 | {"model_type": "deepseek_v41"}, flat, nested):
+        code, text = info(config, "--kv-cache-dtype", "fp8")
+        assert code == 1
+        reasons = text.split("served")[1].splitlines()[1:]
+        wanted = "layers: deepseek_v41 has compressed caches, which cumla reads for deepseek_v4"
+        assert [each.strip() for each in reasons] == [f"{wanted} alone"]
 
 
 @pytest.mark.parametrize(
