@@ -158,7 +158,7 @@ class Backend(AttentionBackend):
             q_len = 1
         elif mode.is_target_verify():
             q_len = more = self._num_drafts
-        kv_lens, longest, kept = fb.seq_lens[:batch], self.max_context_len, None
+        kv_lens, longest, kept = fb.seq_lens[:batch], self.max_context_len + more, None
         if fb.seq_lens_cpu is not None and batch:
             longest = int(fb.seq_lens_cpu[:batch].max()) + more
         if in_place:
@@ -485,6 +485,12 @@ def _refuse_configuration(runner: Any) -> None:
         raise NotImplementedError(
             f"kv_cache_dtype: cumla's backend reads {runner.dtype} and e4m3 caches, got {stored}; "
             f"pass --kv-cache-dtype auto or fp8_e4m3"
+        )
+    chunk = getattr(runner.model_config, "attention_chunk_size", None)
+    if chunk is not None:  # Llama 4
+        raise NotImplementedError(
+            f"attention_chunk_size: cumla's backend has no chunked local attention, got {chunk}; "
+            f"{_WAY_OUT}"
         )
     if isinstance(runner.token_to_kv_pool, BaseSWAKVPool):
         raise NotImplementedError(

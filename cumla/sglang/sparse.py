@@ -95,7 +95,7 @@ class Backend(DeepseekSparseAttnBackend):
         if key not in self._steps:
             topk = page_table_1.shape[1]
             # Behind those of whole pools a list has the tokens of the last one.
-            if self.dsa_index_kpool > 1 or topk_length is None or len(topk_length) < tokens:
+            if self.dsa_index_kpool > 1 or topk_length is None or len(topk_length) != tokens:
                 topk_length = page_table_1.new_full((tokens,), topk, dtype=torch.int32)
             shape = (1, tokens, num_heads, topk)
             plans = self._plans or self._made(num_heads, topk)

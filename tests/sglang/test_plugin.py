@@ -231,6 +231,23 @@ def test_mha_applies_the_scales_of_fp8_caches() -> None:
     assert not torch.equal(*outs)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_drafts_behind_the_longest_context_have_their_pages(in_place: bool) -> None:
+    """SGLang's pool has slots for them; where it tells no lengths, the table has all pages."""
+    with stubbed(drafts=5):
+        server = Server(False)
+        server.runner.model_config.context_len = 112
+        backend = server.backend = backends["cumla"](server.runner)
+        backend.init_cuda_graph_state(3, 15)
+        backend._block_table.fill_(-1)
+        fb = server.batch(Mode.TARGET_VERIFY, (114, 5, 33), (5, 5, 5), seq_lens_cpu=None)
+        if in_place:
+            backend.init_forward_metadata_out_graph(fb)
+        else:
+            backend.init_forward_metadata(fb)
+        assert torch.equal(backend.forward_metadata.block_table, server.table.flip(0))
+
+
 def test_a_layer_that_shares_keys_writes_none() -> None:
     server = Server(True)
     before = server.buffers[0].clone()
@@ -538,6 +555,11 @@ def test_sglang_has_the_fields_that_the_plugin_reads() -> None:
     [
         ({}, {"kv_cache_dtype": torch.float8_e5m2}, r"^kv_cache_dtype: .*float8_e5m2; pass"),
         ({}, {"token_to_kv_pool": WindowPool()}, "^memory pool: .*--disable-hybrid-swa-memory"),
+        (
+            {},
+            {"model_config": SimpleNamespace(hf_config=None, attention_chunk_size=8)},
+            "^attention_chunk_size: .* no chunked local attention, got 8; leave out",
+        ),
         ({"dcp": 2}, {}, "^dcp_size: .* got 2; leave out"),
         (
             {"drafts": 257, "topk": 2},

@@ -97,6 +97,16 @@ def test_sparse_mla_attends_as_the_eager_call(kind: str, missing: int) -> None:
             torch.testing.assert_close(out, wanted.out)
 
 
+def test_lengths_of_other_tokens_are_not_taken() -> None:
+    """As SGLang's own backend: where their number is another one, they are not those of q."""
+    backend, cache = made()
+    q, slots, _ = inputs(5)
+    slots.clamp_(min=0)
+    wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1)
+    backend.init_forward_metadata(SimpleNamespace(lengths=torch.arange(1, 11).int()))
+    torch.testing.assert_close(backend.forward_decode(q, cache, slots), wanted.out)
+
+
 def test_models_are_told_to_absorb_as_sglangs_own_backend_decides() -> None:
     backend, _ = made()
     assert type(backend).__module__ == "cumla.sglang.sparse"
