@@ -265,11 +265,13 @@ _WITH_MLA = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_mtp", "kimi_k2"),
     *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
     *("pangu_ultra_moe", "bailing_hybrid", "axk1", "mistral4", "hy_v4", "glm5_next_text"),
+    "dots3_note",
 )
 _V41 = "deepseek_v41"
 _COMPRESSED = {"compress_ratios", "compress_rates"}  # as DeepSeek, and as transformers names them
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
+_RSWA = {"unlimited-ocr": 128}  # windows that files leave out
 # Parts of names in a config.json.
 _UNTRIED = {
     "layers of other sizes than these": ("block_configs", "other_setting", "num_global", "swa_num"),
@@ -471,6 +473,9 @@ def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
 
 
 def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
+    window = whole.get("rswa_window", _RSWA.get(str(whole.get("model_type"))))
+    if window is not None:
+        yield f"rswa_window: cumla's backend has no reference windows (R-SWA), got {window}"
     if kind in _WITH_ALIBI_BY_ROOTS:
         yield "alibi_sqrt: cumla's backend has no ALiBi by square roots of distances"
     if (

@@ -37,6 +37,7 @@ _NEEDED = (
 )
 if _missing := [name for name in _NEEDED if name not in _NAMES]:
     raise AttributeError(f"sparse_attn_indexer has no argument {', '.join(_missing)}")
+_REFUSED = "use_fp4_cache", "use_pcp", "candidate_blocks"  # the last: DeepSeek-V4.1, vLLM 0.33
 _COLUMNS = 64  # of logits: rows that begin at 16 bytes
 _original = theirs.sparse_attn_indexer
 _library: Any = None
@@ -109,6 +110,13 @@ def select(*args: Any, **kwargs: Any) -> Any:
     Arguments and result are those of vLLM's operation.
     """
     given = _DEFAULTS | dict(zip(_NAMES, args, strict=False)) | kwargs
+    for name in _REFUSED:
+        found = given.get(name)
+        if found is not None and found is not False:
+            raise NotImplementedError(
+                f"{name}: cumla's indexer does not have it, got {getattr(found, 'shape', found)}; "
+                "leave out --attention-backend CUSTOM"
+            )
     steps = theirs.get_forward_context().attn_metadata
     if not isinstance(steps, dict):  # vLLM measures memory
         return _original(*args, **kwargs)

@@ -275,6 +275,13 @@ def test_deepseek_v41_is_refused_by_its_name(info: Any) -> None:
             ("--tensor-parallel-size", "2"),
             "--tensor-parallel-size: needs a divisor of 32 heads, 3 KV heads, got 2",
         ),
+        (
+            MLA | {"model_type": "dots3_note", "sliding_window": 128},
+            (),
+            "sliding_window: not with MLA",
+        ),
+        (LLAMA | {"rswa_window": 64}, (), "rswa_window: cumla's backend has no reference windows"),
+        ({"model_type": "unlimited-ocr", "text_config": LLAMA}, (), "windows (R-SWA), got 128"),
         (LLAMA | {"model_type": "step1"}, (), "alibi_sqrt: cumla's backend has no ALiBi by sq"),
         (LLAMA | {"model_type": "modernbert"}, (), "layers: needs causal self-attention"),
         (LLAMA | {"layer_types": ["mamba"] * 12}, (), "layers: needs attention, got none"),

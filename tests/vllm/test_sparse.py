@@ -304,6 +304,22 @@ def test_the_indexer_leaves_it_to_vllm_to_measure_memory() -> None:
     assert select(*[None] * 13, "buffer", False, False) == "buffer"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("use_fp4_cache", True, "True"),
+        ("use_pcp", True, "True"),
+        ("candidate_blocks", torch.zeros(3, 8), r"torch.Size\(\[3, 8\]\)"),
+    ],
+)
+def test_the_indexer_refuses_what_it_does_not_have(name: str, value: Any, got: str) -> None:
+    """It would select other tokens; vLLM 0.33 has the last one."""
+    from cumla.vllm.indexer import select
+
+    with pytest.raises(NotImplementedError, match=rf"^{name}: .* got {got}; leave out --att"):
+        select(**{name: value})
+
+
 def test_vllms_operation_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the layers call, once in a process; and DeepGEMM makes no schedule."""
     from vllm.model_executor.layers import sparse_attn_indexer as layer
