@@ -100,7 +100,7 @@ def test_a_captured_step_of_a_rank_keeps_its_plan(monkeypatch: pytest.MonkeyPatc
         step = ShardedStep(plans, 16, 8, parallel, torch.zeros(tokens))
         step.prepare()
         for _ in range(2):
-            step.run_sparse(torch.zeros(tokens, 16, 512), torch.zeros(1), None, None)  # type: ignore[arg-type]
+            step.run_sparse(torch.zeros(tokens, 16, 512), torch.zeros(1), None, None)
         return step.plan
 
     monkeypatch.setattr("cumla._serving.current_capture", lambda on: (7, 1))
