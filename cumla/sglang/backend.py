@@ -100,6 +100,7 @@ class Backend(AttentionBackend):
         """Make what graphs of up to `max_bs` requests read."""
         pages = -(-self._slots.shape[1] // self._page_size)
         self._kv_lens = self._slots.new_zeros(max_bs, dtype=torch.int32)
+        self._masks.clear()  # they have the size of these
         self._block_table = self._slots.new_zeros((max_bs, pages), dtype=torch.int32)
         if self._has_trees and self._is_mla:
             self._before = torch.zeros_like(self._kv_lens)

@@ -344,6 +344,22 @@ def test_drafts_in_trees_see_their_ancestors(window: int | None, is_full: bool) 
             assert not server.backend.forward_metadata.masks
 
 
+def test_graphs_of_more_requests_have_masks_of_their_size() -> None:
+    """Where SGLang captures again, after another number of requests."""
+    lens = (90, 5, 33)
+    with stubbed(drafts=5, topk=2):
+        server, q = Server(False), torch.randn(15, HEADS, 64).bfloat16()
+        for count in (1, 3):
+            server.backend.init_cuda_graph_state(count, 5 * count)
+            spec = tree_of(lens[:count], is_full=False)
+            fb = server.batch(Mode.TARGET_VERIFY, lens[:count], (5,) * count, spec_info=spec)
+            fb.positions = spec.positions
+            server.backend.init_forward_metadata_out_graph(fb)
+            rows = q[: 5 * count]
+            out = server.backend.forward_extend(rows.flatten(1), None, None, server.layer(), fb)
+            close(out, attend_to_trees(server, spec, lens[:count], rows, None))
+
+
 @pytest.mark.parametrize("is_ngram", [False, True])
 def test_a_graph_serves_later_trees(is_ngram: bool) -> None:
     """Of fewer requests as well; the masks of n-grams always have all keys."""
