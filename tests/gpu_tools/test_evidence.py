@@ -554,6 +554,32 @@ def test_one_process_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- compute-sanitizer's logs --------------------------------------------------------------------
 
 
+def printing(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\necho Compute Sanitizer\necho '{text}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("printed", "got"),
+    [
+        ("Version 2025.3.1.0 (build 1)", r"2025\.3\.1\.0"),
+        ("Version 2026.3.9.0", r"2026\.3\.9\.0"),
+        ("no version", "none"),
+    ],
+)
+def test_tools_that_miss_orders_are_refused(tmp_path: Path, printed: str, got: str) -> None:
+    with pytest.raises(SystemExit, match=rf"needs 2026\.4 or later, got {got} .*pip install"):
+        sanitize.version_of(printing(tmp_path / "compute-sanitizer", printed))
+
+
+def test_the_tool_is_there_and_new_enough(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="got none"):
+        sanitize.version_of(str(tmp_path / "absent"))
+    new = printing(tmp_path / "compute-sanitizer", "Version 2026.4.0.0 (build 1)")
+    assert sanitize.version_of(new) == "2026.4.0.0"
+
+
 def test_a_log_with_hazards() -> None:
     found = sanitize.read_log(RACE)
     assert (found["complete"], found["errors"], found["warnings"]) == (True, 2, 0)

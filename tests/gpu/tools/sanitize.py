@@ -275,6 +275,7 @@ TIMEOUT = 480.0  # seconds a run
 _AT_ONCE = 5  # runs, which share a GPU
 COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
 ABOUT = "about.json"  # beside the logs: machine, the tool's version, and the sources' digests
+LEAST_VERSION = 2026, 4  # racecheck of 2025.3 reports accesses that a named barrier orders
 
 
 def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
@@ -1225,12 +1226,9 @@ def log_name(tool: str, only: str) -> str:
 def run_all(folder: Path, timeout: float, parts: Sequence[str] = PARTS) -> None:
     """Run every tool on these parts, a few a GPU at a time; a log each, with its time."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(command).exists():
-        raise SystemExit("compute-sanitizer is not on PATH; it is part of the CUDA toolkit")
+    version = version_of(command)
     folder.mkdir(parents=True, exist_ok=True)
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    known = re.search(r"Version ([\d.]+)", version.stdout)
-    about = record.machine() | {"version": known and known[1]}
+    about = record.machine() | {"version": version}
     sources = record.Sources.now()._asdict()
     runs = [run for run in RUNS if run[1] in (*parts, *PLANTS)]
     content = {"about": about, "sources": sources, "grid": sorted(parts)}
@@ -1254,6 +1252,25 @@ def run_all(folder: Path, timeout: float, parts: Sequence[str] = PARTS) -> None:
 
     with ThreadPoolExecutor(len(gpus) * _AT_ONCE) as pool:
         list(pool.map(run_one, runs))
+
+
+def version_of(command: str) -> str:
+    """The version of a compute-sanitizer that follows the order of named barriers."""
+    printed = ""
+    if Path(command).exists():
+        printed = subprocess.run(
+            [command, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+    known = re.search(r"Version ([\d.]+)", printed)
+    version = known[1] if known else ""
+    if tuple(int(part) for part in re.findall(r"\d+", version)) < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise SystemExit(
+            f"compute-sanitizer: needs {least} or later, got {version or 'none'} ({command}): "
+            "pip install nvidia-cuda-sanitizer-api, and put the folder nvidia/cu13/"
+            "compute-sanitizer of its site-packages first on PATH"
+        )
+    return version
 
 
 def _visible_gpus() -> list[str]:
