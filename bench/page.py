@@ -183,11 +183,24 @@ def parts(record: Row) -> dict[str, str]:
         f"{found.get('fp8_matmul_TFLOPs', 0):,.0f} in FP8, an empty kernel "
         f"{found['empty_kernel_us']:.1f} us",
         "protocol": record["protocol"],
+        "earlier": earlier(record),
         "behind": behind(record),
         "sections": sections(record),
         "host": host(record),
         "missing": missing(record),
     }
+
+
+def earlier(record: Row) -> str:
+    """Which sections are of a run before, whose kernels compile to the same machine code."""
+    if "earlier" not in record:
+        return ""
+    of = record["earlier"]
+    titles = ", ".join(section.title for section in SECTIONS if section.name in of["sections"])
+    return (
+        f"These tables are of an earlier run, of {of['date'][:16].replace('T', ' ')}, with the same "
+        f"machine code of cumla on another GPU of this kind: {titles}."
+    )
 
 
 def behind(record: Row) -> str:

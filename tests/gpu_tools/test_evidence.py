@@ -21,7 +21,7 @@ import pytest
 from cumla.launch import all_specs
 from cumla.launch.source import translation_unit
 from tests.gpu import conftest
-from tests.gpu.tools import cubins, digests, record, sanitize
+from tests.gpu.tools import cubins, digests, prove, record, sanitize
 from tests.selection import some
 from tests.sources import sources
 
@@ -657,3 +657,17 @@ def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
     assert not sanitize.summarise(tmp_path, tmp_path / "evidence")
     wrong = record.problems("schedule", tmp_path / "evidence", sources())
     assert any("the verdict is incomplete" in problem for problem in wrong)
+
+
+# --- what is missing -----------------------------------------------------------------------------
+
+
+def test_what_kernels_without_evidence_need(tmp_path: Path) -> None:
+    of = of_kernels("mla_decode", STEM)
+    assert set(prove.missing(of, tmp_path)) == {"mla_decode", STEM, record.RUNTIME}
+    assert evidence(tmp_path) == []
+    assert set(prove.missing(of, tmp_path)) == {"mla_decode", record.RUNTIME}
+    for stem in ("mla_decode", record.RUNTIME):
+        paths = prove.modules_for([stem], of, tmp_path)
+        needed = of.of_runtime if stem == record.RUNTIME else of.modules_of(stem)
+        assert {path.name for path in paths} == set(needed) and all(p.exists() for p in paths)

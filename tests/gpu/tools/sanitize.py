@@ -1333,7 +1333,7 @@ def read_log(text: str) -> dict[str, Any]:
         "errors": int(hazards[2]) if hazards else int(errors[1]) if errors else 0,
         "warnings": int(hazards[3]) if hazards else 0,
         "kernels": dict(sorted(named.items())),
-        "kinds": dict(kinds.most_common(8)),
+        "kinds": dict(kinds.most_common()),
         "seconds": float(seconds[1]) if seconds else None,
         "shipped": edited.pop("", []),
         "edited": edited,
