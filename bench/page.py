@@ -198,8 +198,8 @@ def earlier(record: Row) -> str:
     of = record["earlier"]
     titles = ", ".join(section.title for section in SECTIONS if section.name in of["sections"])
     return (
-        f"These tables are of an earlier run, of {of['date'][:16].replace('T', ' ')}, with the same "
-        f"machine code of cumla on another GPU of this kind: {titles}."
+        f"These tables are of an earlier run, of {of['date'][:16].replace('T', ' ')}, with the "
+        f"same machine code of cumla on another GPU of this kind: {titles}."
     )
 
 

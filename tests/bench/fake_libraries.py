@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,12 @@ class FakeLibraries:
         self.flash_attention = FakeFlashAttention()
         self.deep_gemm, self.vllm_operators = deep_gemm, vllm_operators
         self.flash_infer_top_k = flash_infer_top_k
+        face = import_module("cumla.compat.flashinfer.msa_ops")
+        causal = partial(face.msa_sparse_attention, causal=True)
+        functions = {name: getattr(face, name) for name in dir(face) if name.startswith("msa_")}
+        short = SimpleNamespace(hopper_msa_sparse_attention=causal)
+        self.flash_infer_blocks = SimpleNamespace(cake_hopper_sm90=short, **functions)
+        self.vllm_blocks = import_module("cumla.compat.vllm_minimax_m3")
         self.notes = ["none is real"]
 
     def flash_infer(self, module: str) -> Any:
