@@ -4,7 +4,7 @@
 The layer has random weights; its server is served/mla_server.py. A step is one call of
 cumla.append_mla_cache and one of a cumla.MLAAttentionPlan. On a GPU, with CuPy, one CUDA graph
 holds them for all steps; without, they run on NumPy arrays. Every step is compared with multi-head
-attention in float32 to the keys and values of the same cache.
+attention in float32, without a cache.
 
     python examples/mla_serving.py [--file TEXT] [--steps N] [--layer deepseek-v2-lite | tiny]
 """
@@ -12,7 +12,9 @@ attention in float32 to the keys and values of the same cache.
 from served.mla_server import MLAServer
 from served.server import serve_text
 
-from cumla.cli.demo.problem import LAYERS, MLALayer
+from cumla.cli.demo import DEEPSEEK_V2_LITE, LayerShape, MLALayer
+
+LAYERS = {"deepseek-v2-lite": DEEPSEEK_V2_LITE, "tiny": LayerShape(64, 2, 16, 16)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         __file__,
         LAYERS,
         lambda shape, requests, backend: MLAServer(
-            MLALayer.random(shape, seed=0), requests, backend, seed=0
+            MLALayer(shape, seed=0), requests, backend, seed=0
         ),
     )
 

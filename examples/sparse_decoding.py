@@ -19,20 +19,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from served.graph import GraphBackend
 
 import cumla
-from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
-from cumla.cli.demo.problem import (
+from cumla.cli.demo import (
     BF16,
     LATENT_DIM,
-    LAYERS,
     PAGE_SIZE,
+    ROW_DIM,
     LayerShape,
     MLALayer,
-    PagedCache,
     Request,
     cut_requests,
+    find_slots,
     rotate,
+    shuffled_pages,
     verdict,
     worst_error,
 )
@@ -41,7 +42,7 @@ from cumla.reference.threads import one_blas_thread
 
 NUM_LAYERS = 3
 SHARING = 1  # the layer without an indexer
-ORACLE = "dense attention to the selected tokens"
+ORACLE = "dense attention to the selected tokens in float64"
 Array = NDArray[Any]
 
 
@@ -61,23 +62,27 @@ class SparseShape(NamedTuple):
 
 SPARSE_LAYERS = {  # the first one's heads and indexer are the model's, its hidden states narrower
     "deepseek-v3.2": SparseShape(LayerShape(2048, 128, 128, 128), 2048, 64, 128),
-    "tiny": SparseShape(LAYERS["tiny"], 64, 8, 32),
+    "tiny": SparseShape(LayerShape(64, 2, 16, 16), 64, 8, 32),
 }
 
 
 class SparseLayer:
     """Weights and caches of a layer, and the arrays of its steps where attention runs."""
 
-    def __init__(self, shape: SparseShape, cache: PagedCache, batch: int, seed: int) -> None:
-        self.shape, self.cache = shape, cache
-        self.mla = MLALayer.random(shape.layer, seed)
+    def __init__(
+        self, shape: SparseShape, requests: list[Request], backend: GraphBackend, seed: int
+    ) -> None:
+        self.shape, self.backend, put, batch = shape, backend, backend.put, len(requests)
+        self.mla = MLALayer(shape.layer, seed)
+        self.table, num_pages = shuffled_pages(requests, seed)
+        self.block_table = put(self.table)
+        self.kv_cache = put(np.full((num_pages, PAGE_SIZE, ROW_DIM), np.nan, BF16))
         rng, hidden = np.random.default_rng((seed, 1)), shape.layer.hidden
         heads, dim = shape.index_heads, shape.index_dim
         columns = (heads * dim, dim, heads)  # of queries, keys and weights of the heads
         drawn = [rng.standard_normal((hidden, n), np.float32) * hidden**-0.5 for n in columns]
         self._w_q, self._w_k, self._w_weights = drawn
-        put = cache.backend.put
-        pages = len(cache.pages), PAGE_SIZE, 1, dim + 4
+        pages = num_pages, PAGE_SIZE, 1, dim + 4
         self.index_cache = put(np.full(pages, 0x7F, np.uint8))  # NaN, until it is written
         self.inputs = [put(array) for array in self.step(np.zeros(batch, int), np.arange(batch))]
         self.indices = put(np.full((batch, 1, shape.topk), -1, np.int32))
@@ -87,7 +92,7 @@ class SparseLayer:
     def rows(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
         """Compute what the caches keep: latent rows and the indexer's keys."""
         keys = rotate(self.mla.embedding[tokens] @ self._w_k, positions)
-        return self.mla.latent_rows(tokens, positions).astype(BF16), keys.astype(BF16)
+        return self.mla.latent_rows(tokens, positions), keys.astype(BF16)
 
     def step(self, tokens: Array, positions: Array) -> tuple[Array, ...]:
         """Compute a step's rows and keys, absorbed queries, and the indexer's with weights."""
@@ -99,19 +104,14 @@ class SparseLayer:
         bits = values.view(np.uint8), weights.astype(np.float32)
         return *self.rows(tokens, positions), q, *bits
 
-    def slots(self, requests: Array, positions: Array) -> Array:
-        """Find the slots of tokens in both caches."""
-        pages = self.cache.table[requests, positions // PAGE_SIZE].astype(np.int64)
-        return np.asarray(pages * PAGE_SIZE + positions % PAGE_SIZE)
-
     def append(self, rows: Any, keys: Any, slots: Any) -> None:
         """Write into both caches."""
-        cumla.append_mla_cache(rows, self.cache.pages, slots)
+        cumla.append_mla_cache(rows, self.kv_cache, slots)
         cumla.append_indexer_cache(keys, self.index_cache, slots)
 
     def errors(self, indices: Array, kv_lens: Array, *, selects: bool) -> tuple[float, float]:
         """Find how far attention is from float64, and how far a selection from the best one."""
-        fetch, table = self.cache.backend.fetch, self.cache.table
+        fetch, table = self.backend.fetch, self.table
         q, index_q, weights = map(fetch, self.inputs[2:])
         outs = fetch(self.out)[:, 0].astype(np.float64)
         pages = fetch(self.index_cache)
@@ -119,7 +119,9 @@ class SparseLayer:
         arrays = index_q, pages, weights, table, kv_lens
         logits = cumla.reference.paged_mqa_logits(*arrays, max_kv_len=width) if selects else None
         expected, short = [], 0.0
-        for i, rows in enumerate(self.cache.read(kv_lens)):
+        cached = fetch(self.kv_cache)
+        for i, length in enumerate(kv_lens):
+            rows = cached[table[i]].reshape(-1, ROW_DIM)[:length]
             chosen = indices[i, 0][indices[i, 0] >= 0]
             if len(np.unique(chosen)) != min(self.shape.topk, len(rows)):
                 return np.inf, np.inf
@@ -137,24 +139,23 @@ class SparseLayer:
 
 @one_blas_thread()
 def decode_sparse(
-    shape: SparseShape, requests: list[Request], steps: int, backend: Backend, seed: int
+    shape: SparseShape, requests: list[Request], steps: int, backend: GraphBackend, seed: int
 ) -> int:
     """Prefill, then run and check every step; print the verdict; the exit code."""
-    caches = [PagedCache.shuffled(requests, backend, seed + i) for i in range(NUM_LAYERS)]
-    layers = [SparseLayer(shape, cache, len(requests), seed + i) for i, cache in enumerate(caches)]
+    layers = [SparseLayer(shape, requests, backend, seed + i) for i in range(NUM_LAYERS)]
     for i, request in enumerate(requests):
         prompt = np.arange(request.prompt)
         for layer in layers:
             rows = layer.rows(request.tokens[: request.prompt], prompt)
-            slots = layer.slots(np.full_like(prompt, i), prompt)
+            slots = find_slots(layer.table, i, prompt)
             layer.append(*map(backend.put, (*rows, slots)))
     prompts = np.array([request.prompt for request in requests])
     each = np.arange(len(requests))
-    slots_there = [backend.put(layer.slots(each, prompts)) for layer in layers]
+    slots_there = [backend.put(find_slots(layer.table, each, prompts)) for layer in layers]
     kv_lens = backend.put(prompts.astype(np.int32))
     first = layers[0]
-    (_, _, q, index_q, _), table = first.inputs, first.cache.block_table
-    arrays = q, first.cache.pages, index_q, first.index_cache
+    (_, _, q, index_q, _), table = first.inputs, first.block_table
+    arrays = q, first.kv_cache, index_q, first.index_cache
     plan = cumla.DSAPlan.from_arrays(*arrays, block_table=table, topk=shape.topk)
     backend.prepare(plan, cumla.append_mla_cache, cumla.append_indexer_cache)
     call = backend.repeatable(partial(_step, plan, layers, slots_there, kv_lens))
@@ -166,7 +167,7 @@ def decode_sparse(
             lengths = (positions + 1).astype(np.int32)
             backend.write(kv_lens, lengths)
             for layer, there in zip(layers, slots_there, strict=True):
-                backend.write(there, layer.slots(each, positions))
+                backend.write(there, find_slots(layer.table, each, positions))
                 for target, array in zip(layer.inputs, layer.step(tokens, positions), strict=True):
                     backend.write(target, array)
             seconds.append(backend.timed(call)[1])
@@ -180,7 +181,7 @@ def decode_sparse(
     print(f"read      {read / seen:.1%} of the cached tokens, {read} of {seen}")
     print(f"error     at most {np.max(worst):.1e}: of attention, and of scores below the best ones")
     print(f"time      {median(seconds) * 1e3:.3f} ms of a step, {backend.repeats}, {backend.clock}")
-    return verdict(worst, ORACLE, "float64")
+    return verdict(worst, ORACLE)
 
 
 def _step(plan: cumla.DSAPlan, layers: list[SparseLayer], slots: list[Any], kv_lens: Any) -> None:
@@ -189,13 +190,13 @@ def _step(plan: cumla.DSAPlan, layers: list[SparseLayer], slots: list[Any], kv_l
     for i, layer in enumerate(layers):
         rows, keys, q, index_q, weights = layer.inputs
         layer.append(rows, keys, slots[i])
-        table = layer.cache.block_table
+        table = layer.block_table
         if i != SHARING:
             plan.select(index_q, layer.index_cache, weights, block_table=table)
-        layer.cache.backend.copy(layer.indices, plan.indices)
+        layer.backend.copy(layer.indices, plan.indices)
         results = {"out": layer.out, "lse": layer.lse}
         scale = layer.mla.softmax_scale
-        plan.run(q, layer.cache.pages, block_table=table, softmax_scale=scale, **results)
+        plan.run(q, layer.kv_cache, block_table=table, softmax_scale=scale, **results)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -207,15 +208,15 @@ def main(argv: list[str] | None = None) -> int:
         "--layer", choices=SPARSE_LAYERS, help="default: deepseek-v3.2 on a GPU, tiny on the CPU"
     )
     args = parser.parse_args(argv)
-    backend, reason = choose_backend()
-    name = args.layer or ("tiny" if isinstance(backend, CPUBackend) else "deepseek-v3.2")
+    backend = GraphBackend.choose()
+    name = args.layer or ("deepseek-v3.2" if backend.cupy else "tiny")
     shape = SPARSE_LAYERS[name]
     requests = cut_requests(args.file.read_bytes(), args.steps, shape.longest)
     print(
         f"layers    {name}: {NUM_LAYERS}, {shape.layer.heads} heads, random weights; "
         f"{shape.topk} tokens selected by {shape.index_heads} heads of {shape.index_dim}"
     )
-    print(f"backend   {backend.name} ({reason})")
+    print(f"backend   {backend.name} ({backend.reason})")
     return decode_sparse(shape, requests, args.steps, backend, seed=0)
 
 

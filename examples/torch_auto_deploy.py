@@ -16,7 +16,7 @@ from served.llama import EPSILON, MODELS, LlamaModel
 from served.server import deal
 from torch.nn import functional
 
-from cumla.cli.demo.problem import PAGE_SIZE, TOLERANCE, cut_requests, shuffled_pages
+from cumla.cli.demo import PAGE_SIZE, TOLERANCE, cut_requests, shuffled_pages
 from cumla.compat import auto_deploy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

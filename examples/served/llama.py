@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.cli.demo.problem import rotate
+from cumla.cli.demo import rotate
 
 Array = NDArray[Any]
 

@@ -11,18 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from served.graph import GraphBackend
 from served.llama import Computed, LlamaModel
 from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
-from cumla.cli.demo.backends import Backend
-from cumla.cli.demo.problem import (
-    PAGE_SIZE,
-    Request,
-    cosines_and_sines,
-    shuffled_pages,
-    worst_error,
-)
+from cumla.cli.demo import PAGE_SIZE, Request, cosines_and_sines, shuffled_pages, worst_error
 
 Array = NDArray[Any]
 
@@ -49,10 +43,10 @@ class LlamaServer(Server):
     `seed` is that of the order of pages.
     """
 
-    oracle = "attention without a cache"
+    oracle = "attention without a cache in float32"
 
     def __init__(
-        self, model: LlamaModel, requests: list[Request], backend: Backend, seed: int
+        self, model: LlamaModel, requests: list[Request], backend: GraphBackend, seed: int
     ) -> None:
         super().__init__(requests)
         self._model, self._backend = model, backend

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from served.graph import GraphBackend
 
-from cumla.cli.demo.backends import Backend, CPUBackend, choose_backend
-from cumla.cli.demo.problem import Request, cut_requests, verdict
+from cumla.cli.demo import Request, cut_requests, verdict
 from cumla.reference.threads import one_blas_thread
 
 Array = NDArray[Any]
@@ -108,7 +108,7 @@ def serve_text(
     argv: list[str] | None,
     script: str,
     shapes: Mapping[str, Any],
-    make: Callable[[Any, list[Request], Backend], Server],
+    make: Callable[[Any, list[Request], GraphBackend], Server],
 ) -> int:
     """Serve four requests, whose tokens are the bytes of a text; 0 if every step is right."""
     parser = argparse.ArgumentParser(description="Chunked prefill beside decoding, checked.")
@@ -118,15 +118,15 @@ def serve_text(
         "--layer", choices=shapes, help=f"default: {next(iter(shapes))} on a GPU, tiny on the CPU"
     )
     args = parser.parse_args(argv)
-    backend, reason = choose_backend()
-    name = args.layer or ("tiny" if isinstance(backend, CPUBackend) else next(iter(shapes)))
+    backend = GraphBackend.choose()
+    name = args.layer or (next(iter(shapes)) if backend.cupy else "tiny")
     requests = cut_requests(args.file.read_bytes(), args.steps)
     print(f"layers    {name}: {shapes[name].heads} heads, random weights")
-    print(f"backend   {backend.name} ({reason})")
+    print(f"backend   {backend.name} ({backend.reason})")
     return serve(make(shapes[name], requests, backend), backend)
 
 
-def serve(server: Server, backend: Backend) -> int:
+def serve(server: Server, backend: GraphBackend) -> int:
     """Run all steps, and print a line for each and the verdict; the exit code."""
     print(f"step      up to {STEP_TOKENS} query tokens, {backend.repeats}")
     print()

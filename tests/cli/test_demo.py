@@ -4,7 +4,6 @@ attention and wrong rows."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 import runpy
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,6 @@ import pytest
 
 import cumla
 from cumla.cli import demo, main
-from cumla.cli.demo import backends, problem
 from cumla.cli.progress import ProgressBar
 from tests.emulator import emulated_gpu
 
@@ -39,13 +36,14 @@ REAL_KV_APPEND = cumla.append_kv_cache
 REAL_DSA_UPDATE, REAL_DSA_RUN = cumla.DSAPlan.update, cumla.DSAPlan.run
 REAL_SELECT = cumla.DSAPlan.select
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SPARSE = runpy.run_path(str(EXAMPLES / "sparse_decoding.py"))
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(EXAMPLES)
     MLA_SERVING, LLAMA_SERVING = (
         runpy.run_path(str(EXAMPLES / f"{name}_serving.py"))["main"] for name in ("mla", "llama")
     )
+    SPARSE = runpy.run_path(str(EXAMPLES / "sparse_decoding.py"))
 server = sys.modules["served.server"]
+GraphBackend = sys.modules["served.graph"].GraphBackend
 TINY = "--layer", "tiny"
 
 
@@ -54,7 +52,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(ordinal: int) -> None:
         raise cumla.UnsupportedDeviceError(f"device {ordinal}: not today\nmore")
 
-    monkeypatch.setattr(backends, "require_hopper", refuse)
+    monkeypatch.setattr(demo, "require_hopper", refuse)
 
 
 @pytest.fixture
@@ -65,41 +63,31 @@ def text(tmp_path: Path) -> Path:
 
 
 def run(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["demo", "--layer", "tiny", *argv])
-    return int(args.func(args))
+    """The demo with a small layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "DEEPSEEK_V2_LITE", demo.LayerShape(64, 2, 16, 16))
+        return main(["demo", *argv])
 
 
-def table(output: str) -> dict[str, str]:
-    """The header's and the last row's cells."""
-    rows = [line for line in output.splitlines() if line.startswith("|")]
-    header, _, cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return dict(zip(header, cells, strict=True))
+def lines(output: str) -> dict[str, str]:
+    """What the lines say, by their labels."""
+    labelled = (line.split(maxsplit=1) for line in output.splitlines())
+    return dict(labelled)
 
 
-def test_decodes_a_text_and_prints_the_table(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--file", str(text), "--steps", "3") == 0
+def test_decodes_a_text(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--file", str(text), "--steps", "3"]) == 0
     captured = capsys.readouterr()
-    found = table(captured.out)
-    assert found["steps"] == "3"
-    assert float(found["tokens/s"]) > 0
-    assert re.fullmatch(r"\d+\.\d{3} ms", found["kernel time"])
-    assert 1e-5 < float(found["worst error"]) <= 1e-2  # it is bfloat16 after all
-    assert found["backend"] == "cumla.reference on the CPU"
-    assert f"{text}, {len(TEXT)} bytes" in captured.out
-    assert "layer     tiny: 2 heads, random weights" in captured.out
-    assert "not today)" in captured.out
-    assert "ok: every step within 0.01" in captured.out
+    found = lines(captured.out)
+    assert found["text"] == f"{text}, {len(TEXT)} bytes"
+    assert found["layer"] == "DeepSeek-V2-Lite's shapes, 16 heads, random weights"
+    assert found["backend"] == "cumla.reference on the CPU (device 0: not today)"
+    (rate,) = re.findall(r"3, (\S+) tokens/s", found["steps"])
+    assert float(rate) > 0
+    assert re.match(r"\d+\.\d{3} ms, median step, wall clock", found["attention"])
+    assert 1e-5 < float(found["error"].removeprefix("at most ")) <= 1e-2  # it is bfloat16
+    assert found["ok:"] == "every step within 0.01 of un-absorbed attention in float32"
     assert captured.err == ""  # no progress bar where nobody watches
-
-
-@pytest.mark.exhaustive
-def test_the_default_layer_is_of_a_model(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--file", str(text), "--steps", "2"]) == 0
-    assert "layer     deepseek-v2-lite: 16 heads, random weights" in capsys.readouterr().out
 
 
 def without_the_newest_token(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -> Any:
@@ -166,26 +154,9 @@ def test_unusable_texts(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs a whole number from 1, got '0'" in capsys.readouterr().err
 
 
-def test_the_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "cumla"
-    monkeypatch.setattr(cumla, "__file__", str(package / "__init__.py"))
-    installed = SimpleNamespace(json={"description": "# what pip keeps"})
-    monkeypatch.setattr(metadata, "metadata", lambda name: installed)
-    assert problem.load_text(None)[1] == b"# what pip keeps"
-
-    def not_installed(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "metadata", not_installed)
-    with pytest.raises(ValueError, match="name a text with --file"):
-        problem.load_text(None)
-    (tmp_path / "README.md").write_bytes(b"# of the checkout")
-    assert problem.load_text(None)[1] == b"# of the checkout"
-
-
 @pytest.mark.parametrize("steps", [1, 100, len(TEXT) - 1])
 def test_requests_are_stretches_of_the_text(steps: int) -> None:
-    requests = problem.cut_requests(TEXT, steps)
+    requests = demo.cut_requests(TEXT, steps)
     for request in requests:
         assert request.tokens.tobytes() in TEXT
         assert len(request.tokens) == request.prompt + steps
@@ -193,22 +164,16 @@ def test_requests_are_stretches_of_the_text(steps: int) -> None:
         assert len({request.prompt for request in requests}) == len(requests) > 1
 
 
-def test_cache_keeps_rows_and_leaves_the_rest_poisoned() -> None:
-    requests = problem.cut_requests(TEXT, 10)
-    paged = problem.PagedCache.shuffled(requests, backends.CPUBackend(), seed=1)
-    rng = np.random.default_rng(0)
-    written = [rng.standard_normal((r.prompt, 576)).astype(problem.BF16) for r in requests]
-    for i, rows in enumerate(written):
-        paged.write(i, 0, rows[:5].astype(np.float32))
-        paged.write(i, 5, rows[5:].astype(np.float32))
-    for rows, read in zip(written, paged.read(np.array([len(r) for r in written])), strict=True):
-        np.testing.assert_array_equal(read, rows.astype(np.float32))
-    used = paged.table[paged.table >= 0]
-    assert len(np.unique(used)) == len(used)
+def test_pages_belong_to_one_request_each() -> None:
+    requests = demo.cut_requests(TEXT, 10)
+    table, total = demo.shuffled_pages(requests, seed=1)
+    used = table[table >= 0]
+    assert len(np.unique(used)) == len(used) == total - demo.SPARE_PAGES
     assert np.any(np.diff(used) != 1)  # shuffled
-    assert np.isnan(paged.pages.astype(np.float32)).sum() == paged.pages.size - 576 * sum(
-        len(rows) for rows in written
-    )
+    slots = [demo.find_slots(table, i, np.arange(len(r.tokens))) for i, r in enumerate(requests)]
+    together = np.concatenate(slots)
+    assert len(np.unique(together)) == len(together)
+    assert set(together // demo.PAGE_SIZE) == set(used)
 
 
 def served(output: str) -> list[dict[str, str]]:
@@ -241,7 +206,7 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
     assert [step["step"] for step in steps] == [str(i + 1) for i in range(len(steps))]
     decoding = [int(step["decoding"]) for step in steps]
     chunks = [[int(n) for n in step["prompt chunks"].split("+") if n != "-"] for step in steps]
-    prompts = sorted(request.prompt for request in problem.cut_requests(TEXT, 3))
+    prompts = sorted(request.prompt for request in demo.cut_requests(TEXT, 3))
     assert sum(map(sum, chunks)) == sum(prompts)
     assert sum(decoding) == 3 * len(prompts)
     assert max(n + sum(c) for n, c in zip(decoding, chunks, strict=True)) == server.STEP_TOKENS
@@ -511,14 +476,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
         asnumpy=lambda array: array.view(np.ndarray).copy(),
         cuda=SimpleNamespace(Event=FakeEvent, get_elapsed_time=elapsed, Stream=streams.stream),
     )
-    monkeypatch.setattr(backends, "require_hopper", lambda _: SimpleNamespace(name="Fake H200"))
-    monkeypatch.setattr(backends, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(demo, "require_hopper", lambda _: SimpleNamespace(name="Fake H200"))
+    monkeypatch.setattr(demo, "import_cupy", lambda: cupy)
     return streams
 
 
-@pytest.mark.usefixtures("streams")
-def test_gpu_backend_copies_and_takes_the_time_of_events(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_the_time_is_that_of_events(
+    text: Path,
+    streams: FakeStreams,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def decode(*arrays: Any, **options: Any) -> Any:
         assert all(isinstance(array, FakeGPUArray) for array in arrays)
@@ -527,12 +494,13 @@ def test_gpu_backend_copies_and_takes_the_time_of_events(
 
     prepared = []
     monkeypatch.setattr(cumla, "mla_decode", decode)
+    monkeypatch.setattr(cumla, "append_mla_cache", streams.enqueue(REAL_APPEND))
     monkeypatch.setattr(cumla.MLADecodePlan, "from_arrays", lambda q, cache: "a plan")
     monkeypatch.setattr(cumla, "prepare", lambda plan, *, device: prepared.append((plan, device)))
     assert run("--file", str(text), "--steps", "2") == 0
-    found = table(capsys.readouterr().out)
-    assert found["kernel time"] == "2.500 ms"
-    assert found["backend"] == "CUDA kernels on Fake H200"
+    found = lines(capsys.readouterr().out)
+    assert found["attention"].startswith("2.500 ms, median step, CUDA events")
+    assert found["backend"] == "CUDA kernels on Fake H200 (the first GPU)"
     assert prepared == [("a plan", 0)]
 
 
@@ -591,16 +559,19 @@ def test_on_a_gpu_one_graph_serves_all_layers_and_steps_of_a_llama(
     assert {step["kernel time"] for step in steps} == {"5.000 ms"}
 
 
+def emulated_backend(cupy: Any) -> Any:
+    backend = GraphBackend("emulated", "on the CPU")
+    backend.put, backend.fetch = cupy.asarray, lambda array: array.get()
+    return backend
+
+
 @pytest.mark.exhaustive
 def test_the_kernels_serve_a_llama(
     text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their own text, on the CPU."""
     with emulated_gpu() as cupy:
-        backend = backends.CPUBackend()
-        backend.put = cupy.asarray  # type: ignore[method-assign]
-        backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
-        monkeypatch.setattr(server, "choose_backend", lambda: (backend, "emulated"))
+        monkeypatch.setattr(GraphBackend, "choose", lambda: emulated_backend(cupy))
         text.write_bytes(TEXT[:150])
         assert LLAMA_SERVING([*TINY, "--file", str(text), "--steps", "2"]) == 0
     assert all(float(step["worst error"]) <= 2e-3 for step in served(capsys.readouterr().out))
@@ -622,9 +593,7 @@ def test_decodes_sparsely(
     output = capsys.readouterr().out
     assert len(selections) == 2 * 3  # of three layers, one of which shares a selection
     assert len(set(map(id, selections))) == 1
-    lengths = [
-        request.prompt + n for request in problem.cut_requests(TEXT, 3, 256) for n in (1, 2, 3)
-    ]
+    lengths = [request.prompt + n for request in demo.cut_requests(TEXT, 3, 256) for n in (1, 2, 3)]
     read, seen = (3 * sum(numbers) for numbers in ((min(n, 64) for n in lengths), lengths))
     assert f"{read / seen:.1%} of the cached tokens, {read} of {seen}" in output
     (error,) = re.findall(r"error +at most (\S+):", output)
@@ -696,10 +665,8 @@ def test_the_cpu_decodes_sparsely_with_a_small_layer(
 def test_the_kernels_decode_sparsely(capsys: pytest.CaptureFixture[str]) -> None:
     """Their own text, on the CPU."""
     with emulated_gpu() as cupy:
-        backend = backends.CPUBackend()
-        backend.put = cupy.asarray  # type: ignore[method-assign]
-        backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
-        requests = problem.cut_requests(TEXT, 2, 128)
+        backend = emulated_backend(cupy)
+        requests = demo.cut_requests(TEXT, 2, 128)
         shape = SPARSE["SPARSE_LAYERS"]["tiny"]
         assert SPARSE["decode_sparse"](shape, requests, 2, backend, seed=0) == 0
 
