@@ -69,10 +69,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--file",
         type=Path,
         default=Path(__file__),
-        help="text whose bytes are the tokens (default: the source of this command)",
+        help="text whose bytes are the tokens (default: this command's source)",
     )
     parser.add_argument(
-        "--steps", type=positive, default=32, help="of each request (default: %(default)s)"
+        "--steps", type=positive, default=32, help="tokens of each request (default: %(default)s)"
     )
     parser.set_defaults(func=run)
 
@@ -101,11 +101,13 @@ def decode(layer: MLALayer, requests: list[Request], steps: int, backend: Backen
     table, num_pages = shuffled_pages(requests, seed=0)
     kv_cache = backend.put(np.full((num_pages, PAGE_SIZE, ROW_DIM), np.nan, BF16))
     block_table = backend.put(table)
-    for i, (tokens, prompt) in enumerate(requests):
-        positions = np.arange(prompt)
-        rows = layer.latent_rows(tokens[:prompt], positions)
-        slots = find_slots(table, i, positions)
+
+    def append(request: int | Array, tokens: Array, positions: Array) -> None:
+        rows, slots = layer.latent_rows(tokens, positions), find_slots(table, request, positions)
         cumla.append_mla_cache(backend.put(rows), kv_cache, backend.put(slots))
+
+    for i, (tokens, prompt) in enumerate(requests):
+        append(i, tokens[:prompt], np.arange(prompt))
     q = backend.put(np.zeros((len(requests), 1, layer.heads, ROW_DIM), BF16))
     backend.prepare(cumla.MLADecodePlan.from_arrays(q, kv_cache))
     step_seconds, kernel_seconds, errors = [], [], []
@@ -114,9 +116,7 @@ def decode(layer: MLALayer, requests: list[Request], steps: int, backend: Backen
             start = time.perf_counter()
             positions = np.array([request.prompt + number for request in requests])
             tokens = np.array([r.tokens[p] for r, p in zip(requests, positions, strict=True)])
-            slots = find_slots(table, np.arange(len(requests)), positions)
-            rows = layer.latent_rows(tokens, positions)
-            cumla.append_mla_cache(backend.put(rows), kv_cache, backend.put(slots))
+            append(np.arange(len(requests)), tokens, positions)
             q = backend.put(layer.absorb(*layer.queries(tokens, positions))[:, None].astype(BF16))
             kv_lens = backend.put((positions + 1).astype(np.int32))
             arrays = q, kv_cache, block_table, kv_lens
@@ -306,12 +306,7 @@ class MLALayer:
 def rotate(x: Array, positions: Array) -> Array:
     """Apply rotary position embedding to the last axis; positions broadcast over the others."""
     half = x.shape[-1] // 2
-    cos, sin = cosines_and_sines(positions, half)
+    angles = positions[..., None] * 10000.0 ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def cosines_and_sines(positions: Array, half: int) -> tuple[Array, Array]:
-    """Compute those of all pairs of columns, along a last axis of this length, in float32."""
-    angles = positions[..., None] * 10000.0 ** (-np.arange(half) / half)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -16,7 +16,7 @@ from served.llama import Computed, LlamaModel
 from served.server import STEP_TOKENS, Batch, Server, filled
 
 import cumla
-from cumla.cli.demo import PAGE_SIZE, Request, cosines_and_sines, shuffled_pages, worst_error
+from cumla.cli.demo import PAGE_SIZE, Request, rotate, shuffled_pages, worst_error
 
 Array = NDArray[Any]
 
@@ -56,8 +56,8 @@ class LlamaServer(Server):
         pool = (shape.layers * self._pages, PAGE_SIZE, shape.kv_heads, shape.head_dim)
         self._caches = [backend.put(np.full(pool, np.nan, FP16)) for _ in "kv"]
         longest = np.arange(max(len(request.tokens) for request in requests))
-        table = np.concatenate(cosines_and_sines(longest, shape.head_dim // 2), axis=1)
-        self._cos_sin = backend.put(table)
+        unit = np.repeat(np.array([1, 0], np.float32), shape.head_dim // 2)
+        self._cos_sin = backend.put(rotate(unit, longest))  # cosines, then sines
         heads = shape.heads, shape.kv_heads, shape.kv_heads
         rows = [np.full((STEP_TOKENS, n, shape.head_dim), np.nan, FP16) for n in heads]
         counts = [np.zeros(n, np.int32) for n in (len(requests) + 1, len(requests))]
