@@ -375,6 +375,6 @@ def check_device_number(device: object) -> None:
     """Check a CUDA ordinal, or None."""
     if device is not None and (not isinstance(device, int) or isinstance(device, bool)):
         raise TypeError(
-            f"device: needs a CUDA ordinal, which is an int, or None, got "
-            f"{type(device).__module__}.{type(device).__qualname__}; pass its number"
+            f"device: needs a CUDA ordinal, which is an int, or None, got {device!r}; pass its "
+            f"number, as 0 for cuda:0; a plan for the CPU takes {arg('like')}, an array on the CPU"
         )

@@ -153,7 +153,7 @@ def _again(plan: P) -> P:
     return other
 
 
-_ARRAYS = ("_buffer", "_held", "_logits_plan", "_attend_plan", "_lengths", "indices")
+_ARRAYS = ("_buffer", "_held", "_logits_plan", "_attend_plan", "_row_lens", "indices")
 
 
 def _flatten(plan: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -220,7 +220,7 @@ class DSAPlan(Step):
     _own: Mapping[str, Any] = MappingProxyType(dict.fromkeys(("visible", "counts", "logits")))
     _lists: Mapping[str, Any] = MappingProxyType({})  # outputs of the selection
     _counted: tuple[Any, Any] | None = None  # tokens that rows see, and that they select
-    _lengths: Any = None  # of the rows of logits
+    _row_lens: Any = None  # of the rows of logits
     indices: Any = None
 
     def __init__(
@@ -417,7 +417,7 @@ class DSAPlan(Step):
     def serves(self, stream: int) -> bool:
         """Return whether runs on a stream can do without an update, as other plans do."""
         plans = self._logits_plan, self._attend_plan
-        return self._lengths is not None and all(plan.serves(stream) for plan in plans)
+        return self._row_lens is not None and all(plan.serves(stream) for plan in plans)
 
     def update(
         self,
@@ -442,7 +442,7 @@ class DSAPlan(Step):
         """
         if misplaced:
             raise self._misplaced("update", misplaced)
-        self.indices = self._lengths = None  # and so it stays if a check below raises
+        self.indices = self._row_lens = None  # and so it stays if a check below raises
         self._follow(stream)
         with _INDEX:
             self._logits_plan.update(kv_lens, stream=stream)
@@ -456,7 +456,7 @@ class DSAPlan(Step):
             self._counted = counted  # the same arrays each time
         lengths, counts = counted
         self._attend_plan.update(counts, extra_topk_lens=extra_topk_lens, stream=stream)
-        self._lengths = lengths
+        self._row_lens = lengths
         self._note_use(stream)
 
     def select(
@@ -494,7 +494,7 @@ class DSAPlan(Step):
         options["block_table"] = block_table
         with _INDEX:
             logits = self._logits_plan.run(*arrays, **options, stream=stream)
-        found = top_k(logits, self._shape[2], row_lens=self._lengths, stream=stream, **self._lists)
+        found = top_k(logits, self._shape[2], row_lens=self._row_lens, stream=stream, **self._lists)
         self.indices = self._chosen if self._lists else found.indices.reshape(self._shape)
         self._note_use(stream)
         return self.indices
@@ -556,7 +556,7 @@ out, lse, stream
         return state
 
     def _check_updated(self) -> None:
-        if self._lengths is None:
+        if self._row_lens is None:
             raise ValueError(
                 f"plan: needs an update, got none; call {self._calls[0]}({arg('kv_lens')}) before "
                 f"plan.select and plan.run"

@@ -355,6 +355,19 @@ def test_a_plan_is_a_value() -> None:
     np.testing.assert_array_equal(np.asarray(again.out), np.asarray(outs[0]))
 
 
+@every_plan
+def test_a_plan_is_an_argument_and_a_result(planned: Planned) -> None:
+    operation = OPERATIONS[planned.operation]
+    arrays, options = divided(operation.make())
+    kind = getattr(cumla.jax, planned.kind.__name__)
+    plan = kind.from_arrays(**{name: (arrays | options)[name] for name in planned.made_of})
+    lengths, inputs = planned.lengths(arrays | options), planned.inputs(arrays | options)
+    plan = jax.jit(lambda plan: plan.update(**lengths))(plan)
+    for _ in range(2):
+        result, plan = jax.jit(lambda plan: plan.run(**inputs))(plan)
+        assert_same(operation, result, eager(operation))
+
+
 @pytest.mark.parametrize("option", ["workspace", "device", "stream"])
 def test_a_plan_refuses_what_is_xlas_to_decide(option: str) -> None:
     with refused(TypeError, f"{option}: needs None"):
