@@ -339,6 +339,9 @@ def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
     if model.is_v4:
         yield "beside attention", "vLLM's own: its layers decide"
         return
+    if is_sparse:
+        own = "vLLM's own: it chooses pools of tokens"
+        yield "indexer", own if model.pool > 1 else "paged_mqa_logits, mqa_logits, top_k"
     yield "drafts", "yes, in chains"
     among = "; the indexer's scores differ in their last bits" if is_sparse else ""
     yield "batch invariance", f"yes, by VLLM_BATCH_INVARIANT=1{among}"

@@ -77,8 +77,10 @@ def check_new_rows(**pairs: tuple[Any, Any]) -> None:
             raise TypeError(f"{arg(name)}: needs the cache's dtype {need}, got {got}; convert it")
 
 
-def missing_from(module: str, library: str) -> Callable[[str], NoReturn]:
+def missing_from(module: str, library: str, **instead: str) -> Callable[[str], NoReturn]:
     """Make the ``__getattr__`` of a module, which says where a name that it lacks comes from.
+
+    `instead` names what takes the place of some of them here.
 
     Python replaces an `AttributeError` in ``from module import name`` by its own text, so that
     import gets an `ImportError`; everything else, `hasattr` among it, an `AttributeError`.
@@ -87,8 +89,9 @@ def missing_from(module: str, library: str) -> Callable[[str], NoReturn]:
     def __getattr__(name: str) -> NoReturn:
         caller = sys._getframe(1)
         imports = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
+        way = f"use {instead[name]}, or " if name in instead else ""
         raise (ImportError if imports else AttributeError)(
-            f"{name}: {module} does not have it; import it from {library}", name=name
+            f"{name}: {module} does not have it; {way}import it from {library}", name=name
         )
 
     return __getattr__

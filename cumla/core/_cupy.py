@@ -15,6 +15,10 @@ from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 NEEDED = (
     "the kernels need an NVIDIA Hopper GPU of compute capability 9.0 (H100, H200, H800, H20, GH200)"
 )
+_WITHOUT_GPU = (
+    "without a GPU leave prepare out, pass sm_count= to workspace_bytes, or like= an array on the "
+    "CPU to a plan"
+)
 _CACHE = "CUPY_CACHE_DIR"
 _IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
 _log = logging.getLogger(__name__)
@@ -48,9 +52,11 @@ def import_cupy() -> Any:
         return _imported()
     except ImportError as error:
         problem = "cannot be imported" if found else "is not installed"
-        raise MissingDependencyError(
+        missing = MissingDependencyError(
             f"CuPy, which runs the kernels on a GPU, {problem} ({error})"
-        ) from error
+        )
+        missing.add_note(_WITHOUT_GPU)
+        raise missing from error
 
 
 def _imported() -> Any:
@@ -93,6 +99,5 @@ def current_device() -> int:
         return int(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
         raise UnsupportedDeviceError(
-            f"{NEEDED}, but no GPU can be used ({error}); without one leave prepare out, "
-            f"pass sm_count= to workspace_bytes, or like= an array on the CPU to a plan"
+            f"{NEEDED}, but no GPU can be used ({error}); {_WITHOUT_GPU}"
         ) from error

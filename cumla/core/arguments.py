@@ -376,5 +376,5 @@ def check_device_number(device: object) -> None:
     if device is not None and (not isinstance(device, int) or isinstance(device, bool)):
         raise TypeError(
             f"device: needs a CUDA ordinal, which is an int, or None, got {device!r}; pass its "
-            f"number, as 0 for cuda:0; a plan for the CPU takes {arg('like')}, an array on the CPU"
+            f"number, as 0 for cuda:0, or for the CPU no device: a plan takes like="
         )

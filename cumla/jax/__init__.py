@@ -11,6 +11,9 @@ traced: the results are the same, without command buffers and `jax.export`.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import cumla
 from cumla.errors import MissingDependencyError
 
 try:
@@ -44,3 +47,8 @@ __all__ = [
     "append_kv_cache",
     "append_mla_cache",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    way = f"; jax.jit traces cumla.{name} as it is" if name in cumla.__all__ else ""
+    raise AttributeError(f"{name}: cumla.jax does not have it{way}", name=name)

@@ -368,6 +368,13 @@ def test_a_plan_is_an_argument_and_a_result(planned: Planned) -> None:
         assert_same(operation, result, eager(operation))
 
 
+def test_names_of_cumla_are_not_looked_for_here() -> None:
+    with pytest.raises(AttributeError, match=r"not have it; jax\.jit traces cumla\.mla_decode as"):
+        cumla.jax.mla_decode  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^nothing: cumla\.jax does not have it$"):
+        cumla.jax.nothing  # noqa: B018
+
+
 @pytest.mark.parametrize("option", ["workspace", "device", "stream"])
 def test_a_plan_refuses_what_is_xlas_to_decide(option: str) -> None:
     with refused(TypeError, f"{option}: needs None"):

@@ -30,6 +30,14 @@ def faces() -> list[str]:
     return [n for n in names if "._" not in n and ".auto_deploy." not in n]
 
 
+@pytest.mark.parametrize("face", ["cumla.compat.flashinfer", "cumla.compat.flashinfer.decode"])
+def test_a_missing_name_with_a_successor(face: str) -> None:
+    name = "BatchDecodeMlaWithPagedKVCacheWrapper"
+    says = rf"^{name}: {face} does not have it; use BatchMLAPagedAttentionWrapper of cumla"
+    with pytest.raises(AttributeError, match=says):
+        getattr(importlib.import_module(face), name)
+
+
 @pytest.mark.parametrize("face", faces())
 def test_a_missing_name(face: str) -> None:
     _, _, top, *rest = face.split(".")

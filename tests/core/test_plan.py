@@ -324,8 +324,7 @@ def test_places_that_differ(cupy: FakeCuPy) -> None:
     with refused(ValueError, "workspace: ... device 0 (as like)"):
         DECODE.make(given, workspace=here)
     for device in ("0", 0.0, True, np.zeros(1)):
-        kind = f"{type(device).__module__}.{type(device).__qualname__}"
-        message = f"device: needs a CUDA ordinal ... got {kind}; pass its number"
+        message = f"device: needs a CUDA ordinal ... got {device!r}; pass its number"
         with refused(TypeError, message):
             cumla.MLADecodePlan(1, 1, 16, device=device)  # type: ignore[arg-type]
         with refused(TypeError, message):

@@ -105,6 +105,8 @@ def test_missing_cupy_names_both_extras(installed, monkeypatch):
     assert 'pip install "cumla[cu12]"' in message
     assert 'pip install "cumla[cu13]"' in message
     assert isinstance(missing.value, ImportError)
+    (note,) = missing.value.__notes__
+    assert "like= an array on the CPU to a plan" in note
 
 
 def test_broken_cupy_is_told_from_a_missing_one(installed, monkeypatch):

@@ -94,6 +94,7 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     assert found["12 layers"] == "sparse MLA, 2048 tokens of an indexer"
     assert found["decoding, 128 requests"] == "mla_sparse_bfloat16_shared_blocks"
     assert found["prefill, 1 request"] == "mla_sparse_bfloat16_shared_blocks"
+    assert found["indexer"] == "paged_mqa_logits, mqa_logits, top_k"
     packed = "--kv-cache-dtype", "fp8_ds_mla"
     assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed_16"
     found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
@@ -121,6 +122,7 @@ def test_rows_without_rope_and_an_indexer_of_pools(info: Any) -> None:
         assert found["each GPU"].startswith("64 heads of 512;")
         assert found["decoding, 128 requests"] == kernel
         assert found["decode context parallel"] == "no: the indexer chooses pools"
+        assert found["indexer"].startswith("vLLM's own")
         assert "cache" not in found
         assert "not tried: layers that are no attention beside those" in text
 

@@ -118,4 +118,8 @@ __all__ = [
     "top_k_ragged_transform",
     "topk",
 ]
-__getattr__ = missing_from(__name__, "flashinfer")
+__getattr__ = missing_from(
+    __name__,
+    "flashinfer",
+    BatchDecodeMlaWithPagedKVCacheWrapper="BatchMLAPagedAttentionWrapper of cumla's mla",
+)

@@ -56,7 +56,11 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
 ]
-__getattr__ = missing_from(__name__, "flashinfer.decode")
+__getattr__ = missing_from(
+    __name__,
+    "flashinfer.decode",
+    BatchDecodeMlaWithPagedKVCacheWrapper="BatchMLAPagedAttentionWrapper of cumla's mla",
+)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
