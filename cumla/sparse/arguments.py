@@ -61,7 +61,7 @@ from cumla.mla.shape import (
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.sparse.shape import MLASparseKey
+    from cumla.launch.sparse.key import MLASparseKey
 
 TOKEN_AXES = ("total_tokens", "num_heads")  # of q without a batch, before its columns
 Rows = tuple[int, ...]

@@ -13,8 +13,8 @@ from cumla import reference
 from cumla.core.operation import Both, Operation, Output, Scheduled, parts_on_host
 from cumla.core.paged import Host, Results, Stated, by_head
 from cumla.launch.device import sm_count_of
+from cumla.launch.sparse.key import MLASparseKey
 from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
-from cumla.launch.sparse.shape import MLASparseKey
 from cumla.mla.shape import FORMATS, VALUE_DIM
 from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.arguments import (

@@ -19,8 +19,8 @@ from cumla.core.spec import OUT_AND_LSE, SOFTMAX_SCALE, Factor, Spec, array, fla
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.module import load
+from cumla.launch.sparse.key import MLASparseKey
 from cumla.launch.sparse.mla_sparse import sparse_specs
-from cumla.launch.sparse.shape import MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import Q_AND_CACHE
 from cumla.mla.fp8_caches import FP8, checked_format

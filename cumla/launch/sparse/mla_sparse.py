@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from cumla.core.arrays import ArrayView
 from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode import SMEM_BYTES, DecodeArguments, decode_launch
-from cumla.launch.mla.shape import HEAD_DIM, SWAPPED_ROWS, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.launch.source import HALVES, KernelSpec
+from cumla.launch.sparse.choice import form_of
 from cumla.launch.sparse.mla_sparse_fp8 import sparse_fp8_launch, sparse_fp8_specs
 from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch, sparse_packed_spec
 from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch, sparse_v4_spec
@@ -23,13 +24,12 @@ from cumla.launch.sparse.select_rows import (
     row_steps,
     select_rows_launch,
 )
-from cumla.launch.sparse.shape import RULES
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 from cumla.mla.shape import V4
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
-    from cumla.launch.sparse.shape import MLASparseKey
+    from cumla.launch.sparse.key import MLASparseKey
 
 __all__ = ["SPECS", "SparseArguments", "attend_launches", "lengths_launches", "sparse_specs"]
 
@@ -116,16 +116,10 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
 
 
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
-    """Choose by what binds: many lists share rows in L2, and then it is arithmetic.
-
-    The kernel of few heads has other bits than the others, which batch-invariant lists keep to.
-    """
-    is_narrow = key.num_heads <= SWAPPED_ROWS and columns == HEAD_DIM
-    most = RULES.many_narrow_tiles if is_narrow else RULES.many_tiles
-    many = key.num_places * key.row_tiles >= most * key.sm_count
-    if is_narrow and not (many or key.batch_invariant or key.has_max_logits):
+    form = form_of(key, columns)
+    if form == "swapped":
         return _SWAPPED[key.dtype]
-    return _SPECS[key.dtype, columns, key.row_tiles > 1 or many, key.has_max_logits]
+    return _SPECS[key.dtype, columns, form == "shared_blocks", key.has_max_logits]
 
 
 def lengths_launches(key: MLASparseKey, buffer: int, lengths: Lengths) -> tuple[Launch, ...]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
     from cumla.launch.mla.mla_decode import DecodeArguments
-    from cumla.launch.sparse.shape import MLASparseKey
+    from cumla.launch.sparse.key import MLASparseKey
 
 __all__ = ["SPECS", "sparse_fp8_launch", "sparse_fp8_specs"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
     from cumla.launch.mla.mla_decode import DecodeArguments
-    from cumla.launch.sparse.shape import MLASparseKey
+    from cumla.launch.sparse.key import MLASparseKey
 
 __all__ = ["SPECS", "sparse_v4_launch", "sparse_v4_spec"]
 

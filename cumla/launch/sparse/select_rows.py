@@ -14,7 +14,7 @@ from cumla.launch.split.division import divisor_of
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.kernel import Launch
-    from cumla.launch.sparse.shape import MLASparseKey
+    from cumla.launch.sparse.key import MLASparseKey
 
 __all__ = [
     "SPECS",

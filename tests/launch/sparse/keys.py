@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from cumla.core.arrays import ArrayView
+from cumla.launch.sparse.key import MLASparseKey
 from cumla.launch.sparse.mla_sparse import SparseArguments
-from cumla.launch.sparse.shape import MLASparseKey
 
 __all__ = ["arguments_of", "key_of", "outputs_of", "strided"]
 
