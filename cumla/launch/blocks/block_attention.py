@@ -7,6 +7,7 @@ from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING, Any
 
+from cumla.launch.blocks.choice import RULES
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
@@ -26,7 +27,6 @@ _LOG2_E = log2(e)
 
 
 _WARPS = constant(_FILE, "kDecodeWarps")
-_SM_CTAS = 2  # thread blocks of a multiprocessor
 
 
 def _spec(dtype: str, e4m3: bool) -> KernelSpec:
@@ -34,7 +34,7 @@ def _spec(dtype: str, e4m3: bool) -> KernelSpec:
         *("blocks", "block_attention", "BlockAttentionParams", dtype, e4m3),
         tags=[dtype, *(["e4m3"] if e4m3 else [])],
         threads=32 * _WARPS,
-        min_blocks=_SM_CTAS,
+        min_blocks=RULES.list_ctas,
         smem_bytes=constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}>::kBytes"),
     )
 
@@ -97,7 +97,7 @@ def block_attention_launch(
         "tokens_apart": apart,
         "out_is_float": out.dtype == "float32",
         "cluster_log2": key.cluster.bit_length() - 1,
-        "first_ctas": _SM_CTAS * key.sm_count,
+        "first_ctas": RULES.list_ctas * key.sm_count,
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         "by_tokens_apart": divisor_of(apart or 1 << 31),

@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from cumla.launch.blocks.choice import RULES, scores_ctas, warp_blocks
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
@@ -36,29 +37,17 @@ _FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
     "float16": ("float16", False),
     "float8_e4m3fn": ("float16", True),
 }
-_WARP_KEYS = 256  # of a warp, about, where thread blocks take turns
-# Turns, below which all thread blocks are on the GPU at once, as the last turn would be short.
-_TURNS = 2
-_MOST_RANGES = 65535  # thread blocks along y of a grid
-
-
-def _resident(dtype: str, columns: int) -> int:
-    """Tell how many thread blocks of a multiprocessor there are at once.
-
-    A row of e4m3 has half the bytes, so more rows must be on the way.
-    """
-    return 3 if dtype == "float8_e4m3fn" and columns <= 128 else 2
 
 
 def _spec(dtype: str, columns: int) -> KernelSpec:
     kind, is_e4m3 = _FORMS[dtype]
-    form = "e4m3" if is_e4m3 else kind
+    form, ctas = "e4m3" if is_e4m3 else kind, scores_ctas(is_e4m3, columns)
     return KernelSpec.of(
         *("blocks", "block_scores", "BlockScoresParams"),
         *(kind, is_e4m3, columns),
         tags=[form, str(columns)],
         threads=_THREADS,
-        min_blocks=3 if _resident(dtype, columns) == 3 else 1,
+        min_blocks=ctas if ctas > RULES.scores_ctas else 1,
     )
 
 
@@ -90,15 +79,6 @@ class BlockScoresArguments(NamedTuple):
         return self.block_table.shape[1] * (self.keys.shape[1] // self.block_size)
 
 
-def _warp_blocks(a: BlockScoresArguments, tiles: int, device: int | None) -> int:
-    """Tell how many blocks a warp has, where there are so many tiles of query tokens."""
-    width, each = a.width, max(1, _WARP_KEYS // a.block_size)
-    at_once = sm_count_of(device) * _resident(_known(a.q.dtype), a.q.shape[-1])
-    if tiles * -(-width // (_WARPS * each)) < _TURNS * at_once:
-        each = -(-width // (_WARPS * max(at_once // tiles, 1)))
-    return max(each, -(-width // (_WARPS * _MOST_RANGES)))
-
-
 def block_scores_launch(rows: int, arguments: BlockScoresArguments, out: ArrayView) -> Launch:
     """Describe how to score all blocks; `rows` is the address of what each query token sees."""
     a = arguments
@@ -106,7 +86,8 @@ def block_scores_launch(rows: int, arguments: BlockScoresArguments, out: ArrayVi
     tokens, q_len = prod(lead), lead[1] if len(lead) == 2 else 0
     width, batch = a.width, max(a.block_table.shape[0], 1)
     tile = max(1, min(MOST_HEADS // heads, tokens // batch))
-    each = _warp_blocks(a, -(-tokens // tile), out.device)
+    at_once = sm_count_of(out.device) * scores_ctas(_FORMS[_known(a.q.dtype)][1], columns)
+    each = warp_blocks(width, a.block_size, -(-tokens // tile), _WARPS, at_once)
     in_page = a.keys.shape[1] // a.block_size
     values = {
         "rows": rows,

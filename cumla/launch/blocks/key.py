@@ -12,14 +12,16 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
+from cumla.launch.blocks.choice import RULES, is_whole, list_cluster, list_parts
 from cumla.launch.layouts import constant
 from cumla.launch.mha.attention import LISTED, LISTED_TILES, tiles_spec
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
-from cumla.launch.mha.choice import RULES as RULES_OF_CHOICE
+from cumla.launch.mha.choice import RULES as MHA_RULES
 from cumla.launch.mha.choice import Choice, choose
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.shape import E4M3
-from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, RULES, PlanLayout
+from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, PlanLayout
+from cumla.launch.split.plan import RULES as SPLIT_RULES
 
 if TYPE_CHECKING:
     from typing import Any
@@ -29,31 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["BlockKey", "TileKey"]
 
 _ALIGNMENT = 256
-_ROWS = 128  # query rows of a row tile of 16-bit keys; half of it where keys are e4m3
-# Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
-# multiprocessors: as few as the kernel splits.
-_LEAST_PART = 2
-# Share of busy multiprocessors from which on no virtual request is split.
-_GOOD_FILL = 0.85
 _UNIT = constant("blocks/block_tiles", "mha::kUnit")  # keys of which a mask says how many are seen
 _TILE_TOKENS = constant("blocks/block_tiles", "mha::kTileTokens")  # at most
-# Heads of a kv head, at most: with more, a tile has so few query tokens that they share little.
-_TILE_HEADS = 32
-# Query tokens of a request, on average, from which on neighbours are united.
-_TILED_QUERIES = 8
-# Row tiles of all kv heads for each multiprocessor, at least, as a fraction: with fewer, lists that
-# are split among all multiprocessors end earlier. Tiles of e4m3 keys have half the rows.
-_TILES_OF_SM, _E4M3_TILES_OF_SM = (1, 2), (1, 1)
 # Of lists that block_attention reads: entries, and heads of a kv head; tokens of a block are whole
 # chunks of e4m3 keys.
 _ENTRIES, _HEADS, _CHUNK = (
     constant("blocks/block_attention", name)
     for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true>::kChunk")
 )
-_CLUSTERS = (8, 4, 2, 1)  # thread blocks that may share a list
-_INVARIANT_CLUSTER = 2  # a compromise: the number may not depend on the batch
-_LEAST_TOKENS = 64  # of a thread block: a chunk of each of its warps
-_MOST_KEYS = (1 << 31) - 128  # of a tile
 
 
 @dataclass(frozen=True)
@@ -126,7 +111,7 @@ class BlockKey(MHAKey):
                 None  # each token's list by itself is as fast, whatever neighbours have in common
             )
         heads, tile = self.num_heads, None
-        if _TILE_HEADS >= heads >= _ROWS // _TILE_TOKENS:
+        if RULES.tile_heads >= heads >= RULES.tile_rows // _TILE_TOKENS:
             tile = TileKey(
                 batch=self.requests,
                 total_tokens=self.batch,
@@ -164,10 +149,8 @@ class BlockKey(MHAKey):
     def cluster(self) -> int:
         """Thread blocks of block_attention that share a list, if multiprocessors suffice."""
         if self.batch_invariant:
-            return _INVARIANT_CLUSTER
-        least = max(1, self.topk * self.page_size // _LEAST_TOKENS)
-        most = min(max(1, self.sm_count // max(self.num_places, 1)), least)
-        return next(n for n in _CLUSTERS if n <= most)
+            return RULES.invariant_cluster
+        return list_cluster(self.num_places, self.topk * self.page_size, self.sm_count)
 
     @property
     def list_blocks(self) -> int:
@@ -177,7 +160,7 @@ class BlockKey(MHAKey):
     @property
     def list_cost(self) -> int:
         """What a full list costs, in blocks."""
-        return max(1, self.list_blocks) + RULES.fixed_cost
+        return max(1, self.list_blocks) + SPLIT_RULES.fixed_cost
 
     @cached_property
     def num_places(self) -> int:
@@ -192,19 +175,14 @@ class BlockKey(MHAKey):
     @cached_property
     def is_whole(self) -> bool:
         """Whether no virtual request is split."""
-        waves = -(-self.num_places // self.sm_count)
-        return self.num_places >= _GOOD_FILL * waves * self.sm_count
+        return is_whole(self.num_places, self.sm_count)
 
     @cached_property
     def parts(self) -> int:
         """Shares of the work of all lists."""
         if self.batch_invariant:
             return self.num_places * self.pieces
-        if self.is_whole:
-            return min(self.num_places, self.sm_count)
-        equal = self.sm_count // self.num_places * self.num_places if self.num_places else 1
-        most = max(1, self.list_blocks // _LEAST_PART) * max(1, self.num_places)
-        return min(equal if equal >= _GOOD_FILL * self.sm_count else self.sm_count, most)
+        return list_parts(self.num_places, self.list_blocks, self.sm_count)
 
     @cached_property
     def row_groups(self) -> int:
@@ -288,7 +266,7 @@ class TileKey(MHAKey):
     @property
     def row_tile(self) -> int:
         """Query rows of a row tile."""
-        return _ROWS // 2 if self.is_e4m3 else _ROWS
+        return RULES.e4m3_tile_rows if self.is_e4m3 else RULES.tile_rows
 
     @cached_property
     def _spec(self) -> KernelSpec | None:
@@ -302,14 +280,14 @@ class TileKey(MHAKey):
     def serves(self) -> bool:
         """Whether a kernel has these columns and blocks, and tiles are worth it."""
         tiles = self.total_tokens // self.tile_tokens * self.num_kv_heads
-        few, of = _E4M3_TILES_OF_SM if self.is_e4m3 else _TILES_OF_SM
+        few, of = RULES.e4m3_tiles_of_sm if self.is_e4m3 else RULES.tiles_of_sm
         return (
             self._spec is not None
             and self.page_size % _UNIT == 0
-            and self.total_tokens >= _TILED_QUERIES * self.batch
+            and self.total_tokens >= RULES.tiled_queries * self.batch
             and tiles * of >= self.sm_count * few
-            and 0 < self.most_blocks * self.page_size <= _MOST_KEYS
-            and self.num_places * self.num_kv_heads <= RULES_OF_CHOICE.most_tiles
+            and 0 < self.most_blocks * self.page_size <= RULES.most_tile_keys
+            and self.num_places * self.num_kv_heads <= MHA_RULES.most_tiles
         )
 
     @cached_property

@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.launch.blocks.choice import RULES, select_threads
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.source import FLOATS, KernelSpec
 from cumla.launch.sparse.top_k import TopKViews, top_k_launch
@@ -23,7 +24,6 @@ _FILE = "blocks/select_blocks"
 _THREADS, _WARPS = (constant(_FILE, name) for name in ("kSelectThreads", "kSelectWarps"))
 _AROUND = KernelSpec.of("blocks", "select_blocks", "SelectBlocksParams", threads=_THREADS)
 _KEYS = constant(_FILE, "kKeysOfThread")
-_AT_MOST = (128, 512)  # threads that hold the candidates of a row
 
 
 def _spec(dtype: str, threads: int) -> KernelSpec:
@@ -35,7 +35,7 @@ def _spec(dtype: str, threads: int) -> KernelSpec:
     )
 
 
-_AT_ONCE = {key: _spec(*key) for key in product(FLOATS, _AT_MOST)}
+_AT_ONCE = {key: _spec(*key) for key in product(FLOATS, RULES.select_threads)}
 SPECS = (_AROUND, *_AT_ONCE.values())
 _ALIGNMENT = 256
 
@@ -68,14 +68,9 @@ class SelectArguments(NamedTuple):
         return True if of_group == tokens * of_token else None
 
 
-def _threads_of(arguments: SelectArguments) -> int | None:
-    """Tell how many threads hold a row; None: top_k is to select."""
-    return next((n for n in _AT_MOST if _KEYS * n >= arguments.scores.shape[2]), None)
-
-
 def workspace_of(arguments: SelectArguments) -> tuple[int, int, int, int]:
     """Tell where lengths, counts and selected blocks lie behind the starts, and where all ends."""
-    if _threads_of(arguments) is not None:
+    if select_threads(arguments.scores.shape[2], _KEYS) is not None:
         return 0, 0, 0, 0
     row = _aligned(4 * arguments.rows)
     return row, 2 * row, 3 * row, 3 * row + _aligned(4 * arguments.rows * arguments.most)
@@ -87,7 +82,7 @@ def select_launches(
     """Describe how to select, for at least one row."""
     a = arguments
     grid, rows = (-(-a.rows // _WARPS), 1, 1), _rows_of(a, out)
-    threads = _threads_of(a)
+    threads = select_threads(a.scores.shape[2], _KEYS)
     if threads is not None:
         scores = strided(a.scores, "scores", "scores_stride_token", "scores_stride_group")
         spec = _AT_ONCE[a.scores.dtype, threads]

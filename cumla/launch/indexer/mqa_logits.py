@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from cumla.launch.indexer.choice import prefill_shape
 from cumla.launch.indexer.shape import (
     LOGITS_THREADS,
-    LogitsShape,
     keys_map,
     logits_values,
 )
@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
 
-def _shape(heads: int, head_dim: int) -> LogitsShape:
-    return LogitsShape(heads, head_dim, tile=128, tiles=4)
-
-
 def _spec(heads: int, head_dim: int) -> KernelSpec:
-    shape = _shape(heads, head_dim)
+    shape = prefill_shape(heads, head_dim)
     tags, size = (f"h{heads}", f"d{head_dim}"), shape.smem_bytes
     names, numbers = ("mqa_logits", "MqaLogitsParams"), (heads, head_dim, shape.stages, size)
     return KernelSpec.of(

@@ -6,10 +6,10 @@ from __future__ import annotations
 from itertools import product, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
+from cumla.launch.indexer.choice import LogitsShape, paged_shape
 from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, lengths_values
 from cumla.launch.indexer.shape import (
     LOGITS_THREADS,
-    LogitsShape,
     keys_map,
     logits_values,
 )
@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from cumla.launch.tensor_map import TensorMap
 
 _NO_MAP = bytes(128)
-_FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
-
-
-def _shape(num_heads: int, head_dim: int, q_len: int, mxfp4: bool = False) -> LogitsShape:
-    """Choose the products: as few columns as hold all rows of a request, but 64 at least."""
-    heads = max(num_heads, _FEWEST_HEADS)
-    columns = q_len * heads
-    tile = 64 if columns <= 64 else 128 if columns <= 128 else 256
-    return LogitsShape(heads, head_dim, tile, 1 if columns <= tile else 2, mxfp4)
 
 
 def _spec(shape: LogitsShape) -> KernelSpec:
@@ -43,8 +34,8 @@ def _spec(shape: LogitsShape) -> KernelSpec:
 
 
 _SHAPES = (
-    *starmap(_shape, product((32, 64), (32, 64, 128), range(1, 9))),
-    *starmap(_shape, product((32, 64), (128,), range(1, 9), (True,))),
+    *starmap(paged_shape, product((32, 64), (32, 64, 128), range(1, 9))),
+    *starmap(paged_shape, product((32, 64), (128,), range(1, 9), (True,))),
 )
 _SPECS = {shape: _spec(shape) for shape in _SHAPES}  # several shapes are equal
 SPECS = tuple(_SPECS.values())
@@ -54,7 +45,7 @@ def paged_mqa_logits_spec(
     num_heads: int, head_dim: int, q_len: int, mxfp4: bool = False
 ) -> KernelSpec:
     """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
-    return _SPECS[_shape(num_heads, head_dim, q_len, mxfp4)]
+    return _SPECS[paged_shape(num_heads, head_dim, q_len, mxfp4)]
 
 
 class PagedMQAArguments(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from cumla.launch.indexer.choice import RULES, schedule_threads
 from cumla.launch.indexer.shape import MOST_TOKENS
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
 
 _NAMES = "indexer", "paged_mqa_schedule", "PagedMqaScheduleParams"
-_FEW, _MANY = (KernelSpec.of(*_NAMES, n, tags=[str(n)], threads=n) for n in (256, 1024))
-SPECS = (_FEW, _MANY)
+_SPECS = {n: KernelSpec.of(*_NAMES, n, tags=[str(n)], threads=n) for n in RULES.schedule_threads}
+SPECS = tuple(_SPECS.values())
 _PLACE_BYTES = constant("indexer/paged_mqa_schedule", "sizeof(Place)")
 
 
@@ -73,8 +74,8 @@ def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> di
 
 
 def paged_mqa_schedule_spec(key: PagedMQAKey) -> KernelSpec:
-    """Choose the kernel by the number of requests: few threads begin earlier."""
-    return _FEW if key.batch <= _FEW.threads else _MANY
+    """Look up the kernel of a shape."""
+    return _SPECS[schedule_threads(key.batch)]
 
 
 def paged_mqa_schedule_launch(

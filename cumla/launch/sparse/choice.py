@@ -21,27 +21,30 @@ __all__ = ["QUAD", "RULES", "TOP_K_SHAPES", "Rules", "choose_top_k", "form_of", 
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of all choices for lists, each with its reason, and its file in records/."""
+    """The numbers of all choices for lists, each with its reason and its file in records/.
+
+    Those that name no file were set in development, and no figures were kept.
+    """
 
     # Thread blocks for each list and tile of fewer heads, at least: with fewer, heads that share a
-    # list read its rows several times and gain nothing (h200-few-lists.json).
+    # list read its rows several times and gain nothing
+    # (docs/history/mla_sparse.md, Tiles of heads).
     fewest_pieces: int = 4
     # Row tiles of lists for each multiprocessor from which on many lists share rows in L2: then
-    # arithmetic binds, and the kernel whose thread blocks share loads is faster
-    # (sparse-prefill-ladder.json).
+    # arithmetic binds, and the kernel whose thread blocks share loads is faster.
     many_tiles: int = 4
     # The same of at most 16 heads, over rows with RoPE columns (sparse-order-ladder.json).
     many_narrow_tiles: float = 0.9
-    # KV blocks that cutting a list of V4's rows must save: they take long (h200-few-lists.json).
+    # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
     # What a block of V4's rows costs where tiles of heads are chosen, in groups of 16 heads
     # (sparse-order-ladder.json).
     v4_block_cost: int = 2
     # KV blocks of a piece, at least, of packed rows, of V4's, and of 16-bit rows for at most 16
-    # heads: few lists end earlier (h200-short-pieces.json, sparse-order-ladder.json).
+    # heads: few lists end earlier (h200-few-lists.json, sparse-order-ladder.json).
     least_share: int = 1
     # KV blocks for each 16 query rows, at multiples of which batch-invariant lists are cut: so
-    # storing and combining a piece stays a constant share of computing it (batch-invariant.json).
+    # storing and combining a piece stays a constant share of computing it.
     piece_blocks_of_group: int = 8
 
 

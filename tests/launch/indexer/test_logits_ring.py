@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from cumla.launch.indexer import mqa_logits, paged_mqa_logits
+from cumla.launch.indexer.choice import prefill_shape
 
 CONSUMERS = 2
 
@@ -94,7 +95,7 @@ def test_consumers_that_meet_other_slots_read_too_early(slots: int) -> None:
 
 
 def test_every_ring_is_a_multiple_of_its_consumers() -> None:
-    shapes = [mqa_logits._shape(heads, dim) for heads, dim in mqa_logits._SPECS]
+    shapes = [prefill_shape(heads, dim) for heads, dim in mqa_logits._SPECS]
     for shape in (*shapes, *paged_mqa_logits._SPECS):
         assert shape.stages % CONSUMERS == 0
         assert shape.stages >= 10

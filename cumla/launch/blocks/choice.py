@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels serve lists, scores and choices of blocks, and how they divide the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "RULES",
+    "Rules",
+    "is_whole",
+    "list_cluster",
+    "list_parts",
+    "scores_ctas",
+    "select_threads",
+    "warp_blocks",
+]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of all choices for blocks, each with its reason and its file in records/.
+
+    Those that name no file were set in development, and no figures were kept.
+    """
+
+    # Query rows of a row tile of 16-bit keys, and of e4m3 keys: tiles of the kernels that attend.
+    tile_rows: int = 128
+    e4m3_tile_rows: int = 64
+    # Heads of a kv head, at most: with more, a tile has so few query tokens that they share little.
+    tile_heads: int = 32
+    # Query tokens of a request, on average, from which on neighbours are united: decoding and
+    # drafts have none.
+    tiled_queries: int = 8
+    # Row tiles of all kv heads for each multiprocessor, at least, as a fraction: with fewer, lists
+    # that are split among all multiprocessors end earlier (block-prompts.json). Tiles of e4m3 keys
+    # have half the rows.
+    tiles_of_sm: tuple[int, int] = (1, 2)
+    e4m3_tiles_of_sm: tuple[int, int] = (1, 1)
+    # Keys of a tile, at most: their numbers have 32 bits, and the last block may go past the end.
+    most_tile_keys: int = (1 << 31) - 128
+    # Thread blocks that may share a list. With more of them than multiprocessors, all take longer
+    # (block-decode.json).
+    clusters: tuple[int, ...] = (8, 4, 2, 1)
+    # The same of batch-invariant lists: a compromise, as the number may not depend on the batch.
+    invariant_cluster: int = 2
+    # Tokens of such a thread block, at least: a chunk of each of its warps.
+    least_tokens: int = 64
+    # Thread blocks of block_attention on a multiprocessor: four warps each; one with eight warps is
+    # no faster (block-decode.json).
+    list_ctas: int = 2
+    # Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
+    # multiprocessors: as few as the kernel splits.
+    least_part: int = 2
+    # Share of busy multiprocessors from which on no virtual request is split.
+    good_fill: float = 0.85
+    # Thread blocks of block_scores on a multiprocessor. A row of e4m3 with up to so many columns
+    # has half the bytes, so more rows must be on the way (block-prompts.json).
+    scores_ctas: int = 2
+    e4m3_scores_ctas: int = 3
+    e4m3_scores_columns: int = 128
+    # Keys of a warp of block_scores, about, where thread blocks take turns.
+    warp_keys: int = 256
+    # Turns, below which all thread blocks of block_scores are on the GPU at once, as the last turn
+    # would be short (block-prompts.json).
+    turns: int = 2
+    # Threads of select_blocks that hold the candidates of a row: the fewest that can.
+    select_threads: tuple[int, ...] = (128, 512)
+
+
+RULES = Rules()
+_MOST_RANGES = 65535  # thread blocks along y of a grid
+
+
+def list_cluster(lists: int, tokens: int, sm_count: int) -> int:
+    """Choose how many thread blocks share a list of so many tokens, if multiprocessors suffice."""
+    least = max(1, tokens // RULES.least_tokens)
+    most = min(max(1, sm_count // max(lists, 1)), least)
+    return next(n for n in RULES.clusters if n <= most)
+
+
+def is_whole(requests: int, sm_count: int) -> bool:
+    """Whether no virtual request is split: so many fill the multiprocessors evenly."""
+    waves = -(-requests // sm_count)
+    return requests >= RULES.good_fill * waves * sm_count
+
+
+def list_parts(requests: int, list_blocks: int, sm_count: int) -> int:
+    """Choose the shares of the work of all lists, of so many blocks of 64 tokens each."""
+    if is_whole(requests, sm_count):
+        return min(requests, sm_count)
+    equal = sm_count // requests * requests if requests else 1
+    most = max(1, list_blocks // RULES.least_part) * max(1, requests)
+    return min(equal if equal >= RULES.good_fill * sm_count else sm_count, most)
+
+
+def scores_ctas(is_e4m3: bool, columns: int) -> int:
+    """Choose the thread blocks of block_scores that a multiprocessor has at once."""
+    has_more = is_e4m3 and columns <= RULES.e4m3_scores_columns
+    return RULES.e4m3_scores_ctas if has_more else RULES.scores_ctas
+
+
+def warp_blocks(width: int, block_size: int, tiles: int, warps: int, at_once: int) -> int:
+    """Choose the blocks of a warp of block_scores, of `width` for each tile of query tokens.
+
+    `warps` are those of a thread block, and `at_once` the thread blocks on the GPU.
+    """
+    each = max(1, RULES.warp_keys // block_size)
+    if tiles * -(-width // (warps * each)) < RULES.turns * at_once:
+        each = -(-width // (warps * max(at_once // tiles, 1)))
+    return max(each, -(-width // (warps * _MOST_RANGES)))
+
+
+def select_threads(width: int, keys: int) -> int | None:
+    """Choose the threads, of so many keys each, that hold a row; None: top_k is to select."""
+    return next((n for n in RULES.select_threads if keys * n >= width), None)
