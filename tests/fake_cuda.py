@@ -253,7 +253,8 @@ class FakeBindings(types.ModuleType):
         return types.SimpleNamespace()
 
     def CUlaunchAttribute(self) -> Any:
-        return types.SimpleNamespace(value=types.SimpleNamespace())
+        value = types.SimpleNamespace(clusterDim=types.SimpleNamespace())
+        return types.SimpleNamespace(value=value)
 
     def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, extra: int) -> tuple[int]:
         entry = self._cupy.compiled[handle - 1]

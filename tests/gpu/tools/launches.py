@@ -54,11 +54,6 @@ class Recorder(FakeBindings):
         self.sizes: dict[str, int] = {}  # bytes of the parameters, by entry point
         self.asked: list[tuple[str, str]] = []
 
-    def CUlaunchAttribute(self) -> Any:
-        attribute = super().CUlaunchAttribute()
-        attribute.value.clusterDim = types.SimpleNamespace()
-        return attribute
-
     def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, extra: int) -> tuple[int]:
         super().cuLaunchKernelEx(config, handle, parameters, extra)
         launched = self.launched.pop()

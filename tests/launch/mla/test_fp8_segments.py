@@ -519,12 +519,12 @@ def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8.cu": "4c0782e2",
+    "mla/mla_decode_fp8.cu": "cb6c2d7e",
     "mla/mla_decode_fp8/load.cuh": "409db411",
-    "mla/mla_decode_fp8/compute.cuh": "d33250ce",
+    "mla/mla_decode_fp8/compute.cuh": "0bdbe6c8",
     "mla/mla_decode_fp8/softmax.cuh": "1a3b44a4",
     "mla/mla_decode_fp8/finish.cuh": "210cf2ab",
-    "mla/mla_decode_fp8/layout.cuh": "446048b8",
+    "mla/mla_decode_fp8/layout.cuh": "18c1e5b3",
     "split/join.cuh": "cf6f9204",
 }
 

@@ -16,8 +16,8 @@ struct MlaTreeParams : MlaWidthParams {
   int tree_words;
 };
 
-// Row tile whose queries are a tree of drafts: bits say which of their keys, the last of the request, each sees. Earlier
-// keys are visible to all. There is no window beside it.
+// Row tile whose queries are a tree of drafts: bits say which of their keys, the last of the request, each sees.
+// Earlier keys are visible to all. There is no window beside it.
 struct TreeTile : WindowTile {
   using Held = TreeTile;
   using WindowTile::WindowTile;
