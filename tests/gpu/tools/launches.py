@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import sys
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
