@@ -244,6 +244,9 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kPackedRope": 528,
         "kPackedScales": 512,
     },
+    "mla/mla_decode_fp8_128": {
+        "SharedLayout(0).output_factor() + 4": 232420,
+    },
     "mla/mla_decode_fp8_64": {
         "Heads64Layout<false, false>::kBytes": 219424,
         "Heads64Layout<false, true>::kBytes": 230968,

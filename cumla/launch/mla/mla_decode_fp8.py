@@ -9,6 +9,7 @@ from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mla import mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values, width_tile
 from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
+from cumla.launch.mla.mla_decode_fp8_128 import CLUSTER, FP8_128_SPEC, serves
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
 from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec, in_cuda
@@ -175,6 +176,8 @@ def decode_fp8_launch(
         fp8_rope = arguments.kv_rope.dtype != "bfloat16"
         if arguments.fp8_products and not grouped and key.has_fp8_products:
             spec = fp8_products_spec(key, fp8_rope, sinks)
+        elif fp8_rope and not grouped and not sinks and serves(key):
+            spec = FP8_128_SPEC
         else:
             spec = fp8_64_spec(key, grouped, fp8_rope, sinks)
     else:
@@ -212,7 +215,7 @@ def launch_with(
     if spec in _NARROW_WIDTHS:
         more |= {"rope_columns": a.kv_rope.shape[3]}
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return launch_of(spec, grid, values | more)
+    return launch_of(spec, grid, values | more, CLUSTER if spec == FP8_128_SPEC else 1)
 
 
 def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:
