@@ -41,9 +41,9 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-template <typename Base>
+template <typename Base, int kVariant = 0>
 struct ConvertedTile : Base {
-  static constexpr bool kIsConverted = true;
+  static constexpr bool kIsConverted = true, kNoFence = kVariant & 1, kOtherFirst = kVariant & 2;
   using Base::Base;
 };
 

@@ -148,7 +148,7 @@ struct RowConverter {
 #pragma unroll
       for (int i = 0; i < 4; ++i) store((to ^ i << 5) + i * 256, latent[kThird][i], barrier);
     }
-    fence_proxy_async_shared();
+    if constexpr (!AnyTile::kNoFence) fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive_expect_tx(barrier, kOwn * 128 * (kThird == 2 ? 1 : kHalfTiles));
   }
