@@ -41,20 +41,22 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-template <typename Base, int kVariant = 0>
+// kSharing: CTAs of a cluster, which share the rows.
+template <typename Base, int kSharing, int kVariant = 0>
 struct ConvertedTile : Base {
+  static constexpr int kCtas = kSharing;
   static constexpr bool kIsConverted = true, kNoFence = kVariant & 1, kOtherFirst = kVariant & 2;
   using Base::Base;
 };
 
-template <typename Layout>
+template <int kCtas, typename Layout>
 __device__ __forceinline__ void initialise_converted_barriers(const Layout& shared) {
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) {
 #pragma unroll
     for (int third = 0; third < 3; ++third) {
-      mbarrier_init(shared.full(s, third * Layout::kHalfTiles), 4);
-      mbarrier_init(shared.free(s, third), 8);
+      mbarrier_init(shared.full(s, third * Layout::kHalfTiles), 8 / kCtas);
+      mbarrier_init(shared.free(s, third), 4 * kCtas);
     }
   }
 #pragma unroll
@@ -72,7 +74,7 @@ __device__ __forceinline__ void mla_decode_fp8_128(const MlaDecodeFp8Params& par
   const MlaDecodeParams& p = params.decode;
   const Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  if (threadIdx.x == 0) initialise_converted_barriers(shared);
+  if (threadIdx.x == 0) initialise_converted_barriers<AnyTile::kCtas>(shared);
   if (threadIdx.x / 64 == 1) {
     prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
     prefetch_queries<AnyTile>(p, p.batch, threadIdx.x - 64, 64);
@@ -81,12 +83,12 @@ __device__ __forceinline__ void mla_decode_fp8_128(const MlaDecodeFp8Params& par
   cluster_sync();
   grid_dependency_wait();
   if (warpgroup == 0) {
-    registers_decrease<64>();
+    registers_decrease<80>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
     load_converted(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
-    registers_increase<224>();
+    registers_increase<216>();
     const float kv_scale = params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
     if (threadIdx.x == kWarpgroup) store_shared_float(shared.output_factor(), kv_scale);
     const Part part = part_of_cta(p, blockIdx.y);

@@ -215,7 +215,7 @@ def launch_with(
     if spec in _NARROW_WIDTHS:
         more |= {"rope_columns": a.kv_rope.shape[3]}
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return launch_of(spec, grid, values | more, CLUSTER if spec.stem.endswith("fp8_128") else 1)
+    return launch_of(spec, grid, values | more, CLUSTER if "fp8_128_2" in spec.entry else 1)
 
 
 def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:

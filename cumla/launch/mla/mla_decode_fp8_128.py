@@ -18,11 +18,12 @@ CLUSTER = 2
 
 SPECS = tuple(
     KernelSpec.of(
-        *("mla", "mla_decode_fp8_128", "MlaDecodeFp8Params", f"ConvertedTile<Tile, {variant}>"),
-        name=f"mla_decode_fp8_128_{variant}",
+        *("mla", "mla_decode_fp8_128", "MlaDecodeFp8Params", f"ConvertedTile<Tile, {ctas}, {variant}>"),
+        name=f"mla_decode_fp8_128_{ctas}_{variant}",
         threads=384,
         smem_bytes=constant("mla/mla_decode_fp8_128", "SharedLayout(0).output_factor() + 4"),
     )
+    for ctas in (2, 1)
     for variant in range(4)
 )
 FP8_128_SPEC = SPECS[0]

@@ -87,7 +87,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   // Frees a third of a stage, in both CTAs if the rows are converted.
   __device__ __forceinline__ void arrive_free(u32 barrier) const {
     arrive(barrier);
-    if constexpr (AnyTile::kIsConverted)
+    if constexpr (AnyTile::kCtas == 2)
       if (lane == 1) mbarrier_arrive_cluster(shared_address_in(barrier, blockIdx.x & 1 ^ 1));
   }
 

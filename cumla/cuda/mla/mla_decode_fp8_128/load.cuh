@@ -54,11 +54,12 @@ __device__ __forceinline__ void load_query_converted(const MlaDecodeParams& p, c
   fence_proxy_async_shared();
 }
 
-// Rows [first_row, first_row + 8) of the blocks of a CTA, for a loading warp. A load has 16 columns: of a half of the
-// latent columns of two rows, or of the RoPE columns of eight rows.
+// The rows of the blocks of a CTA that a loading warp converts: sets of eight, one if two CTAs share the rows. A load has
+// 16 columns: of a half of the latent columns of two rows, or of the RoPE columns of eight rows.
 template <typename Layout, typename AnyTile>
 struct RowConverter {
-  static constexpr int kOwn = 8, kHalfTiles = Layout::kHalfTiles, kHalfBytes = kHalfTiles * 64;
+  static constexpr int kCtas = AnyTile::kCtas, kSets = 2 / kCtas, kSet = 8, kOwn = kSets * kSet;
+  static constexpr int kHalfTiles = Layout::kHalfTiles, kHalfBytes = kHalfTiles * 64;
 
   const MlaDecodeParams& p;
   const Layout& shared;
@@ -68,6 +69,7 @@ struct RowConverter {
   BlockCursor<1, AnyTile> ahead;
   PageRow next;
   bool more;           // there is a block at `next`
+  u64 own, own_rope;   // addresses of a lane's row of the block that is being loaded
   uint4 latent[2][4], rope;
 
   __device__ __forceinline__ RowConverter(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
@@ -76,8 +78,8 @@ struct RowConverter {
         shared(shared),
         tile(tile),
         lane(threadIdx.x % 32),
-        first_row(((blockIdx.x & 1) * 4 + warp) * kOwn),
-        to_other(shared_address_in(shared.query, blockIdx.x & 1 ^ 1) - shared.query),
+        first_row((kCtas == 2 ? (blockIdx.x & 1) * 4 + warp : warp) * kOwn),
+        to_other(kCtas == 2 ? shared_address_in(shared.query, blockIdx.x & 1 ^ 1) - shared.query : 0),
         ahead(p, tile, part, last_place, 0) {
     find();
   }
@@ -93,33 +95,39 @@ struct RowConverter {
     ahead.next();
   }
 
-  // Issues the loads of the block at `next`, and looks up the one after it. False: there is none.
-  __device__ __forceinline__ bool load() {
+  // Makes the block at `next` the one to load. False: there is none.
+  __device__ __forceinline__ bool take() {
     if (!more) return false;
     const bool exists = static_cast<u32>(next.page) < p.num_pages;
-    auto row_of = [&](const CacheColumns& from, const uint4* otherwise) {
-      return exists ? from.base + next.page * from.stride_page + next.row * from.stride_row +
-                          blockIdx.z * from.stride_head
-                    : reinterpret_cast<const char*>(otherwise);
+    auto row_of = [&](const CacheColumns& from) {
+      return reinterpret_cast<u64>(exists ? from.base + next.page * from.stride_page + next.row * from.stride_row +
+                                                blockIdx.z * from.stride_head
+                                          : reinterpret_cast<const char*>(absent_row));
     };
-    const u64 own = reinterpret_cast<u64>(row_of(p.latent, absent_row));
-    const u64 own_rope = reinterpret_cast<u64>(row_of(p.rope, absent_row));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const char* const row = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, own, 2 * i + lane / 16)) +
-                              lane % 16 * 16;
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        latent[half][i] = load_global_16(reinterpret_cast<const uint4*>(row + half * kHalfBytes));
-    }
-    rope = load_global_16(reinterpret_cast<const uint4*>(
-        reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, own_rope, lane / 4)) + lane % 4 * 16));
+    own = row_of(p.latent);
+    own_rope = row_of(p.rope);
     find();
     return true;
   }
 
-  // Converts 16 columns and stores them to both CTAs, `to` being the place of chunk 2 (lane % 4) + odd. Adjacent sets
-  // of four lanes store their even and odd chunks in turns, because these are in different banks.
+  // Issues the loads of a third of a set: 0 and 1 are halves of the latent columns, 2 RoPE columns.
+  template <int kThird>
+  __device__ __forceinline__ void load(int set) {
+    auto row_of = [&](u64 rows, int row) {
+      return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, rows, set * kSet + row));
+    };
+    if constexpr (kThird == 2) {
+      rope = load_global_16(reinterpret_cast<const uint4*>(row_of(own_rope, lane / 4) + lane % 4 * 16));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        latent[kThird][i] = load_global_16(
+            reinterpret_cast<const uint4*>(row_of(own, 2 * i + lane / 16) + kThird * kHalfBytes + lane % 16 * 16));
+    }
+  }
+
+  // Converts 16 columns and stores them to all CTAs, `to` being the place of chunk 2 (lane % 4) + odd. Adjacent sets of
+  // four lanes store their even and odd chunks in turns, because these are in different banks.
   __device__ __forceinline__ void store(u32 to, const uint4& v, u32 barrier) const {
     const bool odd = lane & 4;
     const u32 words[4] = {odd ? v.z : v.x, odd ? v.w : v.y, odd ? v.x : v.z, odd ? v.y : v.w};
@@ -130,15 +138,16 @@ struct RowConverter {
       expand_e4m3x4(words[2 * j + 1], halves.z, halves.w);
       const u32 place = to ^ j << 4;
       store_shared_16(place, halves);
-      store_cluster_16_async(place + to_other, halves.x, halves.y, halves.z, halves.w, barrier + to_other);
+      if constexpr (kCtas == 2)
+        store_cluster_16_async(place + to_other, halves.x, halves.y, halves.z, halves.w, barrier + to_other);
     }
   }
 
-  // Converts a third of a stage: 0 and 1 are halves of the latent columns, 2 RoPE columns.
+  // Converts the loaded third of a set, and loads the same third of the next one if there is one.
   template <int kThird>
-  __device__ __forceinline__ void store_third(int stage, u32 phase) const {
+  __device__ __forceinline__ void convert(int stage, u32 phase, int set, bool more_sets) {
     const u32 barrier = shared.full(stage, kThird * kHalfTiles);
-    const u32 tiles = shared.stage(stage) + kThird * kHalfTiles * kTileBytes + first_row * 128;
+    const u32 tiles = shared.stage(stage) + kThird * kHalfTiles * kTileBytes + (first_row + set * kSet) * 128;
     const u32 chunk = lane % 4 * 2 + (lane >> 2 & 1);
     mbarrier_wait(shared.free(stage, kThird), phase ^ 1, "a free KV stage");
     if constexpr (kThird == 2) {
@@ -148,30 +157,44 @@ struct RowConverter {
 #pragma unroll
       for (int i = 0; i < 4; ++i) store((to ^ i << 5) + i * 256, latent[kThird][i], barrier);
     }
+    if (more_sets) load<kThird>((set + 1) % kSets);
     if constexpr (!AnyTile::kNoFence) fence_proxy_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive_expect_tx(barrier, kOwn * 128 * (kThird == 2 ? 1 : kHalfTiles));
+    if (lane == 0) {
+      if constexpr (kCtas == 2)
+        mbarrier_arrive_expect_tx(barrier, kSet * 128 * (kThird == 2 ? 1 : kHalfTiles));
+      else
+        mbarrier_arrive(barrier);
+    }
   }
 };
 
 template <typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_converted(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                                const Part& part, int last_place, int warp) {
-  RowConverter<Layout, AnyTile> rows(p, shared, tile, part, last_place, warp);
-  bool more = rows.load();
+  using Converter = RowConverter<Layout, AnyTile>;
+  Converter rows(p, shared, tile, part, last_place, warp);
+  if (!rows.take()) return;
+  rows.template load<2>(0);
+  rows.template load<0>(0);
+  rows.template load<1>(0);
+  bool more = true;
 #pragma unroll 1
   for (int t = 0; more; ++t) {
     const int parity = t & 1, stage = Layout::stage_of(t, parity);
     const u32 phase = Layout::phase_of(t);
-    rows.template store_third<2>(stage, phase);
-    if (parity == 0) {
-      rows.template store_third<0>(stage, phase);
-      rows.template store_third<1>(stage, phase);
-    } else {
-      rows.template store_third<1>(stage, phase);
-      rows.template store_third<0>(stage, phase);
+#pragma unroll 1
+    for (int set = 0; set < Converter::kSets; ++set) {
+      if (set + 1 == Converter::kSets) more = rows.take();
+      rows.template convert<2>(stage, phase, set, more);
+      if (parity == 0) {
+        rows.template convert<0>(stage, phase, set, more);
+        rows.template convert<1>(stage, phase, set, more);
+      } else {
+        rows.template convert<1>(stage, phase, set, more);
+        rows.template convert<0>(stage, phase, set, more);
+      }
     }
-    more = rows.load();
   }
 }
 
