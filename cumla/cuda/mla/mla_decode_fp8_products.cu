@@ -16,15 +16,15 @@
 
 namespace cumla::mla {
 
-template <bool kRopeIsFp8, typename AnyTile>
+template <bool kRopeIsFp8, typename AnyTile, int kText>
 struct ProductRows : PageRows<RowForm<false, kRopeIsFp8, true>, AnyTile> {
-  using Consumer = E4m3Consumer<RowForm<false, kRopeIsFp8, true>>;
+  using Consumer = E4m3Consumer<RowForm<false, kRopeIsFp8, true>, kText>;
 };
 
 // AnyTile is Tile, or RaggedTile if query lengths differ.
-template <bool kRopeIsFp8, typename AnyTile>
+template <bool kRopeIsFp8, typename AnyTile, int kText = 0>
 __device__ __forceinline__ void mla_decode_fp8_products(const MlaDecodeFp8Params& p) {
-  attend_64_heads<ProductRows<kRopeIsFp8, AnyTile>>(p);
+  attend_64_heads<ProductRows<kRopeIsFp8, AnyTile, kText>>(p);
 }
 
 }  // namespace cumla::mla

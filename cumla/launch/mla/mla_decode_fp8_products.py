@@ -31,7 +31,16 @@ def _spec(ragged: bool, fp8_rope: bool, sinks: bool) -> KernelSpec:
 
 
 _SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=3)}
-SPECS = tuple(_SPECS.values())
+ONE_TEXT = tuple(
+    KernelSpec.of(
+        *("mla", "mla_decode_fp8_products", "MlaDecodeFp8Params", True, "Tile", text),
+        name=f"mla_decode_fp8_products_text{text}",
+        threads=384,
+        smem_bytes=constant("mla/mla_decode_fp8_products", "Heads64Layout<true, false>::kBytes"),
+    )
+    for text in (1, 2)
+)
+SPECS = (*_SPECS.values(), *ONE_TEXT)
 
 
 def fp8_products_spec(key: LatentKey, fp8_rope: bool, sinks: bool = False) -> KernelSpec:

@@ -24,7 +24,7 @@ using namespace ptx;
 
 // Output, scores, sums and references are those of Heads64Consumer, in its thread layout, except that rows are
 // lane / 4 and 8 more of granule `warp`.
-template <typename Form>
+template <typename Form, int kText = 0>
 struct E4m3Consumer : Heads64Consumer<Form> {
   using Base = Heads64Consumer<Form>;
   using Base::consumer, Base::kv_scale, Base::lane, Base::output, Base::row_shift, Base::scores, Base::shared,
@@ -44,21 +44,26 @@ struct E4m3Consumer : Heads64Consumer<Form> {
   __device__ __forceinline__ int compute(int blocks, u32 t) {
     this->begin();
     const int first = (consumer ^ t) & 1;
-    if (first < blocks) {
+    if (kText < 2 && first < blocks) {
       multiply_query(t + first);
       finish_scores(t + first);
       weigh(t + first, first == 0);
     }
 #pragma unroll 1
-    for (int i = first; i - 1 < blocks; i += 2) {
-      if (i > 0) multiply_values(t + i - 1);
-      if (i < blocks) multiply_values(t + i);
+    for (int i = kText < 2 ? first : first - 2; i - 1 < blocks; i += 2) {
+      if constexpr (kText == 0) {
+        if (i > 0) multiply_values(t + i - 1);
+        if (i < blocks) multiply_values(t + i);
+      } else {
+#pragma unroll 1
+        for (int b = max(i - 1, 0); b <= i && b < blocks; ++b) multiply_values(t + b);
+      }
       __syncwarp();
-      if (lane == 0) free_probabilities(t + i, i > 0, i < blocks);  // plant: e4m3 probabilities read
+      if (lane == 0) free_probabilities(t + i, i > 0, i >= 0 && i < blocks);  // plant: e4m3 probabilities read
       if (i + 2 < blocks) {
         multiply_query(t + i + 2);
         finish_scores(t + i + 2);
-        weigh(t + i + 2, false);
+        weigh(t + i + 2, kText == 2 && i + 2 == 0);
       }
     }
     const u32 last = t + blocks - 1;
