@@ -245,7 +245,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kPackedScales": 512,
     },
     "mla/mla_decode_fp8_128": {
-        "SharedLayout(0).output_factor() + 4": 232420,
+        "score_factor_in(SharedLayout(0), kRowTile) + 4": 232420,
     },
     "mla/mla_decode_fp8_64": {
         "Heads64Layout<false, false>::kBytes": 219424,

@@ -41,14 +41,6 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// kSharing: CTAs of a cluster, which share the rows.
-template <typename Base, int kSharing, int kVariant = 0>
-struct ConvertedTile : Base {
-  static constexpr int kCtas = kSharing;
-  static constexpr bool kIsConverted = true, kNoFence = kVariant & 1, kOtherFirst = kVariant & 2;
-  using Base::Base;
-};
-
 template <int kCtas, typename Layout>
 __device__ __forceinline__ void initialise_converted_barriers(const Layout& shared) {
 #pragma unroll
@@ -90,7 +82,7 @@ __device__ __forceinline__ void mla_decode_fp8_128(const MlaDecodeFp8Params& par
   } else {
     registers_increase<216>();
     const float kv_scale = params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
-    if (threadIdx.x == kWarpgroup) store_shared_float(shared.output_factor(), kv_scale);
+    if (threadIdx.x == kWarpgroup) store_shared_float(score_factor_in(shared, kRowTile), kv_scale);
     const Part part = part_of_cta(p, blockIdx.y);
     const int last_place = last_place_of(p, part);
     AnyTile tile(p);

@@ -20,12 +20,6 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.arrive
-// Arrives at a barrier of a CTA of the cluster, at a mapped address.
-__device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.arrive (expect_tx)
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

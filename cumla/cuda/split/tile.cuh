@@ -23,8 +23,6 @@ struct TileTraits {
   static constexpr int kLatentTiles = 8;        // MLA: 64 columns of values each
   static constexpr bool kRopeVaries = false;    // MLA: the number of RoPE columns is a parameter
   static constexpr bool kWideProducts = true;   // MLA: products of 256 columns, not of 128
-  static constexpr int kCtas = 1;
-  static constexpr bool kIsConverted = false;   // MLA: e4m3 rows as float16, converted by a cluster of two CTAs
   // MLA with shared blocks: consumer 0 multiplies the other consumer's block before it scores its own.
   static constexpr bool kOtherFirst = false;
   __device__ __forceinline__ static u32 kv_head() { return blockIdx.z; }

@@ -21,10 +21,10 @@ SPECS = tuple(
         *("mla", "mla_decode_fp8_128", "MlaDecodeFp8Params", f"ConvertedTile<Tile, {ctas}, {variant}>"),
         name=f"mla_decode_fp8_128_{ctas}_{variant}",
         threads=384,
-        smem_bytes=constant("mla/mla_decode_fp8_128", "SharedLayout(0).output_factor() + 4"),
+        smem_bytes=constant("mla/mla_decode_fp8_128", "score_factor_in(SharedLayout(0), kRowTile) + 4"),
     )
     for ctas in (2, 1)
-    for variant in range(4)
+    for variant in (0, 1, 2, 3, 5)
 )
 FP8_128_SPEC = SPECS[0]
 

@@ -36,6 +36,23 @@ struct HeldQuery<true> {
   u32 query[16];
 };
 
+// A tile over e4m3 rows, which kSharing CTAs of a cluster convert to float16 (mla/mla_decode_fp8_128.cu).
+template <typename Base, int kSharing, int kVariant = 0>
+struct ConvertedTile : Base {
+  static constexpr int kCtas = kSharing;
+  static constexpr bool kNoFence = kVariant & 1, kOtherFirst = kVariant & 2, kFetchesQuery = kVariant & 4;
+  using Base::Base;
+};
+template <typename AnyTile>
+constexpr int kCtasOf = 0;
+template <typename Base, int kSharing, int kVariant>
+constexpr int kCtasOf<ConvertedTile<Base, kSharing, kVariant>> = kSharing;
+// Factors of the scores of each query row of a converted tile, then that of the output.
+template <typename Layout>
+__device__ __forceinline__ u32 score_factor_in(const Layout& shared, int row) {
+  return shared.max_logit(row);
+}
+
 // The dtype of 16-bit results.
 template <typename T, bool kIsConverted>
 struct ResultOf {
@@ -54,7 +71,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
   using Layout = SharedLayoutOf<AnyTile::kLatentTiles>;
-  using Result = typename ResultOf<T, AnyTile::kIsConverted>::Type;
+  static constexpr bool kIsConverted = kCtasOf<AnyTile> > 0;
+  using Result = typename ResultOf<T, kIsConverted>::Type;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread
   static constexpr int kHalfChunks = 8 * kHalfTiles;  // of 16 bytes, of a row's half of V
@@ -87,14 +105,14 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   // Frees a third of a stage, in both CTAs if the rows are converted.
   __device__ __forceinline__ void arrive_free(u32 barrier) const {
     arrive(barrier);
-    if constexpr (AnyTile::kCtas == 2)
+    if constexpr (kCtasOf<AnyTile> == 2)
       if (lane == 1) mbarrier_arrive_cluster(shared_address_in(barrier, blockIdx.x & 1 ^ 1));
   }
 
   // The factor that turns a row's products into base-2 scores.
   __device__ __forceinline__ float score_factor(int r) const {
-    if constexpr (AnyTile::kIsConverted)
-      return load_shared_float(shared.score_factor(row + 8 * r));
+    if constexpr (kIsConverted)
+      return load_shared_float(score_factor_in(shared, row + 8 * r));
     else
       return p.scale_log2;
   }
@@ -501,7 +519,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
       const float rounded =
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
       inverse[r] = inverse_of_sum(rounded);
-      if constexpr (AnyTile::kIsConverted) inverse[r] *= load_shared_float(shared.output_factor());
+      if constexpr (kIsConverted) inverse[r] *= load_shared_float(score_factor_in(shared, kRowTile));
       lse[r] = log_sum_exp(maximum[r], total[r]);
       if constexpr (AnyTile::kHasMaxLogits)
         if (consumer == 0)

@@ -50,9 +50,6 @@ struct SharedLayoutOf : Widths<kLatentTiles> {
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
   // max_logits: those of consumer 1, at the end of a segment.
   __device__ __forceinline__ u32 max_logit(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
-  // Converted rows: factors of the scores of each query row, then that of the output.
-  __device__ __forceinline__ u32 score_factor(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
-  __device__ __forceinline__ u32 output_factor() const { return score_factor(kRowTile); }
 };
 
 using SharedLayout = SharedLayoutOf<kRopeTile>;

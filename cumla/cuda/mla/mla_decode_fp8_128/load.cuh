@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading roles of mla_decode_fp8_128.
 #pragma once
+#include "mla/mla_decode/compute.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/shared.cuh"
 #include "mla/mla_decode_fp8/load.cuh"
@@ -48,7 +49,7 @@ __device__ __forceinline__ void load_query_converted(const MlaDecodeParams& p, c
                                             scaled_to_half(kept[k].z, factor), scaled_to_half(kept[k].w, factor)});
     if (chunk == 0) {
       const float of_scores = __uint_as_float((exponent - kExponent) << 23) * p.scale_log2 * kv_scale;
-      store_shared_float(shared.score_factor(row), fminf(of_scores, kMaxFactor));
+      store_shared_float(score_factor_in(shared, row), fminf(of_scores, kMaxFactor));
     }
   }
   fence_proxy_async_shared();
@@ -88,11 +89,23 @@ struct RowConverter {
   __device__ __forceinline__ void find() {
     more = ahead.valid();
     if (!more) return;
+    if (AnyTile::kFetchesQuery && ahead.i == 0) fetch_query();
     const int row = first_row + lane % kOwn;
     const bool visible = (ahead.segment.begin + ahead.i) * kBlockTokens + row < ahead.segment.tokens - tile.least_shift;
     next = {-1, 0};
     if (visible) next = ahead.template row_of<kRows>(row);
     ahead.next();
+  }
+
+  // Has L2 fetch this warp's share of the query rows of the segment that begins.
+  __device__ __forceinline__ void fetch_query() const {
+    constexpr int kShare = kRowTile / 4;
+#pragma unroll 1
+    for (int i = lane; i < kShare * kTiles; i += 32) {
+      const int row = threadIdx.x / 32 * kShare + i / kTiles;
+      const Row from(p, tile, row < tile.rows ? row : 0);
+      prefetch_l2(query_tile(p, i % kTiles, ahead.segment.request, from.token, from.head));
+    }
   }
 
   // Makes the block at `next` the one to load. False: there is none.
