@@ -75,7 +75,7 @@ __device__ __forceinline__ void mla_decode_fp8_128(const MlaDecodeFp8Params& par
   cluster_sync();
   grid_dependency_wait();
   if (warpgroup == 0) {
-    registers_decrease<80>();
+    registers_decrease<72>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
     load_converted(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);

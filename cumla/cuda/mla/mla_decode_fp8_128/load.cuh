@@ -70,7 +70,7 @@ struct RowConverter {
   BlockCursor<1, AnyTile> ahead;
   PageRow next;
   bool more;           // there is a block at `next`
-  u64 own, own_rope;   // addresses of a lane's row of the block that is being loaded
+  u64 own;             // address of a lane's row of the block that is being loaded
   uint4 latent[2][4], rope;
 
   __device__ __forceinline__ RowConverter(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
@@ -112,13 +112,9 @@ struct RowConverter {
   __device__ __forceinline__ bool take() {
     if (!more) return false;
     const bool exists = static_cast<u32>(next.page) < p.num_pages;
-    auto row_of = [&](const CacheColumns& from) {
-      return reinterpret_cast<u64>(exists ? from.base + next.page * from.stride_page + next.row * from.stride_row +
-                                                blockIdx.z * from.stride_head
-                                          : reinterpret_cast<const char*>(absent_row));
-    };
-    own = row_of(p.latent);
-    own_rope = row_of(p.rope);
+    own = reinterpret_cast<u64>(exists ? p.latent.base + next.page * p.latent.stride_page +
+                                             next.row * p.latent.stride_row + blockIdx.z * p.latent.stride_head
+                                       : reinterpret_cast<const char*>(absent_row));
     find();
     return true;
   }
@@ -126,16 +122,16 @@ struct RowConverter {
   // Issues the loads of a third of a set: 0 and 1 are halves of the latent columns, 2 RoPE columns.
   template <int kThird>
   __device__ __forceinline__ void load(int set) {
-    auto row_of = [&](u64 rows, int row) {
-      return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, rows, set * kSet + row));
+    auto row_of = [&](int row) {
+      return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, own, set * kSet + row));
     };
     if constexpr (kThird == 2) {
-      rope = load_global_16(reinterpret_cast<const uint4*>(row_of(own_rope, lane / 4) + lane % 4 * 16));
+      rope = load_global_16(reinterpret_cast<const uint4*>(row_of(lane / 4) + 2 * kHalfBytes + lane % 4 * 16));
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         latent[kThird][i] = load_global_16(
-            reinterpret_cast<const uint4*>(row_of(own, 2 * i + lane / 16) + kThird * kHalfBytes + lane % 16 * 16));
+            reinterpret_cast<const uint4*>(row_of(2 * i + lane / 16) + kThird * kHalfBytes + lane % 16 * 16));
     }
   }
 
