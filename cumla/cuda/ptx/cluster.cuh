@@ -39,13 +39,6 @@ __device__ __forceinline__ u32 load_cluster_u32(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-__device__ __forceinline__ float2 load_cluster_float2(u32 source) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(source) : "memory");
-  return v;
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: ld
 __device__ __forceinline__ float4 load_cluster_float4(u32 source) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
