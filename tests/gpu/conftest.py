@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,18 @@ def record_figures(record_property: Callable[[str, object], None]) -> Callable[.
         record_property(FIGURES, dict(worst))
 
     return report
+
+
+@pytest.fixture(scope="module")
+def jax() -> Any:
+    """JAX on the GPU. As it starts it leaves the last GPU current; the first one is afterwards."""
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() not in ("gpu", "cuda"):
+        pytest.skip("needs JAX on the GPU")
+    import cupy
+
+    cupy.cuda.Device(0).use()
+    return jax
 
 
 @pytest.fixture(autouse=True)

@@ -159,10 +159,7 @@ def test_torch_on_the_other_gpu(current: int) -> None:
         host.check(typed(bits.view(np.uint16), CUT.dtype), lse.cpu().numpy())
 
 
-def test_jax_on_the_other_gpu() -> None:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
+def test_jax_on_the_other_gpu(jax: Any) -> None:
     host = make_problem(np, CUT, LENGTHS)
     device = jax.devices()[OTHER]
     with jax.default_device(device):

@@ -36,14 +36,6 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
-@pytest.fixture(scope="module")
-def jax() -> Any:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
-    return jax
-
-
 # --- outputs -------------------------------------------------------------------------------------
 
 

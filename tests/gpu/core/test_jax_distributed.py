@@ -29,11 +29,8 @@ t.writes(2)
 """
 
 
-def test_jax() -> None:
+def test_jax(jax: Any) -> None:
     if cp.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
     done = run_fresh(JAX, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]

@@ -393,14 +393,6 @@ def test_a_torch_graph(torch: Any, count: int) -> None:
 # --- frameworks ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def jax() -> Any:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
-    return jax
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["sequence", "strided", "padded stack"])
 def test_torch(torch: Any, form: str, dtype: str) -> None:

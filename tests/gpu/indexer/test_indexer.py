@@ -673,14 +673,6 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
-@pytest.fixture(scope="module")
-def jax() -> Any:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
-    return jax
-
-
 def to_torch(torch: Any, value: Any) -> Any:
     """The same memory as tensors."""
     if isinstance(value, tuple):

@@ -141,10 +141,7 @@ def test_torch(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [interval_cases()[40], tree_cases()[2]], ids=repr)
-def test_jax(case: Case) -> None:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
+def test_jax(case: Case, jax: Any) -> None:
     there = case.build(jax.numpy.asarray)
     for name, expected in case.build().given.items():
         assert isinstance(there.given[name], jax.Array)

@@ -591,10 +591,7 @@ def test_torch() -> None:
         assert torch.equal(tensor.view(torch.int16), tensors[name].view(torch.int16)), name
 
 
-def test_jax_rows_and_slots() -> None:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
+def test_jax_rows_and_slots(jax: Any) -> None:
     rows, base = some_rows(40), poisoned(3, 16, HEAD_DIM)
     theirs = jax.numpy.asarray(rows.get().view(NUMPY_DTYPES["bfloat16"]))
     cumla.append_mla_cache(theirs, bf16(base), jax.numpy.arange(40, dtype="int32") + 3)

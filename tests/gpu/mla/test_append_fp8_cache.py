@@ -432,10 +432,7 @@ def test_torch() -> None:
     assert (packed.cpu().numpy() == host).all()
 
 
-def test_jax_rows_and_scale() -> None:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
+def test_jax_rows_and_scale(jax: Any) -> None:
     rows = some_rows((40, HEAD_DIM), "bfloat16")
     cache = cp.full((3, 16, HEAD_DIM), POISON, dtype=cp.uint8)
     slots, scale = jax.numpy.arange(40, dtype="int32") + 3, jax.numpy.float32(0.02)

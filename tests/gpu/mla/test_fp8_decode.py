@@ -698,11 +698,8 @@ def test_torch(operation: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_jax(form: str) -> None:
+def test_jax(form: str, jax: Any) -> None:
     """Its arrays of e4m3, of bytes and of the factor."""
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("needs JAX on the GPU")
     problem = make_fp8(cp, Fp8Case(batch=3, q_len=2, form=form, kv_scale="array"))
     expected = arrays_of(run(problem))
     cache = tuple(jax.numpy.asarray(as_host(part)) for part in parts_of(problem.kv_cache))
