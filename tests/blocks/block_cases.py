@@ -75,6 +75,17 @@ class Sample:
     def __str__(self) -> str:
         return f"{self.seed}-{self.block[0]}-{self.columns[0]}-{self.cache}-{self.lists}"
 
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether keys and values are e4m3: cumla takes such columns only."""
+        return self.cache == "e4m3" and all(n % 16 == 0 and n <= 256 for n in self.columns)
+
+    @property
+    def shares_tiles(self) -> bool:
+        """Whether query tokens of these prompts share row tiles; others have lists of their own."""
+        heads, most = self.heads[0] // self.heads[1], max(self.columns)
+        return not (self.has_e4m3 and heads <= 16 and 64 < most <= 128)
+
 
 def samples(count: int, **fixed: Any) -> list[Sample]:
     """List the same points every time; each kind of lists comes equally often."""
@@ -88,7 +99,7 @@ def samples(count: int, **fixed: Any) -> list[Sample]:
 
 
 def prompts(count: int) -> list[Sample]:
-    """List calls of prompts, whose neighbouring query tokens share row tiles on a GPU."""
+    """List calls of prompts; neighbouring query tokens of most of them share row tiles."""
     forms = {
         "block": ((64, 1), (64, 2), (128, 1), (128, 2), (192, 1)),
         "columns": ((128, 128), (128, 128), (192, 128), (96, 96), (136, 40)),
@@ -135,7 +146,7 @@ def make(sample: Sample) -> Problem:
         for head, (_, at) in enumerate(of_heads):
             if request >= 0:
                 used[table[request, at // page], at % page, head] = True
-    is_e4m3 = sample.cache == "e4m3" and all(n % 16 == 0 and n <= 256 for n in sample.columns)
+    is_e4m3 = sample.has_e4m3
     caches = [
         _cache(rng, used, n, E4M3 if is_e4m3 else dtype, sample.layout) for n in sample.columns
     ]

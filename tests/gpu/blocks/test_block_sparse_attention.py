@@ -157,10 +157,10 @@ def uploaded(value: Any) -> Any:
 
 @pytest.mark.parametrize("sample", prompts(120), ids=str)
 def test_prompts(sample: Sample) -> None:
-    """Row tiles of several query tokens, over the blocks of all of them."""
+    """Row tiles of several query tokens, over the blocks of all of them, or lists of each."""
     problem = make(sample)
     with multiprocessors(1 + sample.seed % 2):
-        assert tiled(problem.given)
+        assert tiled(problem.given) == sample.shares_tiles
         check(problem, run(make(sample).given), sample.dtype)
 
 
@@ -207,9 +207,10 @@ def test_lists_of_prompts_are_sets() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bits_of_prompts(seed: int) -> None:
     """Lengths, offsets, lists and tables of any values lead nowhere; the bits repeat."""
-    given, rng = make(prompts(20)[seed]).given, np.random.default_rng(seed)
+    sample = prompts(20)[seed]
+    given, rng = make(sample).given, np.random.default_rng(seed)
     with multiprocessors(2):
-        assert tiled(given)
+        assert tiled(given) == sample.shares_tiles
         for name in ("kv_lens", "qo_indptr", "block_table", "topk_lens", "block_indices"):
             if name in given and rng.integers(2):
                 _spoil(given[name], rng)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,22 +20,35 @@ from tests.selection import some
 
 FIXED = ("block_size", "causal", "batch_invariant")
 SHAPED = ("q", "k", "v", "block_indices", "kv_layout")
-TILED = [  # over e4m3 caches block_attention serves the others
-    replace(sample, columns=(192, 128)) if sample.cache == "e4m3" else sample
-    for sample in prompts(60)
-]
+TILED = [sample for sample in prompts(60) if sample.shares_tiles]
 
 
-def planned(cupy: Any, given: dict[str, Any]) -> Any:
-    """Run a plan, and return it."""
+def plan_of(cupy: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Make a plan; what its update takes, and what its run."""
     there = {n: cupy.like(v) for n, v in given.items()}
     fixed = {n: there.pop(n) for n in FIXED if n in there}
     lengths = {n: there.pop(n) for n in ("kv_lens", "qo_indptr") if n in there}
     shaped = {n: there[n] for n in SHAPED} | {n: v for n, v in lengths.items() if n != "kv_lens"}
-    plan = cumla.BlockSparsePlan.from_arrays(**shaped, **fixed)
+    return cumla.BlockSparsePlan.from_arrays(**shaped, **fixed), lengths, there
+
+
+def planned(cupy: Any, given: dict[str, Any]) -> Any:
+    """Run a plan, and return it."""
+    plan, lengths, there = plan_of(cupy, given)
     plan.update(**lengths)
     plan.run(**there)
     return plan
+
+
+@pytest.mark.parametrize("cache", ["e4m3", "same"])
+def test_which_prompts(cache: str) -> None:
+    """Lists of e4m3 caches that block_attention serves stay apart, on the GPU tests' prompts."""
+    of_cache = [sample for sample in prompts(120) if sample.has_e4m3 == (cache == "e4m3")]
+    assert {sample.shares_tiles for sample in of_cache} == {True, cache == "same"}
+    for sample in of_cache:
+        with emulated_gpu(1 + sample.seed % 2) as cupy:
+            key = plan_of(cupy, make(sample).given)[0].key
+        assert (key.tile is None) == key.is_direct == (not sample.shares_tiles), str(sample)
 
 
 @pytest.mark.parametrize("sample", some(TILED, 8), ids=str)
