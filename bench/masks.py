@@ -232,7 +232,7 @@ class Case:
         }
         self.bias = bias_of(name, batch * q_len, heads)
         self.tree = tree_of(batch, q_len) if "trees" in name else None
-        self.counts = None
+        self.counts: Any = None
         if "drafts of" in name:
             pattern = torch.tensor([1, 7, 2, 6, 3, 5, 4, 4, 8, 1, 3, 4], device=DEVICE)
             self.counts = pattern.repeat(batch // 12 + 1)[:batch].int()
@@ -369,7 +369,7 @@ def measured(case: Case, notes: dict[str, Any], flush: Any) -> dict[str, Any]:
 
 def work(numbers: range, until: float, ready: Any, turn: Any, found: Any) -> None:
     """Prepare some rows, in a process; then measure them, when it is its turn."""
-    cases: dict[int, Any] = {}
+    cases: dict[int, tuple[Case, dict[str, Any]] | Exception] = {}
     libraries = Libraries(torch)
     for number in numbers:
         try:

@@ -190,7 +190,8 @@ def digest_of(cubin: bytes) -> str:
 
 def cubins(specs: Iterable[KernelSpec], folders: Iterable[Path]) -> dict[str, dict[str, str]]:
     """Digests of machine code, by entry point and NVRTC."""
-    specs, found = tuple(specs), {}
+    specs = tuple(specs)
+    found: dict[str, dict[str, str]] = {}
     fresh = multiprocessing.get_context("spawn")  # one NVRTC a process
     for folder in folders if specs else ():
         with ProcessPoolExecutor(None, fresh, _begin, (folder,)) as pool:

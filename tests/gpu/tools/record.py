@@ -109,7 +109,7 @@ def problems(stem: str, folder: Path, sources: Sources) -> list[str]:
     found = [*_changes(stem, kernel, sources, folder)]
     if not needed:
         found.append("no module of tests/gpu has it among its KERNELS")
-    proven = defaultdict(set)
+    proven: defaultdict[str, set[str]] = defaultdict(set)
     for name, parts in kernel["runs"].items():
         run = runs.get(name)
         if run is None or run["kernels"].get(stem) != kernel["proven"]:
