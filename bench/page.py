@@ -311,8 +311,8 @@ def readme_line(record: Row) -> str:
     says, row = next(_readme_rows(record))
     gpu = record["machine"]["gpu"].removeprefix("NVIDIA ")
     return (
-        f"On one {gpu}: {says} takes {show_us(row['us'])} us, {_share(row)} of what its bytes "
-        "allow ([all tables](docs/performance.md))."
+        f"On one {gpu}: {says}: {show_us(row['us'])} us, {_share(row)} of measured "
+        "bandwidth ([all tables](docs/performance.md))."
     )
 
 

@@ -2,7 +2,8 @@
 // The kernel of mla_sparse_v4.cu and mla_sparse_v41.cu, whose rows differ.
 #pragma once
 #include "mla/mla_decode.cu"
-#include "sparse/mla_sparse_v4/load.cuh"
+#include "sparse/mla_sparse_v4/convert.cuh"
+#include "sparse/mla_sparse_v4/find.cuh"
 #include "sparse/selected.cuh"
 #include "ptx/types.cuh"
 
