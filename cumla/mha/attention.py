@@ -1044,9 +1044,10 @@ v_scale, kv_layout, out, lse, stream
         form = self._mask_form or "none"
         if arguments.mask.form != form:
             words = {"none": "no mask", "rows": "a mask without tree", "tree": "one with a tree"}
+            got = arguments.mask.form
             raise ValueError(
                 f"{arg('mask')}: needs {words[form]} for a plan of mask_form {self._mask_form!r}, "
-                f"got {words[arguments.mask.form]}; make a plan for each form of masks"
+                f"got {words[got]}; make a plan with mask_form={None if got == 'none' else got!r}"
             )
         check_mask_batch(arguments.mask, self.key.batch)
         if arguments.bias.form != self.key.bias:

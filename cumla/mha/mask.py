@@ -379,7 +379,8 @@ class AttentionMask:
         if full:
             _needed("kv_lens", kv_lens, f" with {arg('full')}=True")
         elif left >= 0 and positions is None:
-            _needed("kv_lens", kv_lens, f" or {arg('positions')} with {arg('window')}")
+            why = f" with {arg('window')}, unless {arg('positions')} is passed"
+            _needed("kv_lens", kv_lens, why)
         rules = Rules(left, 0, tree_form="all keys" if full else "drafts")
         tokens = _Tokens(qo_indptr, kv_lens, positions, q_len, total_tokens)
         written = ("start", "tree") if left >= 0 else ("tree",)

@@ -403,7 +403,9 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
 
 
 def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:
-    columns = _COLUMNS[name]
+    columns, last = _COLUMNS[name], view.shape[-1:]
+    if name in ("q", "kv_cache") and last in [(sum(width),) for width in WIDTHS]:
+        (columns,) = last
     if name.startswith("q"):
         hint = ", with q_len 1 where each request has one query"
         if "q_len" not in query_axes:
@@ -435,9 +437,10 @@ def _columns_problem(name: str, view: ArrayView, widths: Sequence[Width]) -> str
         return f"{arg(name)}: needs packed rows as uint8, got {view.dtype}; pass a view as uint8"
     if name in ("q", "kv_cache"):
         need = _listed([named_width(width) for width in widths])
+        absorb = ", or absorb W_UK into the queries" if name == "q" else ""
         return (
             f"{arg(name)}: needs a last axis of {need}, got shape {view.shape}; pass a tuple of "
-            f"both if they are separate arrays, the latent one first"
+            f"both if they are separate arrays, the latent one first{absorb}"
         )
     swapped = ": these look swapped" if (view.shape[-1], name[-3:]) == (ROPE_DIM, "[0]") else ""
     pairs = [width for width in widths if width[1]]

@@ -191,7 +191,7 @@ class MLAPlan(Plan[K], Generic[K]):
         if width != self.key.width:
             raise ValueError(
                 f"plan: made for rows of {named_width(self.key.width)} columns, got "
-                f"{named_width(width)}; make a plan with the head_dim of each"
+                f"{named_width(width)}; make a plan with head_dim={sum(width)}"
             )
         if cache_of(kv_cache) != self.key.cache:
             raise other_cache(q, kv_cache)

@@ -143,7 +143,7 @@ TREE = np.zeros((2, 2, 2), bool)
             "from_tree",
             {"mask": TREE, "window": 3},
             ValueError,
-            "kv_lens: needed or positions with window, got None",
+            "kv_lens: needed with window, unless positions is passed, got None",
         ),
         (
             "from_tree",
