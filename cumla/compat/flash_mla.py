@@ -95,7 +95,7 @@ _CALL = Interface(
     },
     refused={
         **dict.fromkeys(SecondCache._fields, _SECOND_CACHE),
-        "descale_q": "is the factor of e4m3 queries, beside an e4m3 k_cache; leave it out for others",
+        "descale_q": "is the factor of e4m3 queries beside an e4m3 k_cache; leave it out otherwise",
         "descale_k": (
             "is the factor of a dense e4m3 k_cache; leave it out, packed rows hold their factors"
         ),
