@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels attend in the layers of a server: its log says so, and ``python -m cumla info``."""
+"""Kernels of the layers of a server, for its log and for ``python -m cumla info``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _said: set[str] = set()
 
 
 class Layers(NamedTuple):
-    """What layers that share a plan have in common, on each GPU."""
+    """Sizes that layers with a common plan share, on each GPU."""
 
     num_heads: int
     page_size: int

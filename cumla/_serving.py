@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugins of servers share: the versions that they serve, and plans for steps."""
+"""Common code of the servers' plugins: the versions that they serve, and plans for steps."""
 
 from __future__ import annotations
 

@@ -60,12 +60,12 @@ _INSTALL = (
 
 
 class MissingDependencyError(CumlaError, ImportError):
-    """What the GPU path imports is missing, or is installed twice.
+    """A package that the GPU path imports is missing, or is installed twice.
 
     Parameters
     ----------
     problem, install : str
-        What is wrong, without a full stop, and what to do: by default the commands for a GPU.
+        The fault, without a full stop, and the remedy: by default the commands for a GPU.
     """
 
     def __init__(self, problem: str, install: str = _INSTALL) -> None:

@@ -36,7 +36,7 @@ _MOST_INT32 = (1 << 31) - 1
 
 
 class PrefixGroups(NamedTuple):
-    """Which neighbouring requests share a prefix, as arrays of the device.
+    """Groups of neighbouring requests that share a prefix, as arrays of the device.
 
     :func:`cumla.find_prefix_groups` finds them; a caller who knows them may make the arrays.
     The requests of a group are neighbours, and the rows of block_table begin with the same page

@@ -338,7 +338,7 @@ def _look(
 
 def _substitute(spec: Spec) -> Callable[..., Any]:
     """Make what a graph has in place of a call of a function: that of an operation of PyTorch."""
-    # Of strings and tuples alone, which TorchDynamo knows.
+    # Strings and tuples alone, because TorchDynamo traces these.
     name, returns, result_of = spec.name, spec.returns, spec.result
     forms = {argument.name: _form(argument) for argument in spec.arguments}
     positional, known = _positional(spec), (*forms, "stream")

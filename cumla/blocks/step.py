@@ -91,7 +91,7 @@ class _SeenBy(Unplanned[_Seen]):
 
 
 class Sizes(NamedTuple):
-    """What the index's arrays of a step have to fit."""
+    """Sizes that the arrays of the index must have in a step."""
 
     tokens: int
     heads: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cumla.bench.cases import Case
 
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
-"""What a grid has along the axes that are not given."""
+"""Default values of the axes of a grid."""
 _CASES = ("rows", *_GRID, "kv_heads", "dtype", "lengths")
 """Options that choose cases."""
 

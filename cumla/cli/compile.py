@@ -91,7 +91,7 @@ def _make_folder(folder: Path) -> None:
 
 
 class _Made(NamedTuple):
-    """What became of a kernel: one of `kernel` and `error`, and the seconds that it took."""
+    """The result of compiling a kernel: one of `kernel` and `error`, and the seconds."""
 
     spec: KernelSpec
     name: str

@@ -212,7 +212,7 @@ class Backend:
 
     @property
     def clock(self) -> str:
-        """What `timed` reads."""
+        """The clock of `timed`."""
         return "CUDA events around the call, launches included" if self.cupy else "wall clock"
 
     def prepare(self, *plans_or_functions: Any) -> None:

@@ -22,7 +22,7 @@ from cumla.core.names import arg
 
 
 class ArrayView(NamedTuple):
-    """What a kernel needs to know of an array.
+    """Address, layout and dtype of an array: all that a kernel needs.
 
     An element type goes by NumPy's name, with ml_dtypes' names for the rest: `"float32"`,
     `"bfloat16"`, `"float8_e4m3fn"` ... An array in foreign byte order has NumPy's code instead

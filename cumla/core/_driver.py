@@ -119,7 +119,7 @@ class Driver:
         return status.value != 0
 
     def capture_number(self, stream: int) -> int | None:
-        """Which capture `stream` is part of: a number of its own in the process, or None."""
+        """Return the number of the capture that `stream` is part of, or None."""
         if not self.is_capturing(stream):
             return None
         status, number = ctypes.c_int(), ctypes.c_uint64()

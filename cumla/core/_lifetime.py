@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays alive until the GPU has passed a point, and the order of two streams.
+"""Objects that stay alive until the GPU has passed a point, and the order of two streams.
 
-The host never waits: a later call looks which points have been passed, and lets go of what was
+The host never waits: a later call looks which points have been passed, and releases what was
 kept for them. Streams and events are handles of the driver, devices CUDA ordinals.
 """
 
@@ -21,7 +21,8 @@ waiting: dict[tuple[int, int], deque[tuple[Callable[[], bool], object]]] = {}
 # By id: the owners that a graph may read whenever it is replayed.
 in_graphs: dict[int, object] = {}
 
-# What a forked process cannot give back: the memory is the parent's, and no driver answers there.
+# Objects that a forked process cannot release: the memory is the parent's, and the driver does not
+# work there.
 _of_parent: list[object] = []
 
 # A garbage collection may run finalizers that come back here in the middle of anything.

@@ -28,8 +28,8 @@ Views = Mapping[str, "ArrayView | None"]
 """Views by the names of their arguments; those of pairs are ``name[0]`` and ``name[1]``."""
 
 _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
-# Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
-# times this and log2(e), stay finite and normal as float32; what is larger is not caught.
+# Bounds of softmax_scale. Products of ordinary queries and keys, from 1e-17 to 1e30, times this
+# and log2(e), stay finite and normal as float32. Larger products are not caught.
 _SCALES = (1e-20, 1e6)
 FACTORS = ("kv_scale", "k_scale", "v_scale")  # of e4m3 caches: numbers or arrays
 _MOST_TOKENS = 0x7FFFFFC0  # of a request

@@ -79,7 +79,8 @@ class Call:
     ) -> None:
         self.device = device  # of every array; None if all are on the CPU
         self.stream = stream  # CUstream handle, 0 for the legacy default stream
-        # Of the first array, and so of the results; what only DLPack can read gets one of these.
+        # Framework of the first array, and so of the results. Arrays that only DLPack can read give
+        # one of these two.
         self.framework = framework.name or ("numpy" if device is None else "cupy")
         # One per argument, then one per output, None for an output that was not given.
         self.views = views
@@ -113,7 +114,7 @@ class Call:
 
     @property
     def stream_object(self) -> object:
-        """What keeps the stream from being destroyed, for those who use it after the call.
+        """The object that keeps the stream alive, for use after the call.
 
         The object that was given as `stream=`, or CuPy's current stream. PyTorch's are never
         destroyed, and a bare handle is the caller's to keep.
@@ -125,7 +126,7 @@ class Call:
 
     @property
     def allocator(self) -> Allocator:
-        """Who allocates on the GPU."""
+        """The allocator of GPU memory."""
         assert self._allocator is not None
         return self._allocator
 

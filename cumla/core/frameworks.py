@@ -114,7 +114,7 @@ class Framework:
         return import_array(name, array, stream)
 
     def allocator(self) -> Allocator:
-        """Who owns the stream and allocates for calls whose first array is of this framework."""
+        """Return the allocator of calls whose first array is of this framework."""
         return cupy_framework()
 
     def export(self, array: Any, stream: int) -> object:

@@ -100,10 +100,9 @@ class Output(NamedTuple):
 
 
 class Ready(dict["Hashable", Any]):
-    """What was checked and packed for some arrays, by these as they were seen and the options.
+    """Checked and packed calls, by addresses and layouts of their arrays, and by their options.
 
-    It need not be done again for the same ones: launches hold addresses, shapes and strides, and no
-    array.
+    The same arrays need no second check: launches hold addresses, shapes and strides, and no array.
     """
 
     def keep(self, key: Hashable, value: Any) -> None:
@@ -140,7 +139,7 @@ _UNKNOWN = (None, None, None)
 
 
 forms = Ready()
-"""What calls launch, at any addresses of their arrays: by operation, form and options."""
+"""Launches of calls, for any addresses of their arrays, by operation, form and options."""
 
 
 class Operation(ABC, Generic[A, K]):
@@ -229,7 +228,7 @@ class Operation(ABC, Generic[A, K]):
 
 
 class Packed(NamedTuple):
-    """What a call launches, packed but for the places of what it allocates itself."""
+    """Launches of a call, packed except for addresses that the call allocates itself."""
 
     returned: tuple[str, ...]  # names of the outputs
     # As `Call.allocate` takes it: what the caller did not give, outputs, then the workspace.
@@ -292,7 +291,7 @@ class _Ready(NamedTuple):
 
     device: int
     packed: Packed
-    # What it writes to, as `Packed.run` takes it: place among the arguments, and which part.
+    # The arrays that it writes, as `Packed.run` takes them: index of the argument, and which part.
     written: tuple[tuple[int | None, int | None], ...]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Host = Mapping[str, np.ndarray[Any, Any]]
 """Arrays in CPU memory, by the names of their arguments."""
 Results = Sequence[np.ndarray[Any, Any]]
-"""What an operation computes on the CPU."""
+"""Results of an operation on the CPU."""
 
 K = TypeVar("K")
 

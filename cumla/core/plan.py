@@ -238,12 +238,13 @@ class PlanMemory:
         # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
         self.forms = Ready()  # what runs launch, at any addresses of their arrays
-        # The same by what a glance tells, with the names of the arrays, for runs without outputs.
+        # The same by layouts without addresses, with the names of the arrays, for runs without
+        # outputs.
         self.near = Ready()
-        # Of the last update that was executed, or the last run after it: later runs follow it.
+        # Stream of the last executed update, or of the last run after it: later runs follow it.
         # None before the first, and since another plan has taken the workspace.
         self.stream: int | None = None
-        # Of the last update that was captured: captured runs there follow it.
+        # Capture of the last captured update: captured runs there follow it.
         self.captured: int | None = None
         self._lost = False  # to another plan, since the last update
 
@@ -387,7 +388,7 @@ class Plan(Single, Generic[K]):
     _operation: ClassVar[Scheduled[Any, Any]]
     _lengths: ClassVar[str]  # arguments of an update, in messages
     _hidden: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # options of no function
-    # Of `_operation`:
+    # Parts of `_operation`:
     _spec: ClassVar[Spec]
     _schedule: ClassVar[Operation[Any, Any]]
     _attend: ClassVar[Operation[Any, Any]]

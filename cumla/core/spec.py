@@ -423,7 +423,7 @@ class Sorter:
 
 
 class Look(NamedTuple):
-    """How calls are looked at whose arguments have the same types."""
+    """The way to read calls whose arguments have the same types."""
 
     number: int  # its own
     kind: type[Any] | None  # of all arrays, if it is one

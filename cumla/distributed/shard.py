@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a rank holds, and where: index maps, as arithmetic in the arrays' own framework."""
+"""Tokens and places of a rank: index maps, as arithmetic in the arrays' own framework."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place(Protocol):
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
 
 class _Numbers(NamedTuple):
@@ -41,7 +41,7 @@ class _Numbers(NamedTuple):
 
 
 class LocalPages(NamedTuple):
-    """What one rank holds of each request, in the order of :func:`cumla.mla_decode`'s arguments.
+    """Pages and tokens of each request on one rank, in the order of `cumla.mla_decode`'s arguments.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class LocalPages(NamedTuple):
 
 
 class LocalLists(NamedTuple):
-    """What one rank holds of listed tokens, as sparse attention takes it.
+    """The listed tokens that one rank holds, as sparse attention takes them.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class Shard:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._place.world
 
     def pages(

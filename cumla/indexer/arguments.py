@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the indexer's arguments must look like, and its pages taken apart: keys and scales.
+"""Checks of the indexer's arguments; its pages as keys and scales.
 
 One array of pages has both: the bytes of a page are first the e4m3 keys of its tokens, then their
 float32 scales. A pair of arrays has each by itself.

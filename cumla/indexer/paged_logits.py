@@ -202,7 +202,7 @@ class PagedArguments(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """What a plan is made for: the first fields of its key."""
+        """The sizes of the plan: the first fields of its key."""
         batch, q_len, num_heads, head_dim = self.q.shape
         page_size, max_pages = self.k_cache.shape[1], self.block_table.shape[1]
         return batch, q_len, num_heads, head_dim, page_size, max_pages

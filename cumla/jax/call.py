@@ -87,7 +87,7 @@ class Reference:
 
 
 class _References(Framework):
-    """What functions that write in place take for arrays that can be written to."""
+    """The framework that functions which write in place take for writable."""
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> NoReturn:
         raise Traced(f"{named[0][0]}: needs an array with memory", "cumla.jax")

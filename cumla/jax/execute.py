@@ -31,7 +31,7 @@ __all__ = ["Execution", "on_cpu", "on_gpu"]
 
 
 class Execution(Protocol):
-    """What XLA knows of one execution of a call."""
+    """XLA's data about one execution of a call."""
 
     def stream(self) -> int:
         """Return the CUstream handle."""
@@ -119,7 +119,7 @@ def _array(buffer: Buffer, address: int) -> np.ndarray[Any, Any]:
 
 
 class _Launches(NamedTuple):
-    """What runs a call whose buffers are where they were before."""
+    """Packed launches of a call whose buffers have the same addresses as before."""
 
     device: int
     launches: list[Callable[[], None]]

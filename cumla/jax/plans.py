@@ -45,7 +45,7 @@ class _Shape:
 
 
 class _Shapes(Framework):
-    """What plans are made of."""
+    """The framework of shapes, from which plans are made."""
 
     name = "jax"
 
@@ -66,7 +66,7 @@ def _shape(array: Any) -> Any:
 
 
 class _Value(Plan[K], Generic[K]):
-    """What takes the place of `Plan`: the buffer is an array of the program."""
+    """Base in place of `Plan`: the buffer is an array of the program."""
 
     _buffer: Any = None  # the schedule; None before the first update
     _held: tuple[Any, ...] = ()  # lengths of the last update, for the CPU
@@ -229,7 +229,7 @@ class AttentionPlan(_Front, mha_attention.AttentionPlan, _Value[Any]):  # type: 
 
 
 class BlockSparsePlan(_Front, block_attention.BlockSparsePlan, _Value[Any]):  # type: ignore[misc]
-    """What query tokens of :func:`cumla.block_sparse_attention` see, as a value.
+    """Schedule of :func:`cumla.block_sparse_attention` as a value.
 
     To :class:`cumla.BlockSparsePlan` as :class:`MLADecodePlan` is to its namesake; see there.
     """
@@ -244,12 +244,12 @@ class PagedMQALogitsPlan(_Front, paged_logits.PagedMQALogitsPlan, _Value[Any]): 
 
 @_is_pytree
 class _Logits(paged_logits.PagedMQALogitsPlan, _Value[Any]):
-    """Of a `DSAPlan`, of which it is a part that changes."""
+    """A part of `DSAPlan` that changes."""
 
 
 @_is_pytree
 class _Attention(dsa.Attention, _Value[Any]):
-    """Of a `DSAPlan`, of which it is a part that changes."""
+    """A part of `DSAPlan` that changes."""
 
 
 class DSAPlan(_Front, dsa.DSAPlan):  # type: ignore[misc]

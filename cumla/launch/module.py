@@ -59,7 +59,7 @@ class LoadedKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """What came out of a compilation without a GPU; sizes are in bytes."""
+    """Result of a compilation without a GPU; sizes are in bytes."""
 
     cubin: bytes  # the ELF image for sm_90a
     log: str  # all that NVRTC and ptxas had to say

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells where in a paged cache new rows go, as the structs of cuda/rows/slots.cuh hold it."""
+"""Places of new rows in a paged cache, as the structs of cuda/rows/slots.cuh hold them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.resources.abc import Traversable
 
-# What CuPy's RawModule adds to the options of every compilation (CuPy 14). -ftz=true changes the
+# Options that CuPy's RawModule adds to every compilation (CuPy 14). -ftz=true changes the
 # code that comes out, so the compilations that do not go through CuPy ask for it as well.
 ADDED_BY_CUPY: tuple[str, ...] = ("-ftz=true", "--device-as-default-execution-space")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows, caches and tables of multi-head attention must look like."""
+"""Checks of rows, caches and tables of multi-head attention."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of cache writers must look like; all of it before anything is launched."""
+"""Checks of the arguments of functions that write MLA caches, before anything is launched."""
 
 from __future__ import annotations
 

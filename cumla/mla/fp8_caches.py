@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FP8 caches look like, to those who read them and those who write them."""
+"""Forms of FP8 caches, for functions that read and that write them."""
 
 from __future__ import annotations
 

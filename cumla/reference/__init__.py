@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operation means, in NumPy.
+"""Definitions of all operations, in NumPy.
 
 The functions here have the names and arguments of the public operations. They are the oracle of the
 tests, and they compute whatever is called with arrays in CPU memory.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of sparse MLA attention must look like; checked before anything is allocated.
+"""Checks of the arguments of sparse MLA, before anything is allocated.
 
 Query and cache are those of dense MLA attention, with one kv head.
 """

@@ -145,9 +145,9 @@ def mla_sparse_decode(
         Without block_table an index is a slot of the cache: it names row ``i % page_size`` of page
         ``i // page_size``. With block_table it is a position of the query token's request: row
         ``i % page_size`` of page ``block_table[request, i // page_size]``. An index that is
-        negative, or names no slot of the cache (one outside of the table, or of a page outside of
-        the cache), counts as absent, wherever in the list it stands. A row that is named twice
-        counts twice. The order of a list changes results by rounding alone.
+        negative, or names no slot of the cache (a position outside of the table, or a page outside
+        of the cache), is absent; it may be at any place of the list. A row that is listed twice
+        counts twice. The order of a list changes results by rounding only.
     topk_lens : array, optional
         ``(batch,)`` or ``(batch, q_len)`` int32: entries of each list. Entries from there on are
         not read. Clamped to ``[0, topk]``; topk by default.
@@ -164,21 +164,20 @@ def mla_sparse_decode(
     extra_topk_lens : array, optional
         As topk_lens, of extra_indices.
     sinks : array, optional
-        ``(num_heads,)`` float32, contiguous: a score per head that takes part in the sum of weights
-        and has no value. It is not multiplied by softmax_scale, and lse includes it. -inf has no
-        effect, and +inf gives 0.
+        ``(num_heads,)`` float32, contiguous: one extra score per head, without a value. It is not
+        multiplied by softmax_scale, and lse includes it. -inf has no effect, and +inf gives 0.
     softmax_scale : float, optional
         Factor of the scores, as in :func:`cumla.mla_decode`; 512 ** -0.5 by default with 512
         columns.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
     indices_are : str, optional
-        ``"slots"`` or ``"positions"``: what the indices are, which a block_table, or none, has to
-        agree with. By default it tells.
+        ``"slots"`` or ``"positions"``: the meaning of the indices. It must agree with block_table:
+        positions need one, slots need none. By default block_table decides.
     cache_format : str, optional
-        The format of a kv_cache of bytes. Widths tell ``"v32"`` and ``"v4"``, above; the other
-        formats have to be named, because their widths are those of other caches, too. Their rows
-        have 512 columns, and any stride:
+        The format of a kv_cache of bytes. ``"v32"`` and ``"v4"``, above, are recognised by their
+        widths. The other formats must be named, because other caches have the same widths. Their
+        rows have 512 columns, and any stride:
 
         - ``"v32_no_rope"``, 528 bytes: 512 e4m3 columns, then 4 float32 scales, each of 128.
         - ``"v41"`` of DeepSeek-V4.1, 528 bytes: 512 e4m3 columns, then 16 exponents, each of 32.
@@ -186,7 +185,7 @@ def mla_sparse_decode(
           then 32 e4m3 scales, each of 16.
 
         A plan from numbers takes ``"e4m3_512"`` as well, for rows of 512 e4m3 columns under
-        kv_scale, which dtype and width tell elsewhere.
+        kv_scale. Elsewhere dtype and width determine it.
 
         Exponents are as in V4's slots. Products of columns and scales are exact, but for scales
         of ``"v32_no_rope"`` that are no powers of two.
@@ -219,10 +218,10 @@ def mla_sparse_decode(
     Source: DeepSeek-V3.2-Exp, section 2.1, whose lists come from :func:`cumla.paged_mqa_logits` and
     a selection of the highest 2048 logits.
 
-    Indices need no check: no value leads out of the arrays. The check mode, ``CUMLA_CHECK=1``,
-    looks at lengths, requests, and the page numbers that indices lead to.
+    Indices need no check: no value causes an access outside of the arrays. The check mode,
+    ``CUMLA_CHECK=1``, checks lengths, requests, and the page numbers that indices lead to.
 
-    What :func:`cumla.mla_decode` says of CUDA graphs, and of gradients, holds here, too.
+    CUDA graphs and gradients are as in :func:`cumla.mla_decode`.
 
     Examples
     --------

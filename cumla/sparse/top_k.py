@@ -176,7 +176,7 @@ class _Arguments(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the indices."""
+        """The shape of the indices."""
         return self.views["scores"].shape[0], self.options.topk
 
 

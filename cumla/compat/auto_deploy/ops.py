@@ -32,7 +32,7 @@ def _fake_sdpa(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-# What makes the result of an operation without values. Metadata follow from shapes alone.
+# Functions that make the result of an operation without values. Metadata follow from shapes alone.
 _FAKES = {"fused": _fake_attention, "apply": _fake_rope, "scaled": _fake_sdpa}
 
 

@@ -71,7 +71,7 @@ struct List {
     return p.entries_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
   }
 
-  // What an entry names.
+  // The block that an entry names.
   __device__ __forceinline__ Listed named(const ListsParams& p, i64 entry) const {
     const Listed none = {-1, -1};
     if (entry < 0 || entry > 0x7fffffff) return none;

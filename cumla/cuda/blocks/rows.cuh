@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a query token of block-sparse attention sees of its request.
+// The keys that a query token of block-sparse attention sees.
 #pragma once
 #include "split/plan.cuh"
 #include "ptx/types.cuh"

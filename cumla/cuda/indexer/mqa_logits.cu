@@ -104,7 +104,7 @@ struct QueryTiles {
   }
 };
 
-// Of a change of items, in blocks: two warps load its queries, and the pipeline of products runs dry.
+// Cost of a change of items, in blocks: two warps load its queries, and no product runs meanwhile.
 constexpr int kItemCost = 5;
 
 struct ShareScratch {

@@ -64,7 +64,7 @@ struct Share {
   int row, octet;
 };
 
-// What a CTA has of each row: latent octets from the first one on, at most kLatentOctets, and RoPE octets, of which
+// The part of each row that a CTA writes: latent octets from the first one on, at most kLatentOctets, and RoPE octets, of which
 // lanes have the one of their number, or that of lanes before them. Known to the compiler:
 template <int kLatent = kLatentOctets, int kRope = kRopeOctets>
 struct FixedColumns {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels for shared prefixes agree on.
+// Structs that the kernels for shared prefixes share.
 #pragma once
 
 namespace cumla::split {
 
-// What a query token attends to.
+// The keys that a query token attends to.
 enum PrefixState : int { kNoRequest, kRest, kPrefixAndRest };
 
 }  // namespace cumla::split

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels serve the indexer: products and rings of its logits, threads of its schedule."""
+"""Choice of the indexer's kernels: products and rings of its logits, threads of its schedule."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Rules:
     # becomes logits while tensor cores fill the other; two of 256 columns do not fit the registers.
     prefill_columns: int = 128
     prefill_tiles: int = 4
-    # Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking
-    # for more at first only makes the earliest blocks wait (version 6).
+    # Bytes of a ring. Fewer bytes in flight already hide the latency of memory; more of them at the
+    # start delay the first blocks (version 6).
     ring_bytes: int = 100 * 1024
     # Threads of the schedule: few begin earlier, and each has at most one request.
     schedule_threads: tuple[int, int] = (256, 1024)

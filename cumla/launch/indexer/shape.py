@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launchers of the indexer's logits share: sizes, parameters, how keys are loaded."""
+"""Sizes, parameters and loads of keys that the launchers of the indexer's logits share."""
 
 from __future__ import annotations
 

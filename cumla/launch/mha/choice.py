@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel attends for a shape, with which row tiles: the only place where that is chosen."""
+"""Choice of kernel and row tiles for a shape: the only place where that is chosen."""
 
 from __future__ import annotations
 

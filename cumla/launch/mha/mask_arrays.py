@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of attention knows of a mask: the addresses of its arrays, and their form."""
+"""Addresses and form of the arrays of a mask, for the launches of attention."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SPECS = (
 
 
 class Rules(NamedTuple):
-    """What a query sees, apart from arrays; sides of a window are negative where unbounded."""
+    """Options of a mask that are no arrays; sides of a window are negative where unbounded."""
 
     left: int = -1
     right: int = -1

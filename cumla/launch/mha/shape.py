@@ -42,7 +42,7 @@ class MHAShape(RaggedKey):
 
     @property
     def variant(self) -> str:
-        """Which of VARIANTS a kernel must have."""
+        """The one of VARIANTS that a kernel must have."""
         return "masked" if self.masked else self.bias
 
     @cached_property
@@ -71,5 +71,5 @@ class MHAShape(RaggedKey):
 
     @cached_property
     def form(self) -> str:
-        """Which of PAGE_FORMS serves these pages, of 16-bit numbers."""
+        """The one of PAGE_FORMS that serves these pages of 16-bit numbers."""
         return page_form(self.page_size) if self.page_size else "pages"

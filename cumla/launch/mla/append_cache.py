@@ -54,8 +54,8 @@ class AppendArguments(NamedTuple):
     q_pe: ArrayView | None  # (tokens, num_heads, 64)
     q_pe_out: ArrayView | None  # the same; both, or neither
     dtype: str  # of all that has 16 bits
-    # Of an e4m3 cache with a scale for 128 columns: (num_pages, page_size, num_kv_heads, 4). Of V4:
-    # (num_pages, page_size, 1, 8), seven exponents and a zero in bytes. Of V4.1 16 or 32 bytes.
+    # e4m3 with a scale per 128 columns: (num_pages, page_size, num_kv_heads, 4). V4:
+    # (num_pages, page_size, 1, 8), seven exponents and a zero, bytes. V4.1: 16 or 32 bytes.
     scales: ArrayView | None
     kv_scale: ArrayView | None  # of an e4m3 cache with one scale, where it is an array: one float32
     power_of_two_scales: bool  # whether `scales` are rounded up to powers of two

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel attends to which shape: the one place that knows all files of kernels."""
+"""Choice of the kernel for a shape: the one place that knows all kernels of MLA."""
 
 from __future__ import annotations
 

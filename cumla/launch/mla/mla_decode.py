@@ -90,7 +90,7 @@ _WIDTH_SMEM = {
     512: SMEM_BYTES,
 }
 LATENT_COLUMNS = tuple(_WIDTH_SMEM)
-"""Of kernels for rows of other widths than 512 + 64."""
+"""Latent columns of the kernels for other widths than 512 + 64."""
 
 
 def width_tile(latent: int, base: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is MLA's own of a plan: the widths of its rows, its kernels, and the keys of its plans."""
+"""Widths of rows, variants of kernels, and keys of plans of MLA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VARIANTS = ("swapped", "one_tile", "shared_blocks")
 # Most query rows of a kv head that the first of them takes.
 SWAPPED_ROWS = constant("mla/mla_decode_swapped", "kSwappedRows")
 CACHES = ("same", "e4m3")
-"""What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
+"""Contents of a cache: numbers of the query's dtype, or e4m3 numbers in any format."""
 CUT_TOKENS = 8
 """Query tokens of a batch-invariant request of ragged queries that is cut, at most: of drafts."""
 Window = tuple[int, int] | None
@@ -48,7 +48,7 @@ NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp
 
 
 class LatentKey(PlanKey):
-    """What the kernels ask of every shape for which they are planned."""
+    """Properties of a shape that the kernels need."""
 
     q_len: int
     dtype: str  # "bfloat16" or "float16"
@@ -87,7 +87,7 @@ class LatentKey(PlanKey):
 
 @dataclass(frozen=True)
 class _DenseKey(LatentKey):
-    """What the shapes of both plans begin with."""
+    """The first fields of the keys of both plans."""
 
     batch: int  # q is (batch, q_len, num_heads, 576)
     q_len: int  # query tokens that the kernel may look at
@@ -132,7 +132,7 @@ class MLADecodeKey(_DenseKey):
 
     @cached_property
     def variant(self) -> str:
-        """Which of VARIANTS serves this shape: the only place where that is chosen.
+        """The one of VARIANTS that serves this shape: the only place where that is chosen.
 
         By the query rows of a kv head (reasons: docs/kernels/mla.md).
         """
@@ -222,7 +222,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
 
     @cached_property
     def prefix_shape(self) -> PrefixShape:
-        """What the kernels for shared prefixes know of the shape."""
+        """Sizes for the kernels of shared prefixes."""
         sizes = self.batch, self.total_tokens, self.num_heads, self.value_dim, self.page_size
         return PrefixShape(*sizes, self.max_pages, needs_ends=False, is_together=False)
 

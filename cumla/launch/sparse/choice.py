@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels serve lists of rows, and which shape of top_k a row: all that is chosen."""
+"""Choice of the kernels for lists of rows, and of the shape of top_k for a row."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rules:
     many_narrow_tiles: float = 0.9
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
-    # What a block of V4's rows costs where tiles of heads are chosen, in groups of 16 heads
+    # Cost of a block of V4's rows in the choice of tiles of heads, in groups of 16 heads
     # (sparse-order-ladder.json).
     v4_block_cost: int = 2
     # KV blocks of a piece, at least, of packed rows, of V4's, and of 16-bit rows for at most 16

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "SparseArguments", "attend_launches", "lengths_launches", "sparse_specs"]
 
 Lengths = tuple["ArrayView | None", "ArrayView | None"]
-"""Of the lists that name rows of a cache, and of a second one; None for full lists."""
+"""Lengths of the lists of a cache, and of a second cache; None for full lists."""
 
 
 class SparseArguments(NamedTuple):

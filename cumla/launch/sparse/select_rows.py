@@ -49,7 +49,7 @@ _MOST_ROWS = (1 << 31) - 1
 
 
 class RowSteps(NamedTuple):
-    """How the rows of a cache are numbered: in equal steps of memory, the same for all parts."""
+    """Numbering of the rows of a cache: equal steps in memory, the same for all parts."""
 
     page: int  # steps from a page to the next one
     row: int  # steps from a row to the next one

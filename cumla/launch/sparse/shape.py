@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launchers of attention to lists know of a call: its sizes, and the formats of caches."""
+"""Sizes of a call and formats of caches, for the launchers of attention to lists."""
 
 from __future__ import annotations
 

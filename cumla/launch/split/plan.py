@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan follows from: its key, the parts it is dealt into, and the layout of its buffer.
+"""Keys of plans, the number of their parts, and the layout of their buffers.
 
 Everything here is a pure function of the key and knows no family: each has keys of its own, which
 name the width of its values. cumla/cuda/split/plan.cuh holds the device's side of the terms.
@@ -22,7 +22,7 @@ ROW_TILE = constant(_FILE, "kRowTile")
 ROW_GROUP = constant(_FILE, "kRowGroup")  # of them in one warp: partial results hold whole groups
 
 PAGE_FORMS = ("pages", "boxes", "rows")
-"""How a KV block comes from its pages: each attention kernel over a paged cache has these forms."""
+"""Ways to load a KV block from pages: each attention kernel over a paged cache has these forms."""
 
 PLACE_BYTES, TILE_PLACE_BYTES, PART_BYTES, TICKET_BYTES = (
     constant(_FILE, f"sizeof({name})") for name in ("Place", "TilePlace", "Part", "Ticket")
@@ -119,9 +119,9 @@ def filling_parts(tiles: int, sm_count: int) -> int:
 
 
 class PlanKey(ABC):
-    """What follows in the same way from every shape for which a plan is made.
+    """Base of the keys of plans: properties that all shapes have.
 
-    A shape is a frozen dataclass, most of whose fields these are.
+    A shape is a frozen dataclass with most of these fields.
     """
 
     batch: int
@@ -196,7 +196,7 @@ class PlanKey(ABC):
 
     @cached_property
     def form(self) -> str:
-        """Which of PAGE_FORMS serves these pages."""
+        """The one of PAGE_FORMS that serves these pages."""
         return page_form(self.page_size)
 
     @cached_property
@@ -241,7 +241,7 @@ class PlanKey(ABC):
 
 
 class RaggedKey(PlanKey):
-    """What follows from every shape whose requests have different numbers of query tokens."""
+    """Base of the keys whose requests have different numbers of query tokens."""
 
     total_tokens: int
     max_pieces: int = 1  # of a batch-invariant request

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What query tokens see of their requests, as a definition."""
+"""Definition of the keys that each query token sees."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations of cumla.indexer mean."""
+"""Definitions of the operations of cumla.indexer."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bias adds to scores."""
+"""The numbers that a bias adds to scores."""
 
 from __future__ import annotations
 

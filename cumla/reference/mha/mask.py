@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What queries see by a mask, and how the arrays of a mask are built."""
+"""The keys that a mask makes visible, and builders of its arrays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _numbers(array: Array) -> Array:
 
 
 class Queries(NamedTuple):
-    """Of each query token: its request, -1 for none, and what follows from that."""
+    """The request of each query token, -1 for none, and its bounds."""
 
     request: Array
     begin: Array

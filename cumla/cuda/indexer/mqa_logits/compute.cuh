@@ -148,7 +148,7 @@ struct LogitsConsumer {
     fence_proxy_async_shared();
     sync();
   }
-  // Which of a consumer's two widened blocks the block of a slot is.
+  // The index, among a consumer's two widened blocks, of the block of a slot.
   __device__ __forceinline__ static int which(const RingPlace<Shape::kStages>& place) {
     static_assert(!Shape::kMxfp4 || Shape::kStages % (2 * kStep) == 0, "they alternate");
     return place.slot / kStep % 2;
