@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions in the place of an engine's own: its modules call them by name."""
+"""What plugins of engines share: functions in the place of an engine's own, and refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+
+def refusal(model: Any, message: str) -> NotImplementedError:
+    """Make the error of what a model or its server asks for, and cumla does not have.
+
+    Parameters
+    ----------
+    model : object
+        The engine's configuration of the model: of vLLM its `model`, of SGLang its `model_path`,
+        and the `architectures` of its `hf_config`. What is missing is left out.
+    message : str
+        The feature's name, what cumla needs, what came, and the way out.
+
+    Returns
+    -------
+    NotImplementedError
+        The message, and the name of the model.
+    """
+    classes = getattr(getattr(model, "hf_config", None), "architectures", None) or ()
+    path = getattr(model, "model", None) or getattr(model, "model_path", None)
+    of = " of ".join(filter(None, (", ".join(classes), path)))
+    return NotImplementedError(f"{message}; the model is {of}" if of else message)
 
 
 def put_in_place(

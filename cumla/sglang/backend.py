@@ -15,6 +15,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, append_rows, cache_dtype, current_capture, in_parts
+from cumla.compat._engine import refusal
 from cumla.core.tree import MOST_DRAFTS
 from cumla.mla.shape import WIDTH, WIDTHS
 
@@ -75,6 +76,7 @@ class Backend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.forward_metadata: Batch | None = None
+        self._model = runner.model_config
         self._is_mla = runner.use_mla_backend
         self._page_size = runner.page_size
         self._dtype = runner.dtype
@@ -366,7 +368,7 @@ class Backend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values of a layer, and attend: ``(tokens, heads * columns)``."""
-        _refuse_layer(layer, self._is_mla)
+        _refuse_layer(self._model, layer, self._is_mla)
         slots = forward_batch.out_cache_loc if save_kv_cache and k is not None else None
         if self._is_mla:
             return self._attend_mla(q, k, layer, slots, q_rope, k_rope)
@@ -481,34 +483,39 @@ def _factor(scale: Any) -> Any:
 
 
 def _refuse_configuration(runner: Any) -> None:
-    stored = runner.kv_cache_dtype
+    model, stored = runner.model_config, runner.kv_cache_dtype
     if stored not in (runner.dtype, torch.float8_e4m3fn):
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"kv_cache_dtype: cumla's backend reads {runner.dtype} and e4m3 caches, got {stored}; "
-            f"pass --kv-cache-dtype auto or fp8_e4m3"
+            f"pass --kv-cache-dtype auto or fp8_e4m3",
         )
-    chunk = getattr(runner.model_config, "attention_chunk_size", None)
+    chunk = getattr(model, "attention_chunk_size", None)
     if chunk is not None:  # Llama 4
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"attention_chunk_size: cumla's backend has no chunked local attention, got {chunk}; "
-            f"{_WAY_OUT}"
+            f"{_WAY_OUT}",
         )
     if isinstance(runner.token_to_kv_pool, BaseSWAKVPool):
-        raise NotImplementedError(
+        raise refusal(
+            model,
             "memory pool: cumla's backend needs one pool for all layers, got one of its own for "
-            "layers with windows; pass --disable-hybrid-swa-memory"
+            "layers with windows; pass --disable-hybrid-swa-memory",
         )
     if get_parallel().attn_dcp_size > 1:
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"dcp_size: cumla's backend has no decode context parallelism, got "
-            f"{get_parallel().attn_dcp_size}; {_WAY_OUT}"
+            f"{get_parallel().attn_dcp_size}; {_WAY_OUT}",
         )
     most = get_spec().speculative_num_draft_tokens or 0
     if _has_trees() and most > MOST_DRAFTS:
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"speculative_eagle_topk: cumla's backend verifies trees of up to {MOST_DRAFTS} "
             f"drafts, got {get_spec().speculative_eagle_topk} with {most} drafts; pass "
-            f"--speculative-eagle-topk 1"
+            f"--speculative-eagle-topk 1",
         )
 
 
@@ -517,27 +524,31 @@ def _has_trees() -> bool:
     return (get_spec().speculative_eagle_topk or 1) > 1
 
 
-def _refuse_layer(layer: Any, is_mla: bool) -> None:
+def _refuse_layer(model: Any, layer: Any, is_mla: bool) -> None:
     if layer.is_cross_attention or layer.attn_type.value != "decoder":
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"layer {layer.layer_id}: cumla's backend serves causal self-attention, got "
-            f"{'cross-attention' if layer.is_cross_attention else layer.attn_type}; {_WAY_OUT}"
+            f"{'cross-attention' if layer.is_cross_attention else layer.attn_type}; {_WAY_OUT}",
         )
     if layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"layer {layer.layer_id}: cumla's backend scales no scores by their position, got "
             f"xai_temperature_len {layer.xai_temperature_len}, pos_encoding_mode "
-            f"{layer.pos_encoding_mode}; {_WAY_OUT}"
+            f"{layer.pos_encoding_mode}; {_WAY_OUT}",
         )
     width = layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim
     if is_mla and width not in WIDTHS:
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"layer {layer.layer_id}: cumla's backend needs absorbed queries of "
             f"{', '.join(str(sum(width)) for width in WIDTHS)} columns for MLA, got "
-            f"{layer.qk_head_dim}; {_WAY_OUT}"
+            f"{layer.qk_head_dim}; {_WAY_OUT}",
         )
     if is_mla and _has_trees() and width != WIDTH:
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"layer {layer.layer_id}: cumla's backend verifies trees of drafts over MLA rows of "
-            f"{sum(WIDTH)} columns, got {layer.qk_head_dim}; pass --speculative-eagle-topk 1"
+            f"{sum(WIDTH)} columns, got {layer.qk_head_dim}; pass --speculative-eagle-topk 1",
         )

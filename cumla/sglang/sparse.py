@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype
+from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
 
 __all__ = ["Backend"]
@@ -38,10 +39,11 @@ class Backend(DeepseekSparseAttnBackend):
         }
         for name, (found, served) in refused.items():
             if found not in served:
-                raise NotImplementedError(
+                raise refusal(
+                    runner.model_config,
                     f"{name}: cumla's backend for sparse MLA needs "
                     f"{' or '.join(map(str, served))}, got {found}; leave out --attention-backend "
-                    f"cumla"
+                    f"cumla",
                 )
         self.dsa_prefill_impl = self.dsa_decode_impl = _IMPL
         self.enable_auto_select_prefill_impl = False

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from cumla.compat._engine import refusal
 from cumla.core.check_mode import environment_flag
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
@@ -203,14 +204,15 @@ class V4Kernels(SparseMLAKernels):
         return None if dtype_name(dtype) == "bfloat16" else "DeepSeek-V4 needs a model in bfloat16"
 
 
-def refuse_width(dims: dict[str, Any], widths: Iterable[Width]) -> None:
+def refuse_width(model: Any, dims: dict[str, Any], widths: Iterable[Width]) -> None:
     """Refuse rows whose columns are divided otherwise: vLLM asks for their number alone."""
     found = dims.get("kv_lora_rank"), dims.get("qk_rope_head_dim")
     if None not in found and found not in tuple(widths):
         needed = " or ".join(f"{latent} + {rope}" for latent, rope in widths)
-        raise NotImplementedError(
+        raise refusal(
+            model,
             f"kv_lora_rank + qk_rope_head_dim: cumla's backend needs {needed}, got {found[0]} + "
-            f"{found[1]}; leave out --attention-backend CUSTOM"
+            f"{found[1]}; leave out --attention-backend CUSTOM",
         )
 
 

@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.mla import indexer as metadata
 
 import cumla
 from cumla._serving import Plans, Step
+from cumla.compat._engine import refusal
 from cumla.distributed import ContextParallel
 
 __all__ = ["Logits", "context_parallel", "select", "take_over"]
@@ -41,12 +42,14 @@ _REFUSED = "use_fp4_cache", "use_pcp", "candidate_blocks"  # the last: DeepSeek-
 _COLUMNS = 64  # of logits: rows that begin at 16 bytes
 _original = theirs.sparse_attn_indexer
 _library: Any = None
+_model: Any = None  # whose layers ask
 _plans: dict[Any, Plans] = {}
 
 
-def take_over() -> None:
-    """Serve vLLM's operation `sparse_attn_indexer` in this process; again: change nothing."""
-    global _library
+def take_over(model: Any = None) -> None:
+    """Serve vLLM's operation `sparse_attn_indexer` in this process; errors name the model."""
+    global _library, _model
+    _model = model
     if _library is not None:
         return
     _library = torch.library.Library("vllm", "FRAGMENT")
@@ -113,9 +116,10 @@ def select(*args: Any, **kwargs: Any) -> Any:
     for name in _REFUSED:
         found = given.get(name)
         if found is not None and found is not False:
-            raise NotImplementedError(
+            raise refusal(
+                _model,
                 f"{name}: cumla's indexer does not have it, got {getattr(found, 'shape', found)}; "
-                "leave out --attention-backend CUSTOM"
+                "leave out --attention-backend CUSTOM",
             )
     steps = theirs.get_forward_context().attn_metadata
     if not isinstance(steps, dict):  # vLLM measures memory

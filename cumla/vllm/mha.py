@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,6 +20,7 @@ from vllm.v1.attention.backend import (
 import cumla
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype, current_capture
+from cumla.compat._engine import refusal
 from cumla.mha.bias import MOST_COLUMNS
 from cumla.vllm._models import (
     LOGGER,
@@ -187,9 +189,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def _refuse_alibi(self) -> None:
         """Refuse ALiBi where a query sees later keys, whose distance counts there."""
         if any(form.has_alibi for form in self._plans):
-            raise NotImplementedError(
+            raise refusal(
+                self._config.model_config,
                 "alibi_slopes: cumla's backend has no ALiBi in steps with images, or with requests "
-                "that are not causal; leave out --attention-backend CUSTOM"
+                "that are not causal; leave out --attention-backend CUSTOM",
             )
 
     def _other(self, form: Form, sees: str) -> Plans:
@@ -209,15 +212,18 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
 def _refuse(vllm_config: Any) -> None:
     """Refuse models whose steps the plugin would compute by another rule."""
-    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
-        raise NotImplementedError(
+    model = vllm_config.model_config
+    if getattr(model, "rswa_window", None) is not None:
+        raise refusal(
+            model,
             "rswa_window: cumla's backend has no reference windows (R-SWA), got "
-            f"{vllm_config.model_config.rswa_window}; leave out --attention-backend CUSTOM"
+            f"{model.rswa_window}; leave out --attention-backend CUSTOM",
         )
     if _has_spans(vllm_config) and divides_steps(vllm_config):
-        raise NotImplementedError(
+        raise refusal(
+            model,
             "enable_dbo: vLLM tells no micro-batch where its images are, and cumla's backend "
-            "would let their tokens see no later ones; leave out --enable-dbo"
+            "would let their tokens see no later ones; leave out --enable-dbo",
         )
 
 
@@ -305,9 +311,10 @@ class Impl(AttentionImpl[Metadata]):
         sinks: torch.Tensor | None = None,
     ) -> None:
         if alibi_slopes is not None and (logits_soft_cap or head_size > MOST_COLUMNS):
-            raise NotImplementedError(
+            raise refusal(
+                get_current_vllm_config().model_config,
                 f"alibi_slopes: needs heads of at most {MOST_COLUMNS} columns and no soft cap, got "
-                f"{head_size} and {logits_soft_cap}; leave out --attention-backend CUSTOM"
+                f"{head_size} and {logits_soft_cap}; leave out --attention-backend CUSTOM",
             )
         self.num_heads = num_heads
         self.head_size = head_size

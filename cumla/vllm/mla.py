@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, append_rows, cache_dtype
+from cumla.compat._engine import refusal
 from cumla.mla.shape import WIDTHS
 from cumla.vllm._models import (
     LOGGER,
@@ -76,9 +77,10 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._cuts_drafts = _cuts_drafts(vllm_config)
         if self._cuts_drafts and self.dcp_world_size > 1:
-            raise NotImplementedError(
+            raise refusal(
+                self.model_config,
                 "enable_adaptive_verification: cumla's backend for MLA has none with decode "
-                f"context parallelism, got {self.dcp_world_size} ranks; leave one of the two out"
+                f"context parallelism, got {self.dcp_world_size} ranks; leave one of the two out",
             )
         self._captures_mixture = False
         self._plans = Plans(
@@ -219,15 +221,17 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
     supports_pcp: bool = False
 
     def __init__(self, *args: Any, sliding_window: int | None = None, **kwargs: Any) -> None:
+        config = get_current_vllm_config()
         if sliding_window is not None:  # the base would go on without it
-            raise NotImplementedError(
+            raise refusal(
+                config.model_config,
                 f"sliding_window: cumla's backend has no windows for MLA, got {sliding_window}; "
-                "leave out --attention-backend CUSTOM"
+                "leave out --attention-backend CUSTOM",
             )
-        refuse_width(kwargs, WIDTHS)
+        refuse_width(config.model_config, kwargs, WIDTHS)
         super().__init__(*args, sliding_window=None, **kwargs)
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
-        self._fp8_products = fp8_products(get_current_vllm_config())
+        self._fp8_products = fp8_products(config)
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any

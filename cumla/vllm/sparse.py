@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 
 from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, ShardedStep, SparseStep, cache_dtype
+from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, VALUE_DIM
 from cumla.mla.shape import PACKED as V32
 from cumla.vllm._models import (
@@ -92,13 +93,14 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._pool = _pool_of(self.model_config)
         if self._pool == 1:
-            take_over()
+            take_over(self.model_config)
         self._parallel = None
         if self.dcp_world_size > 1:
             if self._pool > 1:
-                raise NotImplementedError(
+                raise refusal(
+                    self.model_config,
                     "decode_context_parallel_size: cumla's backend has none where the indexer "
-                    f"chooses pools of tokens, got {self.dcp_world_size} ranks; leave it out"
+                    f"chooses pools of tokens, got {self.dcp_world_size} ranks; leave it out",
                 )
             self._parallel = context_parallel(kv_cache_spec.block_size)
             # No capture may be the first to use the group.
@@ -166,19 +168,22 @@ class Impl(SparseMLACommonImpl[Metadata]):
     supports_pcp: bool = False
 
     def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
+        config = get_current_vllm_config()
+        model, ranks = config.model_config, config.parallel_config.decode_context_parallel_size
         for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
             if kwargs.get(name) is not None:  # the base would go on without it
-                raise NotImplementedError(
+                raise refusal(
+                    model,
                     f"{name}: cumla's backend for sparse MLA does not have it, got "
-                    f"{kwargs[name]}; leave out --attention-backend CUSTOM"
+                    f"{kwargs[name]}; leave out --attention-backend CUSTOM",
                 )
-        parallel = get_current_vllm_config().parallel_config
-        if sinks is not None and parallel.decode_context_parallel_size > 1:
-            raise NotImplementedError(  # those of all heads, on one rank
+        if sinks is not None and ranks > 1:  # those of all heads, on one rank
+            raise refusal(
+                model,
                 "decode_context_parallel_size: cumla's backend for sparse MLA has none beside "
-                f"sinks, got {parallel.decode_context_parallel_size} ranks; leave it out"
+                f"sinks, got {ranks} ranks; leave it out",
             )
-        refuse_width(kwargs, SPARSE_WIDTHS)
+        refuse_width(model, kwargs, SPARSE_WIDTHS)
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # a parameter, whose values come later
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too

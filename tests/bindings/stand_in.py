@@ -6,8 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+PATH = "someone/some-model"
+CONFIG = SimpleNamespace(architectures=["SomeForCausalLM"])
+MODEL = SimpleNamespace(model_path=PATH, hf_config=CONFIG)  # of SGLang
+OF_MODEL = f"; the model is SomeForCausalLM of {PATH}$"  # behind what a plugin refuses
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import cumla.sglang
+from tests.bindings.stand_in import MODEL
 from tests.sglang.stub import DecoderType, Mode, backends
 
 torch = pytest.importorskip("torch")
@@ -42,7 +43,7 @@ class Server:
             page_size=page,
             dtype=torch.bfloat16,
             kv_cache_dtype=cache_dtype,
-            model_config=SimpleNamespace(context_len=LONGEST, hf_config=SimpleNamespace()),
+            model_config=SimpleNamespace(**vars(MODEL), context_len=LONGEST),
             spec_algorithm=SimpleNamespace(is_ngram=lambda: is_ngram),
             req_to_token_pool=SimpleNamespace(req_to_token=slots),
             token_to_kv_pool=SimpleNamespace(

@@ -20,6 +20,7 @@ import pytest
 import cumla
 import cumla.sglang
 from cumla.mla.shape import WIDTHS
+from tests.bindings.stand_in import MODEL, OF_MODEL
 from tests.compat.oracle import naive
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
@@ -573,7 +574,7 @@ def test_sglang_has_the_fields_that_the_plugin_reads() -> None:
         ({}, {"token_to_kv_pool": WindowPool()}, "^memory pool: .*--disable-hybrid-swa-memory"),
         (
             {},
-            {"model_config": SimpleNamespace(hf_config=None, attention_chunk_size=8)},
+            {"model_config": SimpleNamespace(**vars(MODEL), attention_chunk_size=8)},
             "^attention_chunk_size: .* no chunked local attention, got 8; leave out",
         ),
         ({"dcp": 2}, {}, "^dcp_size: .* got 2; leave out"),
@@ -590,7 +591,7 @@ def test_configurations_are_refused(
     runner = SimpleNamespace(**vars(Server(is_mla=True).runner) | change)
     with stubbed(**options):
         cumla.sglang.register()
-        with pytest.raises(NotImplementedError, match=match):
+        with pytest.raises(NotImplementedError, match=rf"{match}.*{OF_MODEL}"):
             backends["cumla"](runner)
 
 
@@ -607,5 +608,5 @@ def test_layers_are_refused(is_mla: bool, layer: dict[str, Any], match: str) -> 
     server = Server(is_mla)
     fb = server.batch(Mode.DECODE, (9, 5, 3), (1, 1, 1))
     server.backend.init_forward_metadata(fb)
-    with pytest.raises(NotImplementedError, match=f"^layer 0: .*{match}"):
+    with pytest.raises(NotImplementedError, match=f"^layer 0: .*{match}.*{OF_MODEL}"):
         server.backend.forward_decode(None, None, None, server.layer(**layer), fb)

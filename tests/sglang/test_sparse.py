@@ -12,6 +12,7 @@ import pytest
 import cumla
 import cumla.sglang
 import tests.emulator
+from tests.bindings.stand_in import CONFIG, OF_MODEL, PATH
 from tests.compat.torch_gpu import torch_gpu
 from tests.sglang.stub import Handlers, absorbing, backends, stubbed
 
@@ -42,7 +43,9 @@ def made(kind: str = "bfloat16", **other: Any) -> Any:
         use_mla_backend=True,
         dtype=torch.bfloat16,
         kv_cache_dtype=CACHES[kind] if not is_packed else torch.float8_e4m3fn,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(index_topk=TOPK)),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(**vars(CONFIG), index_topk=TOPK), model_path=PATH
+        ),
         device="cpu",
         sparse=of_pool | other,
     )
@@ -142,5 +145,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_has_its_name(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"^{name}: .* got .*; leave out"):
+    with pytest.raises(NotImplementedError, match=rf"^{name}: .* got .*; leave out.*{OF_MODEL}"):
         made(**REFUSED[name])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import cumla
+from tests.bindings.stand_in import CONFIG, PATH
 
 torch = pytest.importorskip("torch")
 
@@ -92,7 +93,7 @@ class MLA:
         self.width = width
         torch.manual_seed(1)
         config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, hf_config=CONFIG, model=PATH),
             num_heads=HEADS // dcp,
             parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
             compilation_config=SimpleNamespace(
@@ -171,7 +172,8 @@ class SparseMLA:
         self.device, self.heads, self.topk, self.dcp = device, heads, topk, dcp
         model = SimpleNamespace(
             dtype=torch.bfloat16,
-            hf_config=SimpleNamespace(index_topk=topk),
+            hf_config=SimpleNamespace(**vars(CONFIG), index_topk=topk),
+            model=PATH,
             hf_text_config=SimpleNamespace(index_topk=topk, index_kpool=pool),
             get_num_attention_heads=lambda parallel: heads // dcp,
         )
@@ -327,7 +329,9 @@ class MHA:
         }
         layers = {name: SimpleNamespace(impl=impl) for name, impl in self.impls.items()}
         config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=torch.bfloat16, **(model or {})),
+            model_config=SimpleNamespace(
+                dtype=torch.bfloat16, hf_config=CONFIG, model=PATH, **(model or {})
+            ),
             parallel_config=SimpleNamespace(use_ubatching=ubatching),
             compilation_config=SimpleNamespace(static_forward_context=layers),
         )

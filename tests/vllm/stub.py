@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from tests.bindings.stand_in import standing_in
+from tests.bindings.stand_in import CONFIG, PATH, standing_in
 
 torch = pytest.importorskip("torch")
 M = TypeVar("M")
@@ -177,7 +177,8 @@ def stubbed(
 ) -> Iterator[None]:
     """Let the plugin import the stub."""
     of_model = {} if index_topk is None else {"index_topk": index_topk}
-    model = SimpleNamespace(use_mla=use_mla, hf_config=SimpleNamespace(**of_model))
+    config = SimpleNamespace(**vars(CONFIG) | of_model)
+    model = SimpleNamespace(use_mla=use_mla, hf_config=config, model=PATH)
     asked = SimpleNamespace(backend=Backends.CUSTOM, backend_per_kind=None)
     parallel = SimpleNamespace(decode_context_parallel_size=dcp)
     config = SimpleNamespace(model_config=model, attention_config=asked, parallel_config=parallel)

@@ -23,6 +23,7 @@ import cumla
 import cumla.vllm
 import tests.emulator
 from cumla.mla.shape import WIDTHS
+from tests.bindings.stand_in import OF_MODEL
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
 from tests.selection import some
@@ -382,7 +383,9 @@ def test_mla_writes_no_padding() -> None:
 def test_mla_refuses_windows() -> None:
     from cumla.vllm.mla import Impl
 
-    with pytest.raises(NotImplementedError, match=r"^sliding_window: .* got 128; leave out"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^sliding_window: .* got 128; leave out.*{OF_MODEL}"
+    ):
         Impl(scale=SCALE, sliding_window=128)
 
 
@@ -734,7 +737,9 @@ def test_vllm_is_told_which_graphs_take_drafts_that_are_cut() -> None:
     assert mla.Builder.get_varlen_cudagraph_max_query_len(config, None) is None
     assert mla.Backend.supports_device_cpu_query_lens_mismatch()
     assert "supports_device_cpu_query_lens_mismatch" not in vars(mha.Backend)  # vLLM's: True
-    with pytest.raises(NotImplementedError, match=r"^enable_adaptive_verification: .* got 2 ranks"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^enable_adaptive_verification: .* got 2 ranks.*{OF_MODEL}"
+    ):
         MLA(dcp=2, cuts_drafts=True)
 
 
@@ -1011,16 +1016,20 @@ def test_mha_refuses_what_it_does_not_have() -> None:
     from cumla.vllm.mha import Impl
 
     for size, cap in ((320, None), (64, 20.0)):
-        with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
+        with pytest.raises(NotImplementedError, match=rf"^alibi_slopes: .* leave out.*{OF_MODEL}"):
             Impl(HEADS, size, SCALE, 2, [1.0] * HEADS, logits_soft_cap=cap)
     mha = MHA(alibi_slopes=[1.0] * HEADS)
-    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
+    with pytest.raises(NotImplementedError, match=rf"^alibi_slopes: .* leave out.*{OF_MODEL}"):
         mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=torch.tensor([True, False]))
-    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* not causal"):
+    with pytest.raises(NotImplementedError, match=rf"^alibi_slopes: .* not causal.*{OF_MODEL}"):
         mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=False)
-    with pytest.raises(NotImplementedError, match=r"^rswa_window: .* got 128; leave out"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^rswa_window: .* got 128; leave out.*{OF_MODEL}"
+    ):
         MHA(model={"rswa_window": 128})
-    with pytest.raises(NotImplementedError, match=r"^enable_dbo: .* leave out --enable-dbo"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^enable_dbo: .* leave out --enable-dbo{OF_MODEL}"
+    ):
         MHA(model={"is_mm_prefix_lm": True}, ubatching=True)
     mha = MHA()
     step = mha.step(int32(90, 33), int32(0, 1, 3), 3)
