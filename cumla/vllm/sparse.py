@@ -91,6 +91,7 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._requests: dict[int, torch.Tensor] = {}  # of tokens, by equal query lengths
         self._pool = _pool_of(self.model_config)
         if self._pool == 1:
             take_over(self.model_config)
@@ -142,6 +143,18 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         if divides_steps(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.UNIFORM_BATCH
+
+    def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
+        """Return the request of each token: of equal query lengths it is the same in all steps."""
+        common, tokens = common_attn_metadata, common_attn_metadata.num_actual_tokens
+        q_len = uniform_length(common.query_start_loc_cpu, tokens)
+        if not q_len or self._parallel is not None:
+            found: torch.Tensor = super()._build_req_id_per_token(common)
+            return found
+        if q_len not in self._requests:
+            numbers = torch.arange(len(self.req_id_per_token_buffer), device=self.device)
+            self._requests[q_len] = (numbers // q_len).int()
+        return self._requests[q_len][:tokens]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

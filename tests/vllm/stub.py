@@ -84,18 +84,21 @@ class SparseBuilder(SpecBuilder[M]):
     def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool) -> None:
         self.reorder_batch_threshold = threshold
 
-    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+    def _build_req_id_per_token(self, common: Any) -> Any:
         lengths = common.query_start_loc_cpu.diff()
         requests = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         self.req_id_per_token_buffer.zero_()
         self.req_id_per_token_buffer[: len(requests)] = requests.to(self.device)
+        return self.req_id_per_token_buffer[: common.num_actual_tokens]
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         tokens, decodes = common.num_actual_tokens, common.num_decodes
         return self.metadata_cls(
-            num_reqs=len(lengths),
+            num_reqs=len(common.query_start_loc_cpu) - 1,
             num_actual_tokens=tokens,
             query_start_loc=common.query_start_loc,
             block_table=common.block_table_tensor,
-            req_id_per_token=self.req_id_per_token_buffer[:tokens],
+            req_id_per_token=self._build_req_id_per_token(common),
             seq_lens=common.seq_lens,
             topk_tokens=self.topk_tokens,
             num_decodes=decodes,

@@ -134,6 +134,22 @@ def test_a_step_attends_for_decoding_alone_where_prefills_are_dense() -> None:
     assert sorted(step.steps) == [2, 14]
 
 
+def test_requests_of_equal_query_lengths_are_told_without_work() -> None:
+    """vLLM fills a buffer in each step; a graph of such steps does not read it."""
+    sparse = SparseMLA()
+    sparse.builder.req_id_per_token_buffer.fill_(99)
+    told = {}
+    for starts, tokens in (((0, 1, 2, 3), 3), ((0, 2, 4, 4), 6), ((0, 1, 2), 2)):
+        step = sparse.step(int32(*[90] * (len(starts) - 1)), int32(*starts), tokens)
+        told[starts] = step.req_id_per_token
+    assert bool(sparse.builder.req_id_per_token_buffer.eq(99).all())
+    assert [each.tolist() for each in told.values()] == [[0, 1, 2], [0, 0, 1, 1, 2, 2], [0, 1]]
+    assert told[0, 1, 2].data_ptr() == told[0, 1, 2, 3].data_ptr()
+    step = sparse.step(int32(90, 90), int32(0, 1, 4), 4)
+    assert step.req_id_per_token.tolist() == [0, 1, 1, 1]
+    assert step.req_id_per_token.data_ptr() == sparse.builder.req_id_per_token_buffer.data_ptr()
+
+
 def test_every_dense_prefill_is_merged_with_its_context() -> None:
     """The fault of vLLM 0.26 and 0.27 that the backend of dense MLA mends."""
     context = SimpleNamespace(prefill_tokens_with_context=7, has_empty_context=[True])
