@@ -64,8 +64,8 @@ struct Share {
   int row, octet;
 };
 
-// The part of each row that a CTA writes: latent octets from the first one on, at most kLatentOctets, and RoPE octets, of which
-// lanes have the one of their number, or that of lanes before them. Known to the compiler:
+// The part of each row that a CTA writes: latent octets from the first one on, at most kLatentOctets, and RoPE octets.
+// A lane has the RoPE octet of its number, or that of a lane before it. Known to the compiler:
 template <int kLatent = kLatentOctets, int kRope = kRopeOctets>
 struct FixedColumns {
   static constexpr int first = 0, latent = kLatent, rope = kRope;

@@ -5,8 +5,8 @@
 // Roles, time line, barriers, shared memory and registers: those files. Rows have 576 columns, or 512, which are all
 // values. Forms with max_logits, which are those of mla_decode, take 256 B more shared memory, 232,416 B, and two more
 // registers of a consumer's thread.
-#include "mla/mla_decode.cu"
-#include "mla/mla_decode_swapped.cu"
+#include "mla/mla_decode/kernel.cuh"
+#include "mla/mla_decode_swapped/kernel.cuh"
 #include "sparse/selected.cuh"
 
 namespace cumla::sparse {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of mla_sparse_v4.cu and mla_sparse_v41.cu, whose rows differ.
 #pragma once
-#include "mla/mla_decode.cu"
+#include "mla/mla_decode/kernel.cuh"
 #include "sparse/mla_sparse_v4/convert.cuh"
 #include "sparse/mla_sparse_v4/find.cuh"
 #include "sparse/selected.cuh"
