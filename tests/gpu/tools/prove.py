@@ -55,6 +55,9 @@ def run(modules: list[Path], out: Path, at_once: int, timeout: float) -> bool:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = given.split(",")[:count] if given else [str(gpu) for gpu in range(count)]
     turns = itertools.cycle(range(len(gpus)))
+    # Or the references of each process take all cores, and spin on them.
+    threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
 
     def one(module: Path) -> bool:
         first = next(turns)
@@ -67,7 +70,7 @@ def run(modules: list[Path], out: Path, at_once: int, timeout: float) -> bool:
                 code = subprocess.run(
                     command,
                     cwd=record.ROOT,
-                    env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
+                    env=few | os.environ | {"CUDA_VISIBLE_DEVICES": visible},
                     stdout=file,
                     stderr=file,
                     timeout=timeout,
