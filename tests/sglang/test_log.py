@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from cumla._choices import Layers, log_layers
+from cumla.mla.shape import PACKED
 
 torch = pytest.importorskip("torch")
 
@@ -34,3 +39,16 @@ def test_the_first_layer_of_a_form_logs_its_kernels(
     (record,) = [record for record in caplog.records if "attends in" in record.getMessage()]
     assert record.getMessage().startswith(f"cumla attends in {line}")
     assert record.name == "cumla.sglang"
+
+
+@pytest.mark.parametrize("cache_format", [None, PACKED])
+def test_the_page_has_the_line_of_sparse_mla(
+    cache_format: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For the 16 heads that each of eight GPUs has."""
+    monkeypatch.setattr("cumla._choices._said", set())
+    caplog.set_level("INFO")
+    layers = Layers(16, 1, "bfloat16", topk=2048, cache_format=cache_format)
+    log_layers("cumla.sglang", {"layers with sparse MLA": layers})
+    page = Path(__file__).parents[2] / "docs/integrations/sglang.md"
+    assert caplog.messages[0] in page.read_text("utf-8").splitlines()
