@@ -32,7 +32,7 @@ class CompilationError(CumlaError):
     Attributes
     ----------
     log : str
-        The log as it was given.
+        The compiler's log.
     """
 
     def __init__(self, message: str, log: str = "") -> None:

@@ -101,9 +101,9 @@ def merge_attention_states(
         as :func:`cumla.mla_decode` returns them. Where your heads come before the tokens, pass a
         transposed view: nothing is copied.
     out, lse : array, optional
-        Of the shapes of one of outs, float32, bfloat16 or float16 whatever the dtype of outs, and
-        of one of lses, float32; written and returned. May be one of outs, or of lses, but must not
-        overlap them in another way. Of the framework of outs; JAX's arrays cannot be written to.
+        Arrays of the framework of outs, written and returned: the shape of one of outs in float32,
+        bfloat16 or float16, and the shape of one of lses in float32. Each may be one of outs, or of
+        lses, but must not overlap them in another way. JAX's arrays cannot be written to.
     lse_base : float
         Base of the logarithms, of lses and of the result: ``math.e`` (the default) or 2.
     stream : optional

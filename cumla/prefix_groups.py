@@ -135,7 +135,7 @@ def find_prefix_groups(
 
     Notes
     -----
-    Page numbers are compared and lead nowhere: rows may hold anything behind a request's keys.
+    Page numbers are compared only. Rows may hold anything after a request's pages.
 
     Examples
     --------

@@ -182,8 +182,8 @@ def block_sparse_attention(
     block_indices : array
         ``(total_tokens, num_kv_heads, topk)``, or ``(total_tokens, 1, topk)`` for lists that all kv
         heads share, int32 or int64, of any strides. total_tokens is ``batch * q_len`` where q has
-        four axes. An entry below 0, one of a block that begins behind what the query token sees,
-        and one whose page number is outside of the cache stand for nothing, wherever they are.
+        four axes. Entries are ignored, at any place of a list, if they are negative, name a block
+        after the query token, or name a page outside of the cache.
     block_size : int
         Tokens of a block. Multiples of 8 are fast, of 64 fastest.
     kv_lens : array
@@ -195,8 +195,8 @@ def block_sparse_attention(
         ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
         last ones end. Rows of q before the first and from the last on have out 0 and lse -inf.
     topk_lens : array, optional
-        ``(total_tokens,)`` or ``(total_tokens, num_kv_heads)`` int32: entries of each list. Those
-        behind are not read. Clamped to ``[0, topk]``; topk by default.
+        ``(total_tokens,)`` or ``(total_tokens, num_kv_heads)`` int32: entries of each list. Later
+        ones are not read. Clamped to ``[0, topk]``; topk by default.
     causal : bool
         No query sees a key after its own position.
     softcap, sinks, softmax_scale : optional
@@ -516,8 +516,8 @@ class BlockSparsePlan(Plan[BlockKey]):
     """What query tokens see, and workspace, of :func:`block_sparse_attention`, for a step's layers.
 
     It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. An update takes the lengths; the lists come with each
-    run, and are dealt out there.
+    streams, threads, CUDA graphs and errors. An update takes the lengths; each run takes
+    lists, and assigns them to thread blocks.
 
     Parameters
     ----------

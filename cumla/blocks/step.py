@@ -170,8 +170,8 @@ class BlockSparseStep(Step):
     ``select`` before, or pass `blocks`. Nothing waits for the device, and all of it can be captured
     into a CUDA graph, which then serves changing lengths.
 
-    It holds a :class:`cumla.BlockSparsePlan`: what is said of plans there holds here. The arrays
-    between its parts belong to it: scores ``(total_tokens, index_heads, blocks)`` float32, lists
+    It holds a :class:`cumla.BlockSparsePlan`: its rules for plans hold here. The arrays between
+    the parts belong to the step: scores ``(total_tokens, index_heads, blocks)`` float32, lists
     and what query tokens see. With out= and lse= runs allocate nothing; choosing among more than
     4,096 blocks allocates memory. CPU arrays are computed by :mod:`cumla.reference`.
 

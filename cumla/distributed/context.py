@@ -52,7 +52,7 @@ class ContextParallel(Shard):
         ``cupy.cuda.nccl.NcclCommunicator``; or the name of a mesh's axis, for use inside
         `jax.shard_map`. Timeouts and errors of a rank that fails are those of the group.
     page_size, block_size : int
-        As in :class:`Shard`, whose methods tell each rank its pages and slots.
+        As in :class:`Shard`, whose methods return the pages and slots of a rank.
     symmetric_memory : bool
         Let the ranks of a process group read each other's results, through memory that PyTorch maps
         on all of them (`torch.distributed._symmetric_memory`), in place of an exchange by NCCL:
@@ -113,9 +113,9 @@ class ContextParallel(Shard):
             binds by name is as if it were passed here.
         q : array or pair of arrays
             Queries, of all heads, the same on every rank: ``(batch, q_len, num_heads, columns)``
-            or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token is
-            handed on as a request of its own: take the pages from :meth:`pages` with the q_len or
-            the qo_indptr of the queries, and make a plan for as many requests of q_len 1. With a
+            or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token
+            becomes a separate request: take the pages from :meth:`pages` with the q_len or the
+            qo_indptr of the queries, and make a plan for total_tokens requests of q_len 1. With a
             :meth:`mask` they stay together, and so do the pages.
         *arrays, **options
             The rest as `attention` takes it, with the cache and the pages of this rank. sinks come
@@ -237,7 +237,7 @@ class ContextParallel(Shard):
 
         Each rank selects among its own tokens, and the ranks exchange these candidates, 8 bytes
         each. The list is that of one GPU with all scores, equal ones and NaN included, and the same
-        on every rank. :meth:`lists` tells which of its tokens a rank holds.
+        on every rank. :meth:`lists` returns those of its tokens that a rank holds.
 
         Parameters
         ----------
@@ -292,8 +292,8 @@ class ContextParallel(Shard):
 
         Each rank selects among its own blocks, and the ranks exchange these candidates, 8 bytes
         each; forced blocks are known to all. The lists are those of one GPU with all scores, equal
-        ones and NaN included, and the same on every rank. :meth:`blocks` tells which of the blocks
-        a rank holds.
+        ones and NaN included, and the same on every rank. :meth:`blocks` returns those
+        that a rank holds.
 
         Parameters
         ----------

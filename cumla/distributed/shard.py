@@ -71,7 +71,7 @@ class LocalLists(NamedTuple):
 
 
 class Shard:
-    """One rank's share of a cache whose tokens are dealt out in blocks, in turn.
+    """One rank's part of a cache whose blocks of tokens are assigned to the ranks in turn.
 
     Tokens ``[j * block_size, (j + 1) * block_size)`` of a request belong to rank ``j % world``. All
     methods are a few operations of the framework that the arrays are of (NumPy, CuPy, PyTorch,
@@ -206,7 +206,7 @@ class Shard:
         return LocalPages(self._own_table(block_table, rows), self._local(seen.clip(0, _MOST)))
 
     def slots(self, block_table: Any, batch_indices: Any, positions: Any) -> Any:
-        """Tell where this rank writes new tokens: -1, which is skipped, for tokens of other ranks.
+        """Return the slots to which this rank writes new tokens; -1 for tokens of other ranks.
 
         Pass the result to :func:`cumla.append_mla_cache` or :func:`cumla.append_kv_cache` as
         slot_mapping, and the positions beside it where they are needed for the rotation.
@@ -248,8 +248,8 @@ class Shard:
         """Take this rank's part of a mask: windows, chunks, prefixes, and causal queries together.
 
         Pass it to :meth:`ContextParallel.attend` with :func:`cumla.attention`, with the rank's
-        ``pages(kv_lens, block_table)`` without q_len: the mask tells what each query sees, so a
-        request's cache is read once for all of its queries.
+        ``pages(kv_lens, block_table)`` without q_len: the cache of a
+        request is then read once for all of its queries.
 
         Parameters
         ----------

@@ -92,8 +92,8 @@ def mqa_logits(
     weights : array
         ``(seq_len, num_heads)`` float32, with q's scale folded in. Any strides.
     ks, ke : array
-        ``(seq_len,)`` int32: the first token of each query and the one behind its last, clamped to
-        ``[0, seq_len_kv]``. Where ke is not above ks, nothing is visible.
+        ``(seq_len,)`` int32: the first visible token of each query and the one after the last,
+        clamped to ``[0, seq_len_kv]``. Where ke is not above ks, nothing is visible.
     max_kv_len : int, optional
         Compress the result to this many columns: column c of row i is token ``ks[i] + c``. What
         does not fit is left out.

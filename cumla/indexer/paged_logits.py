@@ -308,7 +308,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     kv_lens_shape : tuple of int, optional
         ``(batch,)``, or ``(batch, q_len)`` where each query has a length of its own.
     cache_format : str, optional
-        As in :func:`paged_mqa_logits`. ``run`` takes keys of this format without being told.
+        As in :func:`paged_mqa_logits`. ``run`` does not need it.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`, with which it may share a workspace.
 

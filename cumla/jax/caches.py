@@ -20,9 +20,9 @@ def append_mla_cache(
 ) -> Any:
     """Write the latent rows of new tokens into an MLA cache, and return it.
 
-    As :func:`cumla.append_mla_cache`, inside and outside of `jax.jit`. The new cache lies where
-    `kv_cache` lay if that is an intermediate value or was donated (``donate_argnums`` of
-    `jax.jit`); otherwise XLA copies it first, and `kv_cache` is what it was.
+    As :func:`cumla.append_mla_cache`, inside and outside of `jax.jit`. The new cache takes the
+    memory of `kv_cache` if that is an intermediate value or was donated (``donate_argnums`` of
+    `jax.jit`). Otherwise XLA copies it first, and `kv_cache` keeps its values.
 
     Parameters
     ----------

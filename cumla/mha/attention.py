@@ -263,7 +263,7 @@ def attention(
         default.
     kv_layout : str
         ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``. The
-        shape does not tell them apart: with the wrong one results are wrong without an error.
+        two cannot be told apart by shape: the wrong one gives wrong results without an error.
     out, lse : array, optional
         Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and
         float32 of q's shape without its columns.
@@ -708,8 +708,8 @@ class AttentionPlan(TableOrList[MHAKey]):
     """Schedule and workspace of :func:`attention`, to be used for every layer of a step.
 
     It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. A graph serves whatever mix of requests the arrays
-    hold at each replay, up to `batch` requests and `total_tokens` query tokens: q is padded, and
+    streams, threads, CUDA graphs and errors. A graph serves any mix of requests that the arrays
+    hold at a replay, up to `batch` requests and `total_tokens` query tokens: q is padded, and
     requests that are not there have equal offsets and no keys. Layers with and without a window
     take a plan each.
 

@@ -63,7 +63,7 @@ class AttentionMask:
         default start is 0, and end is the query's own key, ``kv_len - q_len + i``, or ``kv_len -
         1`` with ``causal=False``. Where end is given `causal` has no effect.
     prefix_len : array, optional
-        ``(batch,)`` int32, contiguous: keys that are visible besides, whatever start and end say.
+        ``(batch,)`` int32, contiguous: keys below it are visible, too.
     tree : array, optional
         ``(total_tokens, words)`` uint32, or int32 with the same bits, contiguous, 1 to 8 words.
     tree_start : array, optional
@@ -117,7 +117,7 @@ class AttentionMask:
         q_len : int, optional
             Query tokens of each request, in place of qo_indptr.
         total_tokens : int, optional
-            Rows of q. Needed with qo_indptr unless positions or `out` tell it.
+            Rows of q. Needed with qo_indptr, unless positions or `out` are given.
         positions : array, optional
             ``(total_tokens,)`` int32 or int64: the position of each query where that is not
             ``kv_len - q_len + i``, such as kv_len - q_len and the depth of the node in a tree.
@@ -363,8 +363,8 @@ class AttentionMask:
         Returns
         -------
         AttentionMask
-            With `tree` and, with a window, `start`. The words are as many as the drafts need, and 8
-            for a full mask without q_len.
+            With `tree` and, with a window, `start`. The drafts determine the number of words;
+            a full mask without q_len has 8.
 
         Examples
         --------

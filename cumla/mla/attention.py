@@ -302,8 +302,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     """Schedule and workspace of :func:`mla_attention`, to be used for every layer of a step.
 
     It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. A graph serves whatever mix of requests the arrays
-    hold at each replay, up to `batch` requests (those without queries have equal offsets) and
+    streams, threads, CUDA graphs and errors. A graph serves any mix of requests that the arrays
+    hold at a replay, up to `batch` requests (those without queries have equal offsets) and
     `total_tokens` query tokens (rows from the last offset on belong to no request).
 
     Parameters

@@ -100,8 +100,8 @@ def append_mla_cache(
 ) -> None:
     """Write the latent rows of new tokens into the pages of an MLA cache, in place.
 
-    Where a row goes is told by `slot_mapping`, or else by `batch_indices`, `positions` and the page
-    numbers of each request: `block_table`, or `kv_indices` and `kv_indptr`. With `cos_sin` the RoPE
+    `slot_mapping` gives the place of each row, or `batch_indices`, `positions` and the page numbers
+    of each request do: `block_table`, or `kv_indices` and `kv_indptr`. With `cos_sin` the RoPE
     columns of the rows are rotated on their way, and those of the queries `q_pe` beside them.
     Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
     :func:`cumla.reference.append_mla_cache`.
@@ -144,9 +144,8 @@ def append_mla_cache(
         request i are ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``.
     cos_sin : array, optional
         ``(max_position, 64)`` float32 or in the cache's dtype: 32 cosines, then 32 sines, of each
-        position; of rows with 32 RoPE columns half as many. With c and s the j-th of them, pair j
-        of columns becomes ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in
-        float32.
+        position; ``(max_position, 32)`` for rows with 32 RoPE columns. With c and s the j-th of
+        them, pair j of columns becomes ``(c * x0 - s * x1, s * x0 + c * x1)``, in float32.
     interleaved : bool
         Pair j is columns 2 j and 2 j + 1 (GPT-J, DeepSeek); if False, j and j + 32 (GPT-NeoX).
     q_pe : array, optional

@@ -115,8 +115,8 @@ def mla_decode(
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
-        arrays are read where they are. Also 512 columns, all latent, 320, of which 256 are latent,
-        or 288, of which 256 are: q and kv_cache have as many, and out has the latent ones.
+        arrays are read where they are. Also 512 columns (all latent), 320 or 288 (256 latent
+        each): q and kv_cache have the same number, and out has the latent columns.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the columns apart, 512
@@ -294,14 +294,14 @@ _DECODE = _Decode(_SCHEDULE, _ATTEND, MLA_DECODE)
 class MLADecodePlan(MLAPlan[MLADecodeKey]):
     """Schedule and workspace of :func:`mla_decode`, to be used for every layer of a decoding step.
 
-    ``update`` computes on the device, from the lengths there, who works on which part of the cache;
-    ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
-    host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
-    holds the address of the plan's buffer, so keep the plan as long as the graph. One update
+    ``update`` computes the schedule on the device, from the lengths there: which thread block reads
+    which tokens. ``run`` uses it for any number of layers. Neither waits for the device or copies
+    to the host. Both can be captured into a CUDA graph, which then serves changing lengths; the
+    graph holds the address of the plan's buffer, so keep the plan as long as the graph. One update
     serves runs on any stream, in order, and runs that are captured. A plan belongs to one thread at
     a time. An update that was only captured is computed when the graph is replayed: eager runs need
-    one of their own. A plan owns
-    one buffer and no other state on the device, and on the CPU nothing but the lengths.
+    one of their own. A plan owns one buffer and no other state on the device, and on the CPU only
+    the lengths.
 
     Parameters
     ----------

@@ -136,7 +136,7 @@ class DSAPlan(Step):
     captured into a CUDA graph, which then serves changing lengths.
 
     It holds a :class:`cumla.PagedMQALogitsPlan`, a :class:`cumla.MLASparsePlan`, and between them
-    :func:`cumla.top_k`: what is said of plans there holds here. The arrays between the three belong
+    :func:`cumla.top_k`: their rules for plans hold here. The arrays between the three belong
     to it: logits ``(batch * q_len, max_kv_len)`` float32, indices and lengths. With out= and lse=
     nothing is allocated after the plan is made, but for JAX, whose arrays are new ones each time.
     CPU arrays are computed by :mod:`cumla.reference`.
@@ -163,8 +163,8 @@ class DSAPlan(Step):
     extra_topk, dtype, cache_dtype, cache_format, extra_cache_format : optional
         As for :class:`cumla.MLASparsePlan`.
     batch_invariant : bool
-        Give a query token the same bits whatever else is in the batch, and however many tokens of
-        its request are: scores and selection have them in any case, attention as in
+        Give a query token the same bits in any batch, with any number of query tokens in its
+        request. Scores and selection always have them; attention as in
         :func:`cumla.mla_sparse_decode`.
     device, stream : optional
         As for :class:`cumla.MLADecodePlan`.
@@ -415,7 +415,7 @@ class DSAPlan(Step):
                     load(spec, self._device, capturing=lambda: False)
 
     def serves(self, stream: int) -> bool:
-        """Return whether runs on a stream can do without an update, as other plans do."""
+        """Return whether runs on a stream need no update, as for other plans."""
         plans = self._logits_plan, self._attend_plan
         return self._row_lens is not None and all(plan.serves(stream) for plan in plans)
 

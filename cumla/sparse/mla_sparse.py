@@ -125,8 +125,8 @@ def mla_sparse_decode(
     ----------
     q : array or pair of arrays
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, or a tuple ``(q_nope, q_pe)``, as in
-        :func:`cumla.mla_decode`. Any number of heads: nothing has to be padded. One array of 512
-        columns goes with a cache of as many, whose rows are key and value (DeepSeek-V4, GLM-5.3).
+        :func:`cumla.mla_decode`. Any number of heads, without padding. q of 512 columns needs a
+        cache of 512 columns, whose rows are key and value (DeepSeek-V4, GLM-5.3).
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, 1, 576)`` or ``(num_pages, page_size, 576)`` in any of the forms of
         :func:`cumla.mla_decode`, FP8 caches included, such as the packed rows of 656 bytes of
@@ -159,8 +159,8 @@ def mla_sparse_decode(
         token. One outside of the table has an empty list; that of a second cache remains.
     extra_kv_cache, extra_indices : array, optional
         A second cache, with pages of any size, and ``(batch, q_len, extra_topk)`` int32: slots of
-        it. One softmax goes over both lists. It is for formats ``"v4"``, beside a kv_cache in the
-        same, and ``"v41"`` and ``"v41_fp4"``, each of which goes with each.
+        it. One softmax goes over both lists. Formats: ``"v4"`` beside a kv_cache in ``"v4"``;
+        ``"v41"`` or ``"v41_fp4"`` beside either of these two.
     extra_topk_lens : array, optional
         As topk_lens, of extra_indices.
     sinks : array, optional
@@ -359,7 +359,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         ``"float8_e4m3fn"`` for FP8 caches without a format, with dtype bfloat16; dtype by default.
     cache_format : str, optional
         The format of caches of bytes, by its name, as in :func:`mla_sparse_decode`; with dtype
-        bfloat16. ``run`` takes rows of this format without being told.
+        bfloat16. ``run`` does not need it.
     extra_topk : int
         As in ``extra_indices`` ``(batch, q_len, extra_topk)``, with a cache_format that may have a
         second cache beside it.

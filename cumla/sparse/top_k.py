@@ -87,7 +87,7 @@ def top_k(
 ) -> TopKResult:
     """Select the topk largest scores of each row: the tokens that sparse attention attends to.
 
-    The selection is exact, whatever the scores are, and deterministic: of equal scores those at the
+    The selection is exact for any scores, and deterministic: of equal scores those at the
     lowest positions are taken, NaN is larger than any number, -0 equals 0. Positions count from the
     row's start and are ascending. Scores on the GPU are read once, or more often where a row is
     longer than some 400,000. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the
@@ -110,8 +110,8 @@ def top_k(
     block_table : array, optional
         ``(requests, max_pages)`` int32, rows contiguous: positions become slots of a paged cache.
         Place ``p``, which is the position plus the offset, has slot ``block_table[request, p //
-        page_size] * page_size + p % page_size``. There is none, and the index is -1, where the
-        place is outside of the table or the entry below 0.
+        page_size] * page_size + p % page_size``. The index is -1 if the place is outside of
+        the table or the entry is negative.
     page_size : int
         Slots of a page of block_table, any number from 1.
     row_to_request : array, optional
