@@ -38,8 +38,6 @@ VARIANTS = ("swapped", "one_tile", "shared_blocks")
 SWAPPED_ROWS = constant("mla/mla_decode_swapped", "kSwappedRows")
 CACHES = ("same", "e4m3")
 """Contents of a cache: numbers of the query's dtype, or e4m3 numbers in any format."""
-CUT_TOKENS = 8
-"""Query tokens of a batch-invariant request of ragged queries that is cut, at most: of drafts."""
 Window = tuple[int, int] | None
 """Visible tokens before and behind a query's own, -1 for all; None: as `causal` says."""
 TREE = (-1, -1)
@@ -280,7 +278,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @property
     def most_cut_rows(self) -> int:
         """Query rows of a kv head of a batch-invariant request that is cut: those of drafts."""
-        return max(CUT_TOKENS * self.heads_per_group, ROW_TILE)
+        return max(RULES.cut_tokens * self.heads_per_group, ROW_TILE)
 
     @cached_property
     def parts(self) -> int:

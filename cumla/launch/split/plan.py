@@ -56,6 +56,8 @@ class Rules:
     # rows. With half as many a request of 131,072 tokens has two waves of pieces, all of which one
     # thread block combines alone; with twice as many 16 requests of 8,192 leave the GPU idle.
     piece_blocks: tuple[int, ...] = (16, 32, 32, 32)
+    # Query tokens of a batch-invariant request of MLA that is cut, at most: as many as drafts have.
+    cut_tokens: int = 8
     # KV blocks that cutting must save, beside two for each 16 query rows: partial results are
     # stored and combined. A single thread block for each part has L2 to itself: no more than most.
     saving: int = 1
