@@ -150,7 +150,7 @@ def test_the_readme_has_five_rows(record: dict[str, Any]) -> None:
     readme = page.with_readme_parts(before, record)
     assert page.with_readme_parts(readme, record) == readme
     assert readme.count("| 100 | 1,000 GB/s | 50% | DeepGEMM 0.90 |\n") == 5
-    line = "On one some: `mla_decode`, 128 requests, 16 heads, 4,096 tokens: 100 us, 50% of measured "
+    line = "On one some: `mla_decode`, 128 requests, 16 heads, 4,096 tokens: 100 us, 50% of "
     assert readme.startswith(line)
     assert readme.endswith("|\n\nmore\n")
     with pytest.raises(ValueError, match="nothing like"):
