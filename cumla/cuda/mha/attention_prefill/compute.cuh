@@ -27,7 +27,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   using typename Softmax::Layout, typename Softmax::Ending;
   using Softmax::p, Softmax::all_params, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::output, Softmax::scores, Softmax::probabilities;
-  using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all, Softmax::seen_by_all_of;
+  using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all;
   using Softmax::look, Softmax::look_at_lists, Softmax::most_listed;
   using Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
   using Softmax::pack, Softmax::end_rows, Softmax::write;
@@ -272,7 +272,6 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         keep_behind_wait(scores);
         // The maximum rarely grows once each row has one. So scores are weighed with the old maximum, and computed
         // again if weights are too large. The last block cannot be computed again, because its query is overwritten.
-        if constexpr (kHasMask<Params> && !Softmax::kHoldsIntervals) seen_by_all = seen_by_all_of(n);
         bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
         if constexpr (kHasMask<Params>) raises |= block * kBlock < seen_by_all.first;
         if constexpr (kHasLists<Params>) {

@@ -53,7 +53,6 @@ struct PrefillSoftmax {
   // Computes what the rows see, without a branch.
   __device__ __forceinline__ void look(u32 n, const Item& item) {
     const RaggedTile tile = tile_of(p, item, consumer);
-    if constexpr (kHasMask<Params> && !kHoldsIntervals) return;
     if constexpr (kHasLists<Params>) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) own[r] = token_in_tile(p, tile, row + 8 * r);
@@ -63,7 +62,7 @@ struct PrefillSoftmax {
       const ItemMask mask = read_mask(shared, n, item.tokens);
       seen_by_all = mask.hull.all;
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int r = 0; r < 2 && kHoldsIntervals; ++r)
         intervals[r] = interval_of(all_params, tile, mask.of, own_token(p, tile, row + 8 * r));
       return;
     }
@@ -109,46 +108,54 @@ struct PrefillSoftmax {
       mask_by_lists();
       return;
     }
-    if constexpr (kHasMask<Params> && !kHoldsIntervals) seen_by_all = seen_by_all_of(n);
     // True if all rows see all keys of the block.
     const bool is_clear = block * kBlock >= seen_by_all.first && block * kBlock <= seen_by_all.end - kBlock;
     if constexpr (kHasMask<Params>) {
-      if (__builtin_expect(!is_clear, 0)) mask_by_arrays(n, block * kBlock);
+      // copy_of keeps the bits of this block here: they were computed for every block.
+      if (__builtin_expect(!is_clear, 0)) mask_by_arrays(n, static_cast<int>(copy_of(block)) * kBlock);
     } else if (__builtin_expect(!is_clear, 0)) {
       const int tokens = load_shared_u32(shared.item(n)), column = block * kBlock + (lane % 4) * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Seen seen = seen_from(p, tokens, position[r]);
-        const u32 visible = scores_before(seen.end - column) & ~scores_before(seen.first - column);
-#pragma unroll
-        for (int i = 0; i < kBlock / 4; ++i)
-          if (!(visible & 1u << i)) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
+        show(r, scores_before(seen.end - column) & ~scores_before(seen.first - column));
       }
     }
   }
 
-  __device__ __forceinline__ Seen seen_by_all_of(u32 n) const {
-    return {static_cast<int>(load_shared_u32(shared.item(n) + 56)),
-            static_cast<int>(load_shared_u32(shared.item(n) + 60))};
+  // Hides the scores of a row whose bits are not set.
+  __device__ __forceinline__ void show(int r, u32 visible) {
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i)
+      if (!(visible & 1u << i)) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
   }
 
   __device__ __forceinline__ void mask_by_arrays(u32 n, int begin) {
     const Item item = read_item(shared, n);
     const RequestMask of = read_mask(shared, n, item.tokens).of;
     const RaggedTile tile = tile_of(p, item, consumer);
+    const int column = begin + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = own_token(p, tile, row + 8 * r);
       const Seen interval = kHoldsIntervals ? intervals[r] : interval_of(all_params, tile, of, own);
+      u32 visible = (scores_before(interval.end - column) & ~scores_before(interval.first - column)) |
+                    scores_before(of.prefix - column);
+      if (all_params.mask.words > 0)
 #pragma unroll
-      for (int half = 0; half < kBlock / 64; ++half) {
-        const u64 visible =
-            visible_keys(all_params, of, interval, tile.q_begin + own, begin + 64 * half) >> lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[32 * half + i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
-      }
+        for (int half = 0; half < kBlock / 64; ++half)
+          visible |= scores_of(bits_of_tree(all_params, tile.q_begin + own, begin - of.tree + 64 * half)) << 16 * half;
+      show(r, visible & scores_before(of.tokens - column));
     }
+  }
+
+  // The bits of 64 keys that are those of a thread's scores.
+  __device__ __forceinline__ u32 scores_of(u64 keys) const {
+    const auto of_32 = [&](u32 bits) {
+      const u32 pairs = bits >> lane % 4 * 2 & 0x03030303, fours = (pairs | pairs >> 6) & 0x000f000f;
+      return (fours | fours >> 12) & 0xff;
+    };
+    return of_32(static_cast<u32>(keys)) | of_32(static_cast<u32>(keys >> 32)) << 8;
   }
 
   // Reads what the rows see of the keys of a stage, which must not be free yet.
