@@ -10,7 +10,8 @@ from cumla.launch.mha.attention import LISTED, LISTED_TILES, PARAMS, named, tile
 from cumla.launch.source import HALVES, KernelSpec
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
-_VARIANTS = ("", "masked", "linear")
+_VARIANTS = ("", "masked", "linear", "table")
+_TABLE_TILES = ((2, 2),)  # of others registers do not suffice
 
 
 def block_tokens(tiles: tuple[int, int]) -> int:
@@ -46,7 +47,7 @@ _SPECS = {
     (dtype, tiles, rows, variant): _spec(dtype, tiles, rows, variant)
     for dtype, tiles, rows, variant in product(HALVES, _TILES, (False, True), _VARIANTS)
     if not (rows and (variant or tiles == (4, 4)))  # has too few registers
-    and tiles in tiles_of(variant)
+    and tiles in (_TABLE_TILES if variant == "table" else tiles_of(variant))
 } | {
     (dtype, tiles, False, LISTED): _spec(dtype, tiles, False, LISTED)
     for dtype, tiles in product(HALVES, LISTED_TILES)

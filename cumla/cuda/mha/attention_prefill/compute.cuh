@@ -151,7 +151,16 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
     const Item item = read_item(shared, n);
     meet();
-    copy_query<kKeyTiles, 16>(p, tile_of(p, item, consumer), warp * 16, shared.query(consumer));
+    const RaggedTile tile = tile_of(p, item, consumer);
+    copy_query<kKeyTiles, 16>(p, tile, warp * 16, shared.query(consumer));
+    if constexpr (kHasTable<Params>)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (Softmax::row + 8 * r < tile.rows) {
+          RowBias<Params> next;
+          next.begin(all_params, tile, item.tokens, Softmax::row + 8 * r);
+          next.prefetch(lane % 4);
+        }
   }
 
   __device__ __forceinline__ void wait_for_query() const {

@@ -42,7 +42,8 @@ struct PrefillSoftmax {
   u32 listed;
   u32 most_listed[Layout::kUnits];
   RowBias<Params> bias[2];
-  float from[2];  // bias of this thread's first key of a block
+  float from[2];  // with slopes, bias of this thread's first key of a block
+  float scale;    // with a table, of the scores of a block, in base 2
 
   __device__ __forceinline__ PrefillSoftmax(const Params& p, const Layout& shared, int consumer)
       : p(p), all_params(p), shared(shared), consumer(consumer),
@@ -103,7 +104,7 @@ struct PrefillSoftmax {
   __device__ __forceinline__ void mask(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
-    move_bias(block);
+    add_bias(block);
     if constexpr (kHasLists<Params>) {
       mask_by_lists();
       return;
@@ -190,30 +191,49 @@ struct PrefillSoftmax {
       }
   }
 
-  // The largest score of this thread in a row, without its scale or, with a bias, with scale and bias.
+  // The largest score of this thread in a row, without its scale or, with slopes, with scale and bias.
   __device__ __forceinline__ float largest(int r) const {
     const auto score = [&](int i) {
-      if constexpr (kHasBias<Params>) return biased(scores[i] * p.scale_log2, i);
+      if constexpr (kHasSlopes<Params>) return biased(scores[i] * p.scale_log2, i);
       return scores[i];
     };
     float next = fmaxf(score(2 * r), score(2 * r + 1));
 #pragma unroll
     for (int j = 1; j < kBlock / 8; ++j) next = fmaxf(next, fmaxf(score(4 * j + 2 * r), score(4 * j + 2 * r + 1)));
-    if constexpr (kHasBias<Params>) next += from[r];
+    if constexpr (kHasSlopes<Params>) next += from[r];
     return next;
   }
 
-  // A number of score i with its bias, relative to that of the first key of the row.
+  // A number of score i with the bias of its slope, relative to that of the first key of the row.
   __device__ __forceinline__ float biased(float number, int i) const {
-    if constexpr (kHasBias<Params>)
+    if constexpr (kHasSlopes<Params>)
       return __fmaf_rn(bias[i / 2 % 2].slope, static_cast<float>(i / 4 * 8 + i % 2), number);
     return number;
   }
 
-  __device__ __forceinline__ void move_bias(int block) {
-    if constexpr (kHasBias<Params>)
+  __device__ __forceinline__ float score_scale() const {
+    if constexpr (kHasTable<Params>) return scale;
+    return p.scale_log2;
+  }
+
+  // Slopes are added when weights are made, elements of a table here. Scores are masked afterwards: an element that no
+  // visible key has may be NaN. copy_of keeps the loads of this block here.
+  __device__ __forceinline__ void add_bias(int block) {
+    if constexpr (kHasSlopes<Params>) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) from[r] = bias[r].from(block * kBlock + lane % 4 * 2);
+    }
+    if constexpr (kHasTable<Params>) {
+      scale = p.scale_log2;
+      const int column = static_cast<int>(copy_of(block)) * kBlock + lane % 4 * 2;
+      const bool some = bias[0].touches(bias[0].from(column), kBlock) || bias[1].touches(bias[1].from(column), kBlock);
+      if (!__any_sync(0xffffffffu, some)) return;
+      scale = kLog2E;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        bias[r].template add_elements<kBlock>([&](int i) -> float& { return scores[i / 2 * 4 + 2 * r + i % 2]; },
+                                              p.scale_log2 * kLn2, bias[r].from(column));
+    }
   }
 
   // Raises the maximum of each row, and leaves the factor of earlier sums in `factor`. Returns true if one is not 1.
@@ -222,7 +242,7 @@ struct PrefillSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float next = max_of_quad(largest(r));
-      if constexpr (!kHasBias<Params>) next *= p.scale_log2;
+      if constexpr (!kHasSlopes<Params>) next *= score_scale();
       if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
       grown |= next != maximum[r];
       factor[r] = exp2_approx(maximum[r] - next);
@@ -240,13 +260,13 @@ struct PrefillSoftmax {
     for (int r = 0; r < 2; ++r) {
       added[r] = 0.0f;
       shift[r] = maximum[r];
-      if constexpr (kHasBias<Params>) shift[r] -= from[r];
+      if constexpr (kHasSlopes<Params>) shift[r] -= from[r];
     }
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int r = i >> 1 & 1;
-      scores[i] = exp2_approx(biased(__fmaf_rn(scores[i], p.scale_log2, -shift[r]), i));
-      scores[i + 1] = exp2_approx(biased(__fmaf_rn(scores[i + 1], p.scale_log2, -shift[r]), i + 1));
+      scores[i] = exp2_approx(biased(__fmaf_rn(scores[i], score_scale(), -shift[r]), i));
+      scores[i + 1] = exp2_approx(biased(__fmaf_rn(scores[i + 1], score_scale(), -shift[r]), i + 1));
       added[r] += scores[i] + scores[i + 1];
     }
   }
