@@ -49,17 +49,20 @@ def test_full_tiles(bias: str, columns: Any, dtype: str, q_lens: Any) -> None:
         check(biased, run(biased, cupy), dtype)
 
 
-ONE_OF_EACH = [  # boxes, rows, e4m3, float32 and full tiles
-    Sample(*("windows", (64, 64), dtype, cache, size, q_lens, (4, 1), False, None, "table"), seed=1)
-    for dtype, cache, size, q_lens in (
-        *(("bfloat16", "same", 16, (4, 1)), ("float16", "same", 1, (4, 1))),
-        *(("bfloat16", "e4m3", 16, (4, 1)), ("float32", "same", 16, (4, 1))),
-        ("bfloat16", "same", 64, (70,)),
+ONE_OF_EACH = [  # boxes, rows, e4m3, float32, and full tiles with slopes and with a table
+    Sample(
+        *("windows", (columns, columns), dtype, cache, size, q_lens, (4, 1), False, None, "table"),
+        seed=1,
+    )
+    for columns, dtype, cache, size, q_lens in (
+        *((64, "bfloat16", "same", 16, (4, 1)), (64, "float16", "same", 1, (4, 1))),
+        *((64, "bfloat16", "e4m3", 16, (4, 1)), (64, "float32", "same", 16, (4, 1))),
+        *((64, "bfloat16", "same", 64, (70,)), (128, "bfloat16", "same", 64, (70,))),
     )
 ]
 
 
-@pytest.mark.parametrize("sample", ONE_OF_EACH, ids=lambda s: f"{s.dtype}-{s.cache}-{s.page_size}")
+@pytest.mark.parametrize("sample", ONE_OF_EACH, ids=lambda s: f"{s.columns[0]}-{s.dtype}-{s.cache}-{s.page_size}")
 def test_nan_shows_in_the_rows_that_read_it(sample: Sample) -> None:
     """And infinite numbers do no harm to other rows."""
     for kind, name, at in (
