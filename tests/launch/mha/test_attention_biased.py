@@ -62,7 +62,9 @@ ONE_OF_EACH = [  # boxes, rows, e4m3, float32, and full tiles with slopes and wi
 ]
 
 
-@pytest.mark.parametrize("sample", ONE_OF_EACH, ids=lambda s: f"{s.columns[0]}-{s.dtype}-{s.cache}-{s.page_size}")
+@pytest.mark.parametrize(
+    "sample", ONE_OF_EACH, ids=lambda s: f"{s.columns[0]}-{s.dtype}-{s.cache}-{s.page_size}"
+)
 def test_nan_shows_in_the_rows_that_read_it(sample: Sample) -> None:
     """And infinite numbers do no harm to other rows."""
     for kind, name, at in (
