@@ -157,7 +157,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         if (Softmax::row + 8 * r < tile.rows) {
-          RowBias<Params> next;
+          PrefillBias<Params> next;
           next.begin(all_params, tile, item.tokens, Softmax::row + 8 * r);
           next.prefetch(lane % 4);
         }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The softmax of attention_prefill, and the end of a row tile: out and log-sum-exp.
 #pragma once
-#include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention_prefill/layout.cuh"
+#include "mha/attention_prefill/table.cuh"
 #include "attend/reduce.cuh"
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
@@ -41,7 +41,7 @@ struct PrefillSoftmax {
   int own[2];
   u32 listed;
   u32 most_listed[Layout::kUnits];
-  RowBias<Params> bias[2];
+  PrefillBias<Params> bias[2];
   float from[2];  // with slopes, bias of this thread's first key of a block
   float scale;    // with a table, of the scores of a block, in base 2
 
