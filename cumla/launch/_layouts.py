@@ -268,6 +268,11 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "SwappedLayoutOf<8, false>(0).query_free() + 8": 231488,
         "kSwappedRows": 16,
     },
+    "mla/mla_decode_wide": {
+        "WideLayout(0).query_free() + 8": 222768,
+        "kWideLatentTiles": 16,
+        "kWideRows": 32,
+    },
     "sparse/mla_sparse": {
         "SharedLayout(0).max_logit(kRowTile)": 232416,
     },

@@ -29,6 +29,7 @@ from cumla.mla.shape import (
     SCALES,
     V4_BYTES,
     VALUE_DIM,
+    WIDE,
     WIDTH,
     WIDTHS,
     width_of,
@@ -172,6 +173,31 @@ def checked_mask_form(form: Any, sides: tuple[int, int] | None, cache: str) -> b
     if form:
         check_tree(sides, cache)
     return form is not None
+
+
+NAMES_OF_PLANS = "cache_dtype", "mask_form"  # what tells a plan of a cache and of trees
+
+
+def check_wide(
+    width: Width, cache: str, has_tree: bool, names: tuple[str, str] = ("kv_cache", "tree")
+) -> None:
+    """Refuse what rows of 1024 latent columns have no kernel for.
+
+    `cache` is one of CACHES; `names` are those of arguments that tell cache and tree.
+    """
+    if width != WIDE:
+        return
+    if cache != "same":
+        raise TypeError(
+            f"{arg(names[0])}: needs the dtype of q in rows of {named_width(width)} columns, got "
+            f"{FP8}; keep a cache of 16 bits"
+        )
+    if has_tree:
+        raise ValueError(
+            f"{arg(names[1])}: needs rows of at most {VALUE_DIM} latent columns, got "
+            f"{named_width(width)}; attend to the drafts and to what is before them apart, and "
+            f"call merge_attention_states"
+        )
 
 
 def checked_query_and_cache(

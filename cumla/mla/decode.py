@@ -35,19 +35,22 @@ from cumla.launch.mla.mla_decode import LATENT_COLUMNS, DecodeArguments
 from cumla.launch.mla.shape import TREE, MLADecodeKey
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS
 from cumla.mla.arguments import (
+    NAMES_OF_PLANS,
     QUERY_AXES,
     Columns,
     cache_of,
+    check_wide,
     checked_cache_dtype,
     checked_head_dim,
     checked_mask_form,
     checked_shape,
     named,
+    named_width,
     row_width,
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
-from cumla.mla.shape import HEAD_DIM
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.source import KernelSpec
     from cumla.mla.arguments import Shape
+    from cumla.mla.shape import Width
 
 __all__ = ["MLADecodePlan", "mla_decode"]
 
@@ -272,7 +276,8 @@ class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
 
     def arguments(self, views: Views, options: Any) -> Both[DecodeArguments]:
         found = super().arguments(views, options)
-        _check_cuts(found.attend.window, options.batch_invariant)
+        width = row_width(found.attend.q, found.attend.q_rope)
+        _check_cuts(found.attend.window, options.batch_invariant, width)
         return found
 
     def key(self, arguments: Both[DecodeArguments], device: int) -> MLADecodeKey:
@@ -403,8 +408,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         sides = window_of(checked_window("window", window), causal, cache)
         if checked_mask_form(mask_form, sides, cache):
             sides, causal = TREE, False
-        _check_cuts(sides, batch_invariant)
         width = checked_head_dim(head_dim)
+        check_wide(width, cache, sides == TREE, NAMES_OF_PLANS)
+        _check_cuts(sides, batch_invariant, width)
         modes = (batch_invariant, max_blocks, self._variant, cache, sides, width)
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
@@ -483,7 +489,8 @@ batch_invariant, max_kv_len
             sides = window_of(given, causal, cache)
             if checked_mask_form(mask_form, sides, cache):
                 sides = TREE
-            _check_cuts(sides, batch_invariant)
+            check_wide(width, cache, sides == TREE, NAMES_OF_PLANS)
+            _check_cuts(sides, batch_invariant, width)
             modes = (batch_invariant, max_blocks, None, cache, sides, width)
             return _key(shape, False, 0, sm_count, *modes).layout.nbytes
 
@@ -571,8 +578,13 @@ stream
         return decode_schedule_spec(self.key), decode_spec(self.key)
 
 
-def _check_cuts(window: tuple[int, int] | None, batch_invariant: bool) -> None:
-    """Refuse a window beside cuts at fixed positions."""
+def _check_cuts(window: tuple[int, int] | None, batch_invariant: bool, width: Width) -> None:
+    """Refuse a window, or rows of 1024 latent columns, beside cuts at fixed positions."""
+    if width == WIDE and batch_invariant:
+        raise ValueError(
+            f"{arg('batch_invariant')}: needs rows of at most {VALUE_DIM} latent columns, got "
+            f"{named_width(width)}; leave it out, or call mla_attention, which takes both"
+        )
     if window == TREE and batch_invariant:
         raise ValueError(
             f"{arg('batch_invariant')}: needs no {arg('tree')}, got one; leave one of them out, or "

@@ -14,7 +14,8 @@ HEAD_DIM = VALUE_DIM + ROPE_DIM
 
 Width = tuple[int, int]  # latent columns, and RoPE ones, of a row
 WIDTH = VALUE_DIM, ROPE_DIM
-WIDTHS = (WIDTH, (512, 0), (256, 64), (256, 32))  # no two have as many columns
+WIDE = 1024, 64
+WIDTHS = (WIDTH, (512, 0), (256, 64), (256, 32), WIDE)  # no two have as many columns
 WRITTEN = tuple((latent, rope) for latent in (512, 256, 1024) for rope in (64, 32, 0))
 """Widths that are written into caches; those of WIDTHS among them, no two have as many columns."""
 

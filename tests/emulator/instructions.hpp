@@ -338,6 +338,10 @@ template <typename T, bool kTransposedA>
 void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   multiply(d, 16, kType<T>, a, kTransposedA, b, false, accumulate);
 }
+template <typename T, bool kTransposedA>
+void wgmma_m64n32k16_async(float (&d)[16], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, kType<T>, a, kTransposedA, b, false, accumulate);
+}
 template <typename T, int kCount>
 void wgmma_narrow_async(float (&d)[kCount], const u32* a, u64 b, bool accumulate) {
   multiply(d, kType<T>, a, b, false, accumulate);

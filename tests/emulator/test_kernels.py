@@ -74,6 +74,12 @@ def windows_and_sinks(cupy: CuPy) -> None:
     sanitize.attend_with_sinks(cupy, sanitize.MLA_SINKS[1])
 
 
+def rows_of_1024(cupy: CuPy) -> None:
+    """Masks, cut requests, boxes and single rows, few rows and several tiles."""
+    for sample in sanitize.MLA_WIDE:
+        sanitize.attend_latent_masked(cupy, sample)
+
+
 def trees_of_drafts(cupy: CuPy) -> None:
     """Whole blocks, single rows in a list, and rows of another width; some requests are cut."""
     for sample in (sanitize.MLA_TREES[0], *sanitize.MLA_TREES[2::2]):
@@ -169,6 +175,7 @@ CALLS = (
     ragged_queries,
     fp8_cache,
     windows_and_sinks,
+    rows_of_1024,
     trees_of_drafts,
     lists_of_rows,
     few_rows,

@@ -126,7 +126,7 @@ REFUSED = [
         wrong(
             name, zeros(*lead, columns), "a last axis of 576 (512 latent + 64 RoPE) ... got shape"
         )
-        for columns in (1088, 192, 577)
+        for columns in (1056, 192, 577)
         for name, lead in (("q", Q[:3]), ("kv_cache", CACHE[:3]))
     ),
     *(

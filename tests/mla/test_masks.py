@@ -60,12 +60,12 @@ def test_plans(sample: Sample) -> None:
 def test_windows_are_scheduled_by_row_tiles() -> None:
     """A plan with a window has the buffer of the ragged schedule, with the tiles of its batch."""
     key = MLADecodeKey(5, 3, 16, 1, 64, "bfloat16", True, 0, 132, window=(511, 0))
-    tiles = key.by_windows
+    tiles = key.by_tiles
     assert tiles is not None
     assert (tiles.total_tokens, tiles.schedule_window, tiles.axis_q_len) == (15, 511, 3)
     assert key.layout == tiles.layout
     assert (tiles.row_groups, tiles.piece_cost, tiles.min_blocks) == (3, 2, 2)
-    assert MLADecodeKey(5, 3, 16, 1, 64, "bfloat16", True, 0, 132).by_windows is None
+    assert MLADecodeKey(5, 3, 16, 1, 64, "bfloat16", True, 0, 132).by_tiles is None
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (5, 3, 128), (200, 1, 24)])

@@ -16,7 +16,7 @@ from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_attention import attention_spec
 from cumla.mla.attention import MLA_ATTENTION
 from cumla.mla.decode import MLA_DECODE
-from cumla.mla.shape import WIDTHS
+from cumla.mla.shape import WIDE, WIDTHS
 from cumla.reference.rows import as_e4m3
 from tests.mla import masked_cases as cases
 from tests.mla.fp8_arrays import parts_of
@@ -25,6 +25,7 @@ from tests.mla.masked_cases import Sample
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ONE = np.zeros(1)
 OTHERS = WIDTHS[1:]
+OF_E4M3 = [width for width in OTHERS if width != WIDE]
 
 
 def of_e4m3(width: tuple[int, int]) -> list[Sample]:
@@ -59,7 +60,7 @@ def test_the_definition_is_that_of_attention(sample: Sample) -> None:
     assert state.out.shape == (*q.shape[:-1], latent)
 
 
-@pytest.mark.parametrize("width", OTHERS)
+@pytest.mark.parametrize("width", OF_E4M3)
 def test_e4m3_caches(width: tuple[int, int]) -> None:
     """Under one factor they stand for the numbers times it: the function as of those."""
     for sample in of_e4m3(width):
@@ -171,6 +172,55 @@ def small(columns: int = 320, **changes: Any) -> dict[str, Any]:
 def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         cumla.mla_decode(**small(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"kv_cache": np.ones((4, 64, 1088), np.uint8)},
+            TypeError,
+            r"kv_cache: needs the dtype of q in rows of 1088 \(1024 latent .* got float8_e4m3fn",
+        ),
+        (
+            {"tree": np.ones((2, 1), np.uint32)},
+            ValueError,
+            r"tree: needs rows of at most 512 latent columns, got 1088 \(1024 .*merge_attention",
+        ),
+        (
+            {"batch_invariant": True},
+            ValueError,
+            r"batch_invariant: needs rows of at most 512 latent .* got 1088 .*call mla_attention",
+        ),
+    ],
+)
+def test_what_rows_of_1024_latent_columns_lack(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        cumla.mla_decode(**small(1088, **changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cache_dtype": "float8_e4m3fn"}, TypeError, "cache_dtype: needs the dtype of q"),
+        ({"mask_form": "tree"}, ValueError, "mask_form: needs rows of at most 512 latent"),
+    ],
+)
+def test_what_plans_of_rows_of_1024_latent_columns_lack(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    fixed: dict[str, Any] = {"head_dim": 1088, **options}
+    for kind in (cumla.MLADecodePlan, cumla.MLAAttentionPlan):
+        with pytest.raises(error, match=f"^{message}"):
+            kind(2, 2, 16, like=np.zeros(1), **fixed)
+    with pytest.raises(error, match=f"^{message}"):
+        cumla.MLADecodePlan.workspace_bytes(2, 2, 16, sm_count=132, **fixed)
+    with pytest.raises(ValueError, match=r"^batch_invariant: needs rows of at most 512 latent"):
+        cumla.MLADecodePlan(
+            2, 2, 16, head_dim=1088, batch_invariant=True, max_kv_len=900, like=np.zeros(1)
+        )
 
 
 @pytest.mark.parametrize(

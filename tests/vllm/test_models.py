@@ -261,9 +261,9 @@ def test_deepseek_v41_is_refused_by_its_name(info: Any) -> None:
         (V32, ("--kv-cache-dtype", "fp8_e5m2"), "fp8_e4m3, fp8_ds_mla, got fp8_e5m2"),
         (V32, ("--kv-cache-dtype", "fp8_ds_mla", "--dtype", "half"), "a model in bfloat16"),
         (
-            MLA | {"kv_lora_rank": 1024},
+            MLA | {"kv_lora_rank": 768},
             (),
-            "head size: needs rows of 576, 512, 320, 288 col",
+            "head size: needs rows of 576, 512, 320, 288, 1088 col",
         ),
         (MLA | {"sliding_window": 128}, (), "sliding_window: not with MLA"),
         (MLA, ("--dtype", "float32"), "--dtype: needs float16 or bfloat16, got float32"),

@@ -22,7 +22,7 @@ import pytest
 import cumla
 import cumla.vllm
 import tests.emulator
-from cumla.mla.shape import WIDTHS
+from cumla.mla.shape import WIDE, WIDTHS
 from tests.bindings.stand_in import OF_MODEL
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
@@ -169,8 +169,11 @@ def capability(major: int, minor: int) -> Any:
 def test_an_mla_backend_serves_what_the_kernels_do() -> None:
     from cumla.vllm.mla import Backend
 
-    widths = [n for n in (192, 288, 320, 512, 576, 640) if Backend.supports_head_size(n)]
-    assert widths == [288, 320, 512, 576]
+    widths = [n for n in (192, 288, 320, 512, 576, 640, 1088) if Backend.supports_head_size(n)]
+    assert widths == [288, 320, 512, 576, 1088]
+    wide = Backend.supports_combination(1088, "bfloat16", "fp8")
+    assert wide == "rows of 1088 columns need a cache of 16 bits"
+    assert Backend.supports_combination(1088, "bfloat16", "auto") is None
     assert Backend.supports_compute_capability(capability(9, 0))
     assert not Backend.supports_compute_capability(capability(10, 0))
     assert Backend.supports_combination(576, torch.bfloat16, "fp8", 64) is None
@@ -215,8 +218,12 @@ def test_mla_attends_as_the_eager_call(
     torch.testing.assert_close(out[:last], wanted.out[:last])
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.parametrize("width", WIDTHS[1:])
+@pytest.mark.parametrize(
+    ("width", "cache_dtype"),
+    [*((width, torch.bfloat16) for width in WIDTHS[1:])]
+    + [(width, torch.uint8) for width in WIDTHS[1:] if width != WIDE],
+    ids=str,
+)
 def test_mla_of_other_widths(width: tuple[int, int], cache_dtype: torch.dtype) -> None:
     """Decoding and prefills; vLLM passes RoPE columns apart, also where a model has none.
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False) -> KernelSpec:
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
     form = form or form_of(key)
-    if key.by_windows:
+    if key.by_tiles:
         return window_spec(key, form, key.window)
     if key.width != WIDTH:
         swapped = key.variant == "swapped"
@@ -43,13 +43,13 @@ def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False)
 
 def decode_schedule_spec(key: MLADecodeKey) -> KernelSpec:
     """Look up the kernel that makes the schedule of a shape."""
-    return ragged.schedule_spec(key.by_windows) if key.by_windows else schedule_spec(key)
+    return ragged.schedule_spec(key.by_tiles) if key.by_tiles else schedule_spec(key)
 
 
 def decode_schedule_launch(key: MLADecodeKey, buffer: int, kv_lens: ArrayView) -> Launch:
     """Describe how to compute the schedule for ``(batch,)`` int32 lengths into a plan's buffer."""
-    if key.by_windows:
-        return ragged.ragged_schedule_launch(key.by_windows, buffer, None, kv_lens, None)
+    if key.by_tiles:
+        return ragged.ragged_schedule_launch(key.by_tiles, buffer, None, kv_lens, None)
     return schedule_launch(key, buffer, kv_lens)
 
 
@@ -74,8 +74,8 @@ def attend_launch(
     """
     if key.cache == "e4m3":
         return decode_fp8_launch(key, buffer, arguments, out, lse)
-    if key.by_windows:
-        return window_launch(key.by_windows, buffer, arguments, out, lse)
+    if key.by_tiles:
+        return window_launch(key.by_tiles, buffer, arguments, out, lse)
     form = form_of(key, arguments)
     spec = decode_spec(key, form, arguments.sinks is not None)
     if key.width != WIDTH:

@@ -8,12 +8,13 @@ from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.mla.mla_decode_wide import wide_spec
 from cumla.launch.mla.shape import TREE, VARIANTS, Window
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
-from cumla.mla.shape import WIDTH
+from cumla.mla.shape import WIDE, WIDTH
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -89,7 +90,7 @@ _WIDTH_SMEM = {
     256: constant("mla/mla_decode", "SharedLayoutOf<4>(0).pacer(2 * kWarpgroup)"),
     512: SMEM_BYTES,
 }
-LATENT_COLUMNS = tuple(_WIDTH_SMEM)
+LATENT_COLUMNS = (*_WIDTH_SMEM, WIDE[0])
 """Latent columns of the kernels for other widths than 512 + 64."""
 
 
@@ -144,6 +145,8 @@ def window_spec(key: LatentKey, form: str, window: Window = None) -> KernelSpec:
 
 def width_spec(key: LatentKey, form: str, variant: str) -> KernelSpec:
     """Look up the kernel for rows of another width."""
+    if key.width == WIDE:
+        return wide_spec(key.dtype, form)
     return _WIDTH_SPECS[key.dtype, key.width[0], variant, form]
 
 

@@ -17,7 +17,7 @@ from cumla.launch.split.plan import (
     filling_parts,
 )
 from cumla.launch.split.prefix_requests import PrefixLayout, PrefixShape
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDTH, Width
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDE, WIDTH, Width
 
 __all__ = [
     "CACHES",
@@ -43,6 +43,7 @@ Window = tuple[int, int] | None
 TREE = (-1, -1)
 """The window of queries that are trees: bits say which of the last tokens each sees."""
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
+WIDE_ROWS = constant("mla/mla_decode_wide", "kWideRows")  # of cuda/mla/mla_decode_wide.cu
 
 
 class LatentKey(PlanKey):
@@ -111,9 +112,9 @@ class MLADecodeKey(_DenseKey):
     width: Width = WIDTH
 
     @cached_property
-    def by_windows(self) -> MLAAttentionKey | None:
-        """The key of a schedule without what is before all windows, if there are windows."""
-        if self.window is None:
+    def by_tiles(self) -> MLAAttentionKey | None:
+        """The key of a schedule of row tiles: of windows, without what is before them, or WIDE."""
+        if self.window is None and self.width != WIDE:
             return None
         return MLAAttentionKey(
             **{field.name: getattr(self, field.name) for field in fields(_DenseKey)}
@@ -126,7 +127,7 @@ class MLADecodeKey(_DenseKey):
     @cached_property
     def layout(self) -> PlanLayout:
         """Offsets in the plan's buffer."""
-        return self.by_windows.layout if self.by_windows else PlanLayout.of(self)
+        return self.by_tiles.layout if self.by_tiles else PlanLayout.of(self)
 
     @cached_property
     def variant(self) -> str:
@@ -242,6 +243,16 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
         return self.q_len
 
     @property
+    def row_tile(self) -> int:
+        """Query rows at a place of the schedule."""
+        return WIDE_ROWS if self.width == WIDE else ROW_TILE
+
+    @cached_property
+    def num_places(self) -> int:
+        """Row tiles of a kv head that all requests may have together, however long each is."""
+        return self.total_tokens * self.heads_per_group // self.row_tile + self.batch
+
+    @property
     def row_tiles(self) -> int:
         """Thread blocks that share the row tile at each place of the schedule."""
         if self.cache == "same" or self.has_whole_tiles:
@@ -256,7 +267,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @property
     def row_groups(self) -> int:
         """Groups of 16 rows of a thread block: what it stores of its partial results."""
-        rows = ROW_TILE // self.row_tiles
+        rows = self.row_tile // self.row_tiles
         if self.own_q_len:
             rows = min(rows, self.own_q_len * self.heads_per_group)
         return -(-rows // ROW_GROUP)
@@ -273,7 +284,11 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @property
     def min_blocks(self) -> int:
         """KV blocks between a cut and the ends of its row tile, at least."""
-        return RULES.min_share if self.own_q_len else super().min_blocks
+        if not self.own_q_len:
+            return super().min_blocks
+        tiles = self.batch * -(-self.own_q_len * self.heads_per_group // self.row_tile)
+        is_alone = self.width == WIDE and self.parts // max(tiles, 1) > RULES.few_parts
+        return 1 if is_alone else RULES.min_share
 
     @property
     def most_cut_rows(self) -> int:
@@ -289,7 +304,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
         if self.is_uncut:
             return 1
         if self.batch_invariant:
-            tiles = -(-self.most_cut_rows // ROW_TILE)  # of a request that is cut, at most
+            tiles = -(-self.most_cut_rows // self.row_tile)  # of a request that is cut, at most
             more = min(tiles * self.more_pieces, self.num_places * (self.max_pieces - 1))
             return self.num_places + more
         return max(1, self.sm_count // self.tiles)

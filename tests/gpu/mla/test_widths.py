@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.mla.shape import WIDTHS, WRITTEN
+from cumla.mla.shape import WIDE, WIDTHS, WRITTEN
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.sanitize import append_rows, there
@@ -25,6 +25,7 @@ KERNELS = (
     "schedule",
     "mla_decode",
     "mla_decode_swapped",
+    "mla_decode_wide",
     "mla_decode_fp8",
     "mla_decode_fp8_64",
     "append_cache",
@@ -33,6 +34,9 @@ KERNELS = (
 cp: Any = pytest.importorskip("cupy")
 
 OTHERS = WIDTHS[1:]
+OF_CACHES = [(width, False) for width in WIDTHS] + [
+    (width, True) for width in WIDTHS if width != WIDE
+]
 F16, E4M3 = np.dtype(np.float16), np.dtype(ml_dtypes.float8_e4m3fn)
 HALVES = ("bfloat16", "float16")
 _HEADS = ((1, 1), (5, 1), (8, 1), (12, 1), (16, 1), (17, 1), (40, 1), (64, 1), (128, 1), (32, 2))
@@ -72,7 +76,8 @@ def drawn_of_e4m3() -> list[Sample]:
     """Every third of these of e4m3 caches under one factor, without windows, and long ones."""
     forms = ("one", "bytes", "pair", "pair of bytes")
     found = []
-    for i, sample in enumerate(drawn()[::3]):
+    drawn_of_these = [sample for sample in drawn() if sample.width != WIDE]
+    for i, sample in enumerate(drawn_of_these[::3]):
         form = forms[i % (4 if sample.width[1] else 2)]
         fixed: dict[str, Any] = {"is_fp8": True, "window": None, "dtype": "bfloat16"}
         found.append(sample._replace(form=form, **fixed))
@@ -126,8 +131,7 @@ def test_samples(sample: Sample, record_figures: Any) -> None:
     cases.check(problem, *on_host(state))
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("width", OTHERS)
+@pytest.mark.parametrize(("width", "is_fp8"), [of for of in OF_CACHES if of[0] in OTHERS])
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_plans_and_replays(width: tuple[int, int], heads: int, is_fp8: bool) -> None:
     """A plan's graph with other lengths; fixed cuts; the ragged function."""
@@ -165,17 +169,25 @@ def test_plans_and_replays(width: tuple[int, int], heads: int, is_fp8: bool) -> 
         out, lse = cumla.mla_attention(**rows, **pages, **factor, batch_invariant=invariant)
         found = out.reshape(state.out.shape), lse.reshape(state.lse.shape)
         cases.check(problem, *on_host(found))
+        if width == WIDE:
+            continue
         fixed = problem.call(**given, kv_lens=lens, batch_invariant=invariant)
         cases.check(problem, *on_host(fixed))
     for r in range(3):
+        if width == WIDE:  # by the ragged function alone
+            first = {"q": rows["q"][2 * r : 2 * r + 2], "kv_cache": rows["kv_cache"]}
+            own = {n: pages[n][r : r + 1] for n in ("block_table", "kv_lens")}
+            own |= {"qo_indptr": indptr[:2], "batch_invariant": True}
+            alone = cumla.mla_attention(**first, **own)
+            assert_same_bits(alone, (out[2 * r : 2 * r + 2], lse[2 * r : 2 * r + 2]))
+            continue
         some = {n: given[n][r : r + 1] for n in ("q", "block_table")}
         alone = problem.call(**given | some, kv_lens=lens[r : r + 1], batch_invariant=True)
         assert_same_bits(alone, [x[r : r + 1] for x in fixed])
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize(("width", "is_fp8"), OF_CACHES)
 def test_padded_rows_and_pages(is_fp8: bool, width: tuple[int, int], heads: int) -> None:
     """Rows that are slices of wider ones; what is behind them is NaN."""
     for page_size in (64, 1):
@@ -184,7 +196,7 @@ def test_padded_rows_and_pages(is_fp8: bool, width: tuple[int, int], heads: int)
         given = uploaded(problem)
         cache = given["kv_cache"]
         bits = cp.dtype(f"u{cache.dtype.itemsize}")  # CuPy makes no array of e4m3
-        shape = cache.shape[0] + 1, page_size + 1, 1, 1088
+        shape = cache.shape[0] + 1, page_size + 1, 1, 1152
         wide = cp.full(shape, 2 ** (8 * bits.itemsize) - 1, dtype=bits)[:-1, :page_size]
         wide[..., : sum(width)] = cache.view(bits)
         view = wide[..., : sum(width)].view(cache.dtype)

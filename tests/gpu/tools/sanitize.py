@@ -56,7 +56,7 @@ from cumla.launch.kernel import PreparedLaunch  # noqa: E402
 from cumla.launch.merge_states import MOST_BLOCKS, Meeting, merge_blocks  # noqa: E402
 from cumla.launch.sparse import top_k  # noqa: E402
 from cumla.mha.mask import AttentionMask  # noqa: E402
-from cumla.mla.shape import WIDTH, WIDTHS, Width  # noqa: E402
+from cumla.mla.shape import WIDE, WIDTH, WIDTHS, Width  # noqa: E402
 from cumla.reference.sparse.mla_sparse import largest_scores  # noqa: E402
 from cumla.sparse.mla_sparse import attend_as_flash_mla  # noqa: E402
 from tests import prefix_cases  # noqa: E402
@@ -189,6 +189,19 @@ MLA_WIDTHS = (  # each kernel of rows of other widths, of boxes and of single ro
     ),
     masked_mla.Sample((1,) * 4, heads=(16, 1), dtype="float16", width=(256, 32), **_CUT),
     masked_mla.Sample((1,) * 4, heads=(128, 1), dtype="float16", width=(512, 0), **_CUT),
+)
+MLA_WIDE = (  # of 1024 latent columns: masks, cut requests, all pages, few rows and several tiles
+    masked_mla.Sample((2,) * 4, heads=(24, 1), width=WIDE, **_CUT),
+    masked_mla.Sample((30, 1, 0, 3), operation="list", window=70, page_size=1, width=WIDE, **_CUT),
+    masked_mla.Sample(
+        (2,), (1900,), window=(1500, 3), causal=False, page_size=16, form="pair", width=WIDE
+    ),
+    masked_mla.Sample(
+        (1,) * 4, heads=(8, 2), page_size=1, form="pair", dtype="float16", width=WIDE, **_CUT
+    ),
+    masked_mla.Sample(
+        (1,) * 6, (128, 64, 0, 65, 1, 192), heads=(40, 1), dtype="float16", width=WIDE
+    ),
 )
 MLA_E4M3_WIDTHS = (  # each kernel of e4m3 rows of other widths, of whole pages and of single rows
     *(
@@ -356,7 +369,7 @@ def attend_to_pages(cupy: Any) -> None:
     with multiprocessors(2):
         for sample in (*MLA_MASKS[2:5], *MLA_TREES[:3]):
             attend_latent_masked(cupy, sample)
-    for sample in MLA_WIDTHS:
+    for sample in (*MLA_WIDTHS, *MLA_WIDE):
         attend_latent_masked(cupy, sample)
     print("sanitize: MLA with windows, trees and sinks: agree", flush=True)
 
