@@ -259,6 +259,9 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "Heads64Layout<false, true>::kBytes": 230968,
         "kGranuleRows": 16,
     },
+    "mla/mla_decode_fp8_converted": {
+        "score_factor_in(SharedLayout(0), kRowTile) + 4": 232420,
+    },
     "mla/mla_decode_fp8_products": {
         "Heads64Layout<true, false>::kBytes": 229272,
     },

@@ -169,12 +169,23 @@ float2 load_cluster_float2(u32 source) { return load_shared<float2>(source); }
 float4 load_cluster_float4(u32 source) { return load_shared<float4>(source); }
 void store_shared_u64(u32 destination, u64 value) { store_shared(destination, value); }
 void store_cluster_u64(u32 destination, u64 value) { store_shared(destination, value); }
+void store_cluster_16_async(u32 destination, u32 a, u32 b, u32 c, u32 d, u32 barrier) {
+  store_shared(destination, uint4{a, b, c, d});
+  host::Barrier& of = host::barrier_in_cluster(barrier);
+  of.bytes -= 16;
+  of.complete();
+}
 
 // mbarrier.cuh
 void mbarrier_init(u32 barrier, u32 arrivals) { host::initialise_barrier(barrier, arrivals); }
 void fence_mbarrier_init() {}
 void mbarrier_arrive(u32 barrier) {
   host::Barrier& of = host::barrier_at(barrier);
+  if (of.pending-- == 0) host::fail("more arrivals than a barrier expects");
+  of.complete();
+}
+void mbarrier_arrive_cluster(u32 barrier) {
+  host::Barrier& of = host::barrier_in_cluster(barrier);
   if (of.pending-- == 0) host::fail("more arrivals than a barrier expects");
   of.complete();
 }

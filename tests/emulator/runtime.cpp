@@ -180,6 +180,16 @@ Barrier& barrier_at(unsigned address) {
   return block->barriers[address];
 }
 
+Barrier& barrier_in_cluster(unsigned address) {
+  for (Block* const of : block->cluster->blocks) {
+    const auto found = of->barriers.find(address + static_cast<unsigned>(block->shared - of->shared));
+    if (found == of->barriers.end()) continue;
+    ++writes;
+    return found->second;
+  }
+  return barrier_at(address);
+}
+
 // What the launcher packs in the place of a tensor map.
 struct Map {
   unsigned char* base;

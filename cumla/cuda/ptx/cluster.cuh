@@ -59,4 +59,19 @@ __device__ __forceinline__ void store_cluster_u64(u32 destination, u64 value) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(destination), "l"(value) : "memory");
 }
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.arrive
+// Arrives at a barrier of a CTA of the cluster, at a mapped address.
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st.async
+// Stores to the shared memory of a CTA of the cluster, at a mapped address, and counts 16 bytes on its barrier.
+__device__ __forceinline__ void store_cluster_16_async(u32 destination, u32 a, u32 b, u32 c, u32 d, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   destination),
+               "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
+               : "memory");
+}
+
 }  // namespace cumla::ptx

@@ -9,6 +9,7 @@ from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mla import mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values, width_tile
 from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
+from cumla.launch.mla.mla_decode_fp8_converted import converted_spec, sharing_of
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
 from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec, in_cuda
@@ -135,6 +136,8 @@ def fp8_specs(key: LatentKey) -> tuple[KernelSpec, ...]:
     if key.has_whole_tiles:
         kinds = ((False, True), (True, False), (False, False), (True, True))
         specs = [fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds]
+        converted = converted_spec(key)
+        specs[:0] = [converted] if converted else []
         return *specs, fp8_products_spec(key, True), fp8_products_spec(key, False)
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
@@ -175,6 +178,8 @@ def decode_fp8_launch(
         fp8_rope = arguments.kv_rope.dtype != "bfloat16"
         if arguments.fp8_products and not grouped and key.has_fp8_products:
             spec = fp8_products_spec(key, fp8_rope, sinks)
+        elif fp8_rope and not (grouped or sinks) and _bytes_of_whole_rows(arguments):
+            spec = converted_spec(key) or fp8_64_spec(key, False, True)
         else:
             spec = fp8_64_spec(key, grouped, fp8_rope, sinks)
     else:
@@ -212,7 +217,7 @@ def launch_with(
     if spec in _NARROW_WIDTHS:
         more |= {"rope_columns": a.kv_rope.shape[3]}
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return launch_of(spec, grid, values | more)
+    return launch_of(spec, grid, values | more, sharing_of(spec))
 
 
 def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:

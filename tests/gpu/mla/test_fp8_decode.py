@@ -31,7 +31,13 @@ from tests.gpu.tools.problem import Guarded, typed
 from tests.mla import extreme_cases
 from tests.mla.fp8_arrays import FORMS, FP8, SCALED
 
-KERNELS = ("schedule", "ragged_schedule", "mla_decode_fp8", "mla_decode_fp8_64")
+KERNELS = (
+    "schedule",
+    "ragged_schedule",
+    "mla_decode_fp8",
+    "mla_decode_fp8_64",
+    "mla_decode_fp8_converted",
+)
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

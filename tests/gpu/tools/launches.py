@@ -233,6 +233,8 @@ def mla(make: _Maker) -> Iterator[Case]:
             tokens, indptr = make(batch * q_len, heads, 576, dtype=dtype), make.int32(batch + 1)
             options: dict[str, Any] = {} if form in FORMS[:2] else {"fp8_products": heads == 64}
             cumla.mla_decode(q, cache, table, lens, **options)
+            if options.get("fp8_products"):
+                cumla.mla_decode(q, cache, table, lens)
             cumla.mla_attention(
                 tokens, cache, block_table=table, kv_lens=lens, qo_indptr=indptr, **options
             )

@@ -27,6 +27,7 @@ from tests.selection import some
 
 BUFFER = 9 << 40
 STEMS = {"mla_decode_fp8_64", "mla_decode_fp8_products"}
+CONVERTED = "mla_decode_fp8_converted"
 
 
 def decode_key(heads: int, kv_heads: int = 1, q_len: int = 1) -> MLADecodeKey:
@@ -77,7 +78,7 @@ def test_whole_tiles_of_heads_have_this_kernel(heads: int, q_len: int) -> None:
         key = decode_key(heads, kv_heads, q_len)
         assert (key.row_tile, key.row_groups) == (64, 4)
         assert key.row_tiles == q_len * heads // 64
-        assert {spec.stem for spec in fp8_specs(key)} == STEMS
+        assert {spec.stem for spec in fp8_specs(key)} == {*STEMS, CONVERTED}
     assert attention_key(heads).row_tiles == 1
     assert {spec.stem for spec in fp8_specs(attention_key(heads))} == STEMS
 
@@ -138,7 +139,9 @@ def launch_of_whole_rows(
     """A launch over rows of adjacent columns, `gap` bytes before the last; its values by name."""
     rope, grouped, row_bytes = rows
     stride = row_bytes + 16
-    key = dataclasses.replace(decode_key(64), page_size=page_size)
+    key = dataclasses.replace(  # others have mla_decode_fp8_converted, without boxes
+        decode_key(64), page_size=page_size, batch_invariant=True, max_blocks=11
+    )
     apart = (page_size * stride * pages_apart, stride, stride)
     latent = strided(3, (7, page_size, 1, 512), (*apart, 1), "float8_e4m3fn")
     begin = latent.ptr + 512

@@ -5,6 +5,7 @@
 #include "mla/mla_decode/shared.cuh"
 #include "attend/reduce.cuh"
 #include "split/join.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -39,6 +40,32 @@ struct HeldQuery<true> {
   u32 query[16];
 };
 
+// A tile over e4m3 rows, which kSharing CTAs of a cluster convert to float16 (mla/mla_decode_fp8_converted.cu).
+template <typename Base, int kSharing>
+struct ConvertedTile : Base {
+  static constexpr int kCtas = kSharing;
+  using Base::Base;
+};
+template <typename AnyTile>
+constexpr int kCtasOf = 0;
+template <typename Base, int kSharing>
+constexpr int kCtasOf<ConvertedTile<Base, kSharing>> = kSharing;
+// Factors of the scores of each query row of a converted tile, then that of the output.
+template <typename Layout>
+__device__ __forceinline__ u32 score_factor_in(const Layout& shared, int row) {
+  return shared.max_logit(row);
+}
+
+// The dtype of 16-bit results.
+template <typename T, bool kIsConverted>
+struct ResultOf {
+  using Type = T;
+};
+template <>
+struct ResultOf<Fp16, true> {
+  using Type = Bf16;
+};
+
 // One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
 // more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
@@ -47,6 +74,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
   using Layout = SharedLayoutOf<AnyTile::kLatentTiles>;
+  static constexpr bool kIsConverted = kCtasOf<AnyTile> > 0;
+  using Result = typename ResultOf<T, kIsConverted>::Type;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread
   static constexpr int kHalfChunks = 8 * kHalfTiles;  // of 16 bytes, of a row's half of V
@@ -74,6 +103,21 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  // Frees a third of a stage, in both CTAs if the rows are converted.
+  __device__ __forceinline__ void arrive_free(u32 barrier) const {
+    arrive(barrier);
+    if constexpr (kCtasOf<AnyTile> == 2)
+      if (lane == 1) mbarrier_arrive_cluster(shared_address_in(barrier, blockIdx.x & 1 ^ 1));
+  }
+
+  // The factor that turns a row's products into base-2 scores.
+  __device__ __forceinline__ float score_factor(int r) const {
+    if constexpr (kIsConverted)
+      return load_shared_float(score_factor_in(shared, row + 8 * r));
+    else
+      return p.scale_log2;
   }
 
   __device__ __forceinline__ void begin(const Segment& segment) {
@@ -291,7 +335,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      highest[r] = highest_of<0, 16>(r) * p.scale_log2;
+      highest[r] = highest_of<0, 16>(r) * score_factor(r);
       if constexpr (AnyTile::kHasMaxLogits) this->max_logit[r] = fmaxf(this->max_logit[r], highest[r]);
       grown |= highest[r] > maximum[r] + kMaximumSlack;
       next[r] = maximum[r];
@@ -307,11 +351,28 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   // Turns scores [kFrom, kTo) into probabilities relative to `next`, and adds their unrounded values to the sums.
   template <int kFrom, int kTo>
   __device__ __forceinline__ void exponentiate(const float (&next)[2], float (&block_sum)[2]) {
+    const float factor[2] = {score_factor(0), score_factor(1)};
 #pragma unroll
     for (int i = kFrom; i < kTo; i += 2) {
       const int r = i >> 1 & 1;
-      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -next[r]));
-      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[r]));
+      const float low = exp2_approx(__fmaf_rn(scores[i], factor[r], -next[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], factor[r], -next[r]));
+      block_sum[r] += low + high;
+      probabilities[i / 2] = pack_pair<T>(low, high);
+    }
+  }
+
+  // Of large scores the exact product differs from the rounded maximum by more than float16 can hold: both are rounded.
+  __device__ __forceinline__ void exponentiate_large(const float (&next)[2], float (&block_sum)[2]) {
+    constexpr float kLarge = 1 << 20;
+    if (!__any_sync(0xffffffffu, fmaxf(fabsf(next[0]), fabsf(next[1])) >= kLarge)) return;
+    const float factor[2] = {score_factor(0), score_factor(1)};
+    block_sum[0] = block_sum[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      const int r = i >> 1 & 1;
+      const float low = exp2_approx(__fmul_rn(scores[i], factor[r]) - next[r]);
+      const float high = exp2_approx(__fmul_rn(scores[i + 1], factor[r]) - next[r]);
       block_sum[r] += low + high;
       probabilities[i / 2] = pack_pair<T>(low, high);
     }
@@ -363,7 +424,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
       multiply_other(previous);
       multiply_query(t);
       warpgroup_wait<1>();
-      arrive(shared.free(previous, consumer));
+      arrive_free(shared.free(previous, consumer));
     } else if (!scored) {
       multiply_query(t);
     }
@@ -376,7 +437,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     } else {
       warpgroup_wait<0>();
     }
-    if constexpr (AnyTile::kHasRope) arrive(shared.free(stage, 2));
+    if constexpr (AnyTile::kHasRope) arrive_free(shared.free(stage, 2));
     if (i + 2 >= segment.blocks) arrive(shared.query_free());
 
     const int block = segment.begin + i;
@@ -396,9 +457,10 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
       // keeps sixteen exponentials between the product and its wait (docs/kernels/mla.md).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
       warpgroup_wait<0>();
-      arrive(shared.free(previous, consumer));
+      arrive_free(shared.free(previous, consumer));
     }
     exponentiate<16, 32>(next, block_sum);
+    if constexpr (kIsConverted) exponentiate_large(next, block_sum);
     leave(next);
     rescale(next);
     // The sums are computed beside the product, from copies: registers of a wgmma in flight must not be read.
@@ -423,7 +485,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     // A pacing store keeps one row's sum before the wait. Other tiles lack the register for it.
     if constexpr (AnyTile::kIsRagged) store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), weight[1]);
     warpgroup_wait<0>();
-    arrive(shared.free(stage, consumer));
+    arrive_free(shared.free(stage, consumer));
   }
 
   // Multiplies a block of the other consumer by its probabilities.
@@ -438,7 +500,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     if constexpr (kHasWindow<AnyTile>) clear_values_before(stage, segment.begin + i);
     multiply_other(stage);
     warpgroup_wait<0>();
-    arrive(shared.free(stage, consumer));
+    arrive_free(shared.free(stage, consumer));
   }
 
   // True if the other consumer's probabilities of block t - 1 arrive before block t. No bit of the result depends on
@@ -520,6 +582,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
       const float rounded =
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
       inverse[r] = inverse_of_sum(rounded);
+      if constexpr (kIsConverted) inverse[r] *= load_shared_float(score_factor_in(shared, kRowTile));
       lse[r] = log_sum_exp(maximum[r], total[r]);
       if constexpr (AnyTile::kHasMaxLogits)
         if (consumer == 0)
@@ -529,7 +592,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     // The hint changes the order of the main loop that ptxas chooses, for the better.
     if (__builtin_expect(segment.split(), 0)) {
       write_piece(segment, inverse, lse);  // plant: piece
-      LatentJoiner<T, AnyTile>(
+      LatentJoiner<Result, AnyTile>(
           p,
           {shared.pacer(0), shared.probabilities, shared.sum(0, 0), shared.stage(0), shared.stage(Layout::kStages / 2)},
           tile, segment)
@@ -603,7 +666,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
         u32 own[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
+          own[i] = pack_pair<Result>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
         const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
         const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);
         if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
@@ -613,8 +676,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
       out = copy_of(out + (consumer * (kValueDim / 2) + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
 #pragma unroll
       for (int j = 0; j < kValueDim / 16; j += 2) {
-        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
-        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+        const u32 first = pack_pair<Result>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+        const u32 second = pack_pair<Result>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
         // Not trade<1>, which compiles to other code
         const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
         if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
