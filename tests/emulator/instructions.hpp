@@ -175,6 +175,12 @@ void store_cluster_16_async(u32 destination, u32 a, u32 b, u32 c, u32 d, u32 bar
   of.bytes -= 16;
   of.complete();
 }
+void copy_bulk_cluster_async(u32 destination, u32 source, u32 bytes, u32 barrier) {
+  std::memcpy(host::at(destination), host::at(source), bytes);
+  host::Barrier& of = host::barrier_in_cluster(barrier);
+  of.bytes -= bytes;
+  of.complete();
+}
 
 // mbarrier.cuh
 void mbarrier_init(u32 barrier, u32 arrivals) { host::initialise_barrier(barrier, arrivals); }

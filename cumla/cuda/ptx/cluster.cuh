@@ -74,4 +74,13 @@ __device__ __forceinline__ void store_cluster_16_async(u32 destination, u32 a, u
                : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
+// Copies from this CTA's shared memory to that of a CTA of the cluster, and counts the bytes on its barrier.
+__device__ __forceinline__ void copy_bulk_cluster_async(u32 destination, u32 source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   destination),
+               "r"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 }  // namespace cumla::ptx

@@ -20,22 +20,25 @@ _FILE = "mla/mla_decode_fp8_converted"
 _SHARING = 2
 
 
-def _spec(sharing: int) -> KernelSpec:
+def _spec(sharing: int, variant: int = 0) -> KernelSpec:
     return KernelSpec.of(
-        *("mla", "mla_decode_fp8_converted", "MlaDecodeFp8Params", f"ConvertedTile<Tile, {sharing}>"),
-        tags=["shared"] if sharing > 1 else [],
+        *("mla", "mla_decode_fp8_converted", "MlaDecodeFp8Params", f"ConvertedTile<Tile, {sharing}, {variant}>"),
+        tags=(["shared"] if sharing > 1 else []) + ([f"v{variant}"] if variant else []),
         threads=384,
         smem_bytes=constant(_FILE, "score_factor_in(SharedLayout(0), kRowTile) + 4"),
     )
 
 
 _SPECS = {sharing: _spec(sharing) for sharing in (1, _SHARING)}
-SPECS = tuple(_SPECS.values())
+VARIANTS = {
+    (s, v): _spec(s, v) for s, vs in {1: (0, 1, 3), 2: (0, 1, 3, 5, 8)}.items() for v in vs
+}
+SPECS = tuple(VARIANTS.values())
 
 
 def sharing_of(spec: KernelSpec) -> int:
     """Tell how many thread blocks, neighbours in x, form a cluster."""
-    return _SHARING if spec == _SPECS[_SHARING] else 1
+    return next((s for (s, _), of in VARIANTS.items() if of == spec), 1)
 
 
 def converted_spec(key: LatentKey) -> KernelSpec | None:

@@ -41,15 +41,17 @@ struct HeldQuery<true> {
 };
 
 // A tile over e4m3 rows, which kSharing CTAs of a cluster convert to float16 (mla/mla_decode_fp8_converted.cu).
-template <typename Base, int kSharing>
+template <typename Base, int kSharing, int kVariant = 0>
 struct ConvertedTile : Base {
   static constexpr int kCtas = kSharing;
+  static constexpr bool kFetchesAhead = kVariant & 1, kOtherFirst = kVariant & 2, kCopies = kVariant & 4,
+                        kFences = kVariant & 8;
   using Base::Base;
 };
 template <typename AnyTile>
 constexpr int kCtasOf = 0;
-template <typename Base, int kSharing>
-constexpr int kCtasOf<ConvertedTile<Base, kSharing>> = kSharing;
+template <typename Base, int kSharing, int kVariant>
+constexpr int kCtasOf<ConvertedTile<Base, kSharing, kVariant>> = kSharing;
 // Factors of the scores of each query row of a converted tile, then that of the output.
 template <typename Layout>
 __device__ __forceinline__ u32 score_factor_in(const Layout& shared, int row) {
@@ -69,12 +71,13 @@ struct ResultOf<Fp16, true> {
 // One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
 // more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && AnyTile::kOtherFirst> {
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
+                  HeldQuery<kSharedBlocks && AnyTile::kOtherFirst && kCtasOf<AnyTile> == 0> {
   // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
   using Layout = SharedLayoutOf<AnyTile::kLatentTiles>;
-  static constexpr bool kIsConverted = kCtasOf<AnyTile> > 0;
+  static constexpr bool kIsConverted = kCtasOf<AnyTile> > 0, kHolds = kOtherFirst && !kIsConverted;
   using Result = typename ResultOf<T, kIsConverted>::Type;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread
@@ -149,7 +152,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const u64 rows = descriptor_of_rows<128>(stage, column * kTileBytes + k * 32);
-        if constexpr (kOtherFirst) {
+        if constexpr (kHolds) {
           if (i == kFirst) {
             wgmma_m64n64k16_async<T>(scores, this->query + 4 * k, rows, k > 0);
             continue;
@@ -522,7 +525,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     const int first = (consumer ^ t) & 1;  // first own block
     // Also with no block to score. Otherwise one query warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
-    if constexpr (kOtherFirst) hold_query();
+    if constexpr (kHolds) hold_query();
     if (first >= segment.blocks) arrive(shared.query_free());
     if constexpr (kSharedBlocks) {
       int i = first;

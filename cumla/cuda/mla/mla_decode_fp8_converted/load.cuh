@@ -9,6 +9,8 @@
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mla {
@@ -119,6 +121,15 @@ struct RowConverter {
     return true;
   }
 
+  // Has L2 fetch the rows of the block at `next`, if they are adjacent.
+  __device__ __forceinline__ void fetch() const {
+    if (!more || p.page_size % kOwn) return;
+    if (lane == 0 && static_cast<u32>(next.page) < p.num_pages)
+      prefetch_bulk_l2(p.latent.base + next.page * p.latent.stride_page + next.row * p.latent.stride_row +
+                           blockIdx.z * p.latent.stride_head,
+                       static_cast<u32>((kOwn - 1) * p.latent.stride_row) + kHeadDim);
+  }
+
   // Issues the loads of a third of a set: 0 and 1 are halves of the latent columns, 2 RoPE columns.
   template <int kThird>
   __device__ __forceinline__ void load(int set) {
@@ -147,7 +158,7 @@ struct RowConverter {
       expand_e4m3x4(words[2 * j + 1], halves.z, halves.w);
       const u32 place = to ^ j << 4;
       store_shared_16(place, halves);
-      if constexpr (kCtas == 2)
+      if constexpr (kCtas == 2 && !AnyTile::kCopies)
         store_cluster_16_async(place + to_other, halves.x, halves.y, halves.z, halves.w, barrier + to_other);
     }
   }
@@ -167,7 +178,16 @@ struct RowConverter {
       for (int i = 0; i < 4; ++i) store((to ^ i << 5) + i * 256, latent[kThird][i], barrier);
     }
     if (more_sets) load<kThird>((set + 1) % kSets);
+    if constexpr (AnyTile::kFences || (kCtas == 2 && AnyTile::kCopies)) fence_proxy_async_shared();
     __syncwarp();
+    if constexpr (kCtas == 2 && AnyTile::kCopies) {
+      constexpr int kCopies = kThird == 2 ? 1 : kHalfTiles;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i)
+        if (elect_one())
+          copy_bulk_cluster_async(tiles + i * kTileBytes + to_other, tiles + i * kTileBytes, kSet * 128,
+                                  barrier + to_other);
+    }
     if (lane == 0) {
       if constexpr (kCtas == 2)
         mbarrier_arrive_expect_tx(barrier, kSet * 128 * (kThird == 2 ? 1 : kHalfTiles));
@@ -203,6 +223,7 @@ __device__ __forceinline__ void load_converted(const MlaDecodeParams& p, const L
         rows.template convert<0>(stage, phase, set, more);
       }
     }
+    if constexpr (AnyTile::kFetchesAhead) rows.fetch();
   }
 }
 
