@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // MLA attention over rows of 576 e4m3 columns under one factor, for a multiple of 64 heads per kv head. Loading warps
 // convert rows to float16, which holds every e4m3 number; the products are those of mla_decode. Of a multiple of 128
-// heads the two CTAs of a cluster (kCtas = 2) have other heads of the same query token, so they read the same rows: each
-// converts half of the rows of a block, and stores them in the shared memory of both.
+// heads the two CTAs of a cluster (kCtas = 2) have other heads of the same query token, so they read the same rows:
+// each converts half of the rows of a block, and stores them in the shared memory of both.
 //
 // grid = (row tiles of a kv head, parts, kv heads), clusters of kCtas row tiles, 384 threads, one CTA per SM.
 //
 // Roles and time line:
-//   warps 0 to 3   load 8 rows of a block each, or twice 8 if rows are not shared, into registers while the block before
-//                  is multiplied; when a third of a stage is free in all CTAs, convert and store its columns
+//   warps 0 to 3   load 8 rows of a block each, or twice 8 if rows are not shared, into registers while the block
+//                  before is multiplied; when a third of a stage is free in all CTAs, convert and store its columns
 //   consumer 0, 1  load the query of a segment, then compute as in mla/mla_decode.cu with several row tiles
 //
 // barrier                    who arrives (count)                   who waits             guards

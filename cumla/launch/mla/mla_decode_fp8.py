@@ -134,11 +134,11 @@ def fp8_specs(key: LatentKey) -> tuple[KernelSpec, ...]:
         whole = key.has_whole_tiles
         return (fp8_64_spec(key, False, False) if whole else fp8_spec(key, False),)
     if key.has_whole_tiles:
-        kinds = ((False, True), (True, False), (False, False), (True, True))
-        specs = [fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds]
-        converted = converted_spec(key)
-        specs[:0] = [converted] if converted else []
-        return *specs, fp8_products_spec(key, True), fp8_products_spec(key, False)
+        first = converted_spec(key) or fp8_64_spec(key, False, True)
+        kinds = ((True, False), (False, True), (False, False), (True, True))
+        specs = (first, *(fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds))
+        products = fp8_products_spec(key, True), fp8_products_spec(key, False)
+        return tuple(dict.fromkeys(specs + products))
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 

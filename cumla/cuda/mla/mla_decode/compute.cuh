@@ -115,6 +115,14 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
       if (lane == 1) mbarrier_arrive_cluster(shared_address_in(barrier, blockIdx.x & 1 ^ 1));
   }
 
+  // An address as descriptors have it. In a cluster, bits 24 and up of an address are the rank of its CTA.
+  __device__ __forceinline__ static u32 in_descriptor(u32 address) {
+    if constexpr (kCtasOf<AnyTile> == 2)
+      return address & 0x3ffff;
+    else
+      return address;
+  }
+
   // The factor that turns a row's products into base-2 scores.
   __device__ __forceinline__ float score_factor(int r) const {
     if constexpr (kIsConverted)
@@ -151,15 +159,16 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const u64 rows = descriptor_of_rows<128>(stage, column * kTileBytes + k * 32);
+        const u64 rows = descriptor_of_rows<128>(in_descriptor(stage), column * kTileBytes + k * 32);
         if constexpr (kHolds) {
           if (i == kFirst) {
             wgmma_m64n64k16_async<T>(scores, this->query + 4 * k, rows, k > 0);
             continue;
           }
         }
-        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32), rows,
-                                 i + k > kFirst);
+        wgmma_m64n64k16_async<T>(
+            scores, descriptor_of_rows<128>(in_descriptor(shared.query), column * kTileBytes + k * 32), rows,
+            i + k > kFirst);
       }
     }
     warpgroup_commit();
@@ -180,7 +189,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
   }
 
   __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
-    return descriptor_of_rows<128, kTileBytes>(shared.stage(stage) + consumer * kHalfTiles * kTileBytes, k * 2048);
+    return descriptor_of_rows<128, kTileBytes>(
+        in_descriptor(shared.stage(stage) + consumer * kHalfTiles * kTileBytes), k * 2048);
   }
 
   // output += own probabilities x this consumer's half of V, asynchronously.
@@ -196,7 +206,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
     begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      multiply_values(descriptor_of_rows<128>(shared.probabilities, k * 32), value_descriptor(stage, k));
+      multiply_values(descriptor_of_rows<128>(in_descriptor(shared.probabilities), k * 32), value_descriptor(stage, k));
     warpgroup_commit();
   }
   __device__ __forceinline__ void begin_products() {

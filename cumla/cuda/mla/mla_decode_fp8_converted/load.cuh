@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_query_converted(const MlaDecodeParams& p, c
   fence_proxy_async_shared();
 }
 
-// The rows of the blocks of a CTA that a loading warp converts: sets of eight, one if two CTAs share the rows. A load has
-// 16 columns: of a half of the latent columns of two rows, or of the RoPE columns of eight rows.
+// The rows of the blocks of a CTA that a loading warp converts: sets of eight, one if two CTAs share the rows. A load
+// has 16 columns: of a half of the latent columns of two rows, or of the RoPE columns of eight rows.
 template <typename Layout, typename AnyTile>
 struct RowConverter {
   static constexpr int kCtas = AnyTile::kCtas, kSets = 2 / kCtas, kSet = 8, kOwn = kSets * kSet;
