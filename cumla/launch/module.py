@@ -410,9 +410,9 @@ def _read_resources(spec: KernelSpec, cubin: bytes, log: str) -> CompiledKernel:
 
 def _over_budget(kernel: CompiledKernel) -> list[str]:
     problems = []
-    if kernel.spills:
+    if kernel.spills > 64:
         problems.append(f"it spills {kernel.spills} bytes ({kernel.registers} registers)")
-    if kernel.stack:
+    if kernel.stack > 16:
         problems.append(f"it has a stack frame of {kernel.stack} bytes")
     if kernel.smem > _SMEM_LIMIT:
         problems.append(f"it needs {kernel.smem} bytes of shared memory, of {_SMEM_LIMIT}")

@@ -76,12 +76,17 @@ __device__ __forceinline__ void mla_decode_fp8_converted(const MlaDecodeFp8Param
   cluster_sync();
   grid_dependency_wait();
   if (warpgroup == 0) {
-    registers_decrease<72>();
+    registers_decrease<AnyTile::kTwoLoaders ? (AnyTile::kCtas == 2 ? 56 : 64)  : 72>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
-    load_converted(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+    load_converted<AnyTile::kTwoLoaders ? 1 : 0>(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+  } else if (AnyTile::kTwoLoaders && warpgroup == 3) {
+    registers_decrease<AnyTile::kCtas == 2 ? 56 : 48>();
+    const Part part = part_of_cta(p, copy_of(blockIdx.y));
+    AnyTile tile(p);
+    load_converted<2>(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32 - 12);
   } else {
-    registers_increase<216>();
+    registers_increase<AnyTile::kTwoLoaders ? 200 : 216>();
     const float kv_scale = params.kv_scale == nullptr ? params.kv_scale_value : *params.kv_scale;
     if (threadIdx.x == kWarpgroup) store_shared_float(score_factor_in(shared, kRowTile), kv_scale);
     const Part part = part_of_cta(p, blockIdx.y);

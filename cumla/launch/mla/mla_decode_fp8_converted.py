@@ -24,14 +24,14 @@ def _spec(sharing: int, variant: int = 0) -> KernelSpec:
     return KernelSpec.of(
         *("mla", "mla_decode_fp8_converted", "MlaDecodeFp8Params", f"ConvertedTile<Tile, {sharing}, {variant}>"),
         tags=(["shared"] if sharing > 1 else []) + ([f"v{variant}"] if variant else []),
-        threads=384,
+        threads=512 if variant & 16 else 384,
         smem_bytes=constant(_FILE, "score_factor_in(SharedLayout(0), kRowTile) + 4"),
     )
 
 
 _SPECS = {sharing: _spec(sharing) for sharing in (1, _SHARING)}
 VARIANTS = {
-    (s, v): _spec(s, v) for s, vs in {1: (0,), 2: (0, 1, 3, 4, 5)}.items() for v in vs
+    (s, v): _spec(s, v) for s, vs in {1: (0, 16, 17), 2: (0, 1, 5, 16, 17, 20)}.items() for v in vs
 }
 SPECS = tuple(VARIANTS.values())
 

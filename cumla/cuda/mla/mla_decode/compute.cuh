@@ -45,7 +45,7 @@ template <typename Base, int kSharing, int kVariant = 0>
 struct ConvertedTile : Base {
   static constexpr int kCtas = kSharing;
   static constexpr bool kFetchesAhead = kVariant & 1, kOtherFirst = kVariant & 2, kCopies = kVariant & 4,
-                        kFences = kVariant & 8;
+                        kFences = kVariant & 8, kTwoLoaders = kVariant & 16, kWideProducts = !kTwoLoaders;
   using Base::Base;
 };
 template <typename AnyTile>
@@ -473,7 +473,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>,
       arrive_free(shared.free(previous, consumer));
     }
     exponentiate<16, 32>(next, block_sum);
-    if constexpr (kIsConverted) exponentiate_large(next, block_sum);
+    if constexpr (kIsConverted && AnyTile::kWideProducts) exponentiate_large(next, block_sum);
     leave(next);
     rescale(next);
     // The sums are computed beside the product, from copies: registers of a wgmma in flight must not be read.

@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_query_converted(const MlaDecodeParams& p, c
 
 // The rows of the blocks of a CTA that a loading warp converts: sets of eight, one if two CTAs share the rows. A load
 // has 16 columns: of a half of the latent columns of two rows, or of the RoPE columns of eight rows.
-template <typename Layout, typename AnyTile>
+template <int kWho, typename Layout, typename AnyTile>
 struct RowConverter {
   static constexpr int kCtas = AnyTile::kCtas, kSets = 2 / kCtas, kSet = 8, kOwn = kSets * kSet;
   static constexpr int kHalfTiles = Layout::kHalfTiles, kHalfBytes = kHalfTiles * 64;
@@ -91,7 +91,7 @@ struct RowConverter {
   __device__ __forceinline__ void find() {
     more = ahead.valid();
     if (!more) return;
-    if (ahead.i == 0) fetch_query();
+    if (kWho != 1 && ahead.i == 0) fetch_query();
     const int row = first_row + lane % kOwn;
     const bool visible = (ahead.segment.begin + ahead.i) * kBlockTokens + row < ahead.segment.tokens - tile.least_shift;
     next = {-1, 0};
@@ -104,7 +104,7 @@ struct RowConverter {
     constexpr int kShare = kRowTile / 4;
 #pragma unroll 1
     for (int i = lane; i < kShare * kTiles; i += 32) {
-      const int row = threadIdx.x / 32 * kShare + i / kTiles;
+      const int row = threadIdx.x / 32 % 4 * kShare + i / kTiles;
       const Row from(p, tile, row < tile.rows ? row : 0);
       prefetch_l2(query_tile(p, i % kTiles, ahead.segment.request, from.token, from.head));
     }
@@ -197,15 +197,16 @@ struct RowConverter {
   }
 };
 
-template <typename Layout, typename AnyTile>
+// kWho: 0 loads all, 1 the RoPE columns and the first half of the latent ones, 2 the second half.
+template <int kWho, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_converted(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
                                                const Part& part, int last_place, int warp) {
-  using Converter = RowConverter<Layout, AnyTile>;
+  using Converter = RowConverter<kWho, Layout, AnyTile>;
   Converter rows(p, shared, tile, part, last_place, warp);
   if (!rows.take()) return;
-  rows.template load<2>(0);
-  rows.template load<0>(0);
-  rows.template load<1>(0);
+  if constexpr (kWho != 2) rows.template load<2>(0);
+  if constexpr (kWho != 2) rows.template load<0>(0);
+  if constexpr (kWho != 1) rows.template load<1>(0);
   bool more = true;
 #pragma unroll 1
   for (int t = 0; more; ++t) {
@@ -214,16 +215,23 @@ __device__ __forceinline__ void load_converted(const MlaDecodeParams& p, const L
 #pragma unroll 1
     for (int set = 0; set < Converter::kSets; ++set) {
       if (set + 1 == Converter::kSets) more = rows.take();
-      rows.template convert<2>(stage, phase, set, more);
-      if (parity == 0) {
+      if constexpr (kWho == 1) {
+        rows.template convert<2>(stage, phase, set, more);
         rows.template convert<0>(stage, phase, set, more);
+      } else if constexpr (kWho == 2) {
         rows.template convert<1>(stage, phase, set, more);
       } else {
-        rows.template convert<1>(stage, phase, set, more);
-        rows.template convert<0>(stage, phase, set, more);
+        rows.template convert<2>(stage, phase, set, more);
+        if (parity == 0) {
+          rows.template convert<0>(stage, phase, set, more);
+          rows.template convert<1>(stage, phase, set, more);
+        } else {
+          rows.template convert<1>(stage, phase, set, more);
+          rows.template convert<0>(stage, phase, set, more);
+        }
       }
     }
-    if constexpr (AnyTile::kFetchesAhead) rows.fetch();
+    if constexpr (AnyTile::kFetchesAhead && kWho != 1) rows.fetch();
   }
 }
 
