@@ -28,6 +28,7 @@ struct Fiber {
 };
 
 unsigned char* shared;
+unsigned rank_bits;
 unsigned long long writes;
 static jmp_buf scheduler;
 static Fiber* now;
@@ -103,6 +104,7 @@ struct Block {
   int threads = 0;              // that have not returned
   std::vector<unsigned> lanes;  // of each warp, those that have not returned
   unsigned char* shared;
+  unsigned rank_bits = 0;
   std::map<std::pair<unsigned, unsigned>, Meeting> warps;  // by warp and mask
   std::map<unsigned, Meeting> warpgroups, named;
   std::map<unsigned, Barrier> barriers;
@@ -288,7 +290,7 @@ static float element(const Operand& of, int k, int n) {
   const unsigned address =
       of.is_transposed ? start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2
                        : start + n / 8 * stride + n % 8 * width + k * bytes;
-  return decoded(of.type, at(swizzled(address, width)));
+  return decoded(of.type, shared + swizzled(address, width));
 }
 
 void multiply(int columns, int depth, const Product& mine) {
@@ -397,6 +399,7 @@ static std::string waiting(const Block& of) {
 static void run_block(Block& of) {
   block = &of;
   shared = of.shared;
+  rank_bits = of.rank_bits;
   blockIdx = of.index;
   for (int idle = 0; idle < 2 && failure.empty();) {
     asks_others = false;
@@ -439,6 +442,7 @@ const char* run_grid(dim3 grid, int threads, int cluster_size) {
       cluster->threads = cluster_size * threads;
     }
     open.back()->cluster = cluster;
+    open.back()->rank_bits = n % cluster_size << 24;
     cluster->blocks.push_back(open.back().get());
     begin(*open.back(), {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y}, threads);
     run_block(*open.back());

@@ -31,6 +31,7 @@ using std::min;
 namespace host {
 
 extern unsigned char* shared;      // of the block whose turn it is
+extern unsigned rank_bits;         // of its addresses: the rank of a block in its cluster, from bit 24 on
 extern unsigned long long writes;  // to global memory that others look for
 
 // Runs the grid: what went wrong, or an empty text.
@@ -69,7 +70,7 @@ inline T value_of(uint64_t bits) {
 
 // Shared memory.
 
-inline unsigned char* at(unsigned address) { return shared + static_cast<int>(address); }
+inline unsigned char* at(unsigned address) { return shared + static_cast<int>(address - rank_bits); }
 
 struct Barrier {
   unsigned phase = 0, expected = 0, pending = 0;
@@ -148,7 +149,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return result;
 }
 static inline uint64_t __cvta_generic_to_shared(const void* pointer) {
-  return static_cast<uint64_t>(static_cast<const unsigned char*>(pointer) - host::shared);
+  return static_cast<uint64_t>(static_cast<const unsigned char*>(pointer) - host::shared) + host::rank_bits;
 }
 static inline long long clock64() { return 0; }
 static inline void __trap() { host::fail("trap"); host::yield(); }

@@ -55,7 +55,7 @@ namespace cumla::ptx {
 // Descriptor of an operand at `address` + `offset`, a multiple of 16. Rows have kRowBytes (128, 64 or 32) and the
 // swizzle of that width, so groups of eight rows are 8 kRowBytes apart. kLeading is for operands contiguous in M or
 // N: the bytes between 64-column blocks. Shared-memory addresses fit the address field, so one addition advances a
-// descriptor.
+// descriptor. Not those of a cluster: from bit 24 on they hold the CTA's rank, which must not reach the descriptor.
 template <int kRowBytes, int kLeading = 0>
 __device__ __forceinline__ u64 descriptor_of_rows(u32 address, u32 offset) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "a row is as wide as a swizzle");
