@@ -10,6 +10,7 @@ the package itself is not imported: it needs much that the operators do not.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -28,6 +29,12 @@ def find(path: str) -> Path:
         if (found := Path(folder or ".") / path).exists():
             return found.resolve()
     raise FileNotFoundError(f"no {path} on the path of Python")
+
+
+def _flash_infer(module: str) -> Any:
+    """Import a module of FlashInfer, some of whose files call the driver and do not name it."""
+    ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)  # a symbol that is missing ends the process
+    return import_module(f"flashinfer.{module}")
 
 
 class Schedule:
@@ -226,20 +233,19 @@ class Libraries:
 
     @property
     def flash_infer_top_k(self) -> Any:
-        return self._load("FlashInfer", lambda: import_module("flashinfer.topk"))
+        return self._load("FlashInfer", lambda: _flash_infer("topk"))
 
     def flash_infer(self, module: str) -> Any:
         """One of FlashInfer's modules of Python."""
-        name = f"flashinfer.{module}"
-        return self._load(name, lambda: import_module(name))
+        return self._load(f"flashinfer.{module}", lambda: _flash_infer(module))
 
     @property
     def flash_infer_blocks(self) -> Any:
         """The functions of MiniMax M3: scores, choice and attention of blocks."""
 
         def load() -> Any:
-            import_module("flashinfer.msa_ops.cake_hopper_sm90")
-            return import_module("flashinfer.msa_ops")
+            _flash_infer("msa_ops.cake_hopper_sm90")
+            return _flash_infer("msa_ops")
 
         return self._load("FlashInfer's msa_ops", load)
 

@@ -235,6 +235,8 @@ class FakeBindings(types.ModuleType):
         super().__init__("cuda.bindings.driver")
         self._cupy = cupy
         self.launched: list[Launched] = []
+        self.attributes: list[tuple[int, Any, int]] = []  # of kernels: handle, name, value
+        self.refused: Any = 0  # the status of whoever sets one
         self.cuuint64_t = self.cuuint32_t = int
 
     def __getattr__(self, name: str) -> Any:
@@ -262,6 +264,10 @@ class FakeBindings(types.ModuleType):
         freed = len(self._cupy.freed)
         self.launched.append(Launched(entry, grid, config.hStream, parameters, freed))
         return (0,)
+
+    def cuFuncSetAttribute(self, handle: int, attribute: Any, value: int) -> tuple[Any]:
+        self.attributes.append((handle, attribute, value))
+        return (self.refused,)
 
     def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:
         digest = hashlib.sha512(repr(arguments).encode()).digest()

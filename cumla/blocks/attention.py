@@ -47,6 +47,7 @@ from cumla.core.spec import (
 )
 from cumla.core.state import AttentionState
 from cumla.launch.blocks.block_attention import block_attention_spec
+from cumla.launch.blocks.block_attention_few import block_attention_few_spec
 from cumla.launch.blocks.block_lists import (
     BlockArguments,
     block_sparse_launches,
@@ -752,7 +753,8 @@ v_scale, kv_layout, indices_are, out, lse, stream
         if key.tile:
             specs: tuple[KernelSpec, ...] = (*PLACE_SPECS, *TILE_SPECS, key.tile.choice.spec)
         elif key.is_direct:
-            specs = (block_attention_spec(key),)
+            few = key.few is not None
+            specs = (block_attention_few_spec(key) if few else block_attention_spec(key),)
         else:
             specs = lists_spec(key.topk), key.choice.spec, key.one_head.choice.spec
         for spec in (*ROW_SPECS, *specs):

@@ -33,6 +33,7 @@ from cumla.core import _cupy, _driver, frameworks
 from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.operation import Address, Ready
 from cumla.launch import device, module
+from cumla.launch.blocks import block_attention_few
 from cumla.launch.device import DeviceProperties
 from cumla.launch.kernel import Launch
 from cumla.launch.module import write_whole
@@ -247,6 +248,7 @@ def emulated_gpu(multiprocessors: int = 4, *, always: bool = False) -> Iterator[
         stack.enter_context(
             mock.patch.object(Launch, "template", lambda launch, *_: _Template(launch))
         )
+        stack.enter_context(mock.patch.object(block_attention_few, "allow_clusters"))
         # Memory of one GPU's arrays may be that of another's later: no call is the same again.
         stack.enter_context(mock.patch.object(Ready, "get", return_value=None))
         known = {Array: _Emulated()}

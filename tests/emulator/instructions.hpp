@@ -161,6 +161,8 @@ float4 load_global_16(const float4* address) { return *address; }
 // cluster.cuh
 void cluster_sync() { host::meet_cluster(); }
 void cluster_sync_relaxed() { host::meet_cluster(); }
+void cluster_arrive_relaxed() {}
+void cluster_wait() { host::meet_cluster(); }
 u32 shared_address_in(u32 address, u32 rank) {
   return address + static_cast<u32>(host::shared_of(rank) - host::shared);
 }
@@ -169,6 +171,12 @@ float2 load_cluster_float2(u32 source) { return load_shared<float2>(source); }
 float4 load_cluster_float4(u32 source) { return load_shared<float4>(source); }
 void store_shared_u64(u32 destination, u64 value) { store_shared(destination, value); }
 void store_cluster_u64(u32 destination, u64 value) { store_shared(destination, value); }
+void store_cluster_async(u32 destination, const float4& v, u32 barrier) {
+  store_shared(destination, v);
+  host::Barrier& of = host::barrier_of_cluster(barrier);
+  of.bytes -= 16;
+  of.complete();
+}
 
 // mbarrier.cuh
 void mbarrier_init(u32 barrier, u32 arrivals) { host::initialise_barrier(barrier, arrivals); }

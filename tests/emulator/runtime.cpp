@@ -182,6 +182,14 @@ Barrier& barrier_at(unsigned address) {
   return block->barriers[address];
 }
 
+Barrier& barrier_of_cluster(unsigned address) {
+  for (Block* other : block->cluster->blocks) {
+    const auto found = other->barriers.find(address - static_cast<unsigned>(other->shared - block->shared));
+    if (found != other->barriers.end()) return found->second;
+  }
+  return barrier_at(address);
+}
+
 // What the launcher packs in the place of a tensor map.
 struct Map {
   unsigned char* base;

@@ -85,6 +85,7 @@ struct Barrier {
 };
 void initialise_barrier(unsigned address, unsigned arrivals);
 Barrier& barrier_at(unsigned address);
+Barrier& barrier_of_cluster(unsigned address);  // which may be another block's
 void copy_box(unsigned destination, const void* map, unsigned barrier, std::initializer_list<long long> corner);
 
 // Numbers.

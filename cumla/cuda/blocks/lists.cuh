@@ -52,6 +52,7 @@ struct List {
   const char* entries;
   int count;  // entries
 
+  List() = default;
   __device__ __forceinline__ List(const ListsParams& p, int token, int head) : head(head) {
     entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
     const BlockRow row = p.rows[token];
@@ -60,6 +61,11 @@ struct List {
       const char* const at = p.lengths + token * p.lengths_stride_token + head * p.lengths_stride_head;
       count = min(max(*reinterpret_cast<const int*>(at), 0), p.topk);
     }
+    find(p, row);
+  }
+
+  // What a row says.
+  __device__ __forceinline__ void find(const ListsParams& p, const BlockRow& row) {
     request = row.request;
     const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
     seen = request < p.batch ? row.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;

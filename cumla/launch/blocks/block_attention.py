@@ -63,6 +63,19 @@ def block_attention_launch(
     `arguments` has keys and values as virtual pages, and the block table of the call; `lists` has
     the values of struct ListsParams but for where pages are written.
     """
+    values = block_attention_values(key, arguments, lists, out, lse)
+    grid = key.cluster * key.num_places, 1, 1
+    return launch_of(block_attention_spec(key), grid, values, key.cluster)
+
+
+def block_attention_values(
+    key: BlockKey,
+    arguments: MHAArguments,
+    lists: Mapping[str, Any],
+    out: ArrayView,
+    lse: ArrayView,
+) -> dict[str, Any]:
+    """Name the values of struct BlockAttentionParams; see :func:`block_attention_launch`."""
     a, table = arguments, arguments.pages
     assert table is not None
     if 0 in a.k.shape:  # of which nothing is read, but maps need an address that exists
@@ -77,7 +90,7 @@ def block_attention_launch(
     }
     has_requests = len(a.q.shape) == 4
     apart = a.q.shape[1] if has_requests else 0
-    values = {
+    return {
         **lists,
         "pages_out": 0,
         **maps,
@@ -102,9 +115,6 @@ def block_attention_launch(
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         "by_tokens_apart": divisor_of(apart or 1 << 31),
     }
-    return launch_of(
-        block_attention_spec(key), (key.cluster * key.num_places, 1, 1), values, key.cluster
-    )
 
 
 def _rows(name: str, view: ArrayView, has_requests: bool) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.core.paged import by_head
 from cumla.launch.blocks.block_attention import block_attention_launch
+from cumla.launch.blocks.block_attention_few import block_attention_few_launch
 from cumla.launch.blocks.block_tiles import block_tiles_launch
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mha.launch import MHAArguments, attention_launch, attention_values
@@ -151,7 +152,8 @@ def _direct_launch(
     pages = virtual_pages(a.k, a.v, a.block_size)
     assert pages is not None
     attend = _attention_of(a, a.q, pages.number, a.block_table, with_heads=False)
-    return block_attention_launch(key, attend, _lists_values(key, buffer, a, pages), out, lse)
+    launch = block_attention_launch if key.few is None else block_attention_few_launch
+    return launch(key, attend, _lists_values(key, buffer, a, pages), out, lse)
 
 
 def _tile_launches(

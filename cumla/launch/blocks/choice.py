@@ -8,6 +8,7 @@ from dataclasses import dataclass
 __all__ = [
     "RULES",
     "Rules",
+    "few_form",
     "is_whole",
     "list_cluster",
     "list_parts",
@@ -42,7 +43,13 @@ class Rules:
     # Thread blocks that may share a list. With more of them than multiprocessors, all take longer
     # (block-decode.json).
     clusters: tuple[int, ...] = (8, 4, 2, 1)
-    # The same of batch-invariant lists: a compromise, as the number may not depend on the batch.
+    # Warps of a thread block of block_attention_few, and thread blocks of a cluster, each warp with
+    # a chunk of a list: the first that suffice, on as many multiprocessors as this share at most.
+    # With 8 lists, clusters of 16 that fill the GPU are slower than those of 8 (block-decode.json).
+    few: tuple[tuple[int, int], ...] = ((8, 2), (8, 4), (8, 8), (8, 16), (16, 8))
+    few_fill: float = 0.5
+    # Thread blocks that share a batch-invariant list: a compromise, as the number may not depend on
+    # the batch.
     invariant_cluster: int = 2
     # Tokens of such a thread block, at least: a chunk of each of its warps.
     least_tokens: int = 64
@@ -77,6 +84,25 @@ def list_cluster(lists: int, tokens: int, sm_count: int) -> int:
     least = max(1, tokens // RULES.least_tokens)
     most = min(max(1, sm_count // max(lists, 1)), least)
     return next(n for n in RULES.clusters if n <= most)
+
+
+def few_form(
+    lists: int, tokens: int, chunk: int, warps: tuple[int, ...], sm_count: int
+) -> tuple[int, int] | None:
+    """Choose warps, and thread blocks of a cluster, to take a chunk of a list each; None: too few.
+
+    `warps` are those that kernels have.
+    """
+    return next(
+        (
+            (each, ctas)
+            for each, ctas in RULES.few
+            if each in warps
+            and each * ctas * chunk >= tokens
+            and lists * ctas <= RULES.few_fill * sm_count
+        ),
+        None,
+    )
 
 
 def is_whole(requests: int, sm_count: int) -> bool:

@@ -12,7 +12,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
-from cumla.launch.blocks.choice import RULES, is_whole, list_cluster, list_parts
+from cumla.launch.blocks.choice import RULES, few_form, is_whole, list_cluster, list_parts
 from cumla.launch.layouts import constant
 from cumla.launch.mha.attention import LISTED, LISTED_TILES, tiles_spec
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
@@ -39,6 +39,18 @@ _ENTRIES, _HEADS, _CHUNK = (
     constant("blocks/block_attention", name)
     for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true>::kChunk")
 )
+
+_FEW_ENTRIES, _FEW_COLUMNS, _FEW_CHUNK, _FEW_E4M3_CHUNK = (
+    constant("blocks/block_attention_few", name)
+    for name in (
+        "kFewEntries",
+        "kDecodeColumns",
+        "FewLayout<false, 8>::kChunk",
+        "FewLayout<true, 8>::kChunk",
+    )
+)
+# Warps of its kernels, of 16-bit and of e4m3 keys: 16 have 128 registers each, too few for e4m3.
+FEW_WARPS, FEW_E4M3_WARPS = (8, 16), (8,)
 
 
 @dataclass(frozen=True)
@@ -145,11 +157,26 @@ class BlockKey(MHAKey):
         """Whether block_attention serves these lists."""
         return self.is_short and self.tile is None
 
+    @cached_property
+    def few(self) -> tuple[int, int] | None:
+        """Warps and thread blocks of block_attention_few for a list, if it serves these lists."""
+        if (
+            self.batch_invariant
+            or self.topk > _FEW_ENTRIES
+            or (self.head_dim, self.head_dim_v) != (_FEW_COLUMNS, _FEW_COLUMNS)
+        ):
+            return None
+        is_e4m3 = self.cache_dtype == E4M3
+        chunk, warps = (_FEW_E4M3_CHUNK, FEW_E4M3_WARPS) if is_e4m3 else (_FEW_CHUNK, FEW_WARPS)
+        return few_form(self.num_places, self.topk * self.page_size, chunk, warps, self.sm_count)
+
     @property
     def cluster(self) -> int:
-        """Thread blocks of block_attention that share a list, if multiprocessors suffice."""
+        """Thread blocks that share a list, if multiprocessors suffice."""
         if self.batch_invariant:
             return RULES.invariant_cluster
+        if self.few is not None:
+            return self.few[1]
         return list_cluster(self.num_places, self.topk * self.page_size, self.sm_count)
 
     @property

@@ -806,6 +806,16 @@ def blocks(make: _Maker) -> Iterator[Case]:
 
         cache = "e4m3" if fp8 else "same"
         yield f"lists of blocks, {width} columns, {dtype.name}, {heads} heads, {cache}", attend
+    for dtype, fp8 in itertools.product(HALVES, (False, True)):
+
+        def few(dtype: np.dtype[Any] = dtype, fp8: bool = fp8) -> None:
+            for batch, topk in ((6, 16), (3, 7)):
+                k, v = (make(9, 128, 1, 128, dtype=E4M3 if fp8 else dtype) for _ in range(2))
+                q, lists = make(batch, 1, 12, 128, dtype=dtype), make.int32(batch, 1, topk)
+                given = {"block_table": make.int32(batch, 50), "kv_lens": make.int32(batch)}
+                cumla.block_sparse_attention(q, k, v, lists, block_size=128, **given)
+
+        yield f"few lists of blocks, {dtype.name}, {'e4m3' if fp8 else 'same'}", few
     for width, dtype in itertools.product((64, 128, 256), (BF16, FP16, E4M3)):
 
         def score(width: int = width, dtype: np.dtype[Any] = dtype) -> None:

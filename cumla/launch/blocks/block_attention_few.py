@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_attention_few.cu: attention to few lists, a warp for each chunk."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from cumla.errors import CumlaError
+from cumla.launch.blocks.block_attention import block_attention_values
+from cumla.launch.blocks.key import FEW_E4M3_WARPS, FEW_WARPS
+from cumla.launch.device import import_driver
+from cumla.launch.kernel import Launch
+from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.module import load
+from cumla.launch.source import HALVES, KernelSpec, in_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.blocks.key import BlockKey
+    from cumla.launch.kernel import Template
+    from cumla.launch.mha.launch import MHAArguments
+
+_FILE = "blocks/block_attention_few"
+_MOST_PORTABLE = 8  # thread blocks of a cluster
+
+
+def _spec(dtype: str, e4m3: bool, warps: int) -> KernelSpec:
+    return KernelSpec.of(
+        *("blocks", "block_attention_few", "BlockAttentionFewParams", dtype, e4m3, warps),
+        tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps)],
+        threads=32 * warps,
+        smem_bytes=constant(_FILE, f"FewLayout<{in_cuda(e4m3)}, {warps}>::kBytes"),
+    )
+
+
+_SPECS = {
+    (dtype, e4m3, warps): _spec(dtype, e4m3, warps)
+    for dtype, e4m3 in product(HALVES, (False, True))
+    for warps in (FEW_E4M3_WARPS if e4m3 else FEW_WARPS)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def block_attention_few_spec(key: BlockKey) -> KernelSpec:
+    """Find the kernel of a shape that this file serves."""
+    assert key.few is not None
+    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.few[0]]
+
+
+def block_attention_few_launch(
+    key: BlockKey,
+    arguments: MHAArguments,
+    lists: Mapping[str, Any],
+    out: ArrayView,
+    lse: ArrayView,
+) -> Launch:
+    """Describe attention to lists, as `block_attention_launch` does."""
+    values = block_attention_values(key, arguments, lists, out, lse)
+    for name, view in (("keys", arguments.k), ("values", arguments.v)):
+        values[name] = strided(view, "data", "stride_page", "stride_token")
+    grid = key.cluster * key.num_places, 1, 1
+    launch = launch_of(block_attention_few_spec(key), grid, values, key.cluster)
+    return _WideLaunch(*launch) if key.cluster > _MOST_PORTABLE else launch
+
+
+class _WideLaunch(Launch):
+    """A launch in clusters of more thread blocks than CUDA allows without being asked."""
+
+    __slots__ = ()
+
+    def template(self, device: int, capturing: Callable[[], bool]) -> Template:
+        """Load the kernel, pack its parameters, and allow such clusters."""
+        found = super().template(device, capturing)
+        allow_clusters(self, device, capturing)
+        return found
+
+
+def allow_clusters(launch: Launch, device: int, capturing: Callable[[], bool]) -> None:
+    """Allow a kernel the clusters of a launch, of more than eight thread blocks."""
+    driver = import_driver()
+    allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    kernel = load(launch.spec, device, capturing=capturing)
+    (status,) = driver.cuFuncSetAttribute(kernel.handle, allowed, 1)
+    if status:
+        raise CumlaError(
+            f"kernel {launch.spec.entry}: CUDA device {device} refused clusters of "
+            f"{launch.cluster} thread blocks with {status.name}; GPUs of compute capability 9.0 "
+            f"have them, so look for what an earlier kernel of any library did wrong"
+        )
