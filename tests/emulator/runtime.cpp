@@ -184,7 +184,8 @@ Barrier& barrier_at(unsigned address) {
 
 Barrier& barrier_of_cluster(unsigned address) {
   for (Block* other : block->cluster->blocks) {
-    const auto found = other->barriers.find(address - static_cast<unsigned>(other->shared - block->shared));
+    const auto away = static_cast<unsigned>(other->shared - block->shared) + rank_bits - other->rank_bits;
+    const auto found = other->barriers.find(address - away);
     if (found != other->barriers.end()) return found->second;
   }
   return barrier_at(address);
