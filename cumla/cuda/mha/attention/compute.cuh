@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A consumer warpgroup of attention: products and softmax of its blocks, and the end of a row tile.
+// A consumer warpgroup of attention: products and softmax of its blocks. finish.cuh beside it ends a row tile.
 #pragma once
 #include "mha/attention/bias.cuh"
 #include "mha/attention/layout.cuh"

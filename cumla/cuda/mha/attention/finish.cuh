@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a row tile in a consumer of attention: sums and outputs of both consumers, sinks, result or partial result.
+// The end of a row tile in a consumer of attention: sums and outputs of both consumers, sinks, (partial) result.
 #pragma once
 #include "mha/attention/compute.cuh"
 #include "attend/reduce.cuh"
@@ -19,13 +19,15 @@ __device__ __forceinline__ float both(float a, float x, float b, float y) {
 
 // Address of a group of eight columns in the half that goes to consumer `to`.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
-__device__ __forceinline__ u32 Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::exchanged(int to, int j) const {
+__device__ __forceinline__ u32 Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::exchanged(
+    int to, int j) const {
   return shared.exchange() + ((to * kHalf + j) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
 }
 
 // Sinks are added last: relative to a large sink, 16-bit weights would lose bits.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
-__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::finish(const Segment& segment, bool more) {
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::finish(
+    const Segment& segment, bool more) {
   float sink[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -61,8 +63,8 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 
 // kDivided: each consumer has the sums of all blocks.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
-__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::normalise(float (&half)[kHalf * 4], float (&lse)[2],
-                                          const float (&sink)[2]) const {
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::normalise(
+    float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const {
   static_assert(!kScaled, "values have no factors here");
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -78,8 +80,8 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 
 // Otherwise consumers exchange halves of their outputs, and add them.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
-__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::exchange(float (&half)[kHalf * 4], float (&lse)[2],
-                                         const float (&sink)[2]) const {
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::exchange(
+    float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const {
 #pragma unroll
   for (int j = 0; j < kHalf; ++j) {
     float4 v;
@@ -120,8 +122,8 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 }
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
-__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_piece(const Segment& segment, const float (&half)[kHalf * 4],
-                                            const float (&lse)[2]) const {
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_piece(
+    const Segment& segment, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
   if (warp >= p.row_groups) return;
   const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
   if (consumer == 0 && lane % 4 == 0) {
@@ -136,8 +138,8 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 }
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
-__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_result(const Segment& segment, const float (&half)[kHalf * 4],
-                                             const float (&lse)[2]) const {
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_result(
+    const Segment& segment, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (!has_rows(r)) return;
