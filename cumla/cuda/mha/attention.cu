@@ -42,6 +42,7 @@
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
 //                200 and 104 with 256 columns
 #include "mha/attention/compute.cuh"
+#include "mha/attention/finish.cuh"
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"

@@ -187,7 +187,8 @@ struct Held {
     return head.found;
   }
 
-  // Marks what is chosen: keys before a bin, and `need` of its own. These are listed in any order; each warp ranks some.
+  // Marks what is chosen: keys before a bin, and `need` of its own. These are listed in any order, and each warp ranks
+  // some.
   __device__ __forceinline__ u32 compare(TopKShared& head, u64* list, const Found& found, u32 need) const {
     const Range range = {found.lower_before, found.lower_count};
     u32 own = marks_of([&](u32 key, int) { return range.has(key); }), at = 0;

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a row tile in a consumer of attention: sums and outputs of both consumers, sinks, (partial) result.
+#pragma once
+#include "mha/attention/compute.cuh"
+#include "attend/reduce.cuh"
+#include "split/join.cuh"
+#include "split/output.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+// a * x + b * y, each product rounded: so the sum does not depend on which consumer has which blocks, as it follows
+// from where a window begins.
+__device__ __forceinline__ float both(float a, float x, float b, float y) {
+  return __fadd_rn(__fmul_rn(a, x), __fmul_rn(b, y));
+}
+
+// Address of a group of eight columns in the half that goes to consumer `to`.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ u32 Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::exchanged(
+    int to, int j) const {
+  return shared.exchange() + ((to * kHalf + j) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+}
+
+// Sinks are added last: relative to a large sink, 16-bit weights would lose bits.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::finish(
+    const Segment& segment, bool more) {
+  float sink[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sink[r] = sink_of(p, tile, segment, row + 8 * r);
+    sum[r] = sum_of_quad(sum[r]);
+    weight[r] = sum_of_quad(weight[r]);
+    if (!kDivided && lane % 4 == 0) {
+      store_shared_float(shared.of_row(consumer, 0, row + 8 * r), maximum[r]);
+      store_shared_float(shared.of_row(consumer, 1, row + 8 * r), sum[r]);
+      store_shared_float(shared.of_row(consumer, 2, row + 8 * r), weight[r]);
+    }
+  }
+  float lse[2], half[kHalf * 4];
+  if constexpr (kDivided)
+    normalise(half, lse, sink);
+  else
+    exchange(half, lse, sink);
+  if (segment.split()) {
+    write_piece(segment, half, lse);
+    // Hazard: the other consumer may still read stages that converting threads wrote for it (kScaled). So each
+    // consumer combines in a stage of its own.
+    constexpr bool kOwnStages = kScaled && Layout::kBuffers > 1;
+    constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
+    constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
+    const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
+    Joiner<T, kValueTiles * 64, kSpace, false, AttentionParams, HeadTile>(
+        p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
+        .join(more);
+  } else {
+    write_result(segment, half, lse);
+  }
+}
+
+// kDivided: each consumer has the sums of all blocks.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::normalise(
+    float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const {
+  static_assert(!kScaled, "values have no factors here");
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float inverse = inverse_of_sum(weight[r]);
+    lse[r] = log_sum_exp(maximum[r], sum[r]);
+    take_sink(p, sink[r], inverse, lse[r]);
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j)
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) half[4 * j + e] = output[4 * j + e] * inverse;
+  }
+}
+
+// Otherwise consumers exchange halves of their outputs, and add them.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::exchange(
+    float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const {
+#pragma unroll
+  for (int j = 0; j < kHalf; ++j) {
+    float4 v;
+    v.x = consumer == 0 ? output[4 * (kHalf + j)] : output[4 * j];
+    v.y = consumer == 0 ? output[4 * (kHalf + j) + 1] : output[4 * j + 1];
+    v.z = consumer == 0 ? output[4 * (kHalf + j) + 2] : output[4 * j + 2];
+    v.w = consumer == 0 ? output[4 * (kHalf + j) + 3] : output[4 * j + 3];
+    store_shared_float4(exchanged(1 - consumer, j), v);
+  }
+  consumers_sync();
+  float own[2], other[2], inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float theirs = load_shared_float(shared.of_row(1 - consumer, 0, row + 8 * r));
+    const float highest = fmaxf(maximum[r], theirs);
+    own[r] = exp2_approx(maximum[r] - highest);
+    other[r] = exp2_approx(theirs - highest);
+    const float total =
+        both(own[r], sum[r], other[r], load_shared_float(shared.of_row(1 - consumer, 1, row + 8 * r)));
+    const float rounded =
+        both(own[r], weight[r], other[r], load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r)));
+    inverse[r] = inverse_of_sum(rounded);
+    if constexpr (kScaled) inverse[r] *= value_factor;
+    lse[r] = log_sum_exp(highest, total);
+    take_sink(p, sink[r], inverse[r], lse[r]);
+  }
+#pragma unroll
+  for (int j = 0; j < kHalf; ++j) {
+    const float4 v = load_shared_float4(exchanged(consumer, j));
+    const float theirs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float mine = consumer == 0 ? output[4 * j + e] : output[4 * (kHalf + j) + e];
+      half[4 * j + e] = both(own[e >> 1], mine, other[e >> 1], theirs[e]) * inverse[e >> 1];
+    }
+  }
+  consumers_sync();  // the next tile, and combining, overwrite the exchange
+}
+
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_piece(
+    const Segment& segment, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
+  if (warp >= p.row_groups) return;
+  const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+  if (consumer == 0 && lane % 4 == 0) {
+    p.partial_rows[piece * p.row_groups * kRowGroup + row] = {lse[0], 1.0f};
+    p.partial_rows[piece * p.row_groups * kRowGroup + row + 8] = {lse[1], 1.0f};
+  }
+  float4* const destination =
+      p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, piece, consumer, warp, 0, lane);
+#pragma unroll
+  for (int j = 0; j < kHalf; ++j)
+    store_global_float4(destination + 32 * j, half[4 * j], half[4 * j + 1], half[4 * j + 2], half[4 * j + 3]);
+}
+
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_result(
+    const Segment& segment, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!has_rows(r)) return;
+    if (row + 8 * r < tile.rows && consumer == 0 && lane % 4 == 0)
+      store_lse(p, tile, segment.request, Row(p, tile, row + 8 * r), lse[r]);
+#pragma unroll
+    for (int j = 0; j < kHalf; j += 2)
+      store_columns<T, 1>(p, tile, segment.request, row + 8 * r, lane % 4,
+                          (consumer * kHalf + j) * 8, half[4 * j + 2 * r], half[4 * j + 2 * r + 1],
+                          half[4 * j + 4 + 2 * r], half[4 * j + 5 + 2 * r]);
+  }
+}
+
+}  // namespace cumla::mha
