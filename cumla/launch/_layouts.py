@@ -279,7 +279,6 @@ CONSTANTS: dict[str, dict[str, int]] = {
     },
     "mla/mla_decode_wide": {
         "WideLayout(0).query_free() + 8": 222768,
-        "kWideLatentTiles": 16,
         "kWideRows": 32,
     },
     "sparse/mla_sparse": {
