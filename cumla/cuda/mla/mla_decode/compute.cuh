@@ -389,8 +389,10 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   __device__ __forceinline__ void finish(const Segment& segment, bool more);
 
  private:
-  __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2], const float (&lse)[2]) const;
-  __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2], const float (&lse)[2]) const;
+  __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
+                                              const float (&lse)[2]) const;
+  __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],
+                                               const float (&lse)[2]) const;
   __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const;
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const;
 };

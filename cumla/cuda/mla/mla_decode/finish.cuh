@@ -12,7 +12,8 @@ namespace cumla::mla {
 
 // Adds the sums of both consumers, then stores out and log-sum-exp, or a partial result.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::finish(const Segment& segment, bool more) {
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::finish(const Segment& segment, bool more) {
   float total[2], inverse[2], lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -57,7 +58,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::fi
 }
 
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_piece(const Segment& segment, const float (&inverse)[2],
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_piece(const Segment& segment, const float (&inverse)[2],
                                             const float (&lse)[2]) const {
   if (warp >= p.row_groups) return;
   const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
@@ -78,7 +80,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::wr
 }
 
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_result(const Segment& segment, const float (&inverse)[2],
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_result(const Segment& segment, const float (&inverse)[2],
                                              const float (&lse)[2]) const {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -98,7 +101,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::wr
 }
 
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_floats(float* out, int r, bool exists, float inverse) const {
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_floats(float* out, int r, bool exists, float inverse) const {
   if (!exists) return;
   out += consumer * (kValueDim / 2) + (lane % 4) * 2;
 #pragma unroll
@@ -110,7 +114,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::wr
 // adjacent columns. Otherwise lane pairs exchange halves of two adjacent groups: eight bytes per lane, full sectors
 // of 32 bytes. More code would cost the main loop of some kernels instructions.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_halves(char* out, int r, bool exists, float inverse) const {
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_halves(char* out, int r, bool exists, float inverse) const {
   if constexpr (AnyTile::kIsList && kSharedBlocks) {
     const int quad_lane = copy_of(threadIdx.x) % 4;  // loaded anew: ptxas would keep it over the blocks
     const bool odd = quad_lane & 1, high = quad_lane & 2;

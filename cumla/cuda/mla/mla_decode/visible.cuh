@@ -20,7 +20,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::cl
 
 // The same for the rows of a block before the windows of all rows of the tile.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_values_before(int stage, int block) {
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_values_before(int stage, int block) {
   const int hidden = min(tile.first_seen - block * kBlockTokens, kBlockTokens);
   if (hidden <= 0) return;
   const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
@@ -55,7 +56,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::ma
 
 // Masks the scores of keys that the two rows do not see by their bits.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::mask_by_tree(const Segment& segment, int block) {
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::mask_by_tree(const Segment& segment, int block) {
   const int begin = block * kBlockTokens;
   if (begin + kBlockTokens <= tile.position) return;
 #pragma unroll
@@ -74,7 +76,8 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::ma
 // Zeros the rows of V that no row of the tile sees by its bits, and those past the end. Whether a block has such rows
 // is not asked of the bits: threads whose answers differ would wait for each other for ever.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-__device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_unseen_values(const Segment& segment, int stage, int block) {
+__device__ __forceinline__ void
+Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_unseen_values(const Segment& segment, int stage, int block) {
   const int begin = block * kBlockTokens;
   if (begin + kBlockTokens <= tile.position) return;
   u64 seen = 0;
