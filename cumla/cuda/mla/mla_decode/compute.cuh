@@ -171,96 +171,14 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     }
   }
 
-  // Rows past the end of the request may hold NaN. Their probabilities are 0, but 0 x NaN is NaN.
-  __device__ __forceinline__ void clear_values_past(int stage, int valid) {
-    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
-    for (int i = valid * kHalfChunks + threadIdx.x % kWarpgroup; i < kBlockTokens * kHalfChunks; i += kWarpgroup)
-      store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
-    fence_proxy_async_shared();
-    consumer_sync(consumer);
-  }
-
-  // The same for the rows of a block before the windows of all rows of the tile.
-  __device__ __forceinline__ void clear_values_before(int stage, int block) {
-    const int hidden = min(tile.first_seen - block * kBlockTokens, kBlockTokens);
-    if (hidden <= 0) return;
-    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
-    for (int i = threadIdx.x % kWarpgroup; i < hidden * kHalfChunks; i += kWarpgroup)
-      store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
-    fence_proxy_async_shared();
-    consumer_sync(consumer);
-  }
-
-  __device__ __forceinline__ void mask_scores(int block) {
-    const int column = block * kBlockTokens + (lane % 4) * 2;
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
-  }
-
-  // Masks the scores before the windows of the two rows.
-  __device__ __forceinline__ void mask_before_windows(int block) {
-    if (block * kBlockTokens >= tile.seen_by_all) return;
-    const int column = block * kBlockTokens + (lane % 4) * 2;
-    const int first[2] = {tile.first_of(p, row), tile.first_of(p, row + 8)};
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (column + 8 * j + (e & 1) < first[e >> 1]) scores[4 * j + e] = -kInfinity;
-  }
-
-  // Masks the scores of keys that the two rows do not see by their bits.
-  __device__ __forceinline__ void mask_by_tree(const Segment& segment, int block) {
-    const int begin = block * kBlockTokens;
-    if (begin + kBlockTokens <= tile.position) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int own = tile.own_token(p, row + 8 * r);
-      const u64 seen = tile.visible_keys(p, segment, own, begin) >> lane % 4 * 2;
-      const u32 words[2] = {static_cast<u32>(seen), static_cast<u32>(seen >> 32)};
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (!(words[j / 4] >> (j % 4 * 8 + e) & 1)) scores[4 * j + 2 * r + e] = -kInfinity;
-    }
-  }
-
-  // Zeros the rows of V that no row of the tile sees by its bits, and those past the end. Whether a block has such rows
-  // is not asked of the bits: threads whose answers differ would wait for each other for ever.
-  __device__ __forceinline__ void clear_unseen_values(const Segment& segment, int stage, int block) {
-    const int begin = block * kBlockTokens;
-    if (begin + kBlockTokens <= tile.position) return;
-    u64 seen = 0;
-    const int last_own = tile.own_token(p, tile.rows - 1);
-#pragma unroll 1
-    for (int own = tile.own_token(p, 0); own <= last_own; ++own)
-      seen |= tile.visible_keys(p, segment, own, begin);
-    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
-#pragma unroll 1
-    for (int i = threadIdx.x % kWarpgroup; i < kBlockTokens * kHalfChunks; i += kWarpgroup)
-      if (!(seen >> (i / kHalfChunks) & 1))
-        store_shared_zero_16(half + (i % kHalfChunks / 8) * kTileBytes + (i / kHalfChunks) * 128 + (i % 8) * 16);
-    fence_proxy_async_shared();
-    consumer_sync(consumer);
-  }
-
-  // Masks the scores of absent rows.
-  __device__ __forceinline__ void mask_absent(int t) {
-    const uint4 exist = tile.exist(shared, t);
-    const u32 words[4] = {exist.x, exist.y, exist.z, exist.w};
-    if ((words[0] & words[1] & words[2] & words[3]) == 0xffff) return;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const u32 own = words[j / 2] >> (j % 2 * 8 + lane % 4 * 2);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (!(own >> (e & 1) & 1)) scores[4 * j + e] = -kInfinity;
-    }
-  }
+  // Keys that rows do not see: mla/mla_decode/visible.cuh.
+  __device__ __forceinline__ void clear_values_past(int stage, int valid);
+  __device__ __forceinline__ void clear_values_before(int stage, int block);
+  __device__ __forceinline__ void mask_scores(int block);
+  __device__ __forceinline__ void mask_before_windows(int block);
+  __device__ __forceinline__ void mask_by_tree(const Segment& segment, int block);
+  __device__ __forceinline__ void clear_unseen_values(const Segment& segment, int stage, int block);
+  __device__ __forceinline__ void mask_absent(int t);
 
   // Makes `next` the running maximum, and rescales what was summed so far. It rarely has work.
   __device__ __forceinline__ void rescale(const float (&next)[2]) {
@@ -317,40 +235,10 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     }
   }
 
-  // Stores probabilities and running maximum for the other consumer, which may read them once they are published.
-  __device__ __forceinline__ void leave(const float (&next)[2]) {
-    const int store_row = warp * 16 + lane % 16;
-    const u32 address = shared.probabilities + store_row * 128;
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      store_matrix_x4(address + (((2 * k + lane / 16) ^ (store_row & 7)) << 4), probabilities[4 * k],
-                      probabilities[4 * k + 1], probabilities[4 * k + 2], probabilities[4 * k + 3]);
-    if (lane % 4 == 0) {
-      store_shared_float(shared.maximum(consumer, row), next[0]);
-      store_shared_float(shared.maximum(consumer, row + 8), next[1]);
-    }
-  }
-  __device__ __forceinline__ void publish() {
-    // Each thread that stored a maximum arrives itself: racecheck does not follow an order through another lane.
-    fence_proxy_async_shared();
-    __syncwarp();
-    if (lane % 4 == 0) mbarrier_arrive(shared.probabilities_full(consumer));
-  }
-
-  // Waits for the other consumer's probabilities of block t, and takes over its running maximum. The barrier also
-  // orders the block's tiles: the other consumer waited for all of them before.
-  __device__ __forceinline__ void adopt(int t) {
-    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other's probabilities");  // plant: adopt
-    // The lane that later arrives for this row loads, because racecheck needs that; then it shares with its quad.
-    float next[2] = {0.0f, 0.0f};
-    if (lane % 4 == 0) {
-      next[0] = load_shared_float(shared.maximum(1 - consumer, row));
-      next[1] = load_shared_float(shared.maximum(1 - consumer, row + 8));
-    }
-    next[0] = __shfl_sync(0xffffffffu, next[0], lane & ~3);
-    next[1] = __shfl_sync(0xffffffffu, next[1], lane & ~3);
-    rescale(next);
-  }
+  // Probabilities that consumers pass to each other: mla/mla_decode/probabilities.cuh.
+  __device__ __forceinline__ void leave(const float (&next)[2]);
+  __device__ __forceinline__ void publish();
+  __device__ __forceinline__ void adopt(int t);
 
   // Computes block i of the segment, counter t, which this consumer owns. kPrevious: block i - 1 of the other
   // consumer is multiplied here beside this block's softmax, or with kBefore before this block is scored. `scored`: the
@@ -497,130 +385,16 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     }
   }
 
-  // Adds the sums of both consumers, then stores out and log-sum-exp, or a partial result.
-  __device__ __forceinline__ void finish(const Segment& segment, bool more) {
-    float total[2], inverse[2], lse[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] = sum_of_quad(sum[r]);
-      weight[r] = sum_of_quad(weight[r]);
-      if (lane % 4 == 0) {
-        store_shared_float(shared.sum(consumer, row + 8 * r), sum[r]);
-        store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
-      }
-      if constexpr (AnyTile::kHasMaxLogits) {
-        this->max_logit[r] = max_of_quad(this->max_logit[r]);
-        if (consumer == 1 && lane % 4 == 0) store_shared_float(shared.max_logit(row + 8 * r), this->max_logit[r]);
-      }
-    }
-    consumers_sync();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      total[r] = load_shared_float(shared.sum(0, row + 8 * r)) + load_shared_float(shared.sum(1, row + 8 * r));
-      const float rounded =
-          load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
-      inverse[r] = inverse_of_sum(rounded);
-      lse[r] = log_sum_exp(maximum[r], total[r]);
-      if constexpr (AnyTile::kHasMaxLogits)
-        if (consumer == 0)
-          this->max_logit[r] = fmaxf(this->max_logit[r], load_shared_float(shared.max_logit(row + 8 * r)));
-    }
-    consumers_sync();  // the next segment overwrites the sums
-    // The hint changes the order of the main loop that ptxas chooses, for the better.
-    if (__builtin_expect(segment.split(), 0)) {
-      write_piece(segment, inverse, lse);  // plant: piece
-      LatentJoiner<T, AnyTile>(
-          p,
-          {shared.pacer(0), shared.probabilities, shared.sum(0, 0), shared.stage(0), shared.stage(Layout::kStages / 2)},
-          tile, segment)
-          .join(more);
-    } else {
-      if constexpr (AnyTile::kHasSinks)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) take_sink(p, sink_of(p, tile, row + 8 * r), inverse[r], lse[r]);
-      write_result(segment, inverse, lse);
-    }
-  }
+  // The end of a segment: mla/mla_decode/finish.cuh.
+  __device__ __forceinline__ void finish(const Segment& segment, bool more);
 
+ private:
   __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
-                                              const float (&lse)[2]) const {
-    if (warp >= p.row_groups) return;
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-    if (consumer == 0 && lane % 4 == 0) {
-      p.partial_rows[piece * p.row_groups * kRowGroup + row] = {lse[0], inverse[0]};
-      p.partial_rows[piece * p.row_groups * kRowGroup + row + 8] = {lse[1], inverse[1]};  // plant: partial
-      if constexpr (AnyTile::kHasMaxLogits)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) *tile.partial_max_logit(p, piece, row + 8 * r) = this->max_logit[r];
-    }
-    float4* const to = copy_of(p.partial_out + piece_offset<kValueDim, kShortLines>(p, piece, consumer, warp, 0, lane));
-    constexpr int kUnits = kValueDim / 64;
-    auto eight = [&](int i) { return float4{output[4 * i], output[4 * i + 1], output[4 * i + 2], output[4 * i + 3]}; };
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u)
-      store_short_unit(to + u * (kShortLines * 32),
-                       {eight(u), eight(u + kUnits), eight(u + 2 * kUnits), eight(u + 3 * kUnits)});
-  }
-
+                                              const float (&lse)[2]) const;
   __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],
-                                               const float (&lse)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool exists = row + 8 * r < tile.rows;
-      const Row to(p, tile, row + 8 * r);
-      char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
-                  to.head * p.out_stride_head;
-      if (exists && consumer == 0 && lane % 4 == 0) {
-        store_lse(p, tile, segment.request, to, lse[r]);
-        if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, this->max_logit[r]);
-      }
-      if (p.out_is_float)
-        write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
-      else
-        write_halves(out, r, exists, inverse[r]);
-    }
-  }
-
-  __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const {
-    if (!exists) return;
-    out += consumer * (kValueDim / 2) + (lane % 4) * 2;
-#pragma unroll
-    for (int j = 0; j < kValueDim / 16; ++j)
-      store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
-  }
-
-  // Lists with shared blocks: loads and stores compete, so the lanes of a quad exchange words until each has eight
-  // adjacent columns. Otherwise lane pairs exchange halves of two adjacent groups: eight bytes per lane, full sectors
-  // of 32 bytes. More code would cost the main loop of some kernels instructions.
-  __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
-    if constexpr (AnyTile::kIsList && kSharedBlocks) {
-      const int quad_lane = copy_of(threadIdx.x) % 4;  // loaded anew: ptxas would keep it over the blocks
-      const bool odd = quad_lane & 1, high = quad_lane & 2;
-      out = copy_of(out + (consumer * 256 + quad_lane * 8) * 2);
-      const auto policy = tile.policy(p);
-#pragma unroll
-      for (int j = 0; j < 32; j += 4) {
-        u32 own[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          own[i] = pack_pair<T>(output[4 * (j + i) + 2 * r] * inverse, output[4 * (j + i) + 2 * r + 1] * inverse);
-        const uint2 low = trade<1>(odd, own[0], own[1]), later = trade<1>(odd, own[2], own[3]);
-        const uint2 even = trade<2>(high, low.x, later.x), uneven = trade<2>(high, low.y, later.y);
-        if (exists) store_global_16(out + 16 * j, even.x, uneven.x, even.y, uneven.y, policy);
-      }
-    } else {
-      const bool odd = lane % 2;
-      out = copy_of(out + (consumer * (kValueDim / 2) + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
-#pragma unroll
-      for (int j = 0; j < kValueDim / 16; j += 2) {
-        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
-        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-        // Not trade<1>, which compiles to other code
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-        if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
-      }
-    }
-  }
+                                               const float (&lse)[2]) const;
+  __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const;
+  __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const;
 };
 
 }  // namespace cumla::mla

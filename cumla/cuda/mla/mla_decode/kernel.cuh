@@ -2,11 +2,14 @@
 // The loading roles of mla_decode, and the kernel, which sparse MLA shares.
 #pragma once
 #include "mla/mla_decode/compute.cuh"
+#include "mla/mla_decode/finish.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode/pages.cuh"
+#include "mla/mla_decode/probabilities.cuh"
 #include "mla/mla_decode/shared.cuh"
 #include "mla/mla_decode/tree.cuh"
+#include "mla/mla_decode/visible.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
