@@ -29,7 +29,8 @@
 //
 // Shared memory: 25 KB of counters, the list (8 B per entry), kStored x 16 B per thread: keys, or bits of marks
 // Registers:     4 kHeld per thread for keys
-// Rows of at most k scores are not read, unless values or their order are wanted.
+// Rows of at most k scores are not read, unless values or their order are wanted. But held keys are loaded while the
+// length of their row is: all scores up to the width, of which those past the length are not used.
 #include "sparse/top_k/finish.cuh"
 #include "sparse/top_k/held.cuh"
 #include "sparse/top_k/scanned.cuh"
@@ -41,6 +42,7 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
   const int cluster = kClustered ? 1 << p.cluster_log2 : 1;
   const int rank = kClustered ? static_cast<int>(blockIdx.x) & (cluster - 1) : 0;
   const ScoreRow row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
+  const typename Keys::Ahead ahead(p, row, head);
   if (threadIdx.x == 0) head.row = row;
   if (row.length <= p.topk) {
     const Output<Element> output(p, row);
@@ -59,7 +61,9 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
   };
 
   Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
-  if constexpr (!kClustered && (Keys::kIsSampled || Keys::kIsHeld)) {
+  if constexpr (!kClustered && Keys::kIsHeld) {
+    keys.template select_alone<kCapacity>(head, list, p, ahead);
+  } else if constexpr (!kClustered && Keys::kIsSampled) {
     keys.template select_alone<kCapacity>(head, list, p);
   } else {
     if constexpr (Keys::kIsSampled) {
@@ -138,9 +142,9 @@ __device__ __forceinline__ void top_k(const TopKParams& p) {
   TopKShared& head = *reinterpret_cast<TopKShared*>(memory);
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(TopKShared));
   unsigned char* const stored = memory + sizeof(TopKShared) + kCapacity * sizeof(u64);
-  clear_counters<kThreads>(head);
-  grid_dependency_wait();
   using Keys = typename KeysOf<Element, kThreads, kHeld, kStored>::Type;
+  if constexpr (!Keys::kIsHeld) clear_counters<kThreads>(head);
+  grid_dependency_wait();
   select_row<Element, Keys, kThreads, kCapacity, kClustered>(p, head, list, stored);
 }
 

@@ -89,13 +89,13 @@ struct V4Finder {
       }
       scales = *reinterpret_cast<const uint2*>(bytes);
     }
+    if (threadIdx.x % 32 < 16 && gridDim.x > 1 && exists) prefetch_bulk_l2(columns, row_bytes);  // for all row tiles
     const u64 address = reinterpret_cast<u64>(columns) + marks;
     const u32 exist = __ballot_sync(0xffffffffu, exists);
     go_on();
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
     __syncwarp();  // all lanes have copied the earlier rows of the slot
     if (threadIdx.x % 32 < 16) {
-      if (gridDim.x > 1 && exists) prefetch_bulk_l2(columns, row_bytes);  // other row tiles read the row, too
       store_shared_16(shared.row(slot, first_row + threadIdx.x % 32),
                       {static_cast<u32>(address), static_cast<u32>(address >> 32), scales.x, scales.y});
     }

@@ -14,18 +14,36 @@ struct Held {
   static constexpr bool kTakesTurns = false, kIsSampled = false, kIsHeld = true;
   static constexpr int kFineBins = 4096, kMostCompared = 128;
   static constexpr int kWords = (kGroups + 3) / 4;
-  const RowSlice<Element, kThreads> slice;
   u32 keys[kGroups][4];
+  RowSlice<Element, kThreads> slice;
+
+  // What is loaded while the length of the row is: scores up to the width. The counters are cleared meanwhile.
+  struct Ahead {
+    const RowSlice<Element, kThreads> slice;
+    uint4 quads[kGroups];
+
+    __device__ __forceinline__ Ahead(const TopKParams& p, const ScoreRow& row, TopKShared& head)
+        : slice(scores_of<Element>(p, row), p.width - row.start, 0, 1) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int at = slice.position(g);
+        quads[g] = {0, 0, 0, 0};
+        if (g < slice.groups && slice.is_whole(at)) quads[g] = load_quad<Element>(slice.at(at));
+      }
+      clear_counters<kThreads>(head);
+    }
+  };
 
   __device__ __forceinline__ Held(const char* scores, int length, int rank, int cluster, unsigned char*)
       : slice(scores, length, rank, cluster) {}
 
-  // Writes the row. The counters are zero on entry.
+  // Writes the row.
   template <int kCapacity>
-  __device__ __forceinline__ void select_alone(TopKShared& head, u64* list, const TopKParams& p) {
+  __device__ __forceinline__ void select_alone(TopKShared& head, u64* list, const TopKParams& p, const Ahead& ahead) {
+    slice.first = ahead.slice.first, slice.groups = ahead.slice.groups;
     static_assert(kMostCompared <= kCapacity, "the list holds what is compared");
-    if (threadIdx.x == 0) listed_of(head) = 0, next_of(head) = ~0ull;
-    load_and_count(head);
+    if (threadIdx.x == 0) listed_of(head) = 0;
+    count(head, ahead.quads);
     const u32 wanted = count_of(head.row, p.topk);
     const Found found = find_fine(head, wanted);
     const u32 chosen = found.count <= kMostCompared ? compare(head, list, found, wanted - found.before)
@@ -56,19 +74,22 @@ struct Held {
     for (int i = 0; i < 4; ++i) x[i] = canonical(x[i]);
   }
   __device__ __forceinline__ static Range range_of(u32 bin) {
-    constexpr u32 kHalf = kFineBins / 2, kZero = 0x80000000u, kOfMiddle = kLeast + kWidth;  // keys
-    if (bin == 0) return {0, kZero - kBehind + kWidth - 1};
-    if (bin == kHalf - 1) return {kZero - kOfMiddle, kOfMiddle - 1};
-    if (bin == kHalf) return {kZero, kOfMiddle - 1};
-    if (bin == kFineBins - 1) return {kZero + kBehind - kWidth, kNoKey - 1 - (kZero + kBehind - kWidth)};
-    return {(bin < kHalf ? kZero - kBehind : kZero + kLeast - kHalf * kWidth) + bin * kWidth, kWidth - 1};
+    const u32 first = first_of(bin);
+    return {first, first_of(bin + 1) - 1 - first};
+  }
+  // Without branches.
+  __device__ __forceinline__ static u32 first_of(u32 bin) {
+    constexpr u32 kHalf = kFineBins / 2, kZero = 0x80000000u;  // keys
+    u32 first = bin * kWidth + (bin < kHalf ? kZero - kBehind : kZero + kLeast - kHalf * kWidth);
+    first = bin == 0 ? 0 : first;
+    first = bin == kHalf ? kZero : first;
+    return bin == kFineBins ? kNoKey : first;
   }
   static_assert((kBehind - kLeast) / kWidth * 2 == kFineBins, "a bin for each range");
 
-  // Sums of bins are not needed here. Their place is for the number of listed keys, the last chosen one and the next.
+  // Sums of bins are not needed here. Their place is for the number of listed keys and the last chosen one.
   __device__ __forceinline__ static u32& listed_of(TopKShared& head) { return head.coarse[0][0]; }
   __device__ __forceinline__ static u64& last_of(TopKShared& head) { return *reinterpret_cast<u64*>(head.coarse[1]); }
-  __device__ __forceinline__ static u64& next_of(TopKShared& head) { return *reinterpret_cast<u64*>(head.coarse[2]); }
 
   // Calls f(key, position) for all keys of a thread; those that are kNoKey are not of the row.
   template <typename F>
@@ -93,16 +114,13 @@ struct Held {
   }
   __device__ __forceinline__ int position(int i) const { return slice.position(i / 4) + i % 4; }
 
-  __device__ __forceinline__ void load_and_count(TopKShared& head) {
+  __device__ __forceinline__ void count(TopKShared& head, const uint4 (&quads)[kGroups]) {
     const u32 counters = counters_of(head, 0);
-    uint4 quads[kGroups];
     bool all_whole = true;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const bool is_whole = g < slice.groups && slice.is_whole(slice.position(g));
       all_whole &= is_whole;
-      quads[g] = {0, 0, 0, 0};
-      if (is_whole) quads[g] = load_quad<Element>(slice.at(slice.position(g)));
     }
     __syncthreads();  // the counters are zero
     if (all_whole) {
@@ -156,9 +174,12 @@ struct Held {
     u32 before = __reduce_add_sync(kAllLanes, lane < warp ? head.sums[1][lane] : 0) + inclusive - sum;
     if (before < need && need <= before + sum) {
       u32 bin = threadIdx.x * kOfThread, count = bins[0];
+      u32 at = before;
 #pragma unroll
-      for (int i = 1; i < kOfThread; ++i)
-        if (before + count < need) before += count, count = bins[i], ++bin;
+      for (int i = 1; i < kOfThread; ++i) {
+        at += bins[i - 1];
+        if (at < need) before = at, count = bins[i], ++bin;
+      }
       const Range range = range_of(bin);
       head.found = {bin, before, count, range.first, range.width};
     }
@@ -166,19 +187,19 @@ struct Held {
     return head.found;
   }
 
-  // Marks what is chosen if `need` keys of a bin are. Its keys are listed in any order; each warp ranks some of them.
+  // Marks what is chosen: keys before a bin, and `need` of its own. These are listed in any order; each warp ranks some.
   __device__ __forceinline__ u32 compare(TopKShared& head, u64* list, const Found& found, u32 need) const {
     const Range range = {found.lower_before, found.lower_count};
-    bool any = false;
-    each([&](u32 key, int) { any |= range.has(key); });
-    if (any) {
-      const u32 marks = marks_of([&](u32 key, int) { return range.has(key); });
-      u32 address = shared_address(list) + atomicAdd(&listed_of(head), __popc(marks)) * 8;
-      each_marked(marks, [&](u32 key, int position, int) {
+    u32 own = marks_of([&](u32 key, int) { return range.has(key); }), at = 0;
+    if (own != 0) {
+      at = atomicAdd(&listed_of(head), __popc(own));
+      u32 address = shared_address(list) + at * 8;
+      each_marked(own, [&](u32 key, int position, int) {
         store_shared_u64(address, entry_of(key, position));
         address += 8;
       });
     }
+    u32 chosen = marks_of([&](u32 key, int) { return key < range.first; });
     __syncthreads();
     const u32 lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -189,13 +210,13 @@ struct Held {
       for (u32 other = lane; other - lane < found.count; other += 32)
         rank += __popc(__ballot_sync(kAllLanes, other < found.count && list[other] < entry));
       if (lane == 0 && rank == need - 1) last_of(head) = entry;
-      if (lane == 0 && rank == need) next_of(head) = entry;
     }
     __syncthreads();
     const u64 last = last_of(head);
-    const u32 key = static_cast<u32>(last >> 32);
-    if (key != static_cast<u32>(next_of(head) >> 32)) return marks_of([&](u32 one, int) { return one <= key; });
-    return marked({key, static_cast<int>(last) + 1});
+#pragma unroll 1
+    for (; own != 0; own &= own - 1, ++at)
+      if (list[at] <= last) chosen |= own & (0 - own);
+    return chosen;
   }
 
   // Marks what is chosen where too many keys share a bin.
@@ -237,8 +258,12 @@ struct Held {
       __syncthreads();
       if (p.block_table == nullptr && p.offsets == nullptr && p.positions == nullptr && p.values == nullptr) {
         int* const out = p.out + row.index * p.out_stride;  // a slot has a position
+        const u32 in_fours = reinterpret_cast<u64>(out) % 16 == 0 ? wanted & ~3u : 0;
 #pragma unroll 1
-        for (u32 slot = threadIdx.x; slot < wanted; slot += kThreads) out[slot] = positions[slot];
+        for (u32 slot = 4 * threadIdx.x; slot < in_fours; slot += 4 * kThreads)
+          *reinterpret_cast<int4*>(out + slot) = *reinterpret_cast<const int4*>(positions + slot);
+#pragma unroll 1
+        for (u32 slot = in_fours + threadIdx.x; slot < wanted; slot += kThreads) out[slot] = positions[slot];
         return;
       }
     }
