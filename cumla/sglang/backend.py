@@ -22,6 +22,7 @@ from cumla.mla.shape import WIDTH, WIDTHS
 __all__ = ["Backend"]
 
 _WAY_OUT = "leave out --attention-backend cumla"
+_MOST_PAGES = 1 << 20  # that a graph fills in, used or not: some 10 us of an H200
 
 
 class Form(NamedTuple):
@@ -61,9 +62,10 @@ class Batch(NamedTuple):
 class Backend(AttentionBackend):
     """Attention of all layers of a model; refuses what the kernels do not compute.
 
-    SGLang prepares a step eagerly, also before each replay of a CUDA graph. The first layer of a
-    form then computes the schedule, on the device; in a graph each replay does. What graphs read
-    is in buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
+    SGLang prepares a step eagerly, or lets its CUDA graph do so: lengths and page numbers are
+    filled in there. The first layer of a form then computes the schedule, on the device; in a graph
+    each replay does. What graphs read is in buffers that stay: those of `init_cuda_graph_state`,
+    and those of the plans.
     """
 
     needs_cpu_seq_lens = False  # else SGLang waits for the lengths of drafts in each step
@@ -91,6 +93,7 @@ class Backend(AttentionBackend):
         self._list_plans: dict[int, Plans] = {}  # of the drafts of trees with MLA, by heads
         self._offsets: dict[tuple[int, int], torch.Tensor] = {}
         self._constants: dict[int, torch.Tensor] = {}
+        self._recorded: dict[tuple[int, int], Batch] = {}  # steps whose graphs fill them in
         self._kv_lens: torch.Tensor | None = None  # all for graphs
         self._block_table: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
@@ -103,6 +106,7 @@ class Backend(AttentionBackend):
         pages = -(-self._slots.shape[1] // self._page_size)
         self._kv_lens = self._slots.new_zeros(max_bs, dtype=torch.int32)
         self._masks.clear()  # they have the size of these
+        self._recorded.clear()
         self._block_table = self._slots.new_zeros((max_bs, pages), dtype=torch.int32)
         if self._has_trees and self._is_mla:
             self._before = torch.zeros_like(self._kv_lens)
@@ -143,7 +147,11 @@ class Backend(AttentionBackend):
         """Prepare a step before its graph is captured or replayed."""
         mode = forward_batch.forward_mode
         is_kept = mode.is_decode_or_idle() or mode.is_target_verify()
-        self._begin(forward_batch, is_kept, in_capture)
+        recorded = self._recorded.get((forward_batch.batch_size, mode.is_target_verify()))
+        if is_kept and recorded is not None:
+            self.forward_metadata = recorded._replace(steps={})
+        else:
+            self._begin(forward_batch, is_kept, in_capture)
         batch = self.forward_metadata
         if in_capture and batch is not None and batch.q_len:
             is_tree, tokens = self._has_trees and batch.q_len > 1, len(batch.kv_lens) * batch.q_len
@@ -154,6 +162,29 @@ class Backend(AttentionBackend):
                 for heads in self._list_plans:
                     self._list_step(heads).prepare()
 
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Fill in a step as part of its graph: then nothing is launched before a replay.
+
+        SGLang calls this in the run before a capture, and in the capture. Trees of drafts, whose
+        masks are made from lengths, and tables with very many pages are filled in before replays.
+        """
+        batch = self.forward_metadata
+        if batch is None or not batch.in_place or (self._has_trees and batch.q_len > 1):
+            return
+        if batch.block_table.numel() <= _MOST_PAGES:
+            drafts = forward_batch.forward_mode.is_target_verify()
+            self._fill(forward_batch, self._num_drafts if drafts else 0, self._slots.shape[1])
+            if any(current_capture(self._slots.device)):
+                self._recorded[forward_batch.batch_size, drafts] = batch
+
+    def _fill(self, fb: Any, more: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write lengths and page numbers where graphs read them."""
+        assert self._kv_lens is not None and self._block_table is not None
+        batch = fb.batch_size
+        kv_lens, block_table = self._kv_lens[:batch], self._block_table[:batch]
+        torch.add(fb.seq_lens[:batch], more, out=kv_lens)
+        return kv_lens, self._pages(fb.req_pool_indices[:batch], longest, block_table)
+
     def _begin(self, fb: Any, in_place: bool, in_capture: bool = False) -> None:
         batch, mode = fb.batch_size, fb.forward_mode
         q_len, more = 0, 0
@@ -161,17 +192,14 @@ class Backend(AttentionBackend):
             q_len = 1
         elif mode.is_target_verify():
             q_len = more = self._num_drafts
-        kv_lens, longest, kept = fb.seq_lens[:batch], self.max_context_len + more, None
+        longest = self.max_context_len + more
         if fb.seq_lens_cpu is not None and batch:
             longest = int(fb.seq_lens_cpu[:batch].max()) + more
         if in_place:
-            assert self._kv_lens is not None and self._block_table is not None
-            kv_lens, kept = self._kv_lens[:batch].copy_(kv_lens), self._block_table[:batch]
-            if more:
-                kv_lens += more
+            kv_lens, block_table = self._fill(fb, more, longest)
         else:
-            kv_lens = kv_lens + more
-        block_table = self._pages(fb.req_pool_indices[:batch], longest, kept)
+            kv_lens = (fb.seq_lens[:batch] + more).int()
+            block_table = self._pages(fb.req_pool_indices[:batch], longest, None)
         offsets = self._uniform(batch, q_len) if q_len else _offsets(fb.extend_seq_lens[:batch])
         tree = None
         if more and self._has_trees and not in_capture and _has_drafts(fb):
@@ -182,7 +210,7 @@ class Backend(AttentionBackend):
             if in_place:
                 assert self._before is not None
                 before = self._before[:batch].copy_(before)
-        step = Batch(q_len, offsets, kv_lens.int(), block_table, {}, in_place, tree, {}, before)
+        step = Batch(q_len, offsets, kv_lens, block_table, {}, in_place, tree, {}, before)
         self.forward_metadata = step
         if tree is not None and in_place:  # for the graph's replay
             windows = [None] if self._is_mla else list(self._masks)

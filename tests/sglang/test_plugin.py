@@ -37,6 +37,7 @@ from tests.sglang.stub import (
 )
 
 torch = pytest.importorskip("torch")
+TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -288,6 +289,78 @@ def test_a_graph_serves_later_lengths_and_pages() -> None:
                 softmax_scale=SCALE,
             )
             torch.testing.assert_close(out.view(3, HEADS, 512).clone(), wanted.out[:, 0])
+
+
+class Launches(TorchDispatchMode):
+    """Names of PyTorch's operations that would launch something on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("drafts", [None, 3])
+def test_a_graph_fills_in_its_step(drafts: int | None) -> None:
+    """Nothing is launched before a replay; the graph reads SGLang's arrays, where they stay."""
+    q_len = drafts or 1
+    mode = Mode.TARGET_VERIFY if drafts else Mode.DECODE
+    with stubbed(drafts=drafts), torch_gpu() as gpu:
+        server = Server(True)
+        backend, layer = server.backend, server.layer()
+        backend.init_cuda_graph_state(4, 4 * q_len)
+        q = torch.randn(3 * q_len, HEADS, 576).bfloat16()
+        kept = server.batch(mode, (90, 90, 90), (q_len,) * 3, seq_lens_cpu=None)
+        backend.init_forward_metadata_out_graph(kept, in_capture=True)
+        backend.init_forward_metadata_in_graph(kept)
+        backend.forward_extend(q, None, None, layer, kept)  # warms up
+        with gpu.capture(0), Launches() as launches:
+            backend.init_forward_metadata_in_graph(kept)
+            recorded = list(launches.names)
+            out = backend.forward_extend(q, None, None, layer, kept)
+        assert recorded == ["add", "index_select", "floor_divide"]
+        for lens in ((33, 7, 50), (64, 100, 3)):
+            later = server.batch(mode, lens, (q_len,) * 3)
+            kept.seq_lens.copy_(later.seq_lens)
+            with Launches() as launches:
+                backend.init_forward_metadata_out_graph(kept)
+            assert not launches.names
+            backend.init_forward_metadata_in_graph(kept)  # what the capture has of PyTorch
+            gpu.replay()
+            wanted = cumla.mla_decode(
+                q.unflatten(0, (3, q_len)),
+                server.buffers[0].unflatten(0, (-1, PAGE)),
+                server.table.flip(0),
+                torch.tensor(lens, dtype=torch.int32),
+                softmax_scale=SCALE,
+            )
+            torch.testing.assert_close(out.view(3, q_len, HEADS, 512).clone(), wanted.out)
+        backend.init_cuda_graph_state(4, 4 * q_len)  # the graphs of before are gone
+        with Launches() as launches:
+            backend.init_forward_metadata_out_graph(kept)
+        assert len(launches.names) > 2
+
+
+def test_large_tables_and_trees_are_filled_in_before_a_replay() -> None:
+    """A graph would fill in what is not in use; and masks of trees are made from lengths."""
+    for topk, most in ((1, 1), (2, 1 << 20)):
+        with stubbed(drafts=5, topk=topk), torch_gpu() as gpu:
+            server = Server(True)
+            backend = server.backend
+            backend.init_cuda_graph_state(3, 15)
+            with mock.patch.object(sys.modules["cumla.sglang.backend"], "_MOST_PAGES", most):
+                fb = server.batch(Mode.TARGET_VERIFY, (90, 50, 33), (5, 5, 5), spec_info=None)
+                backend.init_forward_metadata_out_graph(fb, in_capture=True)
+                with gpu.capture(0), Launches() as launches:
+                    backend.init_forward_metadata_in_graph(fb)
+                assert not launches.names
+                backend.forward_metadata.kv_lens.zero_()
+                backend.init_forward_metadata_out_graph(fb)
+            assert backend.forward_metadata.kv_lens.tolist() == [90, 50, 33]
 
 
 def seen(spec: Any, lens: tuple[int, ...], window: int | None) -> Any:
