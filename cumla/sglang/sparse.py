@@ -16,18 +16,23 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, Step, cache_dtype
+from cumla._serving import Plans, Step, cache_dtype, in_parts
 from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
 
 __all__ = ["Backend"]
 
 _WITHOUT_ROPE = WIDTH[0], 0
-_IMPL = "flashmla_sparse"  # of SGLang: it passes slots, their number, and sinks
+# What SGLang's backend calls: both pass slots and their number.
+_IN_PARTS = "fa3"  # and queries in two parts
+_WITH_SINKS = "flashmla_sparse"  # and sinks, with queries of which it makes one array
 
 
 class Backend(DeepseekSparseAttnBackend):
-    """Attends where SGLang's backend would call FlashMLA's sparse prefill, in all of its steps."""
+    """Attends where SGLang's backend would call FlashAttention-3, in all of its steps.
+
+    With sinks that is where it would call FlashMLA's sparse prefill.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -45,7 +50,7 @@ class Backend(DeepseekSparseAttnBackend):
                     f"{' or '.join(map(str, served))}, got {found}; leave out --attention-backend "
                     f"cumla",
                 )
-        self.dsa_prefill_impl = self.dsa_decode_impl = _IMPL
+        self._choose(None)
         self.enable_auto_select_prefill_impl = False
         stored, is_packed = cache_dtype(runner.kv_cache_dtype), self.dsa_kv_cache_store_fp8
         self._columns = sum(width)
@@ -81,6 +86,37 @@ class Backend(DeepseekSparseAttnBackend):
     def _check_kpool_tail_backend(self, topk_indices: Any, dsa_impl: str, phase: str) -> None:
         """Refuse nothing: the function below takes lists of any lengths."""
 
+    def forward_extend(self, *args: Any, attn_sink: Any = None, **options: Any) -> torch.Tensor:
+        """Write the new rows of a layer, and attend."""
+        self._choose(attn_sink)
+        out: torch.Tensor = super().forward_extend(*args, attn_sink=attn_sink, **options)
+        return out
+
+    def forward_decode(self, *args: Any, attn_sink: Any = None, **options: Any) -> torch.Tensor:
+        """Write the new rows of a layer, and attend."""
+        self._choose(attn_sink)
+        out: torch.Tensor = super().forward_decode(*args, attn_sink=attn_sink, **options)
+        return out
+
+    def _choose(self, sinks: Any) -> None:
+        self.dsa_prefill_impl = self.dsa_decode_impl = _IN_PARTS if sinks is None else _WITH_SINKS
+
+    def _forward_fa3(
+        self,
+        q_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        v_head_dim: int,
+        q_nope: torch.Tensor,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        *args: Any,
+        sm_scale: float,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attend: ``(tokens, num_heads, 512)``."""
+        q = in_parts((q_nope, q_rope))
+        return self._attend(q, kv_cache, page_table, sm_scale, cache_seqlens, None)
+
     def _forward_flashmla_sparse(
         self,
         q_all: torch.Tensor,
@@ -92,22 +128,30 @@ class Backend(DeepseekSparseAttnBackend):
         attn_sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend: ``(tokens, num_heads, 512)``."""
-        tokens, num_heads, _ = q_all.shape
+        return self._attend(q_all, kv_cache, page_table_1, sm_scale, topk_length, attn_sink)
+
+    def _attend(
+        self,
+        q: Any,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        sm_scale: float,
+        lens: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        tokens, num_heads, _ = (q[0] if isinstance(q, tuple) else q).shape
         key = tokens, num_heads
         if key not in self._steps:
-            topk = page_table_1.shape[1]
+            topk = slots.shape[1]
             # Behind those of whole pools a list has the tokens of the last one.
-            if self.dsa_index_kpool > 1 or topk_length is None or len(topk_length) != tokens:
-                topk_length = page_table_1.new_full((tokens,), topk, dtype=torch.int32)
+            if self.dsa_index_kpool > 1 or lens is None or len(lens) != tokens:
+                lens = slots.new_full((tokens,), topk, dtype=torch.int32)
             shape = (1, tokens, num_heads, topk)
             plans = self._plans or self._made(num_heads, topk)
-            lens = topk_length[:tokens]
             self._steps[key] = Step(plans, lambda: (cumla.MLASparsePlan, shape), lens, lens)
-        sinks = None if attn_sink is None else attn_sink.detach().float()
-        state = self._steps[key].run(
-            q_all, kv_cache, page_table_1, sinks=sinks, softmax_scale=sm_scale
-        )
-        return state.out
+        sinks = None if sinks is None else sinks.detach().float()
+        step = self._steps[key]
+        return step.run(q, kv_cache, slots, sinks=sinks, softmax_scale=sm_scale).out
 
     def _made(self, num_heads: int, topk: int) -> Plans:
         self._plans = Plans(torch.device(self.device), self._sizes, dtype=self._dtype)

@@ -87,18 +87,42 @@ class SparseBackend:
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool) -> None:
         self.lengths.copy_(forward_batch.lengths)
 
-    def forward_decode(self, q: Any, cache: Any, slots: Any, sinks: Any = None) -> Any:
-        assert self.dsa_decode_impl == "flashmla_sparse"
+    def forward_decode(
+        self, q: Any, cache: Any, slots: Any, *, q_rope: Any = None, attn_sink: Any = None
+    ) -> Any:
+        assert attn_sink is None or self.dsa_decode_impl == "flashmla_sparse"
+        assert self.dsa_decode_impl == self.dsa_prefill_impl
         assert self.get_topk_transform_method("extend") == "slots"  # type: ignore[attr-defined]
+        if q_rope is None:
+            q, q_rope = q[..., :512], q[..., 512:]
+        if self.dsa_decode_impl == "fa3":
+            return self._forward_fa3(  # type: ignore[attr-defined]
+                q_rope=q_rope,
+                kv_cache=cache,
+                v_head_dim=512,
+                q_nope=q,
+                page_table=slots,
+                cache_seqlens=self.lengths,
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+                max_seqlen_q=1,
+                sm_scale=0.1,
+                logit_cap=0.0,
+                page_size=1,
+            )
+        import torch
+
         return self._forward_flashmla_sparse(  # type: ignore[attr-defined]
-            q_all=q,
+            q_all=torch.cat([q, q_rope], -1),
             kv_cache=cache,
             page_table_1=slots,
             sm_scale=0.1,
             v_head_dim=512,
             topk_length=self.lengths,
-            attn_sink=sinks,
+            attn_sink=attn_sink,
         )
+
+    forward_extend = forward_decode
 
 
 choices: list[str] = []

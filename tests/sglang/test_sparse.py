@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -88,16 +89,36 @@ def test_rows_without_rope_and_lists_of_pools(kind: str) -> None:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("missing", [0, 2])
 def test_sparse_mla_attends_as_the_eager_call(kind: str, missing: int) -> None:
-    """Also where SGLang has told lengths of fewer tokens, or of padding behind them."""
+    """Also where SGLang has told lengths of fewer tokens, or of padding behind them.
+
+    Layers with sinks and without them share a step.
+    """
     backend, cache = made(kind)
     q, slots, lengths = inputs(5)
-    sinks = torch.linspace(-1, 1, 4).bfloat16()
-    wanted = cumla.mla_sparse_attention(q, cache, slots, sinks=sinks.float(), softmax_scale=0.1)
     for told in (lengths[: 5 - missing], torch.cat([lengths, lengths])):
         backend.init_forward_metadata(SimpleNamespace(lengths=told))
-        for _ in range(2):
-            out = backend.forward_decode(q, cache, slots, sinks)
-            torch.testing.assert_close(out, wanted.out)
+        for sinks in (None, torch.linspace(-1, 1, 4).bfloat16(), None):
+            options = {} if sinks is None else {"sinks": sinks.float()}
+            wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1, **options)
+            for attend in (backend.forward_decode, backend.forward_extend):
+                out = attend(q, cache, slots, attn_sink=sinks)
+                torch.testing.assert_close(out, wanted.out)
+
+
+def test_queries_in_parts_are_not_copied() -> None:
+    """As SGLang's model passes them: without sinks its backend makes no array of both parts."""
+    backend, cache = made()
+    q, slots, lengths = inputs(5)
+    latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)  # of a batched product
+    backend.init_forward_metadata(SimpleNamespace(lengths=lengths))
+    with mock.patch.object(cumla.MLASparsePlan, "run", autospec=True) as run:
+        backend.forward_decode(latent, cache, slots, q_rope=q[..., 512:])
+    nope, rope = run.call_args.args[1]
+    assert nope.data_ptr() == latent.data_ptr()
+    assert rope.data_ptr() == q[..., 512:].data_ptr()
+    out = backend.forward_decode(latent, cache, slots, q_rope=q[..., 512:])
+    wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1)
+    torch.testing.assert_close(out, wanted.out)
 
 
 def test_lengths_of_other_tokens_are_not_taken() -> None:
