@@ -29,6 +29,25 @@ def takes(ours: Any, theirs: Any) -> bool:
     return needed <= set(named) and list(own)[: len(named)] == named
 
 
+def check_graphs_and_lists() -> None:
+    """What is called in a capture, and what a layer of sparse MLA calls."""
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    # A capture lets the backend record what fills in a step, from arrays that stay.
+    capture = getsource(DecodeCudaGraphRunner)
+    assert "attn_backend.init_forward_metadata_in_graph(forward_batch)" in capture
+    assert "attn_backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)" in capture
+
+    # Sparse MLA: what is called with queries in two parts.
+    sparse = getsource(DeepseekSparseAttnBackend)
+    for phase in ("forward_extend", "forward_decode"):
+        assert "attn_sink" in signature(getattr(DeepseekSparseAttnBackend, phase)).parameters
+    assert sparse.count("return self._forward_fa3(") == 2
+    given = signature(DeepseekSparseAttnBackend._forward_fa3).parameters
+    assert {"q_rope", "kv_cache", "q_nope", "page_table", "cache_seqlens", "sm_scale"} <= set(given)
+
+
 def main() -> None:
     load_plugins()
     load_plugins()
@@ -88,6 +107,7 @@ def main() -> None:
     worker = getsource(eagle_worker_common)
     assert "mask_mode, fill_mask = verify_mask.mode, verify_mask.is_read" in worker
     assert "verify_mask.buffer if verify_mask.fits(bs) else None" in worker
+    check_graphs_and_lists()
     print(sglang.__version__)
 
 

@@ -20,6 +20,7 @@ import pytest
 import cumla
 import cumla.sglang
 from cumla.mla.shape import WIDE, WIDTHS
+from tests.bindings.launches import Launches
 from tests.bindings.stand_in import MODEL, OF_MODEL
 from tests.compat.oracle import naive
 from tests.compat.signatures import DATA as SIGNATURES
@@ -37,7 +38,6 @@ from tests.sglang.stub import (
 )
 
 torch = pytest.importorskip("torch")
-TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -289,19 +289,6 @@ def test_a_graph_serves_later_lengths_and_pages() -> None:
                 softmax_scale=SCALE,
             )
             torch.testing.assert_close(out.view(3, HEADS, 512).clone(), wanted.out[:, 0])
-
-
-class Launches(TorchDispatchMode):
-    """Names of PyTorch's operations that would launch something on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("drafts", [None, 3])

@@ -23,6 +23,7 @@ import cumla
 import cumla.vllm
 import tests.emulator
 from cumla.mla.shape import WIDE, WIDTHS
+from tests.bindings.launches import Launches
 from tests.bindings.stand_in import OF_MODEL
 from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
@@ -488,6 +489,19 @@ def test_under_batch_invariance_decoding_has_the_bits_of_a_prefill(
         decoded, _ = mla.attend(step, tuple(part[3:] for part in rows))
         assert torch.equal(decoded[0], verified[3])
         assert type(step.decode.step.plan).__name__ == "MLAAttentionPlan"
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 2), (0, 3, 6)])
+def test_a_step_of_equal_query_lengths_launches_nothing_when_it_begins(
+    starts: tuple[int, ...],
+) -> None:
+    """vLLM's own builders have told all; the first layer computes the schedule."""
+    lens, offsets = int32(90, 90), int32(*starts)
+    table = tables(lens)
+    for one in (MLA(), MHA()):
+        with Launches() as launches:
+            one.step(lens, offsets, starts[-1], table=table)
+        assert not launches.names
 
 
 def test_piecewise_graphs_leave_a_step_one_schedule(launched: tuple[Any, list[Any]]) -> None:

@@ -17,6 +17,7 @@ import pytest
 import cumla
 import cumla.vllm
 import tests.emulator
+from tests.bindings.launches import Launches
 from tests.bindings.stand_in import OF_MODEL
 from tests.compat.torch_gpu import torch_gpu
 from tests.vllm import stub
@@ -452,6 +453,20 @@ def test_a_graph_holds_one_schedule(
         for name in each:
             assert sum(entry.startswith(name) for entry in names) == 3, (name, names)
         assert len(names) == len(once) + 3 * len(each), names
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 2), (0, 3, 6)])
+def test_a_step_of_equal_query_lengths_launches_nothing_when_it_begins(
+    starts: tuple[int, ...],
+) -> None:
+    """Beside what vLLM's own builder does: requests of tokens are there from the first step on."""
+    sparse, lens, offsets = SparseMLA(), int32(90, 90), int32(*starts)
+    table = tables(lens)
+    for again in (False, True):
+        with Launches() as launches:
+            sparse.step(lens, offsets, starts[-1], table=table)
+        launched = set(launches.names) - {"_local_scalar_dense"}  # the stub reads a host's array
+        assert again is not bool(launched)
 
 
 def test_groups_of_micro_batches_have_plans_of_their_own() -> None:

@@ -55,10 +55,14 @@ def test_steps_attend_as_the_eager_call(name: str, is_mla: bool, cache_dtype: An
     torch.testing.assert_close(out, eager(server, q, lens, new), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("fills_in", [True, False])
 @pytest.mark.parametrize("shares_stream", [True, False])
 @pytest.mark.parametrize("is_mla", [True, False], ids=["MLA", "MHA"])
-def test_graphs_serve_later_steps(is_mla: bool, shares_stream: bool) -> None:
-    """As SGLang: warm-ups, then the capture; later steps are prepared on the replaying stream."""
+def test_graphs_serve_later_steps(is_mla: bool, shares_stream: bool, fills_in: bool) -> None:
+    """As SGLang: warm-ups, then the capture; later steps are prepared on the replaying stream.
+
+    The graph fills in lengths and pages, or where SGLang has not asked for that, the preparation.
+    """
     with stubbed():
         server = Server(is_mla, device="cuda")
         backend, layers = server.backend, [server.layer(), server.layer(sliding_window_size=40)]
@@ -67,18 +71,24 @@ def test_graphs_serve_later_steps(is_mla: bool, shares_stream: bool) -> None:
         q, side = queries(server, 3), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            fb = server.batch(Mode.DECODE, (1, 1, 1), (1, 1, 1), seq_lens_cpu=None)
-            backend.init_forward_metadata_out_graph(fb, in_capture=True)
+            kept = server.batch(Mode.DECODE, (1, 1, 1), (1, 1, 1), seq_lens_cpu=None)
+
+            def run() -> list[Any]:
+                if fills_in:
+                    backend.init_forward_metadata_in_graph(kept)
+                return [backend.forward_decode(q, None, None, layer, kept) for layer in layers]
+
+            backend.init_forward_metadata_out_graph(kept, in_capture=True)
             for _ in range(2):
-                for layer in layers:
-                    backend.forward_decode(q, None, None, layer, fb)
+                run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=side if shares_stream else None):
-                outs = [backend.forward_decode(q, None, None, layer, fb) for layer in layers]
+                outs = run()
         torch.cuda.synchronize()
         for lens in ((33, 7, 30), (64, 100, 1), (128, 2, 90)):
             fb = server.batch(Mode.DECODE, lens, (1, 1, 1))
+            kept.seq_lens.copy_(fb.seq_lens)
             fb.seq_lens_cpu = fb.seq_lens.cpu()
             backend.init_forward_metadata_out_graph(fb)
             graph.replay()
