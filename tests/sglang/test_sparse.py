@@ -29,7 +29,7 @@ def sglang() -> Iterator[None]:
         yield
 
 
-def made(kind: str = "bfloat16", **other: Any) -> Any:
+def made(kind: str = "bfloat16", device: str = "cpu", **other: Any) -> Any:
     """A backend as SGLang makes it, and a cache."""
     is_packed = kind == "packed"
     of_pool = {
@@ -47,7 +47,7 @@ def made(kind: str = "bfloat16", **other: Any) -> Any:
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(**vars(CONFIG), index_topk=TOPK), model_path=PATH
         ),
-        device="cpu",
+        device=device,
         sparse=of_pool | other,
     )
     cumla.sglang.register()
@@ -55,9 +55,11 @@ def made(kind: str = "bfloat16", **other: Any) -> Any:
     columns = 512 + runner.sparse["qk_rope_head_dim"]
     nbytes = {576: 656, 512: 528}[columns]
     form = "v32_no_rope" if is_packed and columns == 512 else None
-    cache = torch.zeros(SLOTS, 1, nbytes if is_packed else columns, dtype=CACHES[kind])
+    columns_stored = nbytes if is_packed else columns
+    cache = torch.zeros(SLOTS, 1, columns_stored, dtype=CACHES[kind], device=device)
     rows = torch.randn(SLOTS, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-    cumla.append_mla_cache(rows, cache, torch.arange(SLOTS), cache_format=form)
+    slots = torch.arange(SLOTS, device=device)
+    cumla.append_mla_cache(rows.to(device), cache, slots, cache_format=form)
     return backend, cache
 
 

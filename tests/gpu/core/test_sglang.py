@@ -6,6 +6,7 @@ The kernels are proven by other modules.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.gpu.tools.waiting import no_waiting
 from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts, tree_of
 from tests.sglang.stub import Mode, stubbed
 from tests.sglang.test_plugin import attend_to_latent_trees, attend_to_trees
+from tests.sglang.test_sparse import inputs, made
 
 KERNELS = ()
 MAY_SKIP = ()
@@ -134,3 +136,27 @@ def test_graphs_serve_later_trees_of_drafts(is_mla: bool, shares_stream: bool) -
                 else:
                     wanted = attend_to_trees(on_host, spec, lens, q.cpu(), window).flatten(1)
                 torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "packed"])
+def test_graphs_serve_later_lists(kind: str) -> None:
+    """Layers of sparse MLA with queries in two parts, as SGLang's model passes them."""
+    with stubbed():
+        backend, cache = made(kind, device="cuda")
+        q, slots, lengths = (each.cuda() for each in inputs(5))
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)  # of a batched product
+        step = SimpleNamespace(lengths=lengths)
+        backend.init_forward_metadata(step)
+        backend.forward_decode(latent, cache, slots, q_rope=q[..., 512:])  # compiles
+        backend.init_forward_metadata_out_graph(step, in_capture=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = backend.forward_decode(latent, cache, slots, q_rope=q[..., 512:])
+        for _ in range(2):
+            for each in (q, slots, lengths):
+                each.copy_(each.flip(0))
+            latent.copy_(q[..., :512])
+            graph.replay()
+            wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1).out
+            torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
