@@ -6,6 +6,7 @@ PyTorch. The file is looked for on the path of Python, where the package would b
 the package itself is not imported: it needs much that the operators do not.
 
     pip install --no-deps vllm==0.33.0 sgl-flash-mla==1.0.0 flashinfer-python==0.7.4
+    pip install flash-attn-4==4.0.0b36  # compiles a kernel at the first call of each kind
 """
 
 from __future__ import annotations
@@ -224,6 +225,11 @@ class Libraries:
         return self._load("FlashAttention-3", lambda: FlashAttention(self._torch))  # type: ignore[no-any-return]
 
     @property
+    def flash_attention_4(self) -> Any:
+        """The module with its functions."""
+        return self._load("FlashAttention-4", lambda: import_module("flash_attn.cute.interface"))
+
+    @property
     def deep_gemm(self) -> Any:
         def load() -> Any:
             sys.path.append(str(find("vllm/third_party/deep_gemm").parent))
@@ -286,7 +292,7 @@ class Libraries:
     def versions(self) -> dict[str, str]:
         """Versions of the packages that the libraries come from, where one is there."""
         found = {}
-        for package in ("vllm", "sgl-flash-mla", "flashinfer-python", "deep_gemm"):
+        for package in ("vllm", "sgl-flash-mla", "flashinfer-python", "flash-attn-4", "deep_gemm"):
             try:
                 found[package] = metadata.version(package)
             except metadata.PackageNotFoundError:

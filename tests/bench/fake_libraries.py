@@ -127,6 +127,29 @@ class FakeFlashAttention:
         return (out, result.lse.transpose(1, 2)) if with_lse else out
 
 
+def _attends(q: Any, k: Any, v: Any, *, causal: bool, window_size: Any, **given: Any) -> Any:
+    """FlashAttention-4's functions; rows of all requests, or `(batch, tokens, heads, columns)`."""
+    names = {"cu_seqlens_q": "qo_indptr", "cu_seqlens_k": "kv_indptr", "seqused_k": "kv_lens"}
+    names |= {"page_table": "block_table", "learnable_sink": "sinks"}
+    assert given.pop("max_seqlen_q", 0) <= max(q.shape[:2])
+    given.pop("max_seqlen_k", None)
+    if q.ndim == 4 and k.ndim == 4:
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        given |= {"cu_seqlens_q": starts * q.shape[1], "cu_seqlens_k": starts * k.shape[1]}
+        out = _attends(
+            *(rows.flatten(0, 1) for rows in (q, k, v)),
+            causal=causal,
+            window_size=window_size,
+            **given,
+        )[0]
+        return out.unflatten(0, q.shape[:2]), None
+    options = {names[name]: value for name, value in given.items()}
+    return cumla.attention(q, k, v, causal=causal, window=window_size[0], **options)
+
+
+flash_attention_4 = SimpleNamespace(flash_attn_varlen_func=_attends, flash_attn_func=_attends)
+
+
 def _paged_logits(
     q: Any, cache: Any, weights: Any, seen: Any, table: Any, schedule: Any, longest: int
 ) -> Any:
@@ -190,7 +213,7 @@ class FakeLibraries:
 
     def __init__(self) -> None:
         self.flash_mla = {"vLLM": FakeFlashMLA(True), "SGLang": FakeFlashMLA(False)}
-        self.flash_attention = FakeFlashAttention()
+        self.flash_attention, self.flash_attention_4 = FakeFlashAttention(), flash_attention_4
         self.deep_gemm, self.vllm_operators = deep_gemm, vllm_operators
         self.flash_infer_top_k = flash_infer_top_k
         face = import_module("cumla.compat.flashinfer.msa_ops")
