@@ -208,6 +208,53 @@ vllm_operators = SimpleNamespace(
 )
 
 
+def _windows_of_flash_infer(
+    q: Any, cache: Any, workspace: Any, table: Any, lens: Any, out: Any, *last: Any
+) -> None:
+    scale, window, tactic = last
+    assert q.shape[0] <= 16
+    assert q.shape[1:] == (1, 64, 1088)
+    assert all(x.is_contiguous() for x in (q, cache, table, lens, out))
+    rows = q.shape[0] * 64
+    assert workspace.numel() >= 256 * -(-rows * 9 * 4096 // 256) + 256 * -(-rows * 9 * 4 // 256)
+    assert tactic in range(6)
+    options = {"softmax_scale": scale, "window": window}
+    out.copy_(cumla.mla_decode(q, cache, table, lens, **options).out)
+
+
+def _triton_mla(
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    lse: Any,
+    table: Any,
+    lens: Any,
+    *last: Any,
+    **scales: Any,
+) -> None:
+    parts, splits, scale, page = last
+    assert keys.shape[1:3] == (page, 1)
+    assert values.data_ptr() == keys.data_ptr()
+    assert scales.pop("is_mla")
+    assert set(scales) == {"k_scale", "v_scale"}
+    latent = values.shape[-1]
+    assert parts.shape == (*q.shape[:2], splits, latent + 1)
+    options: dict[str, Any] = {"softmax_scale": scale}
+    if keys.dtype == E4M3:
+        options["kv_scale"] = scales["k_scale"]
+    state = cumla.mla_decode(q[:, None], keys, table, lens, **options)
+    out.copy_(state.out[:, 0])
+    lse.copy_(state.lse[:, 0])
+
+
+def _chain(layer: Any, q: Any, cache: Any, step: Any, scale: Any) -> tuple[Any, None]:
+    assert (layer.head_size, layer.kv_lora_rank, step.query_len) == (1088, 1024, 1)
+    options = {"softmax_scale": layer.scale, "window": layer.sliding_window - 1}
+    given = (q[:, None], cache, step.block_table, step.seq_lens)
+    return cumla.mla_decode(*given, **options).out[:, 0], None
+
+
 class FakeLibraries:
     """All of them."""
 
@@ -221,7 +268,10 @@ class FakeLibraries:
         functions = {name: getattr(face, name) for name in dir(face) if name.startswith("msa_")}
         short = SimpleNamespace(hopper_msa_sparse_attention=causal)
         self.flash_infer_blocks = SimpleNamespace(cake_hopper_sm90=short, **functions)
+        self.flash_infer_windows = SimpleNamespace(run=_windows_of_flash_infer)
         self.vllm_blocks = import_module("cumla.compat.vllm_minimax_m3")
+        self.vllm_mla = SimpleNamespace(decode_attention_fwd=_triton_mla)
+        self.vllm_windows = _chain
         self.notes = ["none is real"]
 
     def flash_infer(self, module: str) -> Any:
