@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,28 +66,35 @@ def _flash_infer(work: Decode, rope: int) -> Peers:
     library = work.lab.libraries.flash_infer("mla")
     if library is None:
         return {}
-    torch, lab = work.lab.torch, work.lab
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=lab.device)
-    wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
-    starts = torch.arange(work.batch + 1, dtype=torch.int32, device=lab.device)
-    wrapper.plan(
-        metadata=library.MLAPlanMetadata.csr(
-            starts, starts * work.pages, work.table.flatten(), work.lens
-        ),
-        num_heads=work.heads,
-        head_dim_ckv=work.values,
-        head_dim_kpe=rope,
-        page_size=work.cache.shape[1],
-        causal=False,
-        sm_scale=work.scale,
-        q_data_type=work.q.dtype,
-        kv_data_type=work.cache.dtype,
-        scale_mode="kv-per-tensor" if is_fp8 else "default",
-    )
-    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_fp8 else {}
-    given = {"query": work.q[:, 0], "kv_cache": work.cache[:, :, 0]}
+    torch, device = work.lab.torch, work.out.device
     out = torch.empty_like(work.out[:, 0])
-    return {"FlashInfer": [Variant("fa3", partial(wrapper.run, **given, out=out, **scales))]}
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_fp8 else {}
+
+    @cache
+    def planned() -> Any:
+        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
+        starts = torch.arange(work.batch + 1, dtype=torch.int32, device=device)
+        wrapper.plan(
+            metadata=library.MLAPlanMetadata.csr(
+                starts, starts * work.pages, work.table.flatten(), work.lens
+            ),
+            num_heads=work.heads,
+            head_dim_ckv=work.values,
+            head_dim_kpe=rope,
+            page_size=work.cache.shape[1],
+            causal=False,
+            sm_scale=work.scale,
+            q_data_type=work.q.dtype,
+            kv_data_type=work.cache.dtype,
+            scale_mode="kv-per-tensor" if is_fp8 else "default",
+        )
+        return wrapper
+
+    def run() -> Any:
+        return planned().run(query=work.q[:, 0], kv_cache=work.cache[:, :, 0], out=out, **scales)
+
+    return {"FlashInfer": [Variant("fa3", run)]}
 
 
 WIDTHS = Section(
