@@ -288,9 +288,11 @@ class Libraries:
     @property
     def flash_infer_windows(self) -> Any:
         """The module of `batch_decode_with_kv_cache_mla_swa`: its `run` takes the tactic, too."""
-        name = "FlashInfer's mla_swa"
-        load = lambda: _flash_infer("jit.mla").gen_mla_swa_sm90_module().build_and_load()  # noqa: E731
-        return self._load(name, load)
+
+        def load() -> Any:
+            return _flash_infer("jit.mla").gen_mla_swa_sm90_module().build_and_load()
+
+        return self._load("FlashInfer's mla_swa", load)
 
     @property
     def vllm_blocks(self) -> Any:
