@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
 from bench.libraries import Libraries
 
 _FILE = """
@@ -46,7 +44,7 @@ def test_one_file_is_loaded_without_its_package(folder: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(_FILE, "utf-8")
     before = set(sys.modules)
-    libraries = Libraries(torch)
+    libraries = Libraries(torch=None)
     assert libraries.vllm_windows(None, 17) == 3
     assert not libraries.notes
     assert not [name for name in set(sys.modules) - before if name.startswith("vllm")]
@@ -54,7 +52,7 @@ def test_one_file_is_loaded_without_its_package(folder: Path) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_a_file_that_is_not_there_is_a_note() -> None:
-    libraries = Libraries(torch)
+    libraries = Libraries(torch=None)
     assert libraries.vllm_mla is None
     (note,) = libraries.notes
     assert "vLLM's TRITON_MLA" in note
