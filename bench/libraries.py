@@ -6,11 +6,13 @@ PyTorch. The file is looked for on the path of Python, where the package would b
 the package itself is not imported: it needs much that the operators do not.
 
     pip install --no-deps vllm==0.33.0 sgl-flash-mla==1.0.0 flashinfer-python==0.7.4
+    pip install flash-attn-4==4.0.0b36  # compiles a kernel at the first call of each kind
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -35,6 +37,35 @@ def _flash_infer(module: str) -> Any:
     """Import a module of FlashInfer, some of whose files call the driver and do not name it."""
     ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)  # a symbol that is missing ends the process
     return import_module(f"flashinfer.{module}")
+
+
+class _Absent(type):
+    """A class, or a module, that is imported and not needed: what it should have is absent, too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (), {})
+
+
+def _vllm(path: str, platform: Any) -> ModuleType:
+    """Load one file of vLLM, without what it imports of the package beside Triton."""
+    file = find(f"vllm/{path}")
+    triton = {"triton": import_module("triton"), "tl": import_module("triton.language")}
+    imported = re.findall(r"^(?:from|import) (vllm[.\w]*)", file.read_text("utf-8"), re.M)
+    stand_ins: dict[str, Any] = {name: _Absent(name, (), {}) for name in ("vllm", *imported)}
+    stand_ins |= {
+        "vllm.platforms": SimpleNamespace(current_platform=platform),
+        "vllm.triton_utils": SimpleNamespace(**triton),
+    }
+    if "vllm.v1.worker.workspace" in stand_ins:  # then scratch is allocated by PyTorch
+        stand_ins["vllm.v1.worker.workspace"].is_workspace_manager_initialized = lambda: False
+    spec = spec_from_file_location(f"vllm_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    with mock.patch.dict(sys.modules, stand_ins):
+        spec.loader.exec_module(module)
+    return module
 
 
 class Schedule:
@@ -224,6 +255,11 @@ class Libraries:
         return self._load("FlashAttention-3", lambda: FlashAttention(self._torch))  # type: ignore[no-any-return]
 
     @property
+    def flash_attention_4(self) -> Any:
+        """The module with its functions."""
+        return self._load("FlashAttention-4", lambda: import_module("flash_attn.cute.interface"))
+
+    @property
     def deep_gemm(self) -> Any:
         def load() -> Any:
             sys.path.append(str(find("vllm/third_party/deep_gemm").parent))
@@ -250,28 +286,45 @@ class Libraries:
         return self._load("FlashInfer's msa_ops", load)
 
     @property
-    def vllm_blocks(self) -> Any:
-        """vLLM's Triton kernels of MiniMax M3: one file, and the little that it imports."""
+    def flash_infer_windows(self) -> Any:
+        """The module of `batch_decode_with_kv_cache_mla_swa`: its `run` takes the tactic, too."""
 
         def load() -> Any:
-            file = find("vllm/models/minimax_m3/common/ops/sparse_attn.py")
+            return _flash_infer("jit.mla").gen_mla_swa_sm90_module().build_and_load()
+
+        return self._load("FlashInfer's mla_swa", load)
+
+    @property
+    def vllm_blocks(self) -> Any:
+        """vLLM's Triton kernels of MiniMax M3."""
+
+        def load() -> Any:
             platform = SimpleNamespace(
                 is_arch_support_pdl=lambda: True, fp8_dtype=lambda: self._torch.float8_e4m3fn
             )
-            triton = {"triton": import_module("triton"), "tl": import_module("triton.language")}
-            stand_ins = {
-                "vllm": ModuleType("vllm"),
-                "vllm.platforms": SimpleNamespace(current_platform=platform),
-                "vllm.triton_utils": SimpleNamespace(**triton),
-            }
-            spec = spec_from_file_location("vllm_sparse_attn", file)
-            assert spec is not None and spec.loader is not None
-            module = module_from_spec(spec)
-            with mock.patch.dict(sys.modules, stand_ins):
-                spec.loader.exec_module(module)
-            return module
+            return _vllm("models/minimax_m3/common/ops/sparse_attn.py", platform)
 
         return self._load("vLLM's kernels of MiniMax M3", load)
+
+    @property
+    def vllm_mla(self) -> Any:
+        """vLLM's Triton kernels of decoding, those of TRITON_MLA."""
+
+        def load() -> Any:
+            platform = SimpleNamespace(is_rocm=lambda: False)
+            return _vllm("v1/attention/ops/triton_decode_attention.py", platform)
+
+        return self._load("vLLM's TRITON_MLA", load)
+
+    @property
+    def vllm_windows(self) -> Any:
+        """How vLLM decodes over the windows of dots3; a method that needs little of its class."""
+
+        def load() -> Any:
+            module = _vllm("models/dots3_note/nvidia/attention.py", SimpleNamespace())
+            return module.Dots3NoteTritonMLAImpl._forward_swa_mqa
+
+        return self._load("vLLM's kernels of dots3", load)
 
     @property
     def vllm_operators(self) -> Any:
@@ -286,7 +339,7 @@ class Libraries:
     def versions(self) -> dict[str, str]:
         """Versions of the packages that the libraries come from, where one is there."""
         found = {}
-        for package in ("vllm", "sgl-flash-mla", "flashinfer-python", "deep_gemm"):
+        for package in ("vllm", "sgl-flash-mla", "flashinfer-python", "flash-attn-4", "deep_gemm"):
             try:
                 found[package] = metadata.version(package)
             except metadata.PackageNotFoundError:

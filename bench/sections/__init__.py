@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from bench.case import Section
-from bench.sections import blocks, caches, heads, indexer, lists, mla
+from bench.sections import blocks, caches, heads, indexer, lists, mla, widths
 
 SECTIONS: tuple[Section, ...] = (
     mla.DENSE,
     mla.SHORT,
     mla.FP8,
-    mla.WIDTHS,
+    widths.WIDTHS,
+    widths.WINDOWS,
     mla.CHUNKS,
     heads.DECODE,
     heads.SHORT,

@@ -308,6 +308,40 @@ class _Work:
                 found.append(Variant(_said(1, pack) + name, call))
         return found
 
+    # --- FlashAttention-4 -------------------------------------------------------------------------
+
+    def flash_attention_4(self) -> list[Variant]:
+        """Calls over the arrays of all requests, and by request where they are alike.
+
+        It has no split keys on Hopper, so decoding is left out, and no e4m3.
+        """
+        shape, library = self.shape, None
+        if shape.queries > 1 and shape.cache == "bfloat16":
+            library = self.lab.libraries.flash_attention_4
+        if library is None:
+            return []
+        window = (shape.window - 1, 0) if shape.window else (None, None)
+        options: dict[str, Any] = {"causal": True, "window_size": window}
+        if self.sinks is not None:
+            options["learnable_sink"] = self.sinks.to(self.lab.torch.bfloat16)
+        counted = {"cu_seqlens_q": self.starts, "max_seqlen_q": max(self.counts)}
+        varlen = partial(library.flash_attn_varlen_func, self.q, self.k, self.v, **counted)
+        if shape.page:
+            varlen = partial(varlen, seqused_k=self.lens, page_table=self.table)
+            return [Variant("pages", partial(_out_of, partial(varlen, **options)))]
+        varlen = partial(varlen, cu_seqlens_k=self.k_starts, max_seqlen_k=max(self.lengths))
+        found = [Variant("rows", partial(_out_of, partial(varlen, **options)))]
+        if self.is_uniform:
+            given = [rows.unflatten(0, (shape.batch, -1)) for rows in (self.q, self.k, self.v)]
+            alike = partial(library.flash_attn_func, *given, **options)
+            found.append(Variant("requests alike", partial(_out_of, alike)))
+        return found
+
+
+def _out_of(call: Any) -> Any:
+    """The output of a call that returns a log-sum-exp beside it."""
+    return call()[0]
+
 
 def _said(splits: int, pack: bool | None) -> str:
     words = f"splits {splits}" if splits else "its splits"
@@ -323,7 +357,10 @@ def _build(known: dict[str, _Shape], lab: Lab, **values: Any) -> Case:
         limit=6e-3,
         nbytes=work.nbytes,
         flops=work.flops,
-        peers={"FlashAttention-3": work.flash_attention()},
+        peers={
+            "FlashAttention-3": work.flash_attention(),
+            "FlashAttention-4": work.flash_attention_4(),
+        },
         peer_limit=2e-1 if shape.cache != "bfloat16" else 2e-2,
     )
 

@@ -13,10 +13,11 @@ from bench.libraries import Schedule
 from bench.oracle import attend, row_error, sampled
 
 COLUMNS, VALUES = 576, 512
+_ROPE = COLUMNS - VALUES
 SCALE = COLUMNS**-0.5
 _PAGE = 64
 _ROW_BYTES, _QUERY_BYTES = 2 * COLUMNS, 2 * (COLUMNS + VALUES)
-_DEVIATION = 0.1  # of inputs: scores as spread as those of a model
+DEVIATION = 0.1  # of inputs: scores as spread as those of a model
 
 
 def flops(heads: int, pairs: int, columns: int = COLUMNS, values: int = VALUES) -> int:
@@ -24,13 +25,14 @@ def flops(heads: int, pairs: int, columns: int = COLUMNS, values: int = VALUES) 
     return 2 * heads * pairs * (columns + values)
 
 
-def visible(q_len: int, kv_len: int) -> int:
-    """Pairs of the last query tokens of a request and the rows that they see."""
-    return sum(max(kv_len - (q_len - 1 - i), 0) for i in range(q_len))
+def visible(q_len: int, kv_len: int, most: int | None = None) -> int:
+    """Pairs of the last query tokens of a request and the rows that they see, at most so many."""
+    most = kv_len if most is None else most
+    return sum(min(max(kv_len - (q_len - 1 - i), 0), most) for i in range(q_len))
 
 
-class _Decode:
-    """A batch of requests of one length, in shuffled pages."""
+class Decode:
+    """A batch of requests of one length, in shuffled pages; `window` as `mla_decode` has it."""
 
     def __init__(
         self,
@@ -39,11 +41,13 @@ class _Decode:
         *,
         page: int = _PAGE,
         cache_dtype: str = "bfloat16",
-        deviation: float = _DEVIATION,
+        deviation: float = DEVIATION,
         options: dict[str, Any] | None = None,
-        width: tuple[int, int] = (VALUES, COLUMNS - VALUES),
+        width: tuple[int, int] = (VALUES, _ROPE),
+        window: int | None = None,
     ) -> None:
         self.lab, self.columns, self.values = lab, sum(width), width[0]
+        self.scale, self.window = self.columns**-0.5, window
         self.batch, self.q_len, self.heads, self.kv_len = batch, q_len, heads, kv_len = sizes
         self.pages = -(-kv_len // page)
         self.cache = lab.normal(batch * self.pages, page, 1, self.columns, std=deviation)
@@ -53,7 +57,9 @@ class _Decode:
         self.table, self.lens = lab.table(batch, self.pages), lab.full(batch, kv_len)
         self.out = lab.empty(batch, q_len, heads, self.values)
         self.lse = lab.empty(batch, q_len, heads, dtype="float32")
-        self.plan = cumla.MLADecodePlan.from_arrays(self.q, self.cache, **(options or {}))
+        self.plan = cumla.MLADecodePlan.from_arrays(
+            self.q, self.cache, window=window, **(options or {})
+        )
         self.plan.update(self.lens)
 
     def run(self, **options: Any) -> Any:
@@ -75,22 +81,29 @@ class _Decode:
         for request in sampled(self.batch):
             rows = self.rows(request)
             for token in {0, self.q_len - 1}:
-                seen = rows[: self.kv_len - (self.q_len - 1 - token)]
-                query, scale = self.q[request, token], self.columns**-0.5
-                want = attend(query, seen, seen[:, : self.values], scale)
+                end = self.kv_len - (self.q_len - 1 - token)
+                seen = rows[max(end - self.seen, 0) : end]
+                query = self.q[request, token]
+                want = attend(query, seen, seen[:, : self.values], self.scale)
                 worst = max(worst, row_error(got[request, token], want))
         return worst
 
     @property
+    def seen(self) -> int:
+        """Rows that a query can see at most."""
+        return self.kv_len if self.window is None else self.window + 1
+
+    @property
     def nbytes(self) -> int:
-        """Each row once, queries and output."""
+        """Each row that is seen once, queries and output."""
         row: int = self.columns * self.cache.element_size()
         query = 2 * (self.columns + self.values)
-        return self.batch * (self.kv_len * row + self.q_len * self.heads * query)
+        rows = min(self.kv_len, self.seen + self.q_len - 1)
+        return self.batch * (rows * row + self.q_len * self.heads * query)
 
     @property
     def flops(self) -> int:
-        pairs = self.batch * visible(self.q_len, self.kv_len)
+        pairs = self.batch * visible(self.q_len, self.kv_len, self.seen)
         return flops(self.heads, pairs, self.columns, self.values)
 
     def case(self, limit: float, **options: Any) -> Case:
@@ -101,7 +114,7 @@ class _Decode:
         for name, build in self.lab.libraries.flash_mla.items():
             # With several query tokens vLLM's build wants another layout: it gets no output.
             out = self.lab.torch.empty_like(self.out) if self.q_len == 1 else None
-            given = (self.q, self.cache, self.table, self.lens, SCALE, Schedule(), out)
+            given = (self.q, self.cache, self.table, self.lens, self.scale, Schedule(), out)
             found.append(Variant(name, partial(build.dense, *given)))
         return found
 
@@ -109,26 +122,27 @@ class _Decode:
         library, found = self.lab.libraries.flash_attention, []
         if library is None:
             return []
+        q, k = self.q[..., self.values :], self.cache[..., self.values :]
+        if self.columns == self.values:  # it wants some: 0 in the query, so that they do not count
+            q, k = self.lab.torch.zeros_like(self.q[..., :_ROPE]), self.cache[..., :_ROPE]
         for splits in (0, 1, 32) if self.batch < 64 else (0, 1):
             schedule = library.schedule(
                 self.lens,
                 max_q=self.q_len,
                 max_kv=self.pages * _PAGE,
                 heads=(self.heads, 1),
-                columns=(COLUMNS - VALUES, VALUES),
+                columns=(q.shape[-1], self.values),
                 dtype=self.q.dtype,
                 page=_PAGE,
                 splits=splits,
             )
             call = partial(
                 library,
-                self.q[..., VALUES:],
-                self.cache[..., VALUES:],
-                self.cache[..., :VALUES],
-                qv=self.q[..., :VALUES],
+                *(q, k, self.cache[..., : self.values]),
+                qv=self.q[..., : self.values],
                 lens=self.lens,
                 table=self.table,
-                scale=SCALE,
+                scale=self.scale,
                 schedule=schedule,
                 splits=splits,
                 out=self.lab.torch.empty_like(self.out),
@@ -140,15 +154,13 @@ class _Decode:
 # --- decoding -------------------------------------------------------------------------------------
 
 
-def _small(
-    lab: Lab, batch: int, queries: int, heads: int, kv_len: int
-) -> tuple[int, int, int, int]:
+def small(lab: Lab, batch: int, queries: int, heads: int, kv_len: int) -> tuple[int, int, int, int]:
     batch, heads, kv_len = lab.at_most(batch=(batch, 3), heads=(heads, 4), kv_len=(kv_len, 130))
     return batch, queries, heads, kv_len
 
 
 def dense(lab: Lab, batch: int, queries: int, heads: int, kv_len: int) -> Case:
-    work = _Decode(lab, _small(lab, batch, queries, heads, kv_len))
+    work = Decode(lab, small(lab, batch, queries, heads, kv_len))
     peers = {"FlashMLA": work.flash_mla(), "FlashAttention-3": work.flash_attention()}
     return work.case(4e-3, peers=peers)
 
@@ -196,9 +208,9 @@ SHORT = Section(
 
 def fp8(lab: Lab, batch: int, queries: int, heads: int, kv_len: int, products: str) -> Case:
     in_fp8 = products == "float8_e4m3fn"
-    batch, queries, few, kv_len = _small(lab, batch, queries, heads, kv_len)
+    batch, queries, few, kv_len = small(lab, batch, queries, heads, kv_len)
     sizes = (batch, queries, min(heads, 64) if lab.tiny and in_fp8 else few, kv_len)
-    work = _Decode(lab, sizes, cache_dtype="float8_e4m3fn", deviation=1.0)
+    work = Decode(lab, sizes, cache_dtype="float8_e4m3fn", deviation=1.0)
     peers = {}
     if lab.libraries.flash_mla:
         q = work.q.to(lab.dtype("float8_e4m3fn"))
@@ -244,47 +256,6 @@ FP8 = Section(
 )
 
 
-def widths(
-    lab: Lab, latent: int, rope: int, cache: str, batch: int, heads: int, kv_len: int
-) -> Case:
-    sizes = _small(lab, batch, 1, heads, kv_len)
-    is_fp8 = cache == "float8_e4m3fn"
-    deviation, options = (1.0, {"kv_scale": 1.0}) if is_fp8 else (_DEVIATION, {})
-    work = _Decode(lab, sizes, cache_dtype=cache, deviation=deviation, width=(latent, rope))
-    limit = 6e-3 if is_fp8 else 4e-3
-    run = partial(work.run, **options)
-    return Case(run, work.error, limit, nbytes=work.nbytes, flops=work.flops)
-
-
-WIDTHS = Section(
-    name="widths",
-    title="Rows of other widths",
-    about="`cumla.MLADecodePlan.run` over rows of Mistral Small 4 (256 + 64), MiniCPM3 (256 + 32) "
-    "and GLM-5.3 (512 columns without RoPE), in bfloat16 or e4m3 under one scale.",
-    columns={
-        "latent": "latent columns",
-        "rope": "RoPE columns",
-        "cache": "cache",
-        "batch": "requests",
-        "heads": "heads",
-        "kv_len": "cached tokens",
-    },
-    shapes=shapes(
-        "latent rope cache batch heads kv_len",
-        *(
-            (*width, cache, *sizes)
-            for width, *some in (
-                ((256, 64), (1, 32, 8192), (64, 32, 8192), (64, 8, 8192)),
-                ((256, 32), (64, 40, 4096)),
-                ((512, 0), (128, 64, 4096), (64, 8, 8192)),
-            )
-            for sizes in some
-            for cache in ("bfloat16", "float8_e4m3fn")
-        ),
-    ),
-    build=widths,
-)
-
 # --- chunks ---------------------------------------------------------------------------------------
 
 
@@ -297,8 +268,8 @@ def chunks(lab: Lab, batch: int, queries: int, decodes: int, heads: int, kv_len:
     counts = [1] * decodes + [queries] * batch
     requests, pages = len(counts), -(-kv_len // _PAGE)
     starts = lab.ints([sum(counts[:i]) for i in range(requests + 1)])
-    cache = lab.normal(requests * pages, _PAGE, 1, COLUMNS, std=_DEVIATION)
-    q = lab.normal(sum(counts), heads, COLUMNS, std=_DEVIATION)
+    cache = lab.normal(requests * pages, _PAGE, 1, COLUMNS, std=DEVIATION)
+    q = lab.normal(sum(counts), heads, COLUMNS, std=DEVIATION)
     table, lens = lab.table(requests, pages), lab.full(requests, kv_len)
     out = lab.empty(sum(counts), heads, VALUES)
     lse = lab.empty(sum(counts), heads, dtype="float32")
@@ -367,7 +338,7 @@ CHUNKS = Section(
 
 
 def schedules(lab: Lab, batch: int, heads: int, kv_len: int) -> Case:
-    work = _Decode(lab, _small(lab, batch, 1, heads, kv_len))
+    work = Decode(lab, small(lab, batch, 1, heads, kv_len))
 
     def update() -> None:
         work.plan.update(work.lens)
@@ -383,7 +354,7 @@ def schedules(lab: Lab, batch: int, heads: int, kv_len: int) -> Case:
             "max_q": 1,
             "max_kv": work.pages * _PAGE,
             "heads": (work.heads, 1),
-            "columns": (COLUMNS - VALUES, VALUES),
+            "columns": (_ROPE, VALUES),
             "dtype": work.q.dtype,
             "page": _PAGE,
         }
@@ -405,15 +376,15 @@ SCHEDULES = Section(
 )
 
 
-def _beside_usual(work: _Decode, usual: _Decode, limit: float = 4e-3) -> Case:
+def _beside_usual(work: Decode, usual: Decode, limit: float = 4e-3) -> Case:
     """The same inputs through a plan with an option, and through the usual one."""
     return work.case(limit, peers={"usual": [Variant("", usual.run)]}, peer_limit=limit)
 
 
 def invariant(lab: Lab, batch: int, queries: int, heads: int, kv_len: int) -> Case:
-    sizes = _small(lab, batch, queries, heads, kv_len)
-    usual = _Decode(lab, sizes)
-    work = _Decode(lab, sizes, options={"batch_invariant": True, "max_kv_len": sizes[3]})
+    sizes = small(lab, batch, queries, heads, kv_len)
+    usual = Decode(lab, sizes)
+    work = Decode(lab, sizes, options={"batch_invariant": True, "max_kv_len": sizes[3]})
     work.q, work.cache, work.table = usual.q, usual.cache, usual.table
     return _beside_usual(work, usual)
 
@@ -434,8 +405,8 @@ INVARIANT = Section(
 
 
 def pages(lab: Lab, batch: int, heads: int, kv_len: int, page: int) -> Case:
-    sizes = _small(lab, batch, 1, heads, kv_len)
-    usual, work = _Decode(lab, sizes), _Decode(lab, sizes, page=page)
+    sizes = small(lab, batch, 1, heads, kv_len)
+    usual, work = Decode(lab, sizes), Decode(lab, sizes, page=page)
     work.q = usual.q
     rows = usual.cache[usual.table.long()].reshape(sizes[0], -1, COLUMNS)[:, : sizes[3]]
     whole = lab.torch.zeros(

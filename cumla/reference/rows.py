@@ -33,6 +33,9 @@ def cached_rows(cache: Array, table: Array, tokens: int) -> Array:
     index, slot = np.divmod(np.arange(tokens), page_size)
     page = table[index]
     exists = (page >= 0) & (page < num_pages)
+    if exists.all():
+        found: Array = cache[page, slot]
+        return found
     rows = np.zeros((tokens, *cache.shape[2:]), cache.dtype)
     rows[exists] = cache[page[exists], slot[exists]]
     return rows

@@ -127,6 +127,29 @@ class FakeFlashAttention:
         return (out, result.lse.transpose(1, 2)) if with_lse else out
 
 
+def _attends(q: Any, k: Any, v: Any, *, causal: bool, window_size: Any, **given: Any) -> Any:
+    """FlashAttention-4's functions; rows of all requests, or `(batch, tokens, heads, columns)`."""
+    names = {"cu_seqlens_q": "qo_indptr", "cu_seqlens_k": "kv_indptr", "seqused_k": "kv_lens"}
+    names |= {"page_table": "block_table", "learnable_sink": "sinks"}
+    assert given.pop("max_seqlen_q", 0) <= max(q.shape[:2])
+    given.pop("max_seqlen_k", None)
+    if q.ndim == 4 and k.ndim == 4:
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        given |= {"cu_seqlens_q": starts * q.shape[1], "cu_seqlens_k": starts * k.shape[1]}
+        out = _attends(
+            *(rows.flatten(0, 1) for rows in (q, k, v)),
+            causal=causal,
+            window_size=window_size,
+            **given,
+        )[0]
+        return out.unflatten(0, q.shape[:2]), None
+    options = {names[name]: value for name, value in given.items()}
+    return cumla.attention(q, k, v, causal=causal, window=window_size[0], **options)
+
+
+flash_attention_4 = SimpleNamespace(flash_attn_varlen_func=_attends, flash_attn_func=_attends)
+
+
 def _paged_logits(
     q: Any, cache: Any, weights: Any, seen: Any, table: Any, schedule: Any, longest: int
 ) -> Any:
@@ -185,12 +208,59 @@ vllm_operators = SimpleNamespace(
 )
 
 
+def _windows_of_flash_infer(
+    q: Any, cache: Any, workspace: Any, table: Any, lens: Any, out: Any, *last: Any
+) -> None:
+    scale, window, tactic = last
+    assert q.shape[0] <= 16
+    assert q.shape[1:] == (1, 64, 1088)
+    assert all(x.is_contiguous() for x in (q, cache, table, lens, out))
+    rows = q.shape[0] * 64
+    assert workspace.numel() >= 256 * -(-rows * 9 * 4096 // 256) + 256 * -(-rows * 9 * 4 // 256)
+    assert tactic in range(6)
+    options = {"softmax_scale": scale, "window": window}
+    out.copy_(cumla.mla_decode(q, cache, table, lens, **options).out)
+
+
+def _triton_mla(
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    lse: Any,
+    table: Any,
+    lens: Any,
+    *last: Any,
+    **scales: Any,
+) -> None:
+    parts, splits, scale, page = last
+    assert keys.shape[1:3] == (page, 1)
+    assert values.data_ptr() == keys.data_ptr()
+    assert scales.pop("is_mla")
+    assert set(scales) == {"k_scale", "v_scale"}
+    latent = values.shape[-1]
+    assert parts.shape == (*q.shape[:2], splits, latent + 1)
+    options: dict[str, Any] = {"softmax_scale": scale}
+    if keys.dtype == E4M3:
+        options["kv_scale"] = scales["k_scale"]
+    state = cumla.mla_decode(q[:, None], keys, table, lens, **options)
+    out.copy_(state.out[:, 0])
+    lse.copy_(state.lse[:, 0])
+
+
+def _chain(layer: Any, q: Any, cache: Any, step: Any, scale: Any) -> tuple[Any, None]:
+    assert (layer.head_size, layer.kv_lora_rank, step.query_len) == (1088, 1024, 1)
+    options = {"softmax_scale": layer.scale, "window": layer.sliding_window - 1}
+    given = (q[:, None], cache, step.block_table, step.seq_lens)
+    return cumla.mla_decode(*given, **options).out[:, 0], None
+
+
 class FakeLibraries:
     """All of them."""
 
     def __init__(self) -> None:
         self.flash_mla = {"vLLM": FakeFlashMLA(True), "SGLang": FakeFlashMLA(False)}
-        self.flash_attention = FakeFlashAttention()
+        self.flash_attention, self.flash_attention_4 = FakeFlashAttention(), flash_attention_4
         self.deep_gemm, self.vllm_operators = deep_gemm, vllm_operators
         self.flash_infer_top_k = flash_infer_top_k
         face = import_module("cumla.compat.flashinfer.msa_ops")
@@ -198,7 +268,10 @@ class FakeLibraries:
         functions = {name: getattr(face, name) for name in dir(face) if name.startswith("msa_")}
         short = SimpleNamespace(hopper_msa_sparse_attention=causal)
         self.flash_infer_blocks = SimpleNamespace(cake_hopper_sm90=short, **functions)
+        self.flash_infer_windows = SimpleNamespace(run=_windows_of_flash_infer)
         self.vllm_blocks = import_module("cumla.compat.vllm_minimax_m3")
+        self.vllm_mla = SimpleNamespace(decode_attention_fwd=_triton_mla)
+        self.vllm_windows = _chain
         self.notes = ["none is real"]
 
     def flash_infer(self, module: str) -> Any:

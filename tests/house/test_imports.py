@@ -105,3 +105,22 @@ def test_there_is_no_circle() -> None:
     while free := left.keys() - set().union(*left.values()):
         left = {name: imported for name, imported in left.items() if name not in free}
     assert not left
+
+
+# Folders of cumla/cuda, each line below those that may include it. Families may include what their
+# modules may import.
+CUDA_LAYERS = (("ptx",), ("split", "rows", "attend"), FAMILIES)
+
+
+def test_kernels_include_what_is_below_them_and_no_kernel_of_another_folder() -> None:
+    cuda = ROOT / "cumla" / "cuda"
+    layers = {folder: i for i, layer in enumerate(CUDA_LAYERS) for folder in layer}
+    broken = set()
+    for path in (*cuda.rglob("*.cu"), *cuda.rglob("*.cuh")):
+        own = path.relative_to(cuda).parts[0].removesuffix("_states.cu")
+        for included in re.findall(r'^#include "([^"]+)"', path.read_text("utf-8"), re.MULTILINE):
+            other = included.partition("/")[0]
+            below = layers[other] < layers[own] or other in MAY_IMPORT.get(own, ())
+            if other != own and (not below or included.endswith(".cu")):
+                broken.add((path.relative_to(cuda).as_posix(), included))
+    assert not broken

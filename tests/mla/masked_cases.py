@@ -13,7 +13,7 @@ import numpy as np
 
 import cumla
 from cumla.mla.shape import WIDTH
-from tests.mla.fp8_arrays import SCALED, aligned, make_cache, parts_of
+from tests.mla.fp8_arrays import SCALED, aligned, make_cache, normal_rows, parts_of
 from tests.mla.tolerance import assert_close_lse, assert_close_out
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -154,12 +154,15 @@ def seen_tokens(sample: Sample, request: int) -> tuple[int, int]:
 def make(sample: Sample) -> Problem:
     """Build the arrays of a call."""
     rng = np.random.default_rng(sample.seed)
-    size, batch, heads = sample.page_size, len(sample.q_lens), sample.heads[0]
-    most = max(1, *(-(-n // size) for n in sample.kv_lens))
-    cache = _numbers(sample, rng, batch * most + 2)
-    table = rng.permutation(batch * most).reshape(batch, most).astype(np.int32)
+    batch, heads = len(sample.q_lens), sample.heads[0]
     tree = tree_of(sample, rng) if sample.words else None
-    _poison(sample, rng, cache, table, tree)
+    table, seen = _pages(sample, rng, tree)
+    cache = _numbers(sample, rng, len(seen))
+    for part in parts_of(cache):
+        if part.itemsize == 1:
+            part.view(np.uint8)[~seen] = 0xFF  # NaN, of bfloat16 and float32 as well
+        else:
+            part[~seen] = np.where(rng.random((~seen).sum()) < 0.5, np.nan, np.inf)[:, None, None]
     dtype = DTYPES[sample.dtype]
     columns = sum(sample.width)
     q = aligned((sum(sample.q_lens), heads, columns), dtype)
@@ -181,11 +184,31 @@ def make(sample: Sample) -> Problem:
     if sample.operation == "table":
         given["block_table"] = table
     else:
-        counts = [-(-n // size) for n in sample.kv_lens]
+        counts = [-(-n // sample.page_size) for n in sample.kv_lens]
         listed = [row[:n] for row, n in zip(table, counts, strict=True)]
         given["kv_indices"] = np.concatenate([*listed, np.int32([-1])])
         given["kv_indptr"] = np.cumsum([0, *counts]).astype(np.int32)
     return Problem(sample, cumla.mla_attention, cumla.reference.mla_attention, given)
+
+
+def _pages(sample: Sample, rng: np.random.Generator, tree: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a table with garbage where nobody looks, and tell the rows of pages that somebody sees.
+
+    Some pages are in no entry.
+    """
+    size, batch = sample.page_size, len(sample.kv_lens)
+    index = np.arange(max(1, *(-(-n // size) for n in sample.kv_lens)))
+    spans = [seen_tokens(sample, r) for r in range(batch)]
+    used = np.array([(index * size < end) & (index * size + size > begin) for begin, end in spans])
+    seen = np.zeros((used.sum() + batch + 2, size), bool)
+    table = rng.choice(np.int32(GARBAGE), used.shape)
+    table[used] = rng.permutation(len(seen))[: used.sum()]
+    for r, (begin, end) in enumerate(spans):
+        tokens = np.arange(begin, end)
+        if tree is not None:
+            tokens = tokens[seen_by_tree(sample, r, tree)[begin:end]]
+        seen[table[r, tokens // size], tokens % size] = True
+    return table, seen
 
 
 def _numbers(sample: Sample, rng: np.random.Generator, num_pages: int) -> Any:
@@ -193,33 +216,11 @@ def _numbers(sample: Sample, rng: np.random.Generator, num_pages: int) -> Any:
     shape = (num_pages, sample.page_size, sample.heads[1])
     if sample.is_fp8:
         return make_cache(sample.form, *shape, width=sample.width)
-    dtype = DTYPES[sample.dtype]
     widths = (sum(sample.width),) if sample.form == "one" else sample.width
-    parts = tuple(aligned((*shape, n), dtype) for n in widths)
+    parts = tuple(aligned((*shape, n), DTYPES[sample.dtype]) for n in widths)
     for part in parts:
-        part[...] = rng.standard_normal(part.shape)
+        part[...] = normal_rows(rng, part.shape, part.dtype)
     return parts if len(parts) > 1 else parts[0]
-
-
-def _poison(
-    sample: Sample, rng: np.random.Generator, cache: Any, table: np.ndarray, tree: Any
-) -> None:
-    """Spoil what nobody sees: rows, and page numbers."""
-    size, pages = sample.page_size, np.arange(table.shape[1])
-    seen = np.zeros(parts_of(cache)[0].shape[:2], bool)
-    for r, row in enumerate(table):
-        begin, end = seen_tokens(sample, r)
-        tokens = np.arange(begin, end)
-        if tree is not None:
-            tokens = tokens[seen_by_tree(sample, r, tree)[begin:end]]
-        seen[row[tokens // size], tokens % size] = True
-        unused = (pages * size + size <= begin) | (pages * size >= end)
-        row[unused] = rng.choice(GARBAGE, unused.sum())
-    for part in parts_of(cache):
-        if part.itemsize == 1:
-            part.view(np.uint8)[~seen] = 0xFF  # NaN, of bfloat16 and float32 as well
-        else:
-            part[~seen] = np.where(rng.random((~seen).sum()) < 0.5, np.nan, np.inf)[:, None, None]
 
 
 def in_float64(problem: Problem) -> cumla.AttentionState:
@@ -229,11 +230,13 @@ def in_float64(problem: Problem) -> cumla.AttentionState:
     return problem.reference(**problem.given, out=out, lse=lse)
 
 
-def check(problem: Problem, out: np.ndarray, lse: np.ndarray) -> dict[str, float]:
-    """Hold results against the definition."""
-    want = in_float64(problem)
-    figures = assert_close_out(out.astype(np.float64), want.out, visible_v_rms=1.0)
-    return figures | assert_close_lse(lse.astype(np.float64), want.lse)
+def check(
+    problem: Problem, out: np.ndarray, lse: np.ndarray, want: cumla.AttentionState | None = None
+) -> dict[str, float]:
+    """Hold results against the definition: `want`, or what is computed here."""
+    want = in_float64(problem) if want is None else want
+    figures = assert_close_out(out, want.out, visible_v_rms=1.0)
+    return figures | assert_close_lse(lse, want.lse)
 
 
 def without_sinks(problem: Problem) -> Problem:

@@ -72,12 +72,16 @@ def assert_close_out(
     """
     x, y = _comparable("out", got, ref)
     abs_tol = OUT_ABS * max(1.0, (visible_v_rms or 0.0) / 0.1)
-    share = _share_of_tolerance(x, y, abs_tol, OUT_REL)
-    rows = _relative_norms(x, y)
+    error = np.abs(x - y)
+    share = _share_of_tolerance(error, y, abs_tol, OUT_REL)
+    of_error, of_x, of_y = (np.einsum("...i,...i", a, a) for a in (error, x, y))
+    rows = _relative_norms(of_error, of_y)
+    norms = float(np.sum(of_x) + np.sum(of_y))
     figures = {
-        "max_abs": float(np.abs(x - y).max(initial=0.0)),
+        "max_abs": float(error.max(initial=0.0)),
         "element": float(share.max(initial=0.0)),
-        "cos": _cosine_difference(x, y),
+        # 1 - 2 <x, y> / (|x|^2 + |y|^2), without its cancellation
+        "cos": float(np.sum(of_error)) / norms if norms else 0.0,
         "row": float(rows.max(initial=0.0)),
     }
     if kind == "normal":
@@ -96,9 +100,10 @@ def assert_close_lse(got: Array, ref: Array) -> dict[str, float]:
         Worst figures ``max_abs`` and ``element``, as of `assert_close_out`.
     """
     x, y = _comparable("lse", got, ref)
-    share = _share_of_tolerance(x, y, LSE_ABS, LSE_REL)
+    error = np.abs(x - y)
+    share = _share_of_tolerance(error, y, LSE_ABS, LSE_REL)
     figures = {
-        "max_abs": float(np.abs(x - y).max(initial=0.0)),
+        "max_abs": float(error.max(initial=0.0)),
         "element": float(share.max(initial=0.0)),
     }
     _refuse("lse", "element", share, 1.0, x, y, figures)
@@ -108,8 +113,10 @@ def assert_close_lse(got: Array, ref: Array) -> dict[str, float]:
 def _comparable(name: str, got: Array, ref: Array) -> tuple[Array, Array]:
     """Both in float64, after shapes and the places of NaN and infinities agree; those become 0."""
     assert got.shape == ref.shape, f"{name}: shape {got.shape}, reference {ref.shape}"
-    x, y = got.astype(np.float64), ref.astype(np.float64)
-    special = ~np.isfinite(x) | ~np.isfinite(y)
+    x, y = (a.astype(np.float64, copy=False) for a in (got, ref))
+    special = ~(np.isfinite(x) & np.isfinite(y))
+    if not special.any():
+        return x, y
     same = (x == y) | (np.isnan(x) & np.isnan(y))
     wrong = np.argwhere(special & ~same)
     assert not len(wrong), (
@@ -119,23 +126,19 @@ def _comparable(name: str, got: Array, ref: Array) -> tuple[Array, Array]:
     return np.where(special, 0.0, x), np.where(special, 0.0, y)
 
 
-def _share_of_tolerance(x: Array, y: Array, abs_tol: float, rel_tol: float) -> Array:
-    share: Array = np.abs(x - y) / np.maximum(abs_tol, rel_tol * np.abs(y))
+def _share_of_tolerance(error: Array, y: Array, abs_tol: float, rel_tol: float) -> Array:
+    tolerance = np.abs(y)
+    tolerance *= rel_tol
+    np.maximum(tolerance, abs_tol, out=tolerance)
+    share: Array = np.divide(error, tolerance, out=tolerance)
     return share
 
 
-def _relative_norms(x: Array, y: Array) -> Array:
-    """|x - y| / |y| a row; a row of zeros must be met exactly."""
-    error, norm = np.linalg.norm(x - y, axis=-1), np.linalg.norm(y, axis=-1)
-    relative = np.where(error > 0, np.inf, 0.0)
-    np.divide(error, norm, out=relative, where=norm > 0)
-    return relative
-
-
-def _cosine_difference(x: Array, y: Array) -> float:
-    """1 - 2 <x, y> / (|x|^2 + |y|^2), without its cancellation."""
-    norms = float(np.sum(x * x) + np.sum(y * y))
-    return float(np.sum((x - y) ** 2)) / norms if norms else 0.0
+def _relative_norms(of_error: Array, of_y: Array) -> Array:
+    """|x - y| / |y| a row, of their squares; a row of zeros must be met exactly."""
+    relative = np.where(of_error > 0, np.inf, 0.0)
+    np.divide(of_error, of_y, out=relative, where=of_y > 0)
+    return np.sqrt(relative)
 
 
 def _refuse(

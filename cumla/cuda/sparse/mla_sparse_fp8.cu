@@ -3,7 +3,7 @@
 // rows (kRows), and lists in place of pages (sparse/selected.cuh). Rows have 576 columns.
 //
 // Roles, time line, barriers, shared memory and registers: mla/mla_decode_fp8.cu.
-#include "mla/mla_decode_fp8.cu"
+#include "mla/mla_decode_fp8/kernel.cuh"
 #include "sparse/selected.cuh"
 
 namespace cumla::sparse {

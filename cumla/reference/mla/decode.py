@@ -114,7 +114,8 @@ sinks, tree, batch_invariant, out, lse
             hidden = np.broadcast_to(number >= 0, (q_len, len(rows))).copy()
             hidden[:, known] = ~bits[:, number[known]]
         # Queries together, but where numbers that one does not see would make it NaN.
-        together = max(1, TOGETHER // num_heads) if np.isfinite(rows).all() else 1
+        finite = np.isfinite(rows[first.min(initial=len(rows)) : visible.max(initial=0)]).all()
+        together = max(1, TOGETHER // num_heads) if finite else 1
         for i in range(0, q_len, together):
             some = slice(i, i + together)
             seen = visible[some], first[some]
@@ -209,11 +210,16 @@ class Cache(NamedTuple):
 
     def _numbers(self, gathered: Callable[[Array], Array], dtype: np.dtype[Any]) -> Array:
         """Gather rows of each part, and multiply them by their factors."""
-        ckv, k_pe = (gathered(x).astype(dtype) for x in (self.ckv, self.k_pe))
+        latent = self.ckv.shape[-1]
+        parts = [gathered(x) for x in (self.ckv, self.k_pe)]
+        columns = latent + self.k_pe.shape[-1]
+        rows = np.empty((*parts[0].shape[:-1], columns), dtype)
+        ckv, k_pe = rows[..., :latent], rows[..., latent:]
+        ckv[...], k_pe[...] = parts
         if self.scales is not None:
             ckv *= np.repeat(gathered(self.scales).astype(dtype), SCALED_COLUMNS, axis=-1)
         elif self.ckv.dtype == E4M3:
             ckv *= dtype.type(self.factor)
         if self.k_pe.dtype == E4M3:
             k_pe *= dtype.type(self.factor)
-        return np.concatenate([ckv, k_pe], axis=-1)
+        return rows

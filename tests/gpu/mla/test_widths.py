@@ -123,12 +123,13 @@ def test_samples(sample: Sample, record_figures: Any) -> None:
     problem = cases.make(sample)
     given = uploaded(problem)
     state = problem.call(**given, **poisoned(problem))
-    record_figures(cases.check(problem, *on_host(state)))
+    want = cases.in_float64(problem)
+    record_figures(cases.check(problem, *on_host(state), want))
     for _ in range(2):
         kernels.noise(sample.seed)
         assert_same_bits(state, problem.call(**given, **poisoned(problem)))
     state = problem.call(**given, **poisoned(problem, cp.float32))
-    cases.check(problem, *on_host(state))
+    cases.check(problem, *on_host(state), want)
 
 
 @pytest.mark.parametrize(("width", "is_fp8"), [of for of in OF_CACHES if of[0] in OTHERS])
@@ -139,7 +140,8 @@ def test_plans_and_replays(width: tuple[int, int], heads: int, is_fp8: bool) -> 
     problem = cases.make(sample)
     given = uploaded(problem)
     state = problem.call(**given)
-    cases.check(problem, *on_host(state))
+    want = cases.in_float64(problem)
+    cases.check(problem, *on_host(state), want)
     lens = given.pop("kv_lens")
     causal = given.pop("causal"), given.pop("window")
     assert causal == (True, None)
@@ -168,11 +170,11 @@ def test_plans_and_replays(width: tuple[int, int], heads: int, is_fp8: bool) -> 
     for invariant in (False, True):
         out, lse = cumla.mla_attention(**rows, **pages, **factor, batch_invariant=invariant)
         found = out.reshape(state.out.shape), lse.reshape(state.lse.shape)
-        cases.check(problem, *on_host(found))
+        cases.check(problem, *on_host(found), want)
         if width == WIDE:
             continue
         fixed = problem.call(**given, kv_lens=lens, batch_invariant=invariant)
-        cases.check(problem, *on_host(fixed))
+        cases.check(problem, *on_host(fixed), want)
     for r in range(3):
         if width == WIDE:  # by the ragged function alone
             first = {"q": rows["q"][2 * r : 2 * r + 2], "kv_cache": rows["kv_cache"]}

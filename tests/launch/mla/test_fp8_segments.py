@@ -519,7 +519,7 @@ def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8.cu": "cb6c2d7e",
+    "mla/mla_decode_fp8/kernel.cuh": "cb6c2d7e",
     "mla/mla_decode_fp8/load.cuh": "409db411",
     "mla/mla_decode_fp8/compute.cuh": "0bdbe6c8",
     "mla/mla_decode_fp8/softmax.cuh": "1a3b44a4",
