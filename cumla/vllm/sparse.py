@@ -91,6 +91,13 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        offloading = getattr(vllm_config.attention_config, "hisparse_config", None)
+        if offloading is not None:  # from vLLM 0.33 on: rows of the cache are in the host's memory
+            raise refusal(
+                self.model_config,
+                "hisparse_config: cumla's backend for sparse MLA has no HiSparse, got "
+                f"{offloading}; leave out HiSparse, or --attention-backend CUSTOM",
+            )
         self._requests: dict[int, torch.Tensor] = {}  # of tokens, by equal query lengths
         self._pool = _pool_of(self.model_config)
         if self._pool == 1:

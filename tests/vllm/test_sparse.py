@@ -469,6 +469,14 @@ def test_a_step_of_equal_query_lengths_launches_nothing_when_it_begins(
         assert again is not bool(launched)
 
 
+def test_a_cache_in_the_memory_of_the_host_is_refused() -> None:
+    builder = SparseMLA().builder
+    builder.vllm_config.attention_config.hisparse_config = "rows of the host"
+    match = rf"^hisparse_config: .* has no HiSparse, got rows of the host; leave out .*{OF_MODEL}"
+    with pytest.raises(NotImplementedError, match=match):
+        type(builder)(builder.kv_cache_spec, ["layer"], builder.vllm_config, builder.device)
+
+
 def test_groups_of_micro_batches_have_plans_of_their_own() -> None:
     """Each has a builder of vLLM's, whose buffer tells them apart."""
     from cumla.vllm import indexer
