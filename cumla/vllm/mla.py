@@ -268,7 +268,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
 
 
 class Backend(MLAKernels, MLACommonBackend):
-    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+    """Answers to vLLM before it takes this backend; vLLM raises the errors of refused models."""
 
     impl = Impl
     builder = Builder
