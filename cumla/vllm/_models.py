@@ -232,7 +232,7 @@ def invariance() -> dict[str, Any]:
 
 
 def fp8_products(config: Any) -> bool:
-    """Return whether layers may multiply in FP8: by an option of vLLM, else by the environment."""
+    """Return whether layers may multiply in FP8: by an option of vLLM."""
     given = getattr(config, "additional_config", None)
     options = given.get("cumla", {}) if isinstance(given, dict) else {}
     name = "fp8_products"
@@ -241,8 +241,7 @@ def fp8_products(config: Any) -> bool:
             f'additional_config: needs {{"cumla": {{"{name}": true}}}}, or false, got '
             f"{{'cumla': {options!r}}}; leave out what cumla's backend does not know"
         )
-    asked = options.get(name)
-    return environment_flag("CUMLA_VLLM_FP8_PRODUCTS") if asked is None else bool(asked)
+    return bool(options.get(name))
 
 
 def divides_steps(config: Any) -> bool:
