@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: cases, of which cumla and other libraries compute the same, and sections."""
+"""Sections and their cases, which cumla and other libraries compute alike."""
 
 from __future__ import annotations
 

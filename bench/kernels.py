@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a record is about, and whether today's are the same.
+"""The kernels of a record, and whether today's are the same.
 
 A kernel is the same if its source is, or if its new source is proven, in the evidence of the GPU
 tests, to compile to the machine code that was measured.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where cases are built: arrays of PyTorch on a GPU, or tiny ones on the CPU."""
+"""Builds the arrays of cases: PyTorch's on a GPU, or tiny ones on the CPU."""
 
 from __future__ import annotations
 

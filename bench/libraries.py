@@ -69,7 +69,7 @@ def _vllm(path: str, platform: Any) -> ModuleType:
 
 
 class Schedule:
-    """What FlashMLA makes in its first call, and takes in the others."""
+    """The schedule that FlashMLA makes in its first call, and takes in later ones."""
 
     tiles: Any = None
     splits: Any = None

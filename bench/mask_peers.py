@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other libraries have for the rows of bench.masks, as calls.
+"""Calls of other libraries for the rows of bench.masks.
 
 Each takes the row's arrays, with all that a step makes once made before. FlexAttention gets rows of
 keys without pages, and the mask or bias as a function that it compiles. FlashAttention-3 has no

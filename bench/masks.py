@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What masks and biases of attention take, in turns with calls without them and other libraries.
+"""Times masks and biases of attention, interleaved with calls without them and other libraries.
 
     python -m bench.masks FILE [SECONDS]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a case is measured: checked first, then cumla and every library in turns, with a cold L2."""
+"""Measures a case: checked first, then cumla and every library interleaved, with a cold L2."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Stopwatch:
         self.gpu, self.torch = gpu, torch
 
     def host_us(self, call: Call) -> float:
-        """What a call costs the host."""
+        """Host time of a call."""
         self.torch.cuda.synchronize()
         begin = perf_counter()
         call()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is right: attention in float64 on PyTorch, and how far a result is from it."""
+"""The oracle: attention in float64 on PyTorch, and the distance of a result from it."""
 
 from __future__ import annotations
 

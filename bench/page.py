@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What documents show of a record: tables, figures, the rows of the README."""
+"""Tables, figures and the README's rows, made from a record."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def overview_title(record: Row) -> str:
 
 
 def parts(record: Row) -> dict[str, str]:
-    """What `{{ name }}` in the page stands for."""
+    """The values of `{{ name }}` in the page."""
     machine, found = record["machine"], record["ceilings"]
     libraries = ", ".join(f"{name} {version}" for name, version in record["libraries"].items())
     return {
@@ -192,7 +192,7 @@ def parts(record: Row) -> dict[str, str]:
 
 
 def earlier(record: Row) -> str:
-    """Which sections are of a run before, whose kernels compile to the same machine code."""
+    """The sections of an earlier run, whose kernels compile to the same machine code."""
     if "earlier" not in record:
         return ""
     of = record["earlier"]
@@ -234,7 +234,7 @@ def sections(record: Row) -> str:
 
 
 def host(record: Row) -> str:
-    """What a call costs the host, by section: the median of its rows."""
+    """Host time of a call, by section: the median of its rows."""
     lines = [["call", "cumla, us", "others, us"]]
     for section, rows in measured(record):
         others = [f"{peer} {_median(rows, peer):.0f}" for peer in peers_of(rows)]
@@ -251,7 +251,7 @@ def _median(rows: Sequence[Row], peer: str = "") -> float:
 
 
 def missing(record: Row) -> str:
-    """What did not run, and why."""
+    """The notes: parts that did not run, and why."""
     lines = [f"* {note}" for note in record["notes"]]
     return "\n".join(lines) or "Everything ran."
 

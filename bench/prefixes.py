@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls with shared prefixes take, in turns with calls without groups.
+"""Times calls with shared prefixes, interleaved with calls without groups.
 
     python -m bench.prefixes FILE
 

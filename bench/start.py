@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starting costs: importing the package, and the first call of a process.
+"""Times the import of the package, and the first call of a process.
 
 python -m bench.start
 """

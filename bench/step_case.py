@@ -58,7 +58,7 @@ class StepCase:
 
     @property
     def functions(self) -> _Family:
-        """What is called."""
+        """The calls of a step."""
         return _FAMILIES[self.family]
 
     @property
@@ -96,7 +96,7 @@ class StepCase:
 
 
 class Arrays(NamedTuple):
-    """What a step works on; one or two arrays hold the cached rows of a layer."""
+    """The arrays of a step; one or two hold the cached rows of a layer."""
 
     q: Any
     rows: tuple[Any, ...]

@@ -67,7 +67,7 @@ def run(seconds: float) -> Iterator[Row]:
     results = environment(Gpu()) | {"protocol": PROTOCOL, "rows": []}
     results["machine"]["vllm"] = metadata.version("vllm")
     for place, (name, cases) in enumerate(PARTS.items()):
-        # What a part leaves is shared by those after it, by their numbers of cases.
+        # Later parts share the remaining time, by their numbers of cases.
         rest = sum(map(len, list(PARTS.values())[place:]))
         share = (end - time.monotonic()) * len(cases) / rest
         rows = printed_rows("bench.vllm_layers", name, share)

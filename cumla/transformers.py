@@ -55,7 +55,7 @@ __all__ = ["NAME", "attention", "mask"]
 NAME = "cumla"
 _ALIGNMENT = 16  # bytes, of addresses that kernels take
 _ELSE = 'load the model with attn_implementation="sdpa" or "eager"'
-# Of a call, what is no mask and changes no number.
+# Arguments of a call that are no mask and change no number.
 _IGNORED = (
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"),
     *("output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep", "layer_idx"),
@@ -290,7 +290,7 @@ _MOST_LAYERS = 8  # kinds of layers of which a thread remembers the last step
 
 
 class _Steps(threading.local):
-    """What the layers of a step share, of a thread: a layer finds it by how its arrays look.
+    """State that the layers of a step share, for each thread; found by how the arrays look.
 
     A step begins where they look different, but for their addresses, or the mask is another one:
     a dynamic cache has one more key in each step, and new memory in each layer. No array of a model
@@ -373,7 +373,7 @@ class _Rows(NamedTuple):
 
     @property
     def shapes(self) -> Hashable:
-        """What launches follow from."""
+        """The values from which launches follow."""
         return (self.out_shape, *[view[1:] for view in self.views.values()])
 
 

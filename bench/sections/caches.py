@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves bytes: writing into caches, quantising, merging; beside plain copies."""
+"""Operations that move bytes, beside plain copies: writing into caches, quantising, merging."""
 
 from __future__ import annotations
 

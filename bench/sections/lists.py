@@ -38,7 +38,7 @@ def packed_rows(lab: Lab, count: int) -> Any:
 
 
 def unpacked_rows(lab: Lab, rows: Any) -> Any:
-    """What such rows stand for, float32."""
+    """The float32 values of such rows."""
     torch = lab.torch
     values = rows[:, :VALUES].contiguous().view(lab.dtype("float8_e4m3fn")).float()
     scales = rows[:, VALUES : VALUES + 16].contiguous().view(torch.float32)

@@ -344,7 +344,7 @@ def schedules(lab: Lab, batch: int, heads: int, kv_len: int) -> Case:
         work.plan.update(work.lens)
 
     def error(_: Any) -> float:
-        """Of the attention that follows: a captured update is none before its graph runs."""
+        """The attention that follows: a captured update counts only once its graph has run."""
         update()
         return work.error(work.run())
 

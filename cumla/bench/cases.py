@@ -35,7 +35,7 @@ _KEYS = {  # of the ceilings, in files of results and of peers
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What one GPU can do at best; the last three are 0 where they were not measured."""
+    """Ceilings of one GPU; the last three are 0 if they were not measured."""
 
     # Reading a large array, and copying one (bytes read and written), in 10^9 bytes a second.
     read_gbps: float
@@ -43,7 +43,7 @@ class Ceilings:
     matmul_tflops: float  # an 8192 x 8192 x 8192 bfloat16 matrix product of random numbers
     empty_us: float  # an empty kernel between two events
     fp8_tflops: float = 0.0  # the matrix product with float8_e4m3fn
-    # Whether that was not measured but scaled, by the ratio of the products on another GPU.
+    # True if that was scaled by the ratio of the products on another GPU instead of measured.
     fp8_scaled: bool = False
     # The bfloat16 product once more, over and over, with the GPU at its power limit.
     sustained_tflops: float = 0.0

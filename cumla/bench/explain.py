@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel the library chooses for a case, and why; nothing is measured or compiled."""
+"""Explains which kernel serves a case, and why; nothing is measured or compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark asks of a GPU, through CuPy: memory, launches, events, graphs."""
+"""The benchmark's access to a GPU, through CuPy: memory, launches, events, graphs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Gpu:
         return copied
 
     def address(self, array: Any) -> int:
-        """Where a contiguous array begins."""
+        """Return the address of a contiguous array."""
         return int(array.data.ptr)
 
     def fill_bytes(self, array: Any, value: int) -> None:

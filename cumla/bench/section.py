@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a section measures with."""
+    """The tools of a section."""
 
     gpu: Gpu  # entered
     ceilings: Ceilings  # of that GPU, in the same run
@@ -115,7 +115,7 @@ RATES = (
 
 
 class Case(Protocol):
-    """What is measured."""
+    """A case that a section measures."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Section:
     # Checks a case against float64, times it, and returns the rest of its row. Raises `CheckError`
     # where a result is wrong.
     measure: Callable[[Bench, Any], Row]
-    # What tells cases apart; what was measured.
+    # The key of a case; the measured values.
     shape: tuple[Column, ...]
     figures: tuple[Column, ...]
 

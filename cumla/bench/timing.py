@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How things are timed: on the GPU with a cold L2 cache, and in CUDA graphs."""
+"""Timing on the GPU with a cold L2 cache, and in CUDA graphs."""
 
 from __future__ import annotations
 

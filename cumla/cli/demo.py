@@ -195,7 +195,7 @@ def find_slots(table: Array, request: int | Array, positions: Array) -> Array:
 
 @dataclass
 class Backend:
-    """Where the cache is and attention runs: NumPy on the CPU, or CuPy on the first GPU."""
+    """Memory of the cache and of attention: NumPy on the CPU, or CuPy on the first GPU."""
 
     name: str
     reason: str

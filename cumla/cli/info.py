@@ -35,8 +35,8 @@ _PACKAGES = (
     "vllm",
     "sglang",
 )
-_OF_A_MODEL = ("dtype", "kv_cache_dtype", "block_size", "tensor_parallel_size")
-_VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG", "CUMLA_VLLM_FP8_PRODUCTS")
+_OF_A_MODEL = ("dtype", "kv_cache_dtype", "block_size", "tensor_parallel_size", "fp8_products")
+_VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,6 +59,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--kv-cache-dtype", help="auto by default")
     group.add_argument("--block-size", type=positive, help="tokens of a page; 64 by default")
     group.add_argument("--tensor-parallel-size", type=positive, help="1 by default")
+    allowed = "as with the option fp8_products of vLLM's --additional-config"
+    group.add_argument("--fp8-products", action="store_true", default=None, help=allowed)
     parser.set_defaults(func=run)
 
 
@@ -315,7 +317,9 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
     if not reasons:
         try:
             kernels = [
-                row for window in model.windows for row in _layer_rows(model, window, page, cache)
+                row
+                for window in model.windows
+                for row in _layer_rows(model, window, page, cache, bool(args.fp8_products))
             ]
         except ValueError as error:
             reasons.append(str(error))
@@ -354,11 +358,10 @@ def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
 
 
 def _layer_rows(
-    model: Model, window: int | None, page: int, cache: str
+    model: Model, window: int | None, page: int, cache: str, fp8_products: bool
 ) -> Iterator[tuple[str, str]]:
     """Name the kernels that attend in the layers of a window, by steps."""
     from cumla._choices import E4M3, Layers
-    from cumla.core.check_mode import environment_flag
     from cumla.mla.shape import E4M3_512, V4, VALUE_DIM
     from cumla.mla.shape import PACKED as V32
     from cumla.vllm._models import FP8, PACKED
@@ -373,7 +376,7 @@ def _layer_rows(
         if cache in FP8 and model.head_size == VALUE_DIM:
             layers = layers._replace(cache_dtype=None, cache_format=E4M3_512)
     elif model.use_mla:
-        layers = layers._replace(fp8_products=environment_flag("CUMLA_VLLM_FP8_PRODUCTS"))
+        layers = layers._replace(fp8_products=fp8_products)
     else:
         layers = layers._replace(
             num_kv_heads=model.num_kv_heads,

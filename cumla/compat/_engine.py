@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plugins of engines share: functions in the place of an engine's own, and refusals."""
+"""Shared by the plugins of engines: replacing an engine's functions, and refusals."""
 
 from __future__ import annotations
 

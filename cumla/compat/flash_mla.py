@@ -176,7 +176,7 @@ class FlashMLASchedMeta:
 
     @property
     def tile_scheduler_metadata(self) -> Any:
-        """What was assigned last."""
+        """The value that was assigned last."""
         return self._tiles
 
     @tile_scheduler_metadata.setter

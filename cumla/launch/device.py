@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this GPU is, whether the kernels run on it, and the modules through which it is reached.
+"""The GPU's properties, whether the kernels run on it, and the modules that drive it.
 
 What concerns CuPy alone is in `cumla.core._cupy`, because `cumla.core.arrays` stands on it, too.
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What the launchers ask of a GPU; sizes are in bytes."""
+    """The GPU's properties that launchers use; sizes are in bytes."""
 
     name: str  # as the driver calls it
     compute_capability: tuple[int, int]  # major and minor number

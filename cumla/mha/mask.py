@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each query of :func:`cumla.attention` sees: :class:`AttentionMask` and its builders."""
+"""The visible keys of :func:`cumla.attention`: :class:`AttentionMask` and its builders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _INTERVAL = ("start", "end")
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """What each query of :func:`cumla.attention` sees, as arrays; all are optional.
+    """The visible keys of each query of :func:`cumla.attention`, as arrays; all are optional.
 
     Query i of a request sees key j, which counts from 0 in the request, if
     ``start <= j <= end`` or ``j < prefix_len``. With `tree` that holds for the keys before
@@ -416,7 +416,7 @@ def _needed(name: str, array: Any, why: str = "") -> Any:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """How the query tokens of requests are told."""
+    """The query tokens of each request: an axis of requests, or offsets."""
 
     qo_indptr: Any
     kv_lens: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of dense MLA attention must look like; all of it before anything is allocated.
+"""Checks of the arguments of dense MLA attention, all before anything is allocated.
 
 The arrays of a query and a cache come in many forms, so they are functions after the tables.
 """

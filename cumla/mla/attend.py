@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :func:`cumla.mla_decode` and :func:`cumla.mla_attention` have in common, and their plans."""
+"""Shared parts of :func:`cumla.mla_decode`, :func:`cumla.mla_attention` and their plans."""
 
 from __future__ import annotations
 

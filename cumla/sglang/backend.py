@@ -26,7 +26,7 @@ _MOST_PAGES = 1 << 20  # that a graph fills in, used or not: some 10 us of an H2
 
 
 class Form(NamedTuple):
-    """What layers that share a plan have in common."""
+    """The properties that layers with one plan have in common."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """What the drafts of a step see."""
+    """The visible keys of the drafts of a step."""
 
     mask: torch.Tensor  # flat
     is_full: bool  # it has all keys, and else drafts alone
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     steps: dict[Form, Step]
     in_place: bool  # a graph may read it
     tree: Tree | None
-    # Where drafts are trees: masks by window; with MLA, under None, lists of slots.
+    # For trees of drafts: masks by window; with MLA, under None, lists of slots.
     masks: dict[int | None, Any]
     before: torch.Tensor | None  # lengths without the drafts, where these are trees with MLA
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin serves: as vLLM asks for it, and told from a model's config.json.
+"""The models that the plugin serves: by vLLM's questions, and by a model's config.json.
 
 Without torch, vLLM or a GPU; a dtype is torch's, or its name.
 """
@@ -140,7 +140,7 @@ class MHAKernels(Kernels):
 
 
 SPARSE_WIDTHS = WIDTHS[:2]
-"""Of rows with lists: with RoPE columns and without."""
+"""Widths of rows with lists: with RoPE columns and without."""
 
 
 class SparseMLAKernels(MLAKernels):
@@ -232,7 +232,7 @@ def invariance() -> dict[str, Any]:
 
 
 def fp8_products(config: Any) -> bool:
-    """Return whether layers may multiply in FP8: by an option of vLLM, else by the environment."""
+    """Return whether layers may multiply in FP8: by an option of vLLM."""
     given = getattr(config, "additional_config", None)
     options = given.get("cumla", {}) if isinstance(given, dict) else {}
     name = "fp8_products"
@@ -241,8 +241,7 @@ def fp8_products(config: Any) -> bool:
             f'additional_config: needs {{"cumla": {{"{name}": true}}}}, or false, got '
             f"{{'cumla': {options!r}}}; leave out what cumla's backend does not know"
         )
-    asked = options.get(name)
-    return environment_flag("CUMLA_VLLM_FP8_PRODUCTS") if asked is None else bool(asked)
+    return bool(options.get(name))
 
 
 def divides_steps(config: Any) -> bool:
@@ -264,7 +263,7 @@ def factor(scale: torch.Tensor, cache: torch.Tensor) -> torch.Tensor | None:
     return scale.view(1) if cache.dtype.itemsize == 1 else None
 
 
-# Of these vLLM passes latent rows, where they have a kv_lora_rank.
+# vLLM passes latent rows for those that have a kv_lora_rank.
 _WITH_MLA = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_mtp", "kimi_k2"),
     *("kimi_linear", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "longcat_flash_ngram"),
@@ -288,7 +287,7 @@ _KV_HEADS = (
     *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
     *("num_attention_groups", "kv_n_heads"),
 )
-# What published files leave out, since transformers has it as a default.
+# Defaults of transformers, which published files leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": {
@@ -326,7 +325,7 @@ class Model(NamedTuple):
 
     @property
     def kernels(self) -> type[MLAKernels | MHAKernels]:
-        """What vLLM asks about this model."""
+        """The class that answers vLLM's questions about this model."""
         if self.is_v4:
             return V4Kernels
         if self.topk:

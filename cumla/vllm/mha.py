@@ -35,7 +35,7 @@ __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 
 class Form(NamedTuple):
-    """What layers that share a plan have in common."""
+    """The properties that layers with one plan have in common."""
 
     num_heads: int
     window: int | None
@@ -409,7 +409,7 @@ class Impl(AttentionImpl[Metadata]):
 
 
 class Backend(MHAKernels, AttentionBackend):
-    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+    """Answers to vLLM before it takes this backend; vLLM raises the errors of refused models."""
 
     impl = Impl
     builder = Builder

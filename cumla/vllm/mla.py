@@ -213,7 +213,7 @@ def uniform_length(offsets: torch.Tensor, tokens: int) -> int:
 class Impl(MLACommonImpl[MLACommonMetadata]):
     """One layer: writes the cache, and attends from absorbed queries.
 
-    An option of vLLM, or ``CUMLA_VLLM_FP8_PRODUCTS``, lets it multiply in FP8 where the cache is.
+    An option in vLLM's additional_config lets it multiply in FP8 where the cache is FP8.
     """
 
     can_return_lse_for_decode: bool = True  # a natural logarithm, as lse_base_on_e says
@@ -268,7 +268,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
 
 
 class Backend(MLAKernels, MLACommonBackend):
-    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+    """Answers to vLLM before it takes this backend; vLLM raises the errors of refused models."""
 
     impl = Impl
     builder = Builder

@@ -44,7 +44,7 @@ _ROW_BYTES = 656
 
 
 class Metadata(AttentionMetadata):
-    """What vLLM's builder tells of a step, under its names, and the steps of cumla."""
+    """Metadata of a step under the names of vLLM's builder, and the steps of cumla."""
 
     def __init__(self, **told: Any) -> None:
         for name, value in told.items():
@@ -230,7 +230,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
 
 
 class Backend(SparseMLAKernels, AttentionBackend):
-    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+    """Answers to vLLM before it takes this backend; vLLM raises the errors of refused models."""
 
     impl: ClassVar[type] = Impl
     builder: ClassVar[type] = Builder

@@ -79,7 +79,6 @@ def info(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -
 
     real = metadata.version
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.delenv("CUMLA_VLLM_FP8_PRODUCTS", raising=False)
     return run
 
 
@@ -170,8 +169,7 @@ def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatc
     fp8 = rows(info(MLA, "--kv-cache-dtype", "fp8", "--tensor-parallel-size", "8")[1])
     assert fp8["decoding, 1 request"] == "mla_decode_fp8_16"
     assert "products" not in info(MLA, "--kv-cache-dtype", "fp8")[1]
-    monkeypatch.setenv("CUMLA_VLLM_FP8_PRODUCTS", "1")
-    products = rows(info(MLA, "--kv-cache-dtype", "fp8")[1])
+    products = rows(info(MLA, "--kv-cache-dtype", "fp8", "--fp8-products")[1])
     assert products["decoding, 1 request"].startswith("mla_decode_fp8_products")
 
 
@@ -435,7 +433,10 @@ def test_what_is_no_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     "option",
-    ["--dtype=half", "--kv-cache-dtype=auto", "--block-size=64", "--tensor-parallel-size=1"],
+    [
+        *("--dtype=half", "--kv-cache-dtype=auto", "--block-size=64", "--tensor-parallel-size=1"),
+        "--fp8-products",
+    ],
 )
 @pytest.mark.parametrize("rest", [(), ("--vllm",)])
 def test_options_of_a_model_need_one(

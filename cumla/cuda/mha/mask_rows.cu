@@ -24,7 +24,7 @@ constexpr int kMaskWarps = kMaskThreads / 32;
 constexpr u32 kWarp = 0xffffffffu;
 constexpr i64 kMostInt32 = 0x7fffffff;
 
-// Where the bits of trees come from.
+// Sources of the bits of trees.
 enum TreeForm : int {
   kDrafts,      // bytes (batch, drafts, drafts)
   kBits,        // rows of bits, one for each token
@@ -145,7 +145,7 @@ __device__ __forceinline__ Interval find_interval(const MaskRowsParams& p, const
   return interval;
 }
 
-// Where the rows of a request begin in a mask of all keys: the sum over the requests before it, in bytes.
+// Byte offset of the rows of a request in a mask of all keys: the sum over the requests before it.
 __device__ __forceinline__ i64 find_rows(const MaskRowsParams& p, const Query& query, int lane) {
   i64 sum = 0;
   for (int request = lane; request < query.request; request += 32) {

@@ -13,7 +13,7 @@ COLUMNS = 64  # of a tile
 E4M3_COLUMNS = range(16, 257, 16)  # that rows of e4m3 keys and values may have
 TILES = ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
-# What a kernel takes beside keys and values, and its parameter struct; "masked": arrays that say
+# A kernel's arguments beside keys and values, and its parameter struct; "masked": arrays that say
 # which keys a query sees; the others are forms of a bias.
 VARIANTS = {
     "": "AttentionParams",

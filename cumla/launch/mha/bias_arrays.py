@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of attention knows of a bias: the address of its array, and its form."""
+"""A bias as a launch of attention has it: the address of its array, and its form."""
 
 from __future__ import annotations
 

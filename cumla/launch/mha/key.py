@@ -63,19 +63,19 @@ class MHAKey(MHAShape):
 
     @cached_property
     def prefix_shape(self) -> PrefixShape:
-        """What the kernels for shared prefixes know of the shape."""
+        """The shape as the kernels for shared prefixes have it."""
         sizes = self.batch, self.total_tokens, self.num_heads, self.head_dim_v, self.page_size
         return PrefixShape(*sizes, self.max_pages, self.causal and self.q_len != 1)
 
     @cached_property
     def prefix_layout(self) -> PrefixLayout:
-        """Where arrays for shared prefixes are in the plan's buffer, behind its schedule."""
+        """Offsets of the arrays for shared prefixes in the plan's buffer, after its schedule."""
         assert self.both is not None
         return PrefixLayout.of(self.prefix_shape, self.both.layout.nbytes)
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things are in the plan's buffer."""
+        """Offsets in the plan's buffer."""
         if self.both is None:
             return super().layout
         return replace(self.both.layout, nbytes=self.prefix_layout.nbytes)

@@ -78,7 +78,7 @@ def _spec(shape: int | str, grouped: bool, form: str, sinks: bool = False) -> Ke
     )
 
 
-# Of ragged queries with scales only the form for any pages: the other one runs out of registers.
+# Ragged queries with scales have only the form for any pages: the other needs too many registers.
 # Packed rows are read as they are for few query rows: with more, the probabilities do not fit.
 _SPECS = {
     (shape, grouped, form, sinks): _spec(shape, grouped, form, sinks)

@@ -227,13 +227,13 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
 
     @cached_property
     def prefix_layout(self) -> PrefixLayout:
-        """Where arrays for shared prefixes are in the plan's buffer, behind both schedules."""
+        """Offsets of the arrays for shared prefixes in the plan's buffer, after both schedules."""
         nbytes = sum(key.layout.nbytes for key in self.prefix_keys)
         return PrefixLayout.of(self.prefix_shape, nbytes)
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things are in the plan's buffer."""
+        """Offsets in the plan's buffer."""
         own = super().layout
         return replace(own, nbytes=self.prefix_layout.nbytes) if self.max_pages else own
 

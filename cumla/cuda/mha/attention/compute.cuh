@@ -324,7 +324,7 @@ struct Consumer {
     arrive(shared.query_free());
   }
 
-  // How a row tile ends: mha/attention/finish.cuh.
+  // The end of a row tile: mha/attention/finish.cuh.
   __device__ __forceinline__ void finish(const Segment& segment, bool more);
 
  private:

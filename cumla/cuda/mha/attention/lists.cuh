@@ -52,7 +52,7 @@ __device__ __forceinline__ Segment visible_segment(const ListedParams& p, const 
   return segment;
 }
 
-// What query tokens see of a unit; nothing of units that do not exist.
+// The visible keys of a unit, for each query token; none in units that do not exist.
 __device__ __forceinline__ uint4 seen_of(const ListedParams& p, i64 list, int unit, int tokens) {
   if (unit >= tokens / kUnit) return {0, 0, 0, 0};
   return p.lists.seen[list * p.lists.units_apart + unit];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys a query sees, if arrays say it: an interval, a prefix of the request, and bits for the last keys, such as
+// The keys that a query sees by arrays: an interval, a prefix of the request, and bits for the last keys, such as
 // those of a tree of drafts (docs/kernels/mha-masks.md).
 //
 // Key j of a request is visible if
@@ -41,7 +41,7 @@ constexpr bool kHasMask = false;
 template <>
 constexpr bool kHasMask<MaskedParams> = true;
 
-// What all queries of a request have in common.
+// The part of a mask that all queries of a request share.
 struct RequestMask {
   int tokens, prefix, tree;  // keys; keys before `prefix`; first key that is visible by its bit
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ bool is_seen(const MaskedParams& p, const RaggedTile&
   return false;
 }
 
-// What a consumer knows of its row tile's mask.
+// A consumer's copy of its row tile's mask.
 struct TileMask {
   RequestMask of;
   Hull hull;

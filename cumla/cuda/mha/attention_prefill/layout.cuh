@@ -89,7 +89,7 @@ __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
           static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
 }
 
-// What an item's rows see by arrays: computed once, and announced with the item.
+// The keys that an item's rows see by arrays: computed once, and announced with the item.
 struct ItemMask {
   RequestMask of;
   Hull hull;

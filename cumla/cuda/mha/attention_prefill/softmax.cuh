@@ -180,15 +180,15 @@ struct PrefillSoftmax {
       for (float& score : scores) score = -kInfinity;
       return;
     }
+    const u32 own = copy_of(listed);  // keeps the bits of this block here, as in mask()
 #pragma unroll
-    for (int unit = 0; unit < Layout::kUnits; ++unit)
+    for (int r = 0; r < 2; ++r) {
+      u32 visible = 0;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const u64 visible = keys_before(listed >> 8 * (2 * unit + r) & 0xff) >> lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[32 * unit + i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
-      }
+      for (int unit = 0; unit < Layout::kUnits; ++unit)
+        visible |= scores_before(static_cast<int>(own >> 8 * (2 * unit + r) & 0xff) - lane % 4 * 2) << 16 * unit;
+      show(r, visible);
+    }
   }
 
   // The largest score of this thread in a row, without its scale or, with slopes, with scale and bias.
