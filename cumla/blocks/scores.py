@@ -28,7 +28,9 @@ from cumla.launch.blocks.block_scores import (
     BlockScoresArguments,
     block_scores_launch,
 )
+from cumla.launch.blocks.block_scores_few import block_scores_few_launch, has_few_rows
 from cumla.launch.device import require_hopper
+from cumla.launch.slots import indices
 from cumla.mha.arguments import E4M3
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ class _Arguments(NamedTuple):
 
 
 class _BlockScores(Operation[_Arguments, int]):
-    """Scores; its key is the number of query tokens."""
+    """Scores; its key is the number of query tokens of which rows are to be found first."""
 
     trusted = tuple(LENGTHS)
 
@@ -163,7 +165,7 @@ class _BlockScores(Operation[_Arguments, int]):
 
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)
-        return arguments.rows
+        return 0 if has_few_rows(arguments.launched) else arguments.rows
 
     def workspace_bytes(self, key: int) -> int:
         return ROW_BYTES * key
@@ -174,6 +176,8 @@ class _BlockScores(Operation[_Arguments, int]):
         a = arguments.launched
         if 0 in outs[0].shape:
             return ()
+        if not key:
+            return (block_scores_few_launch(indices(arguments.kv_lens), a, outs[0]),)
         tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
         rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)
         return rows, block_scores_launch(buffer, a, outs[0])

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of blocks, as block_scores.cu, for requests of up to 8 query rows (query tokens x heads): decoding.
+//
+// The visible blocks of all requests are one sequence. Each warp has a share of it, equal but for a block, and a ring
+// of shared memory that bulk copies fill with keys; no warp waits for another. Lengths say where a share lies, so no
+// kernel comes before this one. A lane has 16 bytes of a row for each 64, as in block_scores.cu, of keys and queries.
+//
+// grid = as many CTAs as multiprocessors, of kWarps warps.
+//
+// Roles and time line of a warp:
+//   add up blocks of all requests, find the share | page numbers | copy the first stages | query rows to registers
+//   for each stage: wait for it | products, maxima | copy the stage after the ring | maxima over lanes, store
+//   blocks that nobody sees: store -inf
+//
+// barrier            who arrives (count)                     who waits   guards
+// full(warp, stage)  lane 0 of the warp, with the bytes (1)  the warp    keys of a stage are loaded
+//
+// Shared memory: kWarps rings of kStages stages of kKeys rows; 12 bytes for each stage
+#include "blocks/block_scores_few/layout.cuh"
+#include "blocks/block_scores_few/score.cuh"
+#include "blocks/block_scores_few/share.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+
+// Stores -inf for blocks that no query row sees, 32 at a time.
+template <int kWarps>
+__device__ __forceinline__ void store_unseen(const BlockScoresFewParams& p, int warp) {
+  const int lane = threadIdx.x % 32;
+  const i64 steps = static_cast<i64>(p.batch) * p.steps;
+  for (i64 i = static_cast<i64>(blockIdx.x) * kWarps + warp; i < steps; i += static_cast<i64>(gridDim.x) * kWarps) {
+    const int request = static_cast<int>(i / p.steps), block = static_cast<int>(i - i64{request} * p.steps) * 32 + lane;
+    if (block >= p.width || block < blocks_of(p, tokens_of(p, request))) continue;
+    for (int row = 0; row < p.rows; ++row)
+      p.out[request * p.out_stride_request + offset_of_row(p, row) + block] = -kInfinity;
+  }
+}
+
+template <typename T, bool kE4m3, int kWarps, int kKeys, int kStages>
+__device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) {
+  using Layout = ScoresFewLayout<kE4m3, kWarps, kKeys, kStages>;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const Layout shared = {shared_address(shared_bytes), warp};
+  if (lane == 0) {
+    for (int stage = 0; stage < kStages; ++stage) mbarrier_init(shared.full(stage), 1);
+    fence_mbarrier_init();
+  }
+  __syncwarp();
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const Share share(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
+  if (share.blocks > 0) {
+    Loader<Layout> loader(p, shared, share);
+    for (int stage = 0; stage < kStages; ++stage) loader.copy(stage);
+    FewScorer<T, Layout> scorer(p, shared, share);
+    int stage = 0;
+    u32 phase = 0;
+#pragma unroll 1
+    while (scorer.left > 0) {
+      mbarrier_wait(shared.full(stage), phase, "keys");
+      const int keys = load_shared_u32(shared.keys_of(stage));
+      scorer.score(stage, keys);
+      __syncwarp();
+      loader.copy(stage);
+      scorer.advance();
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+  store_unseen<kWarps>(p, warp);
+}
+
+}  // namespace cumla::blocks

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The products and maxima of a warp of block_scores_few.
+#pragma once
+#include "blocks/block_scores_few/layout.cuh"
+#include "blocks/block_scores_few/share.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+
+// Keys are the M side of the products, query rows the N side: lane 4 g + c has keys g and g + 8 of each 16, query row
+// g, and the products of keys g and g + 8 with rows 2 c and 2 c + 1.
+template <typename T, typename Layout>
+struct FewScorer {
+  static constexpr bool kE4m3 = Layout::kE4m3;
+  static constexpr int kLoads = Layout::kRow / 64, kTiles = Layout::kKeys / 16;
+
+  const BlockScoresFewParams& p;
+  const Layout& shared;
+  const int lane;
+  BlockPlace at;
+  i64 left;  // blocks
+  int from;  // keys of the block that are scored
+  u32 query[8][2];  // of eight products
+  float most[2];
+  int hidden[2];  // of the last tokens, from this lane's rows
+  i64 own[2];     // where its rows are in out; -1: there is no such row
+
+  __device__ __forceinline__ FewScorer(const BlockScoresFewParams& p, const Layout& shared, const Share& share)
+      : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), from(0) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int row = lane % 4 * 2 + j;
+      hidden[j] = p.causal ? p.q_len - 1 - static_cast<int>(quotient(row, p.by_heads)) : 0;
+      own[j] = row < p.rows && lane < 4 ? offset_of_row(p, row) : -1;
+      most[j] = -kInfinity;
+    }
+    load_query();
+  }
+
+  __device__ __forceinline__ static u32 word_of(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+  }
+
+  __device__ __forceinline__ void load_query() {
+    const int row = lane / 4, token = quotient(row, p.by_heads);
+    const char* const source = p.q + at.request * p.q_stride_request + token * p.q_stride_token +
+                               (row - token * p.heads) * p.q_stride_head + lane % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      uint4 words = {};
+      if (row < p.rows) words = load_global_16(reinterpret_cast<const uint4*>(source + i * 64));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (kE4m3) {
+          expand_e4m3x4(word_of(words, k), query[4 * i + k][0], query[4 * i + k][1]);
+        } else {
+          query[2 * i + k / 2][k % 2] = word_of(words, k);
+        }
+      }
+    }
+  }
+
+  // The larger one; NaN is larger than any number.
+  __device__ __forceinline__ static float larger(float one, float other) {
+    return other > one || other != other ? other : one;
+  }
+
+  __device__ __forceinline__ void score(int stage, int keys) {
+    const u32 source = shared.stage(stage) + lane / 4 * Layout::kRow + lane % 4 * 16;
+    int seen[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      seen[j] = min(keys, at.tokens - hidden[j] - at.block * p.block_size - from) - lane / 4;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      uint4 words[2][kLoads];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+          words[r][i] = load_shared_16(source + (t * 16 + r * 8) * Layout::kRow + i * 64);
+      float score[4] = {};
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if constexpr (kE4m3) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            u32 a[4];
+            expand_e4m3x4(word_of(words[0][i], k), a[0], a[2]);
+            expand_e4m3x4(word_of(words[1][i], k), a[1], a[3]);
+            mma_m16n8k16<T>(score, a[0], a[1], a[2], a[3], query[4 * i + k][0], query[4 * i + k][1]);
+          }
+        } else {
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            mma_m16n8k16<T>(score, word_of(words[0][i], 2 * k), word_of(words[1][i], 2 * k),
+                            word_of(words[0][i], 2 * k + 1), word_of(words[1][i], 2 * k + 1), query[2 * i + k][0],
+                            query[2 * i + k][1]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (t * 16 < seen[j]) most[j] = larger(most[j], score[j]);
+        if (t * 16 + 8 < seen[j]) most[j] = larger(most[j], score[2 + j]);
+      }
+    }
+  }
+
+  // Goes to the next stage; stores the maxima of a block that ends.
+  __device__ __forceinline__ void advance() {
+    from += Layout::kKeys;
+    if (from < min(p.block_size, at.tokens - at.block * p.block_size)) return;
+    from = 0;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int apart = 4; apart < 32; apart *= 2)
+        most[j] = larger(most[j], __shfl_xor_sync(0xffffffffu, most[j], apart));
+      if (own[j] >= 0) p.out[at.request * p.out_stride_request + own[j] + at.block] = most[j];
+      most[j] = -kInfinity;
+    }
+    if (--left > 0 && at.advance(p)) load_query();
+  }
+};
+
+}  // namespace cumla::blocks

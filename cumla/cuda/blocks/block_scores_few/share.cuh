@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// The share of a warp of block_scores_few: blocks of the sequence of all visible ones; and the loads of their keys.
+#pragma once
+#include "blocks/block_scores_few/layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+
+// Cached tokens of a request, of those that its pages hold. Any bits give a number up to that.
+__device__ __forceinline__ int tokens_of(const BlockScoresFewParams& p, int request) {
+  return static_cast<int>(min(max(p.kv_lens[request], 0LL), static_cast<i64>(p.most)));
+}
+
+__device__ __forceinline__ int blocks_of(const BlockScoresFewParams& p, int tokens) {
+  return tokens > 0 ? static_cast<int>(quotient(tokens - 1, p.by_block_size)) + 1 : 0;
+}
+
+__device__ __forceinline__ i64 offset_of_row(const BlockScoresFewParams& p, int row) {
+  const int token = quotient(row, p.by_heads);
+  return token * p.out_stride_token + (row - token * p.heads) * p.out_stride_head;
+}
+
+// A block of a request.
+struct BlockPlace {
+  int request, block;
+  int tokens, blocks;  // of the request
+
+  __device__ __forceinline__ void find(const BlockScoresFewParams& p) {
+    tokens = tokens_of(p, request);
+    blocks = blocks_of(p, tokens);
+  }
+  // Goes to the next block, if there is one; returns whether it is of another request.
+  __device__ __forceinline__ bool advance(const BlockScoresFewParams& p) {
+    if (++block < blocks) return false;
+    block = 0;
+    for (blocks = 0; blocks == 0 && ++request < p.batch;) find(p);
+    return true;
+  }
+};
+
+// Blocks of a warp, of equal numbers for all but for one.
+struct Share {
+  BlockPlace first;
+  i64 blocks = 0;
+
+  __device__ __forceinline__ Share(const BlockScoresFewParams& p, int warp, int warps) {
+    const int lane = threadIdx.x % 32;
+    const auto blocks_at = [&](int request) { return request < p.batch ? blocks_of(p, tokens_of(p, request)) : 0; };
+    i64 all = 0;
+    for (int request = lane; request < p.batch; request += 32) all += blocks_at(request);
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) all += __shfl_xor_sync(0xffffffffu, all, apart);
+    i64 begin = all * warp / warps;
+    blocks = all * (warp + 1) / warps - begin;
+    if (blocks <= 0) return;
+    for (int from = 0; from < p.batch; from += 32) {
+      const u32 own = blocks_at(from + lane);
+      u32 up_to = own;
+#pragma unroll
+      for (int apart = 1; apart < 32; apart *= 2) {
+        const u32 before = __shfl_up_sync(0xffffffffu, up_to, apart);
+        if (lane >= apart) up_to += before;
+      }
+      const u32 found = __ballot_sync(0xffffffffu, begin < static_cast<i64>(up_to));
+      if (found != 0) {
+        const int at = __ffs(found) - 1;
+        first.request = from + at;
+        first.block = static_cast<int>(begin - __shfl_sync(0xffffffffu, up_to - own, at));
+        first.find(p);
+        return;
+      }
+      begin -= __shfl_sync(0xffffffffu, up_to, 31);
+    }
+  }
+};
+
+// Copies keys into the ring of a warp, kKeys at a time.
+template <typename Layout>
+struct Loader {
+  static constexpr int kKeys = Layout::kKeys, kRow = Layout::kRow;
+
+  const BlockScoresFewParams& p;
+  const Layout& shared;
+  const int lane;
+  BlockPlace at;
+  i64 left;    // blocks
+  int from;    // keys of the block that are copied
+  int window;  // lane i has the page of block window + i
+  int pages;
+  u64 policy;
+
+  __device__ __forceinline__ Loader(const BlockScoresFewParams& p, const Layout& shared, const Share& share)
+      : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), from(0) {
+    read_pages();
+  }
+
+  __device__ __forceinline__ void read_pages() {
+    window = at.block;
+    const int block = window + lane;
+    pages = block < at.blocks ? p.block_table[at.request * p.block_table_stride + quotient(block, p.by_blocks_per_page)]
+                              : -1;
+  }
+
+  __device__ __forceinline__ void copy(int stage) {
+    if (left <= 0) return;
+    const int page = __shfl_sync(0xffffffffu, pages, at.block - window);
+    const int there = min(p.block_size, at.tokens - at.block * p.block_size);  // keys of the block
+    const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);
+    const int keys = exists ? min(there - from, kKeys) : 0;
+    const int in_page = at.block - quotient(at.block, p.by_blocks_per_page) * p.blocks_per_page;
+    const char* const source =
+        p.keys + page * p.keys_stride_page + (in_page * p.block_size + from) * p.keys_stride_row;
+    const bool is_dense = p.keys_stride_row == kRow;
+    if (lane == 0) {
+      store_shared_u32(shared.keys_of(stage), keys);
+      mbarrier_arrive_expect_tx(shared.full(stage), keys * kRow);
+      if (is_dense && keys > 0) copy_bulk_async(shared.stage(stage), source, keys * kRow, shared.full(stage));
+    }
+    __syncwarp();
+    if (!is_dense)
+      for (int i = lane; i < keys; i += 32)
+        copy_bulk_async(shared.stage(stage) + i * kRow, source + i * p.keys_stride_row, kRow, shared.full(stage));
+    from += kKeys;
+    if (from < there) return;
+    from = 0;
+    if (--left <= 0) return;
+    if (at.advance(p) || at.block - window == 32) read_pages();
+  }
+};
+
+}  // namespace cumla::blocks

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_scores_few.cu: scores of blocks for few query rows a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cumla.launch.device import sm_count_of
+from cumla.launch.layouts import constant, launch_of
+from cumla.launch.source import KernelSpec, in_cuda
+from cumla.launch.split.division import divisor_of
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.blocks.block_scores import BlockScoresArguments
+    from cumla.launch.kernel import Launch
+
+_FILE = "blocks/block_scores_few"
+_ROWS, _COLUMNS, _REQUESTS, _MOST_TOKENS = (
+    constant(_FILE, name)
+    for name in ("kFewScoreRows", "kFewScoreColumns", "kFewScoreRequests", "kMaxTokens")
+)
+_FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
+    "bfloat16": ("bfloat16", False),
+    "float16": ("float16", False),
+    "float8_e4m3fn": ("float16", True),
+}
+# Warps of a thread block, keys of a stage, and stages.
+_RINGS = {
+    "a": ((8, 32, 3), (8, 32, 6)),
+    "b": ((16, 16, 3), (16, 32, 3)),
+    "c": ((8, 16, 6), (12, 32, 4)),
+    "d": ((12, 16, 4), (16, 16, 6)),
+    "e": ((16, 16, 2), (16, 16, 4)),
+}
+FORM = "a"
+
+
+def _spec(dtype: str, form: str) -> KernelSpec:
+    kind, is_e4m3 = _FORMS[dtype]
+    ring = _RINGS[form][is_e4m3]
+    of_ring = ", ".join(map(in_cuda, (is_e4m3, *ring)))
+    return KernelSpec.of(
+        *("blocks", "block_scores_few", "BlockScoresFewParams", kind, is_e4m3, *ring),
+        tags=["e4m3" if is_e4m3 else kind, form],
+        threads=32 * ring[0],
+        smem_bytes=constant(_FILE, f"ScoresFewLayout<{of_ring}>::kBytes"),
+    )
+
+
+_SPECS = {(dtype, form): _spec(dtype, form) for dtype in _FORMS for form in _RINGS}
+SPECS = tuple(_SPECS.values())
+
+
+def scores_few_spec(dtype: str) -> KernelSpec:
+    """Find the kernel of a dtype of keys."""
+    return _SPECS["float8_e4m3fn" if dtype == "uint8" else dtype, FORM]
+
+
+def has_few_rows(arguments: BlockScoresArguments) -> bool:
+    """Whether block_scores_few serves a call."""
+    shape = arguments.q.shape
+    return (
+        FORM != ""
+        and len(shape) == 4
+        and shape[1] * shape[2] <= _ROWS
+        and shape[3] == _COLUMNS
+        and shape[0] <= _REQUESTS
+    )
+
+
+def block_scores_few_launch(
+    kv_lens: dict[str, Any] | None, arguments: BlockScoresArguments, out: ArrayView
+) -> Launch:
+    """Describe how to score all blocks; `kv_lens` are the values of struct Indices."""
+    a = arguments
+    batch, q_len, heads, _ = a.q.shape
+    spec = scores_few_spec(a.q.dtype)
+    in_page = a.keys.shape[1] // a.block_size
+    values = {
+        "kv_lens": kv_lens,
+        "q": a.q.ptr,
+        "q_stride_request": a.q.strides[0],
+        "q_stride_token": a.q.strides[1],
+        "q_stride_head": a.q.strides[2],
+        "keys": a.keys.ptr,
+        "keys_stride_page": a.keys.strides[0],
+        "keys_stride_row": a.keys.strides[1],
+        "block_table": a.block_table.ptr,
+        "block_table_stride": a.block_table.strides[0] // 4,
+        "out": out.ptr,
+        "out_stride_request": out.strides[0] // 4 * q_len,
+        "out_stride_token": out.strides[0] // 4,
+        "out_stride_head": out.strides[1] // 4,
+        "batch": batch,
+        "q_len": q_len,
+        "heads": heads,
+        "rows": q_len * heads,
+        "width": a.width,
+        "steps": -(-a.width // 32),
+        "most": min(a.block_table.shape[1] * a.keys.shape[1], _MOST_TOKENS),
+        "num_pages": a.keys.shape[0],
+        "block_size": a.block_size,
+        "blocks_per_page": in_page,
+        "causal": a.causal,
+        "by_heads": divisor_of(heads),
+        "by_block_size": divisor_of(a.block_size),
+        "by_blocks_per_page": divisor_of(in_page),
+    }
+    grid = min(sm_count_of(out.device), -(-batch * a.width * 32 // spec.threads)), 1, 1
+    return launch_of(spec, grid, values)
