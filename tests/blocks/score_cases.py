@@ -24,19 +24,51 @@ class Scores(NamedTuple):
     seen: list[tuple[int, int]]
 
 
+class _Drawn(NamedTuple):
+    """What an array of keys, and the queries, look like."""
+
+    block: int
+    in_page: int  # blocks
+    columns: int
+    heads: int
+    dtype: np.dtype[Any]
+    queries: int | str  # tokens of a request, or "ragged"
+    lens: tuple[int, ...]
+    apart: int = 0  # columns between rows of keys
+
+
 def scores_case(seed: int) -> Scores:
     """Draw the arrays of a call."""
-    draw, rng = random.Random(seed), np.random.default_rng(seed)
+    draw = random.Random(seed)
     block, in_page = draw.choice([(16, 1), (16, 8), (64, 1), (64, 4), (128, 1), (128, 2), (48, 2)])
     columns, heads = draw.choice([64, 128, 128, 256]), draw.choice([1, 2, 4, 4, 16, 32, 5])
-    dtype, page = DTYPES[seed % 3], block * in_page
-    lens = np.array(
-        draw.choice([(900,), (5, 0, 130, 257), (1, 2, 3, 4, 5, 600), (4100,)]), np.int32
-    )
-    batch, causal = len(lens), draw.random() < 0.7
+    lens = draw.choice([(900,), (5, 0, 130, 257), (1, 2, 3, 4, 5, 600), (4100,)])
     queries = draw.choice([1, 1, 2, 4, "ragged", "ragged"])
+    return _made(
+        _Drawn(block, in_page, columns, heads, DTYPES[seed % 3], queries, lens), seed, draw
+    )
+
+
+def few_case(seed: int) -> Scores:
+    """Draw the arrays of a call with few query rows of each request."""
+    draw = random.Random(seed)
+    block, in_page = draw.choice([(16, 1), (16, 8), (64, 2), (128, 1), (128, 2), (48, 2), (80, 1)])
+    heads, queries = draw.choice([(4, 1), (4, 2), (1, 1), (8, 1), (3, 2), (2, 4), (1, 8)])
+    some = [draw.choice([0, 0, 1, 15, 16, 17, 100, 128, 129, 300]) for _ in range(70)]
+    lens = draw.choice([(900,), (5, 0, 130, 257), tuple(some), (0, 0, 0), (4100, 1), (0, 600)])
+    apart = draw.choice([0, 0, 16, 128])
+    return _made(
+        _Drawn(block, in_page, 128, heads, DTYPES[seed % 3], queries, lens, apart), seed, draw
+    )
+
+
+def _made(of: _Drawn, seed: int, draw: random.Random) -> Scores:
+    rng = np.random.default_rng(seed)
+    block, in_page, columns, heads, dtype, queries, lengths, apart = of
+    lens, page = np.array(lengths, np.int32), block * in_page
+    batch, causal = len(lens), draw.random() < 0.7
     begin = 0
-    if queries == "ragged":
+    if isinstance(queries, str):
         counts = rng.integers(0, 40 // heads + 3, batch)
         begin = draw.choice([0, 1])
         bounds = (begin + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
@@ -56,15 +88,15 @@ def scores_case(seed: int) -> Scores:
     table[np.arange(most) >= used[:, None]] = draw.choice([-1, LEAST, MOST, num_pages])
     if draw.random() < 0.3:
         table[0, 0] = -7  # a page that is not there
-    keys = np.full((num_pages, page, columns), np.nan)
+    keys = np.full((num_pages, page, columns + apart), np.nan)
     for request, tokens in {(r, max(t for s, t in seen if s == r)) for r, _ in seen if r >= 0}:
         at = np.arange(tokens)
         at = at[table[request, at // page] >= 0]
         numbers = rng.standard_normal((len(at), columns))
-        keys[table[request, at // page], at % page] = numbers
+        keys[table[request, at // page], at % page, :columns] = numbers
     given: dict[str, Any] = {
         "q": rng.standard_normal((*lead, heads, columns)).astype(dtype),
-        "keys": keys.astype(dtype),
+        "keys": keys.astype(dtype)[..., :columns],
         "block_size": block,
         "kv_lens": lens,
         "block_table": table,
