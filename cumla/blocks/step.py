@@ -20,6 +20,11 @@ from cumla.core.plan import Joint, Step, new_array, open_plan, part_bytes
 from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
 from cumla.launch.blocks.block_rows import Tokens, Visible, block_rows_launch
 from cumla.launch.blocks.block_scores import KEYS_AT_ONCE, block_scores_launch, scores_spec
+from cumla.launch.blocks.block_scores_few import (
+    block_scores_few_launch,
+    has_few_rows,
+    scores_few_specs,
+)
 from cumla.launch.blocks.select_blocks import SelectArguments, select_launches
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.kernel import Unplanned
@@ -99,6 +104,8 @@ class Sizes(NamedTuple):
     max_pages: int
     page_size: int
     block_size: int
+    causal: bool = True
+    is_even: bool = True  # each request has as many query tokens
 
     @property
     def width(self) -> int:
@@ -116,7 +123,7 @@ class _Scores(Unplanned[_Scored]):
 
     def arguments(self, views: Views, options: Sizes) -> _Scored:
         given = {name: view for name, view in views.items() if view is not None}
-        launched = checked_scores(given, options.block_size)
+        launched = checked_scores(given, options.block_size, options.causal)
         tokens, (requests, max_pages) = prod(launched.q.shape[:-2]), launched.block_table.shape
         got = (tokens, launched.q.shape[-2], requests, max_pages, launched.keys.shape[1])
         names = {
@@ -142,7 +149,10 @@ class _Scores(Unplanned[_Scored]):
     def launches(self, arguments: _Scored, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         if 0 in outs[0].shape:
             return ()
-        return (block_scores_launch(arguments.rows.ptr, arguments.launched, outs[0]),)
+        a, rows, sizes = arguments.launched, arguments.rows.ptr, arguments.sizes
+        if sizes.is_even and a.q.shape[0] == sizes.requests and has_few_rows(a):
+            return (block_scores_few_launch(None, rows, a, outs[0]),)
+        return (block_scores_launch(rows, a, outs[0]),)
 
     def reference(self, host: Host, arguments: _Scored) -> Results:
         sizes, most = arguments.sizes, arguments.sizes.max_pages * arguments.sizes.page_size
@@ -264,7 +274,8 @@ class BlockSparseStep(Step):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         forced = init_blocks, local_blocks
         sizes = _checked_sizes(numbers, kv_heads, index_heads, (max_pages, page_size), forced)
-        self._sizes, self._topk, self._forced = sizes, int(topk), forced
+        self._sizes, self._topk = sizes._replace(causal=bool(causal)), int(topk)
+        self._forced = forced
         self._index = dtype_name(dtype if index_dtype is None else index_dtype), index_dim
         arrays = _arrays(sizes, self._topk)
         attend: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v}
@@ -411,7 +422,8 @@ class BlockSparseStep(Step):
         given = SelectArguments(scores, visible, self._topk, *self._forced)
         launches = select_launches(given, blocks, 0, sm_count_of(self._device))
         of_selection = [launch.spec for launch in launches] if given.rows else []
-        for spec in (*ROW_SPECS, scores_spec(*self._index), *of_selection):
+        of_scores = scores_spec(*self._index), *scores_few_specs(*self._index)
+        for spec in (*ROW_SPECS, *of_scores, *of_selection):
             load(spec, self._device, capturing=lambda: False)
 
     def serves(self, stream: int) -> bool:
@@ -439,6 +451,7 @@ class BlockSparseStep(Step):
         of = key.query_tokens, sizes.max_pages * sizes.page_size, sizes.block_size
         outputs = {name: self._own[name] for name in ("rows", "visible")}
         rows, visible = run(SEEN, inputs, outputs, of, stream)
+        self._sizes = sizes._replace(is_even=qo_indptr is None)
         self._seen = rows, visible
         self._note_use(stream)
 

@@ -717,6 +717,7 @@ STRUCTS: dict[str, dict[str, str]] = {
     },
     "BlockScoresFewParams": {
         "kv_lens": "Indices",
+        "known": "q",
         "q": "q",
         "q_stride_request": "q",
         "q_stride_token": "q",
@@ -744,7 +745,7 @@ STRUCTS: dict[str, dict[str, str]] = {
         "by_heads": "Divisor",
         "by_block_size": "Divisor",
         "by_blocks_per_page": "Divisor",
-        "padding_196": "4x",
+        "padding_204": "4x",
     },
     "BlockScoresParams": {
         "rows": "q",

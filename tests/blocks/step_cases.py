@@ -24,6 +24,8 @@ class Case:
     block_size: int = 16
     init_blocks: int = 0
     local_blocks: int = 1
+    index_dim: int = COLUMNS
+    causal: bool = True
 
     SIZES: ClassVar = (
         *("batch", "total_tokens", "num_heads", "head_dim", "topk", "block_size", "max_pages"),
@@ -49,8 +51,8 @@ class Case:
             "q": numbers(*self.lead, HEADS, COLUMNS),
             "k": numbers(pages, PAGE, KV_HEADS, COLUMNS),
             "v": numbers(pages, PAGE, KV_HEADS, COLUMNS),
-            "index_q": numbers(*self.lead, self.index_heads, COLUMNS),
-            "index_keys": numbers(pages, PAGE, COLUMNS),
+            "index_q": numbers(*self.lead, self.index_heads, self.index_dim),
+            "index_keys": numbers(pages, PAGE, self.index_dim),
             "block_table": rng.permutation(pages - 1).reshape(3, MAX_PAGES).astype(np.int32),
             "kv_lens": self.lens,
         }
@@ -61,7 +63,8 @@ class Case:
     @property
     def options(self) -> dict[str, int]:
         forced = {"init_blocks": self.init_blocks, "local_blocks": self.local_blocks}
-        return {"topk": TOPK, "block_size": self.block_size, **forced}
+        sizes = {"topk": TOPK, "block_size": self.block_size}
+        return {**sizes, **forced, "causal": self.causal}
 
     def numbers(self) -> dict[str, Any]:
         """What the class takes in the place of arrays."""
@@ -73,7 +76,7 @@ class Case:
             "max_pages": MAX_PAGES,
             "page_size": PAGE,
             "index_heads": self.index_heads,
-            "index_dim": COLUMNS,
+            "index_dim": self.index_dim,
             "num_kv_heads": KV_HEADS,
             "q_len": self.q_len or None,
             "dtype": "float16",
@@ -101,17 +104,16 @@ class Case:
         names = ("q", "k", "v", "block_table", "kv_lens", "qo_indptr")
         arrays = {name: given[name] for name in names if name in given}
         return cumla.block_sparse_attention(
-            **arrays, block_indices=lists, block_size=self.block_size
+            **arrays, block_indices=lists, block_size=self.block_size, causal=self.causal
         )
 
     def expected(self, given: dict[str, Any]) -> tuple[Any, ...]:
         """Lists, out and lse, by the three functions."""
         names = ("block_table", "kv_lens", "qo_indptr")
         pages = {name: given[name] for name in names if name in given}
-        scores = cumla.block_scores(
-            given["index_q"], given["index_keys"], block_size=self.block_size, **pages
-        )
-        lengths = given["kv_lens"], given.get("qo_indptr"), MAX_PAGES * PAGE, True
+        options = {"block_size": self.block_size, "causal": self.causal}
+        scores = cumla.block_scores(given["index_q"], given["index_keys"], **options, **pages)
+        lengths = given["kv_lens"], given.get("qo_indptr"), MAX_PAGES * PAGE, self.causal
         seen = np.array([n for _, n in tokens_seen(len(scores), *lengths)], np.int32)
         forced = {"init_blocks": self.init_blocks, "local_blocks": self.local_blocks}
         visible = -(-seen // self.block_size)

@@ -21,8 +21,11 @@ from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
 ONE, DRAFTS, RAGGED = Case(), Case(q_len=3), Case(q_len=0)
 SHARED, WIDE = Case(index_heads=1), Case(q_len=2, block_size=32, init_blocks=1)
+FEW = Case(q_len=2, index_dim=128, causal=False)  # block_scores_few
 CASES = pytest.mark.parametrize(
-    "case", [ONE, DRAFTS, RAGGED, SHARED, WIDE], ids=["one", "drafts", "ragged", "shared", "wide"]
+    "case",
+    [ONE, DRAFTS, RAGGED, SHARED, WIDE, FEW],
+    ids=["one", "drafts", "ragged", "shared", "wide", "few"],
 )
 
 
@@ -280,7 +283,7 @@ def test_a_captured_step_allocates_nothing(
     assert launched[:2] == ["block_rows"] * 2
     assert launched[2:6] == launched[6:]
     assert launched[2:5] == [
-        "block_scores_float16_64",
+        "block_scores_few_float16" if case is FEW else "block_scores_float16_64",
         "select_blocks_float32_1024",
         "block_lists_32",
     ]

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
+from cumla.launch.slots import indices
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
 
@@ -52,9 +53,10 @@ _SPECS = {(dtype, form): _spec(dtype, form) for dtype in _FORMS for form in _RIN
 SPECS = tuple(_SPECS.values())
 
 
-def scores_few_spec(dtype: str) -> KernelSpec:
-    """Find the kernel of a dtype of keys."""
-    return _SPECS["float8_e4m3fn" if dtype == "uint8" else dtype, FORM]
+def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
+    """Find the kernel of a dtype of keys, and their columns, if there is one."""
+    if columns != _COLUMNS or not FORM: return ()
+    return (_SPECS["float8_e4m3fn" if dtype == "uint8" else dtype, FORM],)
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:
@@ -70,15 +72,16 @@ def has_few_rows(arguments: BlockScoresArguments) -> bool:
 
 
 def block_scores_few_launch(
-    kv_lens: dict[str, Any] | None, arguments: BlockScoresArguments, out: ArrayView
+    kv_lens: ArrayView | None, rows: int, arguments: BlockScoresArguments, out: ArrayView
 ) -> Launch:
-    """Describe how to score all blocks; `kv_lens` are the values of struct Indices."""
+    """Describe how to score all blocks; without `kv_lens` block_rows has written them to `rows`."""
     a = arguments
     batch, q_len, heads, _ = a.q.shape
-    spec = scores_few_spec(a.q.dtype)
+    (spec,) = scores_few_specs(a.q.dtype, a.q.shape[3])
     in_page = a.keys.shape[1] // a.block_size
     values = {
-        "kv_lens": kv_lens,
+        "kv_lens": indices(kv_lens),
+        "known": rows,
         "q": a.q.ptr,
         "q_stride_request": a.q.strides[0],
         "q_stride_token": a.q.strides[1],

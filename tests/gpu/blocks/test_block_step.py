@@ -18,6 +18,7 @@ cp: Any = pytest.importorskip("cupy")
 CASES = (
     *(Case(), Case(q_len=3), Case(q_len=0), Case(index_heads=1)),
     Case(q_len=2, block_size=32, init_blocks=1, local_blocks=2),
+    *(Case(index_dim=128), Case(q_len=2, index_dim=128, causal=False)),
 )
 
 
@@ -34,7 +35,10 @@ def parts(case: Case, there: dict[str, Any], visible: Any) -> tuple[Any, ...]:
     """Lists, out and lse, by the three functions on the GPU."""
     pages = of(there, "block_table", "kv_lens", "qo_indptr")
     scores = cumla.block_scores(
-        there["index_q"], there["index_keys"], block_size=case.block_size, **pages
+        *(there["index_q"], there["index_keys"]),
+        block_size=case.block_size,
+        causal=case.causal,
+        **pages,
     )
     forced = {"init_blocks": case.init_blocks, "local_blocks": case.local_blocks}
     lists = cumla.select_blocks(scores, 4, visible=cp.asarray(visible), **forced)
@@ -45,7 +49,7 @@ def visible_of(case: Case, host: dict[str, Any], lens: np.ndarray) -> np.ndarray
     from cumla.reference.blocks.rows import tokens_seen
 
     tokens = int(np.prod(case.lead))
-    seen = [n for _, n in tokens_seen(tokens, lens, host.get("qo_indptr"), 256, True)]
+    seen = [n for _, n in tokens_seen(tokens, lens, host.get("qo_indptr"), 256, case.causal)]
     return -(-np.array(seen, np.int32) // case.block_size)
 
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters and shared memory of block_scores_few.
 #pragma once
+#include "blocks/rows.cuh"
 #include "rows/slots.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -17,7 +18,8 @@ constexpr int kFewScoreRequests = 1024;
 
 // Strides are in bytes, those of the table and of out in elements.
 struct BlockScoresFewParams {
-  Indices kv_lens;  // [batch]
+  Indices kv_lens;        // [batch]
+  const BlockRow* known;  // [batch x q_len], of block_rows; null: kv_lens are given
   const char* q;
   i64 q_stride_request, q_stride_token, q_stride_head;
   const char* keys;  // [num_pages, page_size, columns]
