@@ -18,7 +18,7 @@ from cumla.core.names import Naming, arg
 from cumla.core.operation import Output, run, unplaced
 from cumla.core.plan import Joint, Step, new_array, open_plan, part_bytes
 from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
-from cumla.launch.blocks.block_rows import Tokens, Visible, block_rows_launch
+from cumla.launch.blocks.block_rows import Tokens, Visible, block_rows_launch, lengths_in
 from cumla.launch.blocks.block_scores import KEYS_AT_ONCE, block_scores_launch, scores_spec
 from cumla.launch.blocks.block_scores_few import (
     block_scores_few_launch,
@@ -151,7 +151,8 @@ class _Scores(Unplanned[_Scored]):
             return ()
         a, rows, sizes = arguments.launched, arguments.rows.ptr, arguments.sizes
         if sizes.is_even and a.q.shape[0] == sizes.requests and has_few_rows(a):
-            return (block_scores_few_launch(None, rows, a, outs[0]),)
+            lengths = lengths_in(rows, a.q.shape[1])
+            return (block_scores_few_launch(lengths, a, outs[0]),)
         return (block_scores_launch(rows, a, outs[0]),)
 
     def reference(self, host: Host, arguments: _Scored) -> Results:

@@ -35,6 +35,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kScheduleThreads": 1024,
     },
     "blocks/block_rows": {
+        "__INTADDR__(&((BlockRow*)0)->tokens)": 4,
         "kBlockRowThreads": 128,
         "sizeof(BlockRow)": 16,
     },
@@ -717,7 +718,6 @@ STRUCTS: dict[str, dict[str, str]] = {
     },
     "BlockScoresFewParams": {
         "kv_lens": "Indices",
-        "known": "q",
         "q": "q",
         "q_stride_request": "q",
         "q_stride_token": "q",
@@ -727,6 +727,7 @@ STRUCTS: dict[str, dict[str, str]] = {
         "keys_stride_row": "q",
         "block_table": "q",
         "block_table_stride": "q",
+        "table_entries": "q",
         "out": "q",
         "out_stride_request": "q",
         "out_stride_token": "q",
@@ -742,10 +743,12 @@ STRUCTS: dict[str, dict[str, str]] = {
         "block_size": "i",
         "blocks_per_page": "i",
         "causal": "i",
+        "by_warps": "Divisor",
+        "by_steps": "Divisor",
         "by_heads": "Divisor",
         "by_block_size": "Divisor",
         "by_blocks_per_page": "Divisor",
-        "padding_204": "4x",
+        "padding_220": "4x",
     },
     "BlockScoresParams": {
         "rows": "q",

@@ -31,13 +31,14 @@ using namespace ptx;
 // Stores -inf for blocks that no query row sees, 32 at a time.
 template <int kWarps>
 __device__ __forceinline__ void store_unseen(const BlockScoresFewParams& p, int warp) {
-  const int lane = threadIdx.x % 32;
-  const i64 steps = static_cast<i64>(p.batch) * p.steps;
-  for (i64 i = static_cast<i64>(blockIdx.x) * kWarps + warp; i < steps; i += static_cast<i64>(gridDim.x) * kWarps) {
-    const int request = static_cast<int>(i / p.steps), block = static_cast<int>(i - i64{request} * p.steps) * 32 + lane;
+  const int steps = p.batch * p.steps, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = blockIdx.x * kWarps + warp; i < steps; i += gridDim.x * kWarps) {
+    const int request = quotient(i, p.by_steps), block = (i - request * p.steps) * 32 + lane;
     if (block >= p.width || block < blocks_of(p, tokens_of(p, request))) continue;
-    for (int row = 0; row < p.rows; ++row)
-      p.out[request * p.out_stride_request + offset_of_row(p, row) + block] = -kInfinity;
+    float* const out = p.out + request * p.out_stride_request + block;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row) out[offset_of_row(p, row)] = -kInfinity;
   }
 }
 
@@ -52,11 +53,14 @@ __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) 
     fence_mbarrier_init();
   }
   __syncwarp();
+  const i64 line = (static_cast<i64>(blockIdx.x) * (kWarps * 32) + threadIdx.x) * 32;  // entries
+  if (line < p.table_entries) prefetch_l2(p.block_table + line);
   grid_dependency_launch();
   grid_dependency_wait();
-  const Share share(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
+  const Share share(p, gridDim.x * kWarps);
   if (share.blocks > 0) {
     Loader<Layout> loader(p, shared, share);
+#pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) loader.copy(stage);
     FewScorer<T, Layout> scorer(p, shared, share);
     int stage = 0;

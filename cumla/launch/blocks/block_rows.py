@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
 
 ROW_BYTES = constant("blocks/block_rows", "sizeof(BlockRow)")
+_TOKENS_AT = constant("blocks/block_rows", "__INTADDR__(&((BlockRow*)0)->tokens)")
 _THREADS = constant("blocks/block_rows", "kBlockRowThreads")
 SPECS = (KernelSpec.of("blocks", "block_rows", "BlockRowsParams", threads=_THREADS),)
 
@@ -61,3 +62,12 @@ def block_rows_launch(
         "block_size": visible.block_size,
     }
     return launch_of(SPECS[0], (-(-of.tokens // _THREADS), 1, 1), values)
+
+
+def lengths_in(rows: int, q_len: int) -> dict[str, int]:
+    """Name the values of struct Indices for kv_lens that rows hold, of so many a request."""
+    return {
+        "data": rows + (q_len - 1) * ROW_BYTES + _TOKENS_AT,
+        "stride": q_len * ROW_BYTES,
+        "is_wide": False,
+    }

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
-from cumla.launch.slots import indices
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
 
@@ -68,20 +67,21 @@ def has_few_rows(arguments: BlockScoresArguments) -> bool:
         and shape[1] * shape[2] <= _ROWS
         and shape[3] == _COLUMNS
         and shape[0] <= _REQUESTS
+        and shape[0] * arguments.width < _MOST_TOKENS
     )
 
 
 def block_scores_few_launch(
-    kv_lens: ArrayView | None, rows: int, arguments: BlockScoresArguments, out: ArrayView
+    kv_lens: dict[str, Any] | None, arguments: BlockScoresArguments, out: ArrayView
 ) -> Launch:
-    """Describe how to score all blocks; without `kv_lens` block_rows has written them to `rows`."""
+    """Describe how to score all blocks; `kv_lens` are the values of struct Indices."""
     a = arguments
     batch, q_len, heads, _ = a.q.shape
     (spec,) = scores_few_specs(a.q.dtype, a.q.shape[3])
-    in_page = a.keys.shape[1] // a.block_size
+    in_page, steps = a.keys.shape[1] // a.block_size, -(-a.width // 32)
+    grid = min(sm_count_of(out.device), -(-batch * a.width * 32 // spec.threads))
     values = {
-        "kv_lens": indices(kv_lens),
-        "known": rows,
+        "kv_lens": kv_lens,
         "q": a.q.ptr,
         "q_stride_request": a.q.strides[0],
         "q_stride_token": a.q.strides[1],
@@ -91,6 +91,7 @@ def block_scores_few_launch(
         "keys_stride_row": a.keys.strides[1],
         "block_table": a.block_table.ptr,
         "block_table_stride": a.block_table.strides[0] // 4,
+        "table_entries": (batch - 1) * (a.block_table.strides[0] // 4) + a.block_table.shape[1],
         "out": out.ptr,
         "out_stride_request": out.strides[0] // 4 * q_len,
         "out_stride_token": out.strides[0] // 4,
@@ -100,15 +101,16 @@ def block_scores_few_launch(
         "heads": heads,
         "rows": q_len * heads,
         "width": a.width,
-        "steps": -(-a.width // 32),
+        "steps": steps,
         "most": min(a.block_table.shape[1] * a.keys.shape[1], _MOST_TOKENS),
         "num_pages": a.keys.shape[0],
         "block_size": a.block_size,
         "blocks_per_page": in_page,
         "causal": a.causal,
+        "by_warps": divisor_of(grid * spec.threads // 32),
+        "by_steps": divisor_of(max(steps, 1)),
         "by_heads": divisor_of(heads),
         "by_block_size": divisor_of(a.block_size),
         "by_blocks_per_page": divisor_of(in_page),
     }
-    grid = min(sm_count_of(out.device), -(-batch * a.width * 32 // spec.threads)), 1, 1
-    return launch_of(spec, grid, values)
+    return launch_of(spec, (grid, 1, 1), values)

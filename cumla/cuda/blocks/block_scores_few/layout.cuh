@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters and shared memory of block_scores_few.
 #pragma once
-#include "blocks/rows.cuh"
 #include "rows/slots.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -18,14 +17,14 @@ constexpr int kFewScoreRequests = 1024;
 
 // Strides are in bytes, those of the table and of out in elements.
 struct BlockScoresFewParams {
-  Indices kv_lens;        // [batch]
-  const BlockRow* known;  // [batch x q_len], of block_rows; null: kv_lens are given
+  Indices kv_lens;  // [batch]
   const char* q;
   i64 q_stride_request, q_stride_token, q_stride_head;
   const char* keys;  // [num_pages, page_size, columns]
   i64 keys_stride_page, keys_stride_row;
   const int* block_table;
   i64 block_table_stride;
+  i64 table_entries;  // from first to last
   float* out;  // [batch, q_len, heads, width]
   i64 out_stride_request, out_stride_token, out_stride_head;
   int batch;
@@ -39,7 +38,7 @@ struct BlockScoresFewParams {
   int block_size;
   int blocks_per_page;
   int causal;
-  Divisor by_heads, by_block_size, by_blocks_per_page;
+  Divisor by_warps, by_steps, by_heads, by_block_size, by_blocks_per_page;
 };
 
 // The shared memory of a warp.

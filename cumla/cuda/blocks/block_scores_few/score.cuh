@@ -23,7 +23,7 @@ struct FewScorer {
   const Layout& shared;
   const int lane;
   BlockPlace at;
-  i64 left;  // blocks
+  int left;  // blocks
   int from;  // keys of the block that are scored
   u32 query[8][2];  // of eight products
   float most[2];

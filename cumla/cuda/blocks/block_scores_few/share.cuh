@@ -13,8 +13,7 @@ using namespace ptx;
 
 // Cached tokens of a request, of those that its pages hold. Any bits give a number up to that.
 __device__ __forceinline__ int tokens_of(const BlockScoresFewParams& p, int request) {
-  const i64 tokens = p.known != nullptr ? p.known[(request + 1) * p.q_len - 1].tokens : p.kv_lens[request];
-  return static_cast<int>(min(max(tokens, 0LL), static_cast<i64>(p.most)));
+  return static_cast<int>(min(max(p.kv_lens[request], 0LL), static_cast<i64>(p.most)));
 }
 
 __device__ __forceinline__ int blocks_of(const BlockScoresFewParams& p, int tokens) {
@@ -38,40 +37,42 @@ struct BlockPlace {
   // Goes to the next block, if there is one; returns whether it is of another request.
   __device__ __forceinline__ bool advance(const BlockScoresFewParams& p) {
     if (++block < blocks) return false;
-    block = 0;
-    for (blocks = 0; blocks == 0 && ++request < p.batch;) find(p);
+    block = blocks = 0;
+#pragma unroll 1
+    while (blocks == 0 && ++request < p.batch) find(p);
     return true;
   }
 };
 
-// Blocks of a warp, of equal numbers for all but for one.
+// Blocks of a warp: all of them divided by the warps, and one more in the first warps. Neighbours are in other CTAs.
 struct Share {
   BlockPlace first;
-  i64 blocks = 0;
+  int blocks;
 
-  __device__ __forceinline__ Share(const BlockScoresFewParams& p, int warp, int warps) {
-    const int lane = threadIdx.x % 32;
-    const auto blocks_at = [&](int request) { return request < p.batch ? blocks_of(p, tokens_of(p, request)) : 0; };
-    i64 all = 0;
-    for (int request = lane; request < p.batch; request += 32) all += blocks_at(request);
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) all += __shfl_xor_sync(0xffffffffu, all, apart);
-    i64 begin = all * warp / warps;
-    blocks = all * (warp + 1) / warps - begin;
-    if (blocks <= 0) return;
-    for (int from = 0; from < p.batch; from += 32) {
-      const u32 own = blocks_at(from + lane);
-      u32 up_to = own;
+  __device__ __forceinline__ Share(const BlockScoresFewParams& p, int warps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    int all = 0;
+#pragma unroll 1
+    for (int request = lane; request < p.batch; request += 32) all += blocks_of(p, tokens_of(p, request));
+    all = __reduce_add_sync(0xffffffffu, all);
+    const int each = quotient(all, p.by_warps), more = all - each * warps;
+    blocks = each + (warp < more);
+    if (blocks == 0) return;
+    int begin = each * warp + min(warp, more);
+#pragma unroll 1
+    for (int from = 0;; from += 32) {
+      const int own = from + lane < p.batch ? blocks_of(p, tokens_of(p, from + lane)) : 0;
+      int up_to = own;
 #pragma unroll
       for (int apart = 1; apart < 32; apart *= 2) {
-        const u32 before = __shfl_up_sync(0xffffffffu, up_to, apart);
+        const int before = __shfl_up_sync(0xffffffffu, up_to, apart);
         if (lane >= apart) up_to += before;
       }
-      const u32 found = __ballot_sync(0xffffffffu, begin < static_cast<i64>(up_to));
-      if (found != 0) {
-        const int at = __ffs(found) - 1;
+      const u32 behind = __ballot_sync(0xffffffffu, begin < up_to);
+      if (behind != 0 || from + 32 >= p.batch) {
+        const int at = __ffs(behind) - 1;
         first.request = from + at;
-        first.block = static_cast<int>(begin - __shfl_sync(0xffffffffu, up_to - own, at));
+        first.block = begin - __shfl_sync(0xffffffffu, up_to - own, at);
         first.find(p);
         return;
       }
@@ -84,16 +85,16 @@ struct Share {
 template <typename Layout>
 struct Loader {
   static constexpr int kKeys = Layout::kKeys, kRow = Layout::kRow;
+  static_assert(kKeys <= 32, "a lane copies a row");
 
   const BlockScoresFewParams& p;
   const Layout& shared;
   const int lane;
   BlockPlace at;
-  i64 left;    // blocks
+  int left;    // blocks
   int from;    // keys of the block that are copied
   int window;  // lane i has the page of block window + i
   int pages;
-  u64 policy;
 
   __device__ __forceinline__ Loader(const BlockScoresFewParams& p, const Layout& shared, const Share& share)
       : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), from(0) {
@@ -123,9 +124,8 @@ struct Loader {
       if (is_dense && keys > 0) copy_bulk_async(shared.stage(stage), source, keys * kRow, shared.full(stage));
     }
     __syncwarp();
-    if (!is_dense)
-      for (int i = lane; i < keys; i += 32)
-        copy_bulk_async(shared.stage(stage) + i * kRow, source + i * p.keys_stride_row, kRow, shared.full(stage));
+    if (__builtin_expect(!is_dense && lane < keys, 0))
+      copy_bulk_async(shared.stage(stage) + lane * kRow, source + lane * p.keys_stride_row, kRow, shared.full(stage));
     from += kKeys;
     if (from < there) return;
     from = 0;
