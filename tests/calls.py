@@ -343,6 +343,16 @@ def scored_blocks() -> Arguments:
     }
 
 
+def scored_blocks_of_few() -> Arguments:
+    return {
+        "q": numbers(2, 1, 4, 128),
+        "keys": numbers(6, 32, 128),
+        "block_size": 16,
+        "kv_lens": int32(5, 90),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+    }
+
+
 def chosen_blocks() -> Arguments:
     return {
         "scores": numbers(3, 2, 40, dtype=np.float32),
@@ -628,6 +638,14 @@ OPERATIONS = {
         ("block_rows", "block_scores_bfloat16_64"),
         integers=("qo_indptr", "kv_lens"),
         empty=(("q",),),
+    ),
+    "block_scores of few query rows": Operation(
+        cumla.block_scores,
+        scored_blocks_of_few,
+        lambda: {"out": aligned((2, 4, 6), np.float32)},
+        ("block_scores_few_bfloat16",),
+        integers=("kv_lens",),
+        empty=(("q", "block_table", "kv_lens"),),
     ),
     "select_blocks": Operation(
         cumla.select_blocks,

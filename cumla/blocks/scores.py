@@ -30,7 +30,6 @@ from cumla.launch.blocks.block_scores import (
 )
 from cumla.launch.blocks.block_scores_few import block_scores_few_launch, has_few_rows
 from cumla.launch.device import require_hopper
-from cumla.launch.slots import indices
 from cumla.mha.arguments import E4M3
 
 if TYPE_CHECKING:
@@ -177,7 +176,8 @@ class _BlockScores(Operation[_Arguments, int]):
         if 0 in outs[0].shape:
             return ()
         if not key:
-            return (block_scores_few_launch(indices(arguments.kv_lens), a, outs[0]),)
+            lengths = arguments.kv_lens.ptr, arguments.kv_lens.strides[0]
+            return (block_scores_few_launch(lengths, a, outs[0]),)
         tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
         rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)
         return rows, block_scores_launch(buffer, a, outs[0])

@@ -717,7 +717,8 @@ STRUCTS: dict[str, dict[str, str]] = {
         "block_size": "i",
     },
     "BlockScoresFewParams": {
-        "kv_lens": "Indices",
+        "kv_lens": "q",
+        "kv_lens_stride": "q",
         "q": "q",
         "q_stride_request": "q",
         "q_stride_token": "q",
@@ -748,7 +749,7 @@ STRUCTS: dict[str, dict[str, str]] = {
         "by_heads": "Divisor",
         "by_block_size": "Divisor",
         "by_blocks_per_page": "Divisor",
-        "padding_220": "4x",
+        "padding_212": "4x",
     },
     "BlockScoresParams": {
         "rows": "q",

@@ -64,10 +64,6 @@ def block_rows_launch(
     return launch_of(SPECS[0], (-(-of.tokens // _THREADS), 1, 1), values)
 
 
-def lengths_in(rows: int, q_len: int) -> dict[str, int]:
-    """Name the values of struct Indices for kv_lens that rows hold, of so many a request."""
-    return {
-        "data": rows + (q_len - 1) * ROW_BYTES + _TOKENS_AT,
-        "stride": q_len * ROW_BYTES,
-        "is_wide": False,
-    }
+def lengths_in(rows: int, q_len: int) -> tuple[int, int]:
+    """Tell where rows, of so many query tokens a request, hold kv_lens, and their stride."""
+    return rows + (q_len - 1) * ROW_BYTES + _TOKENS_AT, q_len * ROW_BYTES

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
@@ -72,16 +72,17 @@ def has_few_rows(arguments: BlockScoresArguments) -> bool:
 
 
 def block_scores_few_launch(
-    kv_lens: dict[str, Any] | None, arguments: BlockScoresArguments, out: ArrayView
+    kv_lens: tuple[int, int], arguments: BlockScoresArguments, out: ArrayView
 ) -> Launch:
-    """Describe how to score all blocks; `kv_lens` are the values of struct Indices."""
+    """Describe how to score all blocks; `kv_lens` are the address of lengths, and their stride."""
     a = arguments
     batch, q_len, heads, _ = a.q.shape
     (spec,) = scores_few_specs(a.q.dtype, a.q.shape[3])
     in_page, steps = a.keys.shape[1] // a.block_size, -(-a.width // 32)
     grid = min(sm_count_of(out.device), -(-batch * a.width * 32 // spec.threads))
     values = {
-        "kv_lens": kv_lens,
+        "kv_lens": kv_lens[0],
+        "kv_lens_stride": kv_lens[1] // 4,
         "q": a.q.ptr,
         "q_stride_request": a.q.strides[0],
         "q_stride_token": a.q.strides[1],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -10,10 +11,17 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.blocks.score_cases import check_scores, chosen, scores_case, select_case
+from tests.blocks.score_cases import (
+    Scores,
+    check_scores,
+    chosen,
+    few_case,
+    scores_case,
+    select_case,
+)
 from tests.gpu.tools.memory import Memory
 
-KERNELS = ("block_scores", "select_blocks")
+KERNELS = ("block_scores", "block_scores_few", "select_blocks")
 cp: Any = pytest.importorskip("cupy")
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -25,9 +33,10 @@ def _settled() -> None:
     cp.cuda.Device().synchronize()
 
 
+@pytest.mark.parametrize("draw", [scores_case, few_case])
 @pytest.mark.parametrize("seed", range(240))
-def test_scores(seed: int) -> None:
-    case, memory = scores_case(seed), Memory(cp)
+def test_scores(seed: int, draw: Callable[[int], Scores]) -> None:
+    case, memory = draw(seed), Memory(cp)
     there = {n: memory.upload(v) for n, v in case.given.items()}
     got = cumla.block_scores(**there)
     check_scores(case, got.get())
@@ -72,10 +81,11 @@ def test_many_pages(dtype: Any) -> None:
     assert np.isnan(got[1, :, 5000]).all()
 
 
+@pytest.mark.parametrize("draw", [scores_case, few_case])
 @pytest.mark.parametrize("seed", range(20))
-def test_any_bits(seed: int) -> None:
+def test_any_bits(seed: int, draw: Callable[[int], Scores]) -> None:
     """Lengths, offsets and tables of any values lead nowhere else, and give the same bits."""
-    given, rng = scores_case(seed).given, np.random.default_rng(seed)
+    given, rng = draw(seed).given, np.random.default_rng(seed)
     for name in ("kv_lens", "qo_indptr", "block_table"):
         if name in given and rng.integers(2):
             given[name][...] = rng.integers(-(2**31), 2**31, given[name].shape)

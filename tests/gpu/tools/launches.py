@@ -827,6 +827,17 @@ def blocks(make: _Maker) -> Iterator[Case]:
                 cumla.block_scores(q, keys, **given)
 
         yield f"scores of blocks, {width} columns, {dtype.name}", score
+    for dtype in (BF16, FP16, E4M3):
+
+        def score_few(dtype: np.dtype[Any] = dtype) -> None:
+            for batch, q_len, heads in ((1, 1, 4), (64, 1, 4), (300, 2, 3)):
+                given: dict[str, Any] = {"block_table": make.int32(batch, 99), "block_size": 64}
+                keys, q = (
+                    make(*shape, 128, dtype=dtype) for shape in ((9, 128), (batch, q_len, heads))
+                )
+                cumla.block_scores(q, keys, kv_lens=make.int32(batch), **given)
+
+        yield f"scores of blocks, few query rows, {dtype.name}", score_few
     for dtype in FLOATS:
 
         def select(dtype: np.dtype[Any] = dtype) -> None:

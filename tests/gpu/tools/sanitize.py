@@ -1037,9 +1037,9 @@ def attend_blocks(cupy: Any, edited: Callable[..., Any]) -> None:
         for sample in PROMPTS:  # whose query tokens share row tiles
             attend(sample, 2)
     for seed in range(9):
-        case = score_cases.scores_case(seed)
-        given = {name: there(cupy, value) for name, value in case.given.items()}
-        score_cases.check_scores(case, cumla.block_scores(**given).get())
+        for case in (score_cases.scores_case(seed), score_cases.few_case(seed)):
+            given = {name: there(cupy, value) for name, value in case.given.items()}
+            score_cases.check_scores(case, cumla.block_scores(**given).get())
         wanted = score_cases.select_case(seed)
         if wanted["scores"].size < 50_000:
             given = {name: there(cupy, value) for name, value in wanted.items()}

@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters and shared memory of block_scores_few.
 #pragma once
-#include "rows/slots.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::blocks {
 
-using namespace rows;
 using namespace split;
 
 constexpr int kFewScoreRows = 8;       // query rows of a request, at most
 constexpr int kFewScoreColumns = 128;  // of keys
 constexpr int kFewScoreRequests = 1024;
 
-// Strides are in bytes, those of the table and of out in elements.
+// Strides are in bytes, those of lengths, of the table and of out in elements.
 struct BlockScoresFewParams {
-  Indices kv_lens;  // [batch]
+  const int* kv_lens;  // [batch]
+  i64 kv_lens_stride;
   const char* q;
   i64 q_stride_request, q_stride_token, q_stride_head;
   const char* keys;  // [num_pages, page_size, columns]

@@ -13,7 +13,7 @@ using namespace ptx;
 
 // Cached tokens of a request, of those that its pages hold. Any bits give a number up to that.
 __device__ __forceinline__ int tokens_of(const BlockScoresFewParams& p, int request) {
-  return static_cast<int>(min(max(p.kv_lens[request], 0LL), static_cast<i64>(p.most)));
+  return min(max(p.kv_lens[request * p.kv_lens_stride], 0), p.most);
 }
 
 __device__ __forceinline__ int blocks_of(const BlockScoresFewParams& p, int tokens) {
