@@ -47,12 +47,10 @@ CONSTANTS: dict[str, dict[str, int]] = {
     },
     "blocks/block_scores_few": {
         "ScoresFewLayout<false, 12, 16, 4>::kBytes": 197184,
-        "ScoresFewLayout<false, 16, 16, 2>::kBytes": 131456,
         "ScoresFewLayout<false, 16, 16, 3>::kBytes": 197184,
         "ScoresFewLayout<false, 8, 16, 6>::kBytes": 197184,
         "ScoresFewLayout<false, 8, 32, 3>::kBytes": 196896,
         "ScoresFewLayout<true, 12, 32, 4>::kBytes": 197184,
-        "ScoresFewLayout<true, 16, 16, 4>::kBytes": 131840,
         "ScoresFewLayout<true, 16, 16, 6>::kBytes": 197760,
         "ScoresFewLayout<true, 16, 32, 3>::kBytes": 197184,
         "ScoresFewLayout<true, 8, 32, 6>::kBytes": 197184,

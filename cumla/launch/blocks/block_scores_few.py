@@ -27,11 +27,12 @@ _FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
 }
 # Warps of a thread block, keys of a stage, and stages.
 _RINGS = {
-    "a": ((8, 32, 3), (8, 32, 6)),
-    "b": ((16, 16, 3), (16, 32, 3)),
-    "c": ((8, 16, 6), (12, 32, 4)),
-    "d": ((12, 16, 4), (16, 16, 6)),
-    "e": ((16, 16, 2), (16, 16, 4)),
+    "a": ((8, 32, 3), (8, 32, 6), False),
+    "A": ((8, 32, 3), (8, 32, 6), True),
+    "b": ((16, 16, 3), (16, 32, 3), False),
+    "B": ((16, 16, 3), (16, 32, 3), True),
+    "c": ((8, 16, 6), (12, 32, 4), False),
+    "d": ((12, 16, 4), (16, 16, 6), False),
 }
 FORM = "a"
 
@@ -41,8 +42,8 @@ def _spec(dtype: str, form: str) -> KernelSpec:
     ring = _RINGS[form][is_e4m3]
     of_ring = ", ".join(map(in_cuda, (is_e4m3, *ring)))
     return KernelSpec.of(
-        *("blocks", "block_scores_few", "BlockScoresFewParams", kind, is_e4m3, *ring),
-        tags=["e4m3" if is_e4m3 else kind, form],
+        *("blocks", "block_scores_few", "BlockScoresFewParams", kind, is_e4m3, *ring, _RINGS[form][2]),
+        tags=["e4m3" if is_e4m3 else kind, form + ("_dry" if _RINGS[form][2] else "")],
         threads=32 * ring[0],
         smem_bytes=constant(_FILE, f"ScoresFewLayout<{of_ring}>::kBytes"),
     )

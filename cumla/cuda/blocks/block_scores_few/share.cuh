@@ -46,7 +46,7 @@ struct BlockPlace {
 
 // Blocks of a warp: all of them divided by the warps, and one more in the first warps. Neighbours are in other CTAs.
 struct Share {
-  BlockPlace first;
+  BlockPlace first = {};
   int blocks;
 
   __device__ __forceinline__ Share(const BlockScoresFewParams& p, int warps) {
