@@ -27,12 +27,11 @@ _FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
 }
 # Warps of a thread block, keys of a stage, and stages.
 _RINGS = {
-    "a": ((8, 32, 3), (8, 32, 6), False),
-    "A": ((8, 32, 3), (8, 32, 6), True),
-    "b": ((16, 16, 3), (16, 32, 3), False),
-    "B": ((16, 16, 3), (16, 32, 3), True),
-    "c": ((8, 16, 6), (12, 32, 4), False),
-    "d": ((12, 16, 4), (16, 16, 6), False),
+    "a": ((8, 32, 3), (16, 32, 3), False),
+    "e": ((8, 32, 2), (16, 32, 2), False),
+    "f": ((4, 32, 6), (12, 32, 3), False),
+    "g": ((4, 32, 4), (8, 32, 4), False),
+    "h": ((8, 16, 4), (12, 32, 2), False),
 }
 FORM = "a"
 
