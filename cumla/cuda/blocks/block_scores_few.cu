@@ -8,14 +8,15 @@
 // grid = as many CTAs as multiprocessors, of kWarps warps.
 //
 // Roles and time line of a warp:
-//   add up blocks of all requests, find the share | page numbers | copy the first stages | query rows to registers
+//   add up blocks of all requests, find the share | page numbers | copy the first stages | query rows to registers |
+//   store -inf for blocks that nobody sees
 //   for each stage: wait for it | products, maxima | copy the stage after the ring | maxima over lanes, store
-//   blocks that nobody sees: store -inf
 //
 // barrier            who arrives (count)                     who waits   guards
 // full(warp, stage)  lane 0 of the warp, with the bytes (1)  the warp    keys of a stage are loaded
 //
-// Shared memory: kWarps rings of kStages stages of kKeys rows; 12 bytes for each stage
+// Shared memory: a ring of kStages stages of kKeys rows for each warp, 192 KB; 12 bytes for each stage
+// Registers:     94, of e4m3 90
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
 #include "blocks/block_scores_few/share.cuh"
@@ -42,7 +43,7 @@ __device__ __forceinline__ void store_unseen(const BlockScoresFewParams& p, int 
   }
 }
 
-template <typename T, bool kE4m3, int kWarps, int kKeys, int kStages, bool kDry>
+template <typename T, bool kE4m3, int kWarps, int kKeys, int kStages>
 __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) {
   using Layout = ScoresFewLayout<kE4m3, kWarps, kKeys, kStages>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -65,16 +66,10 @@ __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) 
   store_unseen<kWarps>(p, warp);
   int stage = 0;
   u32 phase = 0;
-  // Code that runs for the first time on an SM is slow: it runs once, without keys, while the first ones are loaded.
 #pragma unroll 1
-  for (bool real = !kDry; scorer.left > 0; real = true) {
-    int keys = 0;
-    if (real) {
-      mbarrier_wait(shared.full(stage), phase, "keys");
-      keys = load_shared_u32(shared.keys_of(stage));
-    }
-    scorer.score(stage, keys);
-    if (!real) continue;
+  while (scorer.left > 0) {
+    mbarrier_wait(shared.full(stage), phase, "keys");
+    scorer.score(stage, load_shared_u32(shared.keys_of(stage)));
     __syncwarp();
     loader.copy(stage);
     scorer.advance();

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cumla.launch.blocks.choice import RULES
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec, in_cuda
@@ -20,50 +21,38 @@ _ROWS, _COLUMNS, _REQUESTS, _MOST_TOKENS = (
     constant(_FILE, name)
     for name in ("kFewScoreRows", "kFewScoreColumns", "kFewScoreRequests", "kMaxTokens")
 )
-_FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
-    "bfloat16": ("bfloat16", False),
-    "float16": ("float16", False),
-    "float8_e4m3fn": ("float16", True),
+_FORMS = {  # of a dtype: what is multiplied, whether it is e4m3 in memory, and the rings
+    "bfloat16": ("bfloat16", False, RULES.scores_rings),
+    "float16": ("float16", False, RULES.scores_rings),
+    "float8_e4m3fn": ("float16", True, RULES.e4m3_scores_rings),
 }
-# Warps of a thread block, keys of a stage, and stages.
-_RINGS = {
-    "a": ((8, 32, 3), (16, 32, 3), False),
-    "e": ((8, 32, 2), (16, 32, 2), False),
-    "f": ((4, 32, 6), (12, 32, 3), False),
-    "g": ((4, 32, 4), (8, 32, 4), False),
-    "h": ((8, 16, 4), (12, 32, 2), False),
-}
-FORM = "a"
 
 
-def _spec(dtype: str, form: str) -> KernelSpec:
-    kind, is_e4m3 = _FORMS[dtype]
-    ring = _RINGS[form][is_e4m3]
-    of_ring = ", ".join(map(in_cuda, (is_e4m3, *ring)))
+def _spec(dtype: str) -> KernelSpec:
+    kind, is_e4m3, rings = _FORMS[dtype]
+    of_rings = ", ".join(map(in_cuda, (is_e4m3, *rings)))
     return KernelSpec.of(
-        *("blocks", "block_scores_few", "BlockScoresFewParams", kind, is_e4m3, *ring, _RINGS[form][2]),
-        tags=["e4m3" if is_e4m3 else kind, form + ("_dry" if _RINGS[form][2] else "")],
-        threads=32 * ring[0],
-        smem_bytes=constant(_FILE, f"ScoresFewLayout<{of_ring}>::kBytes"),
+        *("blocks", "block_scores_few", "BlockScoresFewParams", kind, is_e4m3, *rings),
+        tags=["e4m3" if is_e4m3 else kind],
+        threads=32 * rings[0],
+        smem_bytes=constant(_FILE, f"ScoresFewLayout<{of_rings}>::kBytes"),
     )
 
 
-_SPECS = {(dtype, form): _spec(dtype, form) for dtype in _FORMS for form in _RINGS}
+_SPECS = {dtype: _spec(dtype) for dtype in _FORMS}
 SPECS = tuple(_SPECS.values())
 
 
 def scores_few_specs(dtype: str, columns: int) -> tuple[KernelSpec, ...]:
     """Find the kernel of a dtype of keys, and their columns, if there is one."""
-    if columns != _COLUMNS or not FORM: return ()
-    return (_SPECS["float8_e4m3fn" if dtype == "uint8" else dtype, FORM],)
+    return (_SPECS["float8_e4m3fn" if dtype == "uint8" else dtype],) if columns == _COLUMNS else ()
 
 
 def has_few_rows(arguments: BlockScoresArguments) -> bool:
     """Whether block_scores_few serves a call."""
     shape = arguments.q.shape
     return (
-        FORM != ""
-        and len(shape) == 4
+        len(shape) == 4
         and shape[1] * shape[2] <= _ROWS
         and shape[3] == _COLUMNS
         and shape[0] <= _REQUESTS

@@ -71,6 +71,10 @@ class Rules:
     # Turns, below which all thread blocks of block_scores are on the GPU at once, as the last turn
     # would be short (block-prompts.json).
     turns: int = 2
+    # Warps of block_scores_few, keys of a stage of a warp's ring, and its stages. More warps, and
+    # copies of fewer keys, take longer where there are many keys (block-prompts.json).
+    scores_rings: tuple[int, int, int] = (8, 32, 3)
+    e4m3_scores_rings: tuple[int, int, int] = (16, 32, 3)
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 
