@@ -827,17 +827,6 @@ def blocks(make: _Maker) -> Iterator[Case]:
                 cumla.block_scores(q, keys, **given)
 
         yield f"scores of blocks, {width} columns, {dtype.name}", score
-    for dtype in (BF16, FP16, E4M3):
-
-        def score_few(dtype: np.dtype[Any] = dtype) -> None:
-            for batch, q_len, heads in ((1, 1, 4), (64, 1, 4), (300, 2, 3)):
-                given: dict[str, Any] = {"block_table": make.int32(batch, 99), "block_size": 64}
-                keys, q = (
-                    make(*shape, 128, dtype=dtype) for shape in ((9, 128), (batch, q_len, heads))
-                )
-                cumla.block_scores(q, keys, kv_lens=make.int32(batch), **given)
-
-        yield f"scores of blocks, few query rows, {dtype.name}", score_few
     for dtype in FLOATS:
 
         def select(dtype: np.dtype[Any] = dtype) -> None:
@@ -864,6 +853,21 @@ def blocks(make: _Maker) -> Iterator[Case]:
             of.run(q, k, v, **table)
 
         yield f"step of blocks, {q_len} query tokens", step
+
+
+def scores_of_few_rows(make: _Maker) -> Iterator[Case]:
+    """Scores of blocks for few query rows of each request."""
+    for dtype in (BF16, FP16, E4M3):
+
+        def score(dtype: np.dtype[Any] = dtype) -> None:
+            for batch, q_len, heads in ((1, 1, 4), (64, 1, 4), (300, 2, 3)):
+                given: dict[str, Any] = {"block_table": make.int32(batch, 99), "block_size": 64}
+                keys, q = (
+                    make(*shape, 128, dtype=dtype) for shape in ((9, 128), (batch, q_len, heads))
+                )
+                cumla.block_scores(q, keys, kv_lens=make.int32(batch), **given)
+
+        yield f"scores of blocks, few query rows, {dtype.name}", score
 
 
 def small(make: _Maker) -> Iterator[Case]:
@@ -1085,7 +1089,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
             attention_by_masks,
         ),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
-        *(prefixes, layouts, others, blocks, blocks_of_prompts),
+        *(prefixes, layouts, others, blocks, blocks_of_prompts, scores_of_few_rows),
     )
 }
 

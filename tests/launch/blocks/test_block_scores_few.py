@@ -20,7 +20,7 @@ def run(case: Scores, sm_count: int = 132) -> bytes:
     """Check a call; the bits of its result."""
     with (
         emulated_gpu() as cupy,
-        mock.patch.object(block_scores_few, "sm_count_of", lambda device: sm_count),
+        mock.patch.object(block_scores_few, "sm_count_of", return_value=sm_count),
         mock.patch.object(scores, "block_scores_launch", side_effect=AssertionError("another")),
     ):
         there = {name: cupy.like(value) for name, value in case.given.items()}
