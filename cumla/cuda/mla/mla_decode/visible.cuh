@@ -2,6 +2,7 @@
 // Keys that the rows of a tile do not see: masked scores, and zeros in place of their values.
 #pragma once
 #include "mla/mla_decode/compute.cuh"
+#include "attend/visible.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -33,25 +34,15 @@ Consumer<T, kSharedBlocks, kCopied, AnyTile>::clear_values_before(int stage, int
 
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::mask_scores(int block) {
-  const int column = block * kBlockTokens + (lane % 4) * 2;
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
+  hide_from(scores, block * kBlockTokens + (lane % 4) * 2, limit);
 }
 
 // Masks the scores before the windows of the two rows.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::mask_before_windows(int block) {
   if (block * kBlockTokens >= tile.seen_by_all) return;
-  const int column = block * kBlockTokens + (lane % 4) * 2;
-  const int first[2] = {tile.first_of(p, row), tile.first_of(p, row + 8)};
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (column + 8 * j + (e & 1) < first[e >> 1]) scores[4 * j + e] = -kInfinity;
+  hide_before(scores, block * kBlockTokens + (lane % 4) * 2,
+              {tile.first_of(p, row), tile.first_of(p, row + 8)});
 }
 
 // Masks the scores of keys that the two rows do not see by their bits.

@@ -4,6 +4,7 @@
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "attend/reduce.cuh"
+#include "attend/visible.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
@@ -116,8 +117,7 @@ struct Fp8Softmax {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int limit = tokens - tile.shift_of(p, first + 8 * (i / 2) + i % 2);
-      if (token >= limit) scores[4 * (i / 2) + i % 2] = -kInfinity;
-      if (token + 8 >= limit) scores[4 * (i / 2) + 2 + i % 2] = -kInfinity;
+      hide_from(scores[4 * (i / 2) + i % 2], scores[4 * (i / 2) + 2 + i % 2], token, limit);
     }
   }
 

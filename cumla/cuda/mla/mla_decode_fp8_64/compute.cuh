@@ -4,6 +4,7 @@
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
+#include "mla/mla_decode_fp8_64/scales.cuh"
 #include "attend/share.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -22,13 +23,6 @@ using namespace ptx;
 // probabilities are between 2^-9, the smallest e4m3 number, and 448; raising costs about a microsecond, so there is
 // room for some 4 binades above the largest one of the first block.
 constexpr float kBelow = 7.0f, kBelowInE4m3 = 5.0f, kSlack = 15.0f, kSlackInE4m3 = 8.75f;
-// Bounds of the exponent of a row's highest scale, so that it can be divided out and multiplied in again.
-constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
-// After division the highest scale is below 2^7; times 448, the highest e4m3 number, it is finite in float16. A scale
-// 2^18 lower still has all its bits, and so have its products with numbers from 1/4 on.
-constexpr int kHeadroom = 6;
-constexpr float kLeastScale = 1.0f / (1 << (18 - kHeadroom));
-
 // D (64 x heads) = A (64 x 16) B^T + (accumulate ? D : 0); A in registers.
 template <typename T, int kCount>
 __device__ __forceinline__ void multiply_heads(float (&d)[kCount], const u32* a, u64 b, bool accumulate) {
@@ -81,19 +75,6 @@ struct Heads64Consumer {
     for (int i = 0; i < kHeadsOfThread; ++i) sum[i] = 0.0f;
   }
 
-  // Bits of the highest scale of a row, without sign; NaN if one of them is NaN.
-  __device__ __forceinline__ static u32 highest_scale(const uint4& bits) {
-    return max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu), max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu));
-  }
-  __device__ __forceinline__ static u32 bounded_exponent(u32 highest) {
-    return min(max(highest >> 23, kLeastExponent), kMostExponent);
-  }
-
-  // The factor of a row's scales.
-  __device__ __forceinline__ static float inverse_of(u32 bounded) {
-    return __uint_as_float((254 + kHeadroom - bounded) << 23);
-  }
-
   // Computes the relative scales of a row for V's fragments, as pairs of float16, and the exponent of their divisor.
   __device__ __forceinline__ void find_relative_scales(const uint4& bits, u32 (&pairs)[kScaleGroups], float& exponent) {
     const u32 bounded = bounded_exponent(highest_scale(bits));
@@ -106,16 +87,6 @@ struct Heads64Consumer {
       is_wide |= scale != 0.0f && fabsf(scale) < kLeastScale;
       pairs[g] = pack_pair<Fp16>(scale, scale);
     }
-  }
-
-  // The least divisor for scores of a row. Scales below 2^-40 of the row's highest one are raised to that; their
-  // columns are negligible.
-  __device__ __forceinline__ static u32 least_divisor(const uint4& bits) {
-    const u32 highest = highest_scale(bits);
-    return max(highest - min(highest, 40u << 23), kLeastExponent << 23);
-  }
-  __device__ __forceinline__ static float divisor_of(u32 bits, u32 least) {
-    return __uint_as_float((bits & 0x80000000u) | max(bits & 0x7fffffffu, least));
   }
 
   // scores = a block's rows x query, up to a factor per row and head. RoPE columns are first. The sums are relative
@@ -376,38 +347,13 @@ struct Heads64Consumer {
     if (lane == 0) mbarrier_arrive(shared.probabilities_free(t & 1));  // plant: probabilities read
   }
 
-  __device__ __forceinline__ void change_sums(int parity) {
-#pragma unroll
-    for (int i = 0; i < kHeadsOfThread; i += 2) {
-      const float2 factors = load_shared_float2(shared.factor(parity, head_of(i)));
-      sum[i] *= factors.x;
-      sum[i + 1] *= factors.y;
-    }
-  }
-  __device__ __forceinline__ void change_output(int parity) {
-#pragma unroll
-    for (int i = 0; i < kHeads / 2; i += 4) {
-      const float2 factors = load_shared_float2(shared.factor(parity, head_of(i / 2)));
-#pragma unroll
-      for (int d = 0; d < kValueHalf; ++d) {
-        output[d][i] *= factors.x;
-        output[d][i + 1] *= factors.y;
-        output[d][i + 2] *= factors.x;
-        output[d][i + 3] *= factors.y;
-      }
-    }
-  }
-
-  // output += V x probabilities of block t; then its granules are free.
-  __device__ __forceinline__ void multiply_values(u32 t) {
-    const u32 unusual = unusual_of(t);
-    if (unusual & kRaised) change_output(t & 1);
-    if (unusual & kWide)
-      multiply_wide(t);
-    else
-      multiply_steps(t);
-    free_probabilities(t);
-  }
+  // In mla/mla_decode_fp8_64/values.cuh:
+  __device__ __forceinline__ void change_sums(int parity);
+  __device__ __forceinline__ void change_output(int parity);
+  __device__ __forceinline__ void multiply_values(u32 t);
+  __device__ __forceinline__ void multiply_wide(u32 t);
+  __device__ __forceinline__ void multiply_steps(u32 t);
+  __device__ __forceinline__ void scale_widely(u32 (&x)[kStepRegisters], u32 rows, int group) const;
 
   static constexpr int kValueGroups = kValueHalf / 2;  // groups of columns with a scale
 
@@ -423,95 +369,6 @@ struct Heads64Consumer {
   __device__ __forceinline__ void free_granule(u32 slot) const {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.free(slot));  // plant: slot read
-  }
-
-  // The products of a wide block are a loop: unrolled code here slows calls with few lists.
-  __device__ __forceinline__ void multiply_wide(u32 t) {
-    const u32 offset = values_offset(), first_slot = GranulePlace<Layout>(kGranules * t).slot;
-#pragma unroll 1
-    for (int k = 0; k < kGranules; ++k) {
-      const u32 rows = shared.slot(slot_of(first_slot, k));
-#pragma unroll
-      for (int d = 0; d < kValueGroups; ++d) {
-        u32 words[4], x[kStepRegisters];
-        load_matrix_x4_transposed(words, rows + offset + d * 128);
-        expand_values(words, x);
-        scale_widely(x, rows, consumer * kValueGroups + d);
-        keep_before_products(x);
-        warpgroup_arrive();
-        const u64 b = descriptor_of_rows<128>(shared.probabilities(t & 1), k * 32);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) multiply_heads<Bf16>(output[2 * d + i], x + 4 * i, b, true);
-        warpgroup_commit();
-        warpgroup_wait<0>();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) keep_behind_wait(output[2 * d + i]);
-      }
-      free_granule(slot_of(first_slot, k));
-    }
-  }
-
-  __device__ __forceinline__ void multiply_steps(u32 t) {
-    const int parity = t & 1;
-    constexpr int kSteps = kGranules * kValueGroups;
-    const u32 offset = values_offset();
-    const u32 table = shared.table(parity) + (consumer * kValueGroups * 16 + lane % 4) * 8;
-    u32 rows[kGranules];
-    const u32 first_slot = GranulePlace<Layout>(kGranules * t).slot;
-#pragma unroll
-    for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(first_slot, k));
-    u32 words[2][4], a[2][kStepRegisters];
-    auto fetch = [&](u32 (&to)[4], int s) {
-      load_matrix_x4_transposed(to, rows[s / kValueGroups] + offset + s % kValueGroups * 128);
-    };
-    auto scale_of = [&](int s) {
-      return load_shared_8(table + (s % kValueGroups * kGranules + s / kValueGroups) * 32);
-    };
-    fetch(words[0], 0);
-    uint2 next_scale = scale_of(0);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int k = s / kValueGroups, d = s % kValueGroups;
-      const uint2 scale = next_scale;
-      if (s + 1 < kSteps) {
-        fetch(words[(s + 1) & 1], s + 1);
-        next_scale = scale_of(s + 1);
-      }
-      if (s >= 2) warpgroup_wait<1>();
-      u32(&x)[kStepRegisters] = a[s & 1];
-      expand_values(words[s & 1], x);
-#pragma unroll
-      for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
-      keep_before_products(x);
-      warpgroup_arrive();
-      const u64 b = descriptor_of_rows<128>(shared.probabilities(parity), k * 32);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) multiply_heads<Fp16>(output[2 * d + i], x + 4 * i, b, true);
-      warpgroup_commit();
-      if (d + 1 == kValueGroups) free_granule(slot_of(first_slot, k));
-    }
-    warpgroup_wait<0>();
-#pragma unroll
-    for (int d = 0; d < kValueHalf; ++d) keep_behind_wait(output[d]);
-  }
-
-  // Converts fragments of V to bfloat16, times scales that float16 cannot hold.
-  __device__ __forceinline__ void scale_widely(u32 (&x)[kStepRegisters], u32 rows, int group) const {
-    float scale[2][2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const u32 row = rows + (token_at(2 * (lane % 4) + j) + 8 * e) * kPackedBytes + kPackedScales;
-        const float inverse = inverse_of(bounded_exponent(highest_scale(load_shared_16(row))));
-        scale[e][j] = load_shared_float(row + 4 * group) * inverse;
-      }
-#pragma unroll
-    for (int i = 0; i < kStepRegisters; ++i) {
-      const float2 v = unpack_pair<Fp16>(x[i]);
-      const int e = i >> 1 & 1;
-      x[i] = pack_pair<Bf16>(v.x * scale[e][0], v.y * scale[e][1]);
-    }
   }
 
   // `t`: blocks of earlier segments. Returns the number of blocks.
@@ -532,7 +389,6 @@ struct Heads64Consumer {
       change_sums(last & 1);
     return blocks;
   }
-
 };
 
 }  // namespace cumla::mla

@@ -44,6 +44,7 @@
 #include "mla/mla_decode_fp8_64/finish.cuh"
 #include "mla/mla_decode_fp8_64/layout.cuh"
 #include "mla/mla_decode_fp8_64/load.cuh"
+#include "mla/mla_decode_fp8_64/values.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"

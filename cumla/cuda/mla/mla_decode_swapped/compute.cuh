@@ -3,6 +3,7 @@
 #pragma once
 #include "mla/mla_decode_swapped/layout.cuh"
 #include "attend/reduce.cuh"
+#include "attend/visible.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
@@ -141,8 +142,7 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int limit = segment.tokens - tile.shift_of(p, row_of(i));
-      if (token >= limit) scores[4 * (i / 2) + i % 2] = -kInfinity;
-      if (token + 8 >= limit) scores[4 * (i / 2) + 2 + i % 2] = -kInfinity;
+      hide_from(scores[4 * (i / 2) + i % 2], scores[4 * (i / 2) + 2 + i % 2], token, limit);
     }
   }
 
