@@ -103,8 +103,7 @@ def top_k(
         How many to select, from 1. More than a row has leave the rest of its places empty.
     row_lens, row_starts : array, optional
         ``(rows,)`` int32: row i has the scores ``row_starts[i] <= j < row_starts[i] +
-        row_lens[i]``. No others have any influence; those of rows of up to 8,192 columns may be
-        loaded.
+        row_lens[i]``. No others are read, so they need not have been written.
         Starts are clamped to ``[0, width]``, lengths to ``[0, width - start]``. From 0 to the end
         without them.
     block_table : array, optional

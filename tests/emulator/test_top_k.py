@@ -109,6 +109,20 @@ def test_few_keys_at_both_ends_and_in_the_middle(dtype: str, cupy: CuPy) -> None
 
 @pytest.mark.parametrize("dtype", some(["float32", "float16"], 2))
 @pytest.mark.parametrize(("name", "cluster"), some(SELECTIONS, 5))
+def test_nothing_after_a_length_is_read(name: str, cluster: int, dtype: str, cupy: CuPy) -> None:
+    """Rows end before the width, where memory does that nobody may touch."""
+    fenced = Fenced(at_end=True)
+    for length in (2047, 4097, 4098, 4099):
+        scores = fenced.copy(scores_of("normal", 1, length, dtype))
+        wide = np.lib.stride_tricks.as_strided(scores, (1, 6000)).view(Array)
+        lengths = cupy.asarray(np.array([length], np.int32))
+        with shaped(name, cluster):
+            result = cumla.top_k(wide, 100, row_lens=lengths)
+        np.testing.assert_array_equal(result.indices, expected(scores, 100))
+
+
+@pytest.mark.parametrize("dtype", some(["float32", "float16"], 2))
+@pytest.mark.parametrize(("name", "cluster"), some(SELECTIONS, 5))
 def test_nothing_after_a_row_is_read(name: str, cluster: int, dtype: str, cupy: CuPy) -> None:
     """Rows end where memory does that nobody may touch, and begin at any of four scores."""
     fenced = Fenced(at_end=True)

@@ -12,9 +12,10 @@
 //
 // Sampled keys begin with a sample of the row, which gives a limit. In a cluster the keys before it are marked and
 // listed, and then step 4 follows. If they are too few, or too many for the list, steps 1 to 4 are made instead.
-// A block that has a row alone lists these keys as they come. Passes over the list narrow the range with the k-th key
-// until all of it is chosen; if the list is of no use, passes over the row do. The chosen keys are marked in a bitmap,
-// whose sums tell where to write them.
+// A block that has a row alone lists these keys as they come, and counts them. The keys of the bin with the k-th key
+// are compared with one another. If they are many, passes over the list narrow the range with the k-th key until all of
+// it is chosen; if the list is of no use, passes over the row do. The chosen keys are marked in a bitmap, whose sums
+// tell where to write them.
 //
 // Held keys are counted in finer bins, once. A bin of few keys is listed alone, and each of them compared with the
 // others; a bin of many is searched as above. The chosen keys are put into the list, and written.
@@ -29,8 +30,8 @@
 //
 // Shared memory: 25 KB of counters, the list (8 B per entry), kStored x 16 B per thread: keys, or bits of marks
 // Registers:     4 kHeld per thread for keys
-// Rows of at most k scores are not read, unless values or their order are wanted. But held keys are loaded while the
-// length of their row is: all scores up to the width, of which those past the length are not used.
+// Rows of at most k scores are not used, unless values or their order are wanted; only held keys are loaded then.
+// Nothing outside of a row is loaded: memory there may be unwritten.
 #include "sparse/top_k/finish.cuh"
 #include "sparse/top_k/held.cuh"
 #include "sparse/top_k/scanned.cuh"
@@ -41,8 +42,10 @@ template <typename Element, typename Keys, int kThreads, int kCapacity, bool kCl
 __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head, u64* list, unsigned char* stored) {
   const int cluster = kClustered ? 1 << p.cluster_log2 : 1;
   const int rank = kClustered ? static_cast<int>(blockIdx.x) & (cluster - 1) : 0;
-  const ScoreRow row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
-  const typename Keys::Ahead ahead(p, row, head);
+  ScoreRow row;
+  if constexpr (Keys::kIsHeld) row = Keys::row_of(p, blockIdx.x, head);
+  else row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
+  const typename Keys::First first(p, row);
   if (threadIdx.x == 0) head.row = row;
   if (row.length <= p.topk) {
     const Output<Element> output(p, row);
@@ -62,7 +65,7 @@ __device__ __forceinline__ void select_row(const TopKParams& p, TopKShared& head
 
   Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
   if constexpr (!kClustered && Keys::kIsHeld) {
-    keys.template select_alone<kCapacity>(head, list, p, ahead);
+    keys.template select_alone<kCapacity>(head, list, p, first);
   } else if constexpr (!kClustered && Keys::kIsSampled) {
     keys.template select_alone<kCapacity>(head, list, p);
   } else {

@@ -102,6 +102,23 @@ def test_shapes(name: str, cluster: int, kind: str) -> None:
         assert same_bits(result.values.get(), values_at(scores, want))
 
 
+@pytest.mark.parametrize(("name", "cluster"), SHAPES)
+def test_no_score_outside_of_a_row_is_seen(name: str, cluster: int) -> None:
+    """NaN, the largest of all, is before the starts and behind the lengths."""
+    width, k = min(widest(name, cluster), 20_000), 2048
+    scores = scores_of("normal", 5, width)
+    starts = np.array([0, 1, 2, 7, 4], np.int32)
+    lengths = np.array([width - 1, width - 9, width // 2, 2049, 17], np.int32)
+    want = expected(scores, k, lengths, starts)
+    columns = np.arange(width)
+    inside = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
+    scores[~inside] = np.nan
+    with shaped(name, cluster):
+        given = {"row_lens": cp.asarray(lengths), "row_starts": cp.asarray(starts)}
+        got = cumla.top_k(on_device(scores), k, **given)
+    np.testing.assert_array_equal(got.indices.get(), want)
+
+
 @pytest.mark.parametrize("steps", [1 << 5, 1 << 7, 1 << 20])
 @pytest.mark.parametrize("keys", [1000, 3500, 8192])
 @pytest.mark.parametrize(("name", "cluster"), SHAPES)

@@ -779,7 +779,10 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
 
 
 def select_rows(cupy: Any, name: str, cluster: int, dtype: str = "float32") -> None:
-    """Select from rows of all kinds with one shape of the kernel: slots, positions and values."""
+    """Select from rows of all kinds with one shape of the kernel: slots, positions and values.
+
+    Memory has the scores of the rows alone: initcheck tells of any other that is read.
+    """
     shape = top_k._SHAPES[name]
     width = 8900 if shape.is_sampled else 4500  # more than the list: a sample is taken
     starts, pages = np.array([0, 2, 3, 1], np.int32), width // 64 + 1
@@ -791,8 +794,12 @@ def select_rows(cupy: Any, name: str, cluster: int, dtype: str = "float32") -> N
     for i, kind in enumerate(("normal", "crowded", "equal", "special")):
         k = 4200 if i == 0 and shape.takes_turns else 600
         host = scores_of(kind, 4, width + 5, dtype)[:, 5:]
-        there = cupy.asarray(np.zeros((4, width + 5), f"u{host.itemsize}")).view(host.dtype)[:, 5:]
-        there[...] = cupy.asarray(host.view(f"u{host.itemsize}")).view(host.dtype)
+        bits = host.view(f"u{host.itemsize}")
+        memory = cupy.empty((4, width + 5), dtype=bits.dtype)
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            own = slice(start, start + length)
+            memory[row, 5:][own] = cupy.asarray(np.ascontiguousarray(bits[row, own]))
+        there = memory.view(host.dtype)[:, 5:]
         given = {key: cupy.asarray(value) for key, value in some.items()}
         options = {"page_size": 64, "values": True, "sorted": bool(i % 2)}
         want_positions, positions = np.empty((4, k), np.int32), cupy.zeros((4, k), dtype=np.int32)

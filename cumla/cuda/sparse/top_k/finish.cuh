@@ -90,6 +90,24 @@ struct Output {
   }
 };
 
+// Whether slots have positions, and nothing else is written.
+__device__ __forceinline__ bool has_positions_alone(const TopKParams& p) {
+  return p.block_table == nullptr && p.offsets == nullptr && p.positions == nullptr && p.values == nullptr;
+}
+
+// Writes a row then. All threads must have seen the list of positions.
+template <int kThreads>
+__device__ __forceinline__ void write_positions(const TopKParams& p, const ScoreRow& row, const int* positions,
+                                                u32 wanted) {
+  int* const out = p.out + row.index * p.out_stride;
+  const u32 in_fours = reinterpret_cast<u64>(out) % 16 == 0 ? wanted & ~3u : 0;
+#pragma unroll 1
+  for (u32 slot = 4 * threadIdx.x; slot < in_fours; slot += 4 * kThreads)
+    *reinterpret_cast<int4*>(out + slot) = *reinterpret_cast<const int4*>(positions + slot);
+#pragma unroll 1
+  for (u32 slot = in_fours + threadIdx.x; slot < wanted; slot += kThreads) out[slot] = positions[slot];
+}
+
 __device__ constexpr int power_of_two_from(int count) {
   int power = 2;
   while (power < count) power *= 2;

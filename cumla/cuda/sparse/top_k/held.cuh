@@ -17,20 +17,30 @@ struct Held {
   u32 keys[kGroups][4];
   RowSlice<Element, kThreads> slice;
 
-  // What is loaded while the length of the row is: scores up to the width. The counters are cleared meanwhile.
-  struct Ahead {
+  // The row. While its length is loaded, L2 fetches scores up to the width, and the counters are cleared.
+  __device__ __forceinline__ static ScoreRow row_of(const TopKParams& p, int index, TopKShared& head) {
+    const int start = start_of(p, index), most = p.width - start;
+    int length = most;
+    if (threadIdx.x % 32 == 0 && p.row_lens != nullptr) length = p.row_lens[index * p.row_lens_stride];
+    if (threadIdx.x == 0) prefetch_scores<Element>(scores_of<Element>(p, {index, start, most}), most);
+    __syncwarp();  // otherwise the compiler puts the prefetch behind the wait for the length
+    clear_counters<kThreads>(head);
+    return {index, start, clamp(__shfl_sync(kAllLanes, length, 0), 0, most)};
+  }
+
+  // Scores that are loaded before anything else is done with the row.
+  struct First {
     const RowSlice<Element, kThreads> slice;
     uint4 quads[kGroups];
 
-    __device__ __forceinline__ Ahead(const TopKParams& p, const ScoreRow& row, TopKShared& head)
-        : slice(scores_of<Element>(p, row), p.width - row.start, 0, 1) {
+    __device__ __forceinline__ First(const TopKParams& p, const ScoreRow& row)
+        : slice(scores_of<Element>(p, row), row.length, 0, 1) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const int at = slice.position(g);
         quads[g] = {0, 0, 0, 0};
         if (g < slice.groups && slice.is_whole(at)) quads[g] = load_quad<Element>(slice.at(at));
       }
-      clear_counters<kThreads>(head);
     }
   };
 
@@ -39,11 +49,11 @@ struct Held {
 
   // Writes the row.
   template <int kCapacity>
-  __device__ __forceinline__ void select_alone(TopKShared& head, u64* list, const TopKParams& p, const Ahead& ahead) {
-    slice.first = ahead.slice.first, slice.groups = ahead.slice.groups;
+  __device__ __forceinline__ void select_alone(TopKShared& head, u64* list, const TopKParams& p, const First& first) {
+    slice.first = first.slice.first, slice.groups = first.slice.groups;
     static_assert(kMostCompared <= kCapacity, "the list holds what is compared");
     if (threadIdx.x == 0) listed_of(head) = 0;
-    count(head, ahead.quads);
+    count(head, first.quads);
     const u32 wanted = count_of(head.row, p.topk);
     const Found found = find_fine(head, wanted);
     const u32 chosen = found.count <= kMostCompared ? compare(head, list, found, wanted - found.before)
@@ -257,14 +267,8 @@ struct Held {
     } else {
       each_marked(chosen, [&](u32, int position, int g) { positions[places[g]++] = position; });
       __syncthreads();
-      if (p.block_table == nullptr && p.offsets == nullptr && p.positions == nullptr && p.values == nullptr) {
-        int* const out = p.out + row.index * p.out_stride;  // a slot has a position
-        const u32 in_fours = reinterpret_cast<u64>(out) % 16 == 0 ? wanted & ~3u : 0;
-#pragma unroll 1
-        for (u32 slot = 4 * threadIdx.x; slot < in_fours; slot += 4 * kThreads)
-          *reinterpret_cast<int4*>(out + slot) = *reinterpret_cast<const int4*>(positions + slot);
-#pragma unroll 1
-        for (u32 slot = in_fours + threadIdx.x; slot < wanted; slot += kThreads) out[slot] = positions[slot];
+      if (has_positions_alone(p)) {
+        write_positions<kThreads>(p, row, positions, wanted);
         return;
       }
     }

@@ -6,6 +6,7 @@
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/tma.cuh"
 #include "sparse/top_k/layout.cuh"
 
 namespace cumla::sparse {
@@ -52,9 +53,11 @@ __device__ __forceinline__ u32 load_key(const char* address) {
 
 __device__ __forceinline__ int clamp(int value, int least, int most) { return max(least, min(value, most)); }
 
+__device__ __forceinline__ int start_of(const TopKParams& p, int index) {
+  return p.row_starts == nullptr ? 0 : clamp(p.row_starts[index * p.row_starts_stride], 0, p.width);
+}
 __device__ __forceinline__ ScoreRow row_of(const TopKParams& p, int index) {
-  const int start = p.row_starts == nullptr ? 0 : clamp(p.row_starts[index * p.row_starts_stride], 0, p.width);
-  const int most = p.width - start;
+  const int start = start_of(p, index), most = p.width - start;
   return {index, start, p.row_lens == nullptr ? most : clamp(p.row_lens[index * p.row_lens_stride], 0, most)};
 }
 
@@ -62,6 +65,14 @@ __device__ __forceinline__ ScoreRow row_of(const TopKParams& p, int index) {
 template <typename Element>
 __device__ __forceinline__ const char* scores_of(const TopKParams& p, const ScoreRow& row) {
   return p.scores + row.index * p.scores_stride + static_cast<i64>(row.start) * kElementBytes<Element>;
+}
+
+// L2 fetches neighbouring scores, but for a few at either end. By one thread.
+template <typename Element>
+__device__ __forceinline__ void prefetch_scores(const char* scores, int count) {
+  const u64 begin = reinterpret_cast<u64>(scores), end = begin + count * kElementBytes<Element>;
+  const u64 first = begin + 15 & ~15ull, last = end & ~15ull;
+  if (first < last) prefetch_bulk_l2(reinterpret_cast<const void*>(first), static_cast<u32>(last - first));
 }
 
 // The scores of a row that a thread reads. Warps, in the order of blocks, take neighbouring segments of groups of 128

@@ -102,9 +102,9 @@ __device__ __forceinline__ void place_by_group(TopKShared& head, const Choice& c
   });
 }
 
-// What is loaded while the length of a row is.
-struct NothingAhead {
-  __device__ __forceinline__ NothingAhead(const TopKParams&, const ScoreRow&, TopKShared&) {}
+// What is loaded before anything else is done with a row.
+struct NothingFirst {
+  __device__ __forceinline__ NothingFirst(const TopKParams&, const ScoreRow&) {}
 };
 
 // Groups of four keys per thread: kHeld in registers, kStored in shared memory.
@@ -112,7 +112,7 @@ template <typename Element, int kThreads, int kHeld, int kStored>
 struct Resident {
   static constexpr int kGroups = kHeld + kStored, kWords = (kGroups + 3) / 4;
   static constexpr bool kTakesTurns = false, kIsSampled = false, kIsHeld = false;
-  using Ahead = NothingAhead;
+  using First = NothingFirst;
   const RowSlice<Element, kThreads> slice;
   uint4* const stored;
   u32 held[kHeld][4];
@@ -252,7 +252,7 @@ struct Resident {
 template <typename Element, int kThreads, int kAhead = 8>
 struct Streamed {
   static constexpr bool kTakesTurns = true, kIsSampled = false, kIsHeld = false;
-  using Ahead = NothingAhead;
+  using First = NothingFirst;
   const RowSlice<Element, kThreads> slice;
 
   __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*,

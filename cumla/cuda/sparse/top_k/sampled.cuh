@@ -42,9 +42,13 @@ struct Sampled : Streamed<Element, kThreads, 2> {
         rounds(slice.groups / kAhead) {}
 
   // A limit for keys: about `wanted` keys, and a margin, are before it. All blocks of a cluster find the same one.
-  template <int kCapacity>
-  __device__ __forceinline__ u32 limit_of(TopKShared& head, u32 wanted) const {
-    if (slice.length <= kCapacity) return kNoKey;
+  // Calls meanwhile() while the sample is loaded.
+  template <int kCapacity, typename Meanwhile>
+  __device__ __forceinline__ u32 limit_of(TopKShared& head, u32 wanted, Meanwhile meanwhile) const {
+    if (slice.length <= kCapacity) {
+      meanwhile();
+      return kNoKey;
+    }
     constexpr int kThreadsLog2 = kThreads == 1024 ? 10 : 9;
     static_assert(1 << kThreadsLog2 == kThreads, "samples are counted by a power of two");
     const int most = slice.length >> (kThreadsLog2 + 7);  // one key of 32 at most
@@ -61,8 +65,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
         quads[i] = load_quad<Element>(slice.at(begin + static_cast<int>(place) * 4));
       }
     }
-    // Behind the sample, which is waited for: what mark() loads first.
-    prefetch_l2(slice.at(clamp(warp_first() + lane * 32, 0, slice.length - 1)));
+    meanwhile();
     const float keys_per_sample = static_cast<float>(slice.length) / static_cast<float>(4 * kThreads << log2);
     const float target = min(wanted + kMargin * sqrtf(wanted * keys_per_sample), 0.5f * (wanted + kCapacity));
     const u32 need = static_cast<u32>(target / keys_per_sample) + 1;
@@ -162,7 +165,7 @@ struct Sampled : Streamed<Element, kThreads, 2> {
   template <int kCapacity, typename Sync>
   __device__ __forceinline__ u32 list_by_sample(TopKShared& head, u64* list, u32 wanted, int rank, int cluster,
                                                 Sync sync) const {
-    mark(limit_of<kCapacity>(head, wanted));
+    mark(limit_of<kCapacity>(head, wanted, [] {}));
     const u32 own = count_marks(), inclusive = split::warp_inclusive_sum(own);
     const u32 of_warp = __shfl_sync(kAllLanes, inclusive, 31);
     const u32 before = before_warp<kThreads, false>(head, {of_warp, 0}, {0, 0}).chosen + inclusive - own;
