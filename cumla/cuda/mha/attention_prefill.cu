@@ -41,6 +41,7 @@
 //
 // Shared memory: query 8,192 per 64 columns and consumer + output 8,192 per consumer + 2 stages of keys and values
 //                + announcements 256 + barriers 256
+//                with a table: + 4,352 per consumer warp
 // Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56; of three
 //                consumers 160, loaders 32
 // Work of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 per clock are 1,024

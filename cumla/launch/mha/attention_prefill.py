@@ -39,7 +39,9 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool, variant: str) -> Kerne
         name=named("attention_prefill", variant),
         tags=[dtype, *names, *(["rows"] if rows else [])],
         threads=128 * (1 + consumers),
-        smem_bytes=constant("mha/attention_prefill", f"{layout}::kBytes"),
+        smem_bytes=constant(
+            "mha/attention_prefill", f"{layout}::{'kTableBytes' if variant == 'table' else 'kBytes'}"
+        ),
     )
 
 

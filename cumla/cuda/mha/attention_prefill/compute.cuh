@@ -29,7 +29,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   using Softmax::output, Softmax::scores, Softmax::probabilities;
   using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all;
   using Softmax::look, Softmax::look_at_lists, Softmax::most_listed;
-  using Softmax::begin, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
+  using Softmax::begin, Softmax::fetch_elements, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
   using Softmax::pack, Softmax::end_rows, Softmax::write;
   using Softmax::Softmax;
   static constexpr int kThreads = kConsumers * kWarpgroup;
@@ -240,6 +240,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
       warpgroup_wait<0>();
       keep_behind_wait(scores);
       keep_behind_wait(output);
+      if constexpr (kHasTable<Params>)
+        if (exists) fetch_elements(blocks.end - 1);
       if (t > 0) {
         arrive(shared.values_free((t - 1) % Layout::kStages));
         write(ending);
@@ -273,6 +275,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         for (++t, --block; block >= blocks.first; ++t, --block) pass(t, block == blocks.first, n);
         continue;
       }
+      if constexpr (kHasTable<Params>)
+        if (block > blocks.first) fetch_elements(block - 1);
 #pragma unroll 1
       for (++t, --block; block >= blocks.first; ++t, --block) {
         wait_for_keys(t);
@@ -317,6 +321,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         pack();
         if constexpr (kHasMask<Params>) clear_unseen_values(n, t, block);
         if constexpr (kHasLists<Params>) clear_unlisted_values(t);
+        if constexpr (kHasTable<Params>)
+          if (block > blocks.first) fetch_elements(block - 1);
       }
       if constexpr (!kHasMask<Params> && !kHasLists<Params>) clear_values_before_windows(n, t - 1, blocks.first);
     }

@@ -28,6 +28,9 @@ struct PrefillLayout {
   static constexpr int kItemBytes = 64;
   static constexpr int kBytes = kConsumers * (kQueryBytes + 4 * kOutBytes) + kStages * (kKeyBytes + kValueBytes) +
                                 kItems * kItemBytes + 256;
+  // With a table: elements for the keys of a block, of the 16 rows of each warp (table.cuh). Eight rows are in all banks.
+  static constexpr int kBandPitch = kBlock * 2 + 16, kBandBytes = 16 * kBandPitch;
+  static constexpr int kTableBytes = kBytes + 4 * kConsumers * kBandBytes;
 
   u32 start;
 
@@ -35,6 +38,7 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 keys(int s) const { return query(kConsumers) + s * kKeyBytes; }
   __device__ __forceinline__ u32 values(int s) const { return keys(kStages) + s * kValueBytes; }
   __device__ __forceinline__ u32 out(int warp) const { return values(kStages) + warp * kOutBytes; }
+  __device__ __forceinline__ u32 band(int warp) const { return start + kBytes + warp * kBandBytes; }
   __device__ __forceinline__ u32 item(u32 n) const { return out(4 * kConsumers) + n % kItems * kItemBytes; }
   __device__ __forceinline__ u32 barrier(int i) const { return item(0) + kItems * kItemBytes + i * 8; }
   __device__ __forceinline__ u32 keys_full(int s) const { return barrier(s); }

@@ -225,14 +225,52 @@ struct PrefillSoftmax {
     }
     if constexpr (kHasTable<Params>) {
       scale = p.scale_log2;
-      const int column = static_cast<int>(copy_of(block)) * kBlock + lane % 4 * 2;
-      const bool some = bias[0].touches(bias[0].from(column), kBlock) || bias[1].touches(bias[1].from(column), kBlock);
-      if (!__any_sync(0xffffffffu, some)) return;
+      const int first = static_cast<int>(copy_of(block)) * kBlock;
+      if (!has_elements(first)) return;
       scale = kLog2E;
+      copy_async_wait<0>();
+      __syncwarp();
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         bias[r].template add_elements<kBlock>([&](int i) -> float& { return scores[i / 2 * 4 + 2 * r + i % 2]; },
-                                              p.scale_log2 * kLn2, bias[r].from(column));
+                                              p.scale_log2 * kLn2, bias[r].from(first + lane % 4 * 2),
+                                              bias[r].from(first) - (kBlock - 1),
+                                              band() + (lane / 4 + 8 * r) * Layout::kBandPitch);
+    }
+  }
+  __device__ __forceinline__ u32 band() const { return shared.band(4 * consumer + warp); }
+
+  // Whether a row of the warp has elements for keys of the block that begins with `first`.
+  __device__ __forceinline__ bool has_elements(int first) const {
+    const bool some = bias[0].touches(bias[0].from(first), kBlock) || bias[1].touches(bias[1].from(first), kBlock);
+    return __any_sync(0xffffffffu, some) != 0;
+  }
+
+  // Copies the elements of a block to shared memory, for add_bias(): of each row of the warp the chunk that has the one
+  // of the last key, and the 16 that follow. What is not in the table becomes 0.
+  __device__ __forceinline__ void fetch_elements(int block) const {
+    if constexpr (kHasTable<Params>) {
+      if (!bias[0].has_chunks() || !has_elements(block * kBlock)) return;
+      constexpr int kChunks = kBlock / kChunk;
+      static_assert(kChunks == 16, "half a warp copies a row");
+      int first[2];  // chunk of this thread's rows
+#pragma unroll
+      for (int r = 0; r < 2; ++r) first[r] = bias[r].from(block * kBlock) - (kBlock - 1) >> 3;
+      __syncwarp();  // all lanes have read the block before
+      const auto copy = [&](int of_warp, int r, int chunk, bool exists) {
+        const int owner = of_warp % 8 * 4;
+        const u64 row = __shfl_sync(0xffffffffu, reinterpret_cast<u64>(bias[r].row), owner);
+        const int at = __shfl_sync(0xffffffffu, first[r], owner) + chunk;
+        const bool valid = at >= 0 && at < bias[r].table->length / kChunk;
+        if (exists)
+          copy_16_async(band() + of_warp * Layout::kBandPitch + chunk * kChunkBytes,
+                        reinterpret_cast<const char*>(row) + (valid ? i64{at} * kChunkBytes : 0), valid);
+      };
+#pragma unroll
+      for (int i = 0; i < 8; ++i) copy(2 * i + lane / 16, i / 4, lane % 16, true);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) copy(8 * r + lane % 8, r, kChunks, lane < 8);
+      copy_async_commit();
     }
   }
 
