@@ -227,11 +227,15 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kDecodeWarps": 12,
     },
     "mha/attention_prefill": {
+        "PrefillLayout<1, 1, 128, 2, true>::kBytes": 98944,
         "PrefillLayout<1, 1, 128, 2>::kBytes": 98816,
         "PrefillLayout<1, 1, 128, 3>::kBytes": 115200,
+        "PrefillLayout<2, 2, 128, 2, true>::kBytes": 180864,
         "PrefillLayout<2, 2, 128, 2>::kBytes": 180736,
         "PrefillLayout<2, 2, 128, 2>::kTableBytes": 215552,
+        "PrefillLayout<3, 2, 128, 2, true>::kBytes": 230016,
         "PrefillLayout<3, 2, 128, 2>::kBytes": 229888,
+        "PrefillLayout<4, 4, 64, 2, true>::kBytes": 213632,
         "PrefillLayout<4, 4, 64, 2>::kBytes": 213504,
     },
     "mha/attention_simt": {

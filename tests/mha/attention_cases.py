@@ -13,7 +13,7 @@ import numpy as np
 
 from cumla import reference
 
-__all__ = ["MANY", "NO_KEYS", "Sample", "check", "make", "samples", "without_keys"]
+__all__ = ["DRAFTS", "MANY", "NO_KEYS", "Sample", "check", "make", "samples", "without_keys"]
 
 DTYPES: dict[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -44,6 +44,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "lens": (200, 70, 0)}
 """Fixes what makes row tiles full, so that few multiprocessors take whole ones."""
 
+DRAFTS: dict[str, Any] = MANY | {"queries": "drafts", "heads": (8, 1), "lens": (200, 470, 30)}
+"""The same of requests with equally many queries, whose keys are split."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -66,6 +69,11 @@ class Sample:
     cache: str
     factors: str
     seed: int
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether q has an axis of requests."""
+        return self.queries in ("uniform", "drafts")
 
     @property
     def cache_dtype(self) -> Any:
@@ -92,9 +100,9 @@ def make(s: Sample) -> dict[str, Any]:
     def rows(*shape: int, dtype: Any = dtype) -> Any:
         return rng.standard_normal(shape).astype(dtype)
 
-    lead = (len(s.lens), q_lens[0]) if s.queries == "uniform" else (sum(q_lens) + 2,)
+    lead = (len(s.lens), q_lens[0]) if s.is_uniform else (sum(q_lens) + 2,)
     given: dict[str, Any] = {"q": rows(*lead, num_heads, head_dim)}
-    if s.queries != "uniform":
+    if not s.is_uniform:
         given["qo_indptr"] = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     given |= _rows(s, rows) if s.page_size == 0 else _pages(s, rng, rows)
     given |= {"causal": s.causal, "window": s.window, "softcap": s.softcap}
@@ -118,6 +126,7 @@ def _q_lens(s: Sample) -> list[int]:
         "few": [3 * (i + 1) % 7 for i in range(len(s.lens))],
         "many": [min(n, 90) for n in s.lens],
         "uniform": [2 for _ in s.lens],
+        "drafts": [20 for _ in s.lens],
         "more than keys": [n % 60 + 5 for n in s.lens],
     }[s.queries]
 
@@ -139,7 +148,7 @@ def _factors(s: Sample, rng: Any) -> dict[str, Any]:
         return {"k_scale": 0.75, "v_scale": 3.0}
     has_rows = "block_table" if s.page_size and s.pages == "table" else None
     shape = {"one": (1,), "heads": (heads,), "requests": (len(s.lens), heads)}[s.factors]
-    if s.factors == "requests" and has_rows is None and s.queries != "uniform":
+    if s.factors == "requests" and has_rows is None and not s.is_uniform:
         shape = (heads,)
     return {
         "k_scale": rng.uniform(0.5, 1.5, shape).astype(np.float32),
@@ -219,7 +228,7 @@ def check(s: Sample, got: Any, expected: Any) -> dict[str, float]:
     """
     rows = sum(_q_lens(s))
     (out, lse), (want, want_lse) = ([np.asarray(a) for a in state] for state in (got, expected))
-    if s.queries != "uniform":
+    if not s.is_uniform:
         if s.outputs != "new":
             assert (np.ascontiguousarray(out[rows:]).view(np.uint8) == 0xFF).all()
             assert (np.ascontiguousarray(lse[rows:]).view(np.uint8) == 0xFF).all()

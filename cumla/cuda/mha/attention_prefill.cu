@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of many query rows: each CTA computes whole row tiles, 64 query rows of a kv head per consumer, over all
-// visible keys. No tile is split.
+// visible keys. No tile is split. With kSplit a CTA has a part of the schedule, as in attention, and the keys of a tile
+// may be split among CTAs (mha/attention_prefill/split.cuh).
 //
-// grid = one CTA per SM, 384 or 512 threads. The schedule (split/ragged_schedule.cu, in one part) lists the row
-// tiles. A CTA begins with the tile of its own number, and takes the next ones from a counter (order:
-// docs/kernels/mha-prefill.md).
+// grid = one CTA per SM, 384 or 512 threads; kSplit: see HeadTile. The schedule (split/ragged_schedule.cu, in one
+// part) lists the row tiles. A CTA begins with the tile of its own number, and takes the next ones from a counter
+// (order: docs/kernels/mha-prefill.md).
 //
 // Roles and time line:
 //   warp 0         loads keys by TMA; with lists: and announces which of them query tokens see
 //   warp 1         loads values by TMA
-//   warp 2         takes tiles from the counter, and announces them
+//   warp 2         takes tiles from the counter, or those of its part, and announces them
 //   warp 3         with a mask: adds to each tile what its rows see, and announces it
 //   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block; warp 0 announces
 //   consumers      two, or three with 64 columns: 64 query rows each, which they copy themselves. They compute the
@@ -33,14 +34,15 @@
 //                                 the last loads of a tile (1)
 // begun                           lane 0 of the key loader,       the value loader     order of the first loads
 //                                 after the first keys (1)
-// named, kAllBarrier              all consumers (128 each)        the same             zeroed rows of V past the end
+// named, kAllBarrier              all consumers (128 each)        the same             zeroed rows of V past the end;
+//                                                                                      kSplit: combining
 // named, kTurnBarrier + c         the consumer before and         consumer c           its turn to issue products
 //                                 consumer c (256)
 // named, kOwnBarrier + c          the threads of consumer c       the same             query rows, votes, zeroed rows
 //                                 (128)                                                before windows
 //
 // Shared memory: query 8,192 per 64 columns and consumer + output 8,192 per consumer + 2 stages of keys and values
-//                + announcements 256 + barriers 256
+//                + announcements 256, kSplit: 384, + barriers 256
 //                with a table: + 4,352 per consumer warp
 // Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56; of three
 //                consumers 160, loaders 32
@@ -60,9 +62,10 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params>
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, bool kSplit = false,
+          typename Params>
 __device__ __forceinline__ void attention_prefill(const Params& p) {
-  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers, kSplit>;
   constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kCopied ? 56 : 40;
   constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kCopied ? 224 : 232;
   static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters <= (kConsumers == 3 ? 4 * 128 : 3 * 168),
@@ -94,7 +97,7 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
-  if (p.is_of_chunks && p.parts_in[0].end_place <= 0) return;
+  if (!kSplit && p.is_of_chunks && p.parts_in[0].end_place <= 0) return;
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();
@@ -110,7 +113,8 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
       if (warp == 3) look_at_masks(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();
-    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied, Params> consumer(p, shared, warpgroup - 1);
+    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied, Params, kSplit> consumer(
+        p, shared, warpgroup - 1);
     consumer.work();
   }
 }

@@ -12,6 +12,7 @@ from cumla.launch.source import HALVES, KernelSpec
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 _VARIANTS = ("", "masked", "linear", "table")
 _TABLE_TILES = ((2, 2),)  # of others registers do not suffice
+SPLIT_ROWS = 128  # query rows of a thread block where keys are split: of two consumers
 
 
 def block_tokens(tiles: tuple[int, int]) -> int:
@@ -29,19 +30,23 @@ def tile_rows(tiles: tuple[int, int], form: str) -> int:
     return 64 * _consumers(tiles, form == "rows")
 
 
-def _spec(dtype: str, tiles: tuple[int, int], rows: bool, variant: str) -> KernelSpec:
+def _spec(
+    dtype: str, tiles: tuple[int, int], rows: bool, variant: str, split: bool = False
+) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    block, consumers = block_tokens(tiles), _consumers(tiles, rows)
-    layout = f"PrefillLayout<{tiles[0]}, {tiles[1]}, {block}, {consumers}>"
+    block = block_tokens(tiles)
+    consumers = SPLIT_ROWS // 64 if split else _consumers(tiles, rows)
+    is_split = ["true"] if split else []
+    sizes = map(str, (*tiles, block, consumers, *is_split))
+    layout = f"PrefillLayout<{', '.join(sizes)}>"
+    size = "kTableBytes" if variant == "table" else "kBytes"
     return KernelSpec.of(
         *("mha", "attention_prefill", PARAMS[variant]),
-        *(dtype, *tiles, block, consumers, rows),
+        *(dtype, *tiles, block, consumers, rows, *is_split),
         name=named("attention_prefill", variant),
-        tags=[dtype, *names, *(["rows"] if rows else [])],
+        tags=[dtype, *names, *(["rows"] if rows else []), *(["split"] if split else [])],
         threads=128 * (1 + consumers),
-        smem_bytes=constant(
-            "mha/attention_prefill", f"{layout}::{'kTableBytes' if variant == 'table' else 'kBytes'}"
-        ),
+        smem_bytes=constant("mha/attention_prefill", f"{layout}::{size}"),
     )
 
 
@@ -54,7 +59,11 @@ _SPECS = {
     (dtype, tiles, False, LISTED): _spec(dtype, tiles, False, LISTED)
     for dtype, tiles in product(HALVES, LISTED_TILES)
 }
-SPECS = tuple(_SPECS.values())
+_SPLIT_SPECS = {
+    (dtype, tiles, variant): _spec(dtype, tiles, False, variant, split=True)
+    for dtype, tiles, variant in product(HALVES, _TILES, ("", "masked"))
+}
+SPECS = (*_SPECS.values(), *_SPLIT_SPECS.values())
 
 
 def prefill_spec(
@@ -62,3 +71,8 @@ def prefill_spec(
 ) -> KernelSpec | None:
     """Look up the kernel of these tiles of 64 columns; `rows`: of pages that are copied by rows."""
     return _SPECS.get((dtype, tiles, rows, variant))
+
+
+def split_spec(dtype: str, tiles: tuple[int, int], variant: str) -> KernelSpec | None:
+    """Look up the kernel that splits the keys of whole row tiles among thread blocks."""
+    return _SPLIT_SPECS.get((dtype, tiles, variant))

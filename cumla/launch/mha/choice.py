@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.mha.attention import tiles_spec
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec
-from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec, tile_rows
+from cumla.launch.mha.attention_prefill import (
+    SPLIT_ROWS,
+    block_tokens,
+    prefill_spec,
+    split_spec,
+    tile_rows,
+)
 from cumla.launch.mha.attention_simt import BY_VARIANT as SIMT_SPECS
 from cumla.launch.mha.shape import E4M3
 from cumla.launch.split.plan import BLOCK_TOKENS, ROW_TILE
@@ -27,6 +33,15 @@ class Rules:
 
     # Query rows that are worth a thread block of attention_prefill: half of its smallest tile.
     full_rows: int = 128
+    # Share of the multiprocessors that have a row tile of 128 rows, as a fraction, from which on
+    # attention_prefill splits keys; and rows of a request from which on it always does. With fewer,
+    # of requests of 1,024 to 4,096 tokens, it takes 6 to 9 us more than attention.
+    split_share: tuple[int, int] = (3, 4)
+    split_rows: int = 512
+    # Query rows of a request that are drafts, at most, and row tiles for each multiprocessor, up to
+    # which keys are split though whole tiles would fill it: 20 requests 195 us for 240.
+    most_draft_rows: int = 256
+    few_waves: int = 4
     # Query tokens of a request, on average, up to which a batch is taken to decode with drafts;
     # with more, some requests may be chunks of prompts, whose full tiles attention_prefill takes.
     most_drafts: int = 4
@@ -61,12 +76,13 @@ class Choice(NamedTuple):
     spec: KernelSpec
     row_tile: int = ROW_TILE  # query rows of a thread block
     box_rows: int = 1  # rows of a KV block that one load brings
+    is_split: bool = False  # attention_prefill divides the keys of a row tile, too
     is_mixed: bool = False  # the full tiles of a mixed batch have a schedule of their own, beside
 
     @property
     def takes_full_tiles(self) -> bool:
         """Whether attention_prefill takes whole row tiles from a list."""
-        return self.spec.stem == "attention_prefill"
+        return self.spec.stem == "attention_prefill" and not self.is_split
 
     @property
     def takes_few_rows(self) -> bool:
@@ -90,6 +106,9 @@ def choose(key: MHAShape) -> Choice:
     is_full = rows >= RULES.full_rows * key.batch
     is_uniform = key.q_len > 0 or key.batch == 1
     full = _full_tiles(key)
+    split = _split_tiles(key, rows) if is_uniform and key.role == "batch" else None
+    if split and (not (is_full and _fill(key, rows)) or _are_drafts(key, rows)):
+        return split
     if full and (key.role == "full tiles" or (is_uniform and is_full and _fill(key, rows))):
         return full
     few = _few_rows(key)
@@ -98,6 +117,22 @@ def choose(key: MHAShape) -> Choice:
     has_chunks = key.total_tokens > RULES.most_drafts * key.batch and not key.has_window
     is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
     return Choice(_tiles(key), box_rows=boxes, is_mixed=is_mixed)
+
+
+def _split_tiles(key: MHAShape, rows: int) -> Choice | None:
+    """Row tiles of attention_prefill with split keys, if they gain: few tiles only if all are full.
+
+    Fewer, of short requests, end later than those of attention: they leave larger pieces.
+    """
+    of_request = rows // max(key.batch, 1)
+    tiles = key.batch * -(-of_request // SPLIT_ROWS) * key.num_kv_heads
+    most_of, whole = RULES.split_share
+    gains = tiles * whole >= most_of * key.sm_count or of_request >= RULES.split_rows
+    if not gains or of_request <= ROW_TILE or key.cache_dtype != key.dtype or key.form == "rows":
+        return None
+    spec = None if key.batch_invariant else split_spec(key.dtype, key.kernel_tiles, key.variant)
+    boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
+    return None if spec is None else Choice(spec, SPLIT_ROWS, boxes, is_split=True)
 
 
 def _tiles(key: MHAShape) -> KernelSpec:
@@ -124,6 +159,12 @@ def _fill(key: MHAShape, rows: int) -> bool:
         and (rows // ROW_TILE + key.batch) * key.num_kv_heads <= RULES.most_tiles
         and not key.batch_invariant
     )
+
+
+def _are_drafts(key: MHAShape, rows: int) -> bool:
+    """Whether whole row tiles would end as late as the longest request, or with few CTAs."""
+    few = rows <= RULES.most_draft_rows * key.batch and key.batch > 1
+    return few and rows * key.num_kv_heads <= RULES.few_waves * SPLIT_ROWS * key.sm_count
 
 
 def _few_rows(key: MHAShape) -> Choice | None:

@@ -128,7 +128,8 @@ class MHAKey(MHAShape):
         if self.choice.takes_few_rows:
             return 1
         rows = (self.q_len or self.total_tokens) * self.heads_per_group
-        return -(-min(max(rows, 1), ROW_TILE) // ROW_GROUP)
+        most = ROW_TILE if self.is_uncut else self.choice.row_tile
+        return -(-min(max(rows, 1), most) // ROW_GROUP)
 
     @cached_property
     def row_tile(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 import cumla
 from cumla import AttentionMask
 from tests.gpu.tools.memory import Memory
+from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha.test_attention_mask import check, make, samples
 
 KERNELS = ("attention", "attention_prefill", "attention_simt", "ragged_schedule_numbered")
@@ -45,6 +46,18 @@ def test_grid(sample: Any) -> None:
     problem, memory = make(sample), Memory(cp)
     given = {name: memory.upload(value) for name, value in problem.given.items()}
     got = cumla.attention(**given, mask=on_gpu(memory, problem.mask))
+    out, lse = (on_host(array) for array in got)
+    check(problem, cumla.AttentionState(out, lse), sample.dtype)
+
+
+@pytest.mark.parametrize("sample", samples(84), ids=lambda s: f"{s.mask}-{s.seed}")
+def test_split_keys(sample: Any) -> None:
+    """Drafts of one request, in row tiles whose keys are split."""
+    fixed = {"q_lens": (40 + sample.seed % 50,), "heads": (16, 1), "cache": "same"}
+    problem, memory = make(sample._replace(**fixed)), Memory(cp)
+    given = {name: memory.upload(value) for name, value in problem.given.items()}
+    with multiprocessors(12 + sample.seed % 4):
+        got = cumla.attention(**given, mask=on_gpu(memory, problem.mask))
     out, lse = (on_host(array) for array in got)
     check(problem, cumla.AttentionState(out, lse), sample.dtype)
 

@@ -15,6 +15,7 @@ from tests.gpu.tools import kernels
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha.attention_cases import (
+    DRAFTS,
     MANY,
     RISING,
     Sample,
@@ -43,6 +44,16 @@ def test_grid(s: Sample, record_figures: Report) -> None:
     """By one thread block, which takes all tiles, and by seven."""
     expected = cumla.reference.attention(**make(s))
     for count in (1, 7):
+        with multiprocessors(count):
+            got = run_on_gpu(make(s))
+        record_figures(check(s, got, expected))
+
+
+@pytest.mark.parametrize("s", samples(60, **DRAFTS), ids=lambda s: str(s.seed))
+def test_split_keys(s: Sample, record_figures: Report) -> None:
+    """By so many thread blocks that none, some or all row tiles are cut."""
+    expected = cumla.reference.attention(**make(s))
+    for count in (1, 4, 7):
         with multiprocessors(count):
             got = run_on_gpu(make(s))
         record_figures(check(s, got, expected))

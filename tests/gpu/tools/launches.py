@@ -561,6 +561,24 @@ def attention_by_masks(make: _Maker) -> Iterator[Case]:
         yield f"masks in attention, {keys} and {values} columns, {dtype.name}, {cache}", call
 
 
+def attention_of_drafts(make: _Maker) -> Iterator[Case]:
+    """Attention of equally many queries of each request, whose keys are split."""
+    for (keys, values), dtype, page in itertools.product(WIDTHS[:4], HALVES, (64, 16)):
+
+        def call(
+            keys: int = keys, values: int = values, dtype: np.dtype[Any] = dtype, page: int = page
+        ) -> None:
+            k, v = (make(9, page, 8, width, dtype=dtype) for width in (keys, values))
+            for batch, q_len in ((16, 24), (1, 300)):
+                pages = {"block_table": make.int32(batch, 40), "kv_lens": make.int32(batch)}
+                q, rows = make(batch, q_len, 32, keys, dtype=dtype), make.int32(batch * q_len)
+                cumla.attention(q, k, v, **pages)
+                mask = cumla.mha.mask.AttentionMask(end=rows)
+                cumla.attention(q, k, v, **pages, mask=mask, sinks=make.float32(32))
+
+        yield f"drafts, {keys} and {values} columns, {dtype.name}", call
+
+
 def attention_plans(make: _Maker) -> Iterator[Case]:
     """Plans of attention, lists of pages, other layouts, batch invariance."""
     for dtype, fp8, width, batch, page in itertools.product(
@@ -1087,6 +1105,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
             mla_lists,
             attention,
             attention_by_masks,
+            attention_of_drafts,
         ),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
         *(prefixes, layouts, others, blocks, blocks_of_prompts, scores_of_few_rows),

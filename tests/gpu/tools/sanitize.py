@@ -1001,6 +1001,11 @@ def attend_many_heads(cupy: Any) -> None:
             fixed = attention_cases.MANY | {"columns": (64, 64), "dtype": "bfloat16"}
             for sample in attention_cases.samples(2, page_size=page_size, **fixed):
                 attend_mha(cupy, sample)
+    with multiprocessors(7):  # row tiles whose keys are split
+        for columns in ((64, 64), (128, 128)):
+            fixed = attention_cases.DRAFTS | {"columns": columns, "dtype": "bfloat16"}
+            for sample in attention_cases.samples(2, page_size=16, **fixed):
+                attend_mha(cupy, sample)
     for sample in attention_cases.samples(2, lens=(130, 3), dtype="float32"):
         attend_mha(cupy, sample)
     print("sanitize: attention of many heads: agrees", flush=True)
@@ -1023,6 +1028,10 @@ def attend_by_masks(cupy: Any) -> None:
             for columns in ((64, 64), (128, 128)):
                 full = sample._replace(mask=mask, columns=columns, dtype="bfloat16", **fixed)
                 attend_masked(cupy, full)
+    with multiprocessors(7):  # keys of one request's row tiles are split
+        one = fixed | {"q_lens": (40,), "heads": (16, 1), "columns": (64, 64)}
+        for sample, (mask, _) in zip(few, kinds, strict=False):
+            attend_masked(cupy, sample._replace(mask=mask, dtype="bfloat16", **one))
     print("sanitize: attention with masks: agrees", flush=True)
 
 

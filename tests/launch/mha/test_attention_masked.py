@@ -54,6 +54,16 @@ def test_full_tiles(mask: str, columns: Any, dtype: str, q_lens: Any) -> None:
         check(problem, run(problem, cupy), dtype)
 
 
+@pytest.mark.parametrize("mask", FACTORS["mask"])
+def test_split_keys(mask: str) -> None:
+    """Drafts of one request, in row tiles whose keys are split."""
+    for columns, count in (((64, 64), 7), ((128, 128), 6)):
+        fixed: tuple[Any, ...] = (columns, "bfloat16", "same", 64, (40,), (16, 1), False, None)
+        problem = make(Sample(mask, *fixed, "table", seed=count))
+        with emulated_gpu(count) as cupy:
+            check(problem, run(problem, cupy), "bfloat16")
+
+
 def test_any_integers() -> None:
     """Masks whose numbers mean nothing, of every kernel; what a query sees follows from them."""
     rng = np.random.default_rng(1)

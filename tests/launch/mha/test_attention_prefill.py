@@ -13,9 +13,11 @@ import pytest
 import cumla
 import tests.emulator
 from cumla.launch.kernel import Launch
+from cumla.launch.mha.key import MHAKey
 from tests.calls import int32
 from tests.emulator import emulate, emulated_gpu
 from tests.mha.attention_cases import (
+    DRAFTS,
     MANY,
     RISING,
     Sample,
@@ -62,6 +64,17 @@ def test_prefill(sample: Sample) -> None:
     check_sample(sample)
 
 
+@pytest.mark.parametrize("columns", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_split_keys(columns: tuple[int, int]) -> None:
+    """Row tiles of two consumers, whole and cut, with pages and without."""
+    fixed: dict[str, Any] = DRAFTS | {"columns": columns, "dtype": "bfloat16"}
+    for page_size, count in ((64, 7), (16, 4), (0, 1)):
+        for sample in samples(2, page_size=page_size, **fixed):
+            got, stems = launched(make(sample), count)
+            assert "attention_prefill" in stems
+            check(sample, got, cumla.reference.attention(**make(sample)))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -104,6 +117,33 @@ def chosen_on(given: dict[str, Any], processors: int) -> str:
         plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=bounds, **options)
     key = plan.key
     return " and ".join(one.choice.spec.stem for one in (key, key.beside) if one)
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads", "chosen"),
+    [
+        (16, 16, (64, 8), "split"),  # a row tile for almost each multiprocessor
+        (20, 16, (64, 8), "split"),  # whole tiles would take two waves
+        (16, 8, (64, 8), "attention"),  # one tile of 64 rows reads keys once
+        (1, 16, (64, 8), "attention"),  # few tiles
+        (1, 128, (32, 8), "split"),  # a chunk of a prompt
+        (1, 2048, (32, 8), "whole"),
+        (80, 32, (64, 8), "whole"),
+    ],
+)
+def test_keys_of_drafts_and_chunks_are_split(
+    batch: int, q_len: int, heads: tuple[int, int], chosen: str
+) -> None:
+    sizes = batch * q_len, *heads, 128, 128, 64
+    for masked in (False, True):
+        key = MHAKey(
+            batch, *sizes, "bfloat16", "bfloat16", not masked, q_len, 0, 132, masked=masked
+        )
+        if key.choice.is_split:
+            assert chosen == "split"
+            assert key.row_tile == 128
+        else:
+            assert chosen == ("whole" if key.choice.takes_full_tiles else key.choice.spec.stem)
 
 
 def test_whole_tiles_are_for_many_rows() -> None:

@@ -21,9 +21,10 @@ using namespace split;
 constexpr float kMostAdded = 4096.0f;
 
 // One consumer warpgroup. kCopied: threads copied the tiles, not TMA.
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params>
-struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params> {
-  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params>;
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params,
+          bool kSplit>
+struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params, kSplit> {
+  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params, kSplit>;
   using typename Softmax::Layout, typename Softmax::Ending;
   using Softmax::p, Softmax::all_params, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::output, Softmax::scores, Softmax::probabilities;
@@ -244,7 +245,7 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         if (exists) fetch_elements(blocks.end - 1);
       if (t > 0) {
         arrive(shared.values_free((t - 1) % Layout::kStages));
-        write(ending);
+        write(ending, n - 1);
         mbarrier_arrive(shared.item_free(n - 1));
       }
       if (!exists) break;

@@ -18,17 +18,18 @@ constexpr int kAllBarrier = 1;   // named barriers: of all consumers,
 constexpr int kTurnBarrier = 2;  // of the turns of each consumer,
 constexpr int kOwnBarrier = 5;   // and of the threads of each consumer
 
-template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
+template <int kKeyTiles, int kValueTiles, int kBlock_, int kConsumers_, bool kSplit_ = false>
 struct PrefillLayout {
-  static constexpr int kConsumers = kConsumers_, kStages = 2;
+  static constexpr bool kSplit = kSplit_;  // keys are split among CTAs (split.cuh)
+  static constexpr int kBlock = kBlock_, kConsumers = kConsumers_, kStages = 2;
   static constexpr int kTileBytes = kBlock * 128;  // kBlock rows x 64 columns of 16 bits, 128-byte swizzle
   static constexpr int kQueryBytes = kKeyTiles * 64 * 128;  // of a consumer
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kOutBytes = 16 * 128;  // of a warp: 16 rows x 64 columns
-  static constexpr int kItemBytes = 64;
+  static constexpr int kItemBytes = kSplit ? 96 : 64;
   static constexpr int kBytes = kConsumers * (kQueryBytes + 4 * kOutBytes) + kStages * (kKeyBytes + kValueBytes) +
                                 kItems * kItemBytes + 256;
-  // With a table: elements for the keys of a block, of the 16 rows of each warp (table.cuh). Eight rows are in all banks.
+  // With a table: elements for the keys of a block, of the 16 rows of each warp (table.cuh). Eight rows take all banks.
   static constexpr int kBandPitch = kBlock * 2 + 16, kBandBytes = 16 * kBandPitch;
   static constexpr int kTableBytes = kBytes + 4 * kConsumers * kBandBytes;
 
@@ -38,6 +39,8 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 keys(int s) const { return query(kConsumers) + s * kKeyBytes; }
   __device__ __forceinline__ u32 values(int s) const { return keys(kStages) + s * kValueBytes; }
   __device__ __forceinline__ u32 out(int warp) const { return values(kStages) + warp * kOutBytes; }
+  __device__ __forceinline__ u32 join() const { return out(0); }  // while no warp stores results
+  static_assert(!kSplit || 4 * kConsumers * kOutBytes >= 64 + 8192 + 1024, "joining uses it, too");
   __device__ __forceinline__ u32 band(int warp) const { return start + kBytes + warp * kBandBytes; }
   __device__ __forceinline__ u32 item(u32 n) const { return out(4 * kConsumers) + n % kItems * kItemBytes; }
   __device__ __forceinline__ u32 barrier(int i) const { return item(0) + kItems * kItemBytes + i * 8; }
@@ -137,15 +140,28 @@ __device__ __forceinline__ ItemMask read_mask(const Layout& shared, u32 n, int t
   return mask;
 }
 
+// Those of the blocks that this CTA's part has; if it has none, the one behind the last key, which no row sees.
+template <typename Layout>
+__device__ __forceinline__ Seen of_part(const Layout& shared, u32 n, int tokens, Seen blocks) {
+  if constexpr (Layout::kSplit) {
+    blocks.first = max(blocks.first, static_cast<int>(load_shared_u32(shared.item(n) + 64)));
+    blocks.end = min(blocks.end, static_cast<int>(load_shared_u32(shared.item(n) + 68)));
+    const int behind = tokens / Layout::kBlock + (tokens % Layout::kBlock != 0);
+    if (blocks.first >= blocks.end) blocks = {behind, behind + 1};
+  }
+  return blocks;
+}
+
 // As blocks_of_item() for item n, which has been announced.
 template <int kBlock, typename Layout, typename Params>
 __device__ __forceinline__ Seen blocks_of(const Params& p, const Layout& shared, u32 n, const Item& item) {
   if constexpr (kHasMask<Params>) {
     const Seen keys = {static_cast<int>(load_shared_u32(shared.item(n) + 32) & ~kCompleteBit),
                        static_cast<int>(load_shared_u32(shared.item(n) + 36))};
-    return {keys.first / kBlock, max(keys.end / kBlock + (keys.end % kBlock != 0), keys.first / kBlock + 1)};
+    return of_part(shared, n, item.tokens,
+                   {keys.first / kBlock, max(keys.end / kBlock + (keys.end % kBlock != 0), keys.first / kBlock + 1)});
   } else {
-    return blocks_of_item<kBlock>(p, item);
+    return of_part(shared, n, item.tokens, blocks_of_item<kBlock>(p, item));
   }
 }
 

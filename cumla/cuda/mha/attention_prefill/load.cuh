@@ -4,6 +4,7 @@
 #include "mha/attention/copy.cuh"
 #include "mha/attention/layout.cuh"
 #include "mha/attention_prefill/layout.cuh"
+#include "mha/attention_prefill/split.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
 #include "ptx/copy.cuh"
@@ -209,7 +210,7 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared)
 
 template <typename Layout, typename Params>
 __device__ __forceinline__ void deal(const Params& p, const Layout& shared) {
-  const Dealer<Layout, Params> dealer(p);
+  const typename TypeIf<Layout::kSplit, PartDealer<Layout, Params>, Dealer<Layout, Params>>::Type dealer(p);
   for (u32 n = 0; dealer.announce(shared, n); ++n)
     mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "mha/attention_prefill/layout.cuh"
+#include "mha/attention_prefill/split.cuh"
 #include "mha/attention_prefill/table.cuh"
 #include "attend/reduce.cuh"
 #include "split/tile.cuh"
@@ -19,9 +20,9 @@ using namespace split;
 
 // The state and the softmax of a consumer warpgroup; PrefillConsumer has the products. A lane has
 // rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, typename Params>
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, typename Params, bool kSplit>
 struct PrefillSoftmax {
-  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers, kSplit>;
 
   const AttentionParams& p;
   const Params& all_params;
@@ -321,6 +322,7 @@ struct PrefillSoftmax {
     int rows;
     float inverse[2];  // of the rows of this thread's products
     u64 out;           // of row lane % 16 of the warp
+    bool is_piece;     // kSplit: other CTAs have other keys of the item
   };
   __device__ __forceinline__ Ending end_rows(u32 n, bool exists) const {
     const RaggedTile tile = tile_of(p, read_item(shared, n), consumer);
@@ -332,15 +334,32 @@ struct PrefillSoftmax {
     ending.rows = exists ? tile.rows : 0;
     const bool is_row = of_tile < ending.rows;
     // The sink is added last, so that the weight of a row's only key is exactly 1.
-    const float given = load_global_float_if(is_row && p.sinks != nullptr, p.sinks + to.head, -kInfinity);
+    bool has_sink = is_row && p.sinks != nullptr;
+    Segment segment;
+    if constexpr (kSplit) {
+      segment = read_piece(shared, n).segment;
+      ending.is_piece = exists && segment.split();
+      has_sink = has_sink && (!segment.split() || segment.first_part == static_cast<int>(blockIdx.y));
+    }
+    const float given = load_global_float_if(has_sink, p.sinks + to.head, -kInfinity);
     const float sink = bounded_sink(given), highest = fmaxf(highest_score, sink);
     const float rescaled = exp2_approx(highest_score - highest);
     const float total = rescaled * added_up + exp2_approx(sink - highest);
     const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
     float* const lse =
         p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
-    store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
-                          natural_lse(p, given, log_sum_exp(highest, total)));
+    if constexpr (kSplit) {
+      const i64 index = (static_cast<i64>(tile.index) * p.parts + blockIdx.y) * 2 + segment.slot;
+      const u64 of_piece =
+          reinterpret_cast<u64>(p.partial_rows + index * p.row_groups * kRowGroup + consumer * 64 + of_tile);
+      const float found = log_sum_exp(highest, total);
+      store_global_float_if(is_row && lane < 16, ending.is_piece ? of_piece : reinterpret_cast<u64>(lse),
+                            ending.is_piece ? found : natural_lse(p, given, found));
+      store_global_float_if(is_row && lane < 16 && ending.is_piece, of_piece + 4, 1.0f);
+    } else {
+      store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
+                            natural_lse(p, given, log_sum_exp(highest, total)));
+    }
     ending.out = reinterpret_cast<u64>(p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token +
                                        to.head * p.out_stride_head);
 #pragma unroll
@@ -355,7 +374,9 @@ struct PrefillSoftmax {
     return lane % 16 < 8 ? of_upper : of_lower;
   }
 
-  __device__ __forceinline__ void write(const Ending& ending) const {
+  __device__ __forceinline__ void write(const Ending& ending, u32 n) const {
+    if constexpr (kSplit)
+      if (ending.is_piece) return store_piece<T, Layout, kValueTiles>(p, shared, n, consumer, output, ending.inverse);
     if (__builtin_expect(!p.out_is_float, 1))
       write_rows(ending);
     else
