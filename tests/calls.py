@@ -331,6 +331,11 @@ def blocks_of_prompts() -> Arguments:
     }
 
 
+def blocks_of_e4m3_prompts() -> Arguments:
+    caches = {name: numbers(6, 64, 1, 128, dtype=E4M3) for name in "kv"}
+    return blocks_of_prompts() | caches
+
+
 def scored_blocks() -> Arguments:
     """Rows 1 to 5 of 8 have a request."""
     return {
@@ -619,6 +624,18 @@ OPERATIONS = {
         (
             *("block_rows", "block_places", "block_tiles"),
             "attention_prefill_listed_bfloat16_128_128",
+        ),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(("q", "block_indices"),),
+    ),
+    "block_sparse_attention of e4m3 prompts": Operation(
+        cumla.block_sparse_attention,
+        blocks_of_e4m3_prompts,
+        lambda: {"out": aligned((540, 16, 128)), "lse": aligned((540, 16), np.float32)},
+        (
+            *("block_rows", "block_places_widened", "widen_blocks_bfloat16"),
+            *("block_tiles_widened", "attention_prefill_widened_bfloat16_128_128"),
+            "block_attention_rest_bfloat16",
         ),
         integers=("qo_indptr", "kv_lens"),
         empty=(("q", "block_indices"),),

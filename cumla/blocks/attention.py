@@ -48,18 +48,19 @@ from cumla.core.spec import (
 from cumla.core.state import AttentionState
 from cumla.launch.blocks.block_attention import block_attention_spec
 from cumla.launch.blocks.block_attention_few import block_attention_few_spec
+from cumla.launch.blocks.block_attention_rest import rest_spec
 from cumla.launch.blocks.block_lists import (
     BlockArguments,
     block_sparse_launches,
     lists_spec,
     virtual_pages,
 )
-from cumla.launch.blocks.block_places import SPECS as PLACE_SPECS
-from cumla.launch.blocks.block_places import block_places_launch
+from cumla.launch.blocks.block_places import block_places_launch, places_spec
 from cumla.launch.blocks.block_rows import SPECS as ROW_SPECS
 from cumla.launch.blocks.block_rows import block_rows_launch
-from cumla.launch.blocks.block_tiles import SPECS as TILE_SPECS
+from cumla.launch.blocks.block_tiles import tiles_spec
 from cumla.launch.blocks.key import BlockKey
+from cumla.launch.blocks.widen_blocks import widen_spec
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.launch.module import load
@@ -126,6 +127,7 @@ BLOCK_SPARSE_ATTENTION = Spec(
     positional=4,
     kernels=(
         *("block_rows", "block_places", "block_attention", "block_lists", "block_tiles"),
+        "widen_blocks",
         "attention_",
     ),
     returns=("out", "lse"),
@@ -751,7 +753,10 @@ v_scale, kv_layout, indices_are, out, lse, stream
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
         if key.tile:
-            specs: tuple[KernelSpec, ...] = (*PLACE_SPECS, *TILE_SPECS, key.tile.choice.spec)
+            tile = key.tile
+            specs: tuple[KernelSpec, ...] = places_spec(tile), tiles_spec(tile), tile.choice.spec
+            if tile.widened:
+                specs += widen_spec(tile), rest_spec(key)
         elif key.is_direct:
             few = key.few is not None
             specs = (block_attention_few_spec(key) if few else block_attention_spec(key),)

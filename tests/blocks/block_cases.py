@@ -81,10 +81,10 @@ class Sample:
         return self.cache == "e4m3" and all(n % 16 == 0 and n <= 256 for n in self.columns)
 
     @property
-    def shares_tiles(self) -> bool:
-        """Whether query tokens of these prompts share row tiles; others have lists of their own."""
+    def widens(self) -> bool:
+        """Whether blocks of these prompts are widened."""
         heads, most = self.heads[0] // self.heads[1], max(self.columns)
-        return not (self.has_e4m3 and heads <= 16 and 64 < most <= 128)
+        return self.has_e4m3 and heads <= 16 and 64 < most <= 128
 
 
 def samples(count: int, **fixed: Any) -> list[Sample]:

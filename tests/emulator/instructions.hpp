@@ -172,6 +172,7 @@ float4 load_cluster_float4(u32 source) { return load_shared<float4>(source); }
 void store_shared_u64(u32 destination, u64 value) { store_shared(destination, value); }
 void store_cluster_u64(u32 destination, u64 value) { store_shared(destination, value); }
 void store_cluster_async(u32 destination, const float4& v, u32 barrier) {
+  if (host::cluster_size() == 1) host::fail("st.async in a launch without clusters");
   store_shared(destination, v);
   host::Barrier& of = host::barrier_of_cluster(barrier);
   of.bytes -= 16;
@@ -180,6 +181,7 @@ void store_cluster_async(u32 destination, const float4& v, u32 barrier) {
 
 // mbarrier.cuh
 void mbarrier_init(u32 barrier, u32 arrivals) { host::initialise_barrier(barrier, arrivals); }
+void mbarrier_invalidate(u32 barrier) { host::invalidate_barrier(barrier); }
 void fence_mbarrier_init() {}
 void mbarrier_arrive(u32 barrier) {
   host::Barrier& of = host::barrier_at(barrier);

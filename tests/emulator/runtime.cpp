@@ -175,12 +175,18 @@ unsigned char* shared_of(unsigned rank) { return block->cluster->blocks[rank]->s
 // Shared memory.
 
 void initialise_barrier(unsigned address, unsigned arrivals) { block->barriers[address] = {0, arrivals, arrivals, 0}; }
+void invalidate_barrier(unsigned address) {
+  barrier_at(address);
+  block->barriers.erase(address);
+}
 
 Barrier& barrier_at(unsigned address) {
   const auto found = block->barriers.find(address);
   if (found == block->barriers.end() && failure.empty()) failure = "a barrier is used before it is initialised";
   return block->barriers[address];
 }
+
+unsigned cluster_size() { return static_cast<unsigned>(block->cluster->blocks.size()); }
 
 Barrier& barrier_of_cluster(unsigned address) {
   for (Block* other : block->cluster->blocks) {

@@ -84,7 +84,9 @@ struct Barrier {
   }
 };
 void initialise_barrier(unsigned address, unsigned arrivals);
+void invalidate_barrier(unsigned address);
 Barrier& barrier_at(unsigned address);
+unsigned cluster_size();
 Barrier& barrier_of_cluster(unsigned address);  // which may be another block's
 void copy_box(unsigned destination, const void* map, unsigned barrier, std::initializer_list<long long> corner);
 

@@ -4,13 +4,19 @@
 // A tile has up to tile_tokens consecutive tokens of one request; tokens of no request have tiles as well. Each token
 // is in one tile, whatever the offsets of requests are. The places of tiles have the order of their tokens.
 //
+// kWidened: it also gives each block of a request, up to the end of its cached tokens, a slot of the widened caches.
+// Requests whose blocks go past the last slot have none.
+//
 // grid = 1 CTA of 1,024 threads. Once per step, after block_rows.
 //
 // Time line; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
-//   for each 1,024 tokens: find where requests begin | B | count tiles that begin here | B | write their places
+//   for each 1,024 tokens: find where requests begin | B | count tiles that begin here | B | write their places, and
+//   slots
 // Barriers guard the last beginnings of warps, and their counts.
-// Budget: 64 registers per thread, 256 B of shared memory.
+// Budget: 64 registers per thread, 384 B of shared memory.
 #include "blocks/rows.cuh"
+#include "blocks/slots.cuh"
+#include "split/division.cuh"
 #include "split/plan.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"
@@ -33,14 +39,30 @@ struct BlockPlacesParams {
   int parts;
 };
 
+struct WidenedPlacesParams : BlockPlacesParams {
+  int* bases_out;   // [requests]: the slot of the first block
+  Slot* slots_out;  // [slots]
+  int requests;
+  int slots;
+  Divisor by_block_size;
+};
+
 constexpr u32 kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ void block_places(const BlockPlacesParams& p) {
+template <typename Params>
+constexpr bool kWidened = false;
+template <>
+constexpr bool kWidened<WidenedPlacesParams> = true;
+
+template <typename Params>
+__device__ __forceinline__ void block_places(const Params& p) {
   __shared__ int begins[kScheduleWarps], warp_sums[kScheduleWarps];
   grid_dependency_launch();
   grid_dependency_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ int block_sums[kScheduleWarps];
   int count = 0, running = 0;  // tiles so far; the first token of the request that continues
+  int slots = 0;               // so far
 #pragma unroll 1
   for (int base = 0; base < p.total_tokens; base += kScheduleThreads) {
     const int token = base + static_cast<int>(threadIdx.x);
@@ -62,7 +84,24 @@ __device__ __forceinline__ void block_places(const BlockPlacesParams& p) {
       p.places[index] = {p.rows[end - 1].seen(kMaxTokens), 0, end - token, token, index, 0};
     }
     count += all;
+    if constexpr (kWidened<Params>) {
+      int tokens = 0, all_blocks;
+      const bool has_slots = begins_here && static_cast<u32>(request) < static_cast<u32>(p.requests);
+      if (has_slots) tokens = min(max(p.rows[token].tokens, 0), kMaxTokens);
+      // Capped, so that the sum of 1,024 fits an int.
+      const int blocks = tokens > 0 ? min(static_cast<int>(quotient(tokens - 1, p.by_block_size)), p.slots) + 1 : 0;
+      const int base = slots + block_exclusive_sum(blocks, block_sums, all_blocks);
+      if (has_slots) {
+        p.bases_out[request] = base;
+        const bool fits = blocks <= p.slots - base;
+        for (int i = 0; i < blocks && base + i < p.slots; ++i)
+          p.slots_out[base + i] = fits ? Slot{request, i} : Slot{-1, -1};
+      }
+      slots = min(slots + all_blocks, p.slots);
+    }
   }
+  if constexpr (kWidened<Params>)
+    for (int i = slots + threadIdx.x; i < p.slots; i += kScheduleThreads) p.slots_out[i] = {-1, -1};
   count = min(count, p.max_places);
   for (int i = threadIdx.x; i < p.parts; i += kScheduleThreads) {
     Part part = {};  // it is loaded whole

@@ -6,14 +6,19 @@
 // in ascending order. Of each 64 keys of such a block it writes a byte per query token: how many of them, counted from
 // the first, the token sees. A virtual page is a block of all kv heads (launch/blocks/block_lists.py).
 //
+// kWidened: pages are slots of the widened caches (widen_blocks.cu). Lists that share few blocks, or whose request has
+// no slots, are left.
+//
 // grid = (tiles x kv heads), 128 threads. The tiles are those of block_places.cu.
 //
 // Time line; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
 //   look up the pages of entries | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
 //   count bits of warps | B | of words; clear what tokens see | B | write pages, and what tokens see
+//   kWidened: | B | count what tokens see | B | compare it with the blocks
 // Barriers guard the bitmap, the numbers of bits of warps and of words, and the bytes of other threads' entries.
 // Budget: 64 registers per thread, 16.4 KB of shared memory.
 #include "blocks/lists.cuh"
+#include "blocks/slots.cuh"
 #include "mha/attention/lists.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -38,12 +43,34 @@ struct BlockTilesParams : ListsParams {
   Divisor by_topk;
 };
 
+struct WidenedTilesParams : BlockTilesParams {
+  const int* bases;  // [requests]: the slot of the first block
+  TileCounts* counts;  // widen_blocks has cleared them
+  int* left_out;       // [tiles x kv heads] those that are left, in any order
+  int slots;
+  int list_blocks, tile_blocks;  // so many blocks of lists take as long by themselves as so many of a tile
+};
+
+template <typename Params>
+constexpr bool kWidened = false;
+template <>
+constexpr bool kWidened<WidenedTilesParams> = true;
+
 // What an entry names, for the query token `own` of the tile, which sees so many tokens of its request.
 struct ListedFor {
   int block, page, own, seen;
 };
 
-__device__ __forceinline__ void block_tiles(const BlockTilesParams& p) {
+__device__ __forceinline__ void leave_tile(const WidenedTilesParams& p, i64 row) {
+  p.units_out[row] = 0;
+  p.left_out[atomicAdd(&p.counts->left, 1u)] = static_cast<int>(row);
+}
+
+// Of a word whose bytes are below 128.
+__device__ __forceinline__ int bytes_above_0(u32 word) { return __popc(word + 0x7f7f7f7fu & 0x80808080u); }
+
+template <typename Params>
+__device__ __forceinline__ void block_tiles(const Params& p) {
   __shared__ ListShared shared;
   shared.words[threadIdx.x] = 0;
   grid_dependency_launch();
@@ -69,6 +96,14 @@ __device__ __forceinline__ void block_tiles(const BlockTilesParams& p) {
   int* const pages_out = p.pages_out + row * p.most_blocks;
   uint4* const seen_out = p.seen_out + row * p.most_blocks * p.block_units;
   const List last(p, begin + tokens - 1, head);  // sees most
+  int base = 0;
+  if constexpr (kWidened<Params>) {
+    if (last.blocks > 0) base = p.bases[last.request];
+    if (base < 0 || last.blocks > p.slots - base) {
+      if (threadIdx.x == 0) leave_tile(p, row);
+      return;
+    }
+  }
   const int found = put_in_order(
       shared, last.blocks, p.most_blocks, for_each,
       [&](int at, int count) {
@@ -76,14 +111,29 @@ __device__ __forceinline__ void block_tiles(const BlockTilesParams& p) {
           seen_out[static_cast<i64>(at) * p.block_units + i] = {0, 0, 0, 0};
       },
       [&](const ListedFor& listed, int at) {
-        pages_out[at] = last.virtual_page(p, {listed.block, listed.page});
+        pages_out[at] = kWidened<Params> ? base + listed.block : last.virtual_page(p, {listed.block, listed.page});
         for (int unit = 0; unit < p.block_units; ++unit) {
           const int keys = min(max(listed.seen - listed.block * p.block_size - unit * 64, 0), 64);
           reinterpret_cast<unsigned char*>(seen_out + static_cast<i64>(at) * p.block_units + unit)[listed.own] = keys;
         }
       },
       [](int) {});
+  if constexpr (kWidened<Params>) {
+    __syncthreads();
+    int own = 0, all;  // blocks of all lists: bytes of first units that are not 0
+    for (int i = threadIdx.x; i < found; i += kListThreads) {
+      const uint4 seen = seen_out[static_cast<i64>(i) * p.block_units];
+      own += bytes_above_0(seen.x) + bytes_above_0(seen.y) + bytes_above_0(seen.z) + bytes_above_0(seen.w);
+    }
+    exclusive_sum(shared, own, all);
+    if (static_cast<i64>(found) * p.list_blocks > static_cast<i64>(all) * p.tile_blocks) {
+      if (threadIdx.x == 0) leave_tile(p, row);
+      return;
+    }
+  }
   if (threadIdx.x == 0) p.units_out[row] = found * p.block_units;
+  if constexpr (kWidened<Params>)
+    if (threadIdx.x == 0) p.counts->has_tiles = 1;
 }
 
 }  // namespace cumla::blocks

@@ -98,6 +98,8 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
   __syncthreads();
   grid_dependency_wait();
   if (!kSplit && p.is_of_chunks && p.parts_in[0].end_place <= 0) return;
+  if constexpr (kHasScales<Params>)
+    if (*p.has_tiles == 0) return;
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cumla.errors import CumlaError
 from cumla.launch.blocks.block_attention import block_attention_values
-from cumla.launch.blocks.key import FEW_E4M3_WARPS, FEW_WARPS
+from cumla.launch.blocks.choice import RULES
 from cumla.launch.device import import_driver
 from cumla.launch.kernel import Launch
 from cumla.launch.layouts import constant, launch_of, strided
@@ -27,27 +27,39 @@ _FILE = "blocks/block_attention_few"
 _MOST_PORTABLE = 8  # thread blocks of a cluster
 
 
-def _spec(dtype: str, e4m3: bool, warps: int) -> KernelSpec:
+def _spec(dtype: str, e4m3: bool, warps: int, chunk: int, loops: bool) -> KernelSpec:
     return KernelSpec.of(
-        *("blocks", "block_attention_few", "BlockAttentionFewParams", dtype, e4m3, warps),
-        tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps)],
+        *("blocks", "block_attention_few", "BlockAttentionFewParams"),
+        *(dtype, e4m3, warps, chunk, loops),
+        tags=[
+            *(dtype, *(["e4m3"] if e4m3 else [])),
+            *(f"{warps}x{chunk}", *(["loops"] if loops else [])),
+        ],
         threads=32 * warps,
-        smem_bytes=constant(_FILE, f"FewLayout<{in_cuda(e4m3)}, {warps}>::kBytes"),
+        smem_bytes=constant(_FILE, f"FewLayout<{in_cuda(e4m3)}, {warps}, {chunk}>::kBytes"),
     )
 
 
+def _forms(is_e4m3: bool) -> dict[tuple[int, int, bool], None]:
+    """List the warps and chunks of kernels."""
+    forms = RULES.few_e4m3 if is_e4m3 else RULES.few
+    return {(form.warps, form.chunk, form.chunks > 1): None for form in forms}
+
+
 _SPECS = {
-    (dtype, e4m3, warps): _spec(dtype, e4m3, warps)
+    (dtype, e4m3, *form): _spec(dtype, e4m3, *form)
     for dtype, e4m3 in product(HALVES, (False, True))
-    for warps in (FEW_E4M3_WARPS if e4m3 else FEW_WARPS)
+    for form in _forms(e4m3)
 }
 SPECS = tuple(_SPECS.values())
 
 
 def block_attention_few_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    assert key.few is not None
-    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.few[0]]
+    few = key.few
+    assert few is not None
+    is_e4m3 = key.cache_dtype != key.dtype
+    return _SPECS[key.dtype, is_e4m3, few.warps, few.chunk, few.chunks > 1]
 
 
 def block_attention_few_launch(

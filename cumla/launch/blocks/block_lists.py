@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.core.paged import by_head
 from cumla.launch.blocks.block_attention import block_attention_launch
 from cumla.launch.blocks.block_attention_few import block_attention_few_launch
+from cumla.launch.blocks.block_attention_rest import block_attention_rest_launch
 from cumla.launch.blocks.block_tiles import block_tiles_launch
+from cumla.launch.blocks.widen_blocks import widen_blocks_launch, widened_pages
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.mha.launch import MHAArguments, attention_launch, attention_values
 from cumla.launch.source import KernelSpec
@@ -159,7 +161,10 @@ def _direct_launch(
 def _tile_launches(
     key: BlockKey, tile: TileKey, buffer: int, a: BlockArguments, out: ArrayView, lse: ArrayView
 ) -> list[Launch]:
-    """Describe how to unite the lists of neighbours, and to attend to the blocks of all."""
+    """Describe how to unite the lists of neighbours, and to attend to the blocks of all.
+
+    Of e4m3 blocks: also how to widen them, and to attend to lists that share too little.
+    """
     schedule = key.schedule_at(buffer)
     pages = virtual_pages(_part(a.k, 2, 0, 1), _part(a.v, 2, 0, 1), a.block_size)
     assert pages is not None
@@ -168,14 +173,27 @@ def _tile_launches(
         ptr=tile.pages_at(schedule), shape=(tile.lists, columns), strides=(4 * columns, 4)
     )
     attend = _attention_of(a, a.q, pages.number, table, with_heads=True)
+    if tile.widened:
+        k, v = widened_pages(tile, schedule, a.k, a.v)
+        attend = attend._replace(k=k, v=v)
     values = attention_values(tile, schedule, attend, out, by_head(lse))
     values["lists"] = {
         "seen": tile.seen_at(schedule),
         "units": tile.units_at(schedule),
         "units_apart": columns * tile.units,
     }
+    if tile.widened:
+        values["has_tiles"] = tile.counts_at(schedule)
     unite = block_tiles_launch(tile, schedule, _lists_values(key, buffer, a, pages))
-    return [unite, launch_of(tile.choice.spec, tile.grid, values)]
+    launches = [unite, launch_of(tile.choice.spec, tile.grid, values)]
+    if tile.widened:
+        own = virtual_pages(a.k, a.v, a.block_size)
+        assert own is not None
+        of_lists = _attention_of(a, a.q, own.number, a.block_table, with_heads=False)
+        given = of_lists, _lists_values(key, buffer, a, own), out, lse
+        widen = widen_blocks_launch(tile, schedule, a.k, a.v, a.block_table)
+        launches = [widen, *launches, block_attention_rest_launch(key, schedule, *given)]
+    return launches
 
 
 def _attention_of(

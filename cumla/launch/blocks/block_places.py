@@ -3,17 +3,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
 
 if TYPE_CHECKING:
-    from cumla.launch.blocks.key import BlockKey
+    from cumla.launch.blocks.key import BlockKey, TileKey
     from cumla.launch.kernel import Launch
 
 _THREADS = constant("blocks/block_places", "kScheduleThreads")
-SPECS = (KernelSpec.of("blocks", "block_places", "BlockPlacesParams", threads=_THREADS),)
+_SPECS = {
+    widened: KernelSpec.of(
+        *("blocks", "block_places", f"{'Widened' if widened else 'Block'}PlacesParams"),
+        tags=["widened"] if widened else [],
+        threads=_THREADS,
+    )
+    for widened in (False, True)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def places_spec(key: TileKey) -> KernelSpec:
+    """Find the kernel of a shape."""
+    return _SPECS[key.widened > 0]
 
 
 def block_places_launch(key: BlockKey, buffer: int) -> Launch:
@@ -22,7 +36,7 @@ def block_places_launch(key: BlockKey, buffer: int) -> Launch:
     assert tile is not None
     schedule = key.schedule_at(buffer)
     places, parts, tickets = tile.layout.schedule_at(schedule)
-    values = {
+    values: dict[str, Any] = {
         "rows": key.rows_at(buffer),
         "places": places,
         "parts_out": parts,
@@ -33,4 +47,12 @@ def block_places_launch(key: BlockKey, buffer: int) -> Launch:
         "tile_tokens": tile.tile_tokens,
         "parts": tile.parts,
     }
-    return launch_of(SPECS[0], (1, 1, 1), values)
+    if tile.widened:
+        values |= {
+            "bases_out": tile.bases_at(schedule),
+            "slots_out": tile.slots_at(schedule),
+            "requests": tile.batch,
+            "slots": tile.widened,
+            "by_block_size": divisor_of(tile.page_size),
+        }
+    return launch_of(places_spec(tile), (1, 1, 1), values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cumla.launch.blocks.choice import RULES
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -16,7 +17,20 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
 
 _THREADS = constant("blocks/block_tiles", "kListThreads")
-SPECS = (KernelSpec.of("blocks", "block_tiles", "BlockTilesParams", threads=_THREADS),)
+_SPECS = {
+    widened: KernelSpec.of(
+        *("blocks", "block_tiles", f"{'Widened' if widened else 'Block'}TilesParams"),
+        tags=["widened"] if widened else [],
+        threads=_THREADS,
+    )
+    for widened in (False, True)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def tiles_spec(key: TileKey) -> KernelSpec:
+    """Find the kernel of a shape."""
+    return _SPECS[key.widened > 0]
 
 
 def block_tiles_launch(key: TileKey, buffer: int, lists: Mapping[str, Any]) -> Launch:
@@ -39,4 +53,13 @@ def block_tiles_launch(key: TileKey, buffer: int, lists: Mapping[str, Any]) -> L
         "block_units": key.units,
         "by_topk": divisor_of(key.topk),
     }
-    return launch_of(SPECS[0], (key.lists, 1, 1), values)
+    if key.widened:
+        values |= {
+            "bases": key.bases_at(buffer),
+            "slots": key.widened,
+            "counts": key.counts_at(buffer),
+            "left_out": key.left_at(buffer),
+            "list_blocks": RULES.left[0],
+            "tile_blocks": RULES.left[1],
+        }
+    return launch_of(tiles_spec(key), (key.lists, 1, 1), values)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "RULES",
+    "FewForm",
     "Rules",
     "few_form",
     "is_whole",
@@ -16,6 +18,20 @@ __all__ = [
     "select_threads",
     "warp_blocks",
 ]
+
+
+class FewForm(NamedTuple):
+    """A form of block_attention_few."""
+
+    warps: int  # of a thread block
+    ctas: int  # thread blocks of a list, which are a cluster
+    chunk: int  # tokens that a warp takes at once
+    chunks: int = 1  # that a warp takes, at most
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a list, at most."""
+        return self.warps * self.ctas * self.chunk * self.chunks
 
 
 @dataclass(frozen=True)
@@ -38,15 +54,28 @@ class Rules:
     # have half the rows.
     tiles_of_sm: tuple[int, int] = (1, 2)
     e4m3_tiles_of_sm: tuple[int, int] = (1, 1)
+    # Blocks of e4m3 lists by themselves, and blocks of a row tile, that take as long: lists that
+    # share less are left by block_tiles (block-prompts.json: 5.0 and 12.7 ns a block).
+    left: tuple[int, int] = (5, 2)
+    # Cached tokens that are widened, for each query token: their copies take less memory than q.
+    widened_tokens: int = 4
     # Keys of a tile, at most: their numbers have 32 bits, and the last block may go past the end.
     most_tile_keys: int = (1 << 31) - 128
     # Thread blocks that may share a list. With more of them than multiprocessors, all take longer
     # (block-decode.json).
     clusters: tuple[int, ...] = (8, 4, 2, 1)
-    # Warps of a thread block of block_attention_few, and thread blocks of a cluster, each warp with
-    # a chunk of a list: the first that suffice, on as many multiprocessors as this share at most.
-    # With 8 lists, clusters of 16 that fill the GPU are slower than those of 8 (block-decode.json).
-    few: tuple[tuple[int, int], ...] = ((8, 2), (8, 4), (8, 8), (8, 16), (16, 8))
+    # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
+    # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
+    few: tuple[FewForm, ...] = (
+        *(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16)),
+        FewForm(8, 8, 16, chunks=2),
+    )
+    few_e4m3: tuple[FewForm, ...] = (
+        *(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16)),
+        *(FewForm(8, ctas, 32) for ctas in (8, 16)),
+    )
+    # Share of multiprocessors that these may have, at most. Clusters of 8 on all of them take two
+    # turns, as some parts of the GPU have no place for two (block-decode.json).
     few_fill: float = 0.5
     # Thread blocks that share a batch-invariant list: a compromise, as the number may not depend on
     # the batch.
@@ -90,20 +119,14 @@ def list_cluster(lists: int, tokens: int, sm_count: int) -> int:
     return next(n for n in RULES.clusters if n <= most)
 
 
-def few_form(
-    lists: int, tokens: int, chunk: int, warps: tuple[int, ...], sm_count: int
-) -> tuple[int, int] | None:
-    """Choose warps, and thread blocks of a cluster, to take a chunk of a list each; None: too few.
-
-    `warps` are those that kernels have.
-    """
+def few_form(lists: int, tokens: int, is_e4m3: bool, sm_count: int) -> FewForm | None:
+    """Choose the form for lists of so many tokens; None: too many."""
+    forms = RULES.few_e4m3 if is_e4m3 else RULES.few
     return next(
         (
-            (each, ctas)
-            for each, ctas in RULES.few
-            if each in warps
-            and each * ctas * chunk >= tokens
-            and lists * ctas <= RULES.few_fill * sm_count
+            form
+            for form in forms
+            if form.tokens >= tokens and lists * form.ctas <= RULES.few_fill * sm_count
         ),
         None,
     )

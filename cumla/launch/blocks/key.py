@@ -12,9 +12,15 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
-from cumla.launch.blocks.choice import RULES, few_form, is_whole, list_cluster, list_parts
+from cumla.launch.blocks.choice import (
+    RULES,
+    few_form,
+    is_whole,
+    list_cluster,
+    list_parts,
+)
 from cumla.launch.layouts import constant
-from cumla.launch.mha.attention import LISTED, LISTED_TILES, tiles_spec
+from cumla.launch.mha.attention import LISTED, LISTED_TILES, WIDENED, WIDENED_TILES, tiles_spec
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
 from cumla.launch.mha.choice import RULES as MHA_RULES
 from cumla.launch.mha.choice import Choice, choose
@@ -26,12 +32,15 @@ from cumla.launch.split.plan import RULES as SPLIT_RULES
 if TYPE_CHECKING:
     from typing import Any
 
+    from cumla.launch.blocks.choice import FewForm
     from cumla.launch.source import KernelSpec
 
 __all__ = ["BlockKey", "TileKey"]
 
 _ALIGNMENT = 256
 _UNIT = constant("blocks/block_tiles", "mha::kUnit")  # keys of which a mask says how many are seen
+_SLOT_BYTES = constant("blocks/block_places", "sizeof(Slot)")
+_COUNTS_BYTES = constant("blocks/block_tiles", "sizeof(TileCounts)")
 _TILE_TOKENS = constant("blocks/block_tiles", "mha::kTileTokens")  # at most
 # Of lists that block_attention reads: entries, and heads of a kv head; tokens of a block are whole
 # chunks of e4m3 keys.
@@ -40,17 +49,9 @@ _ENTRIES, _HEADS, _CHUNK = (
     for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true>::kChunk")
 )
 
-_FEW_ENTRIES, _FEW_COLUMNS, _FEW_CHUNK, _FEW_E4M3_CHUNK = (
-    constant("blocks/block_attention_few", name)
-    for name in (
-        "kFewEntries",
-        "kDecodeColumns",
-        "FewLayout<false, 8>::kChunk",
-        "FewLayout<true, 8>::kChunk",
-    )
+_FEW_ENTRIES, _FEW_COLUMNS = (
+    constant("blocks/block_attention_few", name) for name in ("kFewEntries", "kDecodeColumns")
 )
-# Warps of its kernels, of 16-bit and of e4m3 keys: 16 have 128 registers each, too few for e4m3.
-FEW_WARPS, FEW_E4M3_WARPS = (8, 16), (8,)
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,9 @@ class BlockKey(MHAKey):
     @cached_property
     def tile(self) -> TileKey | None:
         """The key of row tiles of several query tokens, where these have whole prompts."""
-        if self.is_short and self.cache_dtype == E4M3:
-            return (
-                None  # each token's list by itself is as fast, whatever neighbours have in common
-            )
         heads, tile = self.num_heads, None
+        widens = self.is_short and self.cache_dtype == E4M3
+        widened = RULES.widened_tokens * self.batch // self.page_size + self.requests
         if RULES.tile_heads >= heads >= RULES.tile_rows // _TILE_TOKENS:
             tile = TileKey(
                 batch=self.requests,
@@ -133,12 +132,13 @@ class BlockKey(MHAKey):
                 head_dim_v=self.head_dim_v,
                 page_size=self.page_size,
                 dtype=self.dtype,
-                cache_dtype=self.cache_dtype,
+                cache_dtype=self.dtype if widens else self.cache_dtype,
                 causal=False,
                 q_len=self.query_len,
                 device=self.device,
                 sm_count=self.sm_count,
                 topk=self.topk,
+                widened=widened if widens else 0,
             )
         return tile if tile and tile.serves and not self.batch_invariant else None
 
@@ -158,17 +158,16 @@ class BlockKey(MHAKey):
         return self.is_short and self.tile is None
 
     @cached_property
-    def few(self) -> tuple[int, int] | None:
-        """Warps and thread blocks of block_attention_few for a list, if it serves these lists."""
+    def few(self) -> FewForm | None:
+        """How block_attention_few serves these lists, if it does."""
         if (
             self.batch_invariant
             or self.topk > _FEW_ENTRIES
             or (self.head_dim, self.head_dim_v) != (_FEW_COLUMNS, _FEW_COLUMNS)
         ):
             return None
-        is_e4m3 = self.cache_dtype == E4M3
-        chunk, warps = (_FEW_E4M3_CHUNK, FEW_E4M3_WARPS) if is_e4m3 else (_FEW_CHUNK, FEW_WARPS)
-        return few_form(self.num_places, self.topk * self.page_size, chunk, warps, self.sm_count)
+        size = self.num_places, self.topk * self.page_size
+        return few_form(*size, self.cache_dtype == E4M3, self.sm_count)
 
     @property
     def cluster(self) -> int:
@@ -176,7 +175,7 @@ class BlockKey(MHAKey):
         if self.batch_invariant:
             return RULES.invariant_cluster
         if self.few is not None:
-            return self.few[1]
+            return self.few.ctas
         return list_cluster(self.num_places, self.topk * self.page_size, self.sm_count)
 
     @property
@@ -278,12 +277,13 @@ class TileKey(MHAKey):
     """
 
     topk: int = 1
+    widened: int = 0  # slots for widened blocks of e4m3 caches, if these are widened
     role: str = "full tiles"
 
     @property
     def variant(self) -> str:
-        """Which kernel: that for lists."""
-        return LISTED
+        """Which kernel: that for lists, of widened blocks or of others."""
+        return WIDENED if self.widened else LISTED
 
     @property
     def is_e4m3(self) -> bool:
@@ -297,11 +297,11 @@ class TileKey(MHAKey):
 
     @cached_property
     def _spec(self) -> KernelSpec | None:
-        if self.kernel_tiles not in LISTED_TILES:
+        if self.kernel_tiles not in (WIDENED_TILES if self.widened else LISTED_TILES):
             return None
         if self.is_e4m3:
             return tiles_spec(self.dtype, self.kernel_tiles, "e4m3", LISTED)
-        return prefill_spec(self.dtype, self.kernel_tiles, False, LISTED)
+        return prefill_spec(self.dtype, self.kernel_tiles, False, self.variant)
 
     @property
     def serves(self) -> bool:
@@ -385,9 +385,38 @@ class TileKey(MHAKey):
         """Give the address of the number of row tiles of a kv head."""
         return self.units_at(buffer) + self.lists * 4
 
+    def counts_at(self, buffer: int) -> int:
+        """Give the address of struct TileCounts."""
+        return self.count_at(buffer) + 4
+
+    def left_at(self, buffer: int) -> int:
+        """Give the address of the row tiles of kv heads that are left."""
+        return self.counts_at(buffer) + _COUNTS_BYTES
+
+    def bases_at(self, buffer: int) -> int:
+        """Give the address of the first slots of requests."""
+        return self.left_at(buffer) + 4 * self.lists
+
+    def slots_at(self, buffer: int) -> int:
+        """Give the address of the blocks that have slots."""
+        return buffer + _aligned(self.bases_at(0) + 4 * self.batch)
+
+    def keys_at(self, buffer: int) -> int:
+        """Give the address of widened keys."""
+        return buffer + _aligned(self.slots_at(0) + self.widened * _SLOT_BYTES)
+
+    def values_at(self, buffer: int) -> int:
+        """Give the address of widened values."""
+        return self.keys_at(buffer) + self._widened_bytes(self.head_dim)
+
+    def _widened_bytes(self, columns: int) -> int:
+        return _aligned(2 * self.widened * self.num_kv_heads * self.page_size * columns)
+
     @property
     def nbytes(self) -> int:
-        """Size of the schedule, and of all that block_tiles writes."""
+        """Size of the schedule, of all that block_tiles writes, and of widened blocks."""
+        if self.widened:
+            return self.values_at(0) + self._widened_bytes(self.head_dim_v)
         return _aligned(self.count_at(0) + 4)
 
 

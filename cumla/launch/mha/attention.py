@@ -22,7 +22,9 @@ VARIANTS = {
     "table": "TableParams",
 }
 LISTED = "listed"  # query tokens have lists of blocks: e4m3 keys, and attention_prefill
-PARAMS = {**VARIANTS, LISTED: "ListedParams"}
+WIDENED = "widened"  # the same of attention_prefill over widened e4m3 blocks, which have scales
+PARAMS = {**VARIANTS, LISTED: "ListedParams", WIDENED: "WidenedParams"}
+WIDENED_TILES = ((2, 2),)
 LISTED_TILES = ((2, 2), (3, 2))  # of models whose query tokens choose blocks
 BIASED_TILES = ((1, 1), (2, 2), (4, 4))  # with a bias narrower keys or values are padded
 

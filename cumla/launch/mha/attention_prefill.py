@@ -6,7 +6,15 @@ from __future__ import annotations
 from itertools import product
 
 from cumla.launch.layouts import constant
-from cumla.launch.mha.attention import LISTED, LISTED_TILES, PARAMS, named, tiles_of
+from cumla.launch.mha.attention import (
+    LISTED,
+    LISTED_TILES,
+    PARAMS,
+    WIDENED,
+    WIDENED_TILES,
+    named,
+    tiles_of,
+)
 from cumla.launch.source import HALVES, KernelSpec
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
@@ -56,8 +64,9 @@ _SPECS = {
     if not (rows and (variant or tiles == (4, 4)))  # has too few registers
     and tiles in (_TABLE_TILES if variant == "table" else tiles_of(variant))
 } | {
-    (dtype, tiles, False, LISTED): _spec(dtype, tiles, False, LISTED)
-    for dtype, tiles in product(HALVES, LISTED_TILES)
+    (dtype, tiles, False, variant): _spec(dtype, tiles, False, variant)
+    for variant, some in ((LISTED, LISTED_TILES), (WIDENED, WIDENED_TILES))
+    for dtype, tiles in product(HALVES, some)
 }
 _SPLIT_SPECS = {
     (dtype, tiles, variant): _spec(dtype, tiles, False, variant, split=True)

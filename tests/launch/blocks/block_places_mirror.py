@@ -17,6 +17,28 @@ def places(requests: Sequence[int], tile_tokens: int) -> list[tuple[int, int]]:
     return found
 
 
+def slots(
+    requests: Sequence[int], tokens: Sequence[int], block_size: int, most: int
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """The first slot of each request that has query tokens, and the block of each slot.
+
+    `tokens` are those that are cached, of the request of each query token.
+    """
+    first: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    end = 0
+    for request, cached in zip(requests, tokens, strict=True):
+        if request < 0 or request in first:
+            continue
+        first[request] = end
+        blocks = -(-cached // block_size)
+        end += blocks
+        if end <= most:
+            found += [(request, block) for block in range(blocks)]
+        end = min(end, most + 1)
+    return first, found + [(-1, -1)] * (most - len(found))
+
+
 def parts(count: int, number: int) -> list[int]:
     """The tiles of each part."""
     return [len(range(i, count, number)) for i in range(number)]

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.blocks import attention
 from cumla.errors import CumlaError
 from cumla.launch.blocks import block_attention_few
 from cumla.launch.blocks import key as keys
+from cumla.launch.blocks.choice import FewForm
 from tests.blocks.block_cases import Sample, check, make, samples
 from tests.emulator import emulated_gpu
 from tests.fake_cuda import FakeBindings, FakeCuPy
@@ -48,6 +50,21 @@ def test_lists(sample: Sample) -> None:
         run(sample)
 
 
+LOOPS = [
+    (FewForm(8, ctas, 16, chunks=64), sample)
+    for ctas, sample in zip((1, 2, 8), [s for s in FEW if not s.has_e4m3], strict=False)
+]
+
+
+@pytest.mark.parametrize(("form", "sample"), LOOPS, ids=str)
+def test_several_chunks(form: FewForm, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a warp, in clusters and without."""
+    monkeypatch.setattr(keys, "few_form", lambda *_: form)
+    attention._key.cache_clear()
+    run(sample)
+    attention._key.cache_clear()
+
+
 @pytest.mark.parametrize(("cache", "topk", "lens"), [("same", 32, (2300,)), ("e4m3", 17, (700, 5))])
 def test_lists_are_sets(cache: str, topk: int, lens: tuple[int, ...]) -> None:
     """Order and repetition change no bit."""
@@ -62,12 +79,14 @@ def test_lists_are_sets(cache: str, topk: int, lens: tuple[int, ...]) -> None:
 def test_which_lists() -> None:
     """As many warps as a list has chunks, by thread blocks of half of the multiprocessors."""
     lists = (1, 4, 5, 8, 9)
-    assert [key(n).few for n in lists] == [(8, 16), (8, 16), (16, 8), (16, 8), None]
-    assert [key(n, dtypes=E4M3).few for n in lists] == [(8, 8)] * 4 + [None]
-    assert [key(n, topk=8).few for n in lists] == [(8, 8)] * 4 + [None]
-    assert [key(n, topk=1).few for n in (1, 33, 34)] == [(8, 2), (8, 2), None]
+    most, half = FewForm(8, 16, 16), FewForm(8, 8, 16)
+    twice, long = FewForm(8, 8, 16, chunks=2), FewForm(8, 8, 32)
+    assert [key(n).few for n in lists] == [most, most, twice, twice, None]
+    assert [key(n, dtypes=E4M3).few for n in lists] == [most, most, long, long, None]
+    assert [key(n, topk=8).few for n in lists] == [half] * 4 + [None]
+    assert [key(n, topk=1).few for n in (1, 33, 34)] == [FewForm(8, 2, 16)] * 2 + [None]
     assert key(1, topk=17).few is None
-    assert key(1, topk=32, dtypes=E4M3).few == (8, 16)
+    assert key(1, topk=32, dtypes=E4M3).few == FewForm(8, 16, 32)
     assert key(1, topk=33, block_size=32).few is None
     assert key(1, columns=(96, 128)).few is None
     assert key(1, batch_invariant=True).few is None
@@ -84,5 +103,5 @@ def test_clusters_of_sixteen_are_allowed(monkeypatch: pytest.MonkeyPatch) -> Non
     name = "CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"
     assert bindings.attributes == [(7, name, 1)]
     bindings.refused = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
-    with pytest.raises(CumlaError, match=r"few_bfloat16_8: .* clusters of 16 .*INVALID_VALUE"):
+    with pytest.raises(CumlaError, match=r"few_bfloat16_8x16: .* clusters of 16 .*INVALID_VALUE"):
         block_attention_few.allow_clusters(launch, 0, bool)  # type: ignore[arg-type]

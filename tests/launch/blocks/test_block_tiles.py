@@ -20,7 +20,7 @@ from tests.selection import some
 
 FIXED = ("block_size", "causal", "batch_invariant")
 SHAPED = ("q", "k", "v", "block_indices", "kv_layout")
-TILED = [sample for sample in prompts(60) if sample.shares_tiles]
+TILED = [sample for sample in prompts(60) if not sample.widens]
 
 
 def plan_of(cupy: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -42,13 +42,14 @@ def planned(cupy: Any, given: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("cache", ["e4m3", "same"])
 def test_which_prompts(cache: str) -> None:
-    """Lists of e4m3 caches that block_attention serves stay apart, on the GPU tests' prompts."""
+    """Blocks of e4m3 lists that block_attention serves are widened, on the GPU tests' prompts."""
     of_cache = [sample for sample in prompts(120) if sample.has_e4m3 == (cache == "e4m3")]
-    assert {sample.shares_tiles for sample in of_cache} == {True, cache == "same"}
+    assert {sample.widens for sample in of_cache} == {False, cache == "e4m3"}
     for sample in of_cache:
         with emulated_gpu(1 + sample.seed % 2) as cupy:
             key = plan_of(cupy, make(sample).given)[0].key
-        assert (key.tile is None) == key.is_direct == (not sample.shares_tiles), str(sample)
+        assert key.tile and not key.is_direct, str(sample)
+        assert (key.tile.widened > 0) == sample.widens, str(sample)
 
 
 @pytest.mark.parametrize("sample", some(TILED, 8), ids=str)

@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 word_of(const uint4& v, int i) {
 }
 
 // Lane 4 g + q has what belongs to heads g and g + 8. A product's columns are those that a lane has with 16 bytes.
-template <typename T, bool kE4m3, typename Layout>
+template <typename T, bool kE4m3, bool kLoops, typename Layout>
 struct FewAttender {
   using Unit = typename mha::TypeIf<kE4m3, Fp16, T>::Type;  // of the products
   static constexpr bool kIsE4m3 = kE4m3;
@@ -34,6 +34,7 @@ struct FewAttender {
   const char* keys_at;  // of the lane's first token, without the page
   const char* values_at;
   int first, block, seen;
+  float factor[2];  // of scores (base 2), or of the argument of the cap
   uint4 query[2][kSteps / 2];
   uint4 keys[kEights][kKeyLoads];
   uint4 values[kPairs][4][kValueLoads];
@@ -41,7 +42,9 @@ struct FewAttender {
   float maximum[2], sum[2], weight[2];
 
   // For the tokens of the list from `first` on.
-  __device__ __forceinline__ FewAttender(const BlockAttentionFewParams& p, int first) : p(p), first(first) {
+  __device__ __forceinline__ FewAttender(const BlockAttentionFewParams& p, int first) : p(p) { move_to(first); }
+  __device__ __forceinline__ void move_to(int token) {
+    first = token;
     block = quotient(first, p.by_block_size);
     const int row = first - block * p.block_size;
     keys_at = p.keys.data + (row + g) * p.keys.stride_token + q * 16;
@@ -65,17 +68,23 @@ struct FewAttender {
     }
   }
 
-  __device__ __forceinline__ void load_chunk(const ShortList& list) {
+  // The chunk's page, for all lanes.
+  __device__ __forceinline__ int find_page(const ShortList& list) {
     seen = min(list.tokens - first, Layout::kChunk);
     const u32 has = __ballot_sync(0xffffffffu, list.place == block);
-    const int page = __shfl_sync(0xffffffffu, list.page, __ffs(has) - 1);
+    return __shfl_sync(0xffffffffu, list.page, __ffs(has) - 1);
+  }
+  __device__ __forceinline__ void load_keys(int page) {
+    if (seen <= 0) return;
+    const char* from = keys_at + page * p.keys.stride_page;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n, from += 8 * p.keys.stride_token)
+#pragma unroll
+      for (int i = 0; i < kKeyLoads; ++i) keys[n][i] = load_global_16(reinterpret_cast<const uint4*>(from + i * 64));
+  }
+  __device__ __forceinline__ void load_values(int page) {
     if (seen > 0) {
-      const char* from = keys_at + page * p.keys.stride_page;
-#pragma unroll
-      for (int n = 0; n < kEights; ++n, from += 8 * p.keys.stride_token)
-#pragma unroll
-        for (int i = 0; i < kKeyLoads; ++i) keys[n][i] = load_global_16(reinterpret_cast<const uint4*>(from + i * 64));
-      from = values_at + page * p.values.stride_page;
+      const char* const from = values_at + page * p.values.stride_page;
 #pragma unroll
       for (int t = 0; t < kPairs; ++t)
 #pragma unroll
@@ -97,11 +106,50 @@ struct FewAttender {
     }
   }
 
-  __device__ __forceinline__ void attend(float of_keys) {
-    const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
-    float factor[2] = {fminf(of_scores, kMaxFactor), fminf(of_scores, kMaxFactor)};
-    if constexpr (kE4m3 && kIsBf16<T>) narrow(of_scores, factor);
+  // Attends to the chunk, and to each `apart` tokens after it.
+  __device__ __forceinline__ void attend(const ShortList& list, int apart) {
+    int page = find_page(list);
+    load_keys(page);
+    load_values(page);
+    begin(list.of_keys);
     float scores[kEights][4];
+    u32 probabilities[kPairs][4];
+#pragma unroll 1
+    while (true) {
+      multiply_keys(scores);
+      const int visible = seen;
+      const bool more = kLoops && first + apart < list.tokens;
+      if (more) {
+        move_to(first + apart);
+        page = find_page(list);
+        load_keys(page);
+      }
+      scale_scores(scores, visible);
+      raise_maximum(scores);
+      if constexpr (!kLoops) clear();
+      exponentiate(scores, probabilities);
+      multiply_values(probabilities);
+      if (!more) break;
+      load_values(page);
+    }
+  }
+
+  __device__ __forceinline__ void begin(float of_keys) {
+    const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
+    factor[0] = factor[1] = fminf(of_scores, kMaxFactor);
+    if constexpr (kE4m3 && kIsBf16<T>) narrow(of_scores);
+    maximum[0] = maximum[1] = kLowest;
+    if constexpr (kLoops) clear();
+  }
+  __device__ __forceinline__ void clear() {
+    sum[0] = sum[1] = weight[0] = weight[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[i][e] = 0.0f;
+  }
+
+  __device__ __forceinline__ void multiply_keys(float (&scores)[kEights][4]) {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
@@ -121,6 +169,10 @@ struct FewAttender {
         mma_m16n8k16<Unit>(scores[n], word_of(query[0][k / 2], w), word_of(query[1][k / 2], w),
                            word_of(query[0][k / 2], w + 1), word_of(query[1][k / 2], w + 1), low, high);
       }
+  }
+
+  // The first `visible` tokens of the chunk are seen.
+  __device__ __forceinline__ void scale_scores(float (&scores)[kEights][4], int visible) const {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
@@ -130,22 +182,47 @@ struct FewAttender {
       for (int n = 0; n < kEights; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
-    if (seen < Layout::kChunk)
+    if (visible < Layout::kChunk)
 #pragma unroll
       for (int n = 0; n < kEights; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (8 * n + q * 2 + e % 2 >= seen) scores[n][e] = -kInfinity;
-    maximum[0] = maximum[1] = kLowest;
+          if (8 * n + q * 2 + e % 2 >= visible) scores[n][e] = -kInfinity;
+  }
+
+  __device__ __forceinline__ void raise_maximum(const float (&scores)[kEights][4]) {
+    float highest[2] = {kLowest, kLowest};
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) maximum[e / 2] = fmaxf(maximum[e / 2], scores[n][e]);
-    u32 probabilities[kPairs][4];
+      for (int e = 0; e < 4; ++e) highest[e / 2] = fmaxf(highest[e / 2], scores[n][e]);
+    if constexpr (!kLoops) {
+      maximum[0] = max_of_quad(highest[0]);
+      maximum[1] = max_of_quad(highest[1]);
+      return;
+    }
+    const bool grown = highest[0] > maximum[0] + kMaximumSlack || highest[1] > maximum[1] + kMaximumSlack;
+    if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      maximum[r] = max_of_quad(maximum[r]);
-      sum[r] = weight[r] = 0.0f;
+      float next = max_of_quad(highest[r]);
+      if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
+      const float kept = exp2_approx(maximum[r] - next);
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        output[i][2 * r] *= kept;
+        output[i][2 * r + 1] *= kept;
+      }
+      sum[r] *= kept;
+      weight[r] *= kept;
+      maximum[r] = next;
+    }
+  }
+
+  // Computes the probabilities as operands of the second product, for each 16 tokens.
+  __device__ __forceinline__ void exponentiate(const float (&scores)[kEights][4], u32 (&probabilities)[kPairs][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int n = 0; n < kEights; ++n) {
         const float a = exp2_approx(scores[n][2 * r] - maximum[r]);
@@ -156,11 +233,9 @@ struct FewAttender {
         weight[r] += rounded.x + rounded.y;
         probabilities[n / 2][n % 2 * 2 + r] = packed;
       }
-    }
-    multiply_values(probabilities);
   }
 
-  __device__ __forceinline__ void narrow(float of_scores, float (&factor)[2]) {
+  __device__ __forceinline__ void narrow(float of_scores) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       u32 highest = 0;
@@ -180,10 +255,6 @@ struct FewAttender {
 
   // Product i has the i-th of a lane's columns, of 16 bytes in each load.
   __device__ __forceinline__ void multiply_values(const u32 (&probabilities)[kPairs][4]) {
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) output[i][e] = 0.0f;
 #pragma unroll
     for (int t = 0; t < kPairs; ++t)
 #pragma unroll

@@ -68,14 +68,14 @@ __device__ __forceinline__ void add_warps(const BlockAttentionFewParams& p, cons
   }
 }
 
-template <typename T, bool kE4m3, int kWarps>
-__device__ __forceinline__ void add_ctas(const BlockAttentionFewParams& p, const FewLayout<kE4m3, kWarps>& shared,
+template <typename T, bool kE4m3, typename Layout>
+__device__ __forceinline__ void add_ctas(const BlockAttentionFewParams& p, const Layout& shared,
                                          int token, int head, int warp, int rank, float of_values) {
   const int lane = threadIdx.x % 32, ctas = 1 << p.cluster_log2, each = kDecodeRows >> p.cluster_log2;
-  const int column = FewAttender<T, kE4m3, FewLayout<kE4m3, kWarps>>::column_at(lane);
+  const int column = FewAttender<T, kE4m3, false, Layout>::column_at(lane);
   const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
 #pragma unroll 1
-  for (int i = warp; i < each; i += kWarps) {
+  for (int i = warp; i < each; i += Layout::kWarps) {
     const int row = rank + (i << p.cluster_log2);
     if (row >= p.heads_per_group) break;
     mbarrier_wait(shared.full(), 0, "the sums of a cluster");

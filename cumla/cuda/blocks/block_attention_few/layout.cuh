@@ -18,11 +18,11 @@ struct BlockAttentionFewParams : BlockAttentionParams {
   VirtualPages keys, values;
 };
 
-template <bool kIsE4m3, int kNumWarps>
+template <bool kIsE4m3, int kNumWarps, int kTokens>
 struct FewLayout {
   static constexpr int kWarps = kNumWarps;
   static constexpr int kRow = kDecodeColumns * (kIsE4m3 ? 1 : 2);  // bytes of a token's keys, or of its values
-  static constexpr int kChunk = kIsE4m3 ? 32 : 16;                 // tokens of a warp
+  static constexpr int kChunk = kTokens;                           // of a warp, at once
   static constexpr int kSumsRow = kDecodeColumns * 4 + 64;         // of a warp's sums: shifts banks
   static constexpr int kSumsBytes = kDecodeRows * kSumsRow, kStatisticsBytes = kDecodeRows * 16;
   static constexpr int kBytes = kWarps * (kSumsBytes + kStatisticsBytes) + kDecodeRows * (kDecodeColumns * 4 + 16) + 16;

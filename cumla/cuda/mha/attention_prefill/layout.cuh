@@ -4,6 +4,7 @@
 #include "mha/attention/layout.cuh"
 #include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
+#include "mha/attention_prefill/widened.cuh"
 #include "split/tile.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"

@@ -44,7 +44,8 @@ struct PrefillSoftmax {
   u32 most_listed[Layout::kUnits];
   PrefillBias<Params> bias[2];
   float from[2];  // with slopes, bias of this thread's first key of a block
-  float scale;    // with a table, of the scores of a block, in base 2
+  float scale;    // with a table, of the scores of a block, in base 2; with scales of keys, of an item
+  float of_keys;  // scale of keys
 
   __device__ __forceinline__ PrefillSoftmax(const Params& p, const Layout& shared, int consumer)
       : p(p), all_params(p), shared(shared), consumer(consumer),
@@ -58,6 +59,10 @@ struct PrefillSoftmax {
     if constexpr (kHasLists<Params>) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) own[r] = token_in_tile(p, tile, row + 8 * r);
+      if constexpr (kHasScales<Params>) {
+        of_keys = scale_of_head(p.key_scale, item.head);
+        scale = p.to_softcap == 0.0f ? fminf(p.scale_log2 * of_keys, kMaxFactor) : p.scale_log2;
+      }
       return;
     }
     if constexpr (kHasMask<Params>) {
@@ -77,6 +82,11 @@ struct PrefillSoftmax {
     }
   }
 
+  // Without a branch.
+  __device__ __forceinline__ static float scale_of_head(const Scales& scales, int head) {
+    return load_global_float_if(scales.data != nullptr, scales.data + head * scales.stride_head, scales.value);
+  }
+
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (float& x : output) x = 0.0f;
@@ -90,8 +100,9 @@ struct PrefillSoftmax {
   // Caps scores; scale_log2 is then softcap * log2(e). copy_of keeps these branches apart: merged by the compiler,
   // they would need registers for all scores at once.
   __device__ __forceinline__ void cap(float* few) const {
-    const float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
+    float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
     if (__builtin_expect(to_softcap == 0.0f, 1)) return;
+    if constexpr (kHasScales<Params>) to_softcap = fminf(to_softcap * of_keys, kMaxFactor);
 #pragma unroll
     for (int i = 0; i < 32; ++i) few[i] = tanh_of(few[i] * to_softcap);
   }
@@ -213,7 +224,7 @@ struct PrefillSoftmax {
   }
 
   __device__ __forceinline__ float score_scale() const {
-    if constexpr (kHasTable<Params>) return scale;
+    if constexpr (kHasTable<Params> || kHasScales<Params>) return scale;
     return p.scale_log2;
   }
 
@@ -345,7 +356,8 @@ struct PrefillSoftmax {
     const float sink = bounded_sink(given), highest = fmaxf(highest_score, sink);
     const float rescaled = exp2_approx(highest_score - highest);
     const float total = rescaled * added_up + exp2_approx(sink - highest);
-    const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
+    float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
+    if constexpr (kHasScales<Params>) inverse *= scale_of_head(p.value_scale, tile.index);
     float* const lse =
         p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
     if constexpr (kSplit) {
