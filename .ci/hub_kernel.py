@@ -35,23 +35,29 @@ tags:
 ---
 # {name}
 
-cumla {version}: attention kernels for NVIDIA Hopper GPUs (compute capability 9.0). Inference only. Tensors on the CPU are computed by
-NumPy. The kernels are CUDA sources, which are compiled when first used, so install cumla's requirements:
+cumla {version}: attention kernels for inference on NVIDIA Hopper GPUs (compute capability 9.0).
+Tensors on the CPU are computed by NumPy. Kernels are CUDA sources, compiled when first used.
+Install what they need:
 
 ```sh
-pip install {cu12}   # for CUDA 12
-pip install {cu13}   # for CUDA 13
+pip install {cu12}  # CUDA 12
+pip install {cu13}  # CUDA 13
 ```
 
-`flash_attn_func` and `flash_attn_varlen_func` have the arguments that Transformers passes, with sinks as `s_aux`:
+`flash_attn_func` and `flash_attn_varlen_func` take what Transformers passes, with sinks as `s_aux`:
 
 ```python
 model = AutoModelForCausalLM.from_pretrained(
-    name, attn_implementation="OWNER/{name}", allow_all_kernels=True, dtype=torch.bfloat16, device_map="cuda"
+    name,
+    attn_implementation="OWNER/{name}",
+    allow_all_kernels=True,
+    dtype=torch.bfloat16,
+    device_map="cuda",
 )
 ```
 
-The name of the repository must contain `flash`. After `kernels.get_kernel` the whole package can be imported as `cumla`.
+The name of the repository must contain `flash`. After `kernels.get_kernel` the whole package can be
+imported as `cumla`.
 """
 
 

@@ -176,7 +176,7 @@ print(kernel.cumla is cumla, cumla.__file__, len(kernels.get_loaded_kernels()))
 
 
 GENERATE = """
-import torch, transformers
+import sys, torch, transformers
 sizes = dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
     num_key_value_heads=2, vocab_size=256, max_position_embeddings=512, eos_token_id=None,
@@ -207,7 +207,7 @@ for padding in (0, 7):
         for one, other in zip(found[0].logits, found[1].logits, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
         assert model.config._attn_implementation == OURS
-        print(cumla.__file__)
+        print(sys.modules["cumla"].__file__)
 """
 
 
@@ -230,9 +230,17 @@ def generate(repository: Path, folder: Path, name: str, code: str) -> list[str]:
 
 @pytest.mark.usefixtures("_transformers")
 def test_attn_implementation_by_repository(repository: Path, tmp_path: Path) -> None:
-    """Tokens are those of sdpa, with padding and without, in dynamic and static caches."""
-    code = f"MODEL, THEIRS, OURS = 'llama', 'sdpa', {REPOSITORY!r}\n{GENERATE}"
-    code = code.replace("print(cumla", "import cumla; print(cumla")
+    """Tokens are those of sdpa, padded or not, in dynamic and static caches and in a batch."""
+    code = f"""
+MODEL, THEIRS, OURS = 'llama', 'sdpa', {REPOSITORY!r}
+{GENERATE}
+wanted = model.generate(ids, max_new_tokens=12, do_sample=False)[:, 20:]
+options = transformers.GenerationConfig(
+    max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=2
+)
+results = model.generate_batch(inputs=ids.tolist(), generation_config=options)
+assert [one.generated_tokens for one in results.values()] == wanted.tolist()
+"""
     said = generate(repository, tmp_path, REPOSITORY, code)
     assert said == [str(repository / "build" / "torch-cpu" / "cumla" / "__init__.py")] * 4
 
