@@ -260,4 +260,4 @@ def test_repository_without_flash_in_its_name(repository: Path, tmp_path: Path) 
     code = f"MODEL, THEIRS, OURS = 'llama', 'sdpa', 'owner/cumla'\n{GENERATE}"
     variables = {"LOCAL_KERNELS": f"owner/cumla={repository}", "HF_HUB_OFFLINE": "1"}
     said = python(code, tmp_path, **variables).stderr
-    assert 'needs a repository whose name contains "flash", got \'owner/cumla\'' in said
+    assert "needs a repository whose name contains \"flash\", got 'owner/cumla'" in said
