@@ -7,6 +7,7 @@
 #include "mha/attention/mask.cuh"
 #include "mha/attention/shared.cuh"
 #include "attend/reduce.cuh"
+#include "attend/visible.cuh"
 #include "split/join.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -184,10 +185,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (listed[r] == kUnit) continue;
-        const u64 visible = keys_before(listed[r]) >> lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
+        hide_unset(scores, r, keys_before(listed[r]), lane);
       }
       return;
     }
@@ -196,22 +194,13 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const i64 query = tile.q_begin + own_token(p, tile, row + 8 * r);
-        const u64 visible = visible_keys(all_params, mask.of, seen[r], query, begin) >> lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) scores[i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
+        hide_unset(scores, r, visible_keys(all_params, mask.of, seen[r], query, begin), lane);
       }
       return;
     }
     if (begin + kBlockTokens <= seen_by_all.end && begin >= seen_by_all.first) return;
-    const int column = block * kBlockTokens + (lane % 4) * 2;
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int token = column + 8 * j + (e & 1);
-        if (token < seen[e >> 1].first || token >= seen[e >> 1].end) scores[4 * j + e] = -kInfinity;
-      }
+    const attend::Seen of_rows[2] = {{seen[0].first, seen[0].end}, {seen[1].first, seen[1].end}};
+    hide_outside(scores, begin + (lane % 4) * 2, of_rows);
   }
 
   // Scales the scores, and adds the bias. Scores are masked afterwards: a bias of what is not seen may be NaN.
