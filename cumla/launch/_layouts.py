@@ -49,8 +49,8 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kScoreWarps": 8,
     },
     "blocks/block_scores_few": {
-        "ScoresFewLayout<false, 8, 32, 3>::kBytes": 196896,
-        "ScoresFewLayout<true, 16, 32, 3>::kBytes": 197184,
+        "ScoresFewLayout<false, 8, 32, 3>::kBytes": 197184,
+        "ScoresFewLayout<true, 16, 32, 3>::kBytes": 197760,
         "kFewScoreColumns": 128,
         "kFewScoreRequests": 1024,
         "kFewScoreRows": 8,

@@ -912,6 +912,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         if max(key.head_dim, key.head_dim_v) <= E4M3_COLUMNS[-1]:
             e4m3 = {"cache_dtype": _E4M3}
             forms += [e4m3, *({"bias": b} | c for b in ("linear", "table") for c in ({}, e4m3))]
+        if batch and not total_tokens % batch:  # a plan may be made with q_len
+            forms += [form | {"q_len": total_tokens // batch} for form in forms]
         columns = checked_max_pages(prefix_groups, max_pages, batch, 64)
         if columns:
             forms = [form | {"max_pages": columns, "causal": True} for form in forms]

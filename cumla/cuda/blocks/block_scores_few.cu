@@ -15,7 +15,7 @@
 // barrier            who arrives (count)                     who waits   guards
 // full(warp, stage)  lane 0 of the warp, with the bytes (1)  the warp    keys of a stage are loaded
 //
-// Shared memory: a ring of kStages stages of kKeys rows for each warp, 192 KB; 12 bytes for each stage
+// Shared memory: a ring of kStages stages of kKeys rows for each warp, 192 KB; 24 bytes for each stage
 // Registers:     94, of e4m3 90
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
@@ -62,21 +62,23 @@ __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) 
   Loader<Layout> loader(p, shared, share);
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) loader.copy(stage);
-  FewScorer<T, Layout> scorer(p, shared, share);
+  FewScorer<T, Layout> scorer(p, shared);
+  if (loader.copies > 0) scorer.begin(0);
   store_unseen<kWarps>(p, warp);
   int stage = 0;
   u32 phase = 0;
 #pragma unroll 1
-  while (scorer.left > 0) {
+  for (int i = 0; i < loader.copies; ++i) {
     mbarrier_wait(shared.full(stage), phase, "keys");
-    scorer.score(stage, load_shared_u32(shared.keys_of(stage)));
+    scorer.score(stage);
     __syncwarp();
     loader.copy(stage);
-    scorer.advance();
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
     }
+    scorer.end();
+    if (i + 1 < loader.copies) scorer.begin(stage);
   }
 }
 

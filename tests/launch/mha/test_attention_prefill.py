@@ -216,6 +216,19 @@ def test_one_workspace_serves_every_form(form: dict[str, Any]) -> None:
     assert layout.nbytes - layout.partial_out >= rows * key.value_dim * 4  # pieces are float32
 
 
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+def test_a_workspace_serves_split_row_tiles(columns: int) -> None:
+    sizes: dict[str, Any] = {"num_kv_heads": 8, "head_dim_v": min(columns, 128)}
+    if columns != 192:
+        sizes["head_dim_v"] = columns
+    with emulated_gpu(132) as cupy:
+        nbytes = cumla.AttentionPlan.workspace_bytes(16, 256, 64, columns, **sizes, sm_count=132)
+        workspace = cupy.empty(nbytes, np.uint8)
+        plan = cumla.AttentionPlan(16, 256, 64, columns, **sizes, q_len=16, workspace=workspace)
+    assert plan.key.choice.spec.stem == "attention_prefill" and plan.key.parts > 1
+    assert plan.key.row_groups == 8
+
+
 @pytest.mark.parametrize("fills", [False, True])
 def test_sections_of_heads_cover_all(fills: bool) -> None:
     """As if few keys filled L2: a section a head, or one, for a tile for each thread block."""

@@ -47,16 +47,17 @@ struct ScoresFewLayout {
   static constexpr int kKeys = kStageKeys, kStages = kRingStages;
   static constexpr int kRow = kFewScoreColumns * (kE4m3 ? 1 : 2);  // bytes
   static constexpr int kStageBytes = kKeys * kRow, kWarpBytes = kStages * kStageBytes;
-  static constexpr int kBytes = kWarps * kStages * (kStageBytes + 12);
+  static constexpr int kBytes = kWarps * kStages * (kStageBytes + 24);
 
   u32 base;
   int warp;
 
   __device__ __forceinline__ u32 stage(int i) const { return base + warp * kWarpBytes + i * kStageBytes; }
   __device__ __forceinline__ u32 full(int i) const { return base + kWarps * kWarpBytes + (warp * kStages + i) * 8; }
-  // The keys of a stage; 0 if the page does not exist.
-  __device__ __forceinline__ u32 keys_of(int i) const {
-    return base + kWarps * (kWarpBytes + kStages * 8) + (warp * kStages + i) * 4;
+  // Of a stage: its keys, 0 if the page does not exist; request, block and the request's tokens.
+  __device__ __forceinline__ u32 place_of(int i) const {
+    static_assert(kWarps * kStages % 2 == 0, "16 bytes are aligned");
+    return base + kWarps * (kWarpBytes + kStages * 8) + (warp * kStages + i) * 16;
   }
 };
 

@@ -22,16 +22,15 @@ struct FewScorer {
   const BlockScoresFewParams& p;
   const Layout& shared;
   const int lane;
-  BlockPlace at;
-  int left;  // blocks
-  int from;  // keys of the block that are scored
+  int keys, request, block, tokens;  // of the stage
+  int from;                          // keys of the block that are scored
   u32 query[8][2];  // of eight products
   float most[2];
   int hidden[2];  // of the last tokens, from this lane's rows
   i64 own[2];     // where its rows are in out; -1: there is no such row
 
-  __device__ __forceinline__ FewScorer(const BlockScoresFewParams& p, const Layout& shared, const Share& share)
-      : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), from(0) {
+  __device__ __forceinline__ FewScorer(const BlockScoresFewParams& p, const Layout& shared)
+      : p(p), shared(shared), lane(threadIdx.x % 32), request(-1), from(0) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int row = lane % 4 * 2 + j;
@@ -39,7 +38,17 @@ struct FewScorer {
       own[j] = row < p.rows && lane < 4 ? offset_of_row(p, row) : -1;
       most[j] = -kInfinity;
     }
-    load_query();
+  }
+
+  // Goes to a stage that is being copied. A request that begins has other query rows.
+  __device__ __forceinline__ void begin(int stage) {
+    const uint4 words = load_shared_16(shared.place_of(stage));
+    const bool is_other = request != static_cast<int>(words.y);
+    keys = static_cast<int>(words.x);
+    request = static_cast<int>(words.y);
+    block = static_cast<int>(words.z);
+    tokens = static_cast<int>(words.w);
+    if (is_other) load_query();
   }
 
   __device__ __forceinline__ static u32 word_of(const uint4& words, int i) {
@@ -48,7 +57,7 @@ struct FewScorer {
 
   __device__ __forceinline__ void load_query() {
     const int row = lane / 4, token = quotient(row, p.by_heads);
-    const char* const source = p.q + at.request * p.q_stride_request + token * p.q_stride_token +
+    const char* const source = p.q + request * p.q_stride_request + token * p.q_stride_token +
                                (row - token * p.heads) * p.q_stride_head + lane % 4 * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -70,12 +79,12 @@ struct FewScorer {
     return other > one || other != other ? other : one;
   }
 
-  __device__ __forceinline__ void score(int stage, int keys) {
+  __device__ __forceinline__ void score(int stage) {
     const u32 source = shared.stage(stage) + lane / 4 * Layout::kRow + lane % 4 * 16;
     int seen[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j)
-      seen[j] = min(keys, at.tokens - hidden[j] - at.block * p.block_size - from) - lane / 4;
+      seen[j] = min(keys, tokens - hidden[j] - block * p.block_size - from) - lane / 4;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       uint4 words[2][kLoads];
@@ -111,20 +120,19 @@ struct FewScorer {
     }
   }
 
-  // Goes to the next stage; stores the maxima of a block that ends.
-  __device__ __forceinline__ void advance() {
+  // Stores the maxima of a block that ends with the stage.
+  __device__ __forceinline__ void end() {
     from += Layout::kKeys;
-    if (from < min(p.block_size, at.tokens - at.block * p.block_size)) return;
+    if (from < min(p.block_size, tokens - block * p.block_size)) return;
     from = 0;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int apart = 4; apart < 32; apart *= 2)
         most[j] = larger(most[j], __shfl_xor_sync(0xffffffffu, most[j], apart));
-      if (own[j] >= 0) p.out[at.request * p.out_stride_request + own[j] + at.block] = most[j];
+      if (own[j] >= 0) p.out[request * p.out_stride_request + own[j] + block] = most[j];
       most[j] = -kInfinity;
     }
-    if (--left > 0 && at.advance(p)) load_query();
   }
 };
 

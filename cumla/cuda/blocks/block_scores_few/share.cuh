@@ -45,6 +45,7 @@ struct BlockPlace {
 };
 
 // Blocks of a warp: all of them divided by the warps, and one more in the first warps. Neighbours are in other CTAs.
+// Another stream may write lengths meanwhile: what a warp scores of a request follows from one read of its length.
 struct Share {
   BlockPlace first = {};
   int blocks;
@@ -61,7 +62,8 @@ struct Share {
     int begin = each * warp + min(warp, more);
 #pragma unroll 1
     for (int from = 0;; from += 32) {
-      const int own = from + lane < p.batch ? blocks_of(p, tokens_of(p, from + lane)) : 0;
+      const int tokens = from + lane < p.batch ? tokens_of(p, from + lane) : 0;
+      const int own = blocks_of(p, tokens);
       int up_to = own;
 #pragma unroll
       for (int apart = 1; apart < 32; apart *= 2) {
@@ -69,19 +71,22 @@ struct Share {
         if (lane >= apart) up_to += before;
       }
       const u32 behind = __ballot_sync(0xffffffffu, begin < up_to);
-      if (behind != 0 || from + 32 >= p.batch) {
+      if (behind != 0) {
         const int at = __ffs(behind) - 1;
         first.request = from + at;
         first.block = begin - __shfl_sync(0xffffffffu, up_to - own, at);
-        first.find(p);
+        first.tokens = __shfl_sync(0xffffffffu, tokens, at);
+        first.blocks = __shfl_sync(0xffffffffu, own, at);
         return;
       }
+      if (from + 32 >= p.batch) break;
       begin -= __shfl_sync(0xffffffffu, up_to, 31);
     }
+    blocks = 0;  // lengths became smaller meanwhile
   }
 };
 
-// Copies keys into the ring of a warp, kKeys at a time.
+// Copies keys into the ring of a warp, kKeys at a time, and says whose they are.
 template <typename Layout>
 struct Loader {
   static constexpr int kKeys = Layout::kKeys, kRow = Layout::kRow;
@@ -92,12 +97,13 @@ struct Loader {
   const int lane;
   BlockPlace at;
   int left;    // blocks
+  int copies;  // stages until now
   int from;    // keys of the block that are copied
   int window;  // lane i has the page of block window + i
   int pages;
 
   __device__ __forceinline__ Loader(const BlockScoresFewParams& p, const Layout& shared, const Share& share)
-      : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), from(0) {
+      : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), copies(0), from(0) {
     read_pages();
   }
 
@@ -110,6 +116,7 @@ struct Loader {
 
   __device__ __forceinline__ void copy(int stage) {
     if (left <= 0) return;
+    ++copies;
     const int page = __shfl_sync(0xffffffffu, pages, at.block - window);
     const int there = min(p.block_size, at.tokens - at.block * p.block_size);  // keys of the block
     const bool exists = static_cast<u32>(page) < static_cast<u32>(p.num_pages);
@@ -119,7 +126,8 @@ struct Loader {
         p.keys + page * p.keys_stride_page + (in_page * p.block_size + from) * p.keys_stride_row;
     const bool is_dense = p.keys_stride_row == kRow;
     if (lane == 0) {
-      store_shared_u32(shared.keys_of(stage), keys);
+      store_shared_16(shared.place_of(stage), {static_cast<u32>(keys), static_cast<u32>(at.request),
+                                               static_cast<u32>(at.block), static_cast<u32>(at.tokens)});
       mbarrier_arrive_expect_tx(shared.full(stage), keys * kRow);
       if (is_dense && keys > 0) copy_bulk_async(shared.stage(stage), source, keys * kRow, shared.full(stage));
     }
@@ -130,7 +138,11 @@ struct Loader {
     if (from < there) return;
     from = 0;
     if (--left <= 0) return;
-    if (at.advance(p) || at.block - window == 32) read_pages();
+    const bool is_other = at.advance(p);
+    if (at.request >= p.batch)
+      left = 0;  // as above
+    else if (is_other || at.block - window == 32)
+      read_pages();
   }
 };
 

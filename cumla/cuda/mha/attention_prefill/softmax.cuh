@@ -361,13 +361,14 @@ struct PrefillSoftmax {
     float* const lse =
         p.lse + to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token;
     if constexpr (kSplit) {
-      const i64 index = (static_cast<i64>(tile.index) * p.parts + blockIdx.y) * 2 + segment.slot;
-      const u64 of_piece =
-          reinterpret_cast<u64>(p.partial_rows + index * p.row_groups * kRowGroup + consumer * 64 + of_tile);
+      const i64 first_row = piece_index(p, tile, blockIdx.y, segment.slot) * p.row_groups * kRowGroup;
+      const u64 of_piece = reinterpret_cast<u64>(p.partial_rows + first_row + consumer * 64 + of_tile);
       const float found = log_sum_exp(highest, total);
-      store_global_float_if(is_row && lane < 16, ending.is_piece ? of_piece : reinterpret_cast<u64>(lse),
-                            ending.is_piece ? found : natural_lse(p, given, found));
-      store_global_float_if(is_row && lane < 16 && ending.is_piece, of_piece + 4, 1.0f);
+      // All rows of the groups: those behind the tile's rows have no keys.
+      const bool is_stored = ending.is_piece ? consumer * 4 + warp < p.row_groups : is_row;
+      store_global_float_if(is_stored && lane < 16, ending.is_piece ? of_piece : reinterpret_cast<u64>(lse),
+                            !ending.is_piece ? natural_lse(p, given, found) : is_row ? found : -kInfinity);
+      store_global_float_if(is_stored && lane < 16 && ending.is_piece, of_piece + 4, 1.0f);
     } else {
       store_global_float_if(is_row && lane < 16, reinterpret_cast<u64>(lse),
                             natural_lse(p, given, log_sum_exp(highest, total)));
