@@ -5,14 +5,15 @@
 // is in one tile, whatever the offsets of requests are. The places of tiles have the order of their tokens.
 //
 // kWidened: it also gives each block of a request, up to the end of its cached tokens, a slot of the widened caches.
-// Requests whose blocks go past the last slot have none.
+// A request whose blocks go past the last slot has none, and base -1: block_tiles.cu leaves its tiles.
 //
 // grid = 1 CTA of 1,024 threads. Once per step, after block_rows.
 //
 // Time line; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
-//   for each 1,024 tokens: find where requests begin | B | count tiles that begin here | B | write their places, and
-//   slots
-// Barriers guard the last beginnings of warps, and their counts.
+//   kWidened: clear slots
+//   for each 1,024 tokens: find where requests begin | B | count tiles that begin here | B | write their places
+//   kWidened: | B | write slots, a warp those of a request
+// Barriers guard the last beginnings of warps, their counts, and cleared slots.
 // Budget: 64 registers per thread, 384 B of shared memory.
 #include "blocks/rows.cuh"
 #include "blocks/slots.cuh"
@@ -40,7 +41,7 @@ struct BlockPlacesParams {
 };
 
 struct WidenedPlacesParams : BlockPlacesParams {
-  int* bases_out;   // [requests]: the slot of the first block
+  int* bases_out;   // [requests]: the slot of the first block; -1: the request has no slots
   Slot* slots_out;  // [slots]
   int requests;
   int slots;
@@ -63,6 +64,8 @@ __device__ __forceinline__ void block_places(const Params& p) {
   __shared__ int block_sums[kScheduleWarps];
   int count = 0, running = 0;  // tiles so far; the first token of the request that continues
   int slots = 0;               // so far
+  if constexpr (kWidened<Params>)
+    for (int i = threadIdx.x; i < p.slots; i += kScheduleThreads) p.slots_out[i] = {-1, -1};
 #pragma unroll 1
   for (int base = 0; base < p.total_tokens; base += kScheduleThreads) {
     const int token = base + static_cast<int>(threadIdx.x);
@@ -86,22 +89,21 @@ __device__ __forceinline__ void block_places(const Params& p) {
     count += all;
     if constexpr (kWidened<Params>) {
       int tokens = 0, all_blocks;
-      const bool has_slots = begins_here && static_cast<u32>(request) < static_cast<u32>(p.requests);
-      if (has_slots) tokens = min(max(p.rows[token].tokens, 0), kMaxTokens);
+      const bool is_request = begins_here && static_cast<u32>(request) < static_cast<u32>(p.requests);
+      if (is_request) tokens = min(max(p.rows[token].tokens, 0), kMaxTokens);
       // Capped, so that the sum of 1,024 fits an int.
       const int blocks = tokens > 0 ? min(static_cast<int>(quotient(tokens - 1, p.by_block_size)), p.slots) + 1 : 0;
-      const int base = slots + block_exclusive_sum(blocks, block_sums, all_blocks);
-      if (has_slots) {
-        p.bases_out[request] = base;
-        const bool fits = blocks <= p.slots - base;
-        for (int i = 0; i < blocks && base + i < p.slots; ++i)
-          p.slots_out[base + i] = fits ? Slot{request, i} : Slot{-1, -1};
+      const int first = slots + block_exclusive_sum(blocks, block_sums, all_blocks);
+      const bool fits = blocks > 0 && blocks <= p.slots - first;
+      if (is_request) p.bases_out[request] = fits ? first : -1;
+      for (u32 left = __ballot_sync(kAllLanes, fits); left != 0; left &= left - 1) {
+        const int from = __ffs(left) - 1, owner = __shfl_sync(kAllLanes, request, from);
+        const int begin_slot = __shfl_sync(kAllLanes, first, from), number = __shfl_sync(kAllLanes, blocks, from);
+        for (int i = lane; i < number; i += 32) p.slots_out[begin_slot + i] = {owner, i};
       }
       slots = min(slots + all_blocks, p.slots);
     }
   }
-  if constexpr (kWidened<Params>)
-    for (int i = slots + threadIdx.x; i < p.slots; i += kScheduleThreads) p.slots_out[i] = {-1, -1};
   count = min(count, p.max_places);
   for (int i = threadIdx.x; i < p.parts; i += kScheduleThreads) {
     Part part = {};  // it is loaded whole

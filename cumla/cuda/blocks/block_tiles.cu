@@ -44,7 +44,7 @@ struct BlockTilesParams : ListsParams {
 };
 
 struct WidenedTilesParams : BlockTilesParams {
-  const int* bases;  // [requests]: the slot of the first block
+  const int* bases;  // [requests]: the slot of the first block; -1: the request has no slots
   TileCounts* counts;  // widen_blocks has cleared them
   int* left_out;       // [tiles x kv heads] those that are left, in any order
   int slots;
@@ -99,6 +99,7 @@ __device__ __forceinline__ void block_tiles(const Params& p) {
   int base = 0;
   if constexpr (kWidened<Params>) {
     if (last.blocks > 0) base = p.bases[last.request];
+    // A plan that was never updated holds any base; others that are not -1 have slots for all blocks.
     if (base < 0 || last.blocks > p.slots - base) {
       if (threadIdx.x == 0) leave_tile(p, row);
       return;

@@ -28,7 +28,7 @@ KERNELS = (
 MAY_SKIP = ("needs 20 GB",)
 cp: Any = pytest.importorskip("cupy")
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 LEAST, MOST = -(2**31), 2**31 - 1
 
 
@@ -181,6 +181,28 @@ def test_long_prompts(heads: tuple[int, int], block: int, topk: int) -> None:
     given = decoding(3, 300, heads, [300, 701, 9000], topk, block)
     assert tiled(given)
     agrees(given, run(given))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"),
+    [(256, 1024), (256, 1088), (256, 1089), (256, 1340), (2048, 8256), (2048, 8257), (2048, 9000)],
+)
+def test_blocks_past_the_last_slot(tokens: int, length: int) -> None:
+    """Prompts over e4m3 blocks, whose history is about as long as what is widened."""
+    given = decoding(1, tokens, (16, 1), length, 4, 64)
+    given |= {name: given[name].astype(E4M3) for name in "kv"}
+    given["block_indices"] = np.repeat(given["block_indices"][::64], 64, axis=0)
+    there = {n: uploaded(v) for n, v in given.items()}
+    lengths, block = {"kv_lens": there.pop("kv_lens")}, there.pop("block_size")
+    arrays = {n: there[n] for n in ("q", "k", "v", "block_indices")}
+    with multiprocessors(16):
+        key = cumla.BlockSparsePlan.from_arrays(**arrays, block_size=block).key
+        assert key.tile.widened == tokens * 4 // 64 + 1
+        memory = cp.full(key.layout.nbytes, 0xFF, np.uint8)
+        plan = cumla.BlockSparsePlan.from_arrays(**arrays, block_size=block, workspace=memory)
+        plan.update(**lengths)
+        got = plan.run(**there)
+    agrees(given, cumla.AttentionState(*map(on_host, got)))
 
 
 def test_prompts_of_long_contexts() -> None:

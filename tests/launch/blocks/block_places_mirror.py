@@ -20,7 +20,7 @@ def places(requests: Sequence[int], tile_tokens: int) -> list[tuple[int, int]]:
 def slots(
     requests: Sequence[int], tokens: Sequence[int], block_size: int, most: int
 ) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """The first slot of each request that has query tokens, and the block of each slot.
+    """The first slot of each request that has query tokens, or -1, and the block of each slot.
 
     `tokens` are those that are cached, of the request of each query token.
     """
@@ -30,12 +30,12 @@ def slots(
     for request, cached in zip(requests, tokens, strict=True):
         if request < 0 or request in first:
             continue
-        first[request] = end
         blocks = -(-cached // block_size)
-        end += blocks
-        if end <= most:
+        fits = 0 < blocks <= most - end
+        first[request] = end if fits else -1
+        if fits:
             found += [(request, block) for block in range(blocks)]
-        end = min(end, most + 1)
+        end = min(end + blocks, most)
     return first, found + [(-1, -1)] * (most - len(found))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,22 @@ def test_prompts(sample: Sample, rules: str, monkeypatch: pytest.MonkeyPatch) ->
         check(problem, got, sample.dtype)
         found.append(got.out.tobytes() + got.lse.tobytes())
     assert len({*found}) == 1
+
+
+@pytest.mark.parametrize(
+    "lens", [(300,), (320,), (321,), (370,), (400,), (1000, 40), (40, 620)], ids=str
+)
+def test_blocks_past_the_last_slot(lens: tuple[int, ...]) -> None:
+    """All tiles of a request are left then, those whose tokens see fewer blocks, too.
+
+    A workspace of the emulator holds NaN before it is written.
+    """
+    fixed = {"queries": 64 // len(lens), "lists": "all", "topk": 4, "counts": None, "of": "heads"}
+    shape = {"block": (64, 1), "columns": (128, 128), "heads": (16, 1), "cache": "e4m3"}
+    sample = replace(WIDENED[0], **fixed, **shape, lens=lens, causal=True, invariant=False)
+    problem = make(sample)
+    with emulated_gpu(2) as cupy:
+        plan, lengths, there = plan_of(cupy, problem.given)
+        assert plan.key.tile.widened == 4 + len(lens)
+        plan.update(**lengths)
+        check(problem, plan.run(**there), sample.dtype)

@@ -102,7 +102,7 @@ def test_what_is_left(
     for place, ((n, begin), units) in enumerate(zip(places[:, 2:4], numbers, strict=False)):
         request, cached, behind, _ = rows[begin + n - 1]
         blocks = -(-max(cached - behind, 0) // block) if request >= 0 else 0
-        has_slots = not blocks or first[request] + blocks <= tile.widened
+        has_slots = not blocks or first[request] >= 0
         for head, found in enumerate(units):
             lists = [of_heads[head][1] for of_heads in problem.seen[begin : begin + n]]
             union, _ = united(lists, block)
