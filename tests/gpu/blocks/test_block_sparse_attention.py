@@ -197,7 +197,7 @@ def test_blocks_past_the_last_slot(tokens: int, length: int) -> None:
     arrays = {n: there[n] for n in ("q", "k", "v", "block_indices")}
     with multiprocessors(16):
         key = cumla.BlockSparsePlan.from_arrays(**arrays, block_size=block).key
-        assert key.tile.widened == tokens * 4 // 64 + 1
+        assert key.tile and key.tile.widened == tokens * 4 // 64 + 1
         memory = cp.full(key.layout.nbytes, 0xFF, np.uint8)
         plan = cumla.BlockSparsePlan.from_arrays(**arrays, block_size=block, workspace=memory)
         plan.update(**lengths)

@@ -52,8 +52,19 @@ def test_blocks_past_the_last_slot(lens: tuple[int, ...]) -> None:
 
     A workspace of the emulator holds NaN before it is written.
     """
-    fixed = {"queries": 64 // len(lens), "lists": "all", "topk": 4, "counts": None, "of": "heads"}
-    shape = {"block": (64, 1), "columns": (128, 128), "heads": (16, 1), "cache": "e4m3"}
+    fixed: dict[str, Any] = {
+        "queries": 64 // len(lens),
+        "lists": "all",
+        "topk": 4,
+        "counts": None,
+        "of": "heads",
+    }
+    shape: dict[str, Any] = {
+        "block": (64, 1),
+        "columns": (128, 128),
+        "heads": (16, 1),
+        "cache": "e4m3",
+    }
     sample = replace(WIDENED[0], **fixed, **shape, lens=lens, causal=True, invariant=False)
     problem = make(sample)
     with emulated_gpu(2) as cupy:
