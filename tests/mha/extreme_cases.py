@@ -17,8 +17,8 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 # Columns, page size, query tokens of each request, dtype of queries and cache, batch_invariant.
 FORMS: dict[str, tuple[int, int, int, Any, Any, bool]] = {
-    "attention": (64, 64, 20, F16, F16, False),
-    "attention, bfloat16": (64, 64, 20, BF16, BF16, False),
+    "attention": (64, 64, 16, F16, F16, False),
+    "attention, bfloat16": (64, 64, 16, BF16, BF16, False),
     "attention, rows": (128, 3, 20, F16, F16, False),
     "attention, e4m3": (128, 64, 20, BF16, E4M3, False),
     "attention, e4m3, invariant": (256, 16, 1, F16, E4M3, True),
@@ -27,6 +27,7 @@ FORMS: dict[str, tuple[int, int, int, Any, Any, bool]] = {
     "attention_decode, e4m3": (128, 64, 1, BF16, E4M3, False),
     "attention_decode, 16 rows": (64, 64, 3, F16, E4M3, False),
     "attention_prefill": (64, 64, 300, F16, F16, False),
+    "attention_prefill, split": (64, 64, 20, F16, F16, False),
     "attention_simt": (64, 64, 1, np.dtype(np.float32), np.dtype(np.float32), False),
 }
 """On a few multiprocessors: their requests are cut, or fill whole row tiles."""
