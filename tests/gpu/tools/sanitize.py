@@ -441,7 +441,8 @@ def run_calls(
             if part == "heads":
                 attend_many_heads(cupy)
             else:
-                attend_blocks(cupy, edited)
+                with edited("every lane arrives", *variants.SCORES_FEW_EVERY_LANE_ARRIVES):
+                    attend_blocks(cupy, edited)
     else:
         score_all(cupy, edited)
 
