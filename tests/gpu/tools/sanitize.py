@@ -441,8 +441,7 @@ def run_calls(
             if part == "heads":
                 attend_many_heads(cupy)
             else:
-                with edited("every lane arrives", *variants.SCORES_FEW_EVERY_LANE_ARRIVES):
-                    attend_blocks(cupy, edited)
+                attend_blocks(cupy, edited)
     else:
         score_all(cupy, edited)
 

@@ -45,7 +45,6 @@ FP8_PRODUCTS = ("mla_decode_fp8_products",)
 ATTENTION = ("attention",)
 DECODE = ("attention_decode",)
 PREFILL = ("attention_prefill",)
-SCORES_FEW = ("block_scores_few",)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,6 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
     stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION + DECODE + PREFILL
-    stems += SCORES_FEW
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -335,22 +333,6 @@ LISTED_EVERY_LANE_ARRIVES = (
 )
 """The same of what query tokens see of a block's keys, where they have lists."""
 
-SCORES_FEW_EVERY_LANE_ARRIVES = (
-    _ahead(
-        SCORES_FEW,
-        "store_unseen<kWarps>(p, warp);",
-        "__shared__ u64 barriers[kWarps];\n  const u32 used = shared_address(barriers + warp);\n"
-        "  if (lane == 0) {\n    mbarrier_init(used, 32);\n    fence_mbarrier_init();\n  }\n"
-        "  __syncwarp();\n  ",
-    ),
-    Edit(
-        SCORES_FEW,
-        "scorer.score(stage);",
-        '\\g<0>\\n    mbarrier_arrive(used);\\n    mbarrier_wait(used, i & 1, "reads");',
-    ),
-)
-"""The same of keys that a lane copies once its warp has read those before."""
-
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
     Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
@@ -390,7 +372,6 @@ ALL = {
     "e4m3: every lane arrives": E4M3_EVERY_LANE_ARRIVES,
     "few queries: every lane arrives": DECODE_EVERY_LANE_ARRIVES,
     "lists of prompts: every lane arrives": LISTED_EVERY_LANE_ARRIVES,
-    "scores of few queries: every lane arrives": SCORES_FEW_EVERY_LANE_ARRIVES,
     "delays of few queries": DECODE_DELAYS,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
@@ -416,8 +397,6 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return tuple(spec for spec in specs if spec.entry.endswith("_e4m3"))
     if stem in DECODE:
         return attention_decode.SPECS
-    if stem in SCORES_FEW:
-        return tuple(spec for spec in all_specs() if spec.stem == stem)
     if stem in PREFILL:
         return tuple(spec for spec in attention_prefill.SPECS if "_listed_" in spec.entry)
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
