@@ -27,9 +27,9 @@ from cumla.mla.shape import (
     PACKED_BYTES,
     ROPE_DIM,
     SCALES,
+    TAKES,
     V4_BYTES,
     VALUE_DIM,
-    WIDE,
     WIDTH,
     WIDTHS,
     width_of,
@@ -178,23 +178,23 @@ def checked_mask_form(form: Any, sides: tuple[int, int] | None, cache: str) -> b
 NAMES_OF_PLANS = "cache_dtype", "mask_form"  # what tells a plan of a cache and of trees
 
 
-def check_wide(
+def check_taken(
     width: Width, cache: str, has_tree: bool, names: tuple[str, str] = ("kv_cache", "tree")
 ) -> None:
-    """Refuse what rows of 1024 latent columns have no kernel for.
+    """Refuse a cache of e4m3 numbers, or a tree, that rows of a width have no kernel for.
 
     `cache` is one of CACHES; `names` are those of arguments that tell cache and tree.
     """
-    if width != WIDE:
-        return
-    if cache != "same":
+    takes = TAKES[width[0]]
+    if cache != "same" and not takes.e4m3:
         raise TypeError(
             f"{arg(names[0])}: needs the dtype of q in rows of {named_width(width)} columns, got "
             f"{FP8}; keep a cache of 16 bits"
         )
-    if has_tree:
+    if has_tree and not takes.trees:
+        most = max(latent for latent, others in TAKES.items() if others.trees)
         raise ValueError(
-            f"{arg(names[1])}: needs rows of at most {VALUE_DIM} latent columns, got "
+            f"{arg(names[1])}: needs rows of at most {most} latent columns, got "
             f"{named_width(width)}; attend to the drafts and to what is before them apart, and "
             f"call merge_attention_states"
         )

@@ -26,8 +26,8 @@ from cumla.mla.arguments import (
     Columns,
     cache_of,
     check_fp8_products,
+    check_taken,
     check_tree,
-    check_wide,
     checked_kv_scale,
     checked_query_and_cache,
     named_width,
@@ -104,7 +104,7 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         if scale is None:
             scale = _SCALES[columns.width]
         scales = columns.kv_scales, kv_scale, scale
-        check_wide(columns.width, cache_of(columns.kv_cache), views.get("tree") is not None)
+        check_taken(columns.width, cache_of(columns.kv_cache), views.get("tree") is not None)
         modes = options.causal, options.empty_lse
         fp8: bool = options.fp8_products
         *tokens, num_heads, _ = columns.q.shape

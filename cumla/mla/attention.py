@@ -50,7 +50,7 @@ from cumla.mla.arguments import (
     NAMES_OF_PLANS,
     Columns,
     cache_of,
-    check_wide,
+    check_taken,
     checked_cache_dtype,
     checked_head_dim,
     checked_mask_form,
@@ -380,7 +380,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             check_prefix_options(window, masked, batch_invariant, "mask_form")
             vars(self)["_lengths"] = f"{self._lengths}, groups=..."
         width = checked_head_dim(head_dim)
-        check_wide(width, cache, masked, NAMES_OF_PLANS)
+        check_taken(width, cache, masked, NAMES_OF_PLANS)
         most = _checked_most(batch_invariant, max_kv_len)
         options = cache, sides, most, None, columns, width
         place = (device, workspace, like, stream)
@@ -436,7 +436,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
         cache, width = checked_cache_dtype(cache_dtype), checked_head_dim(head_dim)
-        check_wide(width, cache, False, NAMES_OF_PLANS)
+        check_taken(width, cache, False, NAMES_OF_PLANS)
         modes = cache, None, _checked_most(batch_invariant, max_kv_len)
         columns = checked_max_pages(prefix_groups, max_pages, batch, BLOCK_TOKENS)
         on = 0, checked_sm_count(sm_count)

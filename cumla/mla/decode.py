@@ -39,7 +39,7 @@ from cumla.mla.arguments import (
     QUERY_AXES,
     Columns,
     cache_of,
-    check_wide,
+    check_taken,
     checked_cache_dtype,
     checked_head_dim,
     checked_mask_form,
@@ -50,7 +50,7 @@ from cumla.mla.arguments import (
     window_of,
 )
 from cumla.mla.attend import HIDDEN, OPTIONS, Q_AND_CACHE, MLAAttend, MLAPlan, shape_of
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDE
+from cumla.mla.shape import HEAD_DIM, TAKES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -409,7 +409,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         if checked_mask_form(mask_form, sides, cache):
             sides, causal = TREE, False
         width = checked_head_dim(head_dim)
-        check_wide(width, cache, sides == TREE, NAMES_OF_PLANS)
+        check_taken(width, cache, sides == TREE, NAMES_OF_PLANS)
         _check_cuts(sides, batch_invariant, width)
         modes = (batch_invariant, max_blocks, self._variant, cache, sides, width)
         place = (device, workspace, like, stream)
@@ -489,7 +489,7 @@ batch_invariant, max_kv_len
             sides = window_of(given, causal, cache)
             if checked_mask_form(mask_form, sides, cache):
                 sides = TREE
-            check_wide(width, cache, sides == TREE, NAMES_OF_PLANS)
+            check_taken(width, cache, sides == TREE, NAMES_OF_PLANS)
             _check_cuts(sides, batch_invariant, width)
             modes = (batch_invariant, max_blocks, None, cache, sides, width)
             return _key(shape, False, 0, sm_count, *modes).layout.nbytes
@@ -579,10 +579,11 @@ stream
 
 
 def _check_cuts(window: tuple[int, int] | None, batch_invariant: bool, width: Width) -> None:
-    """Refuse a window, or rows of 1024 latent columns, beside cuts at fixed positions."""
-    if width == WIDE and batch_invariant:
+    """Refuse cuts at fixed positions beside a window, or of rows that no kernel cuts so."""
+    if batch_invariant and not TAKES[width[0]].fixed_cuts:
+        most = max(latent for latent, takes in TAKES.items() if takes.fixed_cuts)
         raise ValueError(
-            f"{arg('batch_invariant')}: needs rows of at most {VALUE_DIM} latent columns, got "
+            f"{arg('batch_invariant')}: needs rows of at most {most} latent columns, got "
             f"{named_width(width)}; leave it out, or call mla_attention, which takes both"
         )
     if window == TREE and batch_invariant:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +18,18 @@ WIDE = 1024, 64
 WIDTHS = (WIDTH, (512, 0), (256, 64), (256, 32), WIDE)  # no two have as many columns
 WRITTEN = tuple((latent, rope) for latent in (512, 256, 1024) for rope in (64, 32, 0))
 """Widths that are written into caches; those of WIDTHS among them, no two have as many columns."""
+
+
+class Takes(NamedTuple):
+    """What the kernels of some latent columns take beside caches of the dtype of q."""
+
+    e4m3: bool = True  # caches of it under one factor
+    trees: bool = True  # of drafts
+    fixed_cuts: bool = True  # batch_invariant of mla_decode
+
+
+TAKES = {512: Takes(), 256: Takes(), 1024: Takes(e4m3=False, trees=False, fixed_cuts=False)}
+"""By the latent columns of WIDTHS."""
 
 
 def width_of(columns: int, widths: Iterable[Width] = WIDTHS) -> Width | None:

@@ -15,7 +15,7 @@ from cumla.compat._engine import refusal
 from cumla.core.check_mode import environment_flag
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.mha.arguments import MAX_HEAD_DIM
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM, WIDE, WIDTHS, width_of
+from cumla.mla.shape import HEAD_DIM, TAKES, VALUE_DIM, WIDTHS, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -111,7 +111,8 @@ class MLAKernels(Kernels):
         """Refuse FP8 caches beside float16 queries, or of a width that has none."""
         if dtype_name(dtype) == "float16" and kv_cache_dtype in FP8:
             return "an FP8 cache needs a model in bfloat16"
-        if head_size == sum(WIDE) and kv_cache_dtype in FP8:
+        width = width_of(head_size)
+        if width is not None and not TAKES[width[0]].e4m3 and kv_cache_dtype in FP8:
             return f"rows of {head_size} columns need a cache of 16 bits"
         return None
 

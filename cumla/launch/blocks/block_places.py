@@ -13,21 +13,22 @@ if TYPE_CHECKING:
     from cumla.launch.blocks.key import BlockKey, TileKey
     from cumla.launch.kernel import Launch
 
-_THREADS = constant("blocks/block_places", "kScheduleThreads")
-_SPECS = {
-    widened: KernelSpec.of(
-        *("blocks", "block_places", f"{'Widened' if widened else 'Block'}PlacesParams"),
-        tags=["widened"] if widened else [],
-        threads=_THREADS,
+
+def both_specs(stem: str, params: str, threads: int) -> tuple[KernelSpec, KernelSpec]:
+    """Describe a kernel of row tiles, without widened blocks and with them."""
+    return (
+        KernelSpec.of("blocks", stem, f"Block{params}", threads=threads),
+        KernelSpec.of("blocks", stem, f"Widened{params}", tags=["widened"], threads=threads),
     )
-    for widened in (False, True)
-}
-SPECS = tuple(_SPECS.values())
+
+
+_THREADS = constant("blocks/block_places", "kScheduleThreads")
+SPECS = both_specs("block_places", "PlacesParams", _THREADS)
 
 
 def places_spec(key: TileKey) -> KernelSpec:
     """Find the kernel of a shape."""
-    return _SPECS[key.widened > 0]
+    return SPECS[key.widened > 0]
 
 
 def block_places_launch(key: BlockKey, buffer: int) -> Launch:

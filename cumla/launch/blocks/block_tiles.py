@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cumla.launch.blocks.block_places import both_specs
 from cumla.launch.blocks.choice import RULES
 from cumla.launch.layouts import constant, launch_of
-from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 
 if TYPE_CHECKING:
@@ -15,22 +15,14 @@ if TYPE_CHECKING:
 
     from cumla.launch.blocks.key import TileKey
     from cumla.launch.kernel import Launch
+    from cumla.launch.source import KernelSpec
 
-_THREADS = constant("blocks/block_tiles", "kListThreads")
-_SPECS = {
-    widened: KernelSpec.of(
-        *("blocks", "block_tiles", f"{'Widened' if widened else 'Block'}TilesParams"),
-        tags=["widened"] if widened else [],
-        threads=_THREADS,
-    )
-    for widened in (False, True)
-}
-SPECS = tuple(_SPECS.values())
+SPECS = both_specs("block_tiles", "TilesParams", constant("blocks/block_tiles", "kListThreads"))
 
 
 def tiles_spec(key: TileKey) -> KernelSpec:
     """Find the kernel of a shape."""
-    return _SPECS[key.widened > 0]
+    return SPECS[key.widened > 0]
 
 
 def block_tiles_launch(key: TileKey, buffer: int, lists: Mapping[str, Any]) -> Launch:

@@ -13,7 +13,7 @@ from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
 from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
-from cumla.mla.shape import WIDE, WIDTH, WIDTHS
+from cumla.mla.shape import TAKES, WIDTH, WIDTHS
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -91,7 +91,8 @@ _SPECS = {
 }
 _WIDTH_SPECS = {
     (shape, form, latent): _width_spec(shape, form, latent)
-    for latent in dict.fromkeys(width[0] for width in WIDTHS if width not in (WIDTH, WIDE))
+    for latent in dict.fromkeys(width[0] for width in WIDTHS if width != WIDTH)
+    if TAKES[latent].e4m3
     for shape in _SHAPES
     for form in ("pages", "rows")
 }
