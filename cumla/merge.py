@@ -81,12 +81,11 @@ def merge_attention_states(
 ) -> AttentionState:
     """Merge the results of attention over parts of the keys into that of attention over all.
 
-    For example over a shared prefix and the rest, or over the ranks among which a context is cut.
-    With ``b`` the base of the logarithms and the sums over the partial results,
-    ``lse = log_b(sum(b ** lses[i]))`` and ``out = sum(b ** (lses[i] - lse) * outs[i])``.
-    An infinite ``lses[i]``, of either sign, says that nothing was attended there: its weight is 0,
-    and its ``outs[i]`` may hold anything, NaN included. Devices and streams are as in
-    :func:`cumla.mla_decode`; arrays on the CPU are merged by
+    The parts may be a shared prefix and the rest, or the tokens of several ranks. With ``b`` the
+    base of the logarithms, and sums over the partial results, ``lse = log_b(sum(b ** lses[i]))``
+    and ``out = sum(b ** (lses[i] - lse) * outs[i])``. An infinite ``lses[i]``, of either sign,
+    marks an empty part: its weight is 0, and its ``outs[i]`` may hold anything, NaN included.
+    Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are merged by
     :func:`cumla.reference.merge_attention_states`.
 
     Parameters
@@ -97,13 +96,13 @@ def merge_attention_states(
         of CuPy, PyTorch, JAX or NumPy. Any heads; head_dim a multiple of 8. Each with strides of
         its own that are multiples of 16 bytes, the last axis contiguous.
     lses : sequence of arrays, or one array with a leading axis of partial results
-        Their log-sum-exps, float32, with any strides: the shape of outs without their last axis,
-        as :func:`cumla.mla_decode` returns them. Where your heads come before the tokens, pass a
-        transposed view: nothing is copied.
+        Their log-sum-exps, float32, with any strides: the shape of outs without their last axis, as
+        :func:`cumla.mla_decode` returns them. If heads come before tokens in your arrays, pass a
+        transposed view; nothing is copied.
     out, lse : array, optional
         Arrays of the framework of outs, written and returned: the shape of one of outs in float32,
-        bfloat16 or float16, and the shape of one of lses in float32. Each may be one of outs, or of
-        lses, but must not overlap them in another way. JAX's arrays cannot be written to.
+        bfloat16 or float16, and the shape of one of lses in float32. Each may be one of outs or
+        lses; any other overlap is refused. JAX arrays cannot be written to.
     lse_base : float
         Base of the logarithms, of lses and of the result: ``math.e`` (the default) or 2.
     stream : optional
@@ -126,9 +125,9 @@ def merge_attention_states(
     Formula: FlashAttention (arXiv:2205.14135), section 3.1, applied to whole partial results. All
     arithmetic is float32, in the order of outs: the same call gives the same bits.
 
-    One launch merges 60 partial results and reads each once. More are merged by further launches,
-    which hand a float32 result on in memory of the caller's allocator; CuPy's serves no stream that
-    is being captured.
+    One launch merges 60 partial results and reads each once. More need further launches and a
+    float32 intermediate result from the caller's allocator. CuPy's allocator cannot be used during
+    a capture.
 
     Examples
     --------

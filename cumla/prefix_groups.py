@@ -36,13 +36,13 @@ _MOST_INT32 = (1 << 31) - 1
 
 
 class PrefixGroups(NamedTuple):
-    """Groups of neighbouring requests that share a prefix, as arrays of the device.
+    """Groups of neighbouring requests that share a prefix, as arrays on the device.
 
-    :func:`cumla.find_prefix_groups` finds them; a caller who knows them may make the arrays.
-    The requests of a group are neighbours, and the rows of block_table begin with the same page
-    numbers, those of `prefix_len` tokens. That is taken on trust: the page numbers of the first
-    request serve the whole group. Any values are in order: a prefix is cut down to the least one
-    of its group, to whole pages, and to what all queries see.
+    :func:`cumla.find_prefix_groups` finds them; a caller that knows its groups may make the arrays.
+    The requests of a group are neighbours, and their rows of block_table begin with the same page
+    numbers, for `prefix_len` tokens. This is not checked: the page numbers of the first request
+    serve the whole group. Any values are allowed. A prefix is shortened to the shortest one of its
+    group, to whole pages, and to tokens that all queries see.
 
     Attributes
     ----------
@@ -96,10 +96,10 @@ def find_prefix_groups(
 ) -> PrefixGroups:
     """Find neighbouring requests whose rows of a block table begin with the same page numbers.
 
-    A run of neighbours of which each shares at least `min_tokens` with the one before is a group,
-    or is cut into groups where that saves more reading: eight samples of each of eight prompts that
-    have a system prompt in common are eight groups. One kernel finds them, without waiting for the
-    device. Groups do not extend over multiples of 1024 requests. Arrays on the CPU are looked at by
+    Neighbours that each share at least `min_tokens` with the one before form a group. Such a run is
+    divided into several groups if that saves more reading: eight prompts with a common system
+    prompt and eight samples each form eight groups. One kernel finds them, without waiting for the
+    device. Groups do not extend over multiples of 1024 requests. Arrays on the CPU are read by
     :func:`cumla.reference.find_prefix_groups`.
 
     Parameters
@@ -116,7 +116,7 @@ def find_prefix_groups(
     q_len : int, optional
         Query tokens of each request, in place of qo_indptr; 1 by default.
     min_tokens : int
-        Tokens that are worth sharing, at least.
+        Least number of tokens of a prefix that is shared.
     group, prefix_len : array, optional
         Where to write: ``(batch,)`` int32, contiguous.
     stream : optional
@@ -135,7 +135,8 @@ def find_prefix_groups(
 
     Notes
     -----
-    Page numbers are compared only. Rows may hold anything after a request's pages.
+    Page numbers are compared, not used as addresses. Entries after a request's pages may hold
+    anything.
 
     Examples
     --------

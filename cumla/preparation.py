@@ -19,23 +19,23 @@ _SUCH_AS = "such as cumla.append_mla_cache"
 
 
 def prepare(*plans_or_functions: Single | Callable[..., Any], device: int | None = None) -> None:
-    """Compile and load kernels: later calls do not wait for it, nor fail under stream capture.
+    """Compile and load kernels, so that later calls do not wait for that or fail during a capture.
 
     Parameters
     ----------
     *plans_or_functions : plan or function
         Plans, whose kernels are loaded on their GPU; and functions of cumla, such as
-        ``cumla.append_mla_cache``, all of whose kernels are loaded: for any dtype, page size and
-        cache. A function that is planned has many, so prefer the plan.
+        ``cumla.append_mla_cache``, whose kernels are loaded for every dtype, page size and cache
+        format. A function that has a plan has many kernels, so prefer the plan.
     device : int, optional
         CUDA ordinal for functions; CuPy's current device by default.
 
     Raises
     ------
     TypeError
-        Something is neither a plan nor a function that has kernels, or nothing is given.
+        An argument is neither a plan nor a function with kernels, or there is none.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
-        The kernels cannot be had here.
+        The kernels cannot be compiled or loaded here.
 
     Examples
     --------

@@ -166,10 +166,10 @@ def block_sparse_attention(
     Block b of a request holds its tokens from ``b * block_size`` to ``(b + 1) * block_size - 1``.
     Each query token has a list of blocks for each kv head, or one for all, and attends to the
     tokens of these blocks up to its own position as in :func:`cumla.attention`. A list is a set:
-    the order of its entries and repeated ones change no bit. Entries that name no visible block
-    are skipped, so the block of the query token itself, which is visible in part, is an entry like
-    others. Devices and streams are as in :func:`cumla.attention`; arrays on the CPU are computed by
-    :func:`cumla.reference.block_sparse_attention`.
+    the order of entries and repeated entries do not change any bit. Entries that name no visible
+    block are skipped. The block of the query token itself, which is visible in part, must be listed
+    like any other. Devices and streams are as in :func:`cumla.attention`; arrays on the CPU are
+    computed by :func:`cumla.reference.block_sparse_attention`.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def block_sparse_attention(
         Pages ``(num_pages, page_size, num_kv_heads, head_dim)``, of a page size that is a multiple
         of block_size; v may have another head_dim_v. Of q's dtype, or both float8_e4m3fn, or uint8
         with its bits. Strides as in :func:`cumla.attention`, those of v in proportion to those of
-        k: of a packed cache pass its two parts.
+        k; for a packed cache pass its two parts.
     block_indices : array
         ``(total_tokens, num_kv_heads, topk)``, or ``(total_tokens, 1, topk)`` for lists that all kv
         heads share, int32 or int64, of any strides. total_tokens is ``batch * q_len`` where q has
@@ -218,8 +218,7 @@ def block_sparse_attention(
         Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and float32 of
         q's shape without its columns.
     batch_invariant : bool
-        Give a query token the same bits whatever else is in the batch. Lists are then cut every
-        1024 tokens.
+        Give a query token the same bits in any batch. Lists are then split every 1024 tokens.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
@@ -236,10 +235,10 @@ def block_sparse_attention(
 
     Notes
     -----
-    Lengths, offsets, page numbers and lists may have any values: none leads out of the arrays.
-    Nothing but the visible tokens of listed blocks reaches a result, NaN included. With 8 or more
-    query tokens of a request on average, up to 16 neighbours of a request are computed together:
-    what one of them sees must be finite, or results of the others may be NaN.
+    Lengths, offsets, page numbers and lists may have any values; none causes an access outside of
+    the arrays. Only visible tokens of listed blocks affect results, NaN included. With 8 or more
+    query tokens per request on average, up to 16 neighbouring tokens are computed together. If one
+    of them sees a value that is not finite, results of the others may be NaN.
 
     Sources: MiniMax M3 (MSA), InfLLM v2, and NSA (arXiv:2502.11089), whose chosen branch this is.
 
@@ -518,9 +517,9 @@ _OPERATION = _Operation(_SCHEDULE, _ATTEND, BLOCK_SPARSE_ATTENTION)
 class BlockSparsePlan(Plan[BlockKey]):
     """What query tokens see, and workspace, of :func:`block_sparse_attention`, for a step's layers.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. An update takes the lengths; each run takes
-    lists, and assigns them to thread blocks.
+    It works like :class:`cumla.MLADecodePlan`, with the same rules for buffers, streams, threads,
+    CUDA graphs and errors. An update takes the lengths. Each run takes lists and assigns them to
+    thread blocks.
 
     Parameters
     ----------
@@ -616,8 +615,8 @@ class BlockSparsePlan(Plan[BlockKey]):
     ) -> BlockSparsePlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Of the arrays, which are as in :func:`block_sparse_attention`, only shapes, dtypes and
-        device are looked at; the rest is as for the class.
+        Arrays are as in :func:`block_sparse_attention`; only their shapes, dtypes and device are
+        used. All other parameters are those of the class.
         """
         arrays = {"q": q, "k": k, "v": v, "block_indices": block_indices}
         if qo_indptr is not None:

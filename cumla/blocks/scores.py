@@ -96,8 +96,7 @@ def block_scores(
         As in :func:`cumla.block_sparse_attention`.
     out : array, optional
         ``(total_tokens, heads, max_pages * page_size // block_size)`` float32, rows contiguous, any
-        other strides; written and returned. total_tokens is ``batch * q_len`` where q has four
-        axes.
+        other strides; written and returned. With q of four axes, total_tokens is ``batch * q_len``.
     stream : optional
         As in :func:`cumla.mla_decode`.
 

@@ -58,12 +58,11 @@ def select_blocks(
 ) -> Any:
     """Select topk blocks of each row of scores: forced ones, and those with the largest scores.
 
-    Of the first ``visible`` blocks the first init_blocks and the last local_blocks are selected,
-    whatever their scores are, NaN included. The largest scores among the others fill the row. The
-    choice is exact and deterministic, as that of :func:`cumla.top_k`: of equal scores those of the
-    lowest blocks are taken, NaN is larger than any number, -0 equals 0. Devices and streams are as
-    in :func:`cumla.attention`; arrays on the CPU are computed by
-    :func:`cumla.reference.select_blocks`.
+    The first init_blocks and the last local_blocks of the first ``visible`` blocks are always
+    selected, whatever their scores. The largest scores among the other blocks fill the row. As in
+    :func:`cumla.top_k`, the choice is exact and deterministic: ties go to the lowest block, NaN is
+    larger than any number, and -0 equals 0. Devices and streams are as in :func:`cumla.attention`;
+    arrays on the CPU are computed by :func:`cumla.reference.select_blocks`.
 
     Parameters
     ----------
@@ -74,8 +73,9 @@ def select_blocks(
     topk : int
         How many blocks to select, forced ones included.
     visible : array
-        ``(tokens,)`` int32: the blocks that each query token sees, which are those it is given to
-        choose from: ``ceil((position + 1) / block_size)``. Clamped to ``[0, width]``.
+        ``(tokens,)`` int32: the number of blocks that each query token sees,
+        ``ceil((position + 1) / block_size)``. Only these can be selected. Clamped to
+        ``[0, width]``.
     init_blocks, local_blocks : int
         Forced blocks at the beginning, and at the end of those visible; together at most topk.
     out : array, optional

@@ -181,10 +181,10 @@ class BlockSparseStep(Step):
     ``select`` before, or pass `blocks`. Nothing waits for the device, and all of it can be captured
     into a CUDA graph, which then serves changing lengths.
 
-    It holds a :class:`cumla.BlockSparsePlan`: its rules for plans hold here. The arrays between
-    the parts belong to the step: scores ``(total_tokens, index_heads, blocks)`` float32, lists
-    and what query tokens see. With out= and lse= runs allocate nothing; choosing among more than
-    4,096 blocks allocates memory. CPU arrays are computed by :mod:`cumla.reference`.
+    It contains a :class:`cumla.BlockSparsePlan`, whose rules apply. The arrays between the parts
+    belong to the step: scores ``(total_tokens, index_heads, blocks)`` float32, lists and what query
+    tokens see. With out= and lse= runs allocate nothing; choosing among more than 4,096 blocks
+    allocates memory. CPU arrays are computed by :mod:`cumla.reference`.
 
     Parameters
     ----------
@@ -194,8 +194,8 @@ class BlockSparseStep(Step):
     max_pages, page_size : int
         Columns of the block table and tokens of a page, of the indexer's keys.
     index_heads : int, optional
-        Heads of the indexer: num_kv_heads, each of which chooses for a kv head, by default; or 1,
-        which chooses for all.
+        Heads of the indexer: num_kv_heads, the default, where each head chooses for one kv head; or
+        1, which chooses for all.
     index_dim, index_dtype : optional
         Columns and dtype of the indexer's queries and keys, for ``prepare``: 128, and dtype, by
         default.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class AttentionState(NamedTuple):
-    """An attention output, and what is needed to merge it with that over other keys.
+    """An attention output and its log-sum-exp, with which results over other keys can be merged.
 
     Attributes
     ----------

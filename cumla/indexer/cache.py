@@ -59,12 +59,12 @@ def append_indexer_cache(
 ) -> None:
     """Quantise the indexer keys of new tokens, and write them into the pages of a cache, in place.
 
-    As :func:`quantize_fp8` quantises them, in the same kernel that writes them. Devices and streams
-    are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
+    One kernel quantises the keys, as :func:`quantize_fp8` does, and writes them. Devices and
+    streams are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
     :func:`cumla.reference.append_indexer_cache`, with the same bits.
 
-    A row is skipped, and nothing is written, where its slot is negative or after the last
-    page. Which of several rows for the same slot is written is undefined: it may be a mixture.
+    A row is skipped if its slot is negative or after the last page. If several rows have the same
+    slot, the result in it is undefined and may be a mixture of them.
 
     Parameters
     ----------
@@ -78,8 +78,8 @@ def append_indexer_cache(
         values, then ``page_size`` float32 scales. Pages are contiguous, their address and stride
         multiples of 16 bytes. A tuple ``(values, scales)`` holds the two apart:
         ``(num_pages, page_size, head_dim)`` float8_e4m3fn or uint8, or the same with an axis of 1
-        before the last, strides as for k; and ``(num_pages, page_size)`` float32, any strides. Not
-        of JAX, whose arrays are immutable: the function of that name in `cumla.jax` returns the
+        before the last, strides as for k; and ``(num_pages, page_size)`` float32, any strides. JAX
+        arrays are immutable and refused here: the function of that name in `cumla.jax` returns the
         new cache.
     slot_mapping : array
         ``(tokens,)`` int32 or int64: page * page_size + offset.
@@ -88,8 +88,8 @@ def append_indexer_cache(
     cache_format : str, optional
         ``"mxfp4"``: write keys of 64 bytes and four exponents, with head_dim 128, into one array of
         ``(num_pages, page_size, 1, 68)``, as :func:`paged_mqa_logits` reads it. The scale of 32
-        columns is the smallest power of two, of at least 2^-126, that is not below a sixth of their
-        largest magnitude; numbers are rounded to nearest even. NaN is 6 times the scale.
+        columns is the smallest power of two, at least 2^-126, that is not below a sixth of their
+        largest magnitude. Values are rounded to nearest even. NaN becomes 6 times the scale.
     stream : optional
         As in :func:`cumla.append_mla_cache`.
 

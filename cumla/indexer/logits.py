@@ -93,19 +93,20 @@ def mqa_logits(
         ``(seq_len, num_heads)`` float32, with q's scale folded in. Any strides.
     ks, ke : array
         ``(seq_len,)`` int32: the first visible token of each query and the one after the last,
-        clamped to ``[0, seq_len_kv]``. Where ke is not above ks, nothing is visible.
+        clamped to ``[0, seq_len_kv]``. If ke is not above ks, nothing is visible.
     max_kv_len : int, optional
-        Compress the result to this many columns: column c of row i is token ``ks[i] + c``. What
-        does not fit is left out.
+        Compress the result to this many columns: column c of row i is token ``ks[i] + c``. Later
+        tokens are left out.
     logits_dtype : optional
         Of the result: ``"float32"`` or ``"bfloat16"``, or a framework's own object for one of them.
         By default that of `out`, or else float32.
     clean : bool
-        Write -inf where nothing is visible; otherwise these columns are left as they are, and those
-        of a result that is allocated here are undefined.
+        Write -inf to columns of tokens that are not visible. Otherwise they are not written, and
+        undefined in a new array.
     out : array, optional
-        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_kv_len)``, written and returned. The rows
-        contiguous, and any distance apart. Of q's framework; JAX's arrays cannot be written to.
+        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_kv_len)``, written and returned. Rows are
+        contiguous, with any stride between them. Of q's framework; JAX's arrays cannot be written
+        to.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
@@ -117,13 +118,13 @@ def mqa_logits(
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As :func:`cumla.mla_decode`; there are more keys than one call can number.
+        As :func:`cumla.mla_decode`; there are too many keys for one call.
 
     Notes
     -----
     Formula: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention",
-    section 1. The products are summed by the tensor cores, all else in float32: the same call gives
-    the same bits.
+    section 1. The tensor cores sum the products; all else is float32. The same call gives the same
+    bits.
 
     Examples
     --------

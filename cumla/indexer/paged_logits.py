@@ -126,7 +126,7 @@ def paged_mqa_logits(
     ----------
     q : array
         ``(batch, q_len, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits: the newest
-        tokens of each request, up to 8; in the rest as in :func:`mqa_logits`.
+        tokens of each request, up to 8; otherwise as in :func:`mqa_logits`.
     kv_cache : array or pair of arrays
         ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1, or keys
         ``(num_pages, page_size, head_dim)`` in a dtype of q's and scales ``(num_pages, page_size)``
@@ -136,24 +136,23 @@ def paged_mqa_logits(
     weights : array
         ``(batch * q_len, num_heads)`` float32, with q's scale folded in. Any strides.
     block_table : array
-        ``(batch, max_pages)`` int32, rows contiguous. Entries after a request's last page are
-        never used; a page number outside ``[0, num_pages)`` in a used entry counts as the nearest
-        that there is.
+        ``(batch, max_pages)`` int32, rows contiguous. Entries after a request's last page are not
+        used. A used entry outside of ``[0, num_pages)`` counts as the nearest page.
     kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, the q_len newest included; query i sees
-        ``kv_lens - (q_len - 1 - i)`` of them. Or ``(batch, q_len)`` int32: how many each
-        query sees. What a query sees by that is clamped to ``[0, max_pages * page_size]`` and to
-        max_kv_len.
+        ``kv_lens - (q_len - 1 - i)`` of them. Or ``(batch, q_len)`` int32: how many each query
+        sees. Both are clamped to ``[0, max_pages * page_size]`` and to max_kv_len.
     max_kv_len : int
         Columns of the result.
     logits_dtype, clean : optional
         As in :func:`mqa_logits`.
     cache_format : str, optional
         ``"mxfp4"`` for keys of 68 bytes, with head_dim 128: ``(num_pages, page_size, 1, 68)``
-        uint8, or the same without the 1. A page holds ``page_size`` rows of 64 bytes, e2m1 numbers,
-        of two in a byte the first in the low half, then 4 bytes for each row: exponents of powers
-        of two, biased by 127, of 32 columns each. 255 makes a token's logits NaN; exponents of less
-        than 7 count as a scale of 0. Numbers 2^15 below the largest of their row may lose bits.
+        uint8, or the same without the 1. A page holds ``page_size`` rows of 64 bytes, then 4 bytes
+        for each row. A row has e2m1 numbers, two per byte, the first in the low half. The 4 bytes
+        are exponents of powers of two, biased by 127, one per 32 columns. 255 makes a token's
+        logits NaN; exponents below 7 count as a scale of 0. Numbers 2^15 below the largest of their
+        row may lose bits.
     out : array, optional
         ``(batch * q_len, max_kv_len)``, as in :func:`mqa_logits`.
     stream : optional
@@ -294,8 +293,8 @@ _PAGED = _Paged(_SCHEDULE, _ATTEND, PAGED_MQA_LOGITS)
 class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     """Schedule of :func:`paged_mqa_logits`, to be used for every layer of a decoding step.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. The buffer keeps the lengths, too.
+    It works like :class:`cumla.MLADecodePlan`, with the same rules for buffers, streams, threads,
+    CUDA graphs and errors. The buffer also keeps the lengths.
 
     Parameters
     ----------
@@ -365,8 +364,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     ) -> PagedMQALogitsPlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Of the arrays, which are as in :func:`paged_mqa_logits`, only shapes, dtypes and device are
-        looked at; the rest is as for the class.
+        Arrays are as in :func:`paged_mqa_logits`; only their shapes, dtypes and device are used.
+        All other parameters are those of the class.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         return cls._from(arrays, stream, workspace=workspace, cache_format=cache_format)

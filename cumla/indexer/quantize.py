@@ -60,7 +60,7 @@ def quantize_fp8(
         of 16 columns, up to 8192. Any strides that are multiples of 16 bytes, the last axis
         contiguous.
     power_of_two_scales : bool
-        Round each scale up to a power of two, from 2 ** -13 on, the first one above 1e-4.
+        Round each scale up to a power of two, at least 2 ** -13, the first one above 1e-4.
     out : array, optional
         Of the shape of x, float8_e4m3fn or uint8; written and returned. Strides as for x. Must not
         overlap it. Of the framework of x; JAX's arrays cannot be written to.
@@ -74,17 +74,18 @@ def quantize_fp8(
     QuantizedRows
         ``values``, of the shape of x, and ``scale``, of that shape without the last axis, arrays of
         the framework of x. The values are float8_e4m3fn, on the CPU of ml_dtypes where NumPy lacks
-        it. New ones of CuPy, which computes nothing with that type, are uint8 with the same bits.
+        it. New CuPy arrays are uint8 with the same bits, because CuPy does not compute with that
+        type.
 
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As :func:`cumla.mla_decode`; x has more axes that are not contiguous than a launch takes.
+        As :func:`cumla.mla_decode`; x has more non-contiguous axes than a launch takes.
 
     Notes
     -----
-    Infinities count as the largest float32; NaN becomes the NaN 0x7f and changes nothing else in
-    its row. Scales are positive, finite and normal, also those of rows of zeros.
+    Infinities count as the largest float32. NaN becomes the NaN 0x7f and changes nothing else in
+    its row. Scales are positive, finite and normal, also for rows of zeros.
 
     Examples
     --------

@@ -198,56 +198,57 @@ def attention(
         lse   = log(sum(exp(score)))            or, with sinks, log(exp(sink) + sum(exp(score)))
         out   = sum(exp(score - lse) * v)
 
-    Query i of the n of a request with kv_len keys has position ``p = kv_len - n + i``, so that the
-    last query stands at the last key. It sees key j if ``p - left <= j <= p + right``. Requests may
-    have any numbers of queries: decoding, drafts and chunks of a prefill go together in one call.
-    Arrays on the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream
-    and without waiting for it; arrays on the CPU by :func:`cumla.reference.attention`.
+    Query i of the n of a request with kv_len keys has position ``p = kv_len - n + i``, so the last
+    query is at the last key. It sees key j if ``p - left <= j <= p + right``. Requests may have any
+    numbers of queries: decoding, drafts and chunks of a prefill go together in one call. Arrays on
+    the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream and
+    without waiting for it; arrays on the CPU by :func:`cumla.reference.attention`.
 
     Parameters
     ----------
     q : array
         ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
         head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 512, or float32,
-        head_dim a multiple of 4; of CuPy, PyTorch, JAX or NumPy. float32 takes far longer: it has
-        no tensor cores. Any strides that are multiples of 16 bytes, the last axis contiguous.
+        head_dim a multiple of 4; of CuPy, PyTorch, JAX or NumPy. float32 takes far longer, because
+        tensor cores do not multiply it. Any strides that are multiples of 16 bytes, the last axis
+        contiguous.
     k, v : array
-        Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
-        v may have another head_dim_v, a multiple of 8 up to 512. num_heads is a multiple of
-        num_kv_heads. Strides as for q: of a packed cache pass its two parts. Or ragged rows
-        ``(total_kv, num_kv_heads, head_dim)`` without pages. Or both float8_e4m3fn, or uint8 with
-        its bits, with multiples of 16 columns up to 256.
+        Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size; v
+        may have another head_dim_v, a multiple of 8 up to 512. num_heads is a multiple of
+        num_kv_heads. Strides as for q; for a packed cache pass its two parts. Or rows without
+        pages, ``(total_kv, num_kv_heads, head_dim)``. Both may be float8_e4m3fn, or uint8 with its
+        bits, with a multiple of 16 columns up to 256.
     kv_lens : array
         ``(batch,)`` int32: keys of each request, those of its queries included. Clamped to what the
-        pages of the request hold. For ragged rows the differences of kv_indptr by default.
+        pages of the request hold. For rows without pages, the differences of kv_indptr by default.
     qo_indptr : array, optional
         ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
         last ones end. The numbers must be non-decreasing. Rows before the first and from the last
-        on belong to no request: what they give is not written.
+        on belong to no request; no results are written for them.
     block_table : array, optional
         ``(batch, max_pages)`` int32, rows contiguous: page numbers of each request. A contiguous
         cache ``(slots, max_len, num_kv_heads, head_dim)`` has one column, the slots.
     kv_indptr, kv_indices : array, optional
-        In place of block_table: the pages of request r are ``kv_indices[kv_indptr[r] :
-        kv_indptr[r + 1]]``. ``(batch + 1,)`` and ``(pages,)`` int32. For ragged rows kv_indptr
-        alone, which counts rows.
+        In place of block_table: the pages of request r are
+        ``kv_indices[kv_indptr[r] : kv_indptr[r + 1]]``. ``(batch + 1,)`` and ``(pages,)`` int32.
+        For rows without pages pass kv_indptr alone, which counts rows.
     causal : bool
         No query sees a key after its own position.
     window : int or pair of int, optional
-        left, or (left, right), both inclusive. -1 or None is unbounded, and so is what is not
-        given. A "sliding window of W tokens" is left = W - 1.
+        left, or (left, right), both inclusive. -1 or None is unbounded, and so is a side that is
+        not given. A sliding window of W tokens is left = W - 1.
     mask : AttentionMask, optional
         What each query sees, as arrays that kernels read: image spans, chunks, blocks, requests
         that are causal or not, trees of drafts. In place of a window, which the mask's builders
         take. Where the mask has `end`, `causal` has no effect.
     bias : AttentionBias, optional
-        A number for each score, by the distance of the key: ALiBi, or a table. Beside no mask and
-        no softcap, with at most 256 columns of k and v.
+        A number for each score, by the distance of the key: ALiBi, or a table. Not with a mask or
+        softcap, nor with more than 256 columns of k or v.
     groups : PrefixGroups, optional
         Neighbouring requests whose pages begin alike, as :func:`cumla.find_prefix_groups` finds
         them: the pages of a prefix are read once for all requests of a group. For keys in pages
         with a contiguous block_table, without window, mask, bias or batch_invariant. Results differ
-        from those without groups by rounding alone.
+        from those without groups only by rounding.
     softcap : float, optional
         Bound of the scores, above 0.
     sinks : array, optional
@@ -269,10 +270,10 @@ def attention(
         float32 of q's shape without its columns.
     batch_invariant : bool
         Give a request the same bits whatever else is in the batch: other requests, their number,
-        its place among them. A request whose query rows are one tile of the kernel, at most 64 per
-        kv head, is then cut every 2048 keys, and others are not cut, which takes longer than
-        cutting requests to fill the GPU. The workspace is that of the longest requests that the
-        page numbers can hold: pass no more columns of block_table than needed, or make a plan.
+        its place among them. A request with at most 64 query rows per kv head, one tile of the
+        kernel, is then split every 2048 keys; other requests are not split. This takes longer than
+        splits that fill the GPU. The workspace is sized for the longest request that block_table
+        can hold: pass no more columns than needed, or make a plan.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
@@ -280,7 +281,7 @@ def attention(
     -------
     AttentionState
         ``out`` and ``lse``. A query that sees no key has out 0 and lse -inf or, with sinks, the
-        sink. What is allocated here holds anything in the rows of no request.
+        sink. New arrays hold undefined values in rows of no request.
 
     Raises
     ------
@@ -289,9 +290,9 @@ def attention(
 
     Notes
     -----
-    Offsets and page numbers are taken on trust: no value of them leads out of the arrays, and a
-    page number outside of the cache stands for zeros. The check mode, ``CUMLA_CHECK=1``, looks at
-    them. Keys after those of a request, or before all windows, never affect a result, NaN included.
+    Offsets and page numbers are not checked, except with ``CUMLA_CHECK=1``. No value causes an
+    access outside of the arrays, and pages outside of the cache read as zeros. Keys after those of
+    a request, or before all windows, never affect a result, NaN included.
 
     Sources: FlashAttention-2 (arXiv:2307.08691), sinks as in gpt-oss (arXiv:2508.10925), softcap as
     in Gemma 2 (arXiv:2408.00118).
@@ -707,11 +708,10 @@ _ATTENTION = _Attention(_SCHEDULE, _ATTEND, ATTENTION)
 class AttentionPlan(TableOrList[MHAKey]):
     """Schedule and workspace of :func:`attention`, to be used for every layer of a step.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. A graph serves any mix of requests that the arrays
-    hold at a replay, up to `batch` requests and `total_tokens` query tokens: q is padded, and
-    requests that are not there have equal offsets and no keys. Layers with and without a window
-    take a plan each.
+    It works like :class:`cumla.MLADecodePlan`, with the same rules for buffers, streams, threads,
+    CUDA graphs and errors. A graph serves any mix of up to `batch` requests and `total_tokens`
+    query tokens: q is padded, and absent requests have equal offsets and no keys. Layers with and
+    without a window need one plan each.
 
     Parameters
     ----------
@@ -745,8 +745,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         With prefix_groups, and only then: columns of block_table, which is contiguous.
     max_kv_len : int, optional
         With batch_invariant, and only then: keys of the longest request that the plan is to serve.
-        The buffer grows with it. Longer requests are computed as well, their last piece by one
-        thread block per kv head. It changes no bits of shorter ones.
+        The buffer grows with it. Longer requests are computed, too, with their last split by one
+        thread block per kv head. It does not change the bits of shorter requests.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`.
 
@@ -844,8 +844,8 @@ class AttentionPlan(TableOrList[MHAKey]):
     ) -> AttentionPlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Of the arrays, which are as in :func:`attention`, only shapes, dtypes and device are looked
-        at; the rest is as for the class.
+        Arrays are as in :func:`attention`; only their shapes, dtypes and device are used. All other
+        parameters are those of the class.
         """
         layout = checked_layout(kv_layout)
         arrays = {"q": q, "k": k, "v": v}
@@ -1004,9 +1004,9 @@ class AttentionPlan(TableOrList[MHAKey]):
         ----------
         q, k, v, block_table, kv_indices, mask, bias, softcap, sinks, softmax_scale, k_scale, \
 v_scale, kv_layout, out, lse, stream
-            As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
-            for, and neither for rows without pages. A mask if the plan has a `mask_form`, and of
-            that form; a bias likewise.
+            As in :func:`attention`. Pass block_table or kv_indices, as the last update requires,
+            and neither for rows without pages. Pass a mask if the plan has a `mask_form`, and of
+            that form; likewise a bias.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)

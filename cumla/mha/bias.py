@@ -39,10 +39,10 @@ class AttentionBias:
     table of two axes    ``table[h, clamp(p - j - first, 0, E - 1)]``
     ===================  ==================================================================
 
-    Arrays are those of the framework of `q`, on its device; kernels read them, so that a CUDA graph
-    serves other numbers at each replay. A bias below -2.4e38, as -inf and the least numbers of
-    float32 and bfloat16 are, hides its key; any other is above -2e38. Slopes are at most 1e36 in
-    size. NaN shows in the rows alone that read it.
+    Arrays have the framework and the device of `q`. Kernels read them, so their values may change
+    between the replays of a CUDA graph. A bias below -2.4e38, such as -inf or the least number of
+    float32 or bfloat16, hides its key; all others must be above -2e38. Slopes have magnitudes of at
+    most 1e36. A NaN affects only the query rows that read it.
 
     Attributes
     ----------

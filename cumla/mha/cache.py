@@ -105,19 +105,18 @@ def append_kv_cache(
 ) -> None:
     """Write the keys and values of new tokens into a cache, in place; rotate keys and queries.
 
-    The call says in one of three ways where the rows of a token go: by `slot_mapping`; by
-    `batch_indices` and `positions`; or by `kv_lens`. In the last form the new tokens are the last
-    ones of each request; `qo_indptr` divides them, and q_len divides them if k has four axes. The
-    last two forms need the page numbers of each request: `block_table`, or `kv_indices` and
-    `kv_indptr`. A contiguous cache ``(slots, max_len, num_kv_heads, head_dim)`` is a cache with
-    pages of max_len tokens; its block_table ``(batch, 1)`` holds the slot of each request. With
-    `cos_sin` the keys are rotated on their way, and so are the queries `q`, all by one kernel.
-    Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
-    :func:`cumla.reference.append_kv_cache`.
+    There are three ways to say where new rows go: `slot_mapping`; `batch_indices` and `positions`;
+    or `kv_lens`. With `kv_lens`, the new tokens are the last ones of each request, divided by
+    `qo_indptr` or, if k has four axes, by q_len. The last two ways need the page numbers of each
+    request: `block_table`, or `kv_indices` and `kv_indptr`. A contiguous cache
+    ``(slots, max_len, num_kv_heads, head_dim)`` is a cache with pages of max_len tokens; its
+    block_table ``(batch, 1)`` holds the slot of each request. With `cos_sin` the same kernel
+    rotates the keys and the queries `q`. Devices and streams are as in :func:`cumla.mla_decode`;
+    arrays on the CPU are written by :func:`cumla.reference.append_kv_cache`.
 
-    Rows are skipped, and nothing is written, if a slot, request or position is negative, or if
-    their place is outside of the cache, of the request's pages or of `cos_sin`. If several rows
-    have the same place, the result there is undefined and may be a mixture of them.
+    Rows are skipped if a slot, request or position is negative, or if their place is outside of the
+    cache, of the request's pages or of `cos_sin`. If several rows have the same place, the result
+    there is undefined and may be a mixture of them.
 
     Parameters
     ----------
@@ -136,14 +135,15 @@ def append_kv_cache(
     batch_indices : array, optional
         ``(tokens,)`` int32 or int64: the request of each token.
     positions : array, optional
-        ``(tokens,)`` int32 or int64: the position of each token in its request. Beside slot_mapping
-        or kv_lens the positions serve the rotation alone; multimodal models and drafts need that.
+        ``(tokens,)`` int32 or int64: the position of each token in its request. With slot_mapping
+        or kv_lens, positions are used only for the rotation, as multimodal models and drafts need
+        it.
     qo_indptr : array, optional
         ``(batch + 1,)`` int32, non-decreasing: the new tokens of request i are
         ``qo_indptr[i]`` up to ``qo_indptr[i + 1]``. Tokens of no request are skipped.
     kv_lens : array, optional
-        ``(batch,)`` int32: tokens of each request, the new ones included. Beside slot_mapping it
-        tells the positions for the rotation, unless `positions` does.
+        ``(batch,)`` int32: tokens of each request, the new ones included. With slot_mapping it
+        gives the positions for the rotation, unless `positions` does.
     block_table, kv_indices, kv_indptr : array, optional
         As in :func:`append_mla_cache`.
     cos_sin : array or pair of arrays, optional
@@ -155,7 +155,7 @@ def append_kv_cache(
     rotary_offset : int
         The first column that is rotated, a multiple of 8.
     q : array, optional
-        Queries to rotate by the same positions, also those of skipped rows:
+        Queries to rotate by the same positions, those of skipped rows included:
         ``(tokens, num_heads, head_dim)`` or ``(batch, q_len, num_heads, head_dim)``, as k. In
         place, unless there is `q_out`.
     q_out : array, optional

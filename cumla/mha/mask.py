@@ -50,10 +50,10 @@ class AttentionMask:
     tree_start, and a later key is visible if its bit is set: bit b of word w is key
     ``tree_start + 32 * w + b``. Keys beyond the last word are not visible.
 
-    The static methods build masks, with one kernel on the GPU. Arrays are those of the framework of
-    `q`, on its device; kernels read them, so that a CUDA graph serves other masks at each replay.
-    Any value is in order: keys that do not exist are not seen. A query that sees no key has out 0
-    and lse -inf or, with sinks, the sink.
+    The static methods build masks, with one kernel on the GPU. Arrays have the framework and the
+    device of `q`. Kernels read them, so a mask may change between the replays of a CUDA graph. Any
+    value is allowed: keys that do not exist are ignored. A query that sees no key has out 0 and lse
+    -inf or, with sinks, the sink.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class AttentionMask:
             ``(total_tokens,)`` int32 or int64: the position of each query where that is not
             ``kv_len - q_len + i``, such as kv_len - q_len and the depth of the node in a tree.
         out : AttentionMask, optional
-            Its `start` and `end` are written to, and it comes back: for CUDA graphs.
+            A mask whose `start` and `end` are overwritten and which is returned, for CUDA graphs.
         stream : optional
             As in :func:`cumla.attention`.
 
@@ -165,16 +165,16 @@ class AttentionMask:
         ----------
         spans : array
             ``(batch, n, 2)`` int32: first and last position, inclusive, of each span of each
-            request. A pair whose first number is not below the second is none: pad with ``(0, 0)``.
-            Or ``(total_tokens, 2)``: the span of each query token, ``(-1, -1)`` for none.
+            request. A pair is ignored unless its first number is less than the second: pad with
+            ``(0, 0)``. Or ``(total_tokens, 2)``: the span of each query token, ``(-1, -1)`` for
+            none.
         window : int, optional
             Tokens before its own that a query sees, as the left side of `window` in
             :func:`cumla.attention`.
         clamp : bool
-            The window bounds spans as well (Gemma 4); if False a span is visible to its end and
-            from its beginning (Gemma 3).
+            The window also limits spans (Gemma 4). If False, the whole span is visible (Gemma 3).
         qo_indptr, kv_lens, q_len, total_tokens, positions, out, stream
-            As in :meth:`windows`. Tokens of a span that are no keys yet are not seen.
+            As in :meth:`windows`. Tokens of a span that are not cached yet are not visible.
 
         Returns
         -------
@@ -288,11 +288,11 @@ class AttentionMask:
         Parameters
         ----------
         flags : array
-            ``(batch,)`` bool or uint8: true for causal requests. The queries of the others see all
+            ``(batch,)`` bool or uint8: true for causal requests. In other requests, queries see all
             keys.
         window : int, optional
-            Tokens before its own that a query sees; those of requests that are not causal see as
-            many after it.
+            Tokens before its own that a query sees. In requests that are not causal it sees as many
+            after its own.
         kv_lens, qo_indptr, q_len, total_tokens, positions, out, stream
             As in :meth:`windows`.
 
@@ -337,12 +337,12 @@ class AttentionMask:
             What each draft sees. One of
 
             * ``(batch, drafts, drafts)`` bool: row i, column j is true if draft i sees draft j;
-              more requests than there are do no harm (SGLang's QLEN_ONLY, reshaped);
+              entries of more requests are ignored (SGLang's QLEN_ONLY, reshaped);
             * ``(total_tokens,)`` or ``(total_tokens, n)`` uint8, uint16 or uint32: a row of bits
               for each draft, the lowest first (QLEN_ONLY_BITPACKING);
             * with ``full=True`` ``(elements,)`` bool: the rows of all requests one after another,
-              each ``(q_len, kv_len)`` (SGLang's FULL_MASK, FlashInfer's custom_mask). The columns
-              of the drafts are read, the others taken for true;
+              each ``(q_len, kv_len)`` (SGLang's FULL_MASK, FlashInfer's custom_mask). Only the
+              columns of the drafts are read; all others count as true;
             * with ``full=True`` ``(bytes,)`` uint8: the same as bits, the lowest first, those of
               each request from a whole byte on (FlashInfer's packed_custom_mask).
         full : bool
@@ -357,8 +357,8 @@ class AttentionMask:
         qo_indptr, total_tokens, positions, stream
             As in :meth:`windows`.
         out : AttentionMask, optional
-            Its `tree` is written to and, with a window, its `start`. Drafts beyond its words are
-            not seen.
+            A mask whose `tree` and, with a window, `start` are overwritten. Drafts beyond its words
+            are not visible.
 
         Returns
         -------

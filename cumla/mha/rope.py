@@ -77,9 +77,9 @@ def apply_rope(
 ) -> tuple[Any, Any]:
     """Rotate pairs of columns of queries and keys by the positions of their tokens.
 
-    If the keys go into a cache, :func:`append_kv_cache` rotates them on the way, and the queries
-    beside them. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are
-    rotated by :func:`cumla.reference.apply_rope`.
+    If the keys are written to a cache, :func:`append_kv_cache` rotates keys and queries in the same
+    kernel. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are rotated by
+    :func:`cumla.reference.apply_rope`.
 
     Parameters
     ----------
@@ -119,8 +119,8 @@ def apply_rope(
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As :func:`append_kv_cache`. Under capture NotPreparedError is also for a missing output,
-        where the allocator is that of CuPy.
+        As :func:`append_kv_cache`. During a capture, NotPreparedError is also raised if an output
+        is missing and CuPy would have to allocate it.
 
     Notes
     -----

@@ -130,9 +130,9 @@ def mla_attention(
     """Attend to a paged cache of latent rows from queries of different lengths.
 
     The formula is that of :func:`cumla.mla_decode`. The query tokens of request r are the rows of q
-    from ``qo_indptr[r]`` to ``qo_indptr[r + 1]``, any number of them: decoding, the verification of
-    several tokens and chunks of a prefill go together in one call. Arrays on the GPU are computed
-    as by :func:`cumla.mla_decode`, arrays on the CPU by :func:`cumla.reference.mla_attention`.
+    from ``qo_indptr[r]`` to ``qo_indptr[r + 1]``, any number of them: one call may contain
+    decoding, the verification of drafts and chunks of a prefill. Arrays on the GPU are computed as
+    by :func:`cumla.mla_decode`, arrays on the CPU by :func:`cumla.reference.mla_attention`.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def mla_attention(
     qo_indptr : array, optional
         ``(batch + 1,)`` int32, needed for q of three axes: where the query tokens of each request
         begin in q, and where the last ones end. The numbers must be non-decreasing. Rows before the
-        first and from the last on belong to no request: what they give is not written.
+        first and from the last on belong to no request; no results are written for them.
     block_table : array, optional
         ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`.
     kv_indptr, kv_indices : array, optional
@@ -159,17 +159,17 @@ def mla_attention(
         kv_indptr[r + 1]]``. ``(batch + 1,)`` int32, non-decreasing, and ``(pages,)``
         int32, contiguous, as long as ``kv_indptr[-1]`` at least.
     groups : PrefixGroups, optional
-        Neighbouring requests whose pages begin alike, as in :func:`cumla.attention`. It pays for
-        few query heads, up to 32: those of more take as long for products as for reading the cache.
+        Neighbouring requests whose pages begin alike, as in :func:`cumla.attention`. They save time
+        with up to 32 query heads; with more, the arithmetic takes as long as reading the cache.
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
     softmax_scale, kv_scale, fp8_products, window, sinks, tree, stream : optional
         As in :func:`cumla.mla_decode`.
     batch_invariant : bool
-        Give each request the same bits whatever other requests are in the call. Requests of up to
-        8 query tokens are cut at fixed positions, others are not cut. So the bits of a token may
-        differ between calls with up to 8 tokens of its request and calls with more.
+        Give each request the same bits in any batch. Requests of up to 8 query tokens are split at
+        fixed positions; longer ones are not split. Therefore a token may have other bits in a call
+        with up to 8 tokens of its request than in a call with more.
     out, lse : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
         num_heads)`` float32, written and returned, as in :func:`cumla.mla_decode`.
@@ -177,8 +177,8 @@ def mla_attention(
     Returns
     -------
     AttentionState
-        ``out`` and ``lse`` as :func:`cumla.mla_decode` returns them, in the shapes above. What is
-        allocated here holds anything in the rows of no request.
+        ``out`` and ``lse`` as :func:`cumla.mla_decode` returns them, in the shapes above. New
+        arrays hold undefined values in rows of no request.
 
     Raises
     ------
@@ -187,9 +187,9 @@ def mla_attention(
 
     Notes
     -----
-    Offsets and page numbers are taken on trust; the check mode, ``CUMLA_CHECK=1``, looks at them.
+    Offsets and page numbers are not checked, except with ``CUMLA_CHECK=1``.
 
-    What :func:`cumla.mla_decode` says of CUDA graphs holds here, too.
+    The notes of :func:`cumla.mla_decode` on CUDA graphs apply.
 
     Examples
     --------
@@ -303,10 +303,10 @@ _ATTENTION = _Attention(_SCHEDULE, _ATTEND, MLA_ATTENTION)
 class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     """Schedule and workspace of :func:`mla_attention`, to be used for every layer of a step.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. A graph serves any mix of requests that the arrays
-    hold at a replay, up to `batch` requests (those without queries have equal offsets) and
-    `total_tokens` query tokens (rows from the last offset on belong to no request).
+    It works like :class:`cumla.MLADecodePlan`, with the same rules for buffers, streams, threads,
+    CUDA graphs and errors. A graph serves any mix of up to `batch` requests and `total_tokens`
+    query tokens: absent requests have equal offsets, and rows from the last offset on belong to no
+    request.
 
     Parameters
     ----------
@@ -324,7 +324,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         As for :class:`cumla.AttentionPlan`.
     max_kv_len : int
         With batch_invariant, and only then: tokens of the longest request that the plan is to
-        serve. Longer ones are right, and slow.
+        serve. Longer requests are computed correctly, but slowly.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`.
 
@@ -405,8 +405,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     ) -> MLAAttentionPlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Of the arrays, which are as in :func:`mla_attention`, only shapes, dtypes and device are
-        looked at; the rest is as for the class.
+        Arrays are as in :func:`mla_attention`; only their shapes, dtypes and device are used. All
+        other parameters are those of the class.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
         options: dict[str, Any] = {"causal": causal, "window": window, "mask_form": mask_form}
@@ -489,8 +489,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         ----------
         q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks, tree, \
 out, lse, stream
-            As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
-            asks for: the other is one more ValueError.
+            As in :func:`mla_attention`. Pass block_table or kv_indices, as the last update
+            requires; the other one raises ValueError.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)

@@ -101,42 +101,41 @@ def append_mla_cache(
     """Write the latent rows of new tokens into the pages of an MLA cache, in place.
 
     `slot_mapping` gives the place of each row, or `batch_indices`, `positions` and the page numbers
-    of each request do: `block_table`, or `kv_indices` and `kv_indptr`. With `cos_sin` the RoPE
-    columns of the rows are rotated on their way, and those of the queries `q_pe` beside them.
-    Devices and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are written by
+    of each request do: `block_table`, or `kv_indices` and `kv_indptr`. With `cos_sin` the same
+    kernel rotates the RoPE columns of the rows and of the queries `q_pe`. Devices and streams are
+    as in :func:`cumla.mla_decode`; arrays on the CPU are written by
     :func:`cumla.reference.append_mla_cache`.
 
-    A row is skipped, and nothing is written, where its slot, request or position is negative or its
-    place is outside of the cache, of the request's pages or of `cos_sin`. Which of several rows
-    for the same place is written is undefined: it may be a mixture of them.
+    A row is skipped if its slot, request or position is negative, or if its place is outside of the
+    cache, of the request's pages or of `cos_sin`. If several rows have the same place, the result
+    there is undefined and may be a mixture of them.
 
     Parameters
     ----------
     rows : array or pair of arrays
         ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
         then 64 RoPE ones; or 512, 256 or 1024 with 64, 32 or none, as the cache has. A tuple
-        ``(ckv, k_pe)`` holds the two apart. Of DeepSeek-V4 rows have 512 columns in all, a tuple
-        holds 448 and 64. In the cache's 16-bit dtype, bfloat16 or float16 for one that is e4m3
-        throughout, or float32, which is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides that
-        are multiples of 16 bytes, the last axis contiguous.
+        ``(ckv, k_pe)`` holds the two in separate arrays. Rows of DeepSeek-V4 have 512 columns in
+        all, a tuple 448 and 64. Rows have the cache's 16-bit dtype (bfloat16 or float16 if all of
+        the cache is e4m3), or float32, which is rounded; of CuPy, PyTorch, JAX or NumPy. Any
+        strides that are multiples of 16 bytes, the last axis contiguous.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, bfloat16 or float16, of any page size; strides as for rows. Other columns as in rows,
-        each number of them has one meaning. A tuple ``(ckv, k_pe)`` holds the columns apart. Not of
-        JAX, whose arrays are immutable: the function of that name in `cumla.jax` returns the new
-        cache.
+        head, bfloat16 or float16, of any page size; strides as for rows. Other widths are those of
+        rows; the number of columns determines the width. A tuple ``(ckv, k_pe)`` holds the columns
+        in separate arrays. JAX arrays are immutable and refused here: the function of that name in
+        `cumla.jax` returns the new cache.
 
-        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns, of all
-        these columns; and the
-        slots of DeepSeek-V4, ``(num_pages, page_size, 1, 584)`` uint8 or float8_e4m3fn, and the
-        rows of other formats, as in :func:`cumla.mla_sparse_decode`.
+        FP8 caches as in :func:`cumla.mla_decode`, of all these widths, except triples with e4m3
+        RoPE columns. Also slots of DeepSeek-V4, ``(num_pages, page_size, 1, 584)`` uint8 or
+        float8_e4m3fn, and other formats as in :func:`cumla.mla_sparse_decode`.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
         ``(tokens,)`` int32 or int64: the request of each row.
     positions : array, optional
-        ``(tokens,)`` int32 or int64: the position of each token in its request, which counts for
-        its place where there is no slot_mapping, and for the rotation.
+        ``(tokens,)`` int32 or int64: the position of each token in its request. It determines the
+        rotation and, without slot_mapping, the place.
     block_table : array, optional
         ``(batch, max_pages)`` int32: page numbers of each request.
     kv_indices, kv_indptr : array, optional
@@ -152,17 +151,18 @@ def append_mla_cache(
         ``(tokens, num_heads, 64)`` in the cache's dtype: queries to rotate by the same positions,
         also those of skipped rows. In place, unless there is `q_pe_out`.
     q_pe_out : array, optional
-        ``(tokens, num_heads, 64)``, written to in place of q_pe. Where a position is outside of
-        cos_sin nothing is written.
+        ``(tokens, num_heads, 64)``, written in place of q_pe. Rows whose position is outside of
+        cos_sin are not written.
     kv_scale : float or array, optional
-        Of an e4m3 cache without scales of its own: rows are written divided by it. One float32 in
-        an array is read by the kernel, and may change between the replays of a graph. 1 by default.
+        For an e4m3 cache without scales of its own: rows are divided by it. An array holds one
+        float32, which the kernel reads, so it may change between the replays of a graph. 1 by
+        default.
     cache_format : str, optional
         The format of a kv_cache of bytes, as in :func:`cumla.mla_sparse_decode`. Rows have 512
         columns in all. With ``"v32_no_rope"`` none of them is a RoPE column; with ``"v41"`` and
         ``"v41_fp4"`` the last 64 are, a tuple holds 448 and 64, and rows are bfloat16 or float32.
-        ``"e4m3_288"`` are 256 + 32 columns of e4m3 in one array, which has the width of
-        ``"v41_fp4"``; no other cache of numbers needs a name.
+        ``"e4m3_288"`` means 256 + 32 columns of e4m3 in one array, which has the width of
+        ``"v41_fp4"``. Other caches of 16-bit or e4m3 numbers need no name.
     stream : optional
         A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
         framework.
@@ -174,8 +174,8 @@ def append_mla_cache(
 
     Notes
     -----
-    An output may be a slice of an array with inputs in it, as q_pe of a wider query, but must not
-    overlap them; q_pe_out may be q_pe itself.
+    An output may be a slice of an array that also holds inputs, such as a wider query, but must not
+    overlap them. q_pe_out may be q_pe itself.
 
     Rows in e4m3 are rounded to nearest even and saturate at 448; they are
     ``row * (1 / kv_scale)`` in float32. Scales of 128 columns are as in
@@ -184,8 +184,8 @@ def append_mla_cache(
 
     Scales of ``"v41"`` are ``2 ** ceil(log2(max(largest, 1e-4) / 448))``, those of ``"v41_fp4"``
     ``max(largest, 6 / 512) / 6``, rounded to e4m3; largest is the largest magnitude of the columns
-    that share a scale, after the rotation. Numbers of e2m1 are rounded to nearest even, and
-    saturate at 6; there NaN is 6.
+    that share a scale, after the rotation. e2m1 values are rounded to nearest even and saturate at
+    6; NaN becomes 6.
 
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
 

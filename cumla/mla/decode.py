@@ -107,11 +107,12 @@ def mla_decode(
 ) -> AttentionState:
     """Attend to a paged cache of latent rows: MLA decoding after weight absorption.
 
-    For every query row, with ``k`` all and ``v`` the latent values of a visible token's cached row
-    (576 and 512 in most models), ``out = softmax(softmax_scale * q @ k.T) @ v``. Token ``t`` of
-    request ``i`` is in page ``block_table[i, t // page_size]`` at row ``t % page_size``. Arrays
-    on the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream and
-    without waiting for it; arrays on the CPU by :func:`cumla.reference.mla_decode`.
+    For every query row ``out = softmax(softmax_scale * q @ k.T) @ v``, where ``k`` has all columns
+    of the cached rows of visible tokens, and ``v`` the latent ones (576 and 512 in most models).
+    Token ``t`` of request ``i`` is in page ``block_table[i, t // page_size]`` at row
+    ``t % page_size``. Arrays on the GPU are computed by CUDA kernels (compute capability 9.0), on
+    the caller's stream and without waiting for it; arrays on the CPU by
+    :func:`cumla.reference.mla_decode`.
 
     Parameters
     ----------
@@ -119,72 +120,72 @@ def mla_decode(
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
-        arrays are read where they are. Also 512 columns (all latent), 320 or 288 (256 latent
-        each): q and kv_cache have the same number, and out has the latent columns.
+        arrays are read in place. Other numbers of columns are 512 (all latent), 320 and 288 (256
+        latent), and 1088 (1024 latent). q and kv_cache have the same number, and out has the latent
+        columns.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the columns apart, 512
-        and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
-        page_size is any. Slots that no request uses may hold anything, NaN included.
+        head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the 512 and the 64
+        columns in two arrays, each with its own strides; q may be one array or a tuple in either
+        case. num_kv_heads divides num_heads; page_size may be any number. Slots that no request
+        uses may hold anything, NaN included.
 
-        FP8 caches, for q in bfloat16: either of the above as float8_e4m3fn, or uint8 with its bits,
-        under one `kv_scale`. Others are for 576 columns: of a pair the first alone in e4m3, beside
-        RoPE columns in bfloat16. A triple ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and
-        float32, the last with 4 columns: a scale for each token and 128 latent columns. And uint8
-        with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
-        bfloat16.
-        :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
-        Arrays may be broadcast, such as scales that are the same for all tokens: strides of 0.
+        FP8 caches, for q in bfloat16 and up to 512 latent columns: either of the above as
+        float8_e4m3fn, or uint8 with its bits, under one `kv_scale`. The following forms are for 576
+        columns only. A pair of e4m3 latent columns and bfloat16 RoPE columns. A triple
+        ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4 columns: a
+        scale for each token and 128 latent columns. And uint8 with 656 columns, the packed format
+        of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64 bfloat16. :func:`cumla.append_mla_cache`
+        writes all of these but triples with e4m3 RoPE columns. Arrays may be broadcast, such as
+        scales that are the same for all tokens: strides of 0.
     block_table : array
-        ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
-        never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
+        ``(batch, max_pages)`` int32, rows contiguous. Entries after a request's last page are not
+        read. A used entry outside of ``[0, num_pages)`` reads as zeros.
     kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Clamped to
         ``[0, max_pages * page_size]``.
     softmax_scale : float, optional
-        Factor of the scores; 576 ** -0.5 by default. A real model passes that of its un-absorbed
-        head dimension, such as 192 ** -0.5 (times what YaRN adds) for DeepSeek-V3.
+        Factor of the scores; 576 ** -0.5 by default. Pass the model's, from its un-absorbed head
+        dimension: 192 ** -0.5 for DeepSeek-V3, times YaRN's factor.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
         columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read
         by the kernel, and may change between the replays of a graph. 1 by default.
     fp8_products : bool
-        Let the products of an FP8 cache be computed in FP8: faster with many heads, less exact (see
-        the notes). It is a permission: kernels that use it are for caches under one `kv_scale`,
-        whose latent columns are e4m3 without scales of their own, and for a multiple of 64 query
-        heads per kv head. Other FP8 caches, rows of other widths and other numbers of heads give
+        Permit FP8 tensor-core math over an FP8 cache: faster with many heads, less exact (see the
+        notes). It has an effect with 576 columns, latent columns in e4m3 under one `kv_scale`, and
+        a multiple of 64 query heads per kv head. Other FP8 caches, widths and numbers of heads give
         the same bits as without it. Refused with a 16-bit cache.
     causal : bool
         Query i of q_len sees ``kv_lens - (q_len - 1 - i)`` tokens; all of them if False.
     window : int or pair of int, optional
-        left, or (left, right), both inclusive: the tokens that query i sees before and behind its
-        own, token ``kv_lens - q_len + i``. -1 or None is unbounded, and so is what is not given;
-        with `causal` right has no effect. A "sliding window of W tokens" is left = W - 1. Pages
-        that end before all windows may be freed: their entries of block_table may hold anything.
-        For 16-bit caches; with `batch_invariant` by :func:`cumla.mla_attention`.
+        left, or (left, right), both inclusive: the tokens that query i sees before and after its
+        own, token ``kv_lens - q_len + i``. -1 or None is unbounded, and so is a side that is not
+        given; with `causal`, right has no effect. A sliding window of W tokens is left = W - 1.
+        Pages before all windows may be freed: their entries of block_table may hold anything. For
+        16-bit caches; with `batch_invariant` by :func:`cumla.mla_attention`.
     sinks : array, optional
         ``(num_heads,)`` float32, contiguous: a score per head that takes part in every sum of
         weights and has no value. It is not multiplied by softmax_scale, and lse includes it.
     tree : array, optional
         ``(query tokens, words)`` uint32 or int32, contiguous, 1 to 8 words: for queries that are a
-        tree of drafts, as ``AttentionMask.from_tree(...).tree`` has it. Of the last tokens of the
-        request, those of its queries, token j is visible to a query if bit j of its words is set;
-        all earlier ones are visible. Then `causal` has no effect, and `window` is refused. What
-        some queries of a request see and others do not must be finite. For 16-bit caches.
+        tree of drafts, as ``AttentionMask.from_tree(...).tree`` has it. Draft j of the request is
+        visible to a query if bit j of its words is set; all tokens before the drafts are visible.
+        `causal` has no effect, and `window` is refused. Tokens that only some queries of a request
+        see must be finite. For 16-bit caches.
     batch_invariant : bool
-        Give a request the same bits whatever else is in the batch: other requests, their number,
-        its place among them. Requests are then cut at fixed positions, which takes longer than
-        cutting them to fill the GPU, and the workspace is that of the longest requests that
-        block_table can hold: pass no more columns than needed, or make a plan.
+        Give a request the same bits in any batch, at any place of it. Requests are then split at
+        fixed positions, which takes longer than splits that fill the GPU. The workspace is sized
+        for the longest request that block_table can hold: pass no more columns than needed, or make
+        a plan.
     out, lse : array, optional
         ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, q_len,
         num_heads)`` float32, written and returned. Of q's framework; JAX's arrays cannot be
         written to.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
-        default the current stream of q's framework (CuPy's for JAX). On another one than that,
-        CuPy's and PyTorch's arrays must stay alive until the work is done: their allocators do not
-        know of it.
+        default the current stream of q's framework (CuPy's for JAX). On another stream, keep arrays
+        of CuPy and PyTorch alive until the work is done: their allocators do not track that stream.
 
     Returns
     -------
@@ -220,20 +221,20 @@ def mla_decode(
     Formula and conventions: DeepSeek-V2 (arXiv:2405.04434), section 2.1, with the absorbed weights
     of its appendix.
 
-    Scales of an FP8 cache act in float32 on the scores, and on the weights before these are rounded
-    to 16 bits: they need not be powers of two. Few query heads gain time by such a cache, many lose
-    it, because its numbers are converted for each 32 query rows anew.
+    Scales of an FP8 cache multiply scores and weights in float32, before weights are rounded to 16
+    bits, so they need not be powers of two. An FP8 cache saves time with few query heads. With many
+    it takes longer, because it is converted once for every 32 query rows.
 
     Products in FP8 round what is multiplied by e4m3 columns to e4m3 as well, with 3 bits of
     mantissa. A query row, the 576 columns of one head and token, is divided by a power of two
-    first. Softmax weights are rounded relative to a number within 2 ** 9 of the largest so far: all
-    above 2 ** -14 of the largest of their row count. Products add up with some 14 bits within a
-    block of 64 tokens, and in float32 over all blocks. The lse is that of the rounded weights. The
-    results of a query row that holds an infinite number are NaN. The definition,
+    first. Softmax weights are rounded relative to a number within 2 ** 9 of the largest so far;
+    weights below 2 ** -14 of the largest of their row may become 0. Products are accumulated with
+    some 14 bits within a block of 64 tokens, and in float32 over all blocks. The lse is that of the
+    rounded weights. An infinity in a query row makes its results NaN. The definition,
     :func:`cumla.reference.mla_decode`, and calls on the CPU stay exact.
 
-    This is for inference: no gradients flow, and PyTorch's autograd does not record the call,
-    whatever its tensors require.
+    There are no gradients: PyTorch's autograd does not record the call, and tensors that require
+    gradients are refused.
 
     A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
     none of them alive: keep arrays and plan as long as the graph is replayed.
@@ -301,12 +302,11 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
     ``update`` computes the schedule on the device, from the lengths there: which thread block reads
     which tokens. ``run`` uses it for any number of layers. Neither waits for the device or copies
-    to the host. Both can be captured into a CUDA graph, which then serves changing lengths; the
+    to the host. Both can be captured into a CUDA graph, which then serves changing lengths. The
     graph holds the address of the plan's buffer, so keep the plan as long as the graph. One update
-    serves runs on any stream, in order, and runs that are captured. A plan belongs to one thread at
-    a time. An update that was only captured is computed when the graph is replayed: eager runs need
-    one of their own. A plan owns one buffer and no other state on the device, and on the CPU only
-    the lengths.
+    serves later runs on any stream, captured runs included. A plan belongs to one thread at a time.
+    A captured update takes effect when the graph is replayed; before eager runs, call update
+    eagerly. On the device a plan owns one buffer and no other state, on the CPU only the lengths.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
     page_size : int
         Tokens of a cache page: any number from 1.
     head_dim : int
-        Columns of q and of a cache row: 576, 512, 320 or 288, as in :func:`mla_decode`.
+        Columns of q and of a cache row: 576, 512, 320, 288 or 1088, as in :func:`mla_decode`.
     dtype : str or dtype
         ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
         kv_cache unless `cache_dtype` says otherwise.
@@ -331,17 +331,17 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         As in :func:`mla_decode`; it needs `max_kv_len`.
     max_kv_len : int, optional
         With `batch_invariant`, and only then: tokens of the longest request that the plan is to
-        serve. The buffer grows with it, and a little the time. Longer requests are cut off at the
-        next multiple of 64 tokens. It changes no bits.
+        serve. The buffer grows with it, and slightly the time. Longer requests are truncated at the
+        next multiple of 64 tokens. It does not change the bits of others.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
         The buffer: uint8, contiguous, at least :meth:`workspace_bytes` long, 256-byte aligned, on
-        the GPU, of CuPy or PyTorch. Plans may share one, in turn: ``update`` makes it this plan's,
-        and the plan that had it before must be updated again before it runs.
+        the GPU, of CuPy or PyTorch. Plans may share a buffer: after an ``update`` of one plan, the
+        others must be updated again before they run.
     like : array, optional
-        An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
-        the plan is one for the CPU. Its dtype says nothing: that is ``dtype``.
+        An array of the framework and on the device for the buffer; CuPy by default. An array on the
+        CPU makes a plan for the CPU. Its dtype is ignored; pass ``dtype``.
     stream : optional
         Stream on which the buffer is allocated, as in :func:`mla_decode`.
 
@@ -466,7 +466,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         ----------
         batch, q_len, num_heads, num_kv_heads, head_dim, cache_dtype, window, mask_form, \
 batch_invariant, max_kv_len
-            As for the class; of 16-bit numbers it is no matter which.
+            As for the class. bfloat16 and float16 need the same size.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
@@ -499,9 +499,9 @@ batch_invariant, max_kv_len
     def update(self, kv_lens: Any, *, stream: Any = None, **misplaced: Never) -> None:
         """Compute the schedule for these lengths, on the device.
 
-        On another stream than before, that one's work goes first: the new stream waits for it, on
-        the device. Only a stream that is being captured does not; let the capture begin when
-        earlier work with the plan is done, as ``torch.cuda.graph`` does.
+        On another stream than before, the new stream first waits for the old one, on the device. A
+        stream that is being captured does not wait: begin the capture when earlier work with the
+        plan is done, as ``torch.cuda.graph`` does.
 
         Parameters
         ----------
@@ -515,9 +515,9 @@ batch_invariant, max_kv_len
         TypeError, ValueError
             kv_lens does not fit the plan.
         CumlaError
-            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for those with
-            sinks, and those of a 16-bit cache in two arrays and of a broadcast FP8 cache, both
-            with pages of whole 64-token blocks, which the first run loads.
+            As :func:`mla_decode`. All kernels of the plan are loaded here, except these, which the
+            first run loads: kernels with sinks and, if pages are whole 64-token blocks, those for a
+            16-bit cache in two arrays and for a broadcast FP8 cache.
         """
         if misplaced:
             raise self._misplaced("update", misplaced)
@@ -553,8 +553,8 @@ batch_invariant, max_kv_len
         ----------
         q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, tree, out, lse, \
 stream
-            As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
-            the check mode, ``CUMLA_CHECK=1``, refuses the call).
+            As in :func:`mla_decode`. Lengths that have changed since the update are ignored; with
+            ``CUMLA_CHECK=1`` the call is refused.
 
         Raises
         ------

@@ -127,19 +127,19 @@ class DSAPlan(Step):
     """Scores, selection and attention of a decoding step, for every layer of a model.
 
     The step of DeepSeek-V3.2: in each layer the indexer scores all tokens that a query token sees,
-    the best `topk` of them are selected, and attention reads the rows of these alone. In that of
-    DeepSeek-V4 these are compressed tokens, and one softmax goes over the selected ones and those
-    of a sliding window, which are in a second cache, `extra_kv_cache`. ``update`` computes both
-    schedules once per step, from lengths on the device; ``select`` is the indexer and the selection
-    of one layer, and ``run`` its attention. Layers that share a selection call ``run`` without a
-    ``select`` before, or pass `indices`. Nothing waits for the device, and all of it can be
-    captured into a CUDA graph, which then serves changing lengths.
+    the best `topk` of them are selected, and attention reads the rows of these alone. In
+    DeepSeek-V4 these are compressed tokens, and one softmax covers them and a sliding window, which
+    is in a second cache, `extra_kv_cache`. ``update`` computes both schedules once per step, from
+    lengths on the device; ``select`` is the indexer and the selection of one layer, and ``run`` its
+    attention. Layers that share a selection call ``run`` without a ``select`` before, or pass
+    `indices`. Nothing waits for the device, and all of it can be captured into a CUDA graph, which
+    then serves changing lengths.
 
-    It holds a :class:`cumla.PagedMQALogitsPlan`, a :class:`cumla.MLASparsePlan`, and between them
-    :func:`cumla.top_k`: their rules for plans hold here. The arrays between the three belong
-    to it: logits ``(batch * q_len, max_kv_len)`` float32, indices and lengths. With out= and lse=
-    nothing is allocated after the plan is made, but for JAX, whose arrays are new ones each time.
-    CPU arrays are computed by :mod:`cumla.reference`.
+    It contains a :class:`cumla.PagedMQALogitsPlan` and a :class:`cumla.MLASparsePlan`, whose rules
+    apply, and calls :func:`cumla.top_k` between them. The arrays between the three belong to it:
+    logits ``(batch * q_len, max_kv_len)`` float32, indices and lengths. With out= and lse= nothing
+    is allocated after the plan is made, except with JAX, where each call returns new arrays. CPU
+    arrays are computed by :mod:`cumla.reference`.
 
     Parameters
     ----------
@@ -177,8 +177,8 @@ class DSAPlan(Step):
     Attributes
     ----------
     indices : array or None
-        ``(batch, q_len, topk)`` int32: positions that the last ``select`` left, ascending, -1 after
-        the last one. None from ``update`` to ``select``.
+        ``(batch, q_len, topk)`` int32: positions from the last ``select``, ascending, then -1. None
+        from ``update`` to ``select``.
 
     Raises
     ------

@@ -218,7 +218,7 @@ def mla_sparse_decode(
     Source: DeepSeek-V3.2-Exp, section 2.1, whose lists come from :func:`cumla.paged_mqa_logits` and
     a selection of the highest 2048 logits.
 
-    Indices need no check: no value causes an access outside of the arrays. The check mode,
+    Indices may have any values; none causes an access outside of the arrays. The check mode,
     ``CUMLA_CHECK=1``, checks lengths, requests, and the page numbers that indices lead to.
 
     CUDA graphs and gradients are as in :func:`cumla.mla_decode`.
@@ -265,9 +265,9 @@ def mla_sparse_attention(
 ) -> AttentionState:
     """Attend to the rows of a cache that lists name, from query tokens without a batch: prefill.
 
-    It is :func:`cumla.mla_sparse_decode` for query tokens of any requests in one row, such as those
-    of a prefill or of a mixed step. q of four axes is taken as there: all shapes are those of
-    :func:`cumla.mla_sparse_decode` then.
+    It is :func:`cumla.mla_sparse_decode` for query tokens of any requests, one after another, such
+    as those of a prefill or of a mixed step. With q of four axes, all shapes are those of
+    :func:`cumla.mla_sparse_decode`.
 
     Parameters
     ----------
@@ -282,8 +282,8 @@ def mla_sparse_attention(
     topk_lens : array, optional
         ``(total_tokens,)`` int32: entries of each list; topk by default.
     block_table : array, optional
-        ``(requests, max_pages)`` int32: page numbers of each request, whose positions the indices
-        then are.
+        ``(requests, max_pages)`` int32: page numbers of each request. The indices are then
+        positions in the requests.
     row_to_request : array, optional
         ``(total_tokens,)`` int32, with block_table and only then: the request of each query token.
     extra_kv_cache, extra_indices, extra_topk_lens : array, optional
@@ -340,10 +340,10 @@ def attend_as_flash_mla(
 class MLASparsePlan(Plan[MLASparseKey]):
     """Schedule and workspace of both functions of sparse MLA, for every layer of a step.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
-    streams, threads, CUDA graphs and errors. The schedule follows from the lengths of the lists
-    alone, so that it can be made before their indices are there: min(visible tokens, topk) of each
-    query token, where the lists are selections.
+    It works like :class:`cumla.MLADecodePlan`, with the same rules for buffers, streams, threads,
+    CUDA graphs and errors. The schedule depends only on the lengths of the lists, so it can be
+    computed before the lists exist: a selection has min(visible tokens, topk) entries per query
+    token.
 
     Parameters
     ----------
@@ -435,8 +435,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
     ) -> Self:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Of the arrays, which are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`,
-        like their formats, only shapes, dtypes and device are looked at; the rest is as for the
+        Arrays and formats are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`; only
+        shapes, dtypes and device of the arrays are used. All other parameters are those of the
         class.
         """
         extra = {"extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices}
@@ -503,8 +503,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         ----------
         topk_lens : array, optional
             ``(batch,)`` or ``(batch, q_len)`` int32, or ``(q_len,)`` where batch is 1, as in
-            :func:`mla_sparse_decode`; None for lists that are full. The runs that follow look at no
-            entry beyond.
+            :func:`mla_sparse_decode`; None for full lists. The following runs read no later
+            entries.
         extra_topk_lens : array, optional
             The same of the lists of a second cache, also where extra_topk is 0 and they are empty.
         stream : optional

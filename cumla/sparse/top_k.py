@@ -87,25 +87,25 @@ def top_k(
 ) -> TopKResult:
     """Select the topk largest scores of each row: the tokens that sparse attention attends to.
 
-    The selection is exact for any scores, and deterministic: of equal scores those at the
-    lowest positions are taken, NaN is larger than any number, -0 equals 0. Positions count from the
-    row's start and are ascending. Scores on the GPU are read once, or more often where a row is
-    longer than some 400,000. Devices and streams are as in :func:`cumla.mla_decode`; arrays on the
-    CPU are computed by :func:`cumla.reference.top_k`.
+    The selection is exact for any scores, and deterministic: ties go to the lowest position, NaN is
+    larger than any number, and -0 equals 0. Positions count from the row's start and are ascending.
+    Scores on the GPU are read once, or several times if a row is longer than some 400,000. Devices
+    and streams are as in :func:`cumla.mla_decode`; arrays on the CPU are computed by
+    :func:`cumla.reference.top_k`.
 
     Parameters
     ----------
     scores : array
         ``(rows, width)`` float32, bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy, for example
-        the logits of :func:`cumla.paged_mqa_logits`; up to 2 ** 30 columns. Rows contiguous, any
-        stride between them, which need not be a multiple of 16 bytes.
+        the logits of :func:`cumla.paged_mqa_logits`; up to 2 ** 30 columns. Rows are contiguous,
+        with any stride between them, not only multiples of 16 bytes.
     topk : int
-        How many to select, from 1. More than a row has leave the rest of its places empty.
+        How many to select, at least 1. If a row has fewer scores, its other places stay empty.
     row_lens, row_starts : array, optional
-        ``(rows,)`` int32: row i has the scores ``row_starts[i] <= j < row_starts[i] +
-        row_lens[i]``. No others are read, so they need not have been written.
-        Starts are clamped to ``[0, width]``, lengths to ``[0, width - start]``. From 0 to the end
-        without them.
+        ``(rows,)`` int32: row i has the scores
+        ``row_starts[i] <= j < row_starts[i] + row_lens[i]``. No others are read, so they need not
+        have been written. Starts are clamped to ``[0, width]``, lengths to ``[0, width - start]``.
+        By default a row has all of its columns.
     block_table : array, optional
         ``(requests, max_pages)`` int32, rows contiguous: positions become slots of a paged cache.
         Place ``p``, which is the position plus the offset, has slot ``block_table[request, p //
@@ -117,21 +117,20 @@ def top_k(
         ``(rows,)`` int32: the row of the block table of each row of scores. A request outside of
         the table has no slots. Without it the table has a row for each row of scores.
     offsets : array, optional
-        ``(rows,)`` int32, added to the positions of each row, for example where a request's keys
-        begin among those of all.
+        ``(rows,)`` int32, added to the positions of each row, for example the first key of a
+        request among the keys of all.
     out, out_positions : array, optional
-        ``(rows, topk)`` int32, rows contiguous; written and returned. Positions are written only
-        where an array for them is given. Of the framework of scores; JAX's arrays cannot be
-        written to.
+        ``(rows, topk)`` int32, rows contiguous; written and returned. Positions are written only if
+        an array for them is given. Of the framework of scores; JAX's arrays cannot be written to.
     counts : array, optional
         ``(rows,)`` int32; written and returned.
     values : bool
         Return the scores at the positions, too.
     sorted : bool
-        Order each row by its scores, the largest first, equal ones by their positions. For up to
-        8192 places, or as many columns.
+        Order each row by descending score, equal scores by position. topk or the number of columns
+        is at most 8192.
     tie_break : str
-        ``"lowest"``, the one order among equal scores.
+        ``"lowest"``, the only order for ties.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
@@ -139,14 +138,14 @@ def top_k(
     -------
     TopKResult
         ``indices``, slots with a block table and positions plus offsets without one, ``positions``
-        or None, ``values`` or None, and ``counts``, the number of places of each row that are
-        taken; the others have indices and positions -1 and values -inf. An index that int32 does
-        not hold, or that the table does not have, is -1. Arrays of the framework of scores.
+        or None, ``values`` or None, and ``counts``, the number of used places of each row. Unused
+        places have indices and positions -1 and values -inf. An index that does not fit int32 or is
+        not in the table is -1. Arrays of the framework of scores.
 
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As :func:`cumla.mla_decode`; more are to be sorted than the kernel can.
+        As :func:`cumla.mla_decode`; topk is too large to be sorted.
 
     Notes
     -----

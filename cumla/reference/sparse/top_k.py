@@ -16,13 +16,13 @@ class TopKResult(NamedTuple):
     Attributes
     ----------
     indices : array of int32, shape (rows, topk)
-        What is selected: positions, or what they were translated to; -1 after the last one.
+        Selected positions, or the slots of these positions; -1 after the last one.
     positions : array of int32, shape (rows, topk), or None
         Positions in their row, in the same places.
     values : array, shape (rows, topk), or None
         The scores there; -inf after the last one.
     counts : array of int32, shape (rows,)
-        How many of the topk places of a row are taken: its length, or topk.
+        Used places of each row: the smaller of its length and topk.
     """
 
     indices: Any
