@@ -378,7 +378,8 @@ def _new_rows(
         raise ValueError("k: needs v beside it, got one of the two; pass both or none")
     if cache_seqlens is None:
         raise ValueError(
-            "cache_seqlens: needed with k and v, to tell where they go, got None; pass it"
+            "cache_seqlens: needed with k and v, which follow that many cached tokens, got None; "
+            "pass it"
         )
     if offsets is None and len(k.shape) == len(v.shape) == 3:
         raise ValueError(

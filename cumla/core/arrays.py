@@ -374,9 +374,9 @@ def check_mutable(name: str, array: object) -> None:
     """Refuse an array of JAX where it is to be written to in place, and nothing is returned."""
     if framework_of(name, array).immutable:
         raise TypeError(
-            f"{arg(name)}: JAX arrays are immutable and cannot be written to; keep what is "
-            f"written in an array of CuPy, PyTorch or NumPy, the other arguments may be JAX's, or "
-            f"call the function of that name in cumla.jax, which returns it"
+            f"{arg(name)}: JAX arrays are immutable and cannot be written to; pass an array "
+            f"of CuPy, PyTorch or NumPy here (the other arguments may be JAX arrays), or call the "
+            f"function of that name in cumla.jax, which returns the new array"
         )
 
 
@@ -384,7 +384,7 @@ def immutable_output(name: str) -> TypeError:
     """Say that an array of JAX cannot be written to where the result comes back."""
     return TypeError(
         f"{arg(name)}: JAX arrays are immutable and cannot be written to; call without "
-        f"{arg(name)}= and take the result that comes back"
+        f"{arg(name)}= and use the returned array"
     )
 
 

@@ -83,7 +83,7 @@ def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]
     if inner != [row_bytes, 1]:
         raise ValueError(
             f"{arg(name)}: needs pages whose bytes are contiguous, got strides {cache.strides}; "
-            f"there may be gaps between pages alone"
+            f"only pages may have gaps between them"
         )
     check_page_stride(name, pages)
     keys = pages._replace(

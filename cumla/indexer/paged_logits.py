@@ -502,7 +502,7 @@ def checked_paged(
         if keys.strides[1:] != (head_dim, 1):
             raise ValueError(
                 f"{arg('kv_cache[0]')}: needs pages whose keys are contiguous, got strides "
-                f"{given['kv_cache[0]'].strides}; there may be gaps between pages alone"
+                f"{given['kv_cache[0]'].strides}; only pages may have gaps between them"
             )
         check_page_stride("kv_cache[0]", keys)
         check_layout("kv_cache[1]", scales)

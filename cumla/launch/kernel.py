@@ -196,8 +196,8 @@ class PreparedLaunch:
             raise CumlaError(
                 f"kernel {self._kernel.spec.entry}: the launch on stream {self._stream:#x} of CUDA "
                 f"device {self._kernel.device} failed with {status.name}; stream= must be a live "
-                f"stream of that device, and what an earlier kernel of any library did wrong is "
-                f"reported here too: CUMLA_CHECK=1 looks for it in the arguments of this one"
+                f"stream of that device, and a fault of an earlier kernel of any library is "
+                f"reported here, too: CUMLA_CHECK=1 checks the arguments of this one"
             )
 
 

@@ -30,7 +30,7 @@ def constant(kernel: str, expression: str) -> int:
         return CONSTANTS[kernel][expression]
     except KeyError:
         raise KeyError(
-            f"{expression} of {kernel} is not in cumla/launch/_layouts.py; write it anew with "
+            f"{expression} of {kernel} is not in cumla/launch/_layouts.py; generate it with "
             f"python -m tests.launch.layouts"
         ) from None
 

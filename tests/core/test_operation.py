@@ -131,7 +131,7 @@ def test_jax_arrays(operation: Operation) -> None:
         with refused(TypeError, f"{name}: JAX arrays are immutable ... without {name}="):
             operation(**{name: as_jax(array)})
     for name in operation.in_place:
-        with refused(TypeError, f"{name}: JAX arrays are immutable ... ; keep"):
+        with refused(TypeError, f"{name}: JAX arrays are immutable ... ; pass an array of CuPy"):
             operation(**{name: as_jax(given[name])})
     if operation.in_place:
         with refused(TypeError, f"{name}: ... JAX tracer ... use cumla.jax"):

@@ -295,8 +295,8 @@ def _checked(q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, **lists: Any) -
         check_axes(name, cache, "slots, max_seq_len, kv_heads, head_dim")
         if cache.dtype.itemsize == 1:
             raise TypeError(
-                f"{name}: needs q's dtype, {q.dtype}, got {cache.dtype}; make it so, or write and "
-                f"read FP8 caches by cumla.append_kv_cache and cumla.attention"
+                f"{name}: needs q's dtype, {q.dtype}, got {cache.dtype}; allocate it so, or write "
+                f"and read FP8 caches by cumla.append_kv_cache and cumla.attention"
             )
     check_new_rows(k=(k, k_cache), v=(v, v_cache))
     q, k = _with_heads("q", q, k_cache), _with_heads("k", k, k_cache)

@@ -455,7 +455,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             if self._mask is not None and len(q) != len(self._mask.start):
                 raise ValueError(
                     f"{arg('q')}: needs the {len(self._mask.start)} query tokens of the mask, got "
-                    f"{len(q)}; pass no rows of no request"
+                    f"{len(q)}; pass only rows of requests"
                 )
             if options.rope is not None:
                 q, k, v, kv_indices = self._turned(options.rope, q, k, v)

@@ -264,7 +264,7 @@ def factor_of(name: str, scale: Any, what: str) -> float:
     number = float(scale)
     if not 0 < number < inf:
         raise ValueError(
-            f"{arg(name)}: needs a number above 0, got {scale}; quantise with such a one"
+            f"{arg(name)}: needs a number above 0, got {scale}; quantise with a positive factor"
         )
     return number
 

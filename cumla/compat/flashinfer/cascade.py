@@ -91,7 +91,7 @@ def merge_state_in_place(
             if mask.shape[0] != other.shape[0]:
                 raise ValueError(
                     f"mask: needs an entry for each of the {other.shape[0]} rows of s_other, got "
-                    f"{mask.shape[0]}; say of each whether to merge it"
+                    f"{mask.shape[0]}; pass one flag for each row"
                 )
             other = other.masked_fill(mask.logical_not()[:, None], -inf)
         merge_attention_states((v, v_other), (s, other), out=v, lse=s, lse_base=2)

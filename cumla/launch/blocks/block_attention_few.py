@@ -100,5 +100,5 @@ def allow_clusters(launch: Launch, device: int, capturing: Callable[[], bool]) -
         raise CumlaError(
             f"kernel {launch.spec.entry}: CUDA device {device} refused clusters of "
             f"{launch.cluster} thread blocks with {status.name}; GPUs of compute capability 9.0 "
-            f"have them, so look for what an earlier kernel of any library did wrong"
+            f"have them, so check for a fault of an earlier kernel of any library"
         )
