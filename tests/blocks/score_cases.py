@@ -62,6 +62,12 @@ def few_case(seed: int) -> Scores:
     )
 
 
+def long_case(dtype: np.dtype[Any]) -> Scores:
+    """Make a call of one query row, whose blocks of 128 keys fill a warp's ring again and again."""
+    lens = (17, 129, 0, 128, 15, 100, 300, 1000)
+    return _made(_Drawn(128, 2, 128, 1, dtype, 1, lens), 5, random.Random(5))
+
+
 def _made(of: _Drawn, seed: int, draw: random.Random) -> Scores:
     rng = np.random.default_rng(seed)
     block, in_page, columns, heads, dtype, queries, lengths, apart = of

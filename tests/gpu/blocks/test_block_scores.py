@@ -92,3 +92,40 @@ def test_any_bits(seed: int, draw: Callable[[int], Scores]) -> None:
     there = {n: Memory(cp).upload(v) for n, v in given.items()}
     first, second = (cumla.block_scores(**there).get().tobytes() for _ in range(2))
     assert first == second
+
+
+_RACE = r"""
+extern "C" __global__ void race(volatile int* lens, int* one, int* other, int n, int rounds) {
+  for (int r = 0; r < rounds; ++r)
+    for (int i = threadIdx.x; i < n; i += 32) lens[i] = ((r + i) % 2 ? one : other)[i];
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_lengths_that_change_during_a_call(dtype: Any) -> None:
+    """Each score is that of one of the lengths, or not written; a call ends, whatever they are."""
+    race, rng = cp.RawKernel(_RACE, "race"), np.random.default_rng(0)
+    batch, per = 70, 20
+    numbers = rng.standard_normal((batch * per, 128, 128)).astype(dtype)
+    keys = cp.asarray(numbers.view(f"u{dtype.itemsize}")).view(dtype)
+    q = cp.asarray(numbers[:batch, :4].view(f"u{dtype.itemsize}")).view(dtype)[:, None]
+    table = cp.asarray(rng.permutation(batch * per).astype(np.int32).reshape(batch, per))
+    one, other = (cp.asarray(rng.integers(0, per * 128, batch, np.int32)) for _ in range(2))
+    lens = one.copy()
+    given = {"q": q, "keys": keys, "kv_lens": lens, "block_table": table, "block_size": 128}
+    wanted = []
+    for some in (other, one):
+        lens[...] = some
+        wanted.append(cumla.block_scores(**given).get())
+    outs = cp.full((100, *wanted[0].shape), cp.nan, cp.float32)
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    race((1,), (32,), (lens, one, other, batch, 100000), stream=stream)
+    for out in outs:
+        cumla.block_scores(**given, out=out)
+    cp.cuda.Device().synchronize()
+    for out in outs.get():
+        assert ((out == wanted[0]) | (out == wanted[1]) | np.isnan(out)).all()
+    lens[...] = one
+    np.testing.assert_array_equal(cumla.block_scores(**given).get(), wanted[1])

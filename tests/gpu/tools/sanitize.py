@@ -1052,10 +1052,13 @@ def attend_blocks(cupy: Any, edited: Callable[..., Any]) -> None:
     with edited("every lane arrives", *variants.LISTED_EVERY_LANE_ARRIVES):
         for sample in PROMPTS:  # whose query tokens share row tiles
             attend(sample, 2)
+    scores = [
+        draw(seed) for seed in range(9) for draw in (score_cases.scores_case, score_cases.few_case)
+    ]
+    for case in (*scores, *map(score_cases.long_case, score_cases.DTYPES)):
+        given = {name: there(cupy, value) for name, value in case.given.items()}
+        score_cases.check_scores(case, cumla.block_scores(**given).get())
     for seed in range(9):
-        for case in (score_cases.scores_case(seed), score_cases.few_case(seed)):
-            given = {name: there(cupy, value) for name, value in case.given.items()}
-            score_cases.check_scores(case, cumla.block_scores(**given).get())
         wanted = score_cases.select_case(seed)
         if wanted["scores"].size < 50_000:
             given = {name: there(cupy, value) for name, value in wanted.items()}
