@@ -71,7 +71,7 @@ __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) 
   for (int i = 0; i < loader.copies; ++i) {
     mbarrier_wait(shared.full(stage), phase, "keys");
     scorer.score(stage);
-    fence_proxy_async_shared();  // orders the reads of the keys before the next copy
+    if (loader.left > 0) fence_proxy_async_shared();  // orders the reads of the keys before the next copy
     __syncwarp();
     loader.copy(stage);
     if (++stage == kStages) {
