@@ -384,7 +384,7 @@ def immutable_output(name: str) -> TypeError:
     """Say that an array of JAX cannot be written to where the result comes back."""
     return TypeError(
         f"{arg(name)}: JAX arrays are immutable and cannot be written to; call without "
-        f"{arg(name)}= and use the returned array"
+        f"{arg(name)}= and take the result that comes back"
     )
 
 
