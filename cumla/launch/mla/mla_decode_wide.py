@@ -7,12 +7,26 @@ The kernel takes what mla_decode takes of rows of other widths:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 from cumla.launch.layouts import constant
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.plan import PAGE_FORMS
 from cumla.mla.shape import WIDE
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers by which row tiles of this kernel are cut."""
+
+    # Parts for each row tile, up to which a piece has two KV blocks at least. One request of 513
+    # tokens takes 21.7 us by pieces of one block, and 30.3 by two or three; 16 requests, of four
+    # parts a tile, 33.9 by three pieces each, 31.0 by four (records/mla-wide.json).
+    few_parts: int = 4
+
+
+RULES = Rules()
 
 
 def _spec(dtype: str, form: str) -> KernelSpec:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from cumla.launch.layouts import constant
+from cumla.launch.mla.mla_decode_wide import RULES as WIDE_RULES
 from cumla.launch.split.plan import (
     ROW_GROUP,
     ROW_TILE,
@@ -287,7 +288,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
         if not self.own_q_len:
             return super().min_blocks
         tiles = self.batch * -(-self.own_q_len * self.heads_per_group // self.row_tile)
-        is_alone = self.width == WIDE and self.parts // max(tiles, 1) > RULES.few_parts
+        is_alone = self.width == WIDE and self.parts // max(tiles, 1) > WIDE_RULES.few_parts
         return 1 if is_alone else RULES.min_share
 
     @property

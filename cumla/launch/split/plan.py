@@ -48,10 +48,6 @@ class Rules:
     min_share: int = 2
     # KV blocks between a cut of packed parts or of shares and an end of its request, at least.
     min_blocks: int = 4
-    # Parts for each row tile of MLA's rows of 1024 latent columns, up to which a piece has two KV
-    # blocks at least. One request of 513 tokens takes 21.7 us by pieces of one block, and 30.3 by
-    # two or three; 16 requests, of four parts a tile, 33.9 by three pieces each, 31.0 by four.
-    few_parts: int = 4
     # KV blocks that a piece costs, beside so many for each 16 query rows: to be stored, counted and
     # combined, with log-normal lengths.
     piece_cost: int = 2
