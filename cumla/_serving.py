@@ -270,20 +270,51 @@ class SparseStep(Step):
         return cumla.AttentionState(out.flatten(0, -3), lse)
 
 
-class ShardedStep(SparseStep):
-    """The same over a cache that is cut among ranks: lists name tokens of all of them.
+class ListedStep(Step):
+    """A step of sparse MLA whose layers tell slots of the cache, and how many each token has.
 
-    Each layer attends to those that this rank holds, whose numbers differ between layers: each
-    has a schedule of its own.
+    These differ between layers: each has a schedule of its own.
     """
 
-    __slots__ = ("_parallel",)
+    __slots__ = ()
+
+    def __init__(
+        self, plans: Plans, num_heads: int, entries: int, tokens: int, like: torch.Tensor
+    ) -> None:
+        shape = 1, tokens, num_heads, entries
+        super().__init__(plans, lambda: (cumla.MLASparsePlan, shape), like, like)
+
+    def run_listed(
+        self, q: Any, kv_cache: torch.Tensor, slots: Any, lens: Any, **options: Any
+    ) -> cumla.AttentionState:
+        """Attend for one layer to slots ``(tokens, entries)``, of which `lens` are valid.
+
+        `q` is one tensor or a pair, with rows of tokens. out is ``(tokens, num_heads, 512)``; lse
+        with its first axes flattened ``(tokens, num_heads)``.
+        """
+        if self.plan is None:
+            self.plan = self._plans.find(*self._choose(), self._kv_lens)
+        self._plans.scheduled = None
+        if any(current_capture(kv_cache.device)):
+            self._plans.keep(self)
+        self.plan.update(lens)
+        out, lse = self.plan.run(in_parts(q), kv_cache, slots, **options)
+        return cumla.AttentionState(out.flatten(0, -3), lse)
+
+
+class ShardedStep(ListedStep):
+    """The same over a cache that is cut among ranks: lists name tokens of all of them.
+
+    Each layer attends to those that this rank holds.
+    """
+
+    __slots__ = ("_parallel", "_requests", "entries")
 
     def __init__(
         self, plans: Plans, num_heads: int, topk: int, parallel: Any, requests: torch.Tensor
     ) -> None:
-        super().__init__(plans, num_heads, topk, lambda: 0, requests, requests, requests)
-        self._parallel = parallel
+        super().__init__(plans, num_heads, topk, len(requests), requests)
+        self._parallel, self._requests, self.entries = parallel, requests, topk
 
     def run_sparse(
         self,
@@ -294,15 +325,8 @@ class ShardedStep(SparseStep):
         **options: Any,
     ) -> cumla.AttentionState:
         """Attend for one layer: what this rank has of out and lse, to be merged."""
-        if self.plan is None:
-            self.plan = self._plans.find(*self._choose(), self._kv_lens)
         listed = self._parallel.lists(indices, block_table, self._requests)
-        self._plans.scheduled = None
-        if any(current_capture(kv_cache.device)):
-            self._plans.keep(self)
-        self.plan.update(listed.topk_lens)
-        out, lse = self.plan.run(in_parts(q), kv_cache, listed.indices, **options)
-        return cumla.AttentionState(out.flatten(0, -3), lse)
+        return self.run_listed(q, kv_cache, listed.indices, listed.topk_lens, **options)
 
 
 def current_capture(on: torch.device) -> tuple[int, int]:

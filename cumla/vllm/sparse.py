@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata
 
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, ShardedStep, SparseStep, cache_dtype
+from cumla._serving import ListedStep, Plans, ShardedStep, SparseStep, cache_dtype
 from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, VALUE_DIM
 from cumla.mla.shape import PACKED as V32
@@ -41,6 +41,8 @@ from cumla.vllm.mla import merge_every_prefill, uniform_length
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 _ROW_BYTES = 656
+# From vLLM 0.33 on its class finds the rows of HiSparse, and calls this with slots and counts.
+_TELLS_SLOTS = hasattr(SparseMLACommonImpl, "_forward_mqa_kernel")
 
 
 class Metadata(AttentionMetadata):
@@ -49,7 +51,8 @@ class Metadata(AttentionMetadata):
     def __init__(self, **told: Any) -> None:
         for name, value in told.items():
             setattr(self, name, value)
-        self.steps: dict[int, SparseStep] = {}  # by their query tokens
+        self.steps: dict[int, SparseStep | ShardedStep] = {}  # by their query tokens
+        self._listed: dict[int, ListedStep] = {}
 
     def begin(
         self, plans: Plans, num_heads: int, parallel: Any, offsets: torch.Tensor, pool: int
@@ -57,7 +60,7 @@ class Metadata(AttentionMetadata):
         """Keep what steps are made of; `offsets` are those of the host."""
         self._made_of = plans, num_heads, parallel, offsets, pool
 
-    def step(self, tokens: int) -> SparseStep:
+    def step(self, tokens: int) -> SparseStep | ShardedStep:
         """Return the step of the first so many query tokens: all, or those of decoding alone."""
         step = self.steps.get(tokens)
         if step is None:
@@ -81,6 +84,15 @@ class Metadata(AttentionMetadata):
             self.steps[tokens] = step
         return step
 
+    def listed(self, tokens: int) -> ListedStep:
+        """Return the step of so many query tokens for which layers tell slots."""
+        if tokens not in self._listed:
+            told: Any = self
+            plans, num_heads, *_ = self._made_of
+            like = told.req_id_per_token
+            self._listed[tokens] = ListedStep(plans, num_heads, told.topk_tokens, tokens, like)
+        return self._listed[tokens]
+
 
 class Builder(SparseMLACommonMetadataBuilder[Metadata]):
     """Tells the layers of a step what its schedule follows from."""
@@ -91,15 +103,17 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        offloading = getattr(vllm_config.attention_config, "hisparse_config", None)
-        if offloading is not None:  # from vLLM 0.33 on: rows of the cache are in the host's memory
-            raise refusal(
-                self.model_config,
-                "hisparse_config: cumla's backend for sparse MLA has no HiSparse, got "
-                f"{offloading}; leave out HiSparse, or --attention-backend CUSTOM",
-            )
         self._requests: dict[int, torch.Tensor] = {}  # of tokens, by equal query lengths
         self._pool = _pool_of(self.model_config)
+        offloading = _offloading_of(vllm_config)
+        self._is_offloaded = offloading is not None
+        if self._is_offloaded and (self._pool > 1 or not _TELLS_SLOTS):
+            where = "where the indexer chooses pools of tokens" if _TELLS_SLOTS else "before 0.33"
+            raise refusal(
+                self.model_config,
+                f"hisparse_config: cumla's backend for sparse MLA has no HiSparse {where}, got "
+                f"{offloading}; leave out HiSparse, or --attention-backend CUSTOM",
+            )
         if self._pool == 1:
             take_over(self.model_config)
         self._parallel = None
@@ -176,7 +190,8 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """Load the kernels of a step that will be captured."""
         metadata: Metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        metadata.step(common_attn_metadata.num_actual_tokens).prepare()
+        begun = metadata.listed if self._is_offloaded else metadata.step
+        begun(common_attn_metadata.num_actual_tokens).prepare()
         return metadata
 
 
@@ -207,26 +222,57 @@ class Impl(SparseMLACommonImpl[Metadata]):
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # a parameter, whose values come later
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
+        self._is_offloaded = _offloading_of(config) is not None
+        self._metadata: Any = None
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
+        if self._is_offloaded:  # vLLM brings the rows, and calls the function below
+            self._metadata = attn_metadata
+            found: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
+                q, kv_c_and_k_pe_cache, attn_metadata, layer
+            )
+            return found
         tokens = len(q[0] if isinstance(q, tuple) else q)
         assert self.topk_indices_buffer is not None
         step = attn_metadata.step(tokens)
-        is_packed = kv_c_and_k_pe_cache.shape[-1] == _ROW_BYTES
-        sinks = None if self.sinks is None else self.sinks.detach().float()
         out, lse = step.run_sparse(
             q,
             kv_c_and_k_pe_cache,
             self.topk_indices_buffer[:tokens, : step.entries],
             attn_metadata.block_table,
-            softmax_scale=self.scale,
-            kv_scale=None if is_packed else factor(layer._k_scale, kv_c_and_k_pe_cache),
-            sinks=sinks,
+            **self._options(layer, kv_c_and_k_pe_cache),
         )
-        return out, lse.flatten(0, -2) if self.need_to_return_lse_for_decode else None
+        return out, self._told(lse)
+
+    def _forward_mqa_kernel(
+        self,
+        q: Any,
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+        *,
+        layer: Any,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to slots of rows that vLLM has brought from the host's memory (HiSparse)."""
+        step = self._metadata.listed(len(topk_indices))
+        options = self._options(layer, kv_cache)
+        out, lse = step.run_listed(q, kv_cache, topk_indices, valid_counts, **options)
+        return out, self._told(lse)
+
+    def _options(self, layer: Any, kv_cache: torch.Tensor) -> dict[str, Any]:
+        is_packed = kv_cache.shape[-1] == _ROW_BYTES
+        return {
+            "softmax_scale": self.scale,
+            "kv_scale": None if is_packed else factor(layer._k_scale, kv_cache),
+            "sinks": None if self.sinks is None else self.sinks.detach().float(),
+        }
+
+    def _told(self, lse: torch.Tensor) -> torch.Tensor | None:
+        return lse.flatten(0, -2) if self.need_to_return_lse_for_decode else None
 
 
 class Backend(SparseMLAKernels, AttentionBackend):
@@ -267,3 +313,8 @@ def _pool_of(model_config: Any) -> int:
     """Return how many neighbouring tokens an indexer chooses together."""
     text = getattr(model_config, "hf_text_config", model_config.hf_config)
     return getattr(text, "index_kpool", None) or 1
+
+
+def _offloading_of(config: Any) -> Any:
+    """Return vLLM's options for rows in the host's memory (HiSparse), None without."""
+    return getattr(getattr(config, "attention_config", None), "hisparse_config", None)

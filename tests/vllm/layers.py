@@ -165,6 +165,7 @@ class SparseMLA:
         sinks: Any = None,
         columns: int = 576,
         pool: int = 1,
+        hosted: Any = None,
     ) -> None:
         from cumla.vllm.sparse import Backend, Builder, Impl
 
@@ -181,7 +182,7 @@ class SparseMLA:
             model_config=model,
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             parallel_config=SimpleNamespace(use_ubatching=ubatching),
-            attention_config=SimpleNamespace(sparse_mla_force_mqa=False),
+            attention_config=SimpleNamespace(sparse_mla_force_mqa=False, hisparse_config=hosted),
         )
         stored = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
         spec = SimpleNamespace(dtype=stored, block_size=page, dcp=dcp, head_size=columns)

@@ -110,6 +110,45 @@ class SparseBuilder(SpecBuilder[M]):
         return self.build(0, common)
 
 
+class HostedImpl(Base[M]):
+    """Brings the rows that lists name from the host's memory, as vLLM 0.33 does (HiSparse).
+
+    Layers get those of decoding and of prefills apart: slots of the rows, and their number.
+    """
+
+    topk_indices_buffer: Any
+
+    def forward_mqa(self, q: Any, cache: Any, metadata: Any, layer: Any) -> Any:
+        total = len(q[0] if isinstance(q, tuple) else q)
+        cut, found = min(metadata.num_decode_tokens, total), []
+        for part in (slice(cut), slice(cut, total)):
+            lists = self.topk_indices_buffer[:total][part]
+            if not len(lists):
+                continue
+            pages = metadata.block_table[metadata.req_id_per_token[:total][part].long()]
+            places, page = lists.clamp(min=0).long(), cache.shape[1]
+            rows = pages.gather(1, places // page) * page + places % page
+            data = cache.view(torch.uint8)
+            kept = data.flatten(0, 1)[rows].reshape(-1, page, data.shape[-1])
+            slots = torch.arange(lists.numel(), dtype=torch.int32).view_as(lists)
+            found.append(
+                self._forward_mqa_kernel(
+                    tuple(each[part] for each in q) if isinstance(q, tuple) else q[part],
+                    kept.view(cache.dtype),
+                    torch.where(lists < 0, -1, slots),
+                    lists.ge(0).sum(-1, dtype=torch.int32),
+                    layer=layer,
+                    block_size=page,
+                    is_decode=part.stop == cut,
+                )
+            )
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs), None if lses[0] is None else torch.cat(lses)
+
+    def _forward_mqa_kernel(self, q: Any, kv_cache: Any, *lists: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
 class Workspace:
     """Memory for the keys of prefills."""
 
@@ -176,13 +215,17 @@ class DecodeMetadata:
 
 @contextmanager
 def stubbed(
-    version: str = "0.32.0", use_mla: bool = True, index_topk: int | None = None, dcp: int = 1
+    version: str = "0.32.0",
+    use_mla: bool = True,
+    index_topk: int | None = None,
+    dcp: int = 1,
+    hosted: Any = None,
 ) -> Iterator[None]:
-    """Let the plugin import the stub."""
+    """Let the plugin import the stub; `hosted` are options for rows in the host's memory."""
     of_model = {} if index_topk is None else {"index_topk": index_topk}
     config = SimpleNamespace(**vars(CONFIG) | of_model)
     model = SimpleNamespace(use_mla=use_mla, hf_config=config, model=PATH)
-    asked = SimpleNamespace(backend=Backends.CUSTOM, backend_per_kind=None)
+    asked = SimpleNamespace(backend=Backends.CUSTOM, backend_per_kind=None, hisparse_config=hosted)
     parallel = SimpleNamespace(decode_context_parallel_size=dcp)
     config = SimpleNamespace(model_config=model, attention_config=asked, parallel_config=parallel)
     contents: dict[str, dict[str, Any]] = {
@@ -217,7 +260,7 @@ def stubbed(
             "QueryLenSupport": SimpleNamespace(VARLEN="varlen"),
         },
         "vllm.model_executor.layers.attention.sparse_mla_attention": {
-            "SparseMLACommonImpl": Base,
+            "SparseMLACommonImpl": HostedImpl if hosted else Base,
             "SparseMLACommonMetadataBuilder": SparseBuilder,
         },
         "vllm.model_executor.layers.sparse_attn_indexer": {

@@ -469,12 +469,46 @@ def test_a_step_of_equal_query_lengths_launches_nothing_when_it_begins(
         assert again is not bool(launched)
 
 
-def test_a_cache_in_the_memory_of_the_host_is_refused() -> None:
-    builder = SparseMLA().builder
-    builder.vllm_config.attention_config.hisparse_config = "rows of the host"
-    match = rf"^hisparse_config: .* has no HiSparse, got rows of the host; leave out .*{OF_MODEL}"
+HOSTED = "rows of the host"  # what vLLM calls HiSparse
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("in_one", [False, True])
+def test_rows_that_vllm_brings_from_the_host_are_attended_to(
+    in_one: bool, cache_dtype: str
+) -> None:
+    lens, starts = (90, 5, 33), (0, 1, 6, 14)
+    with stubbed("0.33.0", index_topk=TOPK, hosted=HOSTED):
+        sinks, kv_lens = torch.zeros(HEADS), int32(*lens)
+        sparse = SparseMLA(cache_dtype, sinks=sinks, hosted=HOSTED)
+        sparse.impl.need_to_return_lse_for_decode = True
+        sparse.lists(visible(lens, starts))
+        q = queries(14)
+        state = wanted(sparse, q, lens, starts, tables(kv_lens))
+        for decodes, tokens in ((1, 14), (3, 14), (1, 1)):  # mixed, decoding alone
+            step = sparse.step(kv_lens, int32(*starts), 14, decodes=decodes)
+            given = tuple(part[:tokens] for part in q)
+            out, lse = sparse.attend(step, torch.cat(given, -1) if in_one else given)
+            torch.testing.assert_close(out, state.out[:tokens])
+            torch.testing.assert_close(lse, state.lse.flatten(0, -2)[:tokens])
+
+
+def test_a_capture_loads_the_kernels_of_rows_from_the_host() -> None:
+    with stubbed("0.33.0", index_topk=TOPK, hosted=HOSTED):
+        sparse = SparseMLA(hosted=HOSTED)
+        step = sparse.step(int32(90, 5), int32(0, 1, 2), 2, captured=True)
+        assert type(step.listed(2).plan) is cumla.MLASparsePlan
+        assert not step.steps
+
+
+def test_rows_in_the_memory_of_the_host_are_refused_where_vllm_tells_no_slots() -> None:
+    match = rf"^hisparse_config: .* HiSparse before 0.33, got {HOSTED}; leave out .*{OF_MODEL}"
     with pytest.raises(NotImplementedError, match=match):
-        type(builder)(builder.kv_cache_spec, ["layer"], builder.vllm_config, builder.device)
+        SparseMLA(hosted=HOSTED)
+    with stubbed("0.33.0", index_topk=TOPK, hosted=HOSTED):
+        match = rf"^hisparse_config: .* chooses pools of tokens, got {HOSTED}; .*{OF_MODEL}"
+        with pytest.raises(NotImplementedError, match=match):
+            SparseMLA(columns=512, pool=4, hosted=HOSTED)
 
 
 def test_groups_of_micro_batches_have_plans_of_their_own() -> None:
