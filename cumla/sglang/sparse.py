@@ -37,11 +37,12 @@ class Backend(DeepseekSparseAttnBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         width = self.kv_lora_rank, self.qk_rope_head_dim
-        refused = {
+        refused: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "kv_lora_rank, qk_rope_head_dim": (width, (WIDTH, _WITHOUT_ROPE)),
             "dcp_size": (self.dcp_size, (1,)),
-            "hisparse_coordinator": (self.hisparse_coordinator, (None,)),
         }
+        if self.dsa_index_kpool > 1:  # whose lists have tokens behind the lengths that are told
+            refused["hisparse_coordinator"] = (self.hisparse_coordinator, (None,))
         for name, (found, served) in refused.items():
             if found not in served:
                 raise refusal(

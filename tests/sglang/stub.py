@@ -95,6 +95,9 @@ class SparseBackend:
         assert self.get_topk_transform_method("extend") == "slots"  # type: ignore[attr-defined]
         if q_rope is None:
             q, q_rope = q[..., :512], q[..., 512:]
+        host: Any = self.hisparse_coordinator  # type: ignore[attr-defined]
+        if host is not None:
+            slots = host.swap_in_selected_pages(None, self.lengths, slots, 0)
         if self.dsa_decode_impl == "fa3":
             return self._forward_fa3(  # type: ignore[attr-defined]
                 q_rope=q_rope,

@@ -107,6 +107,24 @@ def test_sparse_mla_attends_as_the_eager_call(kind: str, missing: int) -> None:
                 torch.testing.assert_close(out, wanted.out)
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_rows_that_sglang_brings_from_the_host_are_attended_to(kind: str) -> None:
+    """HiSparse: SGLang tells where in the GPU's buffer the rows of the slots are."""
+    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(2))
+
+    def brought(requests: Any, lengths: Any, slots: Any, layer: int) -> Any:
+        found = order.argsort()[slots.clamp(min=0).long()].int()
+        return found.where(torch.arange(TOPK) < lengths[:, None], SLOTS - 1)  # any row behind them
+
+    host = SimpleNamespace(swap_in_selected_pages=brought)
+    backend, cache = made(kind, hisparse_coordinator=host)
+    q, slots, lengths = inputs(5)
+    wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1)
+    backend.init_forward_metadata(SimpleNamespace(lengths=lengths))
+    buffer = cache.view(torch.uint8)[order].view(cache.dtype)
+    torch.testing.assert_close(backend.forward_decode(q, buffer, slots), wanted.out)
+
+
 def test_queries_in_parts_are_not_copied() -> None:
     """As SGLang's model passes them: without sinks its backend makes no array of both parts."""
     backend, cache = made()
@@ -162,7 +180,7 @@ def test_a_step_has_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     "kv_lora_rank, qk_rope_head_dim": {"kv_lora_rank": 256},
     "dcp_size": {"dcp_size": 2},
-    "hisparse_coordinator": {"hisparse_coordinator": "host"},
+    "hisparse_coordinator": {"hisparse_coordinator": "host", "dsa_index_kpool": 4},
 }
 
 
