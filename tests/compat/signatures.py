@@ -3,8 +3,7 @@
 
 ``python tests/compat/signatures.py WHEEL...`` reads wheels and source archives, of any number of
 versions, and writes signatures.json: library -> function -> parameters -> versions. Nothing is
-imported. `test_signatures.py` holds the faces against it. Of dataclasses that a plugin reads the
-fields are there in place of parameters; tests/vllm and tests/sglang look at them.
+imported. `test_signatures.py` holds the faces against it.
 """
 
 from __future__ import annotations
@@ -55,33 +54,6 @@ ELSEWHERE = {
     "vllm_flash_attn.py": ("vllm/_custom_ops.py", ("reshape_and_cache_flash",)),
     "flashinfer/mla.py": ("flashinfer/mla/_batch_mla/_contracts.py", ("MLAPlanMetadata",)),
 }
-# Dataclasses that a plugin reads: its file under cumla, the library's files, their classes.
-READ: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm/mla.py": {
-        "vllm/model_executor/layers/attention/mla_attention.py": (
-            *("MLACommonMetadata", "MLACommonDecodeMetadata", "MLACommonPrefillMetadata"),
-            "MLACommonPrefillMetadata.ChunkedContextMetadata",
-        ),
-    },
-    "vllm/mha.py": {"vllm/v1/attention/backend.py": ("CommonAttentionMetadata",)},
-    "sglang/backend.py": {
-        "sglang/srt/model_executor/forward_batch_info.py": ("ForwardBatch",),
-        "sglang/srt/speculative/eagle_info.py": ("EagleVerifyInput",),
-        "sglang/srt/layers/attention/verify_mask.py": ("VerifyMask",),
-    },
-}
-
-
-def fields(body: list[ast.stmt], owner: str = "") -> dict[str, list[str]]:
-    """Classes by name, those within classes too -> their fields."""
-    found = {}
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            name = f"{owner}{node.name}"
-            annotated = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
-            found[name] = [target.id for target in annotated if isinstance(target, ast.Name)]
-            found |= fields(node.body, f"{name}.")
-    return found
 
 
 def declared(source: str) -> dict[str, list[str]]:
@@ -142,7 +114,6 @@ def files_of(archive: Path) -> Iterator[tuple[str, str]]:
     """The Python files of an archive that a face is held against: path -> text."""
     wanted = {path for *_, path in FACES}
     wanted |= {path for path, _ in ELSEWHERE.values()}
-    wanted |= {path for files in READ.values() for path in files}
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for name in wanted & set(wheel.namelist()):
@@ -162,8 +133,7 @@ def read(archives: list[Path]) -> dict[str, dict[str, dict[str, list[str]]]]:
     table: dict[str, dict[str, dict[str, list[str]]]] = {}
     for archive in archives:
         library, version = re.match(r"(.+?)-([^-]+?)(-|\.tar)", archive.name).groups()[:2]  # type: ignore[union-attr]
-        sources = dict(files_of(archive))
-        texts = {path: declared(text) for path, text in sources.items()}
+        texts = {path: declared(text) for path, text in files_of(archive)}
         for face, whose, path in FACES:
             if whose != library:
                 continue
@@ -174,12 +144,6 @@ def read(archives: list[Path]) -> dict[str, dict[str, dict[str, list[str]]]]:
             for name in sorted(ours.keys() & theirs.keys()):
                 rows = table.setdefault(library, {}).setdefault(f"{face}:{name}", {})
                 rows.setdefault(", ".join(theirs[name]), []).append(version)
-        for reader, path, classes in [(r, *row) for r in READ for row in READ[r].items()]:
-            if path in sources:
-                known = fields(ast.parse(sources[path]).body)
-                for name in classes:
-                    rows = table.setdefault(library, {}).setdefault(f"{reader}:{name}", {})
-                    rows.setdefault(", ".join(known.get(name, ())), []).append(version)
     return table
 
 

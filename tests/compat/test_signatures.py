@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.compat.signatures import DATA, FACES, READ, ROOT, declared
+from tests.compat.signatures import DATA, FACES, ROOT, declared
 
 TABLE: dict[str, dict[str, dict[str, list[str]]]] = json.loads(DATA.read_text("utf-8"))
 ROWS = [
     pytest.param(name, parameters, versions, id=f"{name} {versions[0]} to {versions[-1]}")
     for functions in TABLE.values()
     for name, forms in functions.items()
-    if name.partition(":")[0] not in READ
     for parameters, versions in forms.items()
 ]
 # What is meant to differ: function -> lines of `differences`.
@@ -119,8 +118,7 @@ def test_all_versions_are_there() -> None:
     }
     assert {f"0.{minor}.0" for minor in range(25, 34)} <= versions["vllm"]
     assert versions["flashinfer_python"] == {"0.7.4"}
-    assert versions["sglang"] == {"0.5.22", "0.5.23"}
-    assert versions.keys() == {library for _, library, _ in FACES} | {"sglang"}
+    assert versions.keys() == {library for _, library, _ in FACES}
 
 
 def test_differences_are_found() -> None:

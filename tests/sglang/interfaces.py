@@ -8,7 +8,6 @@ An AssertionError says what does not fit; the last line printed is the version.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from inspect import Parameter, getsource, signature
 from typing import Any
 
@@ -55,12 +54,11 @@ def main() -> None:
 
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common import attention_backend_handler, utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
     from sglang.srt.speculative import eagle_worker_common
-    from sglang.srt.speculative.eagle_info import EagleVerifyInput
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from cumla.sglang.backend import Backend
@@ -86,9 +84,6 @@ def main() -> None:
     assert base.needs_cpu_seq_lens and not Backend.needs_cpu_seq_lens
 
     # What the backend reads.
-    needed = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
-    needed |= {"out_cache_loc", "extend_seq_lens", "positions", "spec_info"}
-    assert needed <= {field.name for field in fields(ForwardBatch)}
     assert ForwardMode.IDLE.is_decode_or_idle()
     assert ForwardMode.TARGET_VERIFY.is_target_verify()
     layer = vars(RadixAttention(4, 64, 0.1, 2, 0))
@@ -103,7 +98,6 @@ def main() -> None:
     # Trees of drafts.
     assert "self.spec_algorithm = " in runner
     assert callable(SpeculativeAlgorithm.is_ngram)
-    assert {"custom_mask", "positions"} <= {field.name for field in fields(EagleVerifyInput)}
     worker = getsource(eagle_worker_common)
     assert "mask_mode, fill_mask = verify_mask.mode, verify_mask.is_read" in worker
     assert "verify_mask.buffer if verify_mask.fits(bs) else None" in worker

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from cumla.mla.shape import WIDE, WIDTHS
 from tests.bindings.launches import Launches
 from tests.bindings.stand_in import MODEL, OF_MODEL
 from tests.compat.oracle import naive
-from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
 from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, TREE, Server, starts, tree_of
 from tests.sglang.stub import (
@@ -611,21 +609,6 @@ def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
         assert len(entries) == 4
         assert "schedule" in entries[0]
         assert not [entry for entry in entries[1:] if "schedule" in entry]
-
-
-def test_sglang_has_the_fields_that_the_plugin_reads() -> None:
-    table = json.loads(SIGNATURES.read_text("utf-8"))["sglang"]
-    read = {
-        "ForwardBatch": {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "positions"}
-        | {"seq_lens_cpu", "out_cache_loc", "extend_seq_lens", "spec_info"},
-        "EagleVerifyInput": {"custom_mask", "positions"},
-        "VerifyMask": {"buffer", "mode", "max_bs"},
-    }
-    assert table.keys() == {f"sglang/backend.py:{name}" for name in read}
-    for name, needed in read.items():
-        forms = table[f"sglang/backend.py:{name}"]
-        assert all(needed <= set(form.split(", ")) for form in forms)
-        assert {v for versions in forms.values() for v in versions} == {"0.5.22", "0.5.23"}
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import tests.emulator
 from cumla.mla.shape import WIDE, WIDTHS
 from tests.bindings.launches import Launches
 from tests.bindings.stand_in import OF_MODEL
-from tests.compat.signatures import DATA as SIGNATURES
 from tests.compat.torch_gpu import torch_gpu
 from tests.selection import some
 from tests.vllm.layers import (
@@ -323,43 +321,6 @@ def test_mla_multiplies_in_fp8_by_an_option_of_vllm() -> None:
         config.additional_config = {"cumla": wrong}
         with pytest.raises(ValueError, match=r"^additional_config: needs {.*got {'cumla'"):
             MLA()
-
-
-def fields_of(reader: str) -> dict[str, dict[str, set[str]]]:
-    """Fields of vLLM's dataclasses that a module reads: class -> version -> names."""
-    table = json.loads(SIGNATURES.read_text("utf-8"))["vllm"]
-    return {
-        name.partition(":")[2]: {v: set(names.split(", ")) for names in forms for v in forms[names]}
-        for name, forms in table.items()
-        if name.startswith(f"{reader}:")
-    }
-
-
-def test_vllm_has_the_fields_that_the_plugin_reads() -> None:
-    read = {
-        "CommonAttentionMetadata": {"causal", "num_actual_tokens", "seq_lens", "query_start_loc"}
-        | {"block_table_tensor", "mm_req_doc_ranges", "max_query_len", "query_start_loc_cpu"}
-        | {"seq_lens_cpu_upper_bound"},
-        "MLACommonMetadata": {"decode", "prefill"},
-        "MLACommonDecodeMetadata": {"block_table", "seq_lens", "dcp_tot_seq_lens"},
-        "MLACommonPrefillMetadata": {"chunked_context"},
-        "MLACommonPrefillMetadata.ChunkedContextMetadata": set(),
-    }
-    found = fields_of("vllm/mha.py") | fields_of("vllm/mla.py")
-    assert found.keys() == read.keys()
-    for name, versions in found.items():
-        assert versions.keys() == found["CommonAttentionMetadata"].keys()
-        assert all(read[name] <= fields for fields in versions.values())
-
-
-def test_vllm_counts_or_lists_the_prefills_without_a_context() -> None:
-    """Another name there would let the plugin's correction fail in silence."""
-    count, mask, tokens = "prefill_tokens_with_context", "has_empty_context", "empty_token_slices"
-    found = fields_of("vllm/mla.py")["MLACommonPrefillMetadata.ChunkedContextMetadata"]
-    known = {version: fields & {count, mask, tokens} for version, fields in found.items()}
-    for version, names in known.items():
-        minor = int(version.split(".")[1])
-        assert names == ({count} if minor < 26 else {count, mask} if minor < 28 else {tokens})
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
