@@ -54,6 +54,7 @@ class Backend(DeepseekSparseAttnBackend):
         self._choose(None)
         self.enable_auto_select_prefill_impl = False
         stored, is_packed = cache_dtype(runner.kv_cache_dtype), self.dsa_kv_cache_store_fp8
+        self._is_packed = is_packed
         self._columns = sum(width)
         self._sizes: dict[str, Any] = {
             "cache_dtype": None if is_packed else stored,
@@ -152,6 +153,8 @@ class Backend(DeepseekSparseAttnBackend):
             self._steps[key] = Step(plans, lambda: (cumla.MLASparsePlan, shape), lens, lens)
         sinks = None if sinks is None else sinks.detach().float()
         step = self._steps[key]
+        if self._is_packed:  # SGLang passes rows of bytes as e4m3
+            kv_cache = kv_cache.view(torch.uint8)
         return step.run(q, kv_cache, slots, sinks=sinks, softmax_scale=sm_scale).out
 
     def _made(self, num_heads: int, topk: int) -> Plans:

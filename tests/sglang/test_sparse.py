@@ -60,7 +60,12 @@ def made(kind: str = "bfloat16", device: str = "cpu", **other: Any) -> Any:
     rows = torch.randn(SLOTS, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     slots = torch.arange(SLOTS, device=device)
     cumla.append_mla_cache(rows.to(device), cache, slots, cache_format=form)
-    return backend, cache
+    return backend, cache.view(torch.float8_e4m3fn) if is_packed else cache  # as SGLang views it
+
+
+def stored(kind: str, cache: Any) -> Any:
+    """A cache as cumla takes it."""
+    return cache.view(torch.uint8) if kind == "packed" else cache
 
 
 def inputs(tokens: int, heads: int = 4) -> tuple[Any, Any, Any]:
@@ -81,7 +86,8 @@ def test_rows_without_rope_and_lists_of_pools(kind: str) -> None:
     q = q[..., :512].contiguous()
     slots[0, -2:] = 7
     form = {"cache_format": "v32_no_rope"} if kind == "packed" else {}
-    wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1, **form)
+    rows = stored(kind, cache)
+    wanted = cumla.mla_sparse_attention(q, rows, slots, softmax_scale=0.1, **form)
     backend.init_forward_metadata(SimpleNamespace(lengths=lengths.clamp(max=3)))
     torch.testing.assert_close(backend.forward_decode(q, cache, slots), wanted.out)
     assert backend._resolve_kpool_tail_backend(slots, "flashmla_sparse") == "flashmla_sparse"
@@ -101,7 +107,8 @@ def test_sparse_mla_attends_as_the_eager_call(kind: str, missing: int) -> None:
         backend.init_forward_metadata(SimpleNamespace(lengths=told))
         for sinks in (None, torch.linspace(-1, 1, 4).bfloat16(), None):
             options = {} if sinks is None else {"sinks": sinks.float()}
-            wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1, **options)
+            rows = stored(kind, cache)
+            wanted = cumla.mla_sparse_attention(q, rows, slots, softmax_scale=0.1, **options)
             for attend in (backend.forward_decode, backend.forward_extend):
                 out = attend(q, cache, slots, attn_sink=sinks)
                 torch.testing.assert_close(out, wanted.out)
@@ -119,7 +126,7 @@ def test_rows_that_sglang_brings_from_the_host_are_attended_to(kind: str) -> Non
     host = SimpleNamespace(swap_in_selected_pages=brought)
     backend, cache = made(kind, hisparse_coordinator=host)
     q, slots, lengths = inputs(5)
-    wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1)
+    wanted = cumla.mla_sparse_attention(q, stored(kind, cache), slots, softmax_scale=0.1)
     backend.init_forward_metadata(SimpleNamespace(lengths=lengths))
     buffer = cache.view(torch.uint8)[order].view(cache.dtype)
     torch.testing.assert_close(backend.forward_decode(q, buffer, slots), wanted.out)

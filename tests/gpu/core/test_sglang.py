@@ -16,7 +16,7 @@ from tests.gpu.tools.waiting import no_waiting
 from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts, tree_of
 from tests.sglang.stub import Mode, stubbed
 from tests.sglang.test_plugin import attend_to_latent_trees, attend_to_trees
-from tests.sglang.test_sparse import inputs, made
+from tests.sglang.test_sparse import inputs, made, stored
 
 KERNELS = ()
 MAY_SKIP = ()
@@ -158,5 +158,6 @@ def test_graphs_serve_later_lists(kind: str) -> None:
                 each.copy_(each.flip(0))
             latent.copy_(q[..., :512])
             graph.replay()
-            wanted = cumla.mla_sparse_attention(q, cache, slots, softmax_scale=0.1).out
+            rows = stored(kind, cache)
+            wanted = cumla.mla_sparse_attention(q, rows, slots, softmax_scale=0.1).out
             torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
