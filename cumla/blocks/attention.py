@@ -515,7 +515,7 @@ _OPERATION = _Operation(_SCHEDULE, _ATTEND, BLOCK_SPARSE_ATTENTION)
 
 
 class BlockSparsePlan(Plan[BlockKey]):
-    """What query tokens see, and workspace, of :func:`block_sparse_attention`, for a step's layers.
+    """Visible tokens and workspace of :func:`block_sparse_attention`, for all layers of a step.
 
     It works like :class:`cumla.MLADecodePlan`, with the same rules for buffers, streams, threads,
     CUDA graphs and errors. An update takes the lengths. Each run takes lists and assigns them to

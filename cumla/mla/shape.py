@@ -21,7 +21,7 @@ WRITTEN = tuple((latent, rope) for latent in (512, 256, 1024) for rope in (64, 3
 
 
 class Takes(NamedTuple):
-    """What the kernels of some latent columns take beside caches of the dtype of q."""
+    """Features of the kernels for a number of latent columns, beyond caches of q's dtype."""
 
     e4m3: bool = True  # caches of it under one factor
     trees: bool = True  # of drafts

@@ -23,7 +23,7 @@ from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
 __all__ = ["Backend"]
 
 _WITHOUT_ROPE = WIDTH[0], 0
-# What SGLang's backend calls: both pass slots and their number.
+# Functions that SGLang's backend calls: both pass slots and their number.
 _IN_PARTS = "fa3"  # and queries in two parts
 _WITH_SINKS = "flashmla_sparse"  # and sinks, with queries of which it makes one array
 

@@ -45,7 +45,7 @@ def lists_spec(topk: int) -> KernelSpec:
 
 
 class VirtualPages(NamedTuple):
-    """How blocks of kv heads are numbered: steps of the number for a page, a block and a head."""
+    """Numbers of blocks of kv heads: the steps from page to page, block to block, head to head."""
 
     steps: tuple[int, ...]
     number: int  # of virtual pages

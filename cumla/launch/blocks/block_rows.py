@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Where to write how many blocks each query token sees."""
+    """The destination of the number of blocks that each query token sees."""
 
     address: int = 0  # 0: nowhere
     most: int = 0  # tokens that the pages of a request hold

@@ -159,7 +159,7 @@ class BlockKey(MHAKey):
 
     @cached_property
     def few(self) -> FewForm | None:
-        """How block_attention_few serves these lists, if it does."""
+        """The form of block_attention_few for these lists; None: it does not serve them."""
         if (
             self.batch_invariant
             or self.topk > _FEW_ENTRIES
@@ -185,7 +185,7 @@ class BlockKey(MHAKey):
 
     @property
     def list_cost(self) -> int:
-        """What a full list costs, in blocks."""
+        """Cost of a full list, in blocks."""
         return max(1, self.list_blocks) + SPLIT_RULES.fixed_cost
 
     @cached_property
@@ -230,7 +230,7 @@ class BlockKey(MHAKey):
 
     @cached_property
     def layout(self) -> PlanLayout:
-        """Where things lie behind the rows and pages of lists, and the size of all."""
+        """Offsets after the rows and pages of lists, and the size of all."""
         if self.tile:
             return replace(self.tile.layout, nbytes=self._rows + self.tile.nbytes)
         own = PlanLayout.of(self)
@@ -282,7 +282,7 @@ class TileKey(MHAKey):
 
     @property
     def variant(self) -> str:
-        """Which kernel: that for lists, of widened blocks or of others."""
+        """The variant of the kernel: for lists of widened blocks, or of others."""
         return WIDENED if self.widened else LISTED
 
     @property

@@ -164,7 +164,7 @@ TOP_K_SHAPES = {
     "sampled": TopKShape(1024, 0, 2, 8192, 1, _CLUSTERS[1:], 6.5, 0.12),
     "streamed": TopKShape(512, 0, 0, 8192, 1, _CLUSTERS, 4.0, 1.0),
 }
-# What a cluster's waits take; and how many clusters 132 multiprocessors run at once.
+# Time of a cluster's waits, and the number of clusters that 132 multiprocessors run at once.
 _CLUSTER_TIME = {1: 0.0, 2: 1.5, 4: 2.0, 8: 3.0}
 _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
 
