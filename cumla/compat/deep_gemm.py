@@ -47,9 +47,9 @@ from cumla.indexer.paged_logits import (
     paged_mqa_logits,
 )
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.indexer.paged_mqa_logits import PagedMQAArguments, paged_mqa_logits_launch
+from cumla.launch.indexer.paged_mqa_logits import paged_mqa_logits_launch
 from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, paged_mqa_schedule_launch
-from cumla.launch.indexer.shape import MOST_TOKENS
+from cumla.launch.indexer.shape import MOST_TOKENS, PagedMQAArguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

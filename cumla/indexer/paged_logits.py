@@ -41,11 +41,7 @@ from cumla.indexer.arguments import (
     pages_of,
 )
 from cumla.launch.device import checked_sm_count, sm_count_of
-from cumla.launch.indexer.paged_mqa_logits import (
-    PagedMQAArguments,
-    paged_mqa_logits_launch,
-    paged_mqa_logits_spec,
-)
+from cumla.launch.indexer.paged_mqa_logits import paged_mqa_logits_launch, paged_mqa_logits_spec
 from cumla.launch.indexer.paged_mqa_schedule import (
     PagedMQAKey,
     kept_lens,
@@ -53,6 +49,7 @@ from cumla.launch.indexer.paged_mqa_schedule import (
     paged_mqa_schedule_spec,
     plan_bytes,
 )
+from cumla.launch.indexer.shape import PagedMQAArguments
 from cumla.launch.module import load
 
 if TYPE_CHECKING:
@@ -449,7 +446,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key
-        logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.q_len, 1), key.mxfp4)
+        logits = paged_mqa_logits_spec(key._replace(q_len=max(key.q_len, 1)))
         for spec in (paged_mqa_schedule_spec(key), logits):
             load(spec, device, capturing=capturing)
 

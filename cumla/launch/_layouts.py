@@ -159,6 +159,12 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kLogitsThreads": 384,
         "kMaxTokens": 2147483584,
     },
+    "indexer/paged_mqa_logits_few": {
+        "LogitsFewLayout::kBytes": 76176,
+        "LogitsFewLayout::kColumns": 64,
+        "LogitsFewLayout::kDim": 128,
+        "kFewThreads": 640,
+    },
     "indexer/paged_mqa_schedule": {
         "sizeof(Place)": 8,
     },
@@ -1335,6 +1341,19 @@ STRUCTS: dict[str, dict[str, str]] = {
     "Octets": {
         "latent": "i",
         "rope": "i",
+    },
+    "PagedMqaFewParams": {
+        "keys": "128s",
+        "logits": "LogitsParams",
+        "kv_lens": "KvLens",
+        "q": "q",
+        "q_stride_row": "q",
+        "scales": "q",
+        "scales_stride": "q",
+        "block_table": "q",
+        "num_pages": "i",
+        "log2_of_page": "i",
+        "padding_296": "24x",
     },
     "PagedMqaMxfp4Params": {
         "": "PagedMqaParams",

@@ -159,6 +159,7 @@ def rows_into_v4(cupy: CuPy) -> None:
 def logits(cupy: CuPy) -> None:
     sanitize.score_sequence(cupy)
     sanitize.score_pages(cupy, 1)
+    sanitize.score_one_request(cupy)
 
 
 def selection(cupy: CuPy) -> None:

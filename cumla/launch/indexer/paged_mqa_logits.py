@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from itertools import product, starmap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from cumla.launch.indexer.choice import LogitsShape, paged_shape
+from cumla.launch.indexer.paged_mqa_logits_few import few_logits_launch, few_logits_spec
 from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, lengths_values
 from cumla.launch.indexer.shape import (
     LOGITS_THREADS,
@@ -17,7 +18,7 @@ from cumla.launch.layouts import launch_of, strided
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
-    from cumla.core.arrays import ArrayView
+    from cumla.launch.indexer.shape import PagedMQAArguments
     from cumla.launch.kernel import Launch
     from cumla.launch.tensor_map import TensorMap
 
@@ -41,26 +42,13 @@ _SPECS = {shape: _spec(shape) for shape in _SHAPES}  # several shapes are equal
 SPECS = tuple(_SPECS.values())
 
 
-def paged_mqa_logits_spec(
-    num_heads: int, head_dim: int, q_len: int, mxfp4: bool = False
-) -> KernelSpec:
+def paged_mqa_logits_spec(key: PagedMQAKey) -> KernelSpec:
     """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
-    return _SPECS[paged_shape(num_heads, head_dim, q_len, mxfp4)]
+    return few_logits_spec(key) or _batch_spec(key)
 
 
-class PagedMQAArguments(NamedTuple):
-    """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays."""
-
-    q: ArrayView  # (batch, q_len, num_heads, head_dim) e4m3, rows on 16-byte boundaries
-    # (num_pages, page_size, head_dim) e4m3, with mxfp4 half as many bytes; 16-byte boundaries
-    k_cache: ArrayView
-    # (num_pages, page_size) float32, or four bytes, pages contiguous and on 16-byte boundaries
-    scale_cache: ArrayView
-    weights: ArrayView  # (batch * q_len, num_heads) float32
-    kv_lens: ArrayView  # (batch,) or (batch, q_len) int32
-    block_table: ArrayView  # (batch, max_blocks) int32, rows contiguous
-    buffer: int  # address of the plan's buffer
-    out: ArrayView  # (batch * q_len, max_kv_len) float32 or bfloat16, rows contiguous
+def _batch_spec(key: PagedMQAKey) -> KernelSpec:
+    return _SPECS[paged_shape(key.num_heads, key.head_dim, key.q_len, key.mxfp4)]
 
 
 def paged_mqa_logits_launch(
@@ -71,6 +59,8 @@ def paged_mqa_logits_launch(
     There are at least one request, one page and one column. Where `clean`, -inf is written where
     nothing is visible.
     """
+    if (few := few_logits_spec(key)) is not None:
+        return few_logits_launch(few, key, arguments, clean=clean)
     a = arguments
     num_pages, page_size, _ = a.k_cache.shape
     keys: TensorMap | bytes = _NO_MAP
@@ -91,5 +81,4 @@ def paged_mqa_logits_launch(
         "num_pages": num_pages,
         "log2_of_page": page_size.bit_length() - 1,
     }
-    spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.q_len, key.mxfp4)
-    return launch_of(spec, (key.num_sms, 1, 1), values)
+    return launch_of(_batch_spec(key), (key.num_sms, 1, 1), values)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, parameters and loads of keys that the launchers of the indexer's logits share."""
+"""Sizes, arguments and loads of keys that the launchers of the indexer's logits share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, strided
 from cumla.launch.tensor_map import TensorMap
@@ -15,6 +15,21 @@ FILE = "indexer/paged_mqa_logits"
 BLOCK_TOKENS = constant(FILE, "kBlockTokens")  # of one product, and of one load
 MOST_TOKENS = constant(FILE, "kMaxTokens")  # of a request
 LOGITS_THREADS = constant(FILE, "kLogitsThreads")
+
+
+class PagedMQAArguments(NamedTuple):
+    """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays."""
+
+    q: ArrayView  # (batch, q_len, num_heads, head_dim) e4m3, rows on 16-byte boundaries
+    # (num_pages, page_size, head_dim) e4m3, with mxfp4 half as many bytes; 16-byte boundaries
+    k_cache: ArrayView
+    # (num_pages, page_size) float32, or four bytes, pages contiguous and on 16-byte boundaries
+    scale_cache: ArrayView
+    weights: ArrayView  # (batch * q_len, num_heads) float32
+    kv_lens: ArrayView  # (batch,) or (batch, q_len) int32
+    block_table: ArrayView  # (batch, max_blocks) int32, rows contiguous
+    buffer: int  # address of the plan's buffer
+    out: ArrayView  # (batch * q_len, max_kv_len) float32 or bfloat16, rows contiguous
 
 
 def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from tests.gpu.tools.indexer_problem import (
 from tests.gpu.tools.process import run_fresh
 from tests.launch.indexer.paged_mqa_schedule_mirror import schedule_reference, visible_tokens
 
-KERNELS = ("mqa_logits", "paged_mqa_schedule", "paged_mqa_logits")
+KERNELS = ("mqa_logits", "paged_mqa_schedule", "paged_mqa_logits", "paged_mqa_logits_few")
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -462,15 +462,21 @@ def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
     assert int(wrong[0]) == 0
 
 
-def test_a_request_has_the_same_bits_in_every_batch() -> None:
-    problem = Paged(cp, 12, 2, 5000)
+@pytest.mark.parametrize(
+    ("batch", "q_len", "mean", "heads", "page_size"),
+    [(12, 2, 5000, 64, 64), (12, 2, 5000, 32, 16), (5, 1, 200_000, 64, 64), (5, 1, 700, 8, 128)],
+)
+def test_a_request_has_the_same_bits_in_every_batch(
+    batch: int, q_len: int, mean: int, heads: int, page_size: int
+) -> None:
+    problem = Paged(cp, batch, q_len, mean, heads, page_size=page_size)
     q, cache, weights, table, lengths = problem.arrays
-    whole = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=7000)
-    for b in (0, 5, 11):
-        rows = slice(2 * b, 2 * b + 2)
+    whole = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=2 * mean)
+    for b in (0, batch // 2 - 1, batch - 1):
+        rows = slice(q_len * b, q_len * (b + 1))
         one = slice(b, b + 1)
         alone = cumla.paged_mqa_logits(
-            q[one], cache, weights[rows], table[one], lengths[one], max_kv_len=7000
+            q[one], cache, weights[rows], table[one], lengths[one], max_kv_len=2 * mean
         )
         assert same_bits(alone, whole[rows])
 

@@ -508,6 +508,8 @@ def score_all(cupy: Any, edited: Callable[..., Any]) -> None:
             for q_len in (1, 2, 5):
                 score_pages(cupy, q_len, batch=9, mean=900)
             score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
+    with multiprocessors(2):
+        score_one_request(cupy)
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
 
 
@@ -852,11 +854,12 @@ def score_pages(
     mean: int = 200,
     heads: int = 64,
     head_dim: int = 128,
+    page_size: int = 64,
     form: str | None = None,
 ) -> None:
     """Score the tokens of ragged requests, in a call of its own and with a plan."""
     form = form or ("pair" if clean else "fused")
-    problem = Paged(np, batch, q_len, mean, heads, head_dim, form=form)
+    problem = Paged(np, batch, q_len, mean, heads, head_dim, page_size, form=form)
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:], **problem.options)
@@ -867,6 +870,13 @@ def score_pages(
         out = Rows(np, batch * q_len, columns, "float32")
         logits = score(cupy, function, arrays, out, max_kv_len=columns, clean=clean)
         problem.check(logits, clean=clean)
+
+
+def score_one_request(cupy: Any) -> None:
+    """A request alone, of more blocks than all rings hold."""
+    mean = 2000 * devices.properties(0).sm_count
+    for heads, q_len, page_size in ((64, 1, 64), (32, 2, 16)):
+        score_pages(cupy, q_len, batch=1, mean=mean, heads=heads, page_size=page_size)
 
 
 def score_more_pages(cupy: Any) -> None:
