@@ -38,6 +38,9 @@ class Rules:
     # of requests of 1,024 to 4,096 tokens, it takes 6 to 9 us more than attention.
     split_share: tuple[int, int] = (3, 4)
     split_rows: int = 512
+    # Waves of whole row tiles, as a share of those that the last one ends, from which on keys are
+    # split: 1.03 waves over 32,768 tokens take 713 us, split 414; 2.5 over 8,192 take 274 and 255.
+    most_waste: tuple[int, int] = (5, 4)
     # Query rows of a request that are drafts, at most, and row tiles for each multiprocessor, up to
     # which keys are split though whole tiles would fill it: 20 requests 195 us for 240.
     most_draft_rows: int = 256
@@ -45,6 +48,9 @@ class Rules:
     # Query tokens of a request, on average, up to which a batch is taken to decode with drafts;
     # with more, some requests may be chunks of prompts, whose full tiles attention_prefill takes.
     most_drafts: int = 4
+    # The same of a batch whose keys are split for the sake of its chunks: 32 requests of 12 tokens
+    # over 4,096 take 139 us for 134; 32 of one token beside 480 over 8,192 take 233 for 300.
+    split_tokens: int = 8
     # Share of a thread block's work that a short tile beside full tiles may take, as a fraction,
     # before it is split: the short tiles end with the full ones.
     short_share: tuple[int, int] = (3, 4)
@@ -106,15 +112,16 @@ def choose(key: MHAShape) -> Choice:
     is_full = rows >= RULES.full_rows * key.batch
     is_uniform = key.q_len > 0 or key.batch == 1
     full = _full_tiles(key)
-    split = _split_tiles(key, rows) if is_uniform and key.role == "batch" else None
-    if split and (not (is_full and _fill(key, rows)) or _are_drafts(key, rows)):
+    split = _split_tiles(key, rows) if key.role == "batch" else None
+    fills = (is_full or not is_uniform) and _fill(key, rows)
+    if split and (not fills or (is_uniform and _are_drafts(key, rows)) or _waste(key, rows)):
         return split
     if full and (key.role == "full tiles" or (is_uniform and is_full and _fill(key, rows))):
         return full
     few = _few_rows(key)
     if few:
         return few
-    has_chunks = key.total_tokens > RULES.most_drafts * key.batch and not key.has_window
+    has_chunks = _has_chunks(key, RULES.most_drafts)
     is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
     return Choice(_tiles(key), box_rows=boxes, is_mixed=is_mixed)
 
@@ -128,7 +135,9 @@ def _split_tiles(key: MHAShape, rows: int) -> Choice | None:
     tiles = key.batch * -(-of_request // SPLIT_ROWS) * key.num_kv_heads
     most_of, whole = RULES.split_share
     gains = tiles * whole >= most_of * key.sm_count or of_request >= RULES.split_rows
-    if not gains or of_request <= ROW_TILE or key.cache_dtype != key.dtype or key.form == "rows":
+    gains &= of_request > ROW_TILE
+    gains |= _has_chunks(key, RULES.split_tokens) and _rows_of_chunks(key) >= RULES.split_rows
+    if not gains or key.cache_dtype != key.dtype or key.form == "rows":
         return None
     spec = None if key.batch_invariant else split_spec(key.dtype, key.kernel_tiles, key.variant)
     boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
@@ -159,6 +168,33 @@ def _fill(key: MHAShape, rows: int) -> bool:
         and (rows // ROW_TILE + key.batch) * key.num_kv_heads <= RULES.most_tiles
         and not key.batch_invariant
     )
+
+
+def _has_chunks(key: MHAShape, drafts: int) -> bool:
+    """Whether chunks of prompts may be among requests that have so many drafts at most."""
+    is_mixture = key.q_len == 0 and key.batch > 1 and not key.has_window
+    return is_mixture and key.total_tokens > drafts * key.batch
+
+
+def _rows_of_chunks(key: MHAShape) -> int:
+    """Count query rows of a kv head beyond those of one token of each request."""
+    return (key.total_tokens - key.batch) * key.heads_per_group
+
+
+def _waste(key: MHAShape, rows: int) -> bool:
+    """Whether the last wave of whole row tiles leaves many multiprocessors without one.
+
+    All requests are taken to have equally many rows, or, with few, one to have most of them.
+    """
+    size, of_request = tile_rows(key.kernel_tiles, key.form), rows // max(key.batch, 1)
+    if of_request >= RULES.full_rows:
+        tiles = key.batch * -(-of_request // size)
+    else:
+        tiles = -(-_rows_of_chunks(key) // size)
+    tiles *= key.num_kv_heads
+    most, of = RULES.most_waste
+    waves = -(-tiles // max(key.sm_count, 1))
+    return not key.has_window and waves * key.sm_count * of >= tiles * most
 
 
 def _are_drafts(key: MHAShape, rows: int) -> bool:

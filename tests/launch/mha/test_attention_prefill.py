@@ -157,7 +157,8 @@ def test_whole_tiles_are_for_many_rows() -> None:
         for name, given, processors in (
             ("many rows", many, 1),
             ("one request", one, 1),
-            ("few tiles", many, 30),
+            ("few tiles", few, 30),
+            ("tiles for most multiprocessors", many, 30),
             ("a chunk beside decoding", few, 1),
             ("a window", few | {"window": 5}, 1),
             ("drafts", drafts, 1),
@@ -168,6 +169,7 @@ def test_whole_tiles_are_for_many_rows() -> None:
         "many rows": "attention and attention_prefill",
         "one request": "attention_prefill",
         "few tiles": "attention",
+        "tiles for most multiprocessors": "attention_prefill",
         "a chunk beside decoding": "attention and attention_prefill",
         "a window": "attention",
         "drafts": "attention_decode",
