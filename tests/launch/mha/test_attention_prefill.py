@@ -129,6 +129,10 @@ def chosen_on(given: dict[str, Any], processors: int) -> str:
         (1, 128, (32, 8), "split"),  # a chunk of a prompt
         (1, 2048, (32, 8), "whole"),
         (80, 32, (64, 8), "whole"),
+        (1, 544, (32, 8), "split"),  # 1.03 waves of whole tiles
+        (1, 900, (32, 8), "whole"),  # 1.8
+        (1, 1100, (32, 8), "split"),  # 2.1
+        (1, 1500, (32, 8), "whole"),  # 2.8
     ],
 )
 def test_keys_of_drafts_and_chunks_are_split(
@@ -144,6 +148,28 @@ def test_keys_of_drafts_and_chunks_are_split(
             assert key.row_tile == 128
         else:
             assert chosen == ("whole" if key.choice.takes_full_tiles else key.choice.spec.stem)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "chosen"),
+    [
+        (16, 160, (64, 8), "split"),  # drafts, ten on average
+        (4, 512, (32, 8), "split"),  # chunks
+        (33, 512, (32, 8), "split"),  # 32 decode beside a chunk
+        (33, 576, (32, 8), "split"),  # the chunk has 1.03 waves of whole tiles
+        (65, 1088, (32, 8), "mixed"),  # 1.9
+        (2, 601, (32, 8), "split"),  # 1.2
+        (3, 1800, (32, 8), "mixed"),  # 3.5
+        (64, 350, (64, 8), "mixed"),  # drafts of 44 rows, or chunks
+        (64, 224, (32, 8), "attention"),  # drafts of one tile of 64 rows
+    ],
+)
+def test_keys_of_ragged_batches_are_split(
+    batch: int, tokens: int, heads: tuple[int, int], chosen: str
+) -> None:
+    key = MHAKey(batch, tokens, *heads, 128, 128, 64, "bfloat16", "bfloat16", True, 0, 0, 132)
+    found = "split" if key.choice.is_split else "mixed" if key.choice.is_mixed else None
+    assert chosen == (found or key.choice.spec.stem)
 
 
 def test_whole_tiles_are_for_many_rows() -> None:
