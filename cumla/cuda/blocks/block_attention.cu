@@ -5,20 +5,20 @@
 // A list is that of a query token and kv head: a set of blocks, without those that do not exist or that the query does
 // not see. Only the last one can end within the block. A cluster of CTAs has a list, each CTA a range of its tokens.
 //
-// grid = (CTAs of a cluster x lists), 128 threads. Heads are the M side of mma.sync products.
+// grid = (CTAs of a cluster x lists), 32 x kWarps threads. Heads are the M side of mma.sync products.
 //
 // Roles and time line; B is a barrier of the CTA (__syncthreads), C one of the cluster:
 //   warp 0      | read the list and order its blocks; copy the query, and the first chunks of all warps | B |
-//   others      | run through the loop below once, without a result: its code comes from memory       | B |
-//   warp w      | every fourth chunk of the CTA: S = Q K' | softmax | O += P V | copy the third chunk after it |
-//   all threads | leave sums | B | add up the warps | C | add up the CTAs, and store | C
+//   warp w      | each kWarps-th chunk of the CTA: S = Q K' | softmax | O += P V | copy the third chunk after it |
+//   all threads | leave sums | B | add up the warps, and store without a cluster | C | add up the CTAs, and store | C
 //
 // barrier            who arrives (count)           who waits   guards
 // full(warp, stage)  a lane of warp 0 or of the    the warp    a chunk is loaded
 //                    warp, with TMA's bytes (1)
 //
-// Shared memory: 12 chunks of 8,192 B, query 4,096, list 1,024, statistics 1,280, barriers 112
-// Registers:     183, of 255; two CTAs per SM
+// Shared memory: of each warp 3 chunks of 8,192 B, 256 of statistics, 24 of barriers; query 4,096, list 1,024,
+//                statistics of all 256, list's sizes 16
+// Registers:     164, over e4m3 175, of 255; eight warps per SM
 #include "blocks/block_attention/compute.cuh"
 #include "blocks/block_attention/finish.cuh"
 #include "blocks/block_attention/layout.cuh"
@@ -38,10 +38,10 @@ namespace cumla::blocks {
 using namespace ptx;
 using namespace split;
 
-template <typename T, bool kE4m3>
+template <typename T, bool kE4m3, int kWarps>
 __device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
-  using Layout = DecodeLayout<kE4m3>;
-  constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
+  using Layout = DecodeLayout<kE4m3, kWarps>;
+  constexpr int kStages = Layout::kStages;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -54,52 +54,36 @@ __device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
     if (line < p.table_entries) prefetch_l2(p.block_table + line);
   }
   grid_dependency_launch();
-  if (warp == 0) {
-    grid_dependency_wait();
-    load_list(p, shared, token, head, rank);
-  }
+  grid_dependency_wait();
+  if (warp == 0) load_list(p, shared, token, head, rank);
 
+  __syncthreads();
+  const int tokens = load_shared_u32(shared.known(0));
+  const Chunks chunks(p, tokens, Layout::kChunk, rank);
   DecodeAttender<T, kE4m3, Layout> attender(p);
-  Chunks chunks = {0, warp + 1};
-  int tokens = 0;
-  // Code that runs for the first time on an SM is slow: all warps but the first run it while that one reads the list.
+  attender.begin(shared.query(), load_shared_float(shared.known(1)));
+  int stage = 0;
+  u32 phase = 0;
 #pragma unroll 1
-  for (bool real = warp == 0 || blockIdx.x >= p.first_ctas;; real = true) {
-    float of_keys = 1.0f;
-    if (real) {
-      if (warp != 0) grid_dependency_wait();
-      __syncthreads();
-      tokens = load_shared_u32(shared.known(0));
-      of_keys = load_shared_float(shared.known(1));
-      chunks = Chunks(p, tokens, Layout::kChunk, rank);
+  for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
+    mbarrier_wait(shared.full(warp, stage), phase, "a chunk");
+    attender.attend(shared.stage(warp, stage), min(tokens - chunk * Layout::kChunk, Layout::kChunk));
+    __syncwarp();
+    const int later = chunk + kStages * kWarps;
+    if (later < chunks.end && elect_one()) copy_chunk_async(p, shared, warp, stage, later);
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
     }
-    attender.begin(real ? shared.query() : shared.stage(warp, 0), of_keys);
-    int stage = 0;
-    u32 phase = 0;
-#pragma unroll 1
-    for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
-      if (real) mbarrier_wait(shared.full(warp, stage), phase, "a chunk");
-      const int seen = real ? min(tokens - chunk * Layout::kChunk, Layout::kChunk) : -1;
-      attender.attend(shared.stage(warp, stage), seen);
-      __syncwarp();
-      const int later = chunk + kStages * kWarps;
-      if (later < chunks.end && elect_one()) copy_chunk_async(p, shared, warp, stage, later);
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-    if (real) break;
   }
   attender.leave(shared, warp);
   __syncthreads();
-  add_warps(shared);
-  if (p.cluster_log2 > 0)
-    cluster_sync();
-  else
-    __syncthreads();
-  add_ctas<T>(p, shared, token, head, rank, load_shared_float(shared.known(2)));
-  if (p.cluster_log2 > 0) cluster_sync_relaxed();  // others have read what is here
+  const float of_values = load_shared_float(shared.known(2));
+  add_warps<T>(p, shared, token, head, of_values);
+  if (p.cluster_log2 == 0) return;
+  cluster_sync();
+  add_ctas<T>(p, shared, token, head, rank, of_values);
+  cluster_sync_relaxed();  // others have read what is here
 }
 
 }  // namespace cumla::blocks

@@ -32,6 +32,8 @@ namespace cumla::blocks {
 using namespace ptx;
 using namespace split;
 
+constexpr int kRestWarps = 4;
+
 struct BlockAttentionRestParams : BlockAttentionParams {
   const TilePlace* places;  // [max_places]
   const TileCounts* counts;
@@ -41,24 +43,25 @@ struct BlockAttentionRestParams : BlockAttentionParams {
   Divisor by_tile_tokens;
 };
 
+using RestLayout = DecodeLayout<true, kRestWarps>;
+
 template <typename T>
-__device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p, const DecodeLayout<true>& shared,
-                                               int token, int head) {
-  using Layout = DecodeLayout<true>;
-  constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
+__device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p, const RestLayout& shared, int token,
+                                               int head) {
+  constexpr int kWarps = kRestWarps, kStages = RestLayout::kStages;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp == 0) load_list(p, shared, token, head, 0);
   __syncthreads();
   const int tokens = load_shared_u32(shared.known(0));
-  const Chunks chunks(p, tokens, Layout::kChunk, 0);
-  DecodeAttender<T, true, Layout> attender(p);
+  const Chunks chunks(p, tokens, RestLayout::kChunk, 0);
+  DecodeAttender<T, true, RestLayout> attender(p);
   attender.begin(shared.query(), load_shared_float(shared.known(1)));
   int stage = 0;
   u32 phase = 0;
 #pragma unroll 1
   for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
     mbarrier_wait(shared.full(warp, stage), phase, "a chunk");
-    attender.attend(shared.stage(warp, stage), min(tokens - chunk * Layout::kChunk, Layout::kChunk));
+    attender.attend(shared.stage(warp, stage), min(tokens - chunk * RestLayout::kChunk, RestLayout::kChunk));
     __syncwarp();
     const int later = chunk + kStages * kWarps;
     if (later < chunks.end && elect_one()) copy_chunk_async(p, shared, warp, stage, later);
@@ -69,9 +72,7 @@ __device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p
   }
   attender.leave(shared, warp);
   __syncthreads();
-  add_warps(shared);
-  __syncthreads();
-  add_ctas<T>(p, shared, token, head, 0, load_shared_float(shared.known(2)));
+  add_warps<T>(p, shared, token, head, load_shared_float(shared.known(2)));
   fence_proxy_async_shared();  // the next chunks come where the sums are
   __syncthreads();
   if (warp == 0 && lane / kWarps < kStages) mbarrier_invalidate(shared.full(lane % kWarps, lane / kWarps));
@@ -80,7 +81,7 @@ __device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p
 template <typename T>
 __device__ __forceinline__ void block_attention_rest(const BlockAttentionRestParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const DecodeLayout<true> shared = {shared_address(shared_bytes)};
+  const RestLayout shared = {shared_address(shared_bytes)};
   grid_dependency_launch();
   grid_dependency_wait();
   const int lists = static_cast<int>(p.counts->left) * p.tile_tokens;

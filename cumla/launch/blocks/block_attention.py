@@ -7,7 +7,7 @@ from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING, Any
 
-from cumla.launch.blocks.choice import RULES
+from cumla.launch.blocks.choice import list_ctas
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
@@ -26,29 +26,26 @@ _FILE = "blocks/block_attention"
 _LOG2_E = log2(e)
 
 
-_WARPS = constant(_FILE, "kDecodeWarps")
-
-
-def _spec(dtype: str, e4m3: bool) -> KernelSpec:
+def _spec(dtype: str, e4m3: bool, warps: int) -> KernelSpec:
     return KernelSpec.of(
-        *("blocks", "block_attention", "BlockAttentionParams", dtype, e4m3),
-        tags=[dtype, *(["e4m3"] if e4m3 else [])],
-        threads=32 * _WARPS,
-        min_blocks=RULES.list_ctas,
-        smem_bytes=constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}>::kBytes"),
+        *("blocks", "block_attention", "BlockAttentionParams", dtype, e4m3, warps),
+        tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps)],
+        threads=32 * warps,
+        min_blocks=list_ctas(warps),
+        smem_bytes=constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, {warps}>::kBytes"),
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True))}
+_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), (4, 2))}
 SPECS = tuple(_SPECS.values())
 _CHUNKS = {
-    e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}>::kChunk") for e4m3 in (False, True)
+    e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, 4>::kChunk") for e4m3 in (False, True)
 }
 
 
 def block_attention_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    return _SPECS[key.dtype, key.cache_dtype != key.dtype]
+    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.list_warps]
 
 
 def block_attention_launch(
@@ -110,7 +107,6 @@ def block_attention_values(
         "tokens_apart": apart,
         "out_is_float": out.dtype == "float32",
         "cluster_log2": key.cluster.bit_length() - 1,
-        "first_ctas": RULES.list_ctas * key.sm_count,
         "scale_log2": (a.softcap or a.softmax_scale) * _LOG2_E,
         "to_softcap": 2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         "by_tokens_apart": divisor_of(apart or 1 << 31),

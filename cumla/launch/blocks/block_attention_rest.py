@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.blocks.block_attention import block_attention_values
-from cumla.launch.blocks.choice import RULES
+from cumla.launch.blocks.choice import list_ctas
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from cumla.launch.mha.launch import MHAArguments
 
 _FILE = "blocks/block_attention_rest"
+_WARPS = constant(_FILE, "kRestWarps")
 _SPECS = {
     dtype: KernelSpec.of(
         *("blocks", "block_attention_rest", "BlockAttentionRestParams", dtype),
         tags=[dtype],
-        threads=32 * constant(_FILE, "kDecodeWarps"),
-        min_blocks=RULES.list_ctas,
-        smem_bytes=constant(_FILE, "DecodeLayout<true>::kBytes"),
+        threads=32 * _WARPS,
+        min_blocks=list_ctas(_WARPS),
+        smem_bytes=constant(_FILE, "DecodeLayout<true, kRestWarps>::kBytes"),
     )
     for dtype in HALVES
 }
@@ -63,4 +64,4 @@ def block_attention_rest_launch(
         "tile_tokens": tile.tile_tokens,
         "by_tile_tokens": divisor_of(tile.tile_tokens),
     }
-    return launch_of(rest_spec(key), (RULES.list_ctas * key.sm_count, 1, 1), values)
+    return launch_of(rest_spec(key), (list_ctas(_WARPS) * key.sm_count, 1, 1), values)

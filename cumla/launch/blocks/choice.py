@@ -13,7 +13,9 @@ __all__ = [
     "few_form",
     "is_whole",
     "list_cluster",
+    "list_ctas",
     "list_parts",
+    "list_warps",
     "scores_ctas",
     "select_threads",
     "warp_blocks",
@@ -82,9 +84,11 @@ class Rules:
     invariant_cluster: int = 2
     # Tokens of such a thread block, at least: a chunk of each of its warps.
     least_tokens: int = 64
-    # Thread blocks of block_attention on a multiprocessor: four warps each; one with eight warps is
-    # no faster (block-decode.json).
-    list_ctas: int = 2
+    # Warps of block_attention on a multiprocessor.
+    sm_warps: int = 8
+    # Lists of a multiprocessor, up to which a thread block of block_attention has four warps, as a
+    # fraction. Of two warps each, more of them run at once (block-decode.json).
+    four_warps: tuple[int, int] = (5, 4)
     # Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
     # multiprocessors: as few as the kernel splits.
     least_part: int = 2
@@ -117,6 +121,17 @@ def list_cluster(lists: int, tokens: int, sm_count: int) -> int:
     least = max(1, tokens // RULES.least_tokens)
     most = min(max(1, sm_count // max(lists, 1)), least)
     return next(n for n in RULES.clusters if n <= most)
+
+
+def list_ctas(warps: int) -> int:
+    """Choose the thread blocks of block_attention, of so many warps, on a multiprocessor."""
+    return RULES.sm_warps // warps
+
+
+def list_warps(lists: int, sm_count: int) -> int:
+    """Choose the warps of the thread blocks of block_attention."""
+    most, of = RULES.four_warps
+    return 4 if lists * of <= sm_count * most else 2
 
 
 def few_form(lists: int, tokens: int, is_e4m3: bool, sm_count: int) -> FewForm | None:

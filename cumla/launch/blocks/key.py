@@ -18,6 +18,7 @@ from cumla.launch.blocks.choice import (
     is_whole,
     list_cluster,
     list_parts,
+    list_warps,
 )
 from cumla.launch.layouts import constant
 from cumla.launch.mha.attention import LISTED, LISTED_TILES, WIDENED, WIDENED_TILES, tiles_spec
@@ -46,7 +47,7 @@ _TILE_TOKENS = constant("blocks/block_tiles", "mha::kTileTokens")  # at most
 # chunks of e4m3 keys.
 _ENTRIES, _HEADS, _CHUNK = (
     constant("blocks/block_attention", name)
-    for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true>::kChunk")
+    for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true, 4>::kChunk")
 )
 
 _FEW_ENTRIES, _FEW_COLUMNS = (
@@ -177,6 +178,11 @@ class BlockKey(MHAKey):
         if self.few is not None:
             return self.few.ctas
         return list_cluster(self.num_places, self.topk * self.page_size, self.sm_count)
+
+    @property
+    def list_warps(self) -> int:
+        """Warps of a thread block of block_attention."""
+        return list_warps(0 if self.batch_invariant else self.num_places, self.sm_count)
 
     @property
     def list_blocks(self) -> int:

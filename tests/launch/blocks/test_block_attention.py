@@ -101,6 +101,20 @@ def test_clusters() -> None:
     assert {key(n, batch_invariant=True).cluster for n in tokens} == {2}
 
 
+def test_warps_of_a_thread_block() -> None:
+    """Many lists have two, whose order of sums is another: batch-invariant ones have four."""
+    assert [key(n).list_warps for n in (1, 165, 166, 1000)] == [4, 4, 2, 2]
+    assert key(1000, batch_invariant=True).list_warps == 4
+
+
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+def test_two_warps(cache: str) -> None:
+    """A thread block whose warps have every second chunk."""
+    fixed: dict[str, Any] = {"columns": (128, 128), "invariant": False, "cache": cache}
+    for sample in samples(2, block=(64, 2), heads=(32, 4), topk=17, lens=(2300, 70), **fixed):
+        run(sample, 1)
+
+
 def test_batch_invariance() -> None:
     """A token has the same bits with others and alone."""
     sizes: dict[str, Any] = {"block": (64, 2), "columns": (128, 128), "heads": (16, 2)}

@@ -122,14 +122,14 @@ struct DecodeAttender {
           if (8 * n + lane % 4 * 2 + e % 2 >= seen) scores[n][e] = -kInfinity;
   }
 
-  __device__ __forceinline__ void raise_maximum(int seen) {
+  __device__ __forceinline__ void raise_maximum() {
     float highest[2] = {-kInfinity, -kInfinity};
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) highest[e / 2] = fmaxf(highest[e / 2], scores[n][e]);
     const bool grown = highest[0] > maximum[0] + kMaximumSlack || highest[1] > maximum[1] + kMaximumSlack;
-    if (!__any_sync(0xffffffffu, grown || seen < 0)) return;
+    if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float next = max_of_quad(highest[r]);
@@ -196,13 +196,13 @@ struct DecodeAttender {
     __syncwarp();
   }
 
-  // Nothing is visible if `seen` is negative: the chunk may hold anything, and so may the output afterwards.
+  // The first `seen` tokens of the chunk are visible, at least one.
   __device__ __forceinline__ void attend(u32 chunk, int seen) {
     u32 probabilities[kPairs][4];
-    if (seen >= 0 && seen < Layout::kChunk) clear_values(chunk + Layout::kKeyBytes, seen);
+    if (seen < Layout::kChunk) clear_values(chunk + Layout::kKeyBytes, seen);
     multiply_keys(chunk);
     scale_scores(seen);
-    raise_maximum(seen);
+    raise_maximum();
     exponentiate(probabilities);
     multiply_values(chunk + Layout::kKeyBytes, probabilities);
   }

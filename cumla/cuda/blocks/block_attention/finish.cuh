@@ -42,38 +42,89 @@ struct RowSum {
   }
 };
 
-// A thread adds up four columns of a row at a time, over the CTA's warps.
-template <typename Layout>
-__device__ __forceinline__ void add_warps(const Layout& shared) {
-  constexpr int kWarps = Layout::kWarps, kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps;
-  const int quad = threadIdx.x % kQuads;
-#pragma unroll 1
-  for (int row = threadIdx.x / kQuads; row < kDecodeRows; row += kThreads / kQuads) {
-    float4 statistics[kWarps], sums[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      statistics[w] = load_shared_float4(shared.statistics(w, row));
-      sums[w] = load_shared_float4(shared.sums(w, row) + quad * 16);
+// Where a row's result is stored, and its LSE.
+template <typename T>
+struct RowOut {
+  const BlockAttentionParams& p;
+  char* out;
+  float* lse;
+  float scale, natural;
+
+  __device__ __forceinline__ RowOut(const BlockAttentionParams& p, const RowSum& sum, int token, int head, int row,
+                                    float of_values)
+      : p(p) {
+    const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
+    const int of_row = head * p.heads_per_group + row;
+    float of_sum = log_sum_exp(sum.maximum, sum.total);
+    scale = inverse_of_sum(sum.rounded);
+    const bool has_sink = p.sinks != nullptr;
+    if (has_sink) take_sink(p, bounded_sink(p.sinks[of_row]), scale, of_sum);
+    scale *= of_values;
+    natural = of_sum == -kInfinity ? of_sum : of_sum * kLn2;
+    if (has_sink && fabsf(of_sum) >= kMostSink && of_sum != -kInfinity) natural = p.sinks[of_row];
+    out = p.out + request * p.out_stride_batch + own * p.out_stride_token + of_row * p.out_stride_head;
+    lse = p.lse + (request * p.lse_stride_batch + of_row * p.lse_stride_head + own * p.lse_stride_token);
+  }
+  // Stores four columns, and the LSE with the first ones.
+  __device__ __forceinline__ void store(const float4& v, int column) const {
+    const float a = v.x * scale, b = v.y * scale, c = v.z * scale, d = v.w * scale;
+    if (column < p.value_columns) {
+      if (p.out_is_float)
+        store_global_float4(out + column * 4, a, b, c, d);
+      else
+        store_global_8(out + column * 2, pack_pair<T>(a, b), pack_pair<T>(c, d));
     }
+    if (column == 0) *lse = natural;
+  }
+};
+
+// Eight threads add up a row over the CTA's warps, all columns at once. They store the result or, for the cluster, the
+// sums.
+template <typename T, typename Layout>
+__device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const Layout& shared, int token, int head,
+                                          float of_values) {
+  constexpr int kWarps = Layout::kWarps, kLanes = 8, kThreads = 32 * kWarps, kEach = kDecodeColumns / 4 / kLanes;
+  const int quad = threadIdx.x % kLanes;
+#pragma unroll 1
+  for (int row = threadIdx.x / kLanes; row < kDecodeRows; row += kThreads / kLanes) {
+    float4 statistics[kWarps], sums[kEach][kWarps], v[kEach];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) statistics[w] = load_shared_float4(shared.statistics(w, row));
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w)
+        sums[i][w] = load_shared_float4(shared.sums(w, row) + (quad + i * kLanes) * 16);
     RowSum sum;
     sum.weigh(statistics);
-    sum.add(sums);
-    store_shared_float4(shared.sums(0, row) + quad * 16, sum.v);
-    if (quad == 0)
-      store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      sum.v = {0.0f, 0.0f, 0.0f, 0.0f};
+      sum.add(sums[i]);
+      v[i] = sum.v;
+    }
+    if (p.cluster_log2 > 0) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) store_shared_float4(shared.sums(0, row) + (quad + i * kLanes) * 16, v[i]);
+      if (quad == 0)
+        store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
+    } else if (row < p.heads_per_group) {
+      const RowOut<T> to(p, sum, token, head, row, of_values);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) to.store(v[i], (quad + i * kLanes) * 4);
+    }
   }
 }
 
-// The same over the CTAs of a cluster, of which each has some rows.
+// The same over the CTAs of a cluster, of which each has some rows: a warp adds up a row.
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_ctas(const BlockAttentionParams& p, const Layout& shared, int token, int head,
                                          int rank, float of_values) {
-  constexpr int kWarps = Layout::kWarps, kQuads = kDecodeColumns / 4, kThreads = 32 * kWarps, kMost = 8;
-  const int ctas = 1 << p.cluster_log2, column = threadIdx.x % kQuads * 4;
-  const int request = quotient(token, p.by_tokens_apart), own = token - request * p.tokens_apart;
+  constexpr int kWarps = Layout::kWarps, kMost = 8;
+  const int ctas = 1 << p.cluster_log2, column = threadIdx.x % 32 * 4;
 #pragma unroll 1
-  for (int row = rank + (threadIdx.x / kQuads << p.cluster_log2); row < p.heads_per_group;
-       row += kThreads / kQuads << p.cluster_log2) {
+  for (int row = rank + (threadIdx.x / 32 << p.cluster_log2); row < p.heads_per_group;
+       row += kWarps << p.cluster_log2) {
     float4 statistics[kMost], sums[kMost];
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
@@ -86,24 +137,7 @@ __device__ __forceinline__ void add_ctas(const BlockAttentionParams& p, const La
     RowSum sum;
     sum.weigh(statistics);
     sum.add(sums);
-    const int of_row = head * p.heads_per_group + row;
-    float lse = log_sum_exp(sum.maximum, sum.total), scale = inverse_of_sum(sum.rounded);
-    const bool has_sink = p.sinks != nullptr;
-    if (has_sink) take_sink(p, bounded_sink(p.sinks[of_row]), scale, lse);
-    scale *= of_values;
-    const float a = sum.v.x * scale, b = sum.v.y * scale, c = sum.v.z * scale, d = sum.v.w * scale;
-    char* const out = p.out + request * p.out_stride_batch + own * p.out_stride_token + of_row * p.out_stride_head;
-    if (column < p.value_columns) {
-      if (p.out_is_float)
-        store_global_float4(out + column * 4, a, b, c, d);
-      else
-        store_global_8(out + column * 2, pack_pair<T>(a, b), pack_pair<T>(c, d));
-    }
-    if (column == 0) {
-      float natural = lse == -kInfinity ? lse : lse * kLn2;
-      if (has_sink && fabsf(lse) >= kMostSink && lse != -kInfinity) natural = p.sinks[of_row];
-      p.lse[request * p.lse_stride_batch + of_row * p.lse_stride_head + own * p.lse_stride_token] = natural;
-    }
+    RowOut<T>(p, sum, token, head, row, of_values).store(sum.v, column);
   }
 }
 

@@ -15,7 +15,7 @@ using mha::Scales;
 constexpr int kDecodeColumns = 128;  // of keys and of values; those that an array lacks are zeros
 constexpr int kDecodeRows = 16;      // heads of a kv head, at most
 constexpr int kDecodeEntries = 128;  // of a list, at most
-constexpr int kDecodeWarps = 4, kDecodeStages = 3;  // chunks of a warp that are loaded ahead
+constexpr int kDecodeStages = 3;     // chunks of a warp that are loaded ahead
 
 struct BlockAttentionParams : ListsParams {
   static constexpr int sink_in_lse = 1;
@@ -34,15 +34,14 @@ struct BlockAttentionParams : ListsParams {
   int tokens_apart;  // tokens per request if q, out and lse have an axis of requests, else 0
   int out_is_float;
   int cluster_log2;  // CTAs that share a list
-  int first_ctas;    // that run at once
   float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
   float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
   Divisor by_tokens_apart;
 };
 
-template <bool kE4m3>
+template <bool kE4m3, int kNumWarps>
 struct DecodeLayout {
-  static constexpr int kWarps = kDecodeWarps, kStages = kDecodeStages;
+  static constexpr int kWarps = kNumWarps, kStages = kDecodeStages;
   static constexpr int kUnit = kE4m3 ? 1 : 2, kRow = kDecodeColumns * kUnit;  // bytes of a number, of a row
   static constexpr int kChunk = kE4m3 ? 32 : 16;                              // tokens that a warp takes at once
   static constexpr int kKeyBytes = kChunk * kRow, kStageBytes = 2 * kKeyBytes;

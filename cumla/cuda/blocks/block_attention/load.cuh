@@ -4,6 +4,7 @@
 #include "blocks/block_attention/layout.cuh"
 #include "blocks/lists.cuh"
 #include "split/division.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -18,7 +19,6 @@ constexpr int kNoBlock = 0x7fffffff;
 struct Chunks {
   int first, end;
 
-  __device__ __forceinline__ Chunks(int first, int end) : first(first), end(end) {}
   __device__ __forceinline__ Chunks(const BlockAttentionParams& p, int tokens, int tokens_of_chunk, int rank) {
     const int all = (tokens + tokens_of_chunk - 1) / tokens_of_chunk;
     const int each = (all + (1 << p.cluster_log2) - 1) >> p.cluster_log2;
@@ -27,22 +27,27 @@ struct Chunks {
   }
 };
 
+// By one thread: the keys of a chunk, or its values.
+template <typename Layout>
+__device__ __forceinline__ void copy_half_async(const BlockAttentionParams& p, const Layout& shared, int warp,
+                                                int stage, int chunk, bool are_values) {
+  constexpr int kBoxes = Layout::kRow / 128, kColumns = 128 / Layout::kUnit;
+  const int token = chunk * Layout::kChunk, block = quotient(token, p.by_block_size);
+  const int page = load_shared_u32(shared.page(block)), row = token - block * p.block_size;
+  const u32 to = shared.stage(warp, stage) + (are_values ? Layout::kKeyBytes : 0), full = shared.full(warp, stage);
+  const TensorMap* const map = are_values ? &p.value_map : &p.key_map;
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i)
+    tma_load_4d_async(to + i * Layout::kChunk * 128, map, full, i * kColumns, row, 0, page);
+}
+
 // By one thread.
 template <typename Layout>
 __device__ __forceinline__ void copy_chunk_async(const BlockAttentionParams& p, const Layout& shared, int warp,
                                                  int stage, int chunk) {
-  constexpr int kBoxes = Layout::kRow / 128, kColumns = 128 / Layout::kUnit;
-  const int token = chunk * Layout::kChunk, block = quotient(token, p.by_block_size);
-  const int page = load_shared_u32(shared.page(block)), row = token - block * p.block_size;
-  const u32 to = shared.stage(warp, stage), full = shared.full(warp, stage);
-  mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
-#pragma unroll
-  for (int i = 0; i < kBoxes; ++i)
-    tma_load_4d_async(to + i * Layout::kChunk * 128, &p.key_map, full, i * kColumns, row, 0, page);
-#pragma unroll
-  for (int i = 0; i < kBoxes; ++i)
-    tma_load_4d_async(to + Layout::kKeyBytes + i * Layout::kChunk * 128, &p.value_map, full, i * kColumns, row, 0,
-                      page);
+  mbarrier_arrive_expect_tx(shared.full(warp, stage), Layout::kStageBytes);
+  copy_half_async(p, shared, warp, stage, chunk, false);
+  copy_half_async(p, shared, warp, stage, chunk, true);
 }
 
 template <typename Layout>
@@ -61,7 +66,33 @@ __device__ __forceinline__ void copy_query_async(const BlockAttentionParams& p, 
   copy_async_commit();
 }
 
-// Puts the pages of a list in ascending order of its blocks, each once, and returns their tokens.
+// The tokens of so many blocks of a list, if the last one that the query sees is among them or not.
+__device__ __forceinline__ int tokens_of(const BlockAttentionParams& p, const List& list, int found, bool has_last) {
+  const int missing = has_last ? p.block_size - (list.seen - (list.blocks - 1) * p.block_size) : 0;
+  return found * p.block_size - missing;
+}
+
+// Puts the pages of a list of up to 32 entries in ascending order of its blocks, each once, and returns their tokens.
+// `entry` is the lane's, or negative.
+template <typename Layout>
+__device__ __forceinline__ int put_few_pages(const BlockAttentionParams& p, const Layout& shared, const List& list,
+                                             i64 entry) {
+  const int lane = threadIdx.x % 32;
+  const Listed own = list.named(p, entry);
+  int block = own.block < 0 ? kNoBlock : own.block;
+  const u32 same = __match_any_sync(0xffffffffu, block);
+  if (same & (1u << lane) - 1) block = kNoBlock;  // an entry before names it
+  int lower = 0;
+#pragma unroll 1
+  for (int at = 0; at < p.topk; at += 8)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) lower += __shfl_sync(0xffffffffu, block, at + i) < block;
+  if (block != kNoBlock) store_shared_u32(shared.page(lower), list.virtual_page(p, own));
+  const int found = __popc(__ballot_sync(0xffffffffu, block != kNoBlock));
+  return tokens_of(p, list, found, __any_sync(0xffffffffu, block == list.blocks - 1));
+}
+
+// The same for lists of any length.
 struct PagesInOrder {
   static constexpr int kEach = kDecodeEntries / 32;  // entries of a lane
   const int lane = threadIdx.x % 32;
@@ -116,8 +147,7 @@ struct PagesInOrder {
     }
     if (__any_sync(0xffffffffu, repeats)) put_without_repeats(p, shared, list);
     has_last = __any_sync(0xffffffffu, has_last);
-    const int missing = has_last ? p.block_size - (list.seen - (list.blocks - 1) * p.block_size) : 0;
-    return found * p.block_size - missing;
+    return tokens_of(p, list, found, has_last);
   }
 
   // Repeated blocks do not count.
@@ -143,25 +173,52 @@ struct PagesInOrder {
   }
 };
 
+// By a warp.
 template <typename Layout>
 __device__ __forceinline__ void load_list(const BlockAttentionParams& p, const Layout& shared, int token, int head,
                                           int rank) {
-  constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
-  static_assert(kWarps * kStages <= 32, "a lane has a stage");
-  const int lane = threadIdx.x % 32, warp = lane % kWarps, stage = lane / kWarps;
-  const List list(p, token, head);
-  PagesInOrder pages(p, list);
-  copy_query_async(p, shared, token, head);  // while the entries are loaded
-  if (stage < kStages) {
-    mbarrier_init(shared.full(warp, stage), 1);
+  constexpr int kFirst = Layout::kWarps * Layout::kStages;  // chunks
+  static_assert(2 * kFirst <= 32, "a lane has the keys or the values of a chunk");
+  const int lane = threadIdx.x % 32;
+  List list;
+  list.head = head;
+  list.entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
+  const BlockRow row = p.rows[token];
+  const char* const at = list.entries + min(lane, p.topk - 1) * p.entries_stride_entry;
+  uint2 raw = {};
+  raw.x = *reinterpret_cast<const u32*>(at);
+  if (p.entries_are_wide) raw.y = *reinterpret_cast<const u32*>(at + 4);
+  __syncwarp();  // these loads first; nothing waits for them before the others are on their way
+  token = copy_of(token);  // else ptxas computes addresses of the query before these loads
+  head = copy_of(head);
+  list.count = p.topk;
+  if (p.lengths != nullptr)
+    list.count = *reinterpret_cast<const int*>(p.lengths + token * p.lengths_stride_token +
+                                               head * p.lengths_stride_head);
+  copy_query_async(p, shared, token, head);
+  if (lane < kFirst) {
+    mbarrier_init(shared.full(lane % Layout::kWarps, lane / Layout::kWarps), 1);
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
-  const int tokens = pages.put(p, shared, list);
+  list.find(p, row);
+  list.count = min(max(list.count, 0), p.topk);
+  int tokens;
+  if (p.topk <= 32) {
+    const i64 entry =
+        p.entries_are_wide ? static_cast<i64>(static_cast<u64>(raw.y) << 32 | raw.x) : static_cast<i32>(raw.x);
+    tokens = put_few_pages(p, shared, list, lane < list.count ? entry : -1);
+  } else {
+    tokens = PagesInOrder(p, list).put(p, shared, list);
+  }
   __syncwarp();
+  // Of each stage a chunk of each warp: its keys, then its values.
   const Chunks chunks(p, tokens, Layout::kChunk, rank);
-  const int chunk = chunks.first + lane;  // of each stage, a chunk of each warp
-  if (stage < kStages && chunk < chunks.end) copy_chunk_async(p, shared, warp, stage, chunk);
+  const int first = lane / 2, warp = first % Layout::kWarps, stage = first / Layout::kWarps;
+  const bool copies = first < kFirst && chunks.first + first < chunks.end, are_values = lane % 2 != 0;
+  if (copies && !are_values) mbarrier_arrive_expect_tx(shared.full(warp, stage), Layout::kStageBytes);
+  __syncwarp();
+  if (copies) copy_half_async(p, shared, warp, stage, chunks.first + first, are_values);
   if (lane == 0) {
     store_shared_u32(shared.known(0), tokens);
     store_shared_float(shared.known(1), p.key_scale.of(list.request, head));
