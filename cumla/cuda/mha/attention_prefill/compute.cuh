@@ -31,9 +31,12 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   using Softmax::sum, Softmax::factor, Softmax::added, Softmax::seen_by_all;
   using Softmax::look, Softmax::look_at_lists, Softmax::most_listed;
   using Softmax::begin, Softmax::fetch_elements, Softmax::mask, Softmax::raise_maximum, Softmax::exponentiate;
-  using Softmax::pack, Softmax::end_rows, Softmax::write;
+  using Softmax::exponentiate_apart, Softmax::pack, Softmax::take, Softmax::end_rows, Softmax::write;
   using Softmax::Softmax;
   static constexpr int kThreads = kConsumers * kWarpgroup;
+  // Weights are packed beside the scores, which stay until the weights are known to be small enough. So keys are free
+  // before the softmax. Three consumers have too few registers for that; with 256 columns keys are not needed again.
+  static constexpr bool kKeepsScores = kIsPlain<Params> && !kSplit && !kCopied && kConsumers == 2 && kBlock == 128;
 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
@@ -284,30 +287,40 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         issue_both(t, true);
         warpgroup_wait<1>();
         keep_behind_wait(scores);
-        // The maximum rarely grows once each row has one. So scores are weighed with the old maximum, and computed
-        // again if weights are too large. The last block cannot be computed again, because its query is overwritten.
-        bool raises = kBlock == 64 || block == blocks.first || block * kBlock >= seen_by_all.end - kBlock, grown;
+        if constexpr (kKeepsScores) arrive(shared.keys_free(t % Layout::kStages));
+        // The maximum rarely grows once each row has one. So scores are weighed with the old maximum, and weighed again
+        // if weights are too large. Scores that are not kept are computed again. Those of the last block cannot be,
+        // because its query is overwritten.
+        bool raises = kBlock == 64 || (!kKeepsScores && block == blocks.first) ||
+                      block * kBlock >= seen_by_all.end - kBlock, grown;
         if constexpr (kHasMask<Params>) raises |= block * kBlock < seen_by_all.first;
         if constexpr (kHasLists<Params>) {
           raises = kBlock == 64 || block == blocks.first;  // a row that has seen no key has infinite weights at first
           look_at_lists(t % Layout::kStages);
         }
         if (block == blocks.first) fetch_query(n + 1);
+        if constexpr (kKeepsScores) mask(n, block);
+        u32 weights[kBlock / 4];
 #pragma unroll 1
         for (;; raises = true) {
-          mask(n, block);
+          if constexpr (!kKeepsScores) mask(n, block);
           grown = raises && raise_maximum();
-          exponentiate();
+          if constexpr (kKeepsScores)
+            exponentiate_apart(weights);
+          else
+            exponentiate();
           // ptxas moves the wait for the products with values up to the last branch, which is this vote. All warps
           // vote, because they must wait at the same instruction.
           grown = any(raises ? grown : !(fmaxf(added[0], added[1]) < kMostAdded));
           if (raises || !grown) break;
-          issue_scores(t % Layout::kStages);
-          warpgroup_wait<0>();
-          keep_behind_wait(scores);
-          keep_behind_wait(output);
+          if constexpr (!kKeepsScores) {
+            issue_scores(t % Layout::kStages);
+            warpgroup_wait<0>();
+            keep_behind_wait(scores);
+            keep_behind_wait(output);
+          }
         }
-        arrive(shared.keys_free(t % Layout::kStages));
+        if constexpr (!kKeepsScores) arrive(shared.keys_free(t % Layout::kStages));
         sum[0] += added[0];
         sum[1] += added[1];
         if (raises && grown) {
@@ -319,7 +332,10 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
         warpgroup_wait<0>();
         keep_behind_wait(output);
         arrive(shared.values_free((t - 1) % Layout::kStages));
-        pack();
+        if constexpr (kKeepsScores)
+          take(weights);
+        else
+          pack();
         if constexpr (kHasMask<Params>) clear_unseen_values(n, t, block);
         if constexpr (kHasLists<Params>) clear_unlisted_values(t);
         if constexpr (kHasTable<Params>)

@@ -61,6 +61,12 @@ struct PrefillLayout {
   static_assert(8 * (4 * kStages + 2 * kItems + 2) + kStages * kUnits * 20 <= 256, "behind the barriers");
 };
 
+// Neither masks, lists nor biases.
+template <typename Params>
+constexpr bool kIsPlain = false;
+template <>
+constexpr bool kIsPlain<AttentionParams> = true;
+
 // A row tile of a kv head. An item without rows ends the list.
 struct Item {
   int tokens, first_row, q_len, q_begin;

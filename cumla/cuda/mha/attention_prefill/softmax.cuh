@@ -304,7 +304,20 @@ struct PrefillSoftmax {
 
   // Turns scores into float32 weights. `added` holds the sums of this thread's weights.
   __device__ __forceinline__ void exponentiate() {
-#pragma unroll
+    weigh([&](int i, float weight, float next) {
+      scores[i] = weight;
+      scores[i + 1] = next;
+    });
+  }
+
+  // The same with packed weights. The scores stay.
+  __device__ __forceinline__ void exponentiate_apart(u32 (&weights)[kBlock / 4]) {
+    weigh([&](int i, float weight, float next) { weights[i / 2] = pack_pair<T>(weight, next); });
+  }
+
+  // Calls `keep` with the weights of scores i and i + 1.
+  template <typename Keep>
+  __device__ __forceinline__ void weigh(const Keep& keep) {
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -315,15 +328,23 @@ struct PrefillSoftmax {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int r = i >> 1 & 1;
-      scores[i] = exp2_approx(biased(__fmaf_rn(scores[i], score_scale(), -shift[r]), i));
-      scores[i + 1] = exp2_approx(biased(__fmaf_rn(scores[i + 1], score_scale(), -shift[r]), i + 1));
-      added[r] += scores[i] + scores[i + 1];
+      const float weight = exp2_approx(biased(__fmaf_rn(scores[i], score_scale(), -shift[r]), i));
+      const float next = exp2_approx(biased(__fmaf_rn(scores[i + 1], score_scale(), -shift[r]), i + 1));
+      added[r] += weight + next;
+      keep(i, weight, next);
     }
   }
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+    keep_before_products(probabilities);
+  }
+
+  // Copies packed weights. copy_of keeps them apart from the operands of running products.
+  __device__ __forceinline__ void take(const u32 (&weights)[kBlock / 4]) {
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) probabilities[i] = copy_of(weights[i]);
     keep_before_products(probabilities);
   }
 
