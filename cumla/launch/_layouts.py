@@ -989,6 +989,11 @@ STRUCTS: dict[str, dict[str, str]] = {
         "max_pieces": "i",
         "padding_52": "4x",
     },
+    "InvariantScheduleParams": {
+        "": "ScheduleParams",
+        "most_pieces": "i",
+        "at_once": "i",
+    },
     "KvLens": {
         "data": "q",
         "stride_request": "q",

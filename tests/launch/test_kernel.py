@@ -32,7 +32,7 @@ from cumla.launch.source import translation_unit
 from cumla.launch.split.division import divisor_of
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 from tests.emulator import passed_on_a_gpu
-from tests.gpu.tools.parts import PART
+from tests.gpu.tools.parts import FIELDS, PART
 from tests.launch import layouts
 from tests.launch.structs import compile_checks, leaves
 from tests.sources import sources
@@ -194,7 +194,7 @@ def test_a_struct_has_a_value_for_each_member_and_no_other() -> None:
 def test_the_tests_read_a_plans_buffer_as_the_kernels_do(nvrtc: None) -> None:
     checks = {}
     words = "constexpr Part kWords = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, {10, 11}};"
-    for name in PART.names or ():
+    for name in FIELDS:
         assert PART.fields is not None
         checks[f"4 * kWords.{name}"] = PART.fields[name][1]
     seen = {"mla_schedule", "mla_decode_bfloat16", "mla_decode_bfloat16_swapped"}

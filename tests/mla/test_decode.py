@@ -383,7 +383,12 @@ def test_batch_invariant_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (5, 64, {}, ["mla_schedule", "mla_decode_bfloat16_shared_blocks"]),
         (1, 16, {}, ["mla_schedule", "mla_decode_bfloat16_swapped_boxes"]),
         (2, 1, {}, ["mla_schedule", "mla_decode_bfloat16_rows"]),
-        (2, 64, {"batch_invariant": True}, ["mla_schedule_invariant", "mla_decode_bfloat16"]),
+        (
+            2,
+            64,
+            {"batch_invariant": True},
+            ["mla_schedule_invariant", "mla_decode_invariant_bfloat16"],
+        ),
     ],
 )
 def test_the_shape_chooses_the_kernels(

@@ -28,7 +28,7 @@ struct alignas(16) Part {
   int first_part, last_part;   // parts with partial results of the request at `place`
   int first_slot;              // slot of the partial result in first_part; the other parts use slot 0
   int tail_last_part;          // last part of the request at the end, if that request begins in this part
-  int unused[2];
+  int unused[2];               // the first one: piece_blocks_of() in mla/mla_decode_invariant/pieces.cuh
 };
 
 // The request at a place of the schedule.

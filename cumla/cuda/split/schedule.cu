@@ -235,11 +235,33 @@ __device__ __forceinline__ int fixed_pieces_of(const ScheduleParams& p, int toke
   return 1 + static_cast<u32>(max(blocks_of(tokens) - p.min_saving, 0)) / static_cast<u32>(p.piece_blocks);
 }
 
-// Every CTA counts the partial results of all requests; then each thread finds its own part.
-__device__ void schedule_invariant(const ScheduleParams& p) {
+// What the requests of a thread, a warp or a batch cost.
+struct InvariantCosts {
+  int blocks, parts, longest;  // parts: if requests that may have one part do; longest: of those, in blocks
+
+  __device__ __forceinline__ void reduce() {
+    blocks = __reduce_add_sync(0xffffffffu, blocks);
+    parts = __reduce_add_sync(0xffffffffu, parts);
+    longest = __reduce_max_sync(0xffffffffu, longest);
+  }
+  // Whether it takes less time if each request that may have one part has one. `pieces`: all partial results. A CTA
+  // that has all of a request stores and loads most of them, and waits for no other. The longest may begin last.
+  __device__ __forceinline__ bool gain_by_whole(const InvariantScheduleParams& p, int pieces) const {
+    const auto waves = [&](int parts) { return static_cast<float>((parts + p.at_once - 1) / p.at_once); };
+    const float whole = blocks + 2 * p.fixed_cost * pieces, apart = blocks + (p.fixed_cost + p.piece_cost) * pieces;
+    const float mean = whole / parts, late = whole / p.at_once + (longest - mean) / 2;
+    const float ends = fmaxf(fmaxf(waves(parts) * mean, late), longest);
+    return parts < pieces && ends < waves(pieces) * (apart / pieces);
+  }
+};
+
+// Every CTA counts the partial results of all requests; then each thread finds its own part. All parts of a request
+// that has one are its first and empty ones.
+__device__ void schedule_invariant(const InvariantScheduleParams& p) {
   __shared__ int starts[kScheduleThreads];  // part in which a thread's first request begins
   __shared__ int warp_sums[kScheduleWarps];
-  const int thread = threadIdx.x, index = blockIdx.x * kScheduleThreads + thread;
+  __shared__ InvariantCosts warp_costs[kScheduleWarps];
+  const int thread = threadIdx.x, lane = threadIdx.x % 32, index = blockIdx.x * kScheduleThreads + thread;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
   const int begin = min(thread * per_thread, p.batch);
   const int end = min(begin + per_thread, p.batch);
@@ -248,18 +270,27 @@ __device__ void schedule_invariant(const ScheduleParams& p) {
   grid_dependency_wait();
 
   int count = 0;
+  InvariantCosts costs = {};
   for (int request = begin; request < end; ++request) {
-    const int length = length_of(p, request);
+    const int length = length_of(p, request), pieces = fixed_pieces_of(p, length), blocks = blocks_of(length);
     if (blockIdx.x == 0) p.places[request] = {request, length};
-    count += fixed_pieces_of(p, length);
+    count += pieces;
+    costs.blocks += blocks;
+    costs.parts += pieces <= p.most_pieces ? 1 : pieces;
+    if (pieces <= p.most_pieces) costs.longest = max(costs.longest, blocks);
   }
+  costs.reduce();
+  if (lane == 0) warp_costs[thread / 32] = costs;
   for (int i = index; i < p.num_tickets; i += gridDim.x * kScheduleThreads) p.tickets[i] = {};
   int all;
   starts[thread] = block_exclusive_sum(count, warp_sums, all);
   __syncthreads();
+  costs = warp_costs[lane];
+  costs.reduce();
   if (index >= p.parts) return;
+  const Part empty = {p.batch, 0, 0, 0, p.batch, 0, index, index, 0, index, {}};
   if (index >= all) {
-    p.parts_out[index] = {p.batch, 0, 0, 0, p.batch, 0, index, index, 0, index, {}};
+    p.parts_out[index] = empty;
     return;
   }
 
@@ -276,6 +307,11 @@ __device__ void schedule_invariant(const ScheduleParams& p) {
     pieces = fixed_pieces_of(p, tokens);
   }
   const int piece = index - first, last = first + pieces - 1;
+  if (pieces > 1 && pieces <= p.most_pieces && costs.gain_by_whole(p, all)) {
+    const Part whole = {request, 0, request, tokens, request + 1, 0, first, last, 0, index, {p.piece_blocks}};
+    p.parts_out[index] = piece == 0 ? whole : empty;
+    return;
+  }
   const bool ends = index == last;
   p.parts_out[index] = {request, piece * p.piece_blocks, request, tokens, ends ? request + 1 : request,
                         ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, {}};

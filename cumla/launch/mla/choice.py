@@ -15,6 +15,7 @@ from cumla.launch.mla.mla_decode import (
     window_spec,
 )
 from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
+from cumla.launch.mla.mla_decode_invariant import invariant_spec
 from cumla.launch.mla.mla_decode_swapped import swapped_spec, swapped_width_spec
 from cumla.launch.mla.shape import VARIANTS
 from cumla.launch.split import ragged_schedule as ragged
@@ -38,6 +39,8 @@ def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False)
     if key.width != WIDTH:
         swapped = key.variant == "swapped"
         return swapped_width_spec(key, form) if swapped else width_spec(key, form, key.variant)
+    if key.takes_pieces:
+        return invariant_spec(key.dtype, key.variant, form, sinks)
     return _spec(key.dtype, key.variant, form, sinks)
 
 

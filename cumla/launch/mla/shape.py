@@ -147,6 +147,21 @@ class MLADecodeKey(_DenseKey):
         """Whether the kernel has L2 fetch blocks before it loads them."""
         return self.cache == "same" and self.variant == "shared_blocks" and self.is_wide
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether a thread block may have all pieces of a batch-invariant request."""
+        is_plain = self.cache == "same" and self.width == WIDTH and self.by_tiles is None
+        return self.batch_invariant and is_plain and self.variant != "swapped"
+
+    @property
+    def most_pieces(self) -> int:
+        """Pieces of a batch-invariant request that one thread block may have; 0: just one."""
+        if not self.takes_pieces:
+            return 0
+        # split/join.cuh adds pieces one after the other where each thread block has more than four
+        # units of 32 columns of 16 rows.
+        return min(RULES.most_pieces, self.value_dim // 32 * self.row_groups // 5)
+
     @cached_property
     def group_rows(self) -> int:
         """Query rows of a kv head."""

@@ -56,6 +56,9 @@ class Rules:
     # rows. With half as many a request of 131,072 tokens has two waves of pieces, all of which one
     # thread block combines alone; with twice as many 16 requests of 8,192 leave the GPU idle.
     piece_blocks: tuple[int, ...] = (16, 32, 32, 32)
+    # Pieces of a batch-invariant request that one thread block adds up, at most: as many as
+    # split/join.cuh adds one after the other.
+    most_pieces: int = 8
     # Query tokens of a batch-invariant request of MLA that is cut, at most: as many as drafts have.
     cut_tokens: int = 8
     # KV blocks that cutting must save, beside two for each 16 query rows: partial results are
@@ -220,6 +223,11 @@ class PlanKey(ABC):
     def piece_blocks(self) -> int:
         """KV blocks at multiples of which batch-invariant requests are cut."""
         return piece_blocks(self.row_groups)
+
+    @property
+    def most_pieces(self) -> int:
+        """Pieces of a batch-invariant request that one thread block may have; 0: just one."""
+        return 0
 
     @cached_property
     def fixed_pieces(self) -> int:

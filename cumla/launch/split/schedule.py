@@ -20,7 +20,13 @@ _THREADS = constant("split/schedule", "kScheduleThreads")
 
 
 _SPEC = KernelSpec.of("split", "schedule", "ScheduleParams", name="mla_schedule", threads=_THREADS)
-SPECS = (_SPEC, replace(_SPEC, entry="mla_schedule_invariant", function="schedule_invariant"))
+_INVARIANT = replace(
+    _SPEC,
+    entry="mla_schedule_invariant",
+    function="schedule_invariant",
+    params="InvariantScheduleParams",
+)
+SPECS = (_SPEC, _INVARIANT)
 
 
 def schedule_spec(key: PlanKey) -> KernelSpec:
@@ -51,8 +57,10 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         "piece_blocks": key.piece_blocks,
         "by_parts": divisor_of(key.parts),
     }
-    blocks = -(-key.parts // _THREADS) if key.batch_invariant else 1
-    return launch_of(schedule_spec(key), (blocks, 1, 1), values)
+    if not key.batch_invariant:
+        return launch_of(_SPEC, (1, 1, 1), values)
+    more = {"most_pieces": key.most_pieces, "at_once": max(key.sm_count // key.tiles, 1)}
+    return launch_of(_INVARIANT, (-(-key.parts // _THREADS), 1, 1), values | more)
 
 
 def max_tokens(batch: int) -> int:

@@ -17,7 +17,7 @@ from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed
 from tests.gpu.tools.repeats import plan_of
 
-KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_invariant", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any

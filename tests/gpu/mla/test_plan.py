@@ -69,7 +69,8 @@ class OnDevice(NamedTuple):
         """Compare with what follows from the NumPy mirror."""
         if key.batch_invariant:
             shape = lengths, key.max_blocks, key.row_groups, key.tiles
-            places, parts = invariant_places_table(*shape), invariant_parts_table(*shape)
+            whole = {"most_pieces": key.most_pieces, "at_once": max(key.sm_count // key.tiles, 1)}
+            places, parts = invariant_places_table(*shape), invariant_parts_table(*shape, **whole)
         else:
             shape = lengths, key.parts, key.row_groups, key.tiles
             places, parts = places_table(*shape), parts_table(*shape)

@@ -402,6 +402,15 @@ def mla_invariant(make: _Maker) -> Iterator[Case]:
                 cumla.mla_attention(tokens, cache, block_table=table, **given, batch_invariant=True)
 
         yield f"MLA, batch-invariant, {form}", call
+    for dtype, page, heads in itertools.product((BF16, FP16), (64, 16, 1), (8, 64, 128)):
+
+        def of_16_bits(dtype: Any = dtype, page: int = page, heads: int = heads) -> None:
+            cache, table, lens = make(9, page, 1, 576, dtype=dtype), make.int32(3, 800), 3
+            for options in ({}, {"sinks": make.float32(heads)}):
+                q = make(3, 1, heads, 576, dtype=dtype)
+                cumla.mla_decode(q, cache, table, make.int32(lens), **options, batch_invariant=True)
+
+        yield f"MLA, batch-invariant, {dtype.name}, pages of {page}", of_16_bits
 
 
 # --- lists of rows -------------------------------------------------------------------------------

@@ -5,10 +5,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, PART_BYTES, PLACE_BYTES, TILE_PLACE_BYTES
+from cumla.launch.split.plan import (
+    BLOCK_TOKENS,
+    PART_BYTES,
+    PLACE_BYTES,
+    TILE_PLACE_BYTES,
+    piece_blocks,
+)
 from cumla.launch.split.schedule import max_tokens
 from tests.launch.split.ragged_schedule_mirror import TileSchedule
-from tests.launch.split.schedule_mirror import Schedule, invariant_schedule, schedule
+from tests.launch.split.schedule_mirror import (
+    Schedule,
+    invariant_schedule,
+    schedule,
+    whole_requests,
+)
 
 FIELDS = (
     "place",
@@ -23,7 +34,11 @@ FIELDS = (
     "tail_last_part",
 )
 PART = np.dtype(
-    {"names": FIELDS, "formats": ["<i4"] * len(FIELDS), "itemsize": PART_BYTES},
+    {
+        "names": (*FIELDS, "piece_blocks"),  # the first of `unused`
+        "formats": ["<i4"] * (len(FIELDS) + 1),
+        "itemsize": PART_BYTES,
+    },
 )
 """struct Part of cumla/cuda/split/plan.cuh; what is left of its bytes is unused."""
 
@@ -73,11 +88,35 @@ def invariant_places_table(
 
 
 def invariant_parts_table(
-    lengths: np.ndarray, max_blocks: int, row_groups: int, tiles: int = 1
+    lengths: np.ndarray,
+    max_blocks: int,
+    row_groups: int,
+    tiles: int = 1,
+    *,
+    most_pieces: int = 0,
+    at_once: int = 1,
 ) -> np.ndarray:
-    """The records of a batch-invariant plan, derived from :func:`invariant_schedule`."""
+    """The records of a batch-invariant plan, derived from :func:`invariant_schedule`.
+
+    The first part of a request has all its pieces if they are few and that gains.
+    """
     made = invariant_schedule(lengths, max_blocks, row_groups, tiles)
-    return _records(made, lengths, max_blocks * BLOCK_TOKENS)
+    table = _records(made, lengths, max_blocks * BLOCK_TOKENS)
+    shape = lengths, max_blocks, row_groups, tiles
+    whole = np.append(whole_requests(*shape, most_pieces, at_once), False)[table["place"]]
+    first = whole & (table["block"] == 0)
+    table["piece_blocks"][first] = piece_blocks(row_groups)
+    table["end_place"][first], table["end_block"][first] = table["place"][first] + 1, 0
+    empty = whole & ~first
+    for name in ("block", "request", "tokens", "end_block", "first_slot"):
+        table[name][empty] = 0
+    for name in ("place", "end_place"):
+        table[name][empty] = len(lengths)
+    index = np.arange(len(table))
+    table["tail_last_part"][whole] = index[whole]
+    for name in ("first_part", "last_part"):
+        table[name][empty] = index[empty]
+    return table
 
 
 def _places(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:

@@ -455,10 +455,12 @@ def attend_dense(
         for out, lse in decode(cupy, problem):
             problem.check(out, lse)
         print(f"sanitize: {name}: agrees", flush=True)
-    problem = make_problem(np, *INVARIANT)
-    for out, lse in decode(cupy, problem, batch_invariant=True):
-        problem.check(out, lse)
-    print("sanitize: batch-invariant: agrees", flush=True)
+    for processors, (case, lengths) in ((None, INVARIANT), (1, INVARIANT)):
+        problem = make_problem(np, case, lengths)
+        with multiprocessors(processors) if processors else contextlib.nullcontext():
+            for out, lse in decode(cupy, problem, batch_invariant=True):
+                problem.check(out, lse)
+    print("sanitize: batch-invariant, pieces in one part and in several: agree", flush=True)
     for page_size in PAGE_SIZES:
         problem = pages.moved(make_problem(np, *PAGES), page_size)
         for out, lse in decode(cupy, problem):

@@ -151,6 +151,34 @@ def invariant_schedule(
     return Schedule(bounds, _splits(bounds), np.arange(batch))
 
 
+def whole_requests(
+    kv_lens: np.ndarray, max_blocks: int, row_groups: int, tiles: int, most: int, at_once: int
+) -> np.ndarray:
+    """Tell which requests have one part for all their pieces: ``(batch,)`` bool.
+
+    Parameters as for :func:`invariant_schedule`; `most` pieces may be in one part, and `at_once`
+    parts run at the same time.
+    """
+    lengths = np.clip(np.asarray(kv_lens, np.int64), 0, max_blocks * BLOCK_TOKENS)
+    blocks = -(-lengths // BLOCK_TOKENS)
+    pieces = 1 + np.maximum(blocks - min_saving(row_groups, tiles), 0) // piece_blocks(row_groups)
+    few = pieces <= most
+    count, parts = int(pieces.sum()), int(np.where(few, 1, pieces).sum())
+    longest = np.float32(np.max(blocks, where=few, initial=0))
+
+    def waves(parts: int) -> np.float32:
+        return np.float32(-(-parts // at_once))
+
+    total, piece = int(blocks.sum()), piece_cost(row_groups)
+    whole = np.float32(total + 2 * RULES.fixed_cost * count)
+    apart = np.float32(total + (RULES.fixed_cost + piece) * count)
+    mean = whole / np.float32(parts)
+    late = whole / np.float32(at_once) + (longest - mean) / np.float32(2)
+    ends = max(waves(parts) * mean, late, longest)
+    gains = parts < count and ends < waves(count) * (apart / np.float32(count))
+    return few & (pieces > 1) & gains
+
+
 def _splits(bounds: np.ndarray) -> np.ndarray:
     """Find the requests that bounds cut: (request, first part, last part)."""
     inside = np.flatnonzero(bounds[:, 1] > 0)

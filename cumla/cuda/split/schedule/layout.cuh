@@ -28,6 +28,11 @@ struct ScheduleParams {
   Divisor by_parts;
 };
 
+struct InvariantScheduleParams : ScheduleParams {
+  int most_pieces;  // of a request that may have one part; 0: each piece has its own part
+  int at_once;      // parts whose CTAs run at the same time
+};
+
 __device__ __forceinline__ int clamp_length(const ScheduleParams& p, int tokens) {
   return min(max(tokens, 0), p.max_tokens);
 }
