@@ -299,6 +299,9 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "mla/mla_decode_fp8_products": {
         "Heads64Layout<true, false>::kBytes": 229272,
     },
+    "mla/mla_decode_halves": {
+        "SharedLayoutOf<8, true>(0).pacer(2 * kWarpgroup)": 232184,
+    },
     "mla/mla_decode_swapped": {
         "SwappedLayout(0).query_free() + 8": 231472,
         "SwappedLayoutOf<4>(0).query_free() + 8": 225376,
@@ -308,6 +311,10 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "mla/mla_decode_wide": {
         "WideLayout(0).query_free() + 8": 222768,
         "kWideRows": 32,
+    },
+    "mla/mla_decode_wide_few": {
+        "WideFewLayout{0}.sent() + 8": 226680,
+        "kFewRows": 16,
     },
     "sparse/mla_sparse": {
         "SharedLayout(0).max_logit(kRowTile)": 232416,

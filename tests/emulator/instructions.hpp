@@ -179,6 +179,13 @@ void store_cluster_async(u32 destination, const float4& v, u32 barrier) {
   of.complete();
 }
 
+void mbarrier_arrive_cluster(u32 barrier) {
+  host::Barrier& of = host::barrier_of_cluster(barrier);
+  if (of.pending-- == 0) host::fail("more arrivals than a barrier expects");
+  of.complete();
+  ++host::writes;
+}
+
 // mbarrier.cuh
 void mbarrier_init(u32 barrier, u32 arrivals) { host::initialise_barrier(barrier, arrivals); }
 void mbarrier_invalidate(u32 barrier) { host::invalidate_barrier(barrier); }

@@ -3,7 +3,7 @@
 // columns. RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped the operands are swapped; 16 or 32 query rows.
 //
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA per SM. If query lengths differ it is
-// (2, parts, kv heads): half of a row tile at each place of the schedule (HalfTile).
+// (2, parts, kv heads): half of a row tile at each place of the schedule (RowHalfTile).
 //
 // Roles and time line:
 //   warp 0         loads all blocks by TMA; single rows: warps 0 and 1, half of the rows each

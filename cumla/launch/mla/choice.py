@@ -35,7 +35,7 @@ def decode_spec(key: MLADecodeKey, form: str | None = None, sinks: bool = False)
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
     form = form or form_of(key)
     if key.by_tiles:
-        return window_spec(key, form, key.window)
+        return window_spec(key.by_tiles, form, key.window)
     if key.width != WIDTH:
         swapped = key.variant == "swapped"
         return swapped_width_spec(key, form) if swapped else width_spec(key, form, key.variant)

@@ -8,7 +8,9 @@ from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.layouts import constant, launch_of, strided
+from cumla.launch.mla.mla_decode_halves import halves_spec
 from cumla.launch.mla.mla_decode_wide import wide_spec
+from cumla.launch.mla.mla_decode_wide_few import wide_few_spec
 from cumla.launch.mla.shape import TREE, VARIANTS, Window
 from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -145,8 +147,10 @@ def window_spec(key: LatentKey, form: str, window: Window = None) -> KernelSpec:
 
 def width_spec(key: LatentKey, form: str, variant: str) -> KernelSpec:
     """Look up the kernel for rows of another width."""
+    if key.cluster_pieces:
+        return wide_few_spec(key.dtype)
     if key.width == WIDE:
-        return wide_spec(key.dtype, form)
+        return (halves_spec if key.cluster > 1 else wide_spec)(key.dtype, form)
     return _WIDTH_SPECS[key.dtype, key.width[0], variant, form]
 
 
@@ -184,8 +188,11 @@ def decode_launch(
     """
     maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
     values = decode_values(key, buffer, arguments, out, lse, maps)
+    if key.cluster_pieces:
+        grid = key.cluster_pieces, key.place_count, key.num_kv_heads
+        return launch_of(spec, grid, values | more, key.cluster_pieces)
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return launch_of(spec, grid, values | more)
+    return launch_of(spec, grid, values | more, key.cluster)
 
 
 def window_launch(
@@ -294,7 +301,7 @@ def _maps(key: LatentKey, form: str, latent: ArrayView, rope: ArrayView) -> Maps
 
     The third map is of rows that L2 fetches ahead.
     """
-    if form == "rows":
+    if form == "rows" or key.cluster_pieces:
         return NO_MAP, NO_MAP, NO_MAP
     apart = _rope_is_apart(latent, rope)
     columns = latent.shape[3] + (0 if apart else rope.shape[3])
@@ -305,7 +312,13 @@ def _maps(key: LatentKey, form: str, latent: ArrayView, rope: ArrayView) -> Maps
         wide = _map(words, "uint64", key.wide_rows)
     if form == "pages":
         return _map(rows, key.dtype, key.box_rows), NO_MAP, wide
-    of_rope = _map(rope, key.dtype, key.box_rows) if rope.shape[3] else NO_MAP
+    of_rope: TensorMap | bytes = NO_MAP
+    if rope.shape[3]:
+        of_rope = of_share = _map(rope, key.dtype, key.box_rows)
+        if key.cluster > 1:
+            columns, *lengths = of_share.box
+            box, swizzle = (columns // key.cluster, *lengths), of_share.swizzle // key.cluster
+            of_rope = of_share._replace(box=box, swizzle=swizzle)
     return _map(latent, key.dtype, key.box_rows), of_rope, wide
 
 

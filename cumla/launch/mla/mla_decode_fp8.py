@@ -50,7 +50,7 @@ def _width_spec(shape: int | str, form: str, latent: int) -> KernelSpec:
     ragged = shape == _RAGGED
     return KernelSpec.of(
         *("mla", "mla_decode_fp8", "MlaWidthFp8Params", rows, False, _FORM_TAGS[form]),
-        width_tile(latent, "HalfTile" if ragged else f"QueryTile<{rows}>"),
+        width_tile(latent, "RowHalfTile" if ragged else f"QueryTile<{rows}>"),
         name=f"mla_attention_fp8_{latent}" if ragged else f"mla_decode_fp8_{latent}_{shape}",
         tags=[form] if form != "pages" else [],
         threads=384,
@@ -61,8 +61,8 @@ def _width_spec(shape: int | str, form: str, latent: int) -> KernelSpec:
 def _spec(shape: int | str, grouped: bool, form: str, sinks: bool = False) -> KernelSpec:
     rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
     name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
-    tile = "HalfTile" if shape == _RAGGED else f"QueryTile<{rows}>"
-    tiles = [f"WithSinks<{tile}>"] if sinks else ["HalfTile"] if shape == _RAGGED else []
+    tile = "RowHalfTile" if shape == _RAGGED else f"QueryTile<{rows}>"
+    tiles = [f"WithSinks<{tile}>"] if sinks else ["RowHalfTile"] if shape == _RAGGED else []
     tags = (
         *(["sinks"] if sinks else []),
         *(["grouped"] if grouped and form != "packed" else []),

@@ -44,6 +44,11 @@ Window = tuple[int, int] | None
 TREE = (-1, -1)
 """The window of queries that are trees: bits say which of the last tokens each sees."""
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
+FEW_ROWS = constant("mla/mla_decode_wide_few", "kFewRows")  # of cuda/mla/mla_decode_wide_few.cu
+FEW_KEYS = 1024  # most keys of a window that it takes
+# Query rows of its tiles, thread blocks of a cluster, and the reciprocal of the part of all
+# multiprocessors that such clusters may take: those of four and more do not fill the GPU.
+FEW_FORMS = ((8, 8, 2), (16, 8, 2), (16, 4, 2), (16, 2, 1), (16, 1, 1))
 WIDE_ROWS = constant("mla/mla_decode_wide", "kWideRows")  # of cuda/mla/mla_decode_wide.cu
 
 
@@ -70,9 +75,24 @@ class LatentKey(PlanKey):
         return self.q_len
 
     @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster, each with its share of the columns of a row."""
+        return 1
+
+    @property
+    def cluster_pieces(self) -> int:
+        """Thread blocks of a cluster that share the keys of a row tile; 0: parts share them."""
+        return 0
+
+    @property
+    def place_count(self) -> int:
+        """Row tiles of a kv head, where all requests have as many queries."""
+        return self.num_places
+
+    @property
     def piece_row_bytes(self) -> int:
         """Size of a row of a piece: 24 bits a column."""
-        return 3 * self.value_dim
+        return 3 * self.value_dim // self.cluster
 
     @property
     def has_whole_tiles(self) -> bool:
@@ -261,7 +281,51 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     @property
     def row_tile(self) -> int:
         """Query rows at a place of the schedule."""
+        if self.cluster_pieces:
+            return self.few_form[0]
+        if self.cluster > 1:
+            return ROW_TILE
         return WIDE_ROWS if self.width == WIDE else ROW_TILE
+
+    @cached_property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster, each with its share of the columns of a row.
+
+        Clusters are for what has more query rows than one thread block takes with all columns. A
+        batch-invariant request has the same kernel in any batch.
+        """
+        if self.width != WIDE or self.cluster_pieces:
+            return 1
+        rows = max(self.own_q_len, 1) * self.heads_per_group
+        return 2 if rows > WIDE_ROWS else 1
+
+    @property
+    def place_count(self) -> int:
+        """Row tiles of a kv head, where all requests have as many queries."""
+        return self.batch * -(-self.own_q_len * self.heads_per_group // self.row_tile)
+
+    @cached_property
+    def few_form(self) -> tuple[int, int]:
+        """Query rows of a tile, and thread blocks of a cluster that share its keys; 0: none do.
+
+        Short windows have them: requests of few query rows, and few requests (reasons:
+        docs/kernels/mla.md).
+        """
+        sides = self.window or (-1, -1)
+        is_short = min(sides) >= 0 and sum(sides) + self.own_q_len <= FEW_KEYS
+        if self.width != WIDE or not self.own_q_len or not is_short:
+            return 0, 0
+        rows = self.own_q_len * self.heads_per_group
+        for tile, pieces, share in FEW_FORMS:
+            tiles = self.batch * self.num_kv_heads * -(-rows // tile)
+            if tiles * pieces <= self.sm_count // share:
+                return min(tile, -(-rows // 8) * 8), pieces
+        return (-(-rows // 8) * 8, 1) if rows <= FEW_ROWS else (0, 0)
+
+    @property
+    def cluster_pieces(self) -> int:
+        """Thread blocks of a cluster that share the keys of a row tile; 0: parts share them."""
+        return self.few_form[1]
 
     @cached_property
     def num_places(self) -> int:
@@ -272,7 +336,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
     def row_tiles(self) -> int:
         """Thread blocks that share the row tile at each place of the schedule."""
         if self.cache == "same" or self.has_whole_tiles:
-            return 1
+            return self.cluster
         return ROW_TILE // NARROW_ROWS[-1]
 
     @property
@@ -282,8 +346,13 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
 
     @property
     def row_groups(self) -> int:
-        """Groups of 16 rows of a thread block: what it stores of its partial results."""
-        rows = self.row_tile // self.row_tiles
+        """Groups of 16 rows of a thread block: what it stores of its partial results.
+
+        Groups of 8 where a cluster shares keys.
+        """
+        if self.cluster_pieces:
+            return self.row_tile // 8
+        rows = self.row_tile * self.cluster // self.row_tiles
         if self.own_q_len:
             rows = min(rows, self.own_q_len * self.heads_per_group)
         return -(-rows // ROW_GROUP)
@@ -317,7 +386,7 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
 
         Batch-invariant ones: one for each tile, and one for each further piece of a request.
         """
-        if self.is_uncut:
+        if self.is_uncut or self.cluster_pieces:
             return 1
         if self.batch_invariant:
             tiles = -(-self.most_cut_rows // self.row_tile)  # of a request that is cut, at most

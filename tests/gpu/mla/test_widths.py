@@ -26,6 +26,8 @@ KERNELS = (
     "mla_decode",
     "mla_decode_swapped",
     "mla_decode_wide",
+    "mla_decode_halves",
+    "mla_decode_wide_few",
     "mla_decode_fp8",
     "mla_decode_fp8_64",
     "append_cache",
@@ -47,6 +49,17 @@ LONG = (
     Sample((1,) * 3, (131_072, 70_000, 12_345), heads=(8, 1), page_size=16),
     Sample((700, 1, 33), (9_000, 16_384, 33), "list", (40, 1), 1, window=300, sinks="normal"),
     Sample((1,) * 200, (300, 65, 1_000, 2) * 50, heads=(64, 1)),
+)
+SHORT_WINDOWS = (  # clusters of eight to one that share keys, and of two that share columns
+    Sample((1,), (5_000,), heads=(64, 1), window=512, sinks="normal"),
+    Sample((1,) * 2, (513, 9_000), heads=(64, 1), window=512),
+    Sample((2,) * 2, (700, 65), heads=(64, 1), window=(900, 100), causal=False, page_size=48),
+    Sample((1,) * 12, (513, 600, 1, 0) * 3, heads=(64, 1), window=512, sinks="extreme"),
+    Sample((1,) * 30, (513, 600, 64) * 10, heads=(64, 1), window=512, page_size=1),
+    Sample((4,) * 40, (513, 5, 700, 1_025) * 10, heads=(64, 1), window=512, sinks="normal"),
+    Sample((1,) * 16, (513, 5, 700, 0) * 4, heads=(8, 1), window=512, form="pair"),
+    Sample((1,) * 50, (600, 513) * 25, heads=(5, 1), window=512, page_size=16),
+    Sample((1,) * 150, (300, 65, 1_000, 2, 514) * 30, heads=(12, 1), window=512),
 )
 
 
@@ -93,6 +106,7 @@ SAMPLES = [
         for i, sample in enumerate(LONG)
         for j, width in enumerate(OTHERS)
     ),
+    *(sample._replace(width=WIDE, dtype=dtype) for sample in SHORT_WINDOWS for dtype in HALVES),
 ]
 
 

@@ -190,7 +190,7 @@ MLA_WIDTHS = (  # each kernel of rows of other widths, of boxes and of single ro
     masked_mla.Sample((1,) * 4, heads=(16, 1), dtype="float16", width=(256, 32), **_CUT),
     masked_mla.Sample((1,) * 4, heads=(128, 1), dtype="float16", width=(512, 0), **_CUT),
 )
-MLA_WIDE = (  # of 1024 latent columns: masks, cut requests, all pages, few rows and several tiles
+MLA_WIDE = (  # of 1024 latent columns: masks, cut requests, all pages, few rows, clusters
     masked_mla.Sample((2,) * 4, heads=(24, 1), width=WIDE, **_CUT),
     masked_mla.Sample((30, 1, 0, 3), operation="list", window=70, page_size=1, width=WIDE, **_CUT),
     masked_mla.Sample(
@@ -202,6 +202,14 @@ MLA_WIDE = (  # of 1024 latent columns: masks, cut requests, all pages, few rows
     masked_mla.Sample(
         (1,) * 6, (128, 64, 0, 65, 1, 192), heads=(40, 1), dtype="float16", width=WIDE
     ),
+    *(
+        masked_mla.Sample((1,) * 4, heads=(64, 1), page_size=size, form=form, width=WIDE, **_CUT)
+        for size, form in ((64, "one"), (1, "pair"))
+    ),
+    masked_mla.Sample((1,) * 2, (700, 65), heads=(24, 1), window=200, page_size=20, width=WIDE),
+    masked_mla.Sample((3,) * 4, heads=(8, 1), window=70, form="pair", width=WIDE, **_CUT),
+    masked_mla.Sample((1,) * 9, (130, 3, 0) * 3, heads=(64, 1), window=100, width=WIDE),
+    masked_mla.Sample((1,) * 90, (65, 3, 0) * 30, heads=(12, 1), window=50, width=WIDE),
 )
 MLA_E4M3_WIDTHS = (  # each kernel of e4m3 rows of other widths, of whole pages and of single rows
     *(

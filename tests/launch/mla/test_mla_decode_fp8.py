@@ -867,7 +867,7 @@ def test_the_kernel_of_a_shape(grouped: bool, page_size: int) -> None:
     spec = fp8_spec(attention_key(page_size), grouped)
     assert spec.entry == f"mla_attention_fp8{tag}{'' if whole else '_rows'}"
     assert spec.function == (
-        f"mla_decode_fp8<32, {flag}, {'kPages' if whole else 'kRows'}, HalfTile>"
+        f"mla_decode_fp8<32, {flag}, {'kPages' if whole else 'kRows'}, RowHalfTile>"
     )
     if grouped:
         assert fp8_spec(attention_key(page_size), grouped, "packed") is spec

@@ -11,6 +11,8 @@ import pytest
 import cumla
 from cumla.launch.mla.choice import decode_schedule_spec, decode_spec
 from cumla.launch.mla.mla_attention import attention_spec
+from cumla.launch.mla.mla_decode_halves import SPECS as SPECS_OF_HALVES
+from cumla.launch.mla.mla_decode_halves import halves_spec
 from cumla.launch.mla.mla_decode_wide import SPECS, wide_spec
 from cumla.launch.mla.shape import WIDE_ROWS, MLAAttentionKey, MLADecodeKey
 from cumla.launch.split.ragged_schedule import SPEC as SCHEDULE
@@ -28,55 +30,60 @@ def decode_key(batch: int, q_len: int, heads: int, **changes: Any) -> MLADecodeK
     return MLADecodeKey(batch, q_len, heads, *numbers, width=WIDE, **changes)
 
 
-@pytest.mark.parametrize("window", [None, (512, 0)])
-@pytest.mark.parametrize(("heads", "tiles"), [(8, 1), (32, 1), (64, 2), (128, 4)])
-def test_a_tile_has_32_query_rows(heads: int, tiles: int, window: tuple[int, int] | None) -> None:
-    """Of decoding, too, with windows and without: one kernel and one schedule."""
-    key = decode_key(3, 1, heads, window=window)
+@pytest.mark.parametrize("window", [None, (2000, 0)])
+@pytest.mark.parametrize(("heads", "tiles"), [(8, 1), (32, 1), (64, 1), (128, 2)])
+def test_tiles(heads: int, tiles: int, window: tuple[int, int] | None) -> None:
+    """32 query rows, or 64 of a cluster; of decoding, with windows and without: one schedule."""
+    key = decode_key(30, 1, heads, window=window)
     rows = key.by_tiles
     assert rows is not None
     assert key.layout == rows.layout
-    assert (rows.row_tile, rows.row_tiles, WIDE_ROWS) == (32, 1, 32)
-    assert rows.row_groups == min(2, -(-heads // 16))
-    assert rows.num_places >= 3 * tiles
-    made = schedule(np.arange(4), np.full(3, 700), None, rows)
-    assert len(made.places) == 3 * tiles
-    assert set(made.places[:, 1].tolist()) == {32 * i for i in range(tiles)}
+    cluster = 2 if heads > 32 else 1
+    assert (rows.row_tile, rows.row_tiles, rows.cluster) == (32 * cluster, cluster, cluster)
+    assert rows.parts == 132 // cluster
+    assert rows.row_groups == min(2 * cluster, -(-heads // 16))
+    assert rows.piece_row_bytes * cluster == 3 * WIDE[0]
+    assert rows.num_places >= 30 * tiles
+    made = schedule(np.arange(31), np.full(30, 700), None, rows)
+    assert len(made.places) == 30 * tiles
+    assert set(made.places[:, 1].tolist()) == {64 * i for i in range(tiles)}
     assert decode_schedule_spec(key) == SCHEDULE
-    assert decode_spec(key) == wide_spec("bfloat16", "boxes")
+    spec = halves_spec if cluster > 1 else wide_spec
+    assert decode_spec(key) == spec("bfloat16", "boxes")
     launch = ragged_schedule_launch(rows, 0, None, None, None)
-    assert 32 in launch.values
+    assert rows.row_tile in launch.values
 
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 1), (8, 1), (16, 2), (128, 2)])
 def test_few_requests_are_cut_into_single_blocks(batch: int, least: int) -> None:
-    rows = decode_key(batch, 1, 64, window=(512, 0)).by_tiles
+    rows = decode_key(batch, 1, 64, window=(2000, 0)).by_tiles
     assert rows is not None
     assert rows.min_blocks == least
     lengths = np.arange(batch + 1), np.full(batch, 513), None
     made = schedule(*lengths, rows)
-    if batch == 1:  # two tiles of nine blocks
-        assert len(np.unique(made.bounds[:-1], axis=0)) >= 18
+    if batch == 1:  # a tile of nine blocks
+        assert len(np.unique(made.bounds[:-1], axis=0)) >= 9
 
 
 def test_every_form_has_one_kernel() -> None:
     found = set()
     for dtype in ("bfloat16", "float16"):
         for page in (64, 16, 128, 1, 20):
-            shape = (3, 9, 64, 1, page, dtype, True, 0, 132)
-            found.add(attention_spec(MLAAttentionKey(*shape, width=WIDE)))
-    assert found == set(SPECS)
+            for heads in (8, 64):
+                shape = (3, 9, heads, 1, page, dtype, True, 0, 132)
+                found.add(attention_spec(MLAAttentionKey(*shape, width=WIDE)))
+    assert found == {*SPECS, *SPECS_OF_HALVES}
     compile_checks(SPECS[0], {"kWideRows": WIDE_ROWS, "kWideLatentTiles * 64": WIDE[0]})
 
 
 def test_fixed_cuts_have_room() -> None:
     """A batch-invariant request of drafts has twice as many tiles as of 64 rows."""
     plan = cumla.MLAAttentionPlan(
-        2, 16, 64, head_dim=sum(WIDE), batch_invariant=True, max_kv_len=9000, like=np.zeros(1)
+        2, 16, 32, head_dim=sum(WIDE), batch_invariant=True, max_kv_len=9000, like=np.zeros(1)
     )
     key = plan.key
     assert key.max_pieces == 5
-    tiles = 2 * -(-8 * 64 // 32)
+    tiles = 2 * -(-8 * 32 // 64)
     assert key.parts >= key.num_places + tiles * (key.max_pieces - 1)
 
 
@@ -86,8 +93,9 @@ def test_fixed_cuts_have_room() -> None:
 @pytest.mark.parametrize(
     "sample",
     [
-        Sample((1,) * 3, (513, 64, 0), heads=(64, 1), window=512, sinks="extreme", width=WIDE),
-        Sample((4,) * 2, (600, 3), heads=(40, 1), window=0, page_size=128, width=WIDE),
+        Sample((1,) * 3, (513, 64, 0), heads=(20, 1), sinks="extreme", width=WIDE),
+        Sample((4,) * 3, (1300, 3, 64), heads=(8, 1), window=1100, page_size=128, width=WIDE),
+        Sample((2, 9), (300, 70), "list", (24, 2), 8, "float16", window=(100, 3), width=WIDE),
     ],
     ids=lambda sample: sample.name,
 )

@@ -39,14 +39,24 @@ struct HeldQuery<true> {
   u32 query[16];
 };
 
+// The same of the RoPE columns of this CTA, where a cluster has halves of rows.
+template <bool kHolds>
+struct HeldRope {};
+template <>
+struct HeldRope<true> {
+  u32 rope[8];
+};
+
 // One consumer warpgroup. A lane's accumulators are of rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1
 // more of each eight. kCopied: threads copied the tiles, not TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
-struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && AnyTile::kOtherFirst> {
+struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && AnyTile::kOtherFirst>,
+                  HeldRope<kHasHalf<AnyTile>> {
   // The tiles of a half of V share the barrier of the first one. With one row tile this would spill registers.
-  static constexpr bool kByHalves = kCopied && kSharedBlocks;
+  static constexpr bool kByHalves = kCopied && kSharedBlocks && !kHasHalf<AnyTile>;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
-  using Layout = SharedLayoutOf<AnyTile::kLatentTiles>;
+  static constexpr bool kHalves = kHasHalf<AnyTile>;
+  using Layout = SharedLayoutOf<AnyTile::kLatentTiles, kHalves>;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread
   static constexpr int kHalfChunks = 8 * kHalfTiles;  // of 16 bytes, of a row's half of V
@@ -89,10 +99,13 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     }
   }
 
+  // Of a cluster, without the rank, which must not reach a descriptor.
+  __device__ __forceinline__ static u32 operand(u32 address) { return kHalves ? address & 0xffffff : address; }
+
   // scores = query x block t, asynchronously.
   __device__ __forceinline__ void multiply_query(int t) {
     const int at = Layout::stage_of(t, consumer);
-    const u32 stage = shared.stage(at);
+    const u32 stage = operand(shared.stage(at));
     const u32 phase = Layout::phase_of(t);
 #pragma unroll
     for (int i = kFirst; i < kTiles; ++i) {
@@ -102,6 +115,15 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
         if constexpr (kCopied) fence_proxy_async_shared();
       }
       warpgroup_arrive();
+      if constexpr (kHalves) {
+        if (i == 0) {
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            wgmma_m64n64k16_async<T>(scores, this->rope + 4 * k,
+                                     descriptor_of_rows<64>(stage, column * kTileBytes + k * 32), k > 0);
+          continue;
+        }
+      }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const u64 rows = descriptor_of_rows<128>(stage, column * kTileBytes + k * 32);
@@ -111,12 +133,18 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
             continue;
           }
         }
-        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32), rows,
+        wgmma_m64n64k16_async<T>(scores,
+                                 descriptor_of_rows<128>(operand(shared.query), column * kTileBytes + k * 32), rows,
                                  i + k > kFirst);
       }
     }
     warpgroup_commit();
   }
+
+  // What a cluster of halves needs: mla/mla_decode/halves.cuh.
+  __device__ __forceinline__ void hold_rope(const Segment& segment);
+  __device__ __forceinline__ void send_scores(int t) const;
+  __device__ __forceinline__ void add_other_half(int t);
 
   // Loads the tile of the query that is used first.
   __device__ __forceinline__ void hold_query() {
@@ -133,7 +161,8 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   }
 
   __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
-    return descriptor_of_rows<128, kTileBytes>(shared.stage(stage) + consumer * kHalfTiles * kTileBytes, k * 2048);
+    return descriptor_of_rows<128, kTileBytes>(operand(shared.stage(stage)) + consumer * kHalfTiles * kTileBytes,
+                                               k * 2048);
   }
 
   // output += own probabilities x this consumer's half of V, asynchronously.
@@ -149,7 +178,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      multiply_values(descriptor_of_rows<128>(shared.probabilities, k * 32), value_descriptor(stage, k));
+      multiply_values(descriptor_of_rows<128>(operand(shared.probabilities), k * 32), value_descriptor(stage, k));
     warpgroup_commit();
   }
   __device__ __forceinline__ void begin_products() {
@@ -246,6 +275,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   template <bool kPrevious, bool kBefore = false>
   __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
     const int stage = Layout::stage_of(t, consumer), previous = Layout::stage_of(t - 1, 1 - consumer);
+    if constexpr (kHalves && kCopied) hold_rope(segment);  // for each block: there are no registers to keep it
     if constexpr (kBefore) {
       adopt(t - 1);
       multiply_other(previous);
@@ -255,17 +285,22 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     } else if (!scored) {
       multiply_query(t);
     }
+    if constexpr (kHalves) {
+      warpgroup_wait<0>();
+      send_scores(t);
+    }
     if constexpr (kPrevious && !kBefore) {
       adopt(t - 1);
       if constexpr (kHasWindow<AnyTile>) clear_values_before(previous, segment.begin + i - 1);
       if constexpr (kHasTree<AnyTile>) clear_unseen_values(segment, previous, segment.begin + i - 1);
       multiply_other(previous);
-      warpgroup_wait<1>();
-    } else {
+      if constexpr (!kHalves) warpgroup_wait<1>();
+    } else if constexpr (!kHalves) {
       warpgroup_wait<0>();
     }
     if constexpr (AnyTile::kHasRope) arrive(shared.free(stage, 2));
     if (i + 2 >= segment.blocks) arrive(shared.query_free());
+    if constexpr (kHalves) add_other_half(t);
 
     const int block = segment.begin + i;
     const int last_token = (block + 1) * kBlockTokens;
@@ -288,7 +323,12 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     }
     exponentiate<16, 32>(next, block_sum);
     leave(next);
-    rescale(next);
+    if constexpr (kHalves && !kPrevious) {  // of the first block of a segment: nothing is summed yet
+      maximum[0] = next[0];
+      maximum[1] = next[1];
+    } else {
+      rescale(next);
+    }
     // The sums are computed beside the product, from copies: registers of a wgmma in flight must not be read.
     u32 copies[16];
 #pragma unroll
@@ -349,6 +389,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
     // Also with no block to score. Otherwise one query warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
     if constexpr (kOtherFirst) hold_query();
+    if constexpr (kHalves && !kCopied) hold_rope(segment);
     if (first >= segment.blocks) arrive(shared.query_free());
     if constexpr (kSharedBlocks) {
       int i = first;

@@ -89,6 +89,7 @@ Consumer<T, kSharedBlocks, kCopied, AnyTile>::write_result(const Segment& segmen
     const Row to(p, tile, row + 8 * r);
     char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
                 to.head * p.out_stride_head;
+    if constexpr (kHasHalf<AnyTile>) out = row_of_out(p, tile, segment.request, row + 8 * r);
     if (exists && consumer == 0 && lane % 4 == 0) {
       store_lse(p, tile, segment.request, to, lse[r]);
       if constexpr (AnyTile::kHasMaxLogits) tile.store_max_logit(p, segment.request, to, this->max_logit[r]);

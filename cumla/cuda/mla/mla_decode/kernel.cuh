@@ -3,6 +3,7 @@
 #pragma once
 #include "mla/mla_decode/compute.cuh"
 #include "mla/mla_decode/finish.cuh"
+#include "mla/mla_decode/halves.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode/pages.cuh"
@@ -23,13 +24,14 @@ using namespace ptx;
 using namespace split;
 
 // Warps that copy KV rows. In compute-bound kernels two cannot keep up.
-template <bool kSharedBlocks, PageForm kForm>
-constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
+template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
+constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks && !kHasHalf<AnyTile> ? 4 : 2;
 
 // Called by one thread. row_warps: warps that copy rows, 0 without kRows. With four, warps 2 and 3 also copy query
 // rows.
-template <int kLatentTiles>
-__device__ __forceinline__ void initialise_barriers(const SharedLayoutOf<kLatentTiles>& shared, int row_warps) {
+template <int kLatentTiles, bool kHalves>
+__device__ __forceinline__ void initialise_barriers(const SharedLayoutOf<kLatentTiles, kHalves>& shared,
+                                                    int row_warps) {
   const int arrivals = row_warps ? row_warps * 32 : 1;
   initialise_barriers(shared, arrivals, arrivals, row_warps == 4 ? 64 : 2);
 }
@@ -47,11 +49,11 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Layou
     mbarrier_wait(shared.free(stage, half), phase ^ 1, "a free KV stage");
     if (elect_one()) {
       if (k == 0)
-        boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination,
-                               kForm == kPages ? kRopeTile * 64 : 0,
-                               barrier);
+        boxes.template load<1, Layout::kRopeBytes>(kForm == kPages ? &p.latent_map : &p.rope_map, destination,
+                                                   kForm == kPages ? kRopeTile * 64 : 32 * half_of<Layout>(), barrier);
       else
-        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, barrier);
+        boxes.template load<kHalfTiles>(&p.latent_map, destination, (column + kRopeTile * half_of<Layout>()) * 64,
+                                        barrier);
     }
     __syncwarp();
   }
@@ -86,7 +88,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const Layout& 
     now.next();
     next = now.template row_of<kForm>(offset);
     // model: fetching_ahead
-    if constexpr (kSharedBlocks && Layout::kStages == 2) {
+    if constexpr (kSharedBlocks && Layout::kStages == 2 && !kHasHalf<AnyTile>) {
       if (now.valid()) prefetch_block<kForm>(p, fetch_share(p, now.tile), next);
     }
   }
@@ -104,7 +106,10 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
     const u32 phase = Layout::phase_of(t), stage = shared.stage(at);
     if constexpr (AnyTile::kHasRope) {
       mbarrier_wait(shared.free(at, 2), phase ^ 1, "a free KV stage");
-      rows.template copy<1, true>(p.rope, 0, {stage + kRopeTile * kTileBytes});
+      if constexpr (kHasHalf<AnyTile>)
+        rows.copy_half_rope(half_of<Layout>(), stage + kRopeTile * kTileBytes);
+      else
+        rows.template copy<1, true>(p.rope, 0, {stage + kRopeTile * kTileBytes});
       mbarrier_arrive_after_copies(shared.full(at, kRopeTile));
     }
 #pragma unroll 1
@@ -114,7 +119,7 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Lay
 #pragma unroll
       for (int k = 0; k < kHalfTiles; ++k) tiles[k] = stage + (column + k) * kTileBytes;
       mbarrier_wait(shared.free(at, half), phase ^ 1, "a free KV stage");
-      rows.template copy<kHalfTiles>(p.latent, column * 128, tiles);
+      rows.template copy<kHalfTiles>(p.latent, (column + kRopeTile * half_of<Layout>()) * 128, tiles);
 #pragma unroll
       for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(at, column + k));
     }
@@ -176,7 +181,7 @@ template <bool kSharedBlocks, PageForm kForm, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile, const Part& part,
                                      int last_place) {
   const int warp = threadIdx.x / 32;
-  constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
+  constexpr int kRowers = kRowWarps<kSharedBlocks, kForm, AnyTile>;
   if constexpr (kRowers == 4)
     load_rows(p, shared, tile, part, last_place, warp);
   else if (warp < kRowers)
@@ -192,9 +197,11 @@ template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Til
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   using AnyConsumer = Consumer<T, kSharedBlocks, kForm == kRows, AnyTile>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const SharedLayoutOf<AnyTile::kLatentTiles> shared(shared_address(shared_bytes));
+  const SharedLayoutOf<AnyTile::kLatentTiles, kHasHalf<AnyTile>> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
+  if constexpr (kHasHalf<AnyTile>) prefetch_places(p);
+  begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm, AnyTile>);
+  if constexpr (kHasHalf<AnyTile>) cluster_arrive_relaxed();  // this CTA's barriers exist
   grid_dependency_wait();
 
   if constexpr (kForm != kPages || AnyTile::kIsRagged) {
@@ -202,11 +209,13 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     if (warpgroup == 0) {
       registers_decrease<56>();
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
+      if constexpr (kHasHalf<AnyTile>) cluster_wait();
       AnyTile tile(p);
       load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
     } else {
       registers_increase<224>();
       const Part part = part_of_cta(p, blockIdx.y);
+      if constexpr (kHasHalf<AnyTile>) cluster_wait();
       AnyTile tile(p);
       compute<AnyConsumer>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
@@ -225,6 +234,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       compute<AnyConsumer>(p, shared, tile, part, last_place, warpgroup);
     }
   }
+  if constexpr (kHasHalf<AnyTile>) cluster_sync_relaxed();  // nothing comes from the other CTA any more
 }
 
 }  // namespace cumla::mla

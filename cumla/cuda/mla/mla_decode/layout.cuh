@@ -123,6 +123,15 @@ __device__ __forceinline__ bool has_rope_chunk(const MlaDecodeParams& p, int chu
     return true;
 }
 
+// Tiles of which each CTA of a cluster has half of the columns.
+struct HalfTile;  // mla/mla_decode_halves.cu
+template <typename AnyTile>
+constexpr bool kHasHalf = __is_base_of(HalfTile, AnyTile);
+// Where the columns of this CTA begin in a row of out, in bytes.
+__device__ __forceinline__ u32 column_of_half(const MlaDecodeParams& p) {
+  return blockIdx.x * (p.out_is_float ? 2048 : 1024);
+}
+
 // Barrier of the threads of one consumer.
 __device__ __forceinline__ void consumer_sync(int consumer) {
   if (consumer == 0)

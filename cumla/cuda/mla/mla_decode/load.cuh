@@ -148,10 +148,11 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
     const bool valid = row < tile.rows;
     const Row from(p, tile, valid ? row : 0);
     const char* latent = query_tile<kRopeTile>(p, 0, request, from.token, from.head) + chunk * 16;
+    if constexpr (kHasHalf<AnyTile>) latent += blockIdx.x * (kRopeTile * 128);
     const char* rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * 16;
     const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-    for (int k = 0; k < kRopeTile + AnyTile::kHasRope; ++k)
+    for (int k = 0; k < kRopeTile + (AnyTile::kHasRope && !kHasHalf<AnyTile>); ++k)
       copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128,
                     valid && (k < kRopeTile || has_rope_chunk<AnyTile>(p, chunk)), policy);
   }

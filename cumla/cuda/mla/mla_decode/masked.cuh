@@ -94,4 +94,18 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, WindowTi
   return segment;
 }
 
+// The same of a tile with at most `most` rows.
+__device__ __forceinline__ Segment segment_of_rows(const MlaDecodeParams& p, WindowTile& tile, const Part& part,
+                                                   int place, int most) {
+  Segment segment = segment_of(p, tile, part, place);  // with up to kRowTile rows
+  tile.rows = min(tile.rows, most);
+  const int more = tile.shift_of(p, tile.rows - 1);  // keys at the end that only rows behind this tile see
+  tile.behind += more;
+  tile.most_shift -= more;
+  tile.seen_by_all = tile.first_of(p, tile.rows - 1);
+  segment.tokens = max(segment.tokens - more, 0);
+  segment.blocks = max(min(segment.blocks, blocks_of(segment.tokens) - segment.begin), 0);
+  return segment;
+}
+
 }  // namespace cumla::mla

@@ -13,6 +13,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace cumla::mla {
 
@@ -58,14 +59,14 @@ struct Boxes {
   }
 
   // One lane issues the loads of kLoaded consecutive tiles with consecutive barriers, from column x of the map on.
-  template <int kLoaded>
+  template <int kLoaded, int kBytes = kTileBytes>
   __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
 #pragma unroll 1
     for (int k = 0; k < kLoaded; ++k) {
-      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      mbarrier_arrive_expect_tx(barrier, kBytes);
 #pragma unroll
       for (int box = 0; box < kCount; ++box)
-        tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z,
+        tma_load_4d_async(destination + box * (kBytes / kCount), map, barrier, x, rows[box], blockIdx.z,
                           pages[box]);
       destination += kTileBytes;
       barrier += 8;
@@ -221,6 +222,19 @@ struct RowCopier {
       for (int k = 0; k < kCount; ++k)
         copy_16_async(tiles[k] + destination, source + k * 128,
                       exists && (!kRope || has_rope_chunk<AnyTile>(p, chunk)));
+    }
+  }
+
+  // Issues copies of one half of the RoPE columns of each of this warp's rows: 64 bytes, as wide as the swizzle.
+  __device__ __forceinline__ void copy_half_rope(int half, u32 tile) const {
+    const i64 own = offset_of(p.rope, now);
+    const int chunk = lane % 4;
+#pragma unroll 1
+    for (int i = 0; i < kOwn / 2; ++i) {
+      const int row = 8 * i + lane / 4;
+      const i64 offset = __shfl_sync(0xffffffffu, own, row);
+      copy_16_async(tile + (first_row + row) * 64 + (swizzled_chunk<64>(row, chunk) << 4),
+                    p.rope.base + (offset >= 0 ? offset : 0) + half * 64 + chunk * 16, offset >= 0);
     }
   }
 

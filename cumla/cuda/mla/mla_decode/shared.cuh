@@ -12,21 +12,24 @@ using namespace split;
 
 constexpr int kStages = 2;
 
-// kLatentTiles: of 64 columns of a row. Rows of half the width have twice the stages.
-template <int kLatentTiles>
+// kLatentTiles: of 64 columns of a row. Rows of half the width have twice the stages. kHalves: this CTA has half of the
+// columns of a row, and the RoPE columns of the query are in registers (mla/mla_decode/halves.cuh).
+template <int kLatentTiles, bool kHalves = false>
 struct SharedLayoutOf : Widths<kLatentTiles> {
   using Own = Widths<kLatentTiles>;
   using Own::kTiles, Own::kHalfTiles;
-  static constexpr int kStages = 16 / kLatentTiles, kStageBytes = kTiles * kTileBytes;
+  static constexpr int kRopeBytes = kHalves ? kTileBytes / 2 : kTileBytes;
+  static constexpr int kStages = 16 / kLatentTiles, kStageBytes = kLatentTiles * kTileBytes + kRopeBytes;
+  static constexpr int kExchangeBytes = kHalves ? kRowTile * kBlockTokens * 4 : 0;  // scores of a block
   static_assert(4 * kJoinSpace <= kStages / 2 * kStageBytes, "half of the stages for four combining warps");
 
   u32 query, stages, probabilities, maxima, sums, barriers;
 
   __device__ __forceinline__ explicit SharedLayoutOf(u32 base)
       : query(base),
-        stages(query + kStageBytes),
+        stages(query + (kHalves ? kLatentTiles * kTileBytes : kStageBytes)),
         probabilities(stages + kStages * kStageBytes),
-        maxima(probabilities + kTileBytes),
+        maxima(probabilities + kTileBytes + kExchangeBytes),
         sums(maxima + 2 * kRowTile * 4),
         barriers(sums + 4 * kRowTile * 4) {}
 
@@ -45,9 +48,17 @@ struct SharedLayoutOf : Widths<kLatentTiles> {
   __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
   __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  // kHalves: scores that the other CTA left, 16 bytes of a thread each, and whether it may leave others there.
+  __device__ __forceinline__ u32 exchange(int i) const {
+    return probabilities + kTileBytes + (i * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  }
+  __device__ __forceinline__ u32 exchange_full() const { return query_free() + 8; }
+  __device__ __forceinline__ u32 exchange_free(int owner) const { return exchange_full() + 8 + owner * 8; }
   // Written only, within a segment: see Consumer::own_block. Between segments the first two words belong to
   // JoinSpace.
-  __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
+  __device__ __forceinline__ u32 pacer(int thread) const {
+    return query_free() + (kHalves ? 32 : 8) + thread * 4;
+  }
   // max_logits: those of consumer 1, at the end of a segment.
   __device__ __forceinline__ u32 max_logit(int row) const { return pacer(2 * kWarpgroup) + row * 4; }
 };
@@ -56,10 +67,10 @@ using SharedLayout = SharedLayoutOf<kRopeTile>;
 
 // One thread initialises all barriers, because the hardware serialises such stores. `first` and `second`: arrivals
 // for a tile of either half; `query`: for query rows.
-template <int kLatentTiles>
-__device__ __forceinline__ void initialise_barriers(const SharedLayoutOf<kLatentTiles>& shared, int first, int second,
-                                                    int query) {
-  using Layout = SharedLayoutOf<kLatentTiles>;
+template <int kLatentTiles, bool kHalves>
+__device__ __forceinline__ void initialise_barriers(const SharedLayoutOf<kLatentTiles, kHalves>& shared, int first,
+                                                    int second, int query) {
+  using Layout = SharedLayoutOf<kLatentTiles, kHalves>;
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) {
 #pragma unroll

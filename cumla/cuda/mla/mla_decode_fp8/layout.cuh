@@ -64,11 +64,11 @@ struct QueryTile : Tile {
 
 // If query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second
 // half may have no rows. Its CTA then has no blocks, and its partial results have weight 0.
-struct HalfTile : RaggedTile {
-  using Held = HalfTile;
+struct RowHalfTile : RaggedTile {
+  using Held = RowHalfTile;
   static constexpr int kHalf = kRowTile / 2;
 
-  __device__ __forceinline__ explicit HalfTile(const MlaDecodeParams& p) : RaggedTile(p) {}
+  __device__ __forceinline__ explicit RowHalfTile(const MlaDecodeParams& p) : RaggedTile(p) {}
   __device__ __forceinline__ void move_to(const MlaDecodeParams& p, const TilePlace& place) {
     RaggedTile::move_to(p, place);
     index = blockIdx.z * gridDim.x + blockIdx.x;
@@ -79,7 +79,7 @@ struct HalfTile : RaggedTile {
   }
 };
 
-__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile& tile, const Part& part, int place) {
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, RowHalfTile& tile, const Part& part, int place) {
   const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
   tile.move_to(p, at);
   Segment segment = segment_at(p, part, place, at.tokens, tile.least_shift);

@@ -22,15 +22,7 @@ struct WideTile : WindowTile {
 };
 
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, WideTile& tile, const Part& part, int place) {
-  Segment segment = segment_of(p, static_cast<WindowTile&>(tile), part, place);  // with up to kRowTile rows
-  tile.rows = min(tile.rows, kWideRows);
-  const int more = tile.shift_of(p, tile.rows - 1);  // keys at the end that only rows behind this tile see
-  tile.behind += more;
-  tile.most_shift -= more;
-  tile.seen_by_all = tile.first_of(p, tile.rows - 1);
-  segment.tokens = max(segment.tokens - more, 0);
-  segment.blocks = max(min(segment.blocks, blocks_of(segment.tokens) - segment.begin), 0);
-  return segment;
+  return segment_of_rows(p, tile, part, place, kWideRows);
 }
 
 struct WideLayout : Widths<kWideLatentTiles> {
