@@ -79,7 +79,8 @@ struct RowHalfTile : RaggedTile {
   }
 };
 
-__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, RowHalfTile& tile, const Part& part, int place) {
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, RowHalfTile& tile, const Part& part,
+                                              int place) {
   const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
   tile.move_to(p, at);
   Segment segment = segment_at(p, part, place, at.tokens, tile.least_shift);
