@@ -46,9 +46,13 @@ TREE = (-1, -1)
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
 FEW_ROWS = constant("mla/mla_decode_wide_few", "kFewRows")  # of cuda/mla/mla_decode_wide_few.cu
 FEW_KEYS = 1024  # most keys of a window that it takes
-# Query rows of its tiles, thread blocks of a cluster, and the reciprocal of the part of all
-# multiprocessors that such clusters may take: those of four and more do not fill the GPU.
-FEW_FORMS = ((8, 8, 2), (16, 8, 2), (16, 4, 2), (16, 2, 1), (16, 1, 1))
+# Query rows of its tiles, thread blocks of a cluster, the reciprocal of the part of all
+# multiprocessors that such clusters may take (those of four and more do not fill the GPU), and the
+# most keys of requests of several tiles.
+FEW_FORMS = (
+    *((8, 8, 2, FEW_KEYS), (16, 8, 2, FEW_KEYS), (16, 4, 2, FEW_KEYS)),
+    *((16, 2, 1, 640), (16, 1, 1, 640)),
+)
 WIDE_ROWS = constant("mla/mla_decode_wide", "kWideRows")  # of cuda/mla/mla_decode_wide.cu
 
 
@@ -312,13 +316,15 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
         docs/kernels/mla.md).
         """
         sides = self.window or (-1, -1)
-        is_short = min(sides) >= 0 and sum(sides) + self.own_q_len <= FEW_KEYS
+        keys = sum(sides) + self.own_q_len
+        is_short = min(sides) >= 0 and keys <= FEW_KEYS
         if self.width != WIDE or not self.own_q_len or not is_short:
             return 0, 0
         rows = self.own_q_len * self.heads_per_group
-        for tile, pieces, share in FEW_FORMS:
+        for tile, pieces, share, most_keys in FEW_FORMS:
             tiles = self.batch * self.num_kv_heads * -(-rows // tile)
-            if tiles * pieces <= self.sm_count // share:
+            has_room = tiles * pieces <= self.sm_count // share
+            if has_room and (rows <= FEW_ROWS or keys <= most_keys):
                 return min(tile, -(-rows // 8) * 8), pieces
         return (-(-rows // 8) * 8, 1) if rows <= FEW_ROWS else (0, 0)
 

@@ -21,25 +21,28 @@ _BLOCKS = 132  # multiprocessors
 
 
 @pytest.mark.parametrize(
-    ("batch", "q_len", "heads", "form"),
+    ("batch", "q_len", "heads", "form", "keys"),
     [
-        (1, 1, 64, (8, 8)),
-        (2, 1, 64, (16, 8)),
-        (4, 1, 64, (16, 4)),
-        (16, 1, 64, (16, 2)),
-        (33, 1, 64, (16, 1)),
-        (34, 1, 64, (0, 0)),
-        (1, 4, 64, (16, 4)),
-        (16, 4, 64, (0, 0)),
-        (1, 1, 8, (8, 8)),
-        (128, 1, 8, (8, 1)),
-        (300, 1, 12, (16, 1)),
-        (128, 1, 32, (0, 0)),
+        (1, 1, 64, (8, 8), 513),
+        (2, 1, 64, (16, 8), 513),
+        (4, 1, 64, (16, 4), 513),
+        (16, 1, 64, (16, 2), 513),
+        (33, 1, 64, (16, 1), 513),
+        (34, 1, 64, (0, 0), 513),
+        (1, 4, 64, (16, 4), 513),
+        (16, 4, 64, (0, 0), 513),
+        (1, 1, 8, (8, 8), 513),
+        (128, 1, 8, (8, 1), 513),
+        (300, 1, 12, (16, 1), 513),
+        (128, 1, 32, (0, 0), 513),
+        (4, 1, 64, (16, 4), FEW_KEYS),
+        (16, 1, 64, (0, 0), FEW_KEYS),
+        (128, 1, 8, (8, 1), FEW_KEYS),
     ],
 )
-def test_forms(batch: int, q_len: int, heads: int, form: tuple[int, int]) -> None:
+def test_forms(batch: int, q_len: int, heads: int, form: tuple[int, int], keys: int) -> None:
     """Clusters of four and more take half of the multiprocessors; few rows any number of turns."""
-    key = decode_key(batch, q_len, heads, window=(512, 0))
+    key = decode_key(batch, q_len, heads, window=(keys - q_len, 0))
     rows = key.by_tiles
     assert rows is not None
     assert rows.few_form == form
