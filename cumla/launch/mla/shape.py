@@ -9,6 +9,7 @@ from functools import cached_property
 from cumla.launch.layouts import constant
 from cumla.launch.mla.mla_decode_wide import RULES as WIDE_RULES
 from cumla.launch.split.plan import (
+    MOST_PARTS,
     ROW_GROUP,
     ROW_TILE,
     RULES,
@@ -326,7 +327,8 @@ class MLAAttentionKey(_DenseKey, RaggedKey):
             has_room = tiles * pieces <= self.sm_count // share
             if has_room and (rows <= FEW_ROWS or keys <= most_keys):
                 return min(tile, -(-rows // 8) * 8), pieces
-        return (-(-rows // 8) * 8, 1) if rows <= FEW_ROWS else (0, 0)
+        fits = rows <= FEW_ROWS and self.batch <= MOST_PARTS
+        return (-(-rows // 8) * 8, 1) if fits else (0, 0)
 
     @property
     def cluster_pieces(self) -> int:

@@ -56,6 +56,7 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   static constexpr bool kByHalves = kCopied && kSharedBlocks && !kHasHalf<AnyTile>;
   static constexpr bool kOtherFirst = kSharedBlocks && AnyTile::kOtherFirst;
   static constexpr bool kHalves = kHasHalf<AnyTile>;
+  static_assert(!kHalves || kSharedBlocks, "only the first block of a segment has none before it");
   using Layout = SharedLayoutOf<AnyTile::kLatentTiles, kHalves>;
   static constexpr int kTiles = Layout::kTiles, kHalfTiles = Layout::kHalfTiles, kValueDim = Layout::kValueDim;
   static constexpr int kOutputs = kValueDim / 4;  // of a thread

@@ -53,6 +53,7 @@ __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::ho
 }
 
 // Stores the scores of block t over the columns of this CTA in the other one, once its scores before are read there.
+// Only stores follow the wait, so it acquires nothing from the other CTA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 __device__ __forceinline__ void Consumer<T, kSharedBlocks, kCopied, AnyTile>::send_scores(int t) const {
   const u32 other = 1 - blockIdx.x;

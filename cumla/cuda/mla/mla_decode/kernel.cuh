@@ -234,7 +234,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       compute<AnyConsumer>(p, shared, tile, part, last_place, warpgroup);
     }
   }
-  if constexpr (kHasHalf<AnyTile>) cluster_sync_relaxed();  // nothing comes from the other CTA any more
+  if constexpr (kHasHalf<AnyTile>) cluster_sync();  // all arrivals of this CTA are at the other one's barriers
 }
 
 }  // namespace cumla::mla

@@ -249,6 +249,7 @@ struct FewConsumer {
   __device__ __forceinline__ void finish(int rank, int cluster_log2) const {
     const int count = 1 << cluster_log2, each_log2 = 6 - cluster_log2;
     mbarrier_wait(shared.sent(), 0, "sums of the cluster");
+    __syncwarp();  // this CTA's statistics are those of another lane
     const int from = lane % 16;  // a CTA
     float4 own = {kLowest, 0.0f, 0.0f, 0.0f};
     if (from < count) own = load_shared_float4(shared.statistics(from, own_row));
