@@ -345,7 +345,10 @@ def _fp8_arguments(
         _CALL.refuse({"descale_q": descale_q, "descale_k": descale_k})
         return q, {}
     if q.dtype != e4m3:
-        _CALL.refuse({"descale_q": descale_q})
+        if descale_q is not None:
+            raise NotImplementedError(
+                f"descale_q: is the factor of e4m3 queries, got it beside q of {q.dtype}; leave it out"
+            )
         return q, {"kv_scale": descale_k}
     factors = [factor for factor in (descale_q, descale_k) if factor is not None]
     for name, factor in {"descale_q": descale_q, "descale_k": descale_k}.items():

@@ -241,12 +241,14 @@ def check_workspace(view: ArrayView, nbytes: int) -> None:
 # --- numbers and flags ---------------------------------------------------------------------------
 
 
-def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
+def checked_int(
+    name: str, value: object, way_out: str, least: int = 1, need: str = "an int"
+) -> int:
     """Return an int, Python's or NumPy's, that is at least `least`."""
     if isinstance(value, np.integer):  # such as the maximum of lengths
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _wrong_option(name, "an int", value, "convert it")
+        raise _wrong_option(name, need, value, "convert it")
     if value < least:
         raise ValueError(f"{arg(name)}: needs a number from {least}, got {value}; {way_out}")
     return value
@@ -281,7 +283,8 @@ def checked_window(name: str, value: Any) -> tuple[int, int] | None:
             f"pass -1 or None for a side without a bound"
         )
     way_out = "pass -1 or None for no bound"
-    sides = [-1 if n is None else checked_int(name, n, way_out, -1) for n in pair]
+    need = "an int, a pair (left, right) of ints, or None"
+    sides = [-1 if n is None else checked_int(name, n, way_out, -1, need) for n in pair]
     left, right = (min(side, _MOST_TOKENS) for side in sides)
     return left, right
 

@@ -236,7 +236,7 @@ def check_one_form(given: Mapping[str, Any]) -> None:
         return
     wrong = names[-1] if names else "block_table"
     raise ValueError(
-        f"{arg(wrong)}: pages need to come as {arg('block_table')}, or as {arg('kv_indptr')} and "
+        f"{arg(wrong)}: needs page numbers as {arg('block_table')}, or as {arg('kv_indptr')} and "
         f"{arg('kv_indices')}, got {' and '.join(names) or 'neither'}; pass one form"
     )
 

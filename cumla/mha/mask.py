@@ -477,9 +477,10 @@ _TABLE = {
     "out.end": Array("total_tokens", INT32, "row", _ROWS),
     "out.tree": Array("total_tokens words", TREE_DTYPES, "row", _ROWS),
 }
+_SHAPES_OF_SPANS = "pass the spans of each request, (batch, n, 2), or one a row, (total_tokens, 2)"
 _SPANS = {
-    2: Array("total_tokens 2", INT32, "row", "pass a first and a last position for each row of q"),
-    3: Array("batch spans 2", INT32, "row", "pass a first and a last position for each span"),
+    2: Array("total_tokens 2", INT32, "row", _SHAPES_OF_SPANS),
+    3: Array("batch spans 2", INT32, "row", _SHAPES_OF_SPANS),
 }
 _BITS = {n: Array(f"total_tokens{' n' * (n - 1)}", _BIT_DTYPES, "row") for n in (1, 2)}
 

@@ -201,7 +201,8 @@ def mla_attention(
     (5, 16, 512)
     """
     if qo_indptr is None:
-        _check_batch(q, {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "groups": groups})
+        lists = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "groups": groups}
+        _check_batch(q, block_table, lists)
         return mla_decode(
             *(q, kv_cache, block_table, kv_lens),
             softmax_scale=softmax_scale,
@@ -224,7 +225,7 @@ def mla_attention(
     return state
 
 
-def _check_batch(q: Any, given: dict[str, Any]) -> None:
+def _check_batch(q: Any, block_table: Any, given: dict[str, Any]) -> None:
     """Check what a call without offsets has: an axis of requests, and a block table."""
     parts = q if isinstance(q, tuple | list) else (q,)
     axes = {len(part.shape) for part in parts if hasattr(part, "shape")}
@@ -239,6 +240,12 @@ def _check_batch(q: Any, given: dict[str, Any]) -> None:
                 f"{arg(name)}: needs {arg('q')} of three axes with {arg('qo_indptr')}, got "
                 f"{arg('q')} of four; leave it out, and pass {arg('block_table')}"
             )
+    if block_table is None:
+        raise ValueError(
+            f"{arg('block_table')}: needs page numbers as {arg('block_table')}, or, with "
+            f"{arg('qo_indptr')}, as {arg('kv_indptr')} and {arg('kv_indices')}, got neither; pass "
+            f"one form"
+        )
 
 
 class _Attend(MLAAttend[MLAAttentionKey]):

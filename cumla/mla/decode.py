@@ -145,8 +145,9 @@ def mla_decode(
         ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Clamped to
         ``[0, max_pages * page_size]``.
     softmax_scale : float, optional
-        Factor of the scores; 576 ** -0.5 by default. Pass the model's, from its un-absorbed head
-        dimension: 192 ** -0.5 for DeepSeek-V3, times YaRN's factor.
+        Factor of the scores. The default, columns ** -0.5 of q, is right for DeepSeek-V4 only. Pass
+        the model's, from its un-absorbed head dimension: 192 ** -0.5 for DeepSeek-V3, times YaRN's
+        factor.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
         columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read

@@ -167,8 +167,8 @@ def mla_sparse_decode(
         ``(num_heads,)`` float32, contiguous: one extra score per head, without a value. It is not
         multiplied by softmax_scale, and lse includes it. -inf has no effect, and +inf gives 0.
     softmax_scale : float, optional
-        Factor of the scores, as in :func:`cumla.mla_decode`; 512 ** -0.5 by default with 512
-        columns.
+        Factor of the scores, as in :func:`cumla.mla_decode`: the default, columns ** -0.5 of q, is
+        right for DeepSeek-V4 only.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
     indices_are : str, optional

@@ -384,7 +384,10 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     ranks = tensor_parallel_size
     if heads % ranks or (not use_mla and kv_heads % ranks and ranks % kv_heads):
         divided = f"{heads} heads" if use_mla else f"{heads} heads, {kv_heads} KV heads"
-        refused.append(f"--tensor-parallel-size: needs a divisor of {divided}, got {ranks}")
+        refused.append(
+            f"--tensor-parallel-size: needs a divisor of {divided}, got {ranks}; vLLM "
+            f"needs one with any backend"
+        )
     return Model(
         kind,
         _dtype(whole, config, dtype),

@@ -33,6 +33,7 @@ from cumla.vllm._models import Model, read_model  # noqa: E402
 _SM_COUNT = 132  # of an H200
 _FIXED = {"num_hidden_layers": 2, "dtype": "bfloat16"}
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+_SMALL_4 = {"kv_lora_rank": 256, "qk_nope_head_dim": 64}
 
 
 class Entry(NamedTuple):
@@ -61,6 +62,7 @@ MODELS = (
     Entry("DeepSeek-V2-Lite", _mla("deepseek_v2", 16), in_readme=True),
     Entry("DeepSeek-V2, V3, R1", _mla("deepseek_v3", 128), in_readme=True),
     Entry("Kimi K2", _mla("kimi_k2", 64)),
+    Entry("Mistral Small 4", {**_mla("mistral4", 32), **_SMALL_4}, in_readme=True),
     Entry("Llama 3.1 8B, Mistral 7B v0.3, Qwen3 8B", _gqa("llama", 32, 8, 128), in_readme=True),
     Entry("Llama 3.1 70B", _gqa("llama", 64, 8, 128)),
     Entry("Qwen2.5 7B", _gqa("qwen2", 28, 4, 128)),
@@ -112,7 +114,9 @@ _AFTER_MODELS = """\
 MHA](../guide/attention.md#e4m3-keys-and-values). *Decoding* is 128 requests with one new token,
 *prefill* one prompt of 8,192 tokens, both over a 16-bit cache with pages of 64. Kernels of small
 batches and of FP8 caches can differ: `python -m cumla info --vllm CONFIG` prints them for your
-model. SGLang's [plugin](../integrations/sglang.md) serves the same layers.
+model. SGLang's [plugin](../integrations/sglang.md) serves the same layers. The sparse GQA of
+MiniMax M3 has [functions and a step of its own](../guide/block-sparse.md). [MLA on
+Hopper](../guide/mla-on-hopper.md) has more models with MLA.
 """
 _AFTER_SPARSE = """\
 V4's lists are those of the window and of the selected tokens. In vLLM V4 has run with [vLLM's own
@@ -134,10 +138,10 @@ _FEATURES = """\
 | variable query lengths: decoding, drafts and chunks in one call | yes | yes | yes |
 | any page size | yes | yes | yes |
 | e4m3 cache | yes | yes | yes |
-| sliding windows | no | by lists | yes |
-| attention sinks | no | yes | yes |
+| sliding windows | over 16-bit caches | by lists | yes |
+| attention sinks | yes | yes | yes |
 | soft-capping | no | no | yes |
-| `batch_invariant` | `mla_decode` | yes | yes |
+| `batch_invariant` | yes | yes | yes |
 | `jax.jit`, `torch.compile` | yes | yes | yes |
 | context parallelism | yes | by four calls | yes |
 | gradients | no | no | no |
@@ -234,10 +238,10 @@ def _function(model: Model) -> str:
 def _each(model: Model, cache: str | None = None) -> Iterator[Layers]:
     """Yield what the layers of each window have in common."""
     for window in model.windows:
-        more: dict[str, Any] = {}
+        size = model.head_size
+        more: dict[str, Any] = {"head_dim": size}
         if not model.use_mla:
-            size = model.head_size
-            more = {"num_kv_heads": model.num_kv_heads, "head_dim": size, "head_dim_v": size}
+            more |= {"num_kv_heads": model.num_kv_heads, "head_dim_v": size}
         left = None if window is None else window - 1
         yield Layers(model.num_heads, 64, model.dtype, cache, window=left, **more)
 

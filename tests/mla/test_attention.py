@@ -224,7 +224,7 @@ def test_pages_come_in_one_form(names: str, wrong_one: str) -> None:
     pages = dict.fromkeys(PAGES) | {name: PAGES[name] for name in names.split()}
     got = " and ".join(names.split()) or "neither"
     message = (
-        f"{wrong_one}: pages need to come as block_table, or as kv_indptr and kv_indices, got "
+        f"{wrong_one}: needs page numbers as block_table, or as kv_indptr and kv_indices, got "
         f"{got}; pass one form"
     )
     with refused(ValueError, message):
