@@ -347,7 +347,8 @@ def _fp8_arguments(
     if q.dtype != e4m3:
         if descale_q is not None:
             raise NotImplementedError(
-                f"descale_q: is the factor of e4m3 queries, got it beside q of {q.dtype}; leave it out"
+                f"descale_q: is the factor of e4m3 queries, got it beside q of {q.dtype}; leave it "
+                f"out"
             )
         return q, {"kv_scale": descale_k}
     factors = [factor for factor in (descale_q, descale_k) if factor is not None]

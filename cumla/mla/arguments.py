@@ -548,5 +548,6 @@ def _check_heads(num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(
             f"{arg('num_heads')}: needs a multiple of num_kv_heads, got {num_heads} query heads "
             f"and {num_kv_heads} kv heads; check the axes of {arg('kv_cache')}: (num_pages, "
-            f"page_size, num_kv_heads, columns), one with heads before tokens as {arg('kv_cache')}[:, 0]"
+            f"page_size, num_kv_heads, columns), one with heads before tokens as "
+            f"{arg('kv_cache')}[:, 0]"
         )

@@ -307,8 +307,8 @@ def _checked_rows(
         if view.shape[1] != num_kv_heads:
             raise ValueError(
                 f"{arg(name)}: needs the {num_kv_heads} kv heads of {arg('kv_cache')}, got shape "
-                f"{given.shape}; pass a row for each, or check the axes of {arg('kv_cache')}: tokens "
-                f"come before heads"
+                f"{given.shape}; pass a row for each, or check the axes of {arg('kv_cache')}: "
+                f"tokens come before heads"
             )
         check_layout(name, view)
         checked[name] = view

@@ -40,8 +40,8 @@ def checked_format(name: str, value: object, formats: Mapping[str, int] = FORMAT
     if value is not None and value not in formats:
         names = ", ".join(map(repr, formats))
         raise ValueError(
-            f"{arg(name)}: needs one of {names}, got {value!r}; leave it out for bf16, fp16 and plain "
-            f"e4m3 caches"
+            f"{arg(name)}: needs one of {names}, got {value!r}; leave it out for bf16, fp16 and "
+            f"plain e4m3 caches"
         )
     return None if value is None else str(value)
 

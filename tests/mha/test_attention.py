@@ -149,7 +149,7 @@ PAGED = [
         for value in (-2, (-2, 0), [3, -2])
     ),
     *(
-        wrong_type("window", value, f"an int, got {kind}")
+        wrong_type("window", value, f"an int, a pair (left, right) of ints, or None, got {kind}")
         for value, kind in ((8.0, "float 8"), ((8, 1.0), "float 1"), (True, "bool T"), ("8", "str"))
     ),
     *(
