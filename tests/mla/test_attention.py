@@ -107,7 +107,9 @@ def test_what_an_axis_of_requests_excludes(changes: dict[str, Any], message: str
     given = {"q": zeros(2, 4, 16, 576), "kv_cache": zeros(*CACHE), "kv_lens": i32(2)}
     with refused(ValueError, message):
         cumla.mla_attention(**given | {"block_table": i32(2, 3)} | changes)
-    with refused(ValueError, "block_table: needs page numbers as block_table, or, with qo_indptr, as"):
+    with refused(
+        ValueError, "block_table: needs page numbers as block_table, or, with qo_indptr, as"
+    ):
         cumla.mla_attention(**given)
 
 

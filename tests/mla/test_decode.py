@@ -87,7 +87,9 @@ def wrong_parts(name: str) -> list[Refusal]:
 
 
 CACHE_AXES = "axes (num_pages, page_size, num_kv_heads, 576), or the same without num_kv_heads"
-MANY_HEADS = "a multiple of num_kv_heads, got 16 query heads and 3 kv heads; check the axes of kv_cache"
+MANY_HEADS = (
+    "a multiple of num_kv_heads, got 16 query heads and 3 kv heads; check the axes of kv_cache"
+)
 REFUSED = [
     *(
         wrong_type("q", zeros(*Q, dtype=dtype), f"bfloat16 or float16, got {dtype}; convert")
