@@ -548,7 +548,8 @@ def test_vllm_logs_once_which_kernels_serve_which_layers(told: Any) -> None:
     full, latent, fp8 = (record.getMessage() for record in told())
     assert full == (
         "cumla attends in layers without a window (1): attention_decode_bfloat16_64_64_8, "
-        "attention_bfloat16_64_64, attention_prefill_bfloat16_64_64; layers with a window of 8 "
+        "attention_bfloat16_64_64, attention_prefill_bfloat16_64_64, "
+        "attention_prefill_bfloat16_64_64_split; layers with a window of 8 "
         "(1): attention_bfloat16_64_64, attention_prefill_bfloat16_64_64"
     )
     mla = "cumla attends in layers with MLA (1): "
