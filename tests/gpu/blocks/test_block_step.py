@@ -81,6 +81,7 @@ def test_graphs(case: Case) -> None:
     _, other = uploaded(case, seed=1)
     other |= of(there, "block_table", "kv_lens", "qo_indptr")
     stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()  # the arrays are there
 
     def layers(step: cumla.BlockSparseStep, outs: Any) -> None:
         case.update(step, there)
