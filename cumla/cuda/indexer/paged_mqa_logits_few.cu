@@ -8,7 +8,7 @@
 //
 // Roles and time line:
 //   warps 16-19      page numbers and the length | wait I | length | load every fourth block each
-//   warpgroups 0-3   barriers | arrive at I | query, weights | wait R | score every fourth block each; -inf, by one warp
+//   warpgroups 0-3   barriers | arrive at I | query, weights | wait R | score each fourth block; -inf, by one warp
 //
 // barrier     who arrives (count)                             who waits       guards
 // full(slot)  lanes of a loading warp, one per box, with      its warpgroup   keys and scales are loaded

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA attention of batch-invariant requests over a 16-bit cache: mla_decode, but a CTA may have all partial results of a
-// request. Consumers leave each but the last in the plan's buffer, and add them up at the end with the bits that
+// MLA attention of batch-invariant requests over a 16-bit cache: mla_decode, but a CTA may have all partial results of
+// a request. Consumers leave each but the last in the plan's buffer, and add them up at the end with the bits that
 // several CTAs would combine. Loaders see one segment.
 //
 // Roles, time line, barriers and budget: those of mla/mla_decode.cu. The query rows stay for all partial results. With
