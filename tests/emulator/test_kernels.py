@@ -159,7 +159,7 @@ def rows_into_v4(cupy: CuPy) -> None:
 def logits(cupy: CuPy) -> None:
     sanitize.score_sequence(cupy)
     sanitize.score_pages(cupy, 1)
-    sanitize.score_one_request(cupy)
+    sanitize.score_one_request(cupy, 2000)
 
 
 def selection(cupy: CuPy) -> None:

@@ -92,7 +92,7 @@ __device__ __forceinline__ void initialise_barriers(const PagedMqaFewParams& p, 
   const int slot = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0 && slot < LogitsFewLayout::kSlots) {
     mbarrier_init(shared.full(slot), 1 << max(6 - p.log2_of_page, 0));
-    mbarrier_init(shared.free(slot), 4);
+    mbarrier_init(shared.free(slot), 4);  // plant: block of one request read, arrivals
     fence_mbarrier_init();
   }
   __syncwarp();
@@ -213,7 +213,7 @@ __device__ __forceinline__ void score_blocks(const PagedMqaFewParams& p, const L
     warpgroup_wait<0>();
     keep_behind_wait(accumulators);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.free(place.slot));
+    if (lane == 0) mbarrier_arrive(shared.free(place.slot));  // plant: block of one request read
     float low, high;
     Consumer::sum_heads(accumulators, weights, 0, low, high);
     const bool second = lane % 2;

@@ -463,12 +463,6 @@ def attend_dense(
         for out, lse in decode(cupy, problem):
             problem.check(out, lse)
         print(f"sanitize: {name}: agrees", flush=True)
-    for processors, (case, lengths) in ((None, INVARIANT), (1, INVARIANT)):
-        problem = make_problem(np, case, lengths)
-        with multiprocessors(processors) if processors else contextlib.nullcontext():
-            for out, lse in decode(cupy, problem, batch_invariant=True):
-                problem.check(out, lse)
-    print("sanitize: batch-invariant, pieces in one part and in several: agree", flush=True)
     for page_size in PAGE_SIZES:
         problem = pages.moved(make_problem(np, *PAGES), page_size)
         for out, lse in decode(cupy, problem):
@@ -482,6 +476,18 @@ def attend_dense(
                 problem.check(out, lse)
         attend_ragged(cupy, RAGGED[1])
     print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
+    attend_invariantly(cupy)
+
+
+def attend_invariantly(cupy: Any) -> None:
+    """Attend to pieces that one part has, and to those that several have."""
+    case, lengths = INVARIANT
+    problem = make_problem(np, case, lengths)
+    for processors in (None, 1):
+        with multiprocessors(processors) if processors else contextlib.nullcontext():
+            for out, lse in decode(cupy, problem, batch_invariant=True):
+                problem.check(out, lse)
+    print("sanitize: batch-invariant, pieces in one part and in several: agree", flush=True)
 
 
 def write_rows(cupy: Any) -> None:
@@ -507,6 +513,8 @@ def score_all(cupy: Any, edited: Callable[..., Any]) -> None:
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
     score_more_pages(cupy)
     print("sanitize: logits of many requests: agree", flush=True)
+    score_one_request(cupy, 3)
+    print("sanitize: logits of one request: agree", flush=True)
     for heads, head_dim, q_len in LOGITS_SHAPES:
         score_sequence(cupy, heads=heads, head_dim=head_dim)
         score_pages(cupy, q_len, batch=3, mean=130, heads=heads, head_dim=head_dim)
@@ -518,8 +526,9 @@ def score_all(cupy: Any, edited: Callable[..., Any]) -> None:
             for q_len in (1, 2, 5):
                 score_pages(cupy, q_len, batch=9, mean=900)
             score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
-    with multiprocessors(2):
-        score_one_request(cupy)
+    one_request = variants.ONE_REQUEST_EVERY_LANE_FREES
+    with edited("every lane frees", *one_request), multiprocessors(2):
+        score_one_request(cupy, 2000)
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
 
 
@@ -882,9 +891,9 @@ def score_pages(
         problem.check(logits, clean=clean)
 
 
-def score_one_request(cupy: Any) -> None:
-    """A request alone, of more blocks than all rings hold."""
-    mean = 2000 * devices.properties(0).sm_count
+def score_one_request(cupy: Any, tokens: int) -> None:
+    """A request alone; of 2,000 tokens a multiprocessor rings hold fewer blocks than there are."""
+    mean = tokens * devices.properties(0).sm_count
     for heads, q_len, page_size in ((64, 1, 64), (32, 2, 16)):
         score_pages(cupy, q_len, batch=1, mean=mean, heads=heads, page_size=page_size)
 

@@ -32,6 +32,7 @@ TILES = ("mla_decode",)
 SWAPPED = ("mla_decode_swapped",)
 BOTH = TILES + SWAPPED  # what they share
 LOGITS = ("mqa_logits", "paged_mqa_logits")
+LOGITS_FEW = ("paged_mqa_logits_few",)
 FP8 = ("mla_decode_fp8",)
 SPARSE_16 = ("mla_sparse",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
@@ -106,7 +107,8 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS + ATTENTION + DECODE + PREFILL
+    decoding = BOTH + FP8 + SPARSE + FP8_64 + FP8_PRODUCTS
+    stems = decoding + LOGITS + LOGITS_FEW + ATTENTION + DECODE + PREFILL
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -213,6 +215,12 @@ EVERY_LANE_FREES = (
 
 racecheck follows no order that goes through another lane, nor the fence of who loads.
 """
+
+ONE_REQUEST_EVERY_LANE_FREES = (
+    Edit(LOGITS_FEW, "block of one request read, arrivals", ", kWarpgroup)", r", 4\)"),
+    Edit(LOGITS_FEW, "block of one request read", "fence_proxy_async_shared();\n    ", _ONE_LANE),
+)
+"""The same of a request that is scored alone."""
 
 LOADERS_WAIT_TOGETHER = _ahead(
     ("paged_mqa_logits",),
@@ -362,6 +370,7 @@ ALL = {
     "swapped: missing exchange sync": (SWAPPED_MISSING_EXCHANGE_SYNC,),
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
     "every lane frees": EVERY_LANE_FREES,
+    "one request: every lane frees": ONE_REQUEST_EVERY_LANE_FREES,
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
     "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
     "many heads: every lane arrives": HEADS_64_EVERY_LANE_ARRIVES,
@@ -397,6 +406,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
         return tuple(spec for spec in specs if spec.entry.endswith("_e4m3"))
     if stem in DECODE:
         return attention_decode.SPECS
+    if stem in LOGITS_FEW:
+        return tuple(spec for spec in all_specs() if spec.stem == stem)
     if stem in PREFILL:
         return tuple(spec for spec in attention_prefill.SPECS if "_listed_" in spec.entry)
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
