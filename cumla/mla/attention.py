@@ -195,7 +195,8 @@ def mla_attention(
     -----
     Offsets and page numbers are not checked, except with ``CUMLA_CHECK=1``.
 
-    The notes of :func:`cumla.mla_decode` on CUDA graphs apply.
+    The notes of :func:`cumla.mla_decode` on CUDA graphs apply. A call without ``qo_indptr`` has the
+    kernels of that function, so before a capture of one prepare ``cumla.mla_decode`` as well.
 
     Examples
     --------

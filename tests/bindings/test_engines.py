@@ -24,6 +24,25 @@ OWN = {
     "vllm/mha.py:Impl": {"kv_sharing_target_layer_name", "num_kv_heads"},
     "sglang/backend.py:Backend": {"max_context_len", "req_to_token_pool", "token_to_kv_pool"},
 }
+# Methods of the plugins' own. All others are those of an engine's class, which must have them.
+PRIVATE = {
+    "vllm/mha.py:Builder": {"_add_mask", "_begin", "_other", "_refuse_alibi"},
+    "vllm/mha.py:Impl": {"do_kv_cache_update", "settle"},  # vLLM's layer calls the first one
+    "vllm/sparse.py:Impl": {"_options", "_told"},
+    "vllm/sparse.py:Metadata": {"__init__", "begin", "listed", "step"},
+    "sglang/backend.py:Backend": {"__init__", "_attend_mla", "_attend_mla_tree", "_begin", "_pages"}
+    | {"_constant", "_fill", "_filled", "_list_step", "_lists_of", "_made", "_mask", "_mask_of"}
+    | {"_step", "_table", "_tree", "_uniform"},
+    "sglang/sparse.py:Backend": {"_attend", "_choose", "_made"},
+}
+# The first and the last version with a method that others lack.
+PARTLY = {
+    "get_kv_cache_shape": ("0.25.0", "0.28.0"),
+    "supports_sliding_window": ("0.26.0", "0.33.0"),
+    "get_varlen_cudagraph_max_query_len": ("0.31.0", "0.33.0"),
+    "supports_device_cpu_query_lens_mismatch": ("0.28.0", "0.33.0"),
+    "_forward_mqa_kernel": ("0.33.0", "0.33.0"),
+}
 # Fields that a plugin reads of the engine's dataclasses, and arguments of calls.
 READ = {
     "CommonAttentionMetadata": {"causal", "num_actual_tokens", "seq_lens", "query_start_loc"}
@@ -73,9 +92,21 @@ def takes(ours: list[str], theirs: list[str]) -> bool:
     named = [p.partition("=")[0] for p in theirs if p[0] != "*"]
     own = {p.partition("=")[0]: "=" in p for p in ours if p[0] != "*"}
     needed = {name for name, has_default in own.items() if not has_default}
-    return needed <= set(named) and (
-        set(named) <= own.keys() or any(p[:1] == "*" and len(p) > 1 for p in ours)
-    )
+    takes_all = set(named) <= own.keys() or any(p[:1] == "*" and len(p) > 1 for p in ours)
+    first, second = positional(ours), positional(theirs)
+    in_order = [n for n in first if n in second] == [n for n in second if n in first]
+    return needed <= set(named) and takes_all and in_order
+
+
+def positional(parameters: list[str]) -> list[str]:
+    names = [p.partition("=")[0] for p in parameters]
+    return names[: next((i for i, name in enumerate(names) if name[0] == "*"), len(names))]
+
+
+def lacks(method: str, version: str) -> bool:
+    """Whether a version is one of those without a method that others have."""
+    first, last = PARTLY.get(method, ("0", "9999"))
+    return not number(first) <= number(version) <= number(last)
 
 
 @pytest.mark.parametrize(("engine", "version"), CASES)
@@ -121,6 +152,8 @@ def test_classes_of_the_plugin_fit_those_of_a_version(engine: str, version: str)
                 theirs = split(form[form.index("(") + 1 : -1])
                 assert takes(each.methods[name], theirs), (each.name, name, form)
                 checked += 1
+        own = each.methods.keys() - members.keys() - PRIVATE.get(each.name, set())
+        assert not {name for name in own if not lacks(name, version)}, each.name
         missing = each.used - members.keys() - OWN.get(each.name, set())
         assert not missing, (each.name, missing)
     assert checked > 8
@@ -143,9 +176,13 @@ def test_a_version_has_the_fields_that_the_plugin_reads(engine: str, version: st
         if module.startswith(f"{engine}."):
             tables |= {name: has.get(f"{module}:{name}") for name in names}
     for name, fields in tables.items():
-        if fields is not None or is_there("vllm/sparse.py", version):
+        if fields is not None or engine == "sglang" or is_there("vllm/sparse.py", version):
             assert READ[name] <= set((fields or "").split(", ")), name
-    assert set(tables) == {n for n in READ if n in tables}
+
+
+def test_all_fields_that_are_read_are_looked_for() -> None:
+    found = {name for names in FIELDS.values() for name in names}
+    assert found | {f"{name}()" for names in CALLS.values() for name in names} == READ.keys()
 
 
 def test_vllm_counts_or_lists_the_prefills_without_a_context() -> None:
@@ -177,3 +214,17 @@ def test_methods_that_do_not_fit_are_found() -> None:
     assert not takes(["q"], ["q", "layer"])
     assert not takes(["q", "more"], ["q"])
     assert not takes(["q", "*", "more"], ["q"])
+    assert not takes(["q", "layer"], ["layer", "q"])
+
+
+@pytest.mark.parametrize(("engine", "version"), CASES)
+def test_a_method_that_an_engine_loses_is_found(engine: str, version: str) -> None:
+    """Each row of a method that a plugin overrides is needed."""
+    has, found = of(engine, version), 0
+    for each in classes(engine):
+        if is_there(each.name.partition(":")[0], version):
+            for name in members_of(each, has).keys() & each.methods.keys():
+                private = name in PRIVATE.get(each.name, set()) or lacks(name, version)
+                assert not private, (each.name, name)
+                found += 1
+    assert found > 8
