@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small grid for compute-sanitizer, and what its four tools say about the kernels.
 
-    python tests/gpu/tools/sanitize.py --run FOLDER [--evidence-dir FOLDER] [--parts PART...]
+    python tests/gpu/tools/sanitize.py --run FOLDER [--evidence-dir FOLDER]
+                                       [--parts PART...] [--tools TOOL...]
 
 runs the grid under memcheck, synccheck, racecheck and initcheck, calibrates the last two with
 planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence. Single steps:
@@ -11,7 +12,7 @@ planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence. S
 
 Each tool runs the grid in parts, a process each, several at once and on all GPUs. With --parts
 only those run, and the verdicts are of kernels that no earlier whole run clears as they are: name
-each part that launches one of these.
+each part that launches one of these. With --tools the verdicts of others stay as they are.
 
 All tools run the kernels that ship, except that racecheck runs some with edits that add order
 (record.TOOLS says why). The grid's inputs are made, and its results compared, on the host: only
@@ -107,7 +108,7 @@ BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find thes
     "missing-tile-wait": "it does not know the copy engine's writes",
     "swapped-missing-exchange-sync": "it does not know what wgmma reads",
 }
-PARTS = ("heads", "lists", "fp8", "dense", "logits", "blocks", "rows")  # of the grid: longest first
+PARTS = ("heads", "lists", "fp8", "dense", "logits", "blocks", "rows", "invariant")  # longest first
 RUNS = (  # tool, a part of the grid or a planted bug
     *(("racecheck", part) for part in PARTS),  # it takes the longest
     *((tool, part) for tool in record.TOOLS if tool != "racecheck" for part in PARTS),
@@ -443,6 +444,8 @@ def run_calls(
             attend_to_lists(cupy)
     elif part == "rows":
         write_rows(cupy)
+    elif part == "invariant":
+        attend_invariantly(cupy)
     elif part in {"heads", "blocks"}:
         few = edited("every lane arrives", *variants.DECODE_EVERY_LANE_ARRIVES)
         with few, edited("every lane arrives", *variants.E4M3_EVERY_LANE_ARRIVES):
@@ -476,7 +479,6 @@ def attend_dense(
                 problem.check(out, lse)
         attend_ragged(cupy, RAGGED[1])
     print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
-    attend_invariantly(cupy)
 
 
 def attend_invariantly(cupy: Any) -> None:
@@ -1284,15 +1286,15 @@ def log_name(tool: str, only: str) -> str:
     return f"{tool}-{only}.log"
 
 
-def run_all(folder: Path, timeout: float, parts: Sequence[str] = PARTS) -> None:
-    """Run every tool on these parts, a few a GPU at a time; a log each, with its time."""
+def run_all(folder: Path, timeout: float, parts: Sequence[str], tools: Sequence[str]) -> None:
+    """Run these tools on these parts, a few a GPU at a time; a log each, with its time."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     version = version_of(command)
     folder.mkdir(parents=True, exist_ok=True)
     about = record.machine() | {"version": version}
     sources = record.Sources.now()._asdict()
-    runs = [run for run in RUNS if run[1] in (*parts, *PLANTS)]
-    content = {"about": about, "sources": sources, "grid": sorted(parts)}
+    runs = [run for run in RUNS if run[0] in tools and run[1] in (*parts, *PLANTS)]
+    content = {"about": about, "sources": sources, "grid": sorted(parts), "tools": sorted(tools)}
     record.write(folder, Path(ABOUT).stem, content)
     warm = [sys.executable, str(Path(__file__).resolve())]
     if not os.environ.get("CUMLA_CUBIN_DIR"):  # else all kernels are compiled
@@ -1472,7 +1474,7 @@ def summarise(folder: Path, evidence: Path) -> bool:
                 wrong.add(stem)
                 print(f"{'':<10} {stem}: {problem}")
     run.complete()
-    missing = sorted(set(record.TOOLS) - set(found_by_tool))
+    missing = sorted(set(known.get("tools", record.TOOLS)) - set(found_by_tool))
     if missing:
         print(f"without a log of {', '.join(missing)}")
     return not wrong and not missing
@@ -1488,12 +1490,13 @@ def main() -> None:
     )
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="run all tools, then summarise")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the grid")
+    parser.add_argument("--tools", nargs="+", choices=record.TOOLS, default=list(record.TOOLS))
     parser.add_argument("--summarise", type=Path, metavar="FOLDER", help="read the logs there")
     parser.add_argument("--evidence-dir", type=Path, default=record.FOLDER, metavar="FOLDER")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds a tool may take")
     arguments = parser.parse_args()
     if arguments.run:
-        run_all(arguments.run, arguments.timeout, arguments.parts)
+        run_all(arguments.run, arguments.timeout, arguments.parts, arguments.tools)
     folder = arguments.run or arguments.summarise
     if not folder:
         run_grid(arguments.tool, arguments.only)
