@@ -229,8 +229,7 @@ class Impl(SparseMLACommonImpl[Metadata]):
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
-        # vLLM brings the rows, and calls the function below: micro-batches in threads of their own
-        # take turns no more often than between layers.
+        # vLLM brings the rows, and calls the function below. No other micro-batch may come between.
         if self._is_offloaded:
             self._metadata = attn_metadata
             found: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
