@@ -6,7 +6,8 @@
 The sdist of vLLM, which ``pip download --no-binary vllm`` gets, has tests of the functions of
 FlashAttention-3, FlashInfer, FlashMLA and DeepGEMM that it calls. They are extracted into a
 temporary folder and get cumla's functions; vLLM itself is not installed. On a GPU they run as they
-are. Without one their tensors are on the CPU, and some sizes are smaller (`SMALLER`).
+are. Without one their tensors are on the CPU, and some sizes are smaller (`SMALLER`). The exit
+status is 1 if all selected tests of a file are skipped or refused.
 """
 
 from __future__ import annotations
@@ -167,6 +168,27 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         argument = REFUSED.get(item.originalname)
         if argument and item.callspec.params[argument] is not None:
             item.add_marker(refused)
+
+
+_passed: dict[str, bool] = {}  # whether a test of a file passed, by file
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    file = report.nodeid.partition("::")[0]
+    passed = report.when == "call" and report.passed and not hasattr(report, "wasxfail")
+    _passed[file] = _passed.get(file, False) or passed
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """Fail if a file proves nothing: none of its tests passed."""
+    if not all(_passed.values()):
+        session.exitstatus = session.exitstatus or 1
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for file, passed in _passed.items():
+        if not passed:
+            terminalreporter.write_line(f"{file}: none of the selected tests passed")
 
 
 def pytest_runtest_teardown() -> None:
