@@ -11,9 +11,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import cumla
 from cumla import reference
 
-__all__ = ["DRAFTS", "MANY", "NO_KEYS", "Sample", "check", "make", "samples", "without_keys"]
+__all__ = [
+    *("DRAFTS", "MANY", "NO_KEYS", "RAGGED_COUNTS", "RAGGED_DRAFTS"),
+    *("Sample", "check", "make", "samples", "splits_keys", "without_keys"),
+]
 
 DTYPES: dict[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -46,6 +50,18 @@ MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "le
 
 DRAFTS: dict[str, Any] = MANY | {"queries": "drafts", "heads": (8, 1), "lens": (200, 470, 30)}
 """The same of requests with equally many queries, whose keys are split."""
+
+RAGGED_DRAFTS: list[dict[str, Any]] = [
+    DRAFTS
+    | {"queries": "ragged drafts", "lens": (200, 470, 0, 30)}
+    | {"page_size": page_size, "window": window}
+    for page_size in (64, 16, 0)
+    for window in (0, 17, 150, (40, 9), (-1, 3))
+]
+"""The same of requests with different numbers of queries, behind windows."""
+
+RAGGED_COUNTS = (5, 7, 10)
+"""Multiprocessors among which keys of RAGGED_DRAFTS are split."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,13 @@ def make(s: Sample) -> dict[str, Any]:
     return given
 
 
+def splits_keys(given: dict[str, Any]) -> bool:
+    """Whether several thread blocks of attention_prefill share the keys of a row tile."""
+    names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
+    plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
+    return plan.key.choice.is_split and plan.key.parts > 1
+
+
 def _q_lens(s: Sample) -> list[int]:
     return {
         "one": [1 for _ in s.lens],
@@ -127,6 +150,7 @@ def _q_lens(s: Sample) -> list[int]:
         "many": [min(n, 90) for n in s.lens],
         "uniform": [2 for _ in s.lens],
         "drafts": [20 for _ in s.lens],
+        "ragged drafts": [n // 10 for n in s.lens],
         "more than keys": [n % 60 + 5 for n in s.lens],
     }[s.queries]
 

@@ -17,6 +17,8 @@ from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha.attention_cases import (
     DRAFTS,
     MANY,
+    RAGGED_COUNTS,
+    RAGGED_DRAFTS,
     RISING,
     Sample,
     check,
@@ -24,6 +26,7 @@ from tests.mha.attention_cases import (
     make,
     rising,
     samples,
+    splits_keys,
 )
 
 KERNELS = ("attention_prefill", "ragged_schedule")
@@ -57,6 +60,25 @@ def test_split_keys(s: Sample, record_figures: Report) -> None:
         with multiprocessors(count):
             got = run_on_gpu(make(s))
         record_figures(check(s, got, expected))
+
+
+@pytest.mark.parametrize(
+    "s",
+    [s for fixed in RAGGED_DRAFTS for s in samples(6, **fixed)],
+    ids=lambda s: f"{s.page_size}-{s.window}-{s.seed}",
+)
+def test_split_keys_of_ragged_queries_behind_windows(s: Sample, record_figures: Report) -> None:
+    """Twice each, to the same bits."""
+    expected = cumla.reference.attention(**make(s))
+    for count in RAGGED_COUNTS:
+        with multiprocessors(count):
+            memory = Memory(cp)
+            assert splits_keys({name: memory.upload(value) for name, value in make(s).items()})
+            got, again = run_on_gpu(make(s)), run_on_gpu(make(s))
+        record_figures(check(s, got, expected))
+        rows = slice(0, sum(n // 10 for n in s.lens))
+        for one, other in zip(got, again, strict=True):
+            assert (bits(one)[rows] == bits(other)[rows]).all()
 
 
 def whole(

@@ -19,6 +19,8 @@ from tests.emulator import emulate, emulated_gpu
 from tests.mha.attention_cases import (
     DRAFTS,
     MANY,
+    RAGGED_COUNTS,
+    RAGGED_DRAFTS,
     RISING,
     Sample,
     check,
@@ -26,6 +28,7 @@ from tests.mha.attention_cases import (
     make,
     rising,
     samples,
+    splits_keys,
 )
 from tests.selection import some
 
@@ -73,6 +76,24 @@ def test_split_keys(columns: tuple[int, int]) -> None:
             got, stems = launched(make(sample), count)
             assert "attention_prefill" in stems
             check(sample, got, cumla.reference.attention(**make(sample)))
+
+
+@pytest.mark.parametrize("columns", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_split_keys_of_ragged_queries_behind_windows(columns: tuple[int, int]) -> None:
+    for i, fixed in enumerate(RAGGED_DRAFTS):
+        (sample,) = samples(1, columns=columns, dtype="bfloat16", **fixed)
+        got, stems = launched(make(sample), RAGGED_COUNTS[i % len(RAGGED_COUNTS)])
+        assert stems.count("attention_prefill") == 1
+        check(sample, got, cumla.reference.attention(**make(sample)))
+
+
+@pytest.mark.parametrize("count", RAGGED_COUNTS)
+def test_windows_leave_ragged_queries_to_split_keys(count: int) -> None:
+    with emulated_gpu(count, always=True) as cupy:
+        for fixed in RAGGED_DRAFTS:
+            for sample in samples(6, **fixed):
+                there = {name: cupy.like(value) for name, value in make(sample).items()}
+                assert splits_keys(there)
 
 
 @pytest.mark.exhaustive
