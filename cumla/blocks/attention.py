@@ -12,6 +12,7 @@ import numpy as np
 from cumla import reference
 from cumla.core.arguments import (
     INT32,
+    SINKS,
     WIDE,
     Array,
     bind,
@@ -276,7 +277,7 @@ class _Attend(Stated[Any, BlockKey]):
         tokens, heads = prod(q.shape[:-2]), (1, k.shape[2])
         table = checked_pages({"block_table": given["block_table"]})
         check_columns(table.shape[1], k.shape[1])
-        bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
+        bind(SINKS, views, {"num_heads": q.shape[-2]})
         entries = _checked_entries_of(given["block_indices"], tokens, heads)
         lengths = _checked_counts(given.get("topk_lens"), tokens, heads)
         if virtual_pages(k, v, options.block_size) is None:

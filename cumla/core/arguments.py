@@ -50,6 +50,10 @@ class Array(NamedTuple):
     dtypes: tuple[str, ...]  # any of these
     lies: str = "elements"
     way_out: str = "reshape it"  # ends the message for another shape
+    conversion: str = "convert it first"  # ends the message for another dtype
+
+
+SINKS = {"sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head")}
 
 
 def bind(table: Mapping[str, Array], views: Views, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -63,7 +67,7 @@ def bind(table: Mapping[str, Array], views: Views, sizes: Mapping[str, int]) -> 
         view = views.get(name)
         if view is None:
             continue
-        check_dtype(name, view.dtype, row.dtypes)
+        check_dtype(name, view.dtype, row.dtypes, row.conversion)
         _bind_axes(name, view, row, bound)
         check_lies(name, view, row.lies)
     return bound

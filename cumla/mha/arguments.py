@@ -142,7 +142,13 @@ _MASK = {
     "mask.start": Array("total_tokens", INT32, "row", _MASK_ROW),
     "mask.end": Array("total_tokens", INT32, "row", _MASK_ROW),
     "mask.prefix_len": Array("batch", INT32, "row", _MASK_REQUEST),
-    "mask.tree": Array("total_tokens words", TREE_DTYPES, "row", "give each row of q its bits"),
+    "mask.tree": Array(
+        "total_tokens words",
+        TREE_DTYPES,
+        "row",
+        "give each row of q its bits",
+        "build the mask with cumla.AttentionMask.from_tree",
+    ),
     "mask.tree_start": Array("batch", INT32, "row", _MASK_REQUEST),
 }
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.arguments import (
-    Array,
+    SINKS,
     Views,
     as_number,
     bind,
@@ -347,7 +347,7 @@ class _Attend(Attend[MHAArguments, MHAKey]):
             k, v = swapped(k), swapped(v)
         check_heads(q, k, v)
         pages = _checked_form(given, has_pages, options.kv_layout)
-        bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
+        bind(SINKS, views, {"num_heads": q.shape[-2]})
         if not has_pages:
             k, v = batched(k), batched(v)  # one page
         numbers = options.k_scale, options.v_scale

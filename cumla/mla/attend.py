@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from cumla.core.arguments import Array, bind, checked_window
+from cumla.core.arguments import SINKS, Array, bind, checked_window
 from cumla.core.names import arg
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
@@ -59,8 +59,14 @@ OPTIONS = (
     optional("tree"),
 )
 _MORE = {
-    "sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head"),
-    "tree": Array("total_tokens words", TREE_DTYPES, "row", "give each query token its bits"),
+    **SINKS,
+    "tree": Array(
+        "total_tokens words",
+        TREE_DTYPES,
+        "row",
+        "give each query token its bits",
+        "pass cumla.AttentionMask.from_tree(...).tree of a mask",
+    ),
 }
 HIDDEN = {"empty_lse": -inf}  # where nothing is visible; FlashMLA has it otherwise
 _SCALES = {width: float(sum(width) ** -0.5) for width in WIDTHS}  # of the scores, by default

@@ -12,6 +12,7 @@ import numpy as np
 
 from cumla.core.arguments import (
     INT32,
+    SINKS,
     Array,
     Views,
     bind,
@@ -96,7 +97,6 @@ _LISTS = {
         "extra_indices": Array("total_tokens extra_topk", INT32, "row", _EACH),
     },
 }
-_SINKS = {"sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head")}
 _ANY_TABLE = {"block_table": Array("requests max_pages", INT32, "row")}
 
 
@@ -154,7 +154,7 @@ def checked_arguments(
     counts = [views[name] for name in ("indices", "extra_indices")]
     check_entries(*[0 if view is None else view.shape[-1] for view in counts])
     table, requests = _checked_places(views, rows)
-    bind(_SINKS, views, {"num_heads": num_heads})
+    bind(SINKS, views, {"num_heads": num_heads})
     scale = (VALUE_DIM if is_narrow else HEAD_DIM) ** -0.5
     launched = SparseArguments(
         q=as_batch(columns.q, 4),

@@ -83,7 +83,7 @@ ATTENTION = Interface(
         ),
         "args": (
             "cumla's kernels take no more arguments by position; pass keys and values of pages as "
-            "one pair, (k, v)"
+            "one pair, (k, v), and sinks as sinks="
         ),
     },
     unused={

@@ -511,5 +511,6 @@ def _one_form(name: str, whole: Any, **parts: Any) -> Any:
         raise ValueError(f"{name}: needs both {both}, got one; pass the other, too")
     raise TypeError(
         f"{name}: needs {name}= alone, or {both} together, got "
-        f"{'neither' if whole is None else 'both forms'}; pass one form"
+        f"{'neither' if whole is None else 'both forms'}; pass one form: {name}= by name, because "
+        f"the first four arguments are q_nope, q_pe, ckv_cache and kpe_cache"
     )
