@@ -329,6 +329,10 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
     untried = "".join(f"\nnot tried: {what}" for what in model.untried)
     yield "served", f"yes, with --attention-backend CUSTOM{untried}"
     yield from kernels
+    if model.by_blocks:
+        own = "blocks that an indexer chooses: vLLM's own class, which calls Triton functions"
+        way = "cumla.compat.vllm_minimax_m3.replace() in each process puts cumla's in their place"
+        yield f"{model.by_blocks} layers", f"{own}\n{way}"
     yield from _beside(model, cache)
 
 
@@ -348,6 +352,7 @@ def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
         yield "indexer", own if model.pool > 1 else "paged_mqa_logits, mqa_logits, top_k"
     yield "drafts", "yes, in chains"
     among = "; the indexer's scores differ in their last bits" if is_sparse else ""
+    among = "; vLLM decides for its own layers" if model.by_blocks else among
     yield "batch invariance", f"yes, by VLLM_BATCH_INVARIANT=1{among}"
     shared = "yes; kernels then have the heads of all ranks that share a cache"
     if not is_sparse:

@@ -272,6 +272,7 @@ _WITH_MLA = (
     "dots3_note",
 )
 _V41 = "deepseek_v41"
+_BY_BLOCKS = "minimax_m3_sparse"  # transformers' name of these layers
 _COMPRESSED = {"compress_ratios", "compress_rates"}  # as DeepSeek, and as transformers names them
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
@@ -323,6 +324,7 @@ class Model(NamedTuple):
     untried: tuple[str, ...]
     is_v4: bool = False  # compressed tokens beside a window
     pool: int = 1  # neighbouring tokens that an indexer chooses together
+    by_blocks: int = 0  # layers of MiniMax M3 that choose blocks: vLLM gives them its own class
 
     @property
     def kernels(self) -> type[MLAKernels | MHAKernels]:
@@ -376,6 +378,8 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     is_v4 = kind in ("deepseek_v4", _V41)
     use_mla = is_v4 or (kind in _WITH_MLA and bool(config.get("kv_lora_rank")))
     kinds = ["full"] * _layers(config) if is_v4 else _kinds(config)
+    by_blocks = kinds.count(_BY_BLOCKS)
+    kinds = [each for each in kinds if each != _BY_BLOCKS]
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if not isinstance(width, int | None):
         raise TypeError(f"sliding_window {width!r:.60}; write one number of tokens, or null")
@@ -402,9 +406,14 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         or any("sink" in name and value for name, value in config.items()),
         _number(config, "index_topk") if use_mla and "index_topk" in config else 0,
         tuple(refused),
-        (*_untried(whole, config, chunked), *["DeepSeek-V4 in vLLM's engine"] * is_v4),
+        (
+            *_untried(whole, config, chunked),
+            *["DeepSeek-V4 in vLLM's engine"] * is_v4,
+            *["layers that choose blocks, in vLLM's engine"] * bool(by_blocks),
+        ),
         is_v4,
         _number(config, "index_kpool") if config.get("index_kpool") else 1,
+        by_blocks,
     )
 
 
@@ -453,7 +462,14 @@ def _kinds(config: dict[str, Any]) -> list[str]:
         rotated = _each(config, "no_rope_layers", count) or by_interval
         return ["chunked_attention" if each else "full_attention" for each in rotated]
     if kinds := _each(config, "layer_types", count):
-        return [kind for kind in kinds if kind.endswith("attention") and "linear" not in kind]
+        return [
+            kind
+            for kind in kinds
+            if (kind.endswith("attention") and "linear" not in kind) or kind == _BY_BLOCKS
+        ]
+    sparse = _mapping(config.get("sparse_attention_config") or {}, "sparse_attention_config")
+    if chosen := _each(sparse, "sparse_attention_freq", count):  # MiniMax M3
+        return [_BY_BLOCKS if each else "full_attention" for each in chosen]
     if config.get("full_attention_interval"):  # Qwen3-Next: the other layers are linear
         return ["full"] * (count // _number(config, "full_attention_interval"))
     if config.get("sliding_window_pattern"):

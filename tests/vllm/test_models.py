@@ -63,6 +63,14 @@ GPT_OSS = COMMON | {
 }
 
 
+_BLOCKS = {"sparse_block_size": 128, "sparse_attention_freq": [0] * 3 + [1] * 9}
+M3 = {
+    "model_type": "minimax_m3_vl",
+    "text_config": LLAMA | {"model_type": "minimax_m3", "sparse_attention_config": _BLOCKS},
+}
+M3_OF_TRANSFORMERS = LLAMA | {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 9}
+
+
 @pytest.fixture
 def info(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Any:
     """Run the command for a model without vLLM; return its exit code and its lines."""
@@ -230,6 +238,17 @@ def test_layers_of_each_window_have_their_kernels(info: Any) -> None:
     assert "2 layers                 full attention" in text
     assert text.count("attention_prefill_bfloat16_256_256") == 4
     assert ", sinks;" in rows(info(GPT_OSS)[1])["each GPU"]
+
+
+@pytest.mark.parametrize("config", [M3, M3_OF_TRANSFORMERS])
+def test_layers_that_choose_blocks_are_those_of_vllm(config: dict[str, Any], info: Any) -> None:
+    code, text = info(config)
+    assert code == 0
+    found = rows(text)
+    assert found["3 layers"] == "full attention"
+    assert found["9 layers"].startswith("blocks that an indexer chooses: vLLM's own")
+    assert "not tried: layers that choose blocks" in text
+    assert "12 layers" not in found
 
 
 def test_deepseek_v41_is_refused_by_its_name(info: Any) -> None:
