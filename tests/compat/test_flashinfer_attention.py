@@ -1278,7 +1278,7 @@ def test_arguments_of_a_run() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             wrapper.run(**usual | changes)
-    with pytest.raises(ValueError, match=r"^args: .* pass keys and values of pages as one pair"):
+    with pytest.raises(ValueError, match=r"^args: .* as one pair, \(k, v\), and sinks as sinks="):
         wrapper.run(batch.q, batch.cache, ONES)
 
 

@@ -754,6 +754,11 @@ def test_arguments_of_a_run() -> None:
         (cache | {"query": batch.q, "q_pe": parts[1]}, TypeError, "query: .*, got both forms"),
         ({"query": batch.q}, TypeError, "kv_cache: needs kv_cache= alone, or ckv_cache and kpe_"),
         (
+            {"q_nope": batch.q, "q_pe": batch.cache},
+            TypeError,
+            "kv_cache: .*, got neither; pass one form: kv_cache= by name",
+        ),
+        (
             cache | {"query": (7, parts[1])},
             TypeError,
             "q_nope: needs a PyTorch tensor, got builtin",

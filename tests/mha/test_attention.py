@@ -133,7 +133,7 @@ PAGED = [
     wrong("qo_indptr", None, "offsets of the requests for q of three axes, got None; pass"),
     wrong("qo_indptr", int32(), "shape (batch + 1,)"),
     wrong_type("sinks", numbers(4), "float32, got bfloat16; convert"),
-    wrong("sinks", numbers(2, dtype=F32), "shape (num_heads,) with num_heads 4, got (2,)"),
+    wrong("sinks", numbers(2, dtype=F32), "shape (num_heads,) with num_heads 4, got (2,); pass a"),
     *(
         wrong("softcap", value, f"a number from 0.001 to 1000000.0, got {value}; leave it out")
         for value in (0, 0.0, -1.0, 1e-4, 1e7, float("inf"), float("nan"))

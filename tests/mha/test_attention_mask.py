@@ -314,7 +314,11 @@ MASK = cumla.AttentionMask
             ValueError,
             "mask.tree: needs rows without gaps, got a stride of 16 bytes; make a contiguous copy",
         ),
-        ({"mask": MASK(tree=BITS.astype(np.int64))}, TypeError, "mask.tree: needs uint32 or int32"),
+        (
+            {"mask": MASK(tree=BITS.astype(np.int64))},
+            TypeError,
+            "mask.tree: needs uint32 or int32, got int64; build the mask with",
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

@@ -101,6 +101,11 @@ def small(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         ({"sinks": np.ones(4)}, TypeError, "sinks: needs float32"),
         ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks: needs shape \(num_heads"),
         ({"sinks": np.ones((4, 2), np.float32)[:, 0]}, ValueError, "sinks: needs"),
+        (
+            {"tree": np.ones((2, 1), bool)},
+            TypeError,
+            r"tree: needs uint32 or int32, got bool; pass cumla\.AttentionMask\.from_tree",
+        ),
     ],
     ids=str,
 )
