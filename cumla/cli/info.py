@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--dtype", help="as the model's by default")
     group.add_argument("--kv-cache-dtype", help="auto by default")
     group.add_argument("--block-size", type=positive, help="tokens of a page; 64 by default")
-    group.add_argument("--tensor-parallel-size", type=positive, help="1 by default")
+    group.add_argument("--tensor-parallel-size", "-tp", type=positive, help="1 by default")
     allowed = "as with the option fp8_products of vLLM's --additional-config"
     group.add_argument("--fp8-products", action="store_true", default=None, help=allowed)
     parser.set_defaults(func=run)

@@ -104,7 +104,7 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     assert found["indexer"] == "paged_mqa_logits, mqa_logits, top_k"
     packed = "--kv-cache-dtype", "fp8_ds_mla"
     assert rows(info(V32, *packed)[1])["decoding, 1 request"] == "mla_sparse_packed_16"
-    found = rows(info(V32, *packed, "--tensor-parallel-size", "8")[1])
+    found = rows(info(V32, *packed, "-tp", "8")[1])
     assert found["decoding, 1 request"] == "mla_sparse_packed_16"
     assert found["prefill up to 2048"].startswith("vLLM's own backend, where no prefill of")
     assert "cache" not in found
