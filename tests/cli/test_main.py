@@ -41,7 +41,9 @@ def test_numbers_of_the_arguments(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([words[0], f"{words[1]}={value}"])
-    assert f"{words[1]}: needs a whole number from 1, got {value!r}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"error: argument {words[1]}" in error
+    assert f": needs a whole number from 1, got {value!r}" in error
 
 
 @pytest.mark.parametrize(
