@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionMask"]
 
-_BIT_DTYPES = ("uint8", "uint16", "uint32")  # of rows of bits
+_BIT_DTYPES = ("uint8", "uint16", "uint32", "int32")  # of rows of bits
 _INTERVAL = ("start", "end")
 
 
@@ -338,8 +338,8 @@ class AttentionMask:
 
             * ``(batch, drafts, drafts)`` bool: row i, column j is true if draft i sees draft j;
               entries of more requests are ignored (SGLang's QLEN_ONLY, reshaped);
-            * ``(total_tokens,)`` or ``(total_tokens, n)`` uint8, uint16 or uint32: a row of bits
-              for each draft, the lowest first (QLEN_ONLY_BITPACKING);
+            * ``(total_tokens,)`` or ``(total_tokens, n)`` uint8, uint16, uint32 or int32: a row of
+              bits for each draft, the lowest first (QLEN_ONLY_BITPACKING);
             * with ``full=True`` ``(elements,)`` bool: the rows of all requests one after another,
               each ``(q_len, kv_len)`` (SGLang's FULL_MASK, FlashInfer's custom_mask). Only the
               columns of the drafts are read; all others count as true;
@@ -594,7 +594,10 @@ _SIDES = ("left", "right", "chunk", "lookback", "block", "clamp")
 
 
 def _total(sizes: dict[str, int], has_offsets: bool, q_len: int) -> int:
-    """Tell the number of query tokens."""
+    """Tell the number of query tokens, and add that of requests to the sizes."""
+    rows = sizes.get("total_tokens")
+    if rows is not None and q_len > 0 and rows % q_len == 0:
+        sizes.setdefault("batch", rows // q_len)
     if "batch" not in sizes:
         raise ValueError(
             f"{arg('kv_lens')}: needed to tell the number of requests, got None; pass it, or "
@@ -688,7 +691,7 @@ def _check_tree(host: Host, rules: Rules) -> None:
 
 def _as_bytes(tree: ArrayView) -> ArrayView:
     """See rows of bits as bytes."""
-    size = int(tree.dtype.removeprefix("uint")) // 8
+    size = np.dtype(tree.dtype).itemsize
     columns = tree.shape[1] if len(tree.shape) == 2 else 1
     shape, strides = (tree.shape[0], columns * size), (tree.strides[0], 1)
     return tree._replace(shape=shape, strides=strides, dtype="uint8")

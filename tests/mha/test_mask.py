@@ -244,6 +244,20 @@ def test_given_arrays_come_back() -> None:
     assert out.prefix_len is LENS
 
 
+def test_rows_of_bits_of_any_dtype_need_q_len_alone() -> None:
+    """The numbers of rows and of queries tell that of requests."""
+    rows = np.array([1, 3, 5, 1, 2, 7])
+    wants = AttentionMask.from_tree(rows.astype(np.uint8), kv_lens=LENS, q_len=3).tree
+    assert wants.ravel().tolist() == rows.tolist()
+    for dtype in (np.uint8, np.uint16, np.uint32, np.int32):
+        found = AttentionMask.from_tree(rows.astype(dtype), q_len=3).tree
+        assert (found == wants).all()
+    all_seen = AttentionMask.from_tree(np.full(64, -1, np.int32), q_len=32).tree
+    assert (all_seen == 2**32 - 1).all()
+    with pytest.raises(ValueError, match="kv_lens: needed to tell the number of requests"):
+        AttentionMask.from_tree(rows.astype(np.uint8), q_len=4)
+
+
 def test_arrays_of_pytorch_and_jax() -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     for make in (torch.tensor, jax.numpy.asarray):
