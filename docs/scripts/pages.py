@@ -36,7 +36,8 @@ GROUPS = (
         ("mla_decode", "MLADecodePlan", "mla_attention", "MLAAttentionPlan"),
     ),
     Group("MHA, GQA and MQA", "guide/attention.md", ("attention", "AttentionPlan")),
-    Group("Masks and biases of attention", "guide/masks.md", ("AttentionMask", "AttentionBias")),
+    Group("Masks of attention", "guide/masks.md", ("AttentionMask",)),
+    Group("Biases of attention", "guide/biases.md", ("AttentionBias",)),
     Group("Shared prefixes", "guide/shared-prefixes.md", ("find_prefix_groups", "PrefixGroups")),
     Group(
         "Sparse MLA",
