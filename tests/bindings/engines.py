@@ -6,10 +6,10 @@ engines.json: engine -> name -> form -> versions. Nothing is imported. `test_eng
 plugins against it: a plugin that uses another name needs the wheels once more.
 
 A name is ``module:name`` for what a plugin imports, and ``module:Class.member`` for what one of its
-classes overrides, must define, or reads of a class from which it is derived. A form is the
-parameters in brackets, with "abstract" before them where a class must define the method, or
-"class", "module", "value". Of classes in `FIELDS` it is the names of their fields, of calls in
-`CALLS` the names of the arguments.
+classes overrides, must define, or reads of a class from which it is derived, and for what is in
+`OPTIONS`. A form is the parameters in brackets, with "abstract" before them where a class must
+define the method, or "class", "module", "value". Of classes in `FIELDS` it is the names of their
+fields, of calls in `CALLS` the names of the arguments.
 """
 
 from __future__ import annotations
@@ -46,6 +46,28 @@ FIELDS = {  # of dataclasses that a plugin reads
     "sglang.srt.layers.attention.verify_mask": ("VerifyMask",),
 }
 CALLS = {f"{_MLA}.sparse_mla_attention": ("metadata_cls",)}  # of what a plugin passes
+# What a plugin reads and sets of a configuration. It looks for some that only later versions have:
+# under another name these would have no effect, in silence.
+OPTIONS = {
+    "vllm.config.attention:AttentionConfig": (
+        *("backend", "backend_per_kind", "hisparse_config", "sparse_mla_force_mqa"),
+    ),
+    "vllm.config.cache:CacheConfig": ("cache_dtype",),
+    "vllm.config.compilation:CompilationConfig": (
+        *("cudagraph_mode", "max_cudagraph_capture_size", "static_forward_context"),
+    ),
+    "vllm.config.model:ModelConfig": (
+        *("dtype", "get_num_attention_heads", "hf_config", "hf_text_config", "is_mm_prefix_lm"),
+        *("rswa_window", "use_mla"),
+    ),
+    "vllm.config.parallel:ParallelConfig": ("decode_context_parallel_size", "use_ubatching"),
+    "vllm.config.scheduler:SchedulerConfig": ("max_num_batched_tokens",),
+    "vllm.config.speculative:SpeculativeConfig": ("enable_adaptive_verification",),
+    "vllm.config.vllm:VllmConfig": (
+        *("additional_config", "attention_config", "cache_config", "compilation_config"),
+        *("model_config", "parallel_config", "scheduler_config", "speculative_config"),
+    ),
+}
 
 
 class Sources(Protocol):
@@ -314,17 +336,21 @@ def wanted(engine: str, version: Version) -> Iterator[tuple[str, str]]:
         form = version.form(module, name)
         if form is not None:
             yield f"{module}:{name}", form
-    members: dict[str, str] = {}
+    inherited: dict[str, str] = {}
     for each in classes(engine):
         for module, name in each.bases:
             for member, form in version.members(module, name).items():
                 if member in each.methods or member in each.used or form.startswith("abstract"):
-                    members[f"{module}:{name}.{member}"] = form
-    yield from sorted(members.items())
+                    inherited[f"{module}:{name}.{member}"] = form
+    yield from sorted(inherited.items())
     for module, names in FIELDS.items():
         tree = version.tree(module) if module.startswith(f"{engine}.") else None
         known = fields(tree.body) if tree is not None else {}
         yield from ((f"{module}:{name}", ", ".join(known[name])) for name in names if name in known)
+    for name, options in OPTIONS.items():
+        if name.startswith(f"{engine}."):
+            members = version.members(*name.split(":"))
+            yield from ((f"{name}.{each}", members[each]) for each in options if each in members)
     for module, names in CALLS.items():
         if module.startswith(f"{engine}."):
             for name in names:

@@ -8,7 +8,17 @@ import json
 
 import pytest
 
-from tests.bindings.engines import CALLS, DATA, ENGINES, FIELDS, ROOT, Class, classes, imported
+from tests.bindings.engines import (
+    CALLS,
+    DATA,
+    ENGINES,
+    FIELDS,
+    OPTIONS,
+    ROOT,
+    Class,
+    classes,
+    imported,
+)
 from tests.compat.test_signatures import split
 
 TABLE: dict[str, dict[str, dict[str, list[str]]]] = json.loads(DATA.read_text("utf-8"))
@@ -35,13 +45,17 @@ PRIVATE = {
     | {"_step", "_table", "_tree", "_uniform"},
     "sglang/sparse.py:Backend": {"_attend", "_choose", "_made"},
 }
-# The first and the last version with a method that others lack.
+# The first and the last version with a method or an option that others lack.
 PARTLY = {
     "get_kv_cache_shape": ("0.25.0", "0.28.0"),
     "supports_sliding_window": ("0.26.0", "0.33.0"),
     "get_varlen_cudagraph_max_query_len": ("0.31.0", "0.33.0"),
     "supports_device_cpu_query_lens_mismatch": ("0.28.0", "0.33.0"),
     "_forward_mqa_kernel": ("0.33.0", "0.33.0"),
+    "backend_per_kind": ("0.26.0", "0.33.0"),
+    "sparse_mla_force_mqa": ("0.26.0", "0.33.0"),
+    "enable_adaptive_verification": ("0.28.0", "0.33.0"),
+    "hisparse_config": ("0.30.0", "0.33.0"),
 }
 # Fields that a plugin reads of the engine's dataclasses, and arguments of calls.
 READ = {
@@ -183,6 +197,30 @@ def test_a_version_has_the_fields_that_the_plugin_reads(engine: str, version: st
 def test_all_fields_that_are_read_are_looked_for() -> None:
     found = {name for names in FIELDS.values() for name in names}
     assert found | {f"{name}()" for names in CALLS.values() for name in names} == READ.keys()
+
+
+@pytest.mark.parametrize("version", sorted(VERSIONS["vllm"]))
+def test_a_version_has_the_options_that_the_plugin_reads(version: str) -> None:
+    has = of("vllm", version)
+    for name, options in OPTIONS.items():
+        found = {option for option in options if f"{name}.{option}" in has}
+        assert found == {option for option in options if not lacks(option, version)}, name
+
+
+def test_all_options_that_are_read_are_looked_for() -> None:
+    """Those of the parts of VllmConfig, and the parts."""
+    known = {option for options in OPTIONS.values() for option in options}
+    parts = {part for part in OPTIONS["vllm.config.vllm:VllmConfig"] if part.endswith("_config")}
+    read = set()
+    for path in sorted((ROOT / "cumla" / "vllm").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            pair = (node.value, node.attr) if isinstance(node, ast.Attribute) else None
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                pair = node.args[0], getattr(node.args[1], "value", "")
+            if pair is not None and ast.unparse(pair[0]).split(".")[-1] in parts:
+                read.add(pair[1])
+    assert read <= known
+    assert len(read) > 10
 
 
 def test_vllm_counts_or_lists_the_prefills_without_a_context() -> None:
