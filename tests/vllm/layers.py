@@ -158,6 +158,7 @@ class SparseMLA:
         heads: int = HEADS,
         device: str = "cpu",
         dcp: int = 1,
+        ranks: int = 1,  # of tensor parallelism
         ubatching: bool = False,
         topk: int = TOPK,
         pages: int = PAGES,
@@ -176,12 +177,14 @@ class SparseMLA:
             hf_config=SimpleNamespace(**vars(CONFIG), index_topk=topk),
             model=PATH,
             hf_text_config=SimpleNamespace(index_topk=topk, index_kpool=pool),
-            get_num_attention_heads=lambda parallel: heads // dcp,
+            get_num_attention_heads=lambda parallel: heads // parallel.tensor_parallel_size,
         )
         config = SimpleNamespace(
             model_config=model,
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-            parallel_config=SimpleNamespace(use_ubatching=ubatching),
+            parallel_config=SimpleNamespace(
+                use_ubatching=ubatching, tensor_parallel_size=max(ranks, dcp)
+            ),
             attention_config=SimpleNamespace(sparse_mla_force_mqa=False, hisparse_config=hosted),
         )
         stored = torch.bfloat16 if cache_dtype == "auto" else torch.uint8

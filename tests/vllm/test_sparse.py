@@ -112,6 +112,19 @@ def test_rows_without_rope_and_lists_of_pools(
     assert bool(out[real:].eq(0).all())
 
 
+def test_a_rank_of_tensor_parallelism_attends_with_its_own_heads() -> None:
+    """Its plan, of which a graph has one for all layers, and its kernels are those of its heads."""
+    lens, starts = (90, 5, 33), (0, 1, 2, 3)
+    sparse, kv_lens = SparseMLA(heads=8 * HEADS, ranks=8), int32(*lens)
+    sparse.lists(visible(lens, starts))
+    q = queries(3)
+    for captured in (True, False):
+        step = sparse.step(kv_lens, int32(*starts), 3, captured=captured)
+        out, _ = sparse.attend(step, q)
+        assert step.step(3).plan.key.num_heads == HEADS
+        torch.testing.assert_close(out, wanted(sparse, q, lens, starts, tables(kv_lens)).out)
+
+
 def test_an_indexer_of_pools_is_left_to_vllm() -> None:
     """Its metadata names DeepGEMM's schedule, which :mod:`cumla.vllm.indexer` does without."""
     from cumla.vllm import indexer
