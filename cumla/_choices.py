@@ -29,6 +29,14 @@ _SM_COUNT = 132  # of an H200
 _said: set[str] = set()
 
 
+def invariance(is_asked_for: bool) -> dict[str, Any]:
+    """Return the options of plans whose bits depend on no other request, and are a prefill's.
+
+    A plan for requests of one token cuts none, so all steps add up the keys in the same order.
+    """
+    return {"batch_invariant": True, "max_kv_len": 1} if is_asked_for else {}
+
+
 class Layers(NamedTuple):
     """Sizes that layers with a common plan share, on each GPU."""
 
@@ -43,11 +51,13 @@ class Layers(NamedTuple):
     fp8_products: bool = False
     topk: int = 0  # of sparse MLA
     cache_format: str | None = None
+    is_invariant: bool = False
 
     def kernels(self, batch: int, tokens: int, q_len: int = 0) -> list[str]:
         """Name those of a step: `q_len` tokens of each request, 0 where they differ."""
         options: dict[str, Any] = {"page_size": self.page_size, "dtype": self.dtype}
         options |= {"cache_dtype": self.cache_dtype, "like": np.zeros(0)}
+        options |= invariance(self.is_invariant)
         if not self.num_kv_heads:
             return [self._of_mla(batch, tokens, q_len, options)]
         options |= {"num_kv_heads": self.num_kv_heads, "head_dim_v": self.head_dim_v}
@@ -60,8 +70,10 @@ class Layers(NamedTuple):
         if self.topk:
             options |= {"cache_format": self.cache_format}
             del options["page_size"]
+            options.pop("max_kv_len", None)
             sparse = cumla.MLASparsePlan(1, tokens, self.num_heads, self.topk, **options).key
             return sparse_specs(replace(sparse, sm_count=_sm_count()), self.head_dim)[-1].entry
+        q_len = 0 if self.is_invariant else q_len
         kind: Any = cumla.MLADecodePlan if q_len else cumla.MLAAttentionPlan
         options["head_dim"] = self.head_dim
         key = kind(batch, q_len or tokens, self.num_heads, **options).key

@@ -41,14 +41,30 @@ def register() -> None:
     import sglang
 
     try:
-        from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+        from sglang.srt.arg_groups.choices import (
+            ATTENTION_BACKEND_CHOICES,
+            DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+            RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+        )
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
     except ImportError as error:
         _log.warning("SGLang %s has no --attention-backend cumla: %s", sglang.__version__, error)
         return
-    if _NAME not in ATTENTION_BACKEND_CHOICES:
-        ATTENTION_BACKEND_CHOICES.append(_NAME)
+    for choices in (
+        ATTENTION_BACKEND_CHOICES,
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if _NAME not in choices:
+            choices.append(_NAME)
     register_attention_backend(_NAME)(_make)
+
+
+def is_deterministic() -> bool:
+    """Return whether SGLang runs with ``--enable-deterministic-inference``."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
 
 
 def _make(runner: Any) -> Any:

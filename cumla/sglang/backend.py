@@ -13,11 +13,12 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
-from cumla._choices import Layers, log_layers
+from cumla._choices import Layers, invariance, log_layers
 from cumla._serving import Plans, Step, append_rows, cache_dtype, current_capture, in_parts
 from cumla.compat._engine import refusal
 from cumla.core.tree import MOST_DRAFTS
 from cumla.mla.shape import WIDTH, WIDTHS
+from cumla.sglang import is_deterministic
 
 __all__ = ["Backend"]
 
@@ -84,6 +85,7 @@ class Backend(AttentionBackend):
         self._dtype = runner.dtype
         self._cache_dtype = cache_dtype(runner.kv_cache_dtype)
         self._num_drafts = get_spec().speculative_num_draft_tokens
+        self._is_deterministic = is_deterministic()
         self._has_trees = _has_trees()
         self._has_own_masks = self._has_trees and not runner.spec_algorithm.is_ngram()
         self._verify_mask: Any = None
@@ -344,7 +346,8 @@ class Backend(AttentionBackend):
         if form not in batch.steps:
             plans = self._list_plans.get(heads)
             if plans is None:
-                sizes = {"cache_dtype": self._cache_dtype}
+                sizes: dict[str, Any] = {"cache_dtype": self._cache_dtype}
+                sizes["batch_invariant"] = self._is_deterministic
                 plans = Plans(self._slots.device, sizes, dtype=self._dtype)
                 self._list_plans[heads] = plans
             shape = len(batch.kv_lens), drafts, heads, drafts
@@ -363,6 +366,7 @@ class Backend(AttentionBackend):
 
     def _made(self, form: Form, sizes: dict[str, Any], **options: Any) -> Plans:
         options |= {"page_size": self._page_size, "dtype": self._dtype}
+        sizes = sizes | invariance(self._is_deterministic)
         self._plans[form] = Plans(self._slots.device, sizes, **options)
         layers = Layers(
             form.num_heads,
@@ -373,6 +377,7 @@ class Backend(AttentionBackend):
             form.head_dim,
             form.head_dim_v,
             form.window,
+            is_invariant=self._is_deterministic,
         )
         what = "with MLA" if self._is_mla else "without a window"
         what = what if form.window is None else f"with a window of {form.window + 1}"

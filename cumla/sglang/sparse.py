@@ -19,6 +19,7 @@ from cumla._choices import Layers, log_layers
 from cumla._serving import Plans, Step, cache_dtype, in_parts
 from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
+from cumla.sglang import is_deterministic
 
 __all__ = ["Backend"]
 
@@ -63,6 +64,9 @@ class Backend(DeepseekSparseAttnBackend):
         if width == _WITHOUT_ROPE and stored is not None:
             form = NO_ROPE if is_packed else E4M3_512
             self._sizes = {"cache_dtype": None, "cache_format": form}
+        self._is_deterministic = is_deterministic()
+        if self._is_deterministic:  # dense attention would depend on the longest prompt of a step
+            self.supports_mha_one_shot = False
         self._dtype = runner.dtype
         self._plans: Plans | None = None
         self._steps: dict[tuple[int, int], Step] = {}
@@ -158,9 +162,13 @@ class Backend(DeepseekSparseAttnBackend):
         return step.run(q, kv_cache, slots, sinks=sinks, softmax_scale=sm_scale).out
 
     def _made(self, num_heads: int, topk: int) -> Plans:
-        self._plans = Plans(torch.device(self.device), self._sizes, dtype=self._dtype)
+        sizes = self._sizes | {"batch_invariant": self._is_deterministic}
+        self._plans = Plans(torch.device(self.device), sizes, dtype=self._dtype)
         dtype = str(self._dtype).removeprefix("torch.")
-        sizes = self._sizes | {"head_dim": self._columns}
-        layers = Layers(num_heads, 1, dtype, topk=topk, **sizes)
+        of_layers = self._sizes | {
+            "head_dim": self._columns,
+            "is_invariant": self._is_deterministic,
+        }
+        layers = Layers(num_heads, 1, dtype, topk=topk, **of_layers)
         log_layers("cumla.sglang", {"layers with sparse MLA": layers})
         return self._plans

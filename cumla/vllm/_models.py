@@ -64,7 +64,7 @@ class Kernels:
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Tell that `invariance` has plans for it."""
+        """Tell that plans exist for it."""
         return True
 
     @classmethod
@@ -222,14 +222,6 @@ def refuse_width(model: Any, dims: dict[str, Any], widths: Iterable[Width]) -> N
 def is_invariant() -> bool:
     """Return whether bits are not to depend on what else is in a step."""
     return environment_flag("VLLM_BATCH_INVARIANT")
-
-
-def invariance() -> dict[str, Any]:
-    """Return what plans have under VLLM_BATCH_INVARIANT, where bits are to be those of a prefill.
-
-    A plan for requests of one token cuts none, so all steps add up the keys in the same order.
-    """
-    return {"batch_invariant": True, "max_kv_len": 1} if is_invariant() else {}
 
 
 def fp8_products(config: Any) -> bool:

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 
 import cumla
-from cumla._choices import Layers, log_layers
+from cumla._choices import Layers, invariance, log_layers
 from cumla._serving import Plans, Step, cache_dtype, current_capture
 from cumla.compat._engine import refusal
 from cumla.mha.bias import MOST_COLUMNS
@@ -28,7 +28,7 @@ from cumla.vllm._models import (
     divides_steps,
     dtype_name,
     factor,
-    invariance,
+    is_invariant,
 )
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
@@ -133,6 +133,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                     num_kv_heads,
                     head_size,
                     window=form.window,
+                    is_invariant=is_invariant(),
                 )
                 for (form, num_kv_heads, head_size), count in impls.items()
             },
@@ -275,7 +276,7 @@ def _plans_of(
     def make() -> Plans:
         return Plans(
             device,
-            {"num_kv_heads": spec.num_kv_heads} | invariance(),
+            {"num_kv_heads": spec.num_kv_heads} | invariance(is_invariant()),
             page_size=spec.block_size,
             dtype=vllm_config.model_config.dtype,
             cache_dtype=cache_dtype(spec.dtype),

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from cumla._choices import Layers, log_layers
+from cumla._choices import Layers, invariance, log_layers
 from cumla._serving import Plans, Step, append_rows, cache_dtype
 from cumla.compat._engine import refusal
 from cumla.mla.shape import WIDTHS
@@ -34,7 +34,7 @@ from cumla.vllm._models import (
     dtype_name,
     factor,
     fp8_products,
-    invariance,
+    is_invariant,
     refuse_width,
 )
 
@@ -71,7 +71,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         if _has_mixed_graphs(vllm_config):
             most = vllm_config.compilation_config.max_cudagraph_capture_size
             self.reorder_batch_threshold = max(self.reorder_batch_threshold, most)
-        invariant = invariance()
+        invariant = invariance(is_invariant())
         if invariant:
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -100,6 +100,7 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             cache_dtype(self.kv_cache_spec.dtype),
             head_dim=self.kv_cache_spec.head_size,
             fp8_products=fp8_products(vllm_config),
+            is_invariant=is_invariant(),
         )
         log_layers(LOGGER, {f"layers with MLA ({len(layer_names)})": layers})
 

@@ -150,6 +150,7 @@ class Builder(SparseMLACommonMetadataBuilder[Metadata]):
             head_dim=kv_cache_spec.head_size,
             topk=self.topk_tokens + self._pool - 1,
             cache_format=options["cache_format"],
+            is_invariant=is_invariant(),
         )
         what = f"layers with sparse MLA ({len(layer_names)})"
         if (

@@ -79,6 +79,7 @@ class SparseBackend:
         vars(self).update(runner.sparse)
         self.dsa_prefill_impl = self.dsa_decode_impl = "flashmla_auto"
         self.enable_auto_select_prefill_impl = True
+        self.supports_mha_one_shot = True
         self.device = runner.device
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -129,6 +130,10 @@ class SparseBackend:
 
 
 choices: list[str] = []
+deterministic: tuple[list[str], list[str]] = (
+    [],
+    [],
+)  # the backends, and those with cached prefixes
 backends: dict[str, Any] = {}
 absorbing: list[str] = []
 
@@ -139,17 +144,26 @@ def register_attention_backend(name: str) -> Any:
 
 @contextmanager
 def stubbed(
-    version: str = "0.5.23", drafts: int | None = None, topk: int | None = None, dcp: int = 1
+    version: str = "0.5.23",
+    drafts: int | None = None,
+    topk: int | None = None,
+    dcp: int = 1,
+    is_deterministic: bool = False,
 ) -> Iterator[None]:
     """Let the plugin import the stub."""
     spec = SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk)
     parallel = SimpleNamespace(attn_dcp_size=dcp)
+    mode = SimpleNamespace(enable_deterministic_inference=is_deterministic)
     common = "sglang.srt.models.deepseek_common"
     contents: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": version},
         "sglang.srt": {},
         "sglang.srt.arg_groups": {},
-        "sglang.srt.arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": choices},
+        "sglang.srt.arg_groups.choices": {
+            "ATTENTION_BACKEND_CHOICES": choices,
+            "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": deterministic[0],
+            "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": deterministic[1],
+        },
         "sglang.srt.layers": {},
         "sglang.srt.layers.attention": {},
         "sglang.srt.layers.attention.attention_registry": {
@@ -178,12 +192,14 @@ def stubbed(
         "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBackend},
         f"{common}.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": absorbing},
         "sglang.srt.runtime_context": {
+            "get_exec": lambda: SimpleNamespace(deterministic=mode),
             "get_parallel": lambda: parallel,
             "get_spec": lambda: spec,
         },
     }
     with standing_in(contents, "cumla.sglang"):
-        choices[:] = ["fa3"]
+        for known in (choices, *deterministic):
+            known[:] = ["fa3"]
         absorbing[:] = ["fa3"]
         backends.clear()
         Handlers.found = {}

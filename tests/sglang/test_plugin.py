@@ -32,6 +32,7 @@ from tests.sglang.stub import (
     absorbing,
     backends,
     choices,
+    deterministic,
     stubbed,
 )
 
@@ -54,7 +55,8 @@ def test_the_entry_point_adds_one_name_however_often(caplog: pytest.LogCaptureFi
     ((name, value),) = project["entry-points"]["sglang.srt.plugins"].items()
     for _ in range(2):
         EntryPoint(name, value, "sglang.srt.plugins").load()()
-        assert choices == ["fa3", "cumla"]
+        for known in (choices, *deterministic):
+            assert known == ["fa3", "cumla"]
         assert list(backends) == ["cumla"]
     assert "cumla.sglang.backend" not in sys.modules
     assert not caplog.records
@@ -218,6 +220,56 @@ def test_mha_writes_and_attends_as_the_eager_calls(mode: str, page: int) -> None
             softmax_scale=SCALE,
         )
         torch.testing.assert_close(out.view(tokens, HEADS, 32), state.out)
+
+
+@pytest.mark.parametrize("is_mla", [True, False])
+def test_deterministic_decoding_has_the_bits_of_a_prefill(is_mla: bool) -> None:
+    """Plans cut no request; a token has the same bits alone, among others and as a draft."""
+    lens, new = (90, 5, 33), (40, 5, 9)
+    tokens = sum(new)
+    q = torch.randn(tokens, HEADS, 576 if is_mla else 64).bfloat16()
+    with stubbed(drafts=3, is_deterministic=True):
+        server = Server(is_mla)
+        layer = server.layer() if is_mla else server.layer(sliding_window_size=20)
+
+        def attend(fb: Any, of: Any) -> Any:
+            server.backend.init_forward_metadata(fb)
+            return server.backend.forward_extend(of.flatten(1), None, None, layer, fb)
+
+        whole = attend(server.batch(Mode.EXTEND, lens, new), q)
+        (step,) = server.backend.forward_metadata.steps.values()
+        key = step.plan.key
+        assert key.batch_invariant and key.parts == key.num_places
+        last = torch.tensor([39, 44, 53])
+        decoding = server.batch(Mode.DECODE, lens, (1, 1, 1))
+        assert torch.equal(attend(decoding, q[last]), whole[last])
+        alone = server.batch(Mode.DECODE, lens[:1], (1,))
+        assert torch.equal(attend(alone, q[39:40]), whole[39:40])
+        drafts = (last[:, None] + torch.arange(-2, 1)).flatten()
+        verify = server.batch(Mode.TARGET_VERIFY, lens, (3, 3, 3))
+        assert torch.equal(attend(verify, q[drafts]), whole[drafts])
+        assert all(
+            step.plan.key.batch_invariant for step in server.backend.forward_metadata.steps.values()
+        )
+
+
+@pytest.mark.parametrize("is_mla", [True, False])
+def test_deterministic_trees_of_drafts(is_mla: bool) -> None:
+    lens = (90, 5, 33)
+    q = torch.randn(15, HEADS, 576 if is_mla else 64).bfloat16()
+    with stubbed(drafts=5, topk=2, is_deterministic=True):
+        server = Server(is_mla)
+        outs = []
+        for some in (slice(3), slice(1)):
+            tree = tree_of(lens[some], is_full=True)
+            more = {"spec_info": tree, "positions": tree.positions}
+            fb = server.batch(Mode.TARGET_VERIFY, lens[some], (5, 5, 5)[some], **more)
+            server.backend.init_forward_metadata(fb)
+            of = q[: 5 * fb.batch_size].flatten(1)
+            outs.append(server.backend.forward_extend(of, None, None, server.layer(), fb)[:5])
+            steps = server.backend.forward_metadata.steps.values()
+            assert all(step.plan.key.batch_invariant for step in steps)
+    assert torch.equal(*outs)
 
 
 def test_mha_applies_the_scales_of_fp8_caches() -> None:

@@ -195,3 +195,19 @@ REFUSED = {
 def test_what_is_refused_has_its_name(name: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"^{name}: .* got .*; leave out.*{OF_MODEL}"):
         made(**REFUSED[name])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_deterministic_steps_are_sparse_and_have_the_same_bits(kind: str) -> None:
+    """Dense attention of short prompts would depend on the longest one of a step."""
+    assert made()[0].supports_mha_one_shot
+    with stubbed(is_deterministic=True):
+        backend, cache = made(kind)
+        assert not backend.supports_mha_one_shot
+        q, slots, lengths = inputs(5)
+        backend.init_forward_metadata(SimpleNamespace(lengths=lengths))
+        whole = backend.forward_extend(q, cache, slots)
+        (step,) = backend._steps.values()
+        assert step.plan.key.batch_invariant
+        backend.init_forward_metadata(SimpleNamespace(lengths=lengths[2:3]))
+        assert torch.equal(backend.forward_decode(q[2:3], cache, slots[2:3]), whole[2:3])
