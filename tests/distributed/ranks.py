@@ -465,6 +465,26 @@ def same_bits(parallel: ContextParallel) -> None:
     assert torch.equal(parallel.gather_heads(strided), queries("mla", len(setting.lengths), 1))
 
 
+def invariant(parallel: ContextParallel) -> None:
+    """With batch_invariant a token has the same bits in a batch, alone, and as one of several."""
+    for family, function in (("mla", cumla.mla_decode), ("mha", cumla.attention)):
+        kv, q = made(parallel, family), queries(family, len(setting.lengths), 3)
+
+        def of(requests: slice, some: torch.Tensor) -> Any:
+            places = kv.kv_lens[requests], kv.own_table[requests]  # noqa: B023
+            own = parallel.pages(*places, q_len=some.shape[1])._asdict()
+            return parallel.attend(function, some, *kv.own, **own, batch_invariant=True)  # noqa: B023
+
+        whole = of(slice(None), q)
+        last = of(slice(None), q[:, 2:].contiguous())
+        assert torch.equal(last.out[:, 0], whole.out[:, 2])
+        assert torch.equal(last.lse[:, 0], whole.lse[:, 2])
+        for r in range(len(setting.lengths)):
+            alone = of(slice(r, r + 1), q[r : r + 1])
+            assert torch.equal(alone.out[0], whole.out[r])
+            assert torch.equal(alone.lse[0], whole.lse[r])
+
+
 def one_after_the_other(parallel: ContextParallel) -> None:
     """Different results, of which none is overwritten before all ranks have read it."""
     generator = torch.Generator().manual_seed(13)
@@ -601,6 +621,7 @@ def a_failed_merge(parallel: ContextParallel) -> None:
 def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
     found: dict[str, Callable[[ContextParallel], None]] = {
         "same bits": same_bits,
+        "invariant": invariant,
         "one after the other": one_after_the_other,
         "lists": lists,
         "largest": largest,

@@ -13,6 +13,7 @@ import pytest
 import cumla
 from tests.blocks.block_cases import Sample, check, make, prompts, samples
 from tests.gpu.tools.memory import Memory
+from tests.gpu.tools.placements import check_random_batches
 from tests.gpu.tools.sanitize import multiprocessors
 
 KERNELS = (
@@ -399,3 +400,8 @@ def test_nothing() -> None:
     assert cumla.block_sparse_attention(**there | empty).out.shape == (0, 1, 16, 128)
     out = cumla.block_sparse_attention(**there | {n: there[n][:0] for n in "kv"})
     assert np.isneginf(on_host(out.lse)).all()
+
+
+def test_random_batches() -> None:
+    """Each query token has one set of bits, in calls and by plans."""
+    check_random_batches("block_sparse_attention")

@@ -12,7 +12,13 @@ import pytest
 
 import cumla
 from tests.gpu.tools.arrays import bits_of
-from tests.gpu.tools.placements import Placements, around, check_one_set_of_bits, rows_of
+from tests.gpu.tools.placements import (
+    Placements,
+    around,
+    check_one_set_of_bits,
+    check_random_batches,
+    rows_of,
+)
 
 KERNELS = ("attention", "invariant_parts", "ragged_schedule")
 cp: Any = pytest.importorskip("cupy")
@@ -28,7 +34,10 @@ SHAPES = [
     pytest.param(256, (4, 2), 1, False, id="256"),
     pytest.param(128, (8, 2), 16, True, id="e4m3"),
 ]
-ATTENTION = ("attention", "attention, one token", "attention, window", "attention, FP8")
+ATTENTION = (
+    *("attention", "attention, one token", "attention, window", "attention, FP8"),
+    *("attention, mask", "attention, bias", "attention, one split"),
+)
 CHUNKS = [(last, count) for last in (700, 1100) for count in (65, 200, 500)]
 
 
@@ -70,12 +79,8 @@ def test_chunks_of_a_plan_that_cuts_nothing(
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_random_batches(name: str) -> None:
-    """Each request has one set of bits, in calls and by plans; `bench.invariance` places more."""
-    pytest.importorskip("torch")
-    from bench.invariance import ROWS, placed
-
-    (row,) = [row for row in ROWS if row.name == name]
-    assert placed(row, 300)["several"] == []
+    """Each request has one set of bits, in calls and by plans."""
+    check_random_batches(name)
 
 
 def check(given: dict[str, Any], placements: Placements, window: Any, **plan: Any) -> None:

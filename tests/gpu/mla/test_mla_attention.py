@@ -15,7 +15,12 @@ from cumla.launch.split.plan import TICKET_BYTES
 from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of, to_torch
 from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table
-from tests.gpu.tools.placements import around, check_one_set_of_bits, rows_of
+from tests.gpu.tools.placements import (
+    around,
+    check_one_set_of_bits,
+    check_random_batches,
+    rows_of,
+)
 from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.ragged_problem import (
     GridCase,
@@ -681,11 +686,7 @@ def test_a_token_has_its_bits_among_any_number_of_queries(
         check_one_set_of_bits(rows, map(bits_of, found))
 
 
-@pytest.mark.parametrize("name", ["mla_attention, 16 heads", "mla_attention, window"])
+@pytest.mark.parametrize("name", ["16 heads", "window", "one split"])
 def test_random_batches(name: str) -> None:
-    """Each request has one set of bits, in calls and by plans; `bench.invariance` places more."""
-    pytest.importorskip("torch")
-    from bench.invariance import ROWS, placed
-
-    (row,) = [row for row in ROWS if row.name == name]
-    assert placed(row, 300)["several"] == []
+    """Each request has one set of bits, in calls and by plans."""
+    check_random_batches(f"mla_attention, {name}")

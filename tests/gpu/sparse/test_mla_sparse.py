@@ -13,6 +13,7 @@ import pytest
 import cumla
 from tests.gpu.tools import kernels, oracle, variants
 from tests.gpu.tools.arrays import bits_of
+from tests.gpu.tools.placements import check_random_batches
 from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.sparse_problem import (
     FORMS,
@@ -481,3 +482,9 @@ def test_plans_of_packed_rows_take_no_other_cache(form: str) -> None:
     if other.case.dtype == packed.case.dtype:
         with pytest.raises(ValueError, match=r"^plan: made for a cache of packed rows"):
             packed.plan().run(**packed.arguments | {"kv_cache": other.arguments["kv_cache"]})
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_random_batches(heads: int) -> None:
+    """Each query token has one set of bits, in calls and by plans."""
+    check_random_batches(f"mla_sparse_decode, {heads} heads")

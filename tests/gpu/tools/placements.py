@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 COUNTS = (1, 2, 3, 8)
 Placements = list[tuple[int, int]]
@@ -41,3 +42,12 @@ def check_one_set_of_bits(rows: np.ndarray, results: Iterable[Any]) -> None:
             found[token].add(row.tobytes())
         several = {token: len(bits) for token, bits in found.items() if len(bits) > 1}
         assert not several, f"sets of bits of tokens: {several}"
+
+
+def check_random_batches(name: str) -> None:
+    """Check that each request of a row of `bench.invariance`, which places more, has its bits."""
+    pytest.importorskip("torch")
+    from bench.invariance import ROWS, placed
+
+    (row,) = [row for row in ROWS if row.name == name]
+    assert placed(row, 300)["several"] == []
