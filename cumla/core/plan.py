@@ -716,7 +716,7 @@ class Plan(Single, Generic[K]):
         if call.device != self._device:
             raise ValueError(
                 f"plan: made for {place_name(self._device)}, got arrays on "
-                f"{place_name(call.device)}; make a plan for each device"
+                f"{place_name(call.device)}; copy them, or make a plan for each device"
             )
 
 
