@@ -46,6 +46,11 @@ def named(name: str, arrays: Any) -> dict[str, Any]:
     """Name the arrays of a sequence, or the one that holds all partial results."""
     if not isinstance(arrays, Sequence):
         return {name: arrays}
+    if isinstance(arrays, AttentionState):
+        raise TypeError(
+            f"{arg(name)}: needs one array of each partial result, got one AttentionState; pass "
+            f"[a.out, b.out], [a.lse, b.lse] of a and b"
+        )
     if not arrays:
         raise ValueError(
             f"{arg(name)}: needs at least one partial result, got an empty sequence; skip the call "

@@ -46,6 +46,11 @@ REFUSED = [
         for name in ("outs", "lses")
         for empty in ([], ())
     ),
+    wrong_type(
+        "outs",
+        cumla.AttentionState(OUTS[0], LSES[0]),
+        "one array of each partial result, got one AttentionState; pass [a.out, b.out], [a.lse,",
+    ),
     *(
         wrong(
             name, np.zeros(s, F32), f"a leading axis of at least one ... got shape {s}; stack them"

@@ -359,6 +359,6 @@ def test_numbers_make_the_step_of_arrays(
 
 def test_a_step_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     gpu = OnGpu(cupy, ONE)
-    with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; make a plan"):
+    with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; copy them"):
         gpu.step.update(ONE.lens)
     assert bindings.entries == []

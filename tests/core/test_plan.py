@@ -340,7 +340,7 @@ def test_arrays_in_another_place(planned: Planned, cupy: FakeCuPy, bindings: Fak
     host = OPERATIONS[planned.operation].make()
     elsewhere = {name: cupy.like(value, device=1) for name, value in host.items()}
     for others, place in ((elsewhere, "CUDA device 1"), (host, "the CPU")):
-        message = f"plan: made for CUDA device 0, got arrays on {place}; make a plan for each"
+        message = f"plan: made for CUDA device 0, got arrays on {place}; copy them, or make a"
         others = {name: value for name, value in others.items() if value is not None}
         with refused(ValueError, message):
             plan.run(**planned.inputs(others))

@@ -520,7 +520,7 @@ def test_a_plan_that_is_dropped_keeps_its_arrays_for_a_side_stream(
 
 def test_a_plan_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     gpu = OnGpu(cupy)
-    with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; make a plan"):
+    with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; copy them"):
         gpu.plan.update(LENS)
     assert bindings.entries == []
 
