@@ -9,6 +9,7 @@ from cumla import reference
 from cumla.core.arguments import INT32, Array, bind
 from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
+from cumla.core.paged import refuse_value
 from cumla.core.spec import Out, Spec, array, integer
 from cumla.launch.blocks.select_blocks import SelectArguments, select_launches, workspace_of
 from cumla.launch.device import require_hopper
@@ -109,6 +110,8 @@ def select_blocks(
 class _SelectBlocks(Operation[SelectArguments, Any]):
     """Selects; its key is the number of multiprocessors, and the bytes of the workspace."""
 
+    trusted = ("visible",)
+
     def arguments(self, views: Views, options: Any) -> SelectArguments:
         sizes = bind(_TABLE, views, {})
         forced = options.init_blocks + options.local_blocks
@@ -155,6 +158,12 @@ class _SelectBlocks(Operation[SelectArguments, Any]):
         if not arguments.rows:
             return ()
         return select_launches(arguments, outs[0], buffer, key[0])
+
+    def check_values(self, host: Host, arguments: SelectArguments) -> None:
+        visible, width = host["visible"], arguments.scores.shape[-1]
+        need = f"a number of blocks from 0 to {width}"
+        wrong = (visible < 0) | (visible > width)
+        refuse_value("visible", visible, wrong, need, "the kernels would clamp it")
 
     def reference(self, host: Host, arguments: SelectArguments) -> Results:
         a = arguments

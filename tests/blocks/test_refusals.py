@@ -261,3 +261,17 @@ def test_check_mode(changes: Any, message: str, monkeypatch: pytest.MonkeyPatch)
         cumla.block_sparse_attention(**attending(**changes))
     with refused(ValueError, message):
         cumla.block_scores(**scoring(**changes))
+
+
+@pytest.mark.parametrize(("at", "value"), [(1, 65), (3, -1)])
+def test_check_mode_of_a_choice(at: int, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of tokens in place of blocks, among others: forced blocks would be others."""
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    given = selecting()
+    cumla.select_blocks(**given)
+    given["visible"] = given["visible"].copy()
+    given["visible"][at] = value
+    width = given["scores"].shape[-1]
+    need = f"visible[{at}]: needs a number of blocks from 0 to {width}, got {value}; the kernels"
+    with refused(ValueError, need):
+        cumla.select_blocks(**given)
