@@ -35,6 +35,7 @@ class Form(NamedTuple):
     head_dim_v: int
     window: int | None
     is_tree: bool = False  # a mask has the drafts, and the window
+    has_mask: bool = False  # of rows: it has the images, or the chunk, and the window
 
 
 class Tree(NamedTuple):
@@ -58,6 +59,9 @@ class Batch(NamedTuple):
     # For trees of drafts: masks by window; with MLA, under None, lists of slots.
     masks: dict[int | None, Any]
     before: torch.Tensor | None  # lengths without the drafts, where these are trees with MLA
+    # Spans of image tokens that see each other, (requests, n, 2), and masks of rows.
+    spans: torch.Tensor | None
+    rows: dict[Any, cumla.AttentionMask]
 
 
 class Backend(AttentionBackend):
@@ -88,6 +92,8 @@ class Backend(AttentionBackend):
         self._is_deterministic = is_deterministic()
         self._has_trees = _has_trees()
         self._has_own_masks = self._has_trees and not runner.spec_algorithm.is_ngram()
+        self._chunk = _chunk(self._model)  # of some layers
+        self._has_images = _see_images(self._model)
         self._verify_mask: Any = None
         self._masks: dict[int | None, cumla.AttentionMask] = {}  # that graphs read, by window
         self._slots = runner.req_to_token_pool.req_to_token  # of the tokens of each request
@@ -212,7 +218,10 @@ class Backend(AttentionBackend):
             if in_place:
                 assert self._before is not None
                 before = self._before[:batch].copy_(before)
-        step = Batch(q_len, offsets, kv_lens, block_table, {}, in_place, tree, {}, before)
+        spans = None if q_len or not self._has_images else _spans(fb, self._slots.device)
+        step = Batch(
+            q_len, offsets, kv_lens, block_table, {}, in_place, tree, {}, before, spans, {}
+        )
         self.forward_metadata = step
         if tree is not None and in_place:  # for the graph's replay
             windows = [None] if self._is_mla else list(self._masks)
@@ -292,6 +301,29 @@ class Backend(AttentionBackend):
             batch.masks[window] = self._filled(batch, window)
         return batch.masks[window]
 
+    def _mask_of_rows(
+        self, window: int | None, layer: Any, tokens: int
+    ) -> cumla.AttentionMask | None:
+        """Return what tokens see in layers with chunks, and in steps with images; else None.
+
+        The first layer that needs a mask builds it, in a CUDA graph at each replay.
+        """
+        batch = self.forward_metadata
+        assert batch is not None
+        chunk = self._chunk if layer.use_irope else None
+        if chunk is None and batch.spans is None:
+            return None
+        key = window, chunk, current_capture(self._slots.device)
+        if key not in batch.rows:
+            options: dict[str, Any] = {"qo_indptr": batch.offsets, "kv_lens": batch.kv_lens}
+            options["total_tokens"] = tokens
+            if chunk is not None:
+                mask = cumla.AttentionMask.chunks(chunk, **options)
+            else:
+                mask = cumla.AttentionMask.image_spans(batch.spans, window=window, **options)
+            batch.rows[key] = mask
+        return batch.rows[key]
+
     def _pages(
         self, requests: torch.Tensor, longest: int, out: torch.Tensor | None
     ) -> torch.Tensor:
@@ -330,8 +362,9 @@ class Backend(AttentionBackend):
         else:
             heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
             options = {"window": form.window, "cache_dtype": self._cache_dtype}
-            if form.is_tree:
-                options = {"mask_form": "tree", "cache_dtype": self._cache_dtype}
+            if form.is_tree or form.has_mask:
+                options = {"mask_form": "tree" if form.is_tree else "rows"}
+                options["cache_dtype"] = self._cache_dtype
             plans = plans or self._made(form, heads, **options)
             shape = (len(kv_lens), tokens, form.num_heads, form.head_dim)
             step = plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
@@ -382,6 +415,7 @@ class Backend(AttentionBackend):
         what = "with MLA" if self._is_mla else "without a window"
         what = what if form.window is None else f"with a window of {form.window + 1}"
         what = "of trees of drafts" if form.is_tree else what
+        what = "with a mask of images or chunks" if form.has_mask else what
         log_layers("cumla.sglang", {f"layers {what}": layers})
         return self._plans[form]
 
@@ -429,6 +463,9 @@ class Backend(AttentionBackend):
         mask = self._mask(form.window)
         if mask is not None:
             form = form._replace(window=None, is_tree=True)
+        else:
+            mask = self._mask_of_rows(form.window, layer, len(q))
+            form = form if mask is None else form._replace(window=None, has_mask=True)
         out, _ = self._step(form, len(q)).run(
             q,
             k_cache,
@@ -505,6 +542,40 @@ def _has_drafts(fb: Any) -> bool:
     return not is_idle and getattr(fb.spec_info, "custom_mask", None) is not None
 
 
+def _chunk(model: Any) -> int | None:
+    """Return the tokens of a chunk, where some layers of a model attend in chunks (Llama 4)."""
+    chunk: int | None = getattr(model, "attention_chunk_size", None)
+    return chunk if getattr(model, "is_local_attention_model", False) else None
+
+
+def _see_images(model: Any) -> bool:
+    """Tell whether the image tokens of a model see each other, as SGLang's model asks Triton for.
+
+    SGLang serves Gemma 4 by other backends alone.
+    """
+    return "Gemma3ForConditionalGeneration" in (model.hf_config.architectures or ())
+
+
+def _spans(fb: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the images that hold tokens of a step, None for a step without them.
+
+    ``(requests, n, 2)``: first and last position; images of cached prefixes are left out.
+    """
+    inputs = fb.mm_inputs or []
+    found: list[list[tuple[int, int]]] = [[] for _ in range(fb.batch_size)]
+    for spans, request, first in zip(found, inputs, fb.extend_prefix_lens_cpu or (), strict=False):
+        items = [] if request is None else request.mm_items
+        images = [span for item in items if item.is_image() for span in item.offsets or ()]
+        spans += [tuple(span) for span in images if span[1] >= first and span[1] > span[0]]
+    most = max(map(len, found), default=0)
+    if not most:
+        return None
+    rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in found]
+    is_copied = device.type == "cuda"
+    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=is_copied)
+    return tensor.to(device, non_blocking=True)
+
+
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     """Return where each request begins among the tokens, and where the last one ends."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
@@ -523,12 +594,12 @@ def _refuse_configuration(runner: Any) -> None:
             f"kv_cache_dtype: cumla's backend reads {runner.dtype} and e4m3 caches, got {stored}; "
             f"pass --kv-cache-dtype auto or fp8_e4m3",
         )
-    chunk = getattr(model, "attention_chunk_size", None)
-    if chunk is not None:  # Llama 4
+    if _chunk(model) is not None and _has_trees():  # Llama 4
         raise refusal(
             model,
-            f"attention_chunk_size: cumla's backend has no chunked local attention, got {chunk}; "
-            f"{_WAY_OUT}",
+            "speculative_eagle_topk: cumla's backend verifies no trees of drafts beside chunked "
+            f"local attention, got {get_spec().speculative_eagle_topk}; pass "
+            f"--speculative-eagle-topk 1",
         )
     if isinstance(runner.token_to_kv_pool, BaseSWAKVPool):
         raise refusal(

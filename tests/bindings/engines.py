@@ -42,6 +42,7 @@ FIELDS = {  # of dataclasses that a plugin reads
         *("DeepseekV32IndexerPrefillMetadata", "DeepseekV32IndexerPrefillChunkMetadata"),
     ),
     "sglang.srt.model_executor.forward_batch_info": ("ForwardBatch",),
+    "sglang.srt.managers.schedule_batch": ("MultimodalDataItem", "MultimodalInputs"),
     "sglang.srt.speculative.eagle_info": ("EagleVerifyInput",),
     "sglang.srt.layers.attention.verify_mask": ("VerifyMask",),
 }

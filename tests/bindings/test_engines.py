@@ -42,6 +42,7 @@ PRIVATE = {
     "vllm/sparse.py:Metadata": {"__init__", "begin", "listed", "step"},
     "sglang/backend.py:Backend": {"__init__", "_attend_mla", "_attend_mla_tree", "_begin", "_pages"}
     | {"_constant", "_fill", "_filled", "_list_step", "_lists_of", "_made", "_mask", "_mask_of"}
+    | {"_mask_of_rows"}
     | {"_step", "_table", "_tree", "_uniform"},
     "sglang/sparse.py:Backend": {"_attend", "_choose", "_made"},
 }
@@ -76,7 +77,10 @@ READ = {
     "DeepseekV32IndexerPrefillChunkMetadata": {"block_table", "cu_seq_lens", "cu_seqlen_ke"}
     | {"cu_seqlen_ks", "skip_kv_gather", "token_end", "token_start", "total_seq_lens"},
     "ForwardBatch": {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "positions"}
-    | {"seq_lens_cpu", "out_cache_loc", "extend_seq_lens", "spec_info"},
+    | {"seq_lens_cpu", "out_cache_loc", "extend_seq_lens", "spec_info", "mm_inputs"}
+    | {"extend_prefix_lens_cpu"},
+    "MultimodalInputs": {"mm_items"},
+    "MultimodalDataItem": {"offsets"},
     "EagleVerifyInput": {"custom_mask", "positions"},
     "VerifyMask": {"buffer", "mode", "max_bs"},
 }

@@ -90,6 +90,7 @@ def main() -> None:
     layer_reads = {"tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim", "scaling"}
     layer_reads |= {"layer_id", "logit_cap", "sliding_window_size", "k_scale", "v_scale"}
     layer_reads |= {"is_cross_attention", "attn_type", "xai_temperature_len", "pos_encoding_mode"}
+    layer_reads |= {"use_irope"}
     assert layer_reads <= layer.keys()
     assert AttentionType.DECODER.value == "decoder"
     runner = getsource(ModelRunner)

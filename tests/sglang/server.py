@@ -28,6 +28,7 @@ class Server:
         device: str = "cpu",
         is_ngram: bool = False,
         width: tuple[int, int] = (512, 64),
+        **of_model: Any,
     ) -> None:
         torch.manual_seed(1)
         self.width = width  # of MLA: latent columns, and RoPE ones
@@ -43,7 +44,7 @@ class Server:
             page_size=page,
             dtype=torch.bfloat16,
             kv_cache_dtype=cache_dtype,
-            model_config=SimpleNamespace(**vars(MODEL), context_len=LONGEST),
+            model_config=SimpleNamespace(**vars(MODEL) | {"context_len": LONGEST} | of_model),
             spec_algorithm=SimpleNamespace(is_ngram=lambda: is_ngram),
             req_to_token_pool=SimpleNamespace(req_to_token=slots),
             token_to_kv_pool=SimpleNamespace(
@@ -76,6 +77,7 @@ class Server:
             "attn_type": DecoderType.DECODER,
             "xai_temperature_len": -1,
             "pos_encoding_mode": "NONE",
+            "use_irope": False,
         }
         return SimpleNamespace(**usual | other)
 
@@ -98,6 +100,8 @@ class Server:
             "positions": torch.cat([torch.arange(n - q, n, device=on) for n, q in lengths]),
             "out_cache_loc": torch.cat(found).long(),
             "extend_seq_lens": torch.tensor(new, dtype=torch.int32, device=on),
+            "extend_prefix_lens_cpu": [n - q for n, q in lengths],
+            "mm_inputs": None,
         }
         return SimpleNamespace(**usual | other)
 

@@ -663,6 +663,121 @@ def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
         assert not [entry for entry in entries[1:] if "schedule" in entry]
 
 
+# --- images and chunks ---------------------------------------------------------------------------
+
+GEMMA = SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
+CHUNKS = {"attention_chunk_size": 8, "is_local_attention_model": True}
+IMAGES = [[(52, 60), (70, 86)], None, [(0, 3), (20, 40)]]  # of three requests; the last goes on
+
+
+def image_inputs() -> list[Any]:
+    """SGLang's inputs: one item an image, and audio, which is causal."""
+    item = SimpleNamespace(is_image=lambda: True)
+    audio = SimpleNamespace(is_image=lambda: False, offsets=[(8, 12)])
+    return [
+        spans and SimpleNamespace(mm_items=[SimpleNamespace(**vars(item), offsets=spans), audio])
+        for spans in IMAGES
+    ]
+
+
+def attend_by(server: Server, lens: Any, new: Any, q: Any, sees: Any) -> Any:
+    """Attention of each request over what its tokens see: request, positions, all positions."""
+    outs = []
+    caches = [each.float().unflatten(0, (-1, PAGE)) for each in server.buffers]
+    rows = zip(lens, new, server.table.flip(0), q.split(new), strict=True)
+    for r, (n, count, pages, queries) in enumerate(rows):
+        k, v = (cache[pages.long()].flatten(0, 1)[:n] for cache in caches)
+        mask = sees(r, torch.arange(n - count, n)[:, None], torch.arange(n))
+        outs.append(naive(queries, k, v, mask=mask, scale=SCALE)[0].flatten(1))
+    return torch.cat(outs)
+
+
+def sees_images(window: int) -> Any:
+    """Gemma 3's rule: a window, and all of the image that a token is part of."""
+
+    def sees(r: int, p: Any, j: Any) -> Any:
+        mask = (j <= p) & ((j >= p - window) | (window < 0))
+        for first, last in IMAGES[r] or ():
+            mask = mask | (p >= first) & (p <= last) & (j >= first) & (j <= last)
+        return mask
+
+    return sees
+
+
+@pytest.mark.parametrize("window", [-1, 7])
+def test_tokens_of_an_image_see_each_other(window: int) -> None:
+    """Also where a chunk of a prompt begins in an image, or ends in it; windows do not cut them."""
+    lens, new = (90, 5, 33), (20, 5, 33)
+    server = Server(False, hf_config=GEMMA)
+    q = torch.randn(58, HEADS, 64).bfloat16()
+    layers = [server.layer(sliding_window_size=window) for _ in range(2)]
+    fb = server.batch(Mode.EXTEND, lens, new, mm_inputs=image_inputs())
+    server.backend.init_forward_metadata(fb)
+    batch = server.backend.forward_metadata
+    assert batch.spans.tolist() == [[[70, 86], [0, 0]], [[0, 0], [0, 0]], [[0, 3], [20, 40]]]
+    outs = [server.backend.forward_extend(q.flatten(1), None, None, each, fb) for each in layers]
+    assert len(batch.rows) == len(batch.steps) == 1
+    close(outs[0], attend_by(server, lens, list(new), q, sees_images(window)))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("mode", "architecture"),
+    [(Mode.EXTEND, "SomeForCausalLM"), (Mode.EXTEND, None), (Mode.DECODE, GEMMA.architectures[0])],
+)
+def test_steps_without_images_of_such_models_have_no_mask(
+    mode: Mode, architecture: str | None
+) -> None:
+    """Other models; prompts behind their images; decoding."""
+    config = SimpleNamespace(architectures=[architecture or GEMMA.architectures[0]])
+    server = Server(False, hf_config=config)
+    inputs = image_inputs()[: 2 if architecture is None else 3]
+    fb = server.batch(mode, (90, 5, 33), (1, 1, 1), mm_inputs=inputs)
+    server.backend.init_forward_metadata(fb)
+    assert server.backend.forward_metadata.spans is None
+
+
+def sees_chunk(r: int, p: Any, j: Any) -> Any:
+    return (j <= p) & (j >= p // 8 * 8)
+
+
+@pytest.mark.parametrize("mode", ["decoding", "drafts", "prefill"])
+def test_layers_attend_in_chunks(mode: str) -> None:
+    """Llama 4: layers without RoPE see all keys."""
+    kind, lens, new, drafts, _ = STEPS[mode]
+    q = torch.randn(sum(new), HEADS, 64).bfloat16()
+    with stubbed(drafts=drafts):
+        server = Server(False, **CHUNKS)
+        fb = server.batch(kind, lens, new)
+        server.backend.init_forward_metadata(fb)
+        outs = [
+            server.backend.forward_extend(
+                q.flatten(1), None, None, server.layer(use_irope=has_rope), fb
+            )
+            for has_rope in (True, False)
+        ]
+    for out, sees in zip(outs, (sees_chunk, lambda r, p, j: j <= p), strict=True):
+        close(out, attend_by(server, lens, list(new), q, sees))
+
+
+def test_a_graph_builds_the_masks_of_chunks_at_each_replay() -> None:
+    with torch_gpu() as gpu:
+        server = Server(False, **CHUNKS)
+        backend, layer = server.backend, server.layer(use_irope=True)
+        backend.init_cuda_graph_state(4, 4)
+        q = torch.randn(3, HEADS, 64).bfloat16()
+        first = server.batch(Mode.DECODE, (90, 90, 90), (1, 1, 1), seq_lens_cpu=None)
+        backend.init_forward_metadata_out_graph(first, in_capture=True)
+        backend.forward_decode(q.flatten(1), None, None, layer, first)  # warms up
+        with gpu.capture(0):
+            out = backend.forward_decode(q.flatten(1), None, None, layer, first)
+        for lens in ((33, 7, 50), (64, 90, 1)):
+            fb = server.batch(Mode.DECODE, lens, (1, 1, 1))
+            backend.init_forward_metadata_out_graph(fb)
+            gpu.replay()
+            close(out.clone(), attend_by(server, lens, [1, 1, 1], q, sees_chunk))
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -672,9 +787,9 @@ def test_a_graph_holds_one_schedule(is_mla: bool, stream: int) -> None:
         ({}, {"kv_cache_dtype": torch.float8_e5m2}, r"^kv_cache_dtype: .*float8_e5m2; pass"),
         ({}, {"token_to_kv_pool": WindowPool()}, "^memory pool: .*--disable-hybrid-swa-memory"),
         (
-            {},
-            {"model_config": SimpleNamespace(**vars(MODEL), attention_chunk_size=8)},
-            "^attention_chunk_size: .* no chunked local attention, got 8; leave out",
+            {"drafts": 5, "topk": 2},
+            {"model_config": SimpleNamespace(**vars(MODEL) | CHUNKS), "use_mla_backend": False},
+            "^speculative_eagle_topk: .* beside chunked local attention, got 2; pass",
         ),
         ({"dcp": 2}, {}, "^dcp_size: .* got 2; leave out"),
         (
