@@ -268,6 +268,9 @@ _BY_BLOCKS = "minimax_m3_sparse"  # transformers' name of these layers
 _COMPRESSED = {"compress_ratios", "compress_rates"}  # as DeepSeek, and as transformers names them
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
+_WITH_INDEXER = (  # vLLM's names of Hy4's layers that are not dense
+    *("deepseek_sparse_attention", "indexed_attention", "sparse", "sparse_attention"),
+)
 _RSWA = {"unlimited-ocr": 128}  # windows that files leave out
 # Parts of names in a config.json.
 _UNTRIED = {
@@ -295,6 +298,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window_pattern": 4},
     "deepseek_v4": {"head_dim": V4_DIM},
     "qwen3_next": {"full_attention_interval": 4},
+    "hy_v4": {"index_topk": 2048, "learnable_sink": True},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 }
 
@@ -503,6 +507,14 @@ def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterat
     if "index_topk" in config and config.get("kv_lora_rank") not in (None, VALUE_DIM):
         need = f"needs {VALUE_DIM} with sparse MLA"
         yield f"kv_lora_rank: {need}, got {config['kv_lora_rank']}"
+    if kind == "hy_v4":
+        count = _layers(config)
+        sparse = sum(each in _WITH_INDEXER for each in _each(config, "layer_types", count))
+        if sparse < count:
+            yield (
+                f"layer_types: needs sparse attention in all {count} layers, because CUSTOM is "
+                f"one class for all of them, got {sparse}"
+            )
     is_compressed = kind == _V41 or not _COMPRESSED.isdisjoint(config)
     if is_compressed and kind != "deepseek_v4":
         yield f"layers: {kind} has compressed caches, which cumla reads for deepseek_v4 alone"

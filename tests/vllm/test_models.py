@@ -113,10 +113,21 @@ def test_sparse_mla_by_head_counts_and_caches(info: Any) -> None:
     assert one_factor["cache"].startswith("one factor for all rows; fp8_ds_mla has four")
     assert rows(info(V32, "--block-size", "128")[1])["served"].startswith("yes")
     assert found["decode context parallel"].startswith("yes; kernels then have the heads of all")
-    found = rows(info(V32 | {"model_type": "hy_v4", "learnable_sink": True})[1])
+    hy4 = V32 | {"model_type": "hy_v4", "layer_types": ["deepseek_sparse_attention"] * 12}
+    found = rows(info(hy4)[1])
     assert found["decode context parallel"] == "no: the layers have sinks"
     assert found["each GPU"].startswith("128 heads of 576, sinks;")
     assert found["served"].startswith("yes")
+
+
+@pytest.mark.parametrize("dense", [1, 12])
+def test_dense_layers_beside_sparse_ones_are_refused(info: Any, dense: int) -> None:
+    """vLLM refuses a class of sparse MLA for them, and the plugin's class is the same for all."""
+    types = ["full_attention"] * dense + ["sparse_attention"] * (12 - dense)
+    code, text = info(V32 | {"model_type": "hy_v4", "layer_types": types})
+    assert code == 1
+    assert "layer_types: needs sparse attention in all 12 layers, because CUSTOM is" in text
+    assert f"one class for all of them, got {12 - dense}" in text
 
 
 def test_rows_without_rope_and_an_indexer_of_pools(info: Any) -> None:
