@@ -36,7 +36,10 @@ FACES = [
         (f"flashinfer/{name}.py", "flashinfer_python", f"flashinfer/{name}.py")
         for name in ("cascade", "concat_ops", "decode", "page", "prefill", "rope", "topk")
     ),
-    ("flashinfer/mla.py", "flashinfer_python", "flashinfer/mla/_batch_mla/_wrapper.py"),
+    *(
+        ("flashinfer/mla.py", "flashinfer_python", f"flashinfer/mla/{name}.py")
+        for name in ("_batch_mla/_wrapper", "_swa")
+    ),
     *(
         ("flashinfer/msa_ops.py", "flashinfer_python", f"flashinfer/msa_ops/{name}.py")
         for name in ("proxy_score", "sparse_topk_select", "sparse_prefill", "sparse_decode")

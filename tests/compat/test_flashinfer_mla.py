@@ -789,3 +789,66 @@ def test_arguments_of_a_run() -> None:
         sizes = {"page_size": 8} if kv_cache is not batch.cache else {}
         with pytest.raises(ValueError, match=f"^{message}"):
             planned(batch, **sizes).run(query=query, kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "heads", "width", "page_size", "window"),
+    [(1, 64, 1088, 64, 512), (4, 64, 1088, 64, 512), (3, 5, 576, 16, 7), (1, 8, 320, 1, 0)],
+)
+@pytest.mark.parametrize("has_out", [False, True])
+def test_decoding_in_a_window(
+    q_len: int, heads: int, width: int, page_size: int, window: int, has_out: bool
+) -> None:
+    """Rows that no query sees are NaN; a request without keys gives 0."""
+    lens = (600, 0, 70)
+    latent = width - 64
+    pages = -(-600 // page_size)
+    table = torch.randperm(3 * pages).int().view(3, pages)
+    cache = torch.full((3 * pages, page_size, width), math.nan)
+    q = torch.randn(3, q_len, heads, width).bfloat16()
+    wanted = torch.zeros(3, q_len, heads, latent, dtype=torch.float64)
+    for r, length in enumerate(lens):
+        rows = torch.randn(length, width).bfloat16()
+        at = torch.arange(length)
+        at = at[at >= length - q_len - window]
+        cache[table[r, at // page_size].long(), at % page_size] = rows[at].float()
+        for i in range(q_len if length else 0):
+            p = length - q_len + i
+            own = rows[max(0, p - window) : p + 1].double()
+            weights = (SCALE * q[r, i].double() @ own.T).softmax(-1)
+            wanted[r, i] = weights @ own[:, :latent]
+    size = mla.get_mla_swa_workspace_size_bytes(3, q_len, heads)
+    out = torch.full(wanted.shape, math.nan).bfloat16() if has_out else None
+    found = mla.batch_decode_with_kv_cache_mla_swa(
+        *(q, cache.bfloat16(), torch.empty(size, dtype=torch.uint8), table, int32(lens)),
+        window_left=window,
+        sm_scale=SCALE,
+        out=out,
+    )
+    assert out is None or found is out
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"backend": "sm120"}, "^backend: needs one of auto, sm90, got 'sm120'"),
+        ({"window_left": -2}, "^window_left: .* got -2"),
+        ({"sm_scale": math.inf}, "^sm_scale: .* got inf"),
+        ({"query": torch.zeros(2, 1, 64, 1000).bfloat16()}, "^query: .*1000"),
+        ({"seq_lens": int32([3])}, r"^seq_lens: .* batch 2, got \(1,\)"),
+        ({"block_tables": int32([0, 1])}, r"^block_tables: .* batch 2, got \(2,\)"),
+    ],
+)
+def test_calls_in_a_window_are_refused(change: dict[str, Any], match: str) -> None:
+    usual: dict[str, Any] = {
+        "query": torch.zeros(2, 1, 64, 1088).bfloat16(),
+        "kv_cache": torch.zeros(4, 64, 1088).bfloat16(),
+        "workspace_buffer": torch.zeros(0, dtype=torch.uint8),
+        "block_tables": int32([[0, 1], [2, 3]]),
+        "seq_lens": int32([3, 70]),
+        "window_left": 512,
+        "sm_scale": SCALE,
+    }
+    with pytest.raises(ValueError, match=match):
+        mla.batch_decode_with_kv_cache_mla_swa(**usual | change)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's wrapper of MLA attention over `cumla.MLAAttentionPlan`.
+"""FlashInfer's MLA: the wrapper over `cumla.MLAAttentionPlan`, and decoding in a window.
 
 One `plan` serves the `run` of every layer of a step. With ``use_cuda_graph=True`` it works as in
 :mod:`cumla.compat.flashinfer.decode`, but the first `run` loads the kernels. What version 0.7 calls
@@ -24,6 +24,9 @@ Differences from FlashInfer:
   a token each.
 * query_layout, kv_cache_layout, max_q_len and profiler_buffer are ignored; what belongs to other
   backends is refused with `ValueError`.
+* `batch_decode_with_kv_cache_mla_swa` takes any batch, number of query tokens and heads, page size,
+  strides and window, rows of any width of `cumla.mla_decode` in bfloat16 or float16, and no
+  workspace.
 """
 
 from __future__ import annotations
@@ -51,12 +54,18 @@ from cumla.compat.flashinfer._wrapper import (
 from cumla.core.arguments import checked_int, checked_scale
 from cumla.core.frameworks import eager_only
 from cumla.mla.attention import MLAAttentionPlan
+from cumla.mla.decode import mla_decode
 from cumla.mla.shape import WIDTHS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
+    "batch_decode_with_kv_cache_mla_swa",
+    "get_mla_swa_workspace_size_bytes",
+]
 __getattr__ = missing_from(__name__, "flashinfer.mla")
 
 _CKV, _KPE = 512, 64  # columns of a row
@@ -106,6 +115,18 @@ _MLA = Interface(
     },
     refusal=ValueError,
 )
+
+_SWA = Interface(
+    {
+        "q": "query",
+        "block_table": "block_tables",
+        "kv_lens": "seq_lens",
+        "softmax_scale": "sm_scale",
+        "window": "window_left",
+    },
+    ValueError,
+)
+_SWA_BACKENDS = ("auto", "sm90")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -176,6 +197,49 @@ class MLAPlanMetadata:
             *(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
             *(cum_seq_lens_q, block_tables, seq_lens, max_q_len),
         )
+
+
+def get_mla_swa_workspace_size_bytes(
+    batch_size: int, q_len_per_req: int, num_q_heads: int = 64
+) -> int:
+    """Return 0 bytes: `batch_decode_with_kv_cache_mla_swa` has memory of its own."""
+    return 0
+
+
+def batch_decode_with_kv_cache_mla_swa(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    window_left: int,
+    sm_scale: float,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend to the last window_left tokens before a query's own, and to its own: absorbed MLA.
+
+    query is ``(batch, q_len, num_heads, 1088)``, kv_cache ``(num_pages, page_size, 1088)``, the
+    result ``(batch, q_len, num_heads, 1024)``, and that of a request without keys is 0.
+    workspace_buffer is not used. Capture it into a CUDA graph after one call.
+    """
+    if backend not in _SWA_BACKENDS:
+        raise ValueError(
+            f"backend: needs one of {', '.join(_SWA_BACKENDS)}, got {backend!r}; cumla has kernels "
+            f"of its own, so leave it out"
+        )
+    check_tensors(query=query, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens)
+    with _SWA():
+        return mla_decode(
+            query,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            window=window_left,
+            softmax_scale=sm_scale,
+            out=out,
+        ).out
 
 
 class _Shape(NamedTuple):
