@@ -333,6 +333,9 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
         own = "blocks that an indexer chooses: vLLM's own class, which calls Triton functions"
         way = "cumla.compat.vllm_minimax_m3.replace() in each process puts cumla's in their place"
         yield f"{model.by_blocks} layers", f"{own}\n{way}"
+    if args.fp8_products and not any("fp8_products" in names for _, names in kernels):
+        need = "dense MLA of 576 columns, an FP8 cache, a multiple of 64 heads on each GPU"
+        yield "--fp8-products", f"has no effect: needs {need}"
     yield from _beside(model, cache)
 
 

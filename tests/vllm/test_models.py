@@ -190,6 +190,10 @@ def test_mla_by_head_counts_and_caches(info: Any, monkeypatch: pytest.MonkeyPatc
     assert "products" not in info(MLA, "--kv-cache-dtype", "fp8")[1]
     products = rows(info(MLA, "--kv-cache-dtype", "fp8", "--fp8-products")[1])
     assert products["decoding, 1 request"].startswith("mla_decode_fp8_products")
+    assert "--fp8-products" not in products
+    for others in (("--kv-cache-dtype", "fp8", "-tp", "8"), ()):
+        found = rows(info(MLA, "--fp8-products", *others)[1])
+        assert found["--fp8-products"].startswith("has no effect: needs dense MLA of 576 columns")
 
 
 def test_gqa_names_the_kernels_of_each_step(info: Any) -> None:
