@@ -18,6 +18,7 @@ from tests.compat.test_flashinfer_attention import (
     check,
     graph_buffers,
     make_batch,
+    rotated,
     workspace,
 )
 from tests.compat.torch_gpu import torch_gpu
@@ -87,7 +88,15 @@ def prefixes(q_lens: Any, kv_lens: Any) -> list[Any]:
     return masks
 
 
+def any_keys(q_lens: Any, kv_lens: Any) -> list[Any]:
+    """Any keys, of one token none."""
+    masks = [torch.rand(*sizes) < 0.3 for sizes in zip(q_lens, kv_lens, strict=True)]
+    masks[-1][-1] = False
+    return masks
+
+
 KINDS = {
+    "any keys": any_keys,
     "trees": trees,
     "last keys": last_keys,
     "intervals": intervals,
@@ -169,6 +178,49 @@ def test_a_mask_of_one_request(kind: str, name: str, layout: str) -> None:
     torch.testing.assert_close(found[1], lse, **CLOSE)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_any_keys_in_pages_of_any_form(layout: str, pair: bool, page_size: int) -> None:
+    """With sinks and a soft cap, and the same bits in any batch."""
+    columns = (64, 32 if pair else 64)
+    batch = make_batch(*MIXED, layout=layout, pair=pair, page_size=page_size, columns=columns)
+    masks, sinks = any_keys(*MIXED), torch.linspace(-1, 1, 8)
+    wrapper = PREFILL(workspace(), layout)
+    wrapper.plan(
+        *(batch.qo_indptr, *batch.pages, 8, 2, 64, page_size),
+        head_dim_vo=columns[1],
+        custom_mask=plain(masks),
+        logits_soft_cap=5.0,
+        disable_split_kv=True,
+    )
+    found = wrapper.run(batch.q, batch.cache, return_lse=True, sinks=sinks)
+    check(found, expected(batch, masks, softcap=5.0, sinks=sinks))
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_any_keys_that_are_rotated(is_ragged: bool) -> None:
+    batch = make_batch(*MIXED, pair=True)
+    masks, options = any_keys(*MIXED), {"pos_encoding_mode": "ROPE_LLAMA"}
+    queries, keys = rotated(batch, 1.0, 1e4)
+    values = [batch.rows(r)[1] for r in range(5)]
+    states = [
+        naive(*rows, mask=mask) for *rows, mask in zip(queries, keys, values, masks, strict=True)
+    ]
+    wanted = torch.cat([s[0] for s in states]), torch.cat([s[1] for s in states], 1).T / math.log(2)
+    if is_ragged:
+        k, v = (torch.cat(parts) for parts in zip(*map(batch.rows, range(5)), strict=True))
+        wrapper = RAGGED(workspace())
+        offsets = batch.qo_indptr, offsets_of(list(batch.kv_lens))
+        wrapper.plan(*offsets, 8, 2, 64, custom_mask=plain(masks), **options)
+        found = wrapper.run(batch.q, k, v, return_lse=True)
+    else:
+        paged = PREFILL(workspace())
+        plan(paged, batch, custom_mask=plain(masks), **options)
+        found = paged.run(batch.q, batch.cache, return_lse=True)
+    check(found, wanted)
+
+
 def test_no_request() -> None:
     batch = make_batch((), ())
     wrapper = PREFILL(workspace())
@@ -228,10 +280,13 @@ def test_masks_that_are_refused() -> None:
     gap = [mask.clone() for mask in masks]
     gap[3][4, 342] = False  # the key after it is the 257th from the end
     gap[3][3, 0] = False  # so that no key is a prefix
-    serves = r"got request 3 with a second interval that begins 257 keys .*import the wrapper from"
+    serves = r"got request 3 with a second interval that begins 257 keys .*make a wrapper without"
+    buffers = graph_buffers(pages=len(batch.cache)) | {"custom_mask_buf": torch.empty(9)}
+    in_graphs = PREFILL(workspace(), "NHD", True, **buffers)
+    for name, of in (("custom_mask", plain), ("packed_custom_mask", packed)):
+        with pytest.raises(ValueError, match=f"^{name}: needs, with use_cuda_graph, .*{serves}"):
+            plan(in_graphs, batch, **{name: of(gap)})
     for given, message in (
-        ({"custom_mask": plain(gap)}, f"custom_mask: needs rows of one interval .*{serves}"),
-        ({"packed_custom_mask": packed(gap)}, f"packed_custom_mask: needs rows of one .*{serves}"),
         ({"custom_mask": plain(masks)[1:]}, "custom_mask: needs 11772 entries: .*got 11771"),
         ({"packed_custom_mask": packed(masks)[1:]}, "packed_custom_mask: needs .* bytes, those"),
         ({"custom_mask": plain(masks).float()}, "custom_mask: needs bool or uint8, got torch.fl"),
@@ -241,6 +296,12 @@ def test_masks_that_are_refused() -> None:
         with pytest.raises(ValueError, match=f"^{message}"):
             plan(wrapper, batch, **given)
     check(wrapper.run(batch.q, batch.cache, return_lse=True), expected(batch, masks))
+    with pytest.raises(ValueError, match=r"^q: needs the 25 query tokens of the mask, got 24"):
+        wrapper.run(batch.q[1:], batch.cache)
+    plan(wrapper, batch, custom_mask=plain(gap))  # by lists of keys
+    check(wrapper.run(batch.q, batch.cache, return_lse=True), expected(batch, gap))
+    with pytest.raises(ValueError, match=r"^q: needs the 25 query tokens of the mask, got 24"):
+        wrapper.run(batch.q[1:], batch.cache)
     gap[3][4, 342], gap[3][4, 343] = True, False
     plan(wrapper, batch, custom_mask=plain(gap))
     check(wrapper.run(batch.q, batch.cache, return_lse=True), expected(batch, gap))

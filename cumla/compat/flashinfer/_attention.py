@@ -16,7 +16,7 @@ from cumla.compat._arguments import check_axes, check_given, check_tensors
 from cumla.compat._table import Interface
 from cumla.compat._torch import positions_of
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
-from cumla.compat.flashinfer._masks import is_masked, keep_mask, mask_of
+from cumla.compat.flashinfer._masks import Lists, is_masked, keep_mask, mask_of
 from cumla.compat.flashinfer._wrapper import (
     BACKENDS,
     LOG2_E,
@@ -243,6 +243,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             checked_batch(self._names.buffers, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys
         self._mask: AttentionMask | None = None  # of the last plan; in graphs it stays there
+        # Where its rows are lists of keys: pages, lengths and shape before each became a request.
+        self._listed: tuple[dict[str, Any], _Shape] | None = None
         self._keeps_masks = use_cuda_graph and given.get("custom_mask_buf") is not None
         self._options = Options(-1, None, None)
         self._slopes: Any = None  # of ALiBi, on the device
@@ -290,25 +292,31 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             cache_name="data_type" if by_data_type else "kv_data_type",
         )
         options.check_rotation(numbers.head_dim, names[1])
-        mask = self._mask_of(given, arrays, options.window_left)
+        mask = self._mask_of(given, arrays, options.window_left, numbers.page_size)
         splits = max_kv_len is not None, max_kv_len
         left = options.window_left
         shape = _Shape(
             batch, *numbers, *names, bool(causal), left, None, options.bias_form, q_len, *splits
         )
-        if mask is not None:
+        if mask is not None and options.alibi:
+            raise ValueError(
+                "pos_encoding_mode: needs no custom mask beside 'ALIBI', got one; for both "
+                "import the wrapper from flashinfer"
+            )
+        if isinstance(mask, AttentionMask):
             form = "rows" if mask.tree is None else "tree"
-            if options.alibi:
-                raise ValueError(
-                    "pos_encoding_mode: needs no custom mask beside 'ALIBI', got one; for both "
-                    "import the wrapper from flashinfer"
-                )
             shape = shape._replace(causal=False, window=None, mask_form=form)
         if shape != self._shape or any(type(size) is not int for size in numbers):  # 16.0 equals 16
             self._check_numbers(shape)
         said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
         said["max_sequence_kv"] = max_kv_len
+        self._listed = None
+        if isinstance(mask, Lists):
+            self._listed = {name: self._there(array) for name, array in arrays.items()}, shape
+            rows = len(mask.kv_lens)
+            shape = shape._replace(batch=rows, page_size=1, q_len=1, causal=False, window=None)
+            arrays, mask = mask._asdict(), None
         self._take(shape, arrays, said | _said(shape.causal, options))
         if self._mask is not None and self._keeps_masks:
             assert mask is not None
@@ -326,8 +334,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             self._slopes = alibi_slopes(num_heads).to(self.device)
 
     def _mask_of(
-        self, given: Mapping[str, Any], arrays: Mapping[str, Any], window_left: int
-    ) -> AttentionMask | None:
+        self, given: Mapping[str, Any], arrays: Mapping[str, Any], window_left: int, page_size: int
+    ) -> AttentionMask | Lists | None:
         """Return the mask of a plan, on the device; a wrapper for graphs has one or never one."""
         if not is_masked(given):
             if self._keeps_masks:
@@ -343,8 +351,12 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             )
         q_lens = arrays["qo_indptr"].diff().tolist()
         kv_lens = arrays["kv_lens"] if "kv_lens" in arrays else arrays["kv_indptr"].diff()
+        firsts = [first * max(page_size, 1) for first in arrays["kv_indptr"][:-1].tolist()]
         with ATTENTION:
-            found = mask_of(given, q_lens, kv_lens.tolist(), window_left, self._keeps_masks)
+            lens = q_lens, kv_lens.tolist()
+            found = mask_of(given, *lens, window_left, firsts, self._keeps_masks)
+        if isinstance(found, Lists):
+            return found
         mask = AttentionMask(**{name: self._there(array) for name, array in found.given.items()})
         room = None if self._mask is None else len(self._mask.start)
         if self._keeps_masks and room is not None and len(mask.start) > room:
@@ -398,7 +410,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         options, shape = Options.of(given), self._planned_shape()
         if self._use_cuda_graph:
             self._check_said(_said(bool(causal), options))
-        if shape.mask_form is None:
+        if shape.mask_form is None and self._listed is None:
             self._shape = shape._replace(
                 causal=bool(causal), window=options.window_left, bias_form=options.bias_form
             )
@@ -437,7 +449,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             if not (sinks is None and out is None and lse is None):
                 check_given(sinks=sinks, out=out, lse=lse)
             check_axes("q", q, _Q)
-            for name, rows in (("k", k), ("v", v)) if shape.page_size else ():
+            _, planned = self._listed or (None, shape)
+            for name, rows in (("k", k), ("v", v)) if planned.page_size else ():
                 self._check_heads(name, rows)
             _check_type("q", q, "q_data_type", self._types[0])
             _check_type("k", k, "kv_data_type", self._types[1])
@@ -450,29 +463,21 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             elif wants_lse:
                 size = q.shape[1::-1] if heads_first else q.shape[:2]
                 lse = q.new_empty(size, dtype=sys.modules["torch"].float32)
-            kv_indices = self._arrays.get("kv_indices")
             given_q = q
-            if self._mask is not None and len(q) != len(self._mask.start):
-                raise ValueError(
-                    f"{arg('q')}: needs the {len(self._mask.start)} query tokens of the mask, got "
-                    f"{len(q)}; pass only rows of requests"
-                )
-            if options.rope is not None:
-                q, k, v, kv_indices = self._turned(options.rope, q, k, v)
+            q, k, v, pages = self._arranged(q, k, v)
             q_rows = self._by_request("q", q)
             lse_rows = self._by_request("lse", lse.T if heads_first else lse)
             state = self._ready_plan(given_q).run(
                 q_rows,
                 k,
                 v,
-                kv_indices=kv_indices,
+                **pages,
                 mask=self._mask,
                 bias=AttentionBias(self._slopes) if options.alibi else None,
                 softcap=options.logits_soft_cap,
                 sinks=None if sinks is None else sinks.float(),
                 softmax_scale=scale,
                 **factors,
-                kv_layout=self._kv_layout if shape.page_size else "NHD",
                 out=self._by_request("out", out),
                 lse=lse_rows,
             )
@@ -484,12 +489,34 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             lse.mul_(LOG2_E)
         return (out, lse) if return_lse else out
 
-    def _turned(self, rope: Frequencies, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
-        """Rotate queries and keys by their positions; listed pages are copied, one for each entry.
+    def _arranged(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Rotate and list rows as the last plan has it; the last item has kv_indices and layout."""
+        rope, shape = self._options.rope, self._planned_shape()
+        arrays, planned = self._listed or (self._arrays, shape)
+        tokens = len(q) if self._mask is None else len(self._mask.start)
+        tokens = tokens if self._listed is None else shape.batch
+        if len(q) != tokens:
+            raise ValueError(
+                f"{arg('q')}: needs the {tokens} query tokens of the mask, got {len(q)}; pass only "
+                f"rows of requests"
+            )
+        kv_indices = self._arrays.get("kv_indices")
+        layout = self._kv_layout if planned.page_size else "NHD"
+        if planned.page_size and (rope is not None or self._listed is not None):
+            k, v, in_turn = _listed_pages(k, v, arrays["kv_indices"])
+            kv_indices = in_turn if self._listed is None else kv_indices
+        if rope is not None:
+            q, k = self._turned(rope, q, k, arrays, planned)
+        if self._listed is not None:
+            k, v = (_as_pages_of_one(rows, layout) for rows in (k, v))
+            layout = "NHD"
+        return q, k, v, {"kv_indices": kv_indices, "kv_layout": layout}
 
-        A page may stand at several places, and a server's pool has many others.
-        """
-        torch, arrays, shape = sys.modules["torch"], self._arrays, self._planned_shape()
+    def _turned(
+        self, rope: Frequencies, q: Any, k: Any, arrays: dict[str, Any], shape: _Shape
+    ) -> tuple[Any, Any]:
+        """Rotate queries, and keys of rows or of listed pages, by their positions."""
+        torch = sys.modules["torch"]
         starts = arrays["kv_indptr"]
         kv_lens = arrays.get("kv_lens")
         if kv_lens is None:
@@ -499,17 +526,13 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             cuts = torch.arange(shape.batch + 1, device=q.device, dtype=torch.int32) * shape.q_len
         q = rope.turn(q, positions_of(cuts, kv_lens - (cuts[1:] - cuts[:-1]), q.shape[0]))
         none = torch.zeros_like(kv_lens)
-        pages = arrays.get("kv_indices")
-        if pages is None:
-            return q, rope.turn(k, positions_of(starts, none, k.shape[0])), v, None
-        there = pages.clamp(0, max(k.shape[0] - 1, 0)).long()[: pages.shape[0] if len(k) else 0]
-        k, v = k[there], v[there]
+        if not shape.page_size:
+            return q, rope.turn(k, positions_of(starts, none, k.shape[0]))
         rows = k.transpose(1, 2) if self._kv_layout == "HND" else k
         first = positions_of(starts, none, rows.shape[0]) * shape.page_size
         positions = (first[:, None] + torch.arange(shape.page_size, device=q.device)).flatten()
         rows = rope.turn(rows.flatten(0, 1), positions).unflatten(0, rows.shape[:2])
-        k = rows.transpose(1, 2) if self._kv_layout == "HND" else rows
-        return q, k, v, torch.arange(pages.shape[0], device=q.device, dtype=torch.int32)
+        return q, rows.transpose(1, 2) if self._kv_layout == "HND" else rows
 
     def _check_heads(self, name: str, rows: Any) -> None:
         need, axis = self._planned_shape().num_kv_heads, -3 if self._kv_layout == "HND" else -2
@@ -615,20 +638,30 @@ def attend_once(
             k = options.rope.turn(k, numbers)
             k = k.transpose(0, 1) if is_hnd else k
         window: int | None = options.window_left
-        mask = None
+        mask: Any = None
         if masks is not None and is_masked(masks):
-            mask, window = mask_of(masks, [q.shape[0]], [kv_len], options.window_left), None
+            lens = [q.shape[0]], [kv_len]
+            mask, window = mask_of(masks, *lens, options.window_left, [0]), None
         options.check_lse(return_lse)
         bias = None
         if options.alibi:
             bias = AttentionBias(alibi_slopes(q.shape[1]).to(q.device))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        batch_axis = 0
+        if isinstance(mask, Lists):  # each query token is a request
+            pages, mask, batch_axis = mask._asdict(), None, 1
+            rows = (part.transpose(0, 1) if is_hnd else part for part in (k, v))
+            k, v = (part[:, None] for part in rows)
+            kv_layout, causal = "NHD", False
+        else:
+            pages = {"kv_lens": q.new_full((1,), kv_len, dtype=torch.int32)}
+            pages["block_table"] = q.new_zeros((1, 1), dtype=torch.int32)
+            k, v = k[None], v[None]
         out, _ = attention(
-            q[None],
-            k[None],
-            v[None],
-            kv_lens=q.new_full((1,), kv_len, dtype=torch.int32),
-            block_table=q.new_zeros((1, 1), dtype=torch.int32),
+            q.unsqueeze(batch_axis),
+            k,
+            v,
+            **pages,
             causal=bool(causal),
             window=window,
             mask=mask,
@@ -637,12 +670,31 @@ def attend_once(
             softmax_scale=scale,
             **factors,
             kv_layout=kv_layout,
-            lse=lse[None],
+            lse=lse.unsqueeze(batch_axis),
         )
-    out = out[0]
+    out = out.squeeze(batch_axis)
     if v_factor != 1.0:
         out.mul_(v_factor)
     return (out, lse.mul_(LOG2_E)) if return_lse else out
+
+
+def _listed_pages(k: Any, v: Any, pages: Any) -> tuple[Any, Any, Any]:
+    """Copy listed pages, one for each entry, and number them.
+
+    A page may stand at several places, and a server's pool has many others.
+    """
+    torch = sys.modules["torch"]
+    there = pages.clamp(0, max(k.shape[0] - 1, 0)).long()[: pages.shape[0] if len(k) else 0]
+    in_turn = torch.arange(pages.shape[0], device=pages.device, dtype=torch.int32)
+    return k[there], v[there], in_turn
+
+
+def _as_pages_of_one(rows: Any, kv_layout: str) -> Any:
+    """Return the tokens of pages, or of rows without pages, as pages of one token."""
+    if rows.ndim == 3:
+        return rows[:, None]
+    rows = rows.transpose(1, 2) if kv_layout == "HND" else rows
+    return rows.flatten(0, 1)[:, None]
 
 
 def alibi_slopes(num_heads: int) -> Any:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's custom masks as `cumla.AttentionMask`."""
+"""FlashInfer's custom masks as `cumla.AttentionMask`, or as lists of keys."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import check_tensors
 from cumla.core.frameworks import eager_only
@@ -15,9 +15,20 @@ from cumla.mha.mask import AttentionMask
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["is_masked", "keep_mask", "mask_of"]
+__all__ = ["Lists", "is_masked", "keep_mask", "mask_of"]
 
 _PLAIN, _PACKED = "custom_mask", "packed_custom_mask"
+
+
+class Lists(NamedTuple):
+    """The keys of each query token: what `cumla.attention` takes for a request of one token.
+
+    Keys count from the first one of the first request, with gaps where pages are not full.
+    """
+
+    kv_indptr: Any
+    kv_lens: Any
+    kv_indices: Any
 
 
 def is_masked(given: Mapping[str, Any]) -> bool:
@@ -31,14 +42,18 @@ def mask_of(
     q_lens: list[int],
     kv_lens: list[int],
     window_left: int,
+    firsts: list[int],
     as_tree: bool = False,
-) -> AttentionMask:
+) -> AttentionMask | Lists:
     """Return the mask among the arguments of a call, as far as the window goes.
+
+    `firsts` are the numbers of the first keys of requests, for lists.
 
     Of each request, the keys before tree_start are one interval in each row. tree_start is the
     first key that begins a second one. Where that is too far from the end, the keys that all rows
     see from the first one on are its prefix, and what follows them has the interval. The host waits
-    once, to see where that is; with `as_tree` the mask has a prefix, and all words of a tree.
+    once, to see where that is; with `as_tree` the mask has a prefix, and all words of a tree. A
+    mask of another form becomes lists, and with `as_tree` is refused.
     """
     torch = sys.modules["torch"]
     name = _PLAIN if given.get(_PACKED) is None else _PACKED  # as in FlashInfer, if both are there
@@ -79,12 +94,14 @@ def mask_of(
             seen[:, :prefix] = False
             found[request] = _rows_of(torch, seen)
             lasts[request] = kv_len - int(found[request][3])
+        if lasts[request] > MOST_DRAFTS and not as_tree:
+            return _lists_of(torch, seen_by, firsts)
         if lasts[request] > MOST_DRAFTS:
             raise ValueError(
-                f"{arg(name)}: needs rows of one interval of keys beside a prefix that all of them "
-                f"see, and of any keys among the last {MOST_DRAFTS} of a request, got request "
-                f"{request} with a second interval that begins {last} keys before its end; import "
-                f"the wrapper from flashinfer for such masks"
+                f"{arg(name)}: needs, with use_cuda_graph, rows of one interval of keys beside a "
+                f"prefix that all of them see, and of any keys among the last {MOST_DRAFTS} of a "
+                f"request, got request {request} with a second interval that begins {last} keys "
+                f"before its end; make a wrapper without use_cuda_graph for such masks"
             )
     starts, ends, words, trees = ([rows[i] for rows in found] for i in range(4))
     batch = len(q_lens)
@@ -96,6 +113,14 @@ def mask_of(
         fields["tree"] = torch.cat(words)[:, :count].contiguous()
         fields["tree_start"] = torch.stack(trees)[:batch].int()
     return AttentionMask(**fields)
+
+
+def _lists_of(torch: Any, seen_by: list[Any], firsts: list[int]) -> Lists:
+    """List the keys that each query token sees."""
+    kv_lens = torch.cat([seen.sum(1) for seen in seen_by]).int()
+    keys = [seen.nonzero()[:, 1] + first for seen, first in zip(seen_by, firsts, strict=True)]
+    kv_indptr = torch.nn.functional.pad(kv_lens.cumsum(0), (1, 0)).int()
+    return Lists(kv_indptr, kv_lens, torch.cat(keys).int())
 
 
 def keep_mask(kept: AttentionMask, mask: AttentionMask) -> None:

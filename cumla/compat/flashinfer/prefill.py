@@ -6,9 +6,11 @@ each request.
 
 Differences from FlashInfer, beside those of :mod:`cumla.compat.flashinfer.decode`:
 
-* custom_mask and packed_custom_mask show, in each row, one interval of keys and any of the last 256
-  keys of the request: causal prefixes with trees of drafts, images, chunks. Other masks raise
-  `ValueError`. `plan` reads the mask, and waits for the GPU. The query then has no further rows.
+* custom_mask and packed_custom_mask are fast if they show, in each row, one interval of keys and any
+  of the last 256 keys of the request: causal prefixes with trees of drafts, images, chunks. With
+  other masks each query token is a request of its own, with a list of its keys, and `run` copies
+  the listed pages. Wrappers for graphs refuse these with `ValueError`. `plan` reads the mask, and
+  waits for the GPU. The query then has no further rows.
 * With ``use_cuda_graph=True`` and a mask the wrapper needs custom_mask_buf. Graphs read
   other arrays, to which `plan` copies the mask: call it for each mask. The first plan has the
   most query tokens. mask_indptr_buf is ignored.
