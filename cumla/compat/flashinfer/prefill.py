@@ -6,8 +6,8 @@ each request.
 
 Differences from FlashInfer, beside those of :mod:`cumla.compat.flashinfer.decode`:
 
-* custom_mask and packed_custom_mask are fast if they show, in each row, one interval of keys and any
-  of the last 256 keys of the request: causal prefixes with trees of drafts, images, chunks. With
+* custom_mask and packed_custom_mask are fast if they show, in each row, one interval of keys and
+  any of the last 256 of the request: causal prefixes with trees of drafts, images, chunks. With
   other masks each query token is a request of its own, with a list of its keys, and `run` copies
   the listed pages. Wrappers for graphs refuse these with `ValueError`. `plan` reads the mask, and
   waits for the GPU. The query then has no further rows.
