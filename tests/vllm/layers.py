@@ -18,11 +18,11 @@ PAGES, PAGE, HEADS, SCALE = 24, 16, 4, 0.1
 BATCHED_TOKENS = 2048
 
 
-def queries(tokens: int, device: str = "cpu") -> tuple[Any, Any]:
+def queries(tokens: int, device: str = "cpu", heads: int = HEADS) -> tuple[Any, Any]:
     """Absorbed queries, and those of RoPE in a wider array, as vLLM has them."""
     generator = torch.Generator().manual_seed(tokens)
-    nope = torch.randn(tokens, HEADS, 512, generator=generator).bfloat16()
-    wide = torch.randn(tokens, HEADS, 192, generator=generator).bfloat16()
+    nope = torch.randn(tokens, heads, 512, generator=generator).bfloat16()
+    wide = torch.randn(tokens, heads, 192, generator=generator).bfloat16()
     return nope.to(device), wide.to(device)[..., 128:]
 
 

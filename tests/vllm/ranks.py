@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend for sparse MLA under decode context parallelism, on a stub of vLLM.
 
-    python -m tests.vllm.ranks FOLDER
+    python -m tests.vllm.ranks FOLDER WORLD
 
-forks two ranks of a gloo group, and compares what they select and attend to with one rank.
+forks the ranks of a gloo group, and compares what they select and attend to with one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import cumla
 from tests.vllm import stub
 from tests.vllm.layers import PAGE, TOPK, SparseMLA, int32, queries, tables
 
-WORLD = 2
+WORLD = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+HEADS = 8
 LENS, STARTS = (90, 5, 33), (0, 1, 3, 7)
 STEPS = {  # query tokens of each request, and whether vLLM would pad them
     "decoding": ((0, 1, 2, 3), False),
@@ -85,12 +86,12 @@ def attended(sparse: SparseMLA, starts: tuple[int, ...]) -> Any:
     """What the heads of all ranks get of this one's tokens."""
     sparse.impl.need_to_return_lse_for_decode = True
     step = sparse.step(int32(*LENS), int32(*starts), starts[-1])
-    return sparse.attend(step, torch.cat(queries(starts[-1]), -1))
+    return sparse.attend(step, torch.cat(queries(starts[-1], heads=HEADS), -1))
 
 
 def compare(rank: int, cache_dtype: str) -> None:
     with stub.stubbed(index_topk=TOPK):
-        one = SparseMLA(cache_dtype)
+        one = SparseMLA(cache_dtype, HEADS)
         wanted = {}
         for name, (starts, padded) in STEPS.items():
             one.index(indexed(one, None, starts, padded), *one.index_inputs(starts[-1]))
@@ -99,7 +100,7 @@ def compare(rank: int, cache_dtype: str) -> None:
         wanted["prefills"] = one.buffer.clone(), *attended(one, STARTS)
     with stub.stubbed(index_topk=TOPK, dcp=WORLD):
         stub.dcp_group = dist.group.WORLD
-        own = SparseMLA(cache_dtype, dcp=WORLD)
+        own = SparseMLA(cache_dtype, HEADS, dcp=WORLD)
         for each in (own.cache, own.keys):  # tokens of others may be anything
             each.view(torch.uint8).fill_(0x7F)
         cut(one, own, tables(int32(*LENS)), rank)
@@ -132,7 +133,7 @@ def work(rank: int, folder: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much: once for both
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much: once for all
     children = []
     for rank in range(WORLD):
         child = os.fork()

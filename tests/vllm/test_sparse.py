@@ -205,9 +205,10 @@ def test_the_plugin_refuses_what_sparse_mla_does_not_have() -> None:
             sharded.Impl(scale=SCALE, sinks=torch.zeros(HEADS))
 
 
-def test_two_ranks_attend_as_one(tmp_path: Path) -> None:
-    """Decode context parallelism, in processes of their own."""
-    command = [sys.executable, "-m", "tests.vllm.ranks", str(tmp_path)]
+@pytest.mark.parametrize("world", [2, 8])
+def test_ranks_attend_as_one(tmp_path: Path, world: int) -> None:
+    """Decode context parallelism, in processes of their own; of eight some hold no token."""
+    command = [sys.executable, "-m", "tests.vllm.ranks", str(tmp_path), str(world)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], timeout=300, capture_output=True, text=True
     )
