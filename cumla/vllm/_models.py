@@ -494,7 +494,11 @@ def _dtype(whole: dict[str, Any], config: dict[str, Any], asked: str) -> str:
 def _refused(whole: dict[str, Any], config: dict[str, Any], kind: str) -> Iterator[str]:
     window = whole.get("rswa_window", _RSWA.get(str(whole.get("model_type"))))
     if window is not None:
-        yield f"rswa_window: cumla's backend has no reference windows (R-SWA), got {window}"
+        yield (
+            f"rswa_window: vLLM refuses --attention-backend CUSTOM with reference windows (R-SWA), "
+            f"here of {window} tokens; pass "
+            f"""--attention-config '{{"backend_per_kind": {{"full_attention": "CUSTOM"}}}}'"""
+        )
     if kind in _WITH_ALIBI_BY_ROOTS:
         yield "alibi_sqrt: cumla's backend has no ALiBi by square roots of distances"
     if (

@@ -30,6 +30,7 @@ from cumla.vllm._models import (
     factor,
     is_invariant,
 )
+from cumla.vllm.reference import ReferenceWindows
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
@@ -73,9 +74,12 @@ class Metadata:
     mm_prefix_range_tensor: torch.Tensor | None = None
     masked: dict[int, Step] | None = None  # by the number of heads
     masks: dict[Any, cumla.AttentionMask] | None = None
+    reference: cumla.AttentionMask | None = None  # of all layers, with reference windows
 
     def mask(self, window: int | None, clamp: bool) -> cumla.AttentionMask | None:
         """Return what the tokens of layers with a window see, or None for the plain steps."""
+        if self.reference is not None:
+            return self.reference
         spans, flags = self.mm_prefix_range_tensor, self.causal
         if spans is None and flags is None:
             return None
@@ -116,6 +120,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         }
         for name in layer_names:
             layers[name].impl.settle(device)
+        window = getattr(vllm_config.model_config, "rswa_window", None)
+        self._reference = ReferenceWindows(window, vllm_config, device) if window else None
         self._others: dict[Any, Plans] = {}  # of steps that are not causal, and of those with masks
         impls = Counter(
             (layer.impl.form, layer.impl.num_kv_heads, layer.impl.head_size)
@@ -153,6 +159,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         """Begin a step for each form of layers."""
         common = common_attn_metadata
+        if self._reference is not None:
+            return self._with_reference(common, self._reference)
         plans, flags = self._plans, None
         if common.causal is not True:
             self._refuse_alibi()
@@ -169,10 +177,34 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self._add_mask(metadata, common, flags)
         return metadata
 
+    def _with_reference(self, common: Any, reference: ReferenceWindows) -> Metadata:
+        """Begin a step whose requests are two each; in vLLM, too, windows of layers do nothing."""
+        if common.causal is not True or common.mm_req_doc_ranges:
+            raise refusal(
+                self._config.model_config,
+                "rswa_window: cumla's backend has causal steps alone beside reference windows, got "
+                "another, or images whose tokens see each other; leave out --attention-config",
+            )
+        self._refuse_alibi()
+        tokens = common.num_actual_tokens
+        kv_lens, offsets, table, mask = reference.fill(common)
+        metadata = Metadata(tokens, table, kv_lens, offsets, {}, reference=mask, masked={})
+        assert metadata.masked is not None
+        for num_heads in {form.num_heads for form in self._plans}:
+            form = Form(num_heads, None)
+            plans = self._other(form, "rows")
+            metadata.masked[num_heads] = self._begun(form, plans, kv_lens, offsets, tokens)
+        return metadata
+
     def _begin(self, common: Any, plans: Plans, form: Form) -> Step:
-        kv_lens, tokens = common.seq_lens, common.num_actual_tokens
+        tokens = common.num_actual_tokens
+        return self._begun(form, plans, common.seq_lens, common.query_start_loc, tokens)
+
+    def _begun(
+        self, form: Form, plans: Plans, kv_lens: torch.Tensor, offsets: torch.Tensor, tokens: int
+    ) -> Step:
         shape = len(kv_lens), tokens, form.num_heads, self.kv_cache_spec.head_size
-        return plans.begin(cumla.AttentionPlan, shape, kv_lens, common.query_start_loc)
+        return plans.begin(cumla.AttentionPlan, shape, kv_lens, offsets)
 
     def _add_mask(self, metadata: Metadata, common: Any, flags: torch.Tensor | None) -> None:
         """Begin steps with a mask where some request is not causal, or a query is in an image."""
@@ -192,8 +224,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if any(form.has_alibi for form in self._plans):
             raise refusal(
                 self._config.model_config,
-                "alibi_slopes: cumla's backend has no ALiBi in steps with images, or with requests "
-                "that are not causal; leave out --attention-backend CUSTOM",
+                "alibi_slopes: cumla's backend has no ALiBi in steps with images, with requests "
+                "that are not causal, or with reference windows; leave out --attention-backend "
+                "CUSTOM",
             )
 
     def _other(self, form: Form, sees: str) -> Plans:
@@ -214,12 +247,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 def _refuse(vllm_config: Any) -> None:
     """Refuse models whose steps the plugin would compute by another rule."""
     model = vllm_config.model_config
-    if getattr(model, "rswa_window", None) is not None:
-        raise refusal(
-            model,
-            "rswa_window: cumla's backend has no reference windows (R-SWA), got "
-            f"{model.rswa_window}; leave out --attention-backend CUSTOM",
-        )
     if _has_spans(vllm_config) and divides_steps(vllm_config):
         raise refusal(
             model,
@@ -419,6 +446,11 @@ class Backend(MHAKernels, AttentionBackend):
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Serve models whose image tokens see each other."""
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Serve models with reference windows."""
         return True
 
     @classmethod

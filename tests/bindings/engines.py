@@ -62,7 +62,7 @@ OPTIONS = {
         *("rswa_window", "use_mla"),
     ),
     "vllm.config.parallel:ParallelConfig": ("decode_context_parallel_size", "use_ubatching"),
-    "vllm.config.scheduler:SchedulerConfig": ("max_num_batched_tokens",),
+    "vllm.config.scheduler:SchedulerConfig": ("max_num_batched_tokens", "max_num_seqs"),
     "vllm.config.speculative:SpeculativeConfig": ("enable_adaptive_verification",),
     "vllm.config.vllm:VllmConfig": (
         *("additional_config", "attention_config", "cache_config", "compilation_config"),

@@ -36,7 +36,8 @@ OWN = {
 }
 # Methods of the plugins' own. All others are those of an engine's class, which must have them.
 PRIVATE = {
-    "vllm/mha.py:Builder": {"_add_mask", "_begin", "_other", "_refuse_alibi"},
+    "vllm/mha.py:Builder": {"_add_mask", "_begin", "_begun", "_other", "_refuse_alibi"}
+    | {"_with_reference"},
     "vllm/mha.py:Impl": {"do_kv_cache_update", "settle"},  # vLLM's layer calls the first one
     "vllm/sparse.py:Impl": {"_options", "_told"},
     "vllm/sparse.py:Metadata": {"__init__", "begin", "listed", "step"},
@@ -52,6 +53,7 @@ PARTLY = {
     "supports_sliding_window": ("0.26.0", "0.33.0"),
     "get_varlen_cudagraph_max_query_len": ("0.31.0", "0.33.0"),
     "supports_device_cpu_query_lens_mismatch": ("0.28.0", "0.33.0"),
+    "supports_rswa": ("0.30.0", "0.33.0"),
     "_forward_mqa_kernel": ("0.33.0", "0.33.0"),
     "backend_per_kind": ("0.26.0", "0.33.0"),
     "sparse_mla_force_mqa": ("0.26.0", "0.33.0"),
@@ -62,7 +64,7 @@ PARTLY = {
 READ = {
     "CommonAttentionMetadata": {"causal", "num_actual_tokens", "seq_lens", "query_start_loc"}
     | {"block_table_tensor", "mm_req_doc_ranges", "max_query_len", "query_start_loc_cpu"}
-    | {"seq_lens_cpu_upper_bound"},
+    | {"seq_lens_cpu_upper_bound", "rswa_prefix_lens"},
     "MLACommonMetadata": {"decode", "prefill"},
     "MLACommonDecodeMetadata": {"block_table", "seq_lens", "dcp_tot_seq_lens"},
     "MLACommonPrefillMetadata": {"chunked_context"},

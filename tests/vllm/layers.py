@@ -338,6 +338,7 @@ class MHA:
             ),
             parallel_config=SimpleNamespace(use_ubatching=ubatching),
             compilation_config=SimpleNamespace(static_forward_context=layers),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=128),
         )
         spec = SimpleNamespace(num_kv_heads=2, head_size=64, block_size=PAGE, dtype=cache_dtype)
         self.builder = Builder(spec, list(layers), config, torch.device(device))
@@ -362,6 +363,7 @@ class MHA:
         table: Any = None,
         spans: Any = None,
         host: Any = None,
+        prefixes: Any = None,
     ) -> Any:
         on_host = {}
         if spans is not None:
@@ -374,6 +376,7 @@ class MHA:
         common = SimpleNamespace(
             **on_host,
             mm_req_doc_ranges=spans,
+            rswa_prefix_lens=prefixes,
             causal=causal,
             num_actual_tokens=tokens,
             seq_lens=kv_lens,

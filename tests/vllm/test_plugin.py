@@ -24,6 +24,7 @@ import tests.emulator
 from cumla.mla.shape import WIDE, WIDTHS
 from tests.bindings.launches import Launches
 from tests.bindings.stand_in import OF_MODEL
+from tests.compat.oracle import naive
 from tests.compat.torch_gpu import torch_gpu
 from tests.selection import some
 from tests.vllm.layers import (
@@ -927,6 +928,66 @@ def test_mha_lets_tokens_of_an_image_see_each_other(
     torch.testing.assert_close(out, wanted)
 
 
+RSWA = {"rswa_window": 8}
+WINDOWED = {  # lengths, offsets of the queries, tokens of the prompts
+    "decoding": ((90, 5, 33), (0, 1, 2, 3), (20, 4, 32)),
+    "drafts": ((90, 5, 33), (0, 3, 6, 9), (20, 3, 30)),
+    "prompts in chunks": ((90, 5, 25), (0, 12, 17, 30), (200, 5, 25)),
+    "after a preemption": ((90, 5, 33), (0, 40, 41, 74), (70, 2, 10)),
+    "padding": ((90, 33, 0), (0, 5, 6, 6), (88, 20)),
+}
+
+
+def attend_in_windows(mha: MHA, lens: Any, starts: Any, prefixes: Any, q: Any) -> Any:
+    """vLLM's rule: causal, and the prompt or a window."""
+    outs = [q[:0].float()]
+    k, v = mha.pages()
+    for r, (n, prefix) in enumerate(zip(lens, prefixes, strict=False)):
+        pages, rows = tables(torch.zeros(3))[r].long(), q[starts[r] : starts[r + 1]]
+        p, j = torch.arange(n - len(rows), n)[:, None], torch.arange(n)
+        mask = (j <= p) & ((j < prefix) | (p - j < 8))
+        own = (cache[pages].flatten(0, 1)[:n] for cache in (k, v))
+        outs.append(naive(rows, *own, mask=mask, scale=SCALE)[0])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("case", WINDOWED)
+def test_mha_has_reference_windows(name: str, case: str) -> None:
+    """Windows of layers have no effect; the one and the other part of a request may be empty."""
+    from cumla.vllm.mha import Backend
+
+    assert Backend.supports_rswa()
+    lens, starts, prefixes = WINDOWED[case]
+    mha, tokens = MHA(model=RSWA), starts[-1]
+    q = torch.randn(tokens, HEADS, 64).bfloat16()
+    step = mha.step(int32(*lens), int32(*starts), tokens, prefixes=int32(*prefixes))
+    out = mha.attend(name, step, q).view(tokens, HEADS, 64)
+    wanted = attend_in_windows(mha, lens, starts, prefixes, q)
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_graphs_with_reference_windows_serve_later_steps() -> None:
+    """What they read is filled in before a replay; vLLM tells no prompts in a capture."""
+    from cumla.vllm.mha import Builder
+
+    with torch_gpu() as gpu:
+        mha, q = MHA(model=RSWA), torch.randn(3, HEADS, 64).bfloat16()
+        assert Builder.get_cudagraph_support(mha.builder.vllm_config, None) == 3  # ALWAYS
+        step = mha.step(int32(90, 90, 90), int32(0, 1, 2, 3), 3, captured=True)
+        mha.attend("full", step, q)
+        with gpu.capture(0):
+            out = mha.attend("full", step, q)
+        for lens, starts, prefixes in (
+            WINDOWED["decoding"],
+            ((7, 64, 50), (0, 1, 2, 3), (7, 9, 49)),
+        ):
+            mha.step(int32(*lens), int32(*starts), 3, prefixes=int32(*prefixes))
+            gpu.replay()
+            wanted = attend_in_windows(mha, lens, starts, prefixes, q)
+            torch.testing.assert_close(out.clone().float(), wanted, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(("name", "window"), [("full", None), ("window", 7)])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_mha_attends_without_order(name: str, window: int | None, as_tensor: bool) -> None:
@@ -1000,10 +1061,13 @@ def test_mha_refuses_what_it_does_not_have() -> None:
         mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=torch.tensor([True, False]))
     with pytest.raises(NotImplementedError, match=rf"^alibi_slopes: .* not causal.*{OF_MODEL}"):
         mha.step(int32(90, 33), int32(0, 1, 3), 3, causal=False)
-    with pytest.raises(
-        NotImplementedError, match=rf"^rswa_window: .* got 128; leave out.*{OF_MODEL}"
-    ):
-        MHA(model={"rswa_window": 128})
+    mha = MHA(alibi_slopes=[1.0] * HEADS, model=RSWA)
+    with pytest.raises(NotImplementedError, match=rf"^alibi_slopes: .* windows; le.*{OF_MODEL}"):
+        mha.step(int32(90, 33), int32(0, 1, 3), 3, prefixes=int32(9, 9))
+    mha = MHA(model=RSWA)
+    for other in ({"causal": False}, {"spans": {0: [(3, 9)]}}):
+        with pytest.raises(NotImplementedError, match=rf"^rswa_window: .* causal .*{OF_MODEL}"):
+            mha.step(int32(90, 33), int32(0, 1, 3), 3, prefixes=int32(9, 9), **other)
     with pytest.raises(
         NotImplementedError, match=rf"^enable_dbo: .* leave out --enable-dbo{OF_MODEL}"
     ):
