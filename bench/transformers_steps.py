@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding steps of models of Transformers with cumla and with Transformers' own attention.
 
-    python -m bench.transformers_steps FILE [--small]
+    python -m bench.transformers_steps FILE [--small] [--models NAME...] [--peers NAME...]
 
 Models of random weights; the implementations take turns. Each gets the same prompts and the same
 tokens, one a step. FILE holds, for each model and batch, the milliseconds of a prefill and a step
-in each turn, and how far the log probabilities of the 20 best tokens are apart. --small runs tiny
-models, on a CPU as well (cumla.reference computes then).
+in each turn, and how far the log probabilities of the 20 best tokens are apart. --peers are other
+names of Transformers than a model's usual ones, such as flash_attention_3 where the package
+flash-attn-3 is installed. --small runs tiny models, on a CPU as well (cumla.reference computes
+then).
 """
 
 from __future__ import annotations
@@ -143,6 +145,9 @@ def main() -> None:
     )
     parser.add_argument("file")
     parser.add_argument("--small", action="store_true", help="tiny models")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--peers", nargs="+", help="implementations beside cumla")
+    parser.add_argument("--turns", type=int, default=TURNS)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,7 +157,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "rows": [],
     }
-    for name in MODELS:
+    for name in args.models:
         model = build(name, args.small, device)
         shapes = (
             [(1, 40, 0), (3, 40, 7)]
@@ -167,7 +172,7 @@ def main() -> None:
             if padding:  # on the left, of every second request
                 mask = torch.ones_like(prompt)
                 mask[::2, :padding] = 0
-            names = ("cumla", *PEERS[name])
+            names = ("cumla", *(args.peers or PEERS[name]))
             row: dict[str, Any] = {
                 "model": name,
                 "batch": batch,
@@ -175,7 +180,7 @@ def main() -> None:
                 "padding": padding,
             }
             logits: dict[str, Any] = {}
-            for turn in range(1 + TURNS):  # the first turn compiles and warms up
+            for turn in range(1 + args.turns):  # the first turn compiles and warms up
                 for each in names:
                     prefill, steps, of = run(model, each, prompt, mask, tokens)
                     logits[each] = of
