@@ -12,6 +12,7 @@ import pytest
 
 import cumla
 from cumla import AttentionMask
+from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha.test_attention_mask import check, make, samples
@@ -324,3 +325,38 @@ def test_arrays_that_change_during_a_call_hang_nothing(cache: Any, page: int) ->
     cp.cuda.Device().synchronize()
     assert not on_host(out).astype(np.float32).any()
     assert not np.isnan(on_host(lse)).any()
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (16, 1, 128)], ids=str)
+@pytest.mark.parametrize("form", ["end", "tree"])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 8), (64, 64, 2), (200, 50, 250)], ids=str)
+def test_masks_that_show_what_causal_shows_have_its_bits(
+    counts: tuple[int, ...], form: str, heads: tuple[int, int, int]
+) -> None:
+    """The last key of each query given, and drafts as chains of trees, with batch_invariant."""
+    rng, (num_heads, kv_heads, columns) = np.random.default_rng(sum(counts)), heads
+    lens = np.array([700, 2500, 260], np.int32)
+    q_lens, pages = np.array(counts), 40
+    shape = (3 * pages, 64, kv_heads, columns)
+    k, v = (cp.asarray(rng.standard_normal(shape).astype(BF16).view(np.uint16)) for _ in "kv")
+    q = rng.standard_normal((q_lens.sum(), num_heads, columns)).astype(BF16).view(np.uint16)
+    table = rng.permutation(3 * pages).astype(np.int32).reshape(3, pages)
+    given = {
+        "kv_lens": cp.asarray(lens),
+        "qo_indptr": cp.asarray(np.cumsum([0, *q_lens]).astype(np.int32)),
+        "block_table": cp.asarray(table),
+    }
+    drafts = np.concatenate([np.arange(count) for count in q_lens])
+    if form == "end":
+        last = np.repeat(lens - q_lens, q_lens) + drafts
+        mask = AttentionMask(end=cp.asarray(last.astype(np.int32)))
+    else:
+        bits = np.arange(256) <= drafts[:, None]
+        mask = AttentionMask(tree=cp.asarray(np.packbits(bits, 1, "little").view(np.uint32)))
+    arrays = [array.view(BF16) for array in (cp.asarray(q), k, v)]
+    causal, masked = (
+        cumla.attention(*arrays, **given, **more, batch_invariant=True)
+        for more in ({}, {"mask": mask})
+    )
+    for one, other in zip(causal, masked, strict=True):
+        assert bits_of(one).tobytes() == bits_of(other).tobytes()
