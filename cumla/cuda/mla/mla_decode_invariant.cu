@@ -4,6 +4,7 @@
 // several CTAs would combine. Loaders see one segment.
 //
 // Roles, time line, barriers and budget: those of mla/mla_decode.cu. The query rows stay for all partial results. With
-// each of them query_free completes a phase, for which nobody waits, because such a part has no other place.
+// each of them query_free completes a phase. Consumers wait for it themselves, except for the last: such a part has no
+// other place, so query warps do not.
 #include "mla/mla_decode.cu"
 #include "mla/mla_decode_invariant/consumer.cuh"

@@ -4,10 +4,12 @@
 #include "mla/mla_decode/layout.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mla {
 
+using namespace ptx;
 using namespace split;
 
 // A tile of batch-invariant requests.
@@ -63,6 +65,8 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, const Layout& 
     consumer.finish(segment, pieces, place < last_place);
     t += segment.blocks;
     const bool is_last = pieces.is_last(segment);
+    // Each phase is waited for before the next one. It is over: finish() lets consumers wait for each other.
+    if (!is_last) mbarrier_wait(shared.query_free(), index & 1, "the query of a partial result");
     index = is_last ? 0 : index + 1;
     place += is_last;
   }
