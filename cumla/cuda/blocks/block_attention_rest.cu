@@ -62,8 +62,9 @@ __device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p
   for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
     mbarrier_wait(shared.full(warp, stage), phase, "a chunk");
     attender.attend(shared.stage(warp, stage), min(tokens - chunk * RestLayout::kChunk, RestLayout::kChunk));
-    __syncwarp();
     const int later = chunk + kStages * kWarps;
+    if (later < chunks.end) fence_proxy_async_shared();  // orders the reads of the chunk before the next copy
+    __syncwarp();
     if (later < chunks.end && elect_one()) copy_chunk_async(p, shared, warp, stage, later);
     if (++stage == kStages) {
       stage = 0;
