@@ -381,23 +381,54 @@ def _beside_usual(work: Decode, usual: Decode, limit: float = 4e-3) -> Case:
     return work.case(limit, peers={"usual": [Variant("", usual.run)]}, peer_limit=limit)
 
 
-def invariant(lab: Lab, batch: int, queries: int, heads: int, kv_len: int) -> Case:
+def invariant(lab: Lab, batch: int, queries: int, heads: int, kv_len: int, splits: str) -> Case:
     sizes = small(lab, batch, queries, heads, kv_len)
     usual = Decode(lab, sizes)
+    if splits == "none":
+        return _not_split(usual)
     work = Decode(lab, sizes, options={"batch_invariant": True, "max_kv_len": sizes[3]})
     work.q, work.cache, work.table = usual.q, usual.cache, usual.table
     return _beside_usual(work, usual)
+
+
+def _not_split(usual: Decode) -> Case:
+    """Whole requests: the bits of decoding, drafts and a prefill are the same."""
+    lab, q = usual.lab, usual.q.flatten(0, 1)
+    out = lab.torch.empty_like(usual.out.flatten(0, 1))
+    starts = lab.ints(range(0, usual.batch * usual.q_len + 1, usual.q_len))
+    lse = usual.lse.flatten(0, 1)
+    plan = cumla.MLAAttentionPlan.from_arrays(
+        q, usual.cache, qo_indptr=starts, batch_invariant=True, max_kv_len=1
+    )
+    plan.update(usual.lens, qo_indptr=starts)
+
+    def run() -> Any:
+        plan.run(q, usual.cache, block_table=usual.table, out=out, lse=lse)
+        return out
+
+    peers = {"usual": [Variant("", usual.run)]}
+    return Case(run, usual.error, 4e-3, usual.nbytes, usual.flops, peers=peers, peer_limit=4e-3)
 
 
 INVARIANT = Section(
     name="invariant",
     title="The batch-invariant mode",
     about="With `batch_invariant=True` a request has the same bits in any batch. Beside it the "
-    "same call without.",
-    columns=_SIZES,
+    "same call without. Requests that are not split (`MLAAttentionPlan` with `max_kv_len=1`) have "
+    "the bits of a prefill, too.",
+    columns=_SIZES | {"splits": "splits of a request"},
     shapes=shapes(
-        _KEYS,
-        *((128, 1, 128, 4096), (128, 1, 16, 4096), (16, 1, 128, 8192), (1, 1, 16, 131072)),
+        f"{_KEYS} splits",
+        *(
+            (*sizes, splits)
+            for sizes in (
+                (128, 1, 128, 4096),
+                (128, 1, 16, 4096),
+                (16, 1, 128, 8192),
+                (1, 1, 16, 131072),
+            )
+            for splits in ("fixed", "none")
+        ),
     ),
     build=invariant,
     baseline="the usual mode",
