@@ -200,6 +200,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "mha/attention": {
         "(2 + SharedLayout<1, 1, false>::kLoaders) * kWarpgroup": 384,
         "(2 + SharedLayout<1, 1, true>::kLoaders) * kWarpgroup": 512,
+        "(2 + SharedLayout<2, 2, false, true>::kLoaders) * kWarpgroup": 384,
         "(2 + SharedLayout<2, 2, false>::kLoaders) * kWarpgroup": 384,
         "(2 + SharedLayout<2, 2, true>::kLoaders) * kWarpgroup": 512,
         "(2 + SharedLayout<3, 2, false>::kLoaders) * kWarpgroup": 384,
@@ -211,6 +212,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "SharedLayout<1, 1, false>::kMaskedBytes": 92160,
         "SharedLayout<1, 1, true>::kBytes": 161536,
         "SharedLayout<1, 1, true>::kMaskedBytes": 162560,
+        "SharedLayout<2, 2, false, true>::kBytes": 231168,
         "SharedLayout<2, 2, false>::kBytes": 182016,
         "SharedLayout<2, 2, false>::kMaskedBytes": 182272,
         "SharedLayout<2, 2, true>::kBytes": 217856,
@@ -1400,6 +1402,9 @@ STRUCTS: dict[str, dict[str, str]] = {
         "stride_page": "q",
         "stride_row": "q",
         "stride_head": "q",
+    },
+    "PairedParams": {
+        "": "AttentionParams",
     },
     "PrefixRequestsParams": {
         "kv_lens": "q",

@@ -48,6 +48,7 @@
 #include "mha/attention/layout.cuh"
 #include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
+#include "mha/attention/pairs.cuh"
 #include "mha/attention/shared.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
@@ -79,20 +80,20 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
       if (first < kBlockTokens)
         page = page_of(p, tile, segment.tokens, (segment.begin + i) * kBlockTokens + first, row);
       mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-      if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
+      if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kHeads * Layout::kKeyBytes);
       __syncwarp();
       if (first < kBlockTokens)
 #pragma unroll
         for (int k = 0; k < kKeyTiles; ++k)
-          tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
+          tma_load_4d_async(shared.keys(stage) + k * Layout::kTileStep + first * 128, &p.key_map, shared.keys_full(stage),
                             k * 64, row, tile.index, page);
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-      if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
+      if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kHeads * Layout::kValueBytes);
       __syncwarp();
       if (first < kBlockTokens)
 #pragma unroll
         for (int k = 0; k < kValueTiles; ++k)
-          tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
+          tma_load_4d_async(shared.values(stage) + k * Layout::kTileStep + first * 128, &p.value_map,
                             shared.values_full(stage), k * 64, row, tile.index, page);
     }
   }
@@ -103,7 +104,10 @@ template <typename Layout>
 __device__ __forceinline__ void load_query(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                            int loader, u32 phase) {
   mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
-  copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, tile, loader * 32, shared.query);
+  RaggedTile of = tile;
+#pragma unroll 1
+  for (int head = 0; head < Layout::kHeads; ++head, ++of.index)
+    copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, of, loader * 32, shared.query + head * Layout::kKeyBytes);
   mbarrier_arrive_after_copies(shared.query_full());
 }
 
@@ -150,7 +154,7 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared,
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false, typename Params>
 __device__ __forceinline__ void attention(const Params& p) {
-  using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3>;
+  using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3, kIsPaired<Params>>;
   // A mask takes more registers of those who copy rows.
   constexpr int kMore = kHasMask<Params> && kCopied && !kE4m3 ? 16 : 0;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -161,8 +165,8 @@ __device__ __forceinline__ void attention(const Params& p) {
     for (int s = 0; s < Layout::kStages; ++s) {
       mbarrier_init(shared.keys_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);    // plant: e4m3 keys, arrivals
       mbarrier_init(shared.values_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);  // plant: e4m3 values, arrivals
-      mbarrier_init(shared.keys_free(s), Layout::kDivided ? 8 : 4);
-      mbarrier_init(shared.values_free(s), Layout::kDivided ? 8 : 4);
+      mbarrier_init(shared.keys_free(s), Layout::kSeesAll ? 8 : 4);
+      mbarrier_init(shared.values_free(s), Layout::kSeesAll ? 8 : 4);
     }
     if constexpr (kHasMask<Params>)
 #pragma unroll
@@ -180,7 +184,7 @@ __device__ __forceinline__ void attention(const Params& p) {
 
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
-  HeadTile tile(p);
+  TileOf<Params> tile(p);
   if (warpgroup % 3 == 0) {
     registers_decrease<Layout::kLoaderRegisters + kMore>();
     if constexpr (kE4m3)

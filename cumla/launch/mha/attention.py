@@ -23,8 +23,15 @@ VARIANTS = {
 }
 LISTED = "listed"  # query tokens have lists of blocks: e4m3 keys, and attention_prefill
 WIDENED = "widened"  # the same of attention_prefill over widened e4m3 blocks, which have scales
-PARAMS = {**VARIANTS, LISTED: "ListedParams", WIDENED: "WidenedParams"}
+PAIRED = "paired"  # each consumer has one of two neighbouring kv heads
+PARAMS = {
+    **VARIANTS,
+    LISTED: "ListedParams",
+    WIDENED: "WidenedParams",
+    PAIRED: "PairedParams",
+}
 WIDENED_TILES = ((2, 2),)
+PAIRED_TILES = ((2, 2),)  # shared memory has room for three stages of them
 LISTED_TILES = ((2, 2), (3, 2))  # of models whose query tokens choose blocks
 BIASED_TILES = ((1, 1), (2, 2), (4, 4))  # with a bias narrower keys or values are padded
 
@@ -44,7 +51,8 @@ E4M3 = "float8_e4m3fn"
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str, variant: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    layout = f"SharedLayout<{tiles[0]}, {tiles[1]}, {in_cuda(form == 'e4m3')}>"
+    paired = ", true" if variant == PAIRED else ""
+    layout = f"SharedLayout<{tiles[0]}, {tiles[1]}, {in_cuda(form == 'e4m3')}{paired}>"
     return KernelSpec.of(
         *("mha", "attention", PARAMS[variant]),
         *(dtype, *tiles, _FORMS[form]),
@@ -63,6 +71,7 @@ _SPECS = {
     if names[1] in tiles_of(names[3])
     and (names[2] != "e4m3" or max(names[1]) * COLUMNS <= E4M3_COLUMNS[-1])
 } | {names: _spec(*names) for names in product(HALVES, LISTED_TILES, ("e4m3",), (LISTED,))}
+_SPECS |= {names: _spec(*names) for names in product(HALVES, PAIRED_TILES, ("boxes",), (PAIRED,))}
 SPECS = tuple(_SPECS.values())
 
 

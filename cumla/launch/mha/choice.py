@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.mha.attention import tiles_spec
+from cumla.launch.mha.attention import PAIRED, PAIRED_TILES, tiles_spec
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec
 from cumla.launch.mha.attention_prefill import (
     SPLIT_ROWS,
@@ -41,6 +41,11 @@ class Rules:
     # Waves of whole row tiles, as a share of those that the last one ends, from which on keys are
     # split: 1.03 waves over 32,768 tokens take 713 us, split 414; 2.5 over 8,192 take 274 and 255.
     most_waste: tuple[int, int] = (5, 4)
+    # Pairs of kv heads of requests for each multiprocessor from which on a thread block reads both.
+    paired_waves: float = 1.5
+    # Their parts, as a fraction of those that fill the multiprocessors, at least, that divide the
+    # requests: requests of equal lengths are not cut then.
+    least_whole_share: tuple[int, int] = (3, 4)
     # Query rows of a request that are drafts, at most, and row tiles for each multiprocessor, up to
     # which keys are split though whole tiles would fill it: 20 requests 195 us for 240.
     most_draft_rows: int = 256
@@ -84,6 +89,7 @@ class Choice(NamedTuple):
     box_rows: int = 1  # rows of a KV block that one load brings
     is_split: bool = False  # attention_prefill divides the keys of a row tile, too
     is_mixed: bool = False  # the full tiles of a mixed batch have a schedule of their own, beside
+    box_heads: int = 1  # kv heads that one load brings: those of a thread block
 
     @property
     def takes_full_tiles(self) -> bool:
@@ -123,6 +129,9 @@ def choose(key: MHAShape) -> Choice:
         return few
     has_chunks = _has_chunks(key, RULES.most_drafts)
     is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
+    if _pairs(key) and not is_mixed:
+        spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", PAIRED)
+        return Choice(spec, box_rows=boxes, box_heads=2)
     return Choice(_tiles(key), box_rows=boxes, is_mixed=is_mixed)
 
 
@@ -142,6 +151,21 @@ def _split_tiles(key: MHAShape, rows: int) -> Choice | None:
     spec = None if key.batch_invariant else split_spec(key.dtype, key.kernel_tiles, key.variant)
     boxes = gcd(key.page_size, block_tokens(key.kernel_tiles))
     return None if spec is None else Choice(spec, SPLIT_ROWS, boxes, is_split=True)
+
+
+def _pairs(key: MHAShape) -> bool:
+    """Whether a thread block reads two kv heads: where many whole requests keep memory busy."""
+    pages = key.form == "pages" and key.page_size > 0 and key.cache_dtype == key.dtype
+    plain = not (key.batch_invariant or key.has_window or key.variant) and key.num_kv_heads % 2 == 0
+    few = key.total_tokens * key.heads_per_group <= ROW_TILE * key.batch
+    return (
+        pages
+        and plain
+        and key.role == "batch"
+        and key.kernel_tiles in PAIRED_TILES
+        and few
+        and key.batch * key.num_kv_heads >= RULES.paired_waves * 2 * key.sm_count
+    )
 
 
 def _tiles(key: MHAShape) -> KernelSpec:

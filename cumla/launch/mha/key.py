@@ -163,7 +163,17 @@ class MHAKey(MHAShape):
             return 1
         if self.batch_invariant:
             return self.num_places + self.more_pieces
-        return filling_parts(self.tiles, self.sm_count)
+        most = filling_parts(self.tiles // self.choice.box_heads, self.sm_count)
+        if self.choice.box_heads == 1:
+            return most
+        least = RULES.least_whole_share[0] * most // RULES.least_whole_share[1]
+        whole = (parts for parts in range(most, least, -1) if self.batch % parts == 0)
+        return next(whole, most)
+
+    @cached_property
+    def may_wait(self) -> bool:
+        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
+        return self.parts * self.tiles // self.choice.box_heads <= self.sm_count
 
     @cached_property
     def num_tickets(self) -> int:

@@ -60,6 +60,8 @@ def attention_launch(
         grid = (key.num_places * (ROW_TILE // ROWS), 1, key.num_kv_heads)
     elif choice.takes_full_tiles:
         grid = (key.sm_count, 1, 1)
+    elif choice.box_heads > 1:
+        grid = (key.num_kv_heads // choice.box_heads, key.parts, 1)
     elif choice.takes_few_rows or (key.batch > key.parts and not key.has_window):
         grid = (key.num_kv_heads, key.parts, 1)
     else:
@@ -180,6 +182,8 @@ def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
     tensor_map = paged_kv_map(view.ptr, key.cache_dtype, shape, view.strides, key.box_rows)
+    if choice.box_heads > 1:
+        tensor_map = tensor_map._replace(box=(*tensor_map.box[:2], choice.box_heads, 1))
     width = tile_bytes(COLUMNS * key.kernel_tiles[name == "v"])
     if is_e4m3 and width < tensor_map.swizzle:
         tensor_map = tensor_map._replace(box=(width, *tensor_map.box[1:]), swizzle=width)

@@ -5,6 +5,7 @@
 #include "mha/attention/layout.cuh"
 #include "mha/attention/lists.cuh"
 #include "mha/attention/mask.cuh"
+#include "mha/attention/pairs.cuh"
 #include "mha/attention/shared.cuh"
 #include "attend/reduce.cuh"
 #include "attend/visible.cuh"
@@ -31,9 +32,10 @@ constexpr int kConsumerBarrier = kConsumersBarrier + 1;
 // eight. kCopied: threads copied the tiles, not TMA. kScaled: keys and values have scales.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
 struct Consumer {
-  using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
+  using Tile = TileOf<Params>;
+  using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled, kIsPaired<Params>>;
   using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // type of values and of probabilities
-  static constexpr bool kDivided = Layout::kDivided;
+  static constexpr bool kDivided = Layout::kDivided, kPaired = kIsPaired<Params>;
   // Groups of eight value columns
   static constexpr int kHalf = kValueTiles * 4, kGroups = kDivided ? kHalf : 2 * kHalf;
   static constexpr bool kSkipsRows = kGroups <= 16;  // registers suffice for it
@@ -42,7 +44,7 @@ struct Consumer {
   const AttentionParams& p;
   const Params& all_params;
   const Layout& shared;
-  const HeadTile& tile;
+  const Tile& tile;
   const int consumer, warp, lane, row;
   float output[kGroups * 4];
   float scores[32];
@@ -55,7 +57,7 @@ struct Consumer {
   RowBias<Params> bias[2];
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
-  __device__ __forceinline__ Consumer(const Params& p, const Layout& shared, const HeadTile& tile, int consumer)
+  __device__ __forceinline__ Consumer(const Params& p, const Layout& shared, const Tile& tile, int consumer)
       : p(p), all_params(p), shared(shared), tile(tile), consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
@@ -110,8 +112,8 @@ struct Consumer {
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(shared.query, column * kTileBytes + k * 32),
-                                 descriptor_of_rows<128>(shared.keys(stage), column * kTileBytes + k * 32),
+        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(own_query(), column * kTileBytes + k * 32),
+                                 descriptor_of_rows<128>(own_keys(stage), column * Layout::kTileStep + k * 32),
                                  column + k > 0);
     warpgroup_commit();
     warpgroup_wait<0>();
@@ -124,14 +126,20 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       wgmma_values_async<Value>(output, probabilities + 4 * k,
-                               descriptor_of_rows<128, kTileBytes>(own_values(stage), k * 2048));
+                               descriptor_of_rows<128, Layout::kTileStep>(own_values(stage), k * 2048));
     warpgroup_commit();
     warpgroup_wait<0>();
     keep_behind_wait(output);
   }
 
+  __device__ __forceinline__ u32 own_query() const {
+    return shared.query + (kPaired ? consumer * Layout::kKeyBytes : 0);
+  }
+  __device__ __forceinline__ u32 own_keys(int stage) const {
+    return shared.keys(stage) + (kPaired ? consumer * kTileBytes : 0);
+  }
   __device__ __forceinline__ u32 own_values(int stage) const {
-    return shared.values(stage) + (kDivided ? consumer * kOwnTiles * kTileBytes : 0);
+    return shared.values(stage) + (kPaired ? consumer * kTileBytes : kDivided ? consumer * kOwnTiles * kTileBytes : 0);
   }
 
   // The same for rows that no query of the tile sees.
@@ -152,7 +160,7 @@ struct Consumer {
   __device__ __forceinline__ void clear_values(int stage, int first, int end) const {
     constexpr int kChunks = kOwnTiles * 8;
     for (int i = first * kChunks + threadIdx.x % kWarpgroup; i < end * kChunks; i += kWarpgroup)
-      store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * kTileBytes + (i / kChunks) * 128 + (i % 8) * 16);
+      store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * Layout::kTileStep + (i / kChunks) * 128 + (i % 8) * 16);
     meet();
   }
 
@@ -271,7 +279,7 @@ struct Consumer {
     mbarrier_wait(shared.query_full(), query_phase, "the query");
     fence_proxy_async_shared();
 #pragma unroll 1
-    for (int i = kDivided ? 0 : (consumer ^ t) & 1; i < segment.blocks; i += kDivided ? 1 : 2) {
+    for (int i = Layout::kSeesAll ? 0 : (consumer ^ t) & 1; i < segment.blocks; i += Layout::kSeesAll ? 1 : 2) {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
       uint4 of_tokens;
       if constexpr (kHasLists<Params>) of_tokens = seen_of(all_params, tile.pages, i, segment.tokens);
@@ -320,9 +328,24 @@ struct Consumer {
   __device__ __forceinline__ u32 exchanged(int to, int j) const;
   __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const;
   __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const;
-  __device__ __forceinline__ void write_piece(const Segment& segment, const float (&half)[kHalf * 4],
+  __device__ __forceinline__ void finish_head(const Segment& segment, const float (&sink)[2]);
+  __device__ __forceinline__ bool is_last_piece(const Segment& segment) const;
+  __device__ __forceinline__ void combine_pieces(const Segment& segment, float (&lse)[2]);
+  // The halves of an output that one consumer has.
+  template <typename Do>
+  __device__ __forceinline__ void for_halves(const Do& call) const {
+#pragma unroll
+    for (int own = 0; own < 2; ++own) {
+      float half[kHalf * 4];
+#pragma unroll
+      for (int i = 0; i < kHalf * 4; ++i) half[i] = output[own * kHalf * 4 + i];
+      call(own, half);
+    }
+  }
+  // own: which half of the columns it is.
+  __device__ __forceinline__ void write_piece(const Segment& segment, int own, const float (&half)[kHalf * 4],
                                               const float (&lse)[2]) const;
-  __device__ __forceinline__ void write_result(const Segment& segment, const float (&half)[kHalf * 4],
+  __device__ __forceinline__ void write_result(const Segment& segment, int own, const float (&half)[kHalf * 4],
                                                const float (&lse)[2]) const;
 };
 

@@ -34,11 +34,15 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
     sink[r] = sink_of(p, tile, segment, row + 8 * r);
     sum[r] = sum_of_quad(sum[r]);
     weight[r] = sum_of_quad(weight[r]);
-    if (!kDivided && lane % 4 == 0) {
+    if (!Layout::kSeesAll && lane % 4 == 0) {
       store_shared_float(shared.of_row(consumer, 0, row + 8 * r), maximum[r]);
       store_shared_float(shared.of_row(consumer, 1, row + 8 * r), sum[r]);
       store_shared_float(shared.of_row(consumer, 2, row + 8 * r), weight[r]);
     }
+  }
+  if constexpr (kPaired) {
+    finish_head(segment, sink);
+    return;
   }
   float lse[2], half[kHalf * 4];
   if constexpr (kDivided)
@@ -46,18 +50,18 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
   else
     exchange(half, lse, sink);
   if (segment.split()) {
-    write_piece(segment, half, lse);
+    write_piece(segment, consumer, half, lse);
     // Hazard: the other consumer may still read stages that converting threads wrote for it (kScaled). So each
     // consumer combines in a stage of its own.
     constexpr bool kOwnStages = kScaled && Layout::kBuffers > 1;
     constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
     constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
     const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
-    Joiner<T, kValueTiles * 64, kSpace, false, AttentionParams, HeadTile>(
+    Joiner<T, kValueTiles * 64, kSpace, false, AttentionParams, Tile>(
         p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
         .join(more);
   } else {
-    write_result(segment, half, lse);
+    write_result(segment, consumer, half, lse);
   }
 }
 
@@ -75,6 +79,100 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
     for (int j = 0; j < kHalf; ++j)
 #pragma unroll
       for (int e = 2 * r; e < 2 * r + 2; ++e) half[4 * j + e] = output[4 * j + e] * inverse;
+  }
+}
+
+// kPaired: each consumer has the sums of its head. Of a split tile the one that stores its piece last combines all.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::finish_head(
+    const Segment& segment, const float (&sink)[2]) {
+  float lse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float inverse = inverse_of_sum(weight[r]);
+    lse[r] = log_sum_exp(maximum[r], sum[r]);
+    take_sink(p, sink[r], inverse, lse[r]);
+#pragma unroll
+    for (int i = 2 * r; i < kGroups * 4; i += 4) {
+      output[i] *= inverse;
+      output[i + 1] *= inverse;
+    }
+  }
+  if (segment.split()) {
+    for_halves([&](int own, const float (&half)[kHalf * 4]) { write_piece(segment, own, half, lse); });
+    if (!is_last_piece(segment)) return;
+    combine_pieces(segment, lse);
+  }
+  for_halves([&](int own, const float (&half)[kHalf * 4]) { write_result(segment, own, half, lse); });
+}
+
+// True if all other pieces of the tile are stored. The ticket is that of split/plan.cuh; nobody waits.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ bool Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::is_last_piece(
+    const Segment& segment) const {
+  constexpr u32 kAll = 1u << 31;
+  const u32 word = shared.words() + consumer * 8;
+  meet();
+  if (threadIdx.x % kWarpgroup == 0) {
+    const u32 step = segment.first_part == blockIdx.y ? kAll - (segment.last_part - segment.first_part) : 1;
+    Ticket* const ticket = p.tickets + static_cast<i64>(tile.index) * p.parts + segment.first_part;
+    const u32 before = atomic_add_acq_rel(&ticket->arrived, step);
+    store_shared_u32(word, (before + step ^ before) & kAll);
+  }
+  meet();
+  return load_shared_u32(word) != 0;
+}
+
+// Adds up all pieces in their order, so the result is the same whoever is last.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
+__device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::combine_pieces(
+    const Segment& segment, float (&lse)[2]) {
+  if (warp >= p.row_groups) return;
+  const int pieces = segment.last_part - segment.first_part + 1;
+  const i64 base = piece_index(p, tile, segment.first_part, 0);
+  const auto index_of = [&](int i) { return base + (i == 0 ? segment.first_slot : 2 * i); };
+  const auto lse_of = [&](int i, int r) {
+    return load_l2_float(&p.partial_rows[index_of(i) * p.row_groups * kRowGroup + row + 8 * r].x);
+  };
+  float highest[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) highest[r] = fmaxf(highest[r], lse_of(i, r));
+#pragma unroll
+  for (int k = 0; k < kGroups * 4; ++k) output[k] = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+    float weights[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weights[r] = weight_of(lse_of(i, r), highest[r]);
+      total[r] += weights[r];
+    }
+#pragma unroll
+    for (int own = 0; own < 2; ++own) {
+      const float4* const from =
+          p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, index_of(i), own, warp, 0, lane);
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) {
+        const float4 v = load_l2_float4(from + 32 * j);
+        float* const sums = output + (own * kHalf + j) * 4;
+        sums[0] += weights[0] * v.x;
+        sums[1] += weights[0] * v.y;
+        sums[2] += weights[1] * v.z;
+        sums[3] += weights[1] * v.w;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    lse[r] = log_sum_exp(highest[r], total[r]);
+    const float inverse = inverse_of_sum(total[r]);
+#pragma unroll
+    for (int k = 2 * r; k < kGroups * 4; k += 4) {
+      output[k] *= inverse;
+      output[k + 1] *= inverse;
+    }
   }
 }
 
@@ -123,15 +221,15 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
 __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_piece(
-    const Segment& segment, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
+    const Segment& segment, int own, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
   if (warp >= p.row_groups) return;
   const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-  if (consumer == 0 && lane % 4 == 0) {
+  if (own == 0 && lane % 4 == 0) {
     p.partial_rows[piece * p.row_groups * kRowGroup + row] = {lse[0], 1.0f};
     p.partial_rows[piece * p.row_groups * kRowGroup + row + 8] = {lse[1], 1.0f};
   }
   float4* const destination =
-      p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, piece, consumer, warp, 0, lane);
+      p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, piece, own, warp, 0, lane);
 #pragma unroll
   for (int j = 0; j < kHalf; ++j)
     store_global_float4(destination + 32 * j, half[4 * j], half[4 * j + 1], half[4 * j + 2], half[4 * j + 3]);
@@ -139,16 +237,16 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled, typename Params>
 __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_result(
-    const Segment& segment, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
+    const Segment& segment, int own, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (!has_rows(r)) return;
-    if (row + 8 * r < tile.rows && consumer == 0 && lane % 4 == 0)
+    if (row + 8 * r < tile.rows && own == 0 && lane % 4 == 0)
       store_lse(p, tile, segment.request, Row(p, tile, row + 8 * r), lse[r]);
 #pragma unroll
     for (int j = 0; j < kHalf; j += 2)
       store_columns<T, 1>(p, tile, segment.request, row + 8 * r, lane % 4,
-                          (consumer * kHalf + j) * 8, half[4 * j + 2 * r], half[4 * j + 2 * r + 1],
+                          (own * kHalf + j) * 8, half[4 * j + 2 * r], half[4 * j + 2 * r + 1],
                           half[4 * j + 4 + 2 * r], half[4 * j + 5 + 2 * r]);
   }
 }

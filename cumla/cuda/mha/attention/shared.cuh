@@ -11,25 +11,30 @@ using namespace split;
 
 constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-byte swizzle
 
-template <int kKeyTiles, int kValueTiles, bool kE4m3>
+// kPaired: stages and query rows of two kv heads; each consumer has one.
+template <int kKeyTiles, int kValueTiles, bool kE4m3, bool kPaired = false>
 struct SharedLayout {
   static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
   // True if consumers divide the value columns, not the blocks. Each then has the scores of all blocks.
   static constexpr bool kDivided = kValueTiles > 4;
-  // Even, so that each consumer and each of two loading warpgroups has its own stages; or one, for both consumers.
-  static constexpr int kStages = kDivided ? 1 : kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
+  static constexpr bool kSeesAll = kDivided || kPaired;  // each consumer has all blocks
+  static constexpr int kHeads = kPaired ? 2 : 1;
+  // Even, so that each consumer and each of two loading warpgroups has its own stages; or any number, of both.
+  static constexpr int kStages = kPaired ? 3 : kDivided ? 1 : kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
   static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // buffers that the stages share
   static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // loading warpgroups
   static constexpr int kLoaderRegisters = !kE4m3 ? 56 : kLoaders > 1 ? 80 : 104;
   static constexpr int kConsumerRegisters = !kE4m3 ? 224 : kLoaders > 1 ? 176 : 200;
   static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 4 ? 4 : kTiles > 2 ? 6 : 8;
-  static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
-  static constexpr int kExchangeBytes = kDivided ? 8192 + 1024 : 2 * kRowTile * kValueTiles * 32 * 4;
+  static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;  // of a head
+  static constexpr int kStageBytes = kHeads * (kKeyBytes + kValueBytes);
+  static constexpr int kTileStep = kHeads * kTileBytes;  // from 64 columns of a head to the next ones
+  static constexpr int kExchangeBytes = kPaired ? 0 : kDivided ? 8192 + 1024 : 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
   static constexpr int kPagesBytes = kBlockTokens * 8;  // page numbers and rows of a block
-  static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
+  static constexpr int kBytes = kHeads * kKeyBytes + kBuffers * kStageBytes + kExchangeBytes + kSumsBytes +
                                 kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
-  static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
+  static_assert(kPaired || kExchangeBytes >= 8192 + 1024, "joining uses it, too");
   // With a mask: tiles that the most advanced warp may be ahead of others (BlockAhead in e4m3.cuh), and one more.
   static constexpr int kTilesAhead = 2 * kRawBlocks + kStages + 2;
   static constexpr int kMaskSlots = kTilesAhead <= 8 ? 8 : kTilesAhead <= 16 ? 16 : 32;
@@ -39,10 +44,10 @@ struct SharedLayout {
   u32 query;
 
   __device__ __forceinline__ u32 keys(int s) const {
-    return query + kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * (kKeyBytes + kValueBytes);
+    return query + kHeads * kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * kStageBytes;
   }
-  __device__ __forceinline__ u32 values(int s) const { return keys(s) + kKeyBytes; }
-  __device__ __forceinline__ u32 exchange() const { return keys(0) + kBuffers * (kKeyBytes + kValueBytes); }
+  __device__ __forceinline__ u32 values(int s) const { return keys(s) + kHeads * kKeyBytes; }
+  __device__ __forceinline__ u32 exchange() const { return keys(0) + kBuffers * kStageBytes; }
   __device__ __forceinline__ u32 of_row(int consumer, int what, int row) const {
     return exchange() + kExchangeBytes + ((consumer * 3 + what) * kRowTile + row) * 4;
   }
