@@ -131,36 +131,54 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
   const int pieces = segment.last_part - segment.first_part + 1;
   const i64 base = piece_index(p, tile, segment.first_part, 0);
   const auto index_of = [&](int i) { return base + (i == 0 ? segment.first_slot : 2 * i); };
-  const auto lse_of = [&](int i, int r) {
-    return load_l2_float(&p.partial_rows[index_of(i) * p.row_groups * kRowGroup + row + 8 * r].x);
+  // kAtOnce are asked for together: each takes as long as all. Those that do not exist have weight 0.
+  constexpr int kAtOnce = 4;
+  const auto load = [&](int first, float2 (&lse_of)[kAtOnce]) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const float2* const rows = p.partial_rows + index_of(min(first + k, pieces - 1)) * p.row_groups * kRowGroup + row;
+      lse_of[k] = {load_l2_float(&rows[0].x), load_l2_float(&rows[8].x)};
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (first + k >= pieces) lse_of[k] = {-kInfinity, -kInfinity};
   };
+  float2 lse_of[kAtOnce];
   float highest[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (int i = 0; i < pieces; ++i)
+  for (int first = 0; first < pieces; first += kAtOnce) {
+    load(first, lse_of);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) highest[r] = fmaxf(highest[r], lse_of(i, r));
+    for (int k = 0; k < kAtOnce; ++k) {
+      highest[0] = fmaxf(highest[0], lse_of[k].x);
+      highest[1] = fmaxf(highest[1], lse_of[k].y);
+    }
+  }
 #pragma unroll
   for (int k = 0; k < kGroups * 4; ++k) output[k] = 0.0f;
 #pragma unroll 1
-  for (int i = 0; i < pieces; ++i) {
-    float weights[2];
+  for (int first = 0; first < pieces; first += kAtOnce) {
+    if (pieces > kAtOnce) load(first, lse_of);
+#pragma unroll 1
+    for (int k = 0; k < min(kAtOnce, pieces - first); ++k) {
+      const float weights[2] = {weight_of(lse_of[0].x, highest[0]), weight_of(lse_of[0].y, highest[1])};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      weights[r] = weight_of(lse_of(i, r), highest[r]);
-      total[r] += weights[r];
-    }
+      for (int i = 1; i < kAtOnce; ++i) lse_of[i - 1] = lse_of[i];
 #pragma unroll
-    for (int own = 0; own < 2; ++own) {
+      for (int r = 0; r < 2; ++r) total[r] += weights[r];
       const float4* const from =
-          p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, index_of(i), own, warp, 0, lane);
+          p.partial_out + piece_offset<kValueTiles * 64, kLongLines>(p, index_of(first + k), 0, warp, 0, lane);
+      const i64 apart = piece_offset<kValueTiles * 64, kLongLines>(p, 0, 1, 0, 0, 0);
+      float4 v[2 * kHalf];
 #pragma unroll
-      for (int j = 0; j < kHalf; ++j) {
-        const float4 v = load_l2_float4(from + 32 * j);
-        float* const sums = output + (own * kHalf + j) * 4;
-        sums[0] += weights[0] * v.x;
-        sums[1] += weights[0] * v.y;
-        sums[2] += weights[1] * v.z;
-        sums[3] += weights[1] * v.w;
+      for (int j = 0; j < 2 * kHalf; ++j) v[j] = load_l2_float4(from + (j / kHalf) * apart + 32 * (j % kHalf));
+#pragma unroll
+      for (int j = 0; j < 2 * kHalf; ++j) {
+        float* const sums = output + j * 4;
+        sums[0] += weights[0] * v[j].x;
+        sums[1] += weights[0] * v[j].y;
+        sums[2] += weights[1] * v[j].z;
+        sums[3] += weights[1] * v[j].w;
       }
     }
   }
