@@ -264,7 +264,7 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
 #pragma unroll
     for (int j = 0; j < kHalf; j += 2)
       store_columns<T, 1>(p, tile, segment.request, row + 8 * r, lane % 4,
-                          (own * kHalf + j) * 8, half[4 * j + 2 * r], half[4 * j + 2 * r + 1],
+                          ((kPaired ? own : consumer) * kHalf + j) * 8, half[4 * j + 2 * r], half[4 * j + 2 * r + 1],
                           half[4 * j + 4 + 2 * r], half[4 * j + 5 + 2 * r]);
   }
 }
