@@ -16,7 +16,7 @@ from cumla import reference
 
 __all__ = [
     *("DRAFTS", "MANY", "NO_KEYS", "RAGGED_COUNTS", "RAGGED_DRAFTS"),
-    *("Sample", "check", "make", "samples", "splits_keys", "without_keys"),
+    *("Sample", "check", "make", "reads_pairs", "samples", "splits_keys", "without_keys"),
 ]
 
 DTYPES: dict[str, Any] = {
@@ -59,6 +59,20 @@ RAGGED_DRAFTS: list[dict[str, Any]] = [
     for window in (0, 17, 150, (40, 9), (-1, 3))
 ]
 """The same of requests with different numbers of queries, behind windows."""
+
+PAIRS = tuple(
+    {"lens": lens, "queries": queries, "heads": heads, "cache": "same", "window": None}
+    | {"columns": columns, "page_size": page_size}
+    for lens, queries, heads, columns, page_size in (
+        ((200, 70, 0, 64, 130, 1), "uniform", (8, 4), (128, 128), 64),
+        ((700, 5, 3, 300, 65, 2000), "one", (8, 4), (96, 96), 128),
+        ((64, 65, 128, 3, 900, 2, 1, 1, 77, 400), "few", (16, 2), (128, 72), 64),
+    )
+)
+"""Requests for each multiprocessor whose kv heads thread blocks of attention read in pairs."""
+
+PAIRED_COUNTS = (2, 3, 6)
+"""Multiprocessors among which parts of PAIRS are whole requests, or not."""
 
 RAGGED_COUNTS = (5, 7, 10)
 """Multiprocessors among which keys of RAGGED_DRAFTS are split."""
@@ -141,6 +155,13 @@ def splits_keys(given: dict[str, Any]) -> bool:
     names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
     plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
     return plan.key.choice.is_split and plan.key.parts > 1
+
+
+def reads_pairs(given: dict[str, Any]) -> bool:
+    """Whether a thread block of attention reads two kv heads."""
+    names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
+    plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
+    return plan.key.choice.box_heads > 1
 
 
 def _q_lens(s: Sample) -> list[int]:

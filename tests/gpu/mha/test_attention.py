@@ -16,7 +16,17 @@ from tests.gpu.tools.arrays import to_torch
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha import extreme_cases
-from tests.mha.attention_cases import NO_KEYS, Sample, check, make, samples, without_keys
+from tests.mha.attention_cases import (
+    NO_KEYS,
+    PAIRED_COUNTS,
+    PAIRS,
+    Sample,
+    check,
+    make,
+    reads_pairs,
+    samples,
+    without_keys,
+)
 
 KERNELS = (
     "attention",
@@ -79,6 +89,27 @@ def test_repeats_are_the_same_to_the_bit(s: Sample) -> None:
     for run in runs[1:]:
         for one, other in zip(run, runs[0], strict=True):
             assert bool((one == other).all())
+
+
+@pytest.mark.parametrize(
+    "s",
+    [s for fixed in PAIRS for s in samples(8, **fixed)],
+    ids=lambda s: f"{s.columns[1]}-{s.dtype}-{s.seed}",
+)
+def test_two_kv_heads_of_a_thread_block(s: Sample, record_figures: Report) -> None:
+    """Twice each, to the same bits."""
+    given, expected = make(s), cumla.reference.attention(**make(s))
+    rows = slice(0, int(given["qo_indptr"][-1])) if "qo_indptr" in given else slice(None)
+    for count in PAIRED_COUNTS:
+        with multiprocessors(count):
+            memory = Memory(cp)
+            assert s.dtype == "float32" or reads_pairs(
+                {n: memory.upload(a) for n, a in given.items()}
+            )
+            got, again = run_on_gpu(make(s)), run_on_gpu(make(s))
+        record_figures(check(s, got, expected))
+        for one, other in zip(got, again, strict=True):
+            assert (bits(one)[rows] == bits(other)[rows]).all()
 
 
 @pytest.mark.parametrize("s", samples(60, dtype="float32"), ids=lambda s: str(s.seed))

@@ -1032,6 +1032,10 @@ def attend_many_heads(cupy: Any) -> None:
             fixed = attention_cases.MANY | {"columns": (64, 64), "dtype": "bfloat16"}
             for sample in attention_cases.samples(2, page_size=page_size, **fixed):
                 attend_mha(cupy, sample)
+    with multiprocessors(3):  # two kv heads a thread block
+        for fixed in attention_cases.PAIRS:
+            for sample in attention_cases.samples(1, **fixed, dtype="bfloat16"):
+                attend_mha(cupy, sample)
     with multiprocessors(7):  # row tiles whose keys are split
         for columns in ((64, 64), (128, 128)):
             fixed = attention_cases.DRAFTS | {"columns": columns, "dtype": "bfloat16"}

@@ -23,7 +23,15 @@ from tests.calls import int32
 from tests.emulator import Array, CuPy, emulate, emulated_gpu
 from tests.emulator.fenced import Fenced
 from tests.launch.structs import parameters
-from tests.mha.attention_cases import Sample, check, make, samples
+from tests.mha.attention_cases import (
+    PAIRED_COUNTS,
+    PAIRS,
+    Sample,
+    check,
+    make,
+    reads_pairs,
+    samples,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,6 +86,20 @@ def test_every_kernel(columns: tuple[int, int], dtype: str, page_size: int) -> N
     for cache in caches:
         for sample in samples(3, **fixed, cache=cache):
             check_sample(sample)
+
+
+@pytest.mark.parametrize("count", PAIRED_COUNTS)
+@pytest.mark.parametrize(
+    "sample",
+    [sample for fixed in PAIRS for sample in samples(2, **fixed, dtype="bfloat16")],
+    ids=lambda s: f"{s.columns[1]}-{s.seed}",
+)
+def test_two_kv_heads_of_a_thread_block(sample: Sample, count: int) -> None:
+    given = make(sample)
+    with emulated_gpu(count) as cupy:
+        assert reads_pairs({name: cupy.like(value) for name, value in given.items()})
+        got = call(cupy, given)
+    check(sample, got, cumla.reference.attention(**make(sample)))
 
 
 # --- a small call ---------------------------------------------------------------------------------
