@@ -112,9 +112,10 @@ struct Consumer {
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, descriptor_of_rows<128>(own_query(), column * kTileBytes + k * 32),
-                                 descriptor_of_rows<128>(own_keys(stage), column * Layout::kTileStep + k * 32),
-                                 column + k > 0);
+        wgmma_m64n64k16_async<T>(
+            scores, descriptor_of_rows<128>(for_descriptor(own_query()), column * kTileBytes + k * 32),
+            descriptor_of_rows<128>(for_descriptor(own_keys(stage)), column * Layout::kTileStep + k * 32),
+            column + k > 0);
     warpgroup_commit();
     warpgroup_wait<0>();
     keep_behind_wait(scores);
@@ -126,12 +127,16 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       wgmma_values_async<Value>(output, probabilities + 4 * k,
-                               descriptor_of_rows<128, Layout::kTileStep>(own_values(stage), k * 2048));
+                               descriptor_of_rows<128, Layout::kTileStep>(for_descriptor(own_values(stage)), k * 2048));
     warpgroup_commit();
     warpgroup_wait<0>();
     keep_behind_wait(output);
   }
 
+  // Without the CTA's rank in its cluster, which is in addresses from bit 24 on.
+  __device__ __forceinline__ u32 for_descriptor(u32 address) const {
+    return kPaired ? address & 0xffffff : address;
+  }
   __device__ __forceinline__ u32 own_query() const {
     return shared.query + (kPaired ? consumer * Layout::kKeyBytes : 0);
   }
