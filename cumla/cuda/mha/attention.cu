@@ -9,7 +9,8 @@
 //   warp 2, 3      copy the query rows of each row tile, 32 each
 //   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block each
 //   warpgroup 0, 3 e4m3: load and convert the blocks of one consumer each (mha/attention/e4m3.cuh)
-//   consumer 0, 1  every second block each; with 512 columns all blocks, and half of the value columns each
+//   consumer 0, 1  every second block each; with 512 columns all blocks, and half of the value columns each; of pairs
+//                  (mha/attention/pairs.cuh) all blocks of one of two kv heads each
 // The block counter t continues over the tiles of a part: block t belongs to consumer t % 2, or both, and to stage
 // t % kStages.
 //
@@ -32,11 +33,13 @@
 // mask_full(slot)              with a mask: a lane of warp   all who attend or load,   what a tile's queries see
 //                              0 (1)                         once per tile             is written
 // named, kConsumersBarrier     both consumers (256)         the same                      exchange, sums
-// named, one per consumer      its threads (128)            the same                      zeroed rows of V
+// named, one per consumer      its threads (128)            the same                      zeroed rows of V; of pairs
+//                                                                                        stored pieces
 //
 // Shared memory: query 8,192 per 64 columns + stages of as much for keys and for values + exchange of 64 x value
 //                columns x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                512 columns: one stage, exchange 9,216 for combining; 207,616 B
+//                pairs: query and stages of both heads, three stages, no exchange; 231,168 B
 //                with a mask: + 256 to 1,024 of announcements
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (mha/attention/e4m3.cuh)
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
@@ -85,8 +88,8 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
       if (first < kBlockTokens)
 #pragma unroll
         for (int k = 0; k < kKeyTiles; ++k)
-          tma_load_4d_async(shared.keys(stage) + k * Layout::kTileStep + first * 128, &p.key_map, shared.keys_full(stage),
-                            k * 64, row, tile.index, page);
+          tma_load_4d_async(shared.keys(stage) + k * Layout::kTileStep + first * 128, &p.key_map,
+                            shared.keys_full(stage), k * 64, row, tile.index, page);
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
       if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kHeads * Layout::kValueBytes);
       __syncwarp();

@@ -165,7 +165,8 @@ struct Consumer {
   __device__ __forceinline__ void clear_values(int stage, int first, int end) const {
     constexpr int kChunks = kOwnTiles * 8;
     for (int i = first * kChunks + threadIdx.x % kWarpgroup; i < end * kChunks; i += kWarpgroup)
-      store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * Layout::kTileStep + (i / kChunks) * 128 + (i % 8) * 16);
+      store_shared_zero_16(own_values(stage) + (i % kChunks / 8) * Layout::kTileStep + (i / kChunks) * 128 +
+                           (i % 8) * 16);
     meet();
   }
 
