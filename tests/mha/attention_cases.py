@@ -71,7 +71,7 @@ PAIRS = tuple(
 )
 """Requests for each multiprocessor whose kv heads thread blocks of attention read in pairs."""
 
-PAIRED_COUNTS = (2, 3, 6)
+PAIRED_COUNTS = (2, 3, 5)
 """Multiprocessors among which parts of PAIRS are whole requests, or not."""
 
 RAGGED_COUNTS = (5, 7, 10)
