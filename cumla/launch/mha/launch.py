@@ -61,8 +61,8 @@ def attention_launch(
     elif choice.takes_full_tiles:
         grid = (key.sm_count, 1, 1)
     elif choice.box_heads > 1:
-        # Two CTAs of a cluster, side by side, read neighbouring pairs of the same tokens. Clusters of
-        # four do not all fit at once.
+        # Two CTAs of a cluster, side by side, read neighbouring pairs of the same tokens. Clusters
+        # of four do not all fit at once.
         grid = (key.num_kv_heads // choice.box_heads, key.parts, 1)
         return launch_of(choice.spec, grid, values, cluster=2 - grid[0] % 2)
     elif choice.takes_few_rows or (key.batch > key.parts and not key.has_window):
