@@ -6,6 +6,7 @@ The kernels are proven by other modules.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,16 @@ import cumla
 from tests.gpu.tools.waiting import no_waiting
 from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts, tree_of
 from tests.sglang.stub import Mode, stubbed
-from tests.sglang.test_plugin import attend_to_latent_trees, attend_to_trees
+from tests.sglang.test_plugin import (
+    CHUNKS,
+    GEMMA,
+    attend_by,
+    attend_to_latent_trees,
+    attend_to_trees,
+    image_inputs,
+    sees_chunk,
+    sees_images,
+)
 from tests.sglang.test_sparse import inputs, made, stored
 
 KERNELS = ()
@@ -136,6 +146,81 @@ def test_graphs_serve_later_trees_of_drafts(is_mla: bool, shares_stream: bool) -
                 else:
                     wanted = attend_to_trees(on_host, spec, lens, q.cpu(), window).flatten(1)
                 torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("is_mla", [True, False], ids=["MLA", "MHA"])
+def test_deterministic_decoding_has_the_bits_of_a_prefill(is_mla: bool) -> None:
+    lens, new = (128, 5, 33), (40, 5, 9)
+    with stubbed(drafts=3, is_deterministic=True):
+        server = Server(is_mla, device="cuda")
+        q = queries(server, sum(new))
+
+        def attend(mode: Mode, some: slice, new: tuple[int, ...], of: Any) -> Any:
+            fb = server.batch(mode, lens[some], new)
+            fb.seq_lens_cpu = fb.seq_lens.cpu()
+            server.backend.init_forward_metadata(fb)
+            return server.backend.forward_extend(of.flatten(1), None, None, server.layer(), fb)
+
+        whole = attend(Mode.EXTEND, slice(3), new, q)
+        last = torch.tensor([39, 44, 53], device="cuda")
+        drafts = (last[:, None] + torch.arange(-2, 1, device="cuda")).flatten()
+        for some in (slice(3), slice(1)):
+            rows = last[some]
+            ones = (1,) * len(rows)
+            assert torch.equal(attend(Mode.DECODE, some, ones, q[rows]), whole[rows])
+        found = attend(Mode.TARGET_VERIFY, slice(3), (3, 3, 3), q[drafts])
+        assert torch.equal(found, whole[drafts])
+
+
+@pytest.fixture
+def sglang() -> Iterator[None]:
+    with stubbed():
+        yield
+
+
+@pytest.mark.parametrize("window", [-1, 7])
+def test_tokens_of_an_image_see_each_other(sglang: None, window: int) -> None:
+    lens, new = (90, 5, 33), (20, 5, 33)
+    server, on_host = (Server(False, device=on, hf_config=GEMMA) for on in ("cuda", "cpu"))
+    q, layer = queries(server, sum(new)), server.layer(sliding_window_size=window)
+    fb = server.batch(Mode.EXTEND, lens, new, mm_inputs=image_inputs())
+    fb.seq_lens_cpu = fb.seq_lens.cpu()
+    server.backend.init_forward_metadata(fb)
+    server.backend.forward_extend(q.flatten(1), None, None, layer, fb)  # compiles
+    with no_waiting():
+        server.backend.init_forward_metadata(fb)
+        out = server.backend.forward_extend(q.flatten(1), None, None, layer, fb)
+    wanted = attend_by(on_host, lens, list(new), q.cpu(), sees_images(window)).flatten(1)
+    torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_graphs_build_masks_of_chunks(sglang: None) -> None:
+    server, on_host = (Server(False, device=on, **CHUNKS) for on in ("cuda", "cpu"))
+    backend, layer = server.backend, server.layer(use_irope=True)
+    backend.init_cuda_graph_state(3, 3)
+    q, side = queries(server, 3), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kept = server.batch(Mode.DECODE, (90, 90, 90), (1, 1, 1), seq_lens_cpu=None)
+
+        def run() -> Any:
+            backend.init_forward_metadata_in_graph(kept)
+            return backend.forward_decode(q.flatten(1), None, None, layer, kept)
+
+        backend.init_forward_metadata_out_graph(kept, in_capture=True)
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            out = run()
+    torch.cuda.synchronize()
+    for lens in ((33, 7, 50), (64, 90, 1)):
+        kept.seq_lens.copy_(server.batch(Mode.DECODE, lens, (1, 1, 1)).seq_lens)
+        backend.init_forward_metadata_out_graph(kept)
+        graph.replay()
+        wanted = attend_by(on_host, lens, [1, 1, 1], q.cpu(), sees_chunk).flatten(1)
+        torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "packed"])

@@ -23,6 +23,7 @@ from tests.gpu.tools.waiting import no_waiting
 from tests.vllm.layers import HEADS, MHA, MLA, SCALE, STEPS, int32, queries, tables
 from tests.vllm.stub import stubbed
 from tests.vllm.test_engine import differences
+from tests.vllm.test_plugin import RSWA, WINDOWED, attend_in_windows
 
 KERNELS = ()
 MAY_SKIP = ("needs vLLM",)
@@ -174,6 +175,35 @@ def test_mha_attends_as_on_the_cpu_in_a_graph_too(stub: None, cache_dtype: Any) 
                 outs += [out[: starts[-1]] for out in attend(step)]
     for one, other in zip(found["cpu"], found["cuda"], strict=True):
         assert_close(other.cpu(), one)
+
+
+def test_reference_windows_in_a_graph_too(stub: None) -> None:
+    on_host, mha = (MHA(device=on, model=RSWA) for on in ("cpu", "cuda"))
+    stream = torch.cuda.Stream()
+
+    def step(case: str) -> Any:
+        lens, starts, prefixes = WINDOWED[case]
+        return mha.step(on_gpu(*lens), on_gpu(*starts), starts[-1], prefixes=int32(*prefixes))
+
+    def check(out: Any, case: str, q: Any) -> None:
+        assert_close(out.cpu().view(-1, HEADS, 64), attend_in_windows(on_host, *WINDOWED[case], q))
+
+    for case, (_, starts, _) in WINDOWED.items():
+        q = torch.randn(starts[-1], HEADS, 64).bfloat16()
+        check(mha.attend("full", step(case), q.cuda()), case, q)
+    q = torch.randn(9, HEADS, 64).bfloat16()
+    mine = q.cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        first = mha.step(on_gpu(90, 90, 90), on_gpu(0, 3, 6, 9), 9, captured=True)
+        mha.attend("full", first, mine)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = mha.attend("full", first, mine)
+    torch.cuda.synchronize()
+    step("drafts")
+    graph.replay()
+    check(out, "drafts", q)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
