@@ -64,6 +64,7 @@ from cumla.core.spec import (
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import E4M3_COLUMNS
+from cumla.launch.mha.attention_prefill import with_caps
 from cumla.launch.mha.choice import RULES
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.launch import MHAArguments, attention_launch
@@ -1027,6 +1028,7 @@ v_scale, kv_layout, out, lse, stream
             *masks,
             key.choice.spec,
             *chunks,
+            *map(with_caps, (key.choice.spec, *chunks)),  # a run may have a softcap
             *(PREFIX_SPECS if self.key.both else ()),
         )
         for spec in specs:

@@ -10,7 +10,8 @@
 // Roles and time line:
 //   warp 0         loads keys by TMA; with lists: and announces which of them query tokens see
 //   warp 1         loads values by TMA
-//   warp 2         takes tiles from the counter, or those of its part, and announces them
+//   warp 2         takes tiles from the counter, or those of its part, and announces them; the first one is known
+//                  before the barriers exist
 //   warp 3         with a mask: adds to each tile what its rows see, and announces it
 //   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block; warp 0 announces
 //   consumers      two, or three with 64 columns: 64 query rows each, which they copy themselves. They compute the
@@ -63,7 +64,7 @@ using namespace ptx;
 using namespace split;
 
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, bool kSplit = false,
-          typename Params>
+          bool kCaps = true, typename Params>
 __device__ __forceinline__ void attention_prefill(const Params& p) {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers, kSplit>;
   constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kCopied ? 56 : 40;
@@ -95,6 +96,9 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
   if (!kCopied && (threadIdx.x == 64 || threadIdx.x == 96))
     prefetch_tensor_map(threadIdx.x == 64 ? &p.key_map : &p.value_map);
   grid_dependency_launch();
+  const bool deals = threadIdx.x == 64, deals_early = deals && !kSplit && !kCopied;
+  if (deals_early) grid_dependency_wait();
+  const ItemDealer<Layout, Params> dealer(p, deals_early);
   __syncthreads();
   grid_dependency_wait();
   if (!kSplit && p.is_of_chunks && p.parts_in[0].end_place <= 0) return;
@@ -109,13 +113,17 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    else if (threadIdx.x == 64)
-      deal(p, shared);
+    else if (deals) {
+      if constexpr (kSplit)
+        deal_part(p, shared);
+      else
+        dealer.deal(shared);
+    }
     if constexpr (kHasMask<Params>)
       if (warp == 3) look_at_masks(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();
-    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied, Params, kSplit> consumer(
+    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied, Params, kSplit, kCaps> consumer(
         p, shared, warpgroup - 1);
     consumer.work();
   }

@@ -18,7 +18,8 @@ from cumla.launch.mha.attention import (
 from cumla.launch.source import HALVES, KernelSpec
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
-_VARIANTS = ("", "masked", "linear", "table")
+_CAPPED = "capped"  # the plain kernel with a softcap and float32 results
+_VARIANTS = ("", _CAPPED, "masked", "linear", "table")
 _TABLE_TILES = ((2, 2),)  # of others registers do not suffice
 SPLIT_ROWS = 128  # query rows of a thread block where keys are split: of two consumers
 
@@ -41,16 +42,18 @@ def tile_rows(tiles: tuple[int, int], form: str) -> int:
 def _spec(
     dtype: str, tiles: tuple[int, int], rows: bool, variant: str, split: bool = False
 ) -> KernelSpec:
+    """Describe a kernel. A plain one has neither a softcap nor float32 results; "capped" has."""
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     block = block_tokens(tiles)
     consumers = SPLIT_ROWS // 64 if split else _consumers(tiles, rows)
     is_split = ["true"] if split else []
+    is_lean = ["false", "false"] if not (variant or rows or split) else []  # not split, no caps
     sizes = map(str, (*tiles, block, consumers, *is_split))
     layout = f"PrefillLayout<{', '.join(sizes)}>"
     size = "kTableBytes" if variant == "table" else "kBytes"
     return KernelSpec.of(
-        *("mha", "attention_prefill", PARAMS[variant]),
-        *(dtype, *tiles, block, consumers, rows, *is_split),
+        *("mha", "attention_prefill", PARAMS["" if variant == _CAPPED else variant]),
+        *(dtype, *tiles, block, consumers, rows, *is_split, *is_lean),
         name=named("attention_prefill", variant),
         tags=[dtype, *names, *(["rows"] if rows else []), *(["split"] if split else [])],
         threads=128 * (1 + consumers),
@@ -62,7 +65,7 @@ _SPECS = {
     (dtype, tiles, rows, variant): _spec(dtype, tiles, rows, variant)
     for dtype, tiles, rows, variant in product(HALVES, _TILES, (False, True), _VARIANTS)
     if not (rows and (variant or tiles == (4, 4)))  # has too few registers
-    and tiles in (_TABLE_TILES if variant == "table" else tiles_of(variant))
+    and tiles in (_TABLE_TILES if variant == "table" else tiles_of(variant.replace(_CAPPED, "")))
 } | {
     (dtype, tiles, False, variant): _spec(dtype, tiles, False, variant)
     for variant, some in ((LISTED, LISTED_TILES), (WIDENED, WIDENED_TILES))
@@ -73,6 +76,16 @@ _SPLIT_SPECS = {
     for dtype, tiles, variant in product(HALVES, _TILES, ("", "masked"))
 }
 SPECS = (*_SPECS.values(), *_SPLIT_SPECS.values())
+_WITH_CAPS = {
+    spec: _SPECS[dtype, tiles, False, _CAPPED]
+    for (dtype, tiles, rows, variant), spec in _SPECS.items()
+    if not (rows or variant)
+}
+
+
+def with_caps(spec: KernelSpec) -> KernelSpec:
+    """Look up the kernel that takes a softcap and writes float32, if `spec` does not."""
+    return _WITH_CAPS.get(spec, spec)
 
 
 def prefill_spec(

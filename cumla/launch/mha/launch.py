@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.launch.layouts import launch_of, strided
 from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, tile_bytes
+from cumla.launch.mha.attention_prefill import with_caps
 from cumla.launch.mha.attention_simt import ROWS
 from cumla.launch.mha.bias_arrays import NO_BIAS, BiasArrays
 from cumla.launch.mha.mask_arrays import NO_MASK, MaskArrays
@@ -69,7 +70,8 @@ def attention_launch(
         grid = (key.num_kv_heads, key.parts, 1)
     else:
         grid = (1, key.parts, key.num_kv_heads)
-    return launch_of(choice.spec, grid, values)
+    needs_caps = arguments.softcap or out.dtype == "float32"
+    return launch_of(with_caps(choice.spec) if needs_caps else choice.spec, grid, values)
 
 
 def attention_values(

@@ -22,9 +22,9 @@ constexpr float kMostAdded = 4096.0f;
 
 // One consumer warpgroup. kCopied: threads copied the tiles, not TMA.
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied, typename Params,
-          bool kSplit>
-struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params, kSplit> {
-  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params, kSplit>;
+          bool kSplit, bool kCaps>
+struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params, kSplit, kCaps> {
+  using Softmax = PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kConsumers, Params, kSplit, kCaps>;
   using typename Softmax::Layout, typename Softmax::Ending;
   using Softmax::p, Softmax::all_params, Softmax::shared, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::output, Softmax::scores, Softmax::probabilities;

@@ -22,36 +22,48 @@ using namespace split;
 constexpr u64 kBytesInL2 = 12 << 20;
 constexpr u32 kSortedTiles = 1024;  // the schedule sorts no more
 
-// Takes items: the first by the CTA's number, the others from the counter. One lane.
+// Takes items: the first by the CTA's number, the others from the counter. One lane, which is_active.
 template <typename Layout, typename Params>
 struct Dealer {
   const AttentionParams& p;
   const TilePlace* const places;
-  u32 tiles, total, heads_of_section;
-  u32 early;  // places whose tiles come before the sections, for all heads
+  u32 tiles = 0, total = 0, heads_of_section = 1;
+  u32 early = 0;  // places whose tiles come before the sections, for all heads
 
-  __device__ __forceinline__ explicit Dealer(const Params& p)
+  __device__ __forceinline__ explicit Dealer(const Params& p, bool is_active = true)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
+    if (!is_active) return;
+    const TilePlace of_first = places[0];
     tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // 0 without queries; arbitrary in a plan without an update
+    const TilePlace longest = places[max(tiles, 1u) - 1], median = places[tiles / 2];
     total = tiles * p.num_kv_heads;  // the launcher keeps it below 2^31
     // Other requests are assumed to be like the first. Sections are equal, and have a tile for almost each CTA.
     // Otherwise long tiles of a small last section would start when all others end.
-    const u32 heads = p.num_kv_heads;
-    const u64 requests = max(p.q_len / max(places[0].q_len, 1), 1), tokens = max(places[0].tokens, 64);
-    const u64 bytes = requests * tokens * (p.key_columns + p.value_columns) * 2 * heads;
+    const u32 heads = p.num_kv_heads, least = max(gridDim.x / 8 * 7, 1u);
+    u32 requests = 1;
+    if (of_first.q_len < p.q_len) requests = p.q_len / max(of_first.q_len, 1);
+    const u64 bytes = u64{requests} * max(of_first.tokens, 64) * (p.key_columns + p.value_columns) * 2 * heads;
     u32 sections = min(static_cast<u32>(min(bytes / kBytesInL2, u64{heads})) + 1, heads);
-    while (heads % sections != 0) ++sections;
-    sections = min(sections, max(total / max(gridDim.x / 8 * 7, 1u), 1u));
-    while (heads % sections != 0) --sections;
-    heads_of_section = heads / sections;
+    if ((heads & heads - 1) == 0) {  // divisions would take longer than all else
+      int shift = 32 - __clz(sections - 1);
+#pragma unroll 1
+      while (shift > 0 && (u64{least} << shift) > total) --shift;
+      heads_of_section = heads >> shift;
+    } else {
+#pragma unroll 1
+      while (heads % sections != 0) ++sections;
+      sections = min(sections, max(total / least, 1u));
+#pragma unroll 1
+      while (heads % sections != 0) --sections;
+      heads_of_section = heads / sections;
+    }
     // The longest tiles go first, because one that starts late would end last.
-    const bool are_long = tiles > 0 && tiles <= kSortedTiles && blocks_at(tiles - 1) > 2 * blocks_at(tiles / 2);
-    early = are_long ? min((gridDim.x + heads - 1) / heads, tiles) : 0;
+    if (tiles > 0 && tiles <= kSortedTiles && blocks_of_place(longest) > 2 * blocks_of_place(median))
+      early = min((gridDim.x + heads - 1) / heads, tiles);
   }
 
-  // Blocks of the tile at a place.
-  __device__ __forceinline__ int blocks_at(u32 place) const {
-    const Seen blocks = blocks_of_item<kBlockTokens>(p, item_of(places[place], 0));
+  __device__ __forceinline__ int blocks_of_place(const TilePlace& from) const {
+    const Seen blocks = blocks_of_item<kBlockTokens>(p, item_of(from, 0));
     return blocks.end - blocks.first;
   }
 
@@ -84,17 +96,21 @@ struct Dealer {
       return {};
     }
     const u32 heads = p.num_kv_heads, early_tiles = early * heads;
-    if (at < early_tiles) return item_at_place(tiles - 1 - at / heads, at % heads);
+    if (early > 0 && at < early_tiles) return item_at_place(tiles - 1 - at / heads, at % heads);
     const u32 later = at - early_tiles, of_section = (tiles - early) * heads_of_section;
-    const u32 first_head = later / of_section * heads_of_section, rest = later % of_section;
-    const u32 place = rest / heads_of_section;
-    return item_at_place(tiles - 1 - early - place, first_head + rest - place * heads_of_section);
+    const u32 section = later < of_section ? 0 : later / of_section, rest = later - section * of_section;
+    const bool is_power = (heads_of_section & heads_of_section - 1) == 0;
+    const u32 place = is_power ? rest >> (31 - __clz(heads_of_section)) : rest / heads_of_section;
+    return item_at_place(tiles - 1 - early - place, (section - place) * heads_of_section + rest);
   }
 
   // Announces item n of this CTA; with a mask look_at_masks() does it. False after the last one.
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
     int number = 0;
     const Item item = next(n, number);
+    return announce(shared, n, item, number);
+  }
+  __device__ __forceinline__ bool announce(const Layout& shared, u32 n, const Item& item, int number) const {
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
@@ -208,9 +224,27 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared)
   copy_async_wait_all();
 }
 
+// Announces all items of a CTA. One lane, which is_active, finds the first one while no barrier exists yet.
 template <typename Layout, typename Params>
-__device__ __forceinline__ void deal(const Params& p, const Layout& shared) {
-  const typename TypeIf<Layout::kSplit, PartDealer<Layout, Params>, Dealer<Layout, Params>>::Type dealer(p);
+struct ItemDealer {
+  const Dealer<Layout, Params> dealer;
+  Item first = {};
+  int number = 0;
+
+  __device__ __forceinline__ ItemDealer(const Params& p, bool is_active) : dealer(p, is_active) {
+    if (is_active) first = dealer.next(0, number);
+  }
+  __device__ __forceinline__ void deal(const Layout& shared) const {
+    bool more = dealer.announce(shared, 0, first, number);
+    for (u32 n = 0; more; more = dealer.announce(shared, ++n))
+      mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
+  }
+};
+
+// The same for the items of a part.
+template <typename Layout, typename Params>
+__device__ __forceinline__ void deal_part(const Params& p, const Layout& shared) {
+  const PartDealer<Layout, Params> dealer(p);
   for (u32 n = 0; dealer.announce(shared, n); ++n)
     mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
 }

@@ -20,7 +20,9 @@ using namespace split;
 
 // The state and the softmax of a consumer warpgroup; PrefillConsumer has the products. A lane has
 // rows 16 warp + lane / 4 and 8 more, columns 2 (lane % 4) and 1 more of each eight.
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, typename Params, bool kSplit>
+// kCaps: with a softcap and float32 results; they are a quarter of the instructions.
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, typename Params, bool kSplit,
+          bool kCaps>
 struct PrefillSoftmax {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers, kSplit>;
 
@@ -100,6 +102,7 @@ struct PrefillSoftmax {
   // Caps scores; scale_log2 is then softcap * log2(e). copy_of keeps these branches apart: merged by the compiler,
   // they would need registers for all scores at once.
   __device__ __forceinline__ void cap(float* few) const {
+    if constexpr (!kCaps) return;
     float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
     if (__builtin_expect(to_softcap == 0.0f, 1)) return;
     if constexpr (kHasScales<Params>) to_softcap = fminf(to_softcap * of_keys, kMaxFactor);
@@ -411,6 +414,7 @@ struct PrefillSoftmax {
   __device__ __forceinline__ void write(const Ending& ending, u32 n) const {
     if constexpr (kSplit)
       if (ending.is_piece) return store_piece<T, Layout, kValueTiles>(p, shared, n, consumer, output, ending.inverse);
+    if constexpr (!kCaps) return write_rows(ending);
     if (__builtin_expect(!p.out_is_float, 1))
       write_rows(ending);
     else
