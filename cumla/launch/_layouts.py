@@ -50,8 +50,8 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "kScoreWarps": 8,
     },
     "blocks/block_scores_few": {
-        "ScoresFewLayout<false, 8, 32, 3>::kBytes": 197184,
-        "ScoresFewLayout<true, 16, 32, 3>::kBytes": 197760,
+        "ScoresFewLayout<false, 8, 32, 2>::kBytes": 131456,
+        "ScoresFewLayout<true, 16, 32, 2>::kBytes": 131840,
         "kFewScoreColumns": 128,
         "kFewScoreRequests": 1024,
         "kFewScoreRows": 8,
@@ -829,7 +829,10 @@ STRUCTS: dict[str, dict[str, str]] = {
         "by_heads": "Divisor",
         "by_block_size": "Divisor",
         "by_blocks_per_page": "Divisor",
-        "padding_212": "4x",
+        "by_width": "Divisor",
+        "is_single": "i",
+        "many": "i",
+        "padding_228": "4x",
     },
     "BlockScoresParams": {
         "rows": "q",

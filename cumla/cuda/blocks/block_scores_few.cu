@@ -3,7 +3,8 @@
 //
 // The visible blocks of all requests are one sequence. Each warp has a share of it, equal but for a block, and a ring
 // of shared memory that bulk copies fill with keys; no warp waits for another. Lengths say where a share lies, so no
-// kernel comes before this one. A lane has 16 bytes of a row for each 64, as in block_scores.cu, of keys and queries.
+// kernel comes before this one. If all blocks, visible or not, are no more than the warps, each warp has one of them.
+// A lane has 16 bytes of a row for each 64, as in block_scores.cu, of keys and queries.
 //
 // grid = as many CTAs as multiprocessors, of kWarps warps.
 //
@@ -15,8 +16,8 @@
 // barrier            who arrives (count)                     who waits   guards
 // full(warp, stage)  lane 0 of the warp, with the bytes (1)  the warp    keys of a stage are loaded
 //
-// Shared memory: a ring of kStages stages of kKeys rows for each warp, 192 KB; 24 bytes for each stage
-// Registers:     94, of e4m3 90
+// Shared memory: a ring of kStages stages of kKeys rows for each warp, 128 KB; 24 bytes for each stage
+// Registers:     110, of e4m3 102
 #include "blocks/block_scores_few/layout.cuh"
 #include "blocks/block_scores_few/score.cuh"
 #include "blocks/block_scores_few/share.cuh"
@@ -49,17 +50,17 @@ __device__ __forceinline__ void block_scores_few(const BlockScoresFewParams& p) 
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Layout shared = {shared_address(shared_bytes), warp};
+  const i64 line = (static_cast<i64>(blockIdx.x) * (kWarps * 32) + threadIdx.x) * 32;  // entries
+  if (line < p.table_entries) prefetch_l2(p.block_table + line);
+  grid_dependency_launch();
+  grid_dependency_wait();
+  Loader<Layout> loader(p, shared);
   if (lane == 0) {
     for (int stage = 0; stage < kStages; ++stage) mbarrier_init(shared.full(stage), 1);
     fence_mbarrier_init();
   }
   __syncwarp();
-  const i64 line = (static_cast<i64>(blockIdx.x) * (kWarps * 32) + threadIdx.x) * 32;  // entries
-  if (line < p.table_entries) prefetch_l2(p.block_table + line);
-  grid_dependency_launch();
-  grid_dependency_wait();
-  const Share share(p, gridDim.x * kWarps);
-  Loader<Layout> loader(p, shared, share);
+  loader.begin(gridDim.x * kWarps);
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) loader.copy(stage);
   FewScorer<T, Layout> scorer(p, shared);

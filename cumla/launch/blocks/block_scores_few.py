@@ -68,7 +68,7 @@ def block_scores_few_launch(
     batch, q_len, heads, _ = a.q.shape
     (spec,) = scores_few_specs(a.q.dtype, a.q.shape[3])
     in_page, steps = a.keys.shape[1] // a.block_size, -(-a.width // 32)
-    grid = min(sm_count_of(out.device), -(-batch * a.width * 32 // spec.threads))
+    grid = min(sm_count_of(out.device), batch * a.width)
     values = {
         "kv_lens": kv_lens[0],
         "kv_lens_stride": kv_lens[1] // 4,
@@ -102,5 +102,8 @@ def block_scores_few_launch(
         "by_heads": divisor_of(heads),
         "by_block_size": divisor_of(a.block_size),
         "by_blocks_per_page": divisor_of(in_page),
+        "by_width": divisor_of(max(a.width, 1)),
+        "many": RULES.many_blocks,
+        "is_single": batch * a.width <= grid * spec.threads // 32,
     }
     return launch_of(spec, (grid, 1, 1), values)

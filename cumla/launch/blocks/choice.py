@@ -104,10 +104,13 @@ class Rules:
     # Turns, below which all thread blocks of block_scores are on the GPU at once, as the last turn
     # would be short (block-prompts.json).
     turns: int = 2
-    # Warps of block_scores_few, keys of a stage of a warp's ring, and its stages. More warps, and
-    # copies of fewer keys, take longer where there are many keys (block-prompts.json).
-    scores_rings: tuple[int, int, int] = (8, 32, 3)
-    e4m3_scores_rings: tuple[int, int, int] = (16, 32, 3)
+    # Warps of block_scores_few, keys of a stage of a warp's ring, and its stages. More warps, more
+    # stages, and copies of fewer keys take longer where there are many keys (block-prompts.json).
+    scores_rings: tuple[int, int, int] = (8, 32, 2)
+    e4m3_scores_rings: tuple[int, int, int] = (16, 32, 2)
+    # Blocks of a warp of block_scores_few from which on half of the warps score all of them: memory
+    # delivers fewer streams faster (block-prompts.json).
+    many_blocks: int = 24
     # Threads of select_blocks that hold the candidates of a row: the fewest that can.
     select_threads: tuple[int, ...] = (128, 512)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -39,6 +40,16 @@ def test_shares(seed: int) -> None:
     """The bits do not depend on how many warps share the blocks."""
     case = few_case(seed)
     assert len({run(case, sm_count) for sm_count in (1, 3, 132)}) == 1
+
+
+@pytest.mark.parametrize("seed", [5, 12, 28])
+def test_many_blocks(seed: int) -> None:
+    """Half of the warps score all blocks, to the same bits."""
+    case = few_case(seed)
+    few = replace(block_scores_few.RULES, many_blocks=1)
+    with mock.patch.object(block_scores_few, "RULES", few):
+        by_half = run(case, 1)
+    assert by_half == run(case, 1)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ struct BlockScoresFewParams {
   int block_size;
   int blocks_per_page;
   int causal;
-  Divisor by_warps, by_steps, by_heads, by_block_size, by_blocks_per_page;
+  Divisor by_warps, by_steps, by_heads, by_block_size, by_blocks_per_page, by_width;
+  int is_single;  // there are no more blocks, visible or not, than warps
+  int many;       // blocks of a warp from which on half of the warps have all of them
 };
 
 // The shared memory of a warp.

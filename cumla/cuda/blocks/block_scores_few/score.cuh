@@ -18,6 +18,7 @@ template <typename T, typename Layout>
 struct FewScorer {
   static constexpr bool kE4m3 = Layout::kE4m3;
   static constexpr int kLoads = Layout::kRow / 64, kTiles = Layout::kKeys / 16;
+  static constexpr int kProducts = kE4m3 ? 4 : 2;  // of 16 bytes of a key
 
   const BlockScoresFewParams& p;
   const Layout& shared;
@@ -79,45 +80,47 @@ struct FewScorer {
     return other > one || other != other ? other : one;
   }
 
+  // Product k of the i-th 16 bytes of 16 keys.
+  __device__ __forceinline__ void multiply(const uint4 (&words)[2][kLoads], int i, int k, float (&score)[4]) const {
+    if constexpr (kE4m3) {
+      u32 a[4];
+      expand_e4m3x4(word_of(words[0][i], k), a[0], a[2]);
+      expand_e4m3x4(word_of(words[1][i], k), a[1], a[3]);
+      mma_m16n8k16<T>(score, a[0], a[1], a[2], a[3], query[4 * i + k][0], query[4 * i + k][1]);
+    } else {
+      mma_m16n8k16<T>(score, word_of(words[0][i], 2 * k), word_of(words[1][i], 2 * k), word_of(words[0][i], 2 * k + 1),
+                      word_of(words[1][i], 2 * k + 1), query[2 * i + k][0], query[2 * i + k][1]);
+    }
+  }
+
   __device__ __forceinline__ void score(int stage) {
     const u32 source = shared.stage(stage) + lane / 4 * Layout::kRow + lane % 4 * 16;
     int seen[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       seen[j] = min(keys, tokens - hidden[j] - block * p.block_size - from) - lane / 4;
+    uint4 words[kTiles][2][kLoads];
+    float score[kTiles][2][4] = {};  // of even and odd products: chains of half the length
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      uint4 words[2][kLoads];
+    for (int i = 0; i < kLoads; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i)
-          words[r][i] = load_shared_16(source + (t * 16 + r * 8) * Layout::kRow + i * 64);
-      float score[4] = {};
+        for (int r = 0; r < 2; ++r)
+          words[t][r][i] = load_shared_16(source + (t * 16 + r * 8) * Layout::kRow + i * 64);
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if constexpr (kE4m3) {
+    for (int i = 0; i < kLoads; ++i)
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            u32 a[4];
-            expand_e4m3x4(word_of(words[0][i], k), a[0], a[2]);
-            expand_e4m3x4(word_of(words[1][i], k), a[1], a[3]);
-            mma_m16n8k16<T>(score, a[0], a[1], a[2], a[3], query[4 * i + k][0], query[4 * i + k][1]);
-          }
-        } else {
+      for (int k = 0; k < kProducts; ++k)
 #pragma unroll
-          for (int k = 0; k < 2; ++k)
-            mma_m16n8k16<T>(score, word_of(words[0][i], 2 * k), word_of(words[1][i], 2 * k),
-                            word_of(words[0][i], 2 * k + 1), word_of(words[1][i], 2 * k + 1), query[2 * i + k][0],
-                            query[2 * i + k][1]);
-        }
-      }
+        for (int t = 0; t < kTiles; ++t) multiply(words[t], i, k, score[t][k % 2]);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (t * 16 < seen[j]) most[j] = larger(most[j], score[j]);
-        if (t * 16 + 8 < seen[j]) most[j] = larger(most[j], score[2 + j]);
+        if (t * 16 < seen[j]) most[j] = larger(most[j], score[t][0][j] + score[t][1][j]);
+        if (t * 16 + 8 < seen[j]) most[j] = larger(most[j], score[t][0][2 + j] + score[t][1][2 + j]);
       }
-    }
   }
 
   // Stores the maxima of a block that ends with the stage.

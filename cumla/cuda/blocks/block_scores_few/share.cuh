@@ -12,8 +12,12 @@ namespace cumla::blocks {
 using namespace ptx;
 
 // Cached tokens of a request, of those that its pages hold. Any bits give a number up to that.
+__device__ __forceinline__ int tokens_in(const BlockScoresFewParams& p, int kv_len) {
+  return min(max(kv_len, 0), p.most);
+}
+
 __device__ __forceinline__ int tokens_of(const BlockScoresFewParams& p, int request) {
-  return min(max(p.kv_lens[request * p.kv_lens_stride], 0), p.most);
+  return tokens_in(p, p.kv_lens[request * p.kv_lens_stride]);
 }
 
 __device__ __forceinline__ int blocks_of(const BlockScoresFewParams& p, int tokens) {
@@ -44,20 +48,32 @@ struct BlockPlace {
   }
 };
 
-// Blocks of a warp: all of them divided by the warps, and one more in the first warps. Neighbours are in other CTAs.
+// Where a warp is in the order of shares: neighbours are in other CTAs.
+__device__ __forceinline__ int place_of_warp() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
+
+// Blocks of a warp: all of them divided by the warps, and one more in the first warps. With very many blocks the second
+// half of the warps has none: fewer streams are faster.
 // Another stream may write lengths meanwhile: what a warp scores of a request follows from one read of its length.
 struct Share {
   BlockPlace first = {};
   int blocks;
 
   __device__ __forceinline__ Share(const BlockScoresFewParams& p, int warps) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    const int lane = threadIdx.x % 32, warp = place_of_warp();
     int all = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int request = lane; request < p.batch; request += 32) all += blocks_of(p, tokens_of(p, request));
     all = __reduce_add_sync(0xffffffffu, all);
-    const int each = quotient(all, p.by_warps), more = all - each * warps;
-    blocks = each + (warp < more);
+    int each = quotient(all, p.by_warps), more = all - each * warps;
+    if (each >= p.many) {
+      warps /= 2;
+      each *= 2;
+      if (more >= warps) {
+        ++each;
+        more -= warps;
+      }
+    }
+    blocks = warp < warps ? each + (warp < more) : 0;
     if (blocks == 0) return;
     int begin = each * warp + min(warp, more);
 #pragma unroll 1
@@ -102,8 +118,29 @@ struct Loader {
   int window;  // lane i has the page of block window + i
   int pages;
 
-  __device__ __forceinline__ Loader(const BlockScoresFewParams& p, const Layout& shared, const Share& share)
-      : p(p), shared(shared), lane(threadIdx.x % 32), at(share.first), left(share.blocks), copies(0), from(0) {
+  // Where all blocks, visible or not, are no more than the warps, each has one, and its page does not wait for lengths.
+  __device__ __forceinline__ Loader(const BlockScoresFewParams& p, const Layout& shared)
+      : p(p), shared(shared), lane(threadIdx.x % 32), at(), left(0), copies(0), from(0), window(0), pages(-1) {
+    if (!p.is_single) return;
+    const int place = place_of_warp();
+    at.request = quotient(place, p.by_width);
+    at.block = place - at.request * p.width;
+    if (at.request >= p.batch) return;
+    window = at.block;
+    pages = p.block_table[at.request * p.block_table_stride + quotient(at.block, p.by_blocks_per_page)];
+    at.tokens = p.kv_lens[at.request * p.kv_lens_stride];
+  }
+
+  __device__ __forceinline__ void begin(int warps) {
+    if (p.is_single) {
+      at.tokens = tokens_in(p, at.tokens);
+      at.blocks = blocks_of(p, at.tokens);
+      left = at.block < at.blocks;
+      return;
+    }
+    const Share share(p, warps);
+    at = share.first;
+    left = share.blocks;
     read_pages();
   }
 
