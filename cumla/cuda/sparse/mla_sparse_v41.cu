@@ -15,9 +15,11 @@
 // full(stage, tile), halves  a lane per converting warp (4)  the block's consumer  the half is loaded
 // free(stage, third)         a lane per warp of the consumer converters            the half may be overwritten
 //                            (4)
-// query_full                 each finding lane (128)         both consumers        query rows are loaded
+// query_full                 each lane that copies (128): of both consumers        query rows are loaded
+//                            consumer 1, then of the finders
 // query_free                 a lane per consumer warp (8)    the finders           query rows may be overwritten
 // probabilities_full, named  as in mla/mla_decode.cu
+// kFoundBarrier, named       as in mla_sparse_v4.cu
 //
 // Shared memory:  that of mla/mla_decode.cu; the RoPE tile of stage 0 has the ring of rows, that of stage 1 the ring of
 //                 their scales

@@ -92,6 +92,7 @@ struct V4Finder {
     const u64 address = reinterpret_cast<u64>(columns) + marks;
     const u32 exist = __ballot_sync(0xffffffffu, exists);
     go_on();
+    if (t == 0) named_barrier_arrive<kFoundBarrier, 2 * kWarpgroup>();
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
     __syncwarp();  // all lanes have copied the earlier rows of the slot
     if (threadIdx.x % 32 < 16) {
@@ -129,8 +130,8 @@ struct V4Finder {
   }
 };
 
-// The four finding warps. They also copy the query rows of a list before its first block; for the first list after
-// its first block, so that a short list does not wait. The first two blocks are copied as soon as they are found.
+// The four finding warps. They also copy the query rows of a list before its first block, but for the first list, whose
+// rows consumer 1 copies. The first two blocks are copied as soon as they are found.
 template <typename Format>
 __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V4Layout& shared, V4Tile& tile,
                                         const Part& part, int last_place, int warp) {
@@ -147,10 +148,11 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
 #pragma unroll 1
     for (; place <= last_place && (t >= max(blocks, 1) || !exists); ++place) {
       const Segment segment = segment_of(p, tile, part, place);
+      blocks += segment.blocks;
+      if (place == part.place) continue;  // consumer 1 copies its query rows
       mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
       copy_query<kRowTile, 4>(p, shared, tile, segment.request, warp);
       mbarrier_arrive_after_copies(shared.query_full());
-      blocks += segment.blocks;
     }
     if (!exists) break;
     if constexpr (Format::kTiles < kRopeTile) finder.copy(t);

@@ -4,6 +4,7 @@
 #include "mla/mla_decode/kernel.cuh"
 #include "sparse/mla_sparse_v4/convert.cuh"
 #include "sparse/mla_sparse_v4/find.cuh"
+#include "sparse/mla_sparse_v4/join.cuh"
 #include "sparse/selected.cuh"
 #include "ptx/types.cuh"
 
@@ -18,11 +19,16 @@ __device__ __forceinline__ void attend_v4(const MlaSparseV4Params& params) {
   const MlaDecodeParams& p = params.decode;
   const V4LayoutOf<Format> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  if (warpgroup == 3)
+  if (threadIdx.x / 32 == 3) {  // has L2 fetch lengths, and the sinks that the end of a segment waits for
+    const int first = threadIdx.x % 32 * 32;
+    if (first < p.batch) prefetch_l2(p.block_table + first);
+    if (p.sinks != nullptr && first < p.heads_per_group) prefetch_l2(p.sinks + first * p.sinks_stride);
+  }
+  begin_kernel<kRows, V4Tile>(p, shared, 4);
+  if (warpgroup == 1)  // finders would be late
 #pragma unroll
     for (const V4Cache& cache : params.caches)
-      prefetch_lists(p, cache.lists, cache.entries, threadIdx.x - 3 * kWarpgroup, kWarpgroup);
-  begin_kernel<kRows, V4Tile>(p, shared, 4);
+      prefetch_lists(p, cache.lists, cache.entries, threadIdx.x - kWarpgroup, kWarpgroup);
   grid_dependency_wait();
   if (warpgroup == 0) {
     registers_decrease<kConverting>();
@@ -36,7 +42,14 @@ __device__ __forceinline__ void attend_v4(const MlaSparseV4Params& params) {
     registers_increase<kComputing>();
     const Part part = part_of_cta(p, blockIdx.y);
     V4Tile tile(p);
-    compute<Consumer<Bf16, true, true, V4Tile>>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+    const int last_place = last_place_of(p, part);
+    if (warpgroup == 2) named_barrier_sync<kFoundBarrier, 2 * kWarpgroup>();
+    if (warpgroup == 2 && part.place <= last_place) {  // the query of the first list, while its rows come
+      const int request = segment_of(p, static_cast<ListTile<kRowTile>&>(tile), part, part.place).request;
+      copy_query<kRowTile, 4>(p, shared, tile, request, threadIdx.x / 32 - 8);
+      mbarrier_arrive_after_copies(shared.query_full());
+    }
+    compute<Consumer<Bf16, true, true, V4Tile>>(p, shared, tile, part, last_place, warpgroup);
   }
 }
 

@@ -13,6 +13,10 @@ namespace cumla::sparse {
 
 using namespace ptx;
 
+// Named barrier of finders and consumer 1: the scales of the first rows are being loaded. Before that, copies of query
+// rows would delay the finders' loads.
+constexpr int kFoundBarrier = kConsumerBarrier + 2;
+
 struct V4Tile : ListTile<kRowTile> {
   using Held = V4Tile;
   static constexpr bool kHasRope = false, kHasAbsent = true;
@@ -20,6 +24,10 @@ struct V4Tile : ListTile<kRowTile> {
   int first_entries;                            // entries of the list that name rows of the first cache
 
   __device__ __forceinline__ explicit V4Tile(const MlaDecodeParams& p) : ListTile(p, p.row_groups * kRowGroup) {}
+  template <typename Params>
+  __device__ __forceinline__ static int token_of(const Params&, int) {
+    return 0;
+  }
   // A bit per row of block t: for each 16 rows the lowest bits of a word.
   __device__ __forceinline__ static uint4 exist(const SharedLayout& shared, int t);
 };
