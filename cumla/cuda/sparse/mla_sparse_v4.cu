@@ -12,7 +12,7 @@
 //   warps 0 to 3   converters, 16 rows of every block each: 448 e4m3 columns -> registers, half a block ahead -> times
 //                  their scales, as bfloat16 -> tile
 //   consumer 0, 1  those of mla/mla_decode.cu with shared blocks, without a RoPE tile; consumer 1 first copies the
-//                  query rows of the first list. The end of a segment: mla_sparse_v4/join.cuh
+//                  query rows of the first list. The end of a segment: sparse/mla_sparse_v4/join.cuh
 // Why there are two loading roles: docs/kernels/mla_sparse.md.
 //
 // barrier                    who arrives (count)               who waits             guards
