@@ -3,21 +3,24 @@
 
 Each takes the row's arrays, with all that a step makes once made before. FlexAttention gets rows of
 keys without pages, and the mask or bias as a function that it compiles. FlashAttention-3 has no
-masks but windows: :func:`flash_attention` says what it computes instead. FlashInfer gets the bits
-of a custom mask.
+masks but windows: :func:`flash_attention` says what it computes instead. FlashAttention-4 compiles
+masks and biases of bench/mask_mods.py into its kernel, and gets lists of the blocks that a mask
+shows. FlashInfer gets the bits of a custom mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
 import cumla
 
-Peer = tuple[str, Callable[[], Any]]  # which of the row's results it computes, and the call
+Call = Callable[[], Any]
+Peer = tuple[str, Call | dict[str, Call]]  # which of the row's results it computes, and how
 LARGEST_MASK = 1 << 28  # pairs of a query token and a key that a library makes an array of
 
 
@@ -26,6 +29,84 @@ def rows_of(given: dict[str, Any]) -> list[Any]:
     kv_len = int(given["kv_lens"][0])
     table = given["block_table"].long()
     return [given[part][table].flatten(1, 2)[:, :kv_len].contiguous() for part in ("k", "v")]
+
+
+def mods() -> Any:
+    """The masks and biases of FlashAttention-4."""
+    return import_module("bench.mask_mods")
+
+
+def blocks_of(first: Any, sure: Any, last: Any, block: tuple[int, int], kv_len: int) -> list[Any]:
+    """List blocks of keys for blocks of query tokens: those that some see, and those that all see.
+
+    A query token sees keys from `first` to `sure`, and some to `last`: arrays (batch, q_len), whose
+    q_len is a multiple of the block's. Each list is a number and indices, for all heads alike.
+    """
+    of_block = [rows.unflatten(1, (-1, block[0], 1)) for rows in (first, sure, last)]
+    begin = torch.arange(0, kv_len, block[1], device=first.device)
+    first, sure, last = of_block
+    whole = ((first <= begin) & (sure >= begin + block[1] - 1)).all(2)
+    some = ((first < begin + block[1]) & (last >= begin)).any(2) & ~whole
+    lists: list[Any] = []
+    for listed in (some[:, None], whole[:, None]):
+        lists += [listed.sum(-1), (~listed).int().argsort(dim=-1, stable=True)]
+    return [array.int().contiguous() for array in lists]
+
+
+def flash_attention_4(
+    library: Any,
+    given: dict[str, Any],
+    *,
+    mask: Any = None,
+    tree: Any = None,
+    bias: Any = None,
+    window: int | None = None,
+    chunk: int = 0,
+) -> dict[str, Callable[[], Any]]:
+    """FlashAttention-4 over rows without pages: calls that compute the same, by what they differ in.
+
+    A tile has the query heads of a key head, or one. Chunks are also requests of their own. Keys
+    are not split on Hopper.
+    """
+    q, kv_len = given["q"], int(given["kv_lens"][0])
+    batch, q_len, heads, columns = q.shape
+    rows = rows_of(given)
+    options: dict[str, Any] = {}
+    if bias is not None:
+        window_size = (None, None) if window is None else (window, 0)
+        options = {"causal": window is None, "window_size": window_size}
+        if bias.slopes is not None:
+            options["score_mod"] = mods().slopes(heads)
+        else:
+            table = bias.table.unflatten(0, (batch, q_len))
+            options |= {"score_mod": mods().table, "aux_tensors": [table]}
+    else:
+        block = {64: (192, 128), 128: (128, 128), 256: (128, 80)}[columns]
+        tokens = torch.arange(-(-q_len // block[0]) * block[0], device=q.device)
+        tokens = tokens.clamp(max=q_len - 1)  # those that fill a block are like the last one
+        if tree is not None:
+            last = tokens.expand(batch, -1) * 0 + kv_len - 1
+            seen = last * 0, last - q_len, last
+            options = {"mask_mod": mods().tree, "aux_tensors": [tree.int()]}
+        else:
+            first, last = (ends.view(batch, q_len)[:, tokens] for ends in (mask.start, mask.end))
+            seen = first, last, last
+            aux = [ends.int().contiguous() for ends in (first, last)]
+            options = {"mask_mod": mods().interval, "aux_tensors": aux}
+        tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        lists = blocks_of(*seen, block, kv_len)
+        options["block_sparse_tensors"] = tensors(*lists, block_size=block)
+
+    def call(*arrays: Any, **more: Any) -> Callable[[], Any]:
+        return lambda: library.flash_attn_func(*arrays, **more)[0].view(q.shape)
+
+    calls = {"heads together": call(q, *rows, **options)}
+    if q_len >= 1024:
+        calls["heads apart"] = call(q, *rows, pack_gqa=False, **options)
+    if chunk and q_len >= 1024:
+        own = [part.view(-1, chunk, *part.shape[2:]) for part in (q, *rows)]
+        calls["chunks apart"] = call(*own, causal=True)
+    return calls
 
 
 def flex(

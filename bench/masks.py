@@ -268,7 +268,7 @@ class Case:
             self.add("window", "window", planned(given, window=window))
 
     def peers(self, libraries: Libraries) -> dict[str, Callable[[], mask_peers.Peer]]:
-        """Tell how to make the calls of other libraries that have such a row."""
+        """Tell how to make the calls of other libraries that have such a row: one, or variants."""
         shape, given = self.shape, self.given
         pairs = shape.batch * shape.q_len * shape.kv_len
         if "e4m3" in shape.name:
@@ -280,9 +280,14 @@ class Case:
             more |= {"window": window_of(shape.name)}
             more |= {"chunk": CHUNK if "chunks" in shape.name else 0}
             found["FA3"] = partial(mask_peers.flash_attention, library, given, **more)
-        if pairs > mask_peers.LARGEST_MASK or self.counts is not None:
+        if self.counts is not None:
             return found
         own = self.kinds["mask" if self.bias is None else "bias"]
+        newer = libraries.flash_attention_4 if shape.columns <= 256 else None
+        if newer is not None:
+            found["FA4"] = lambda: (own, self.flash_attention_4(newer))
+        if pairs > mask_peers.LARGEST_MASK:
+            return found
         seen = rule_of(shape.name, own.removesuffix(" bias"), self.before, self.tree)
         module = libraries.flash_infer("prefill")
         if module is not None and self.bias is None and shape.columns == 128 and shape.q_len > 1:
@@ -291,6 +296,13 @@ class Case:
         score = score_of(self.bias, self.before, shape.q_len)
         flex = partial(mask_peers.flex, given, seen, score)
         return found | {"flex": lambda: (own, flex())}
+
+    def flash_attention_4(self, module: Any) -> dict[str, Callable[[], Any]]:
+        name, _, q_len = self.shape[:3]
+        mask = mask_of(name, self.lens, q_len) if self.bias is None else None
+        more: dict[str, Any] = {"mask": mask, "tree": self.tree, "bias": self.bias}
+        more |= {"window": window_of(name), "chunk": CHUNK if "chunks" in name else 0}
+        return mask_peers.flash_attention_4(module, self.given, **more)
 
     def dense(self, seen: Callable[..., Any]) -> Any:
         batch, q_len, kv_len = self.shape[1:4]
@@ -336,6 +348,23 @@ class Case:
         return (weights.view(kv_heads, -1, kv_len) @ v).flatten(0, 1)
 
 
+def said(exception: Exception) -> str:
+    return f"{type(exception).__name__}: {exception}".partition("\n")[0][:200]
+
+
+def fastest(us: dict[str, float]) -> tuple[dict[str, float], dict[str, str]]:
+    """Times with the fastest of each library's variants, and what it is."""
+    found: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    for name, time_of in us.items():
+        library, _, variant = name.partition(", ")
+        if time_of <= found.get(library, time_of):
+            found[library] = time_of
+            if variant:
+                kinds[library] = variant
+    return found, kinds
+
+
 def prepared(shape: Shape, libraries: Libraries, until: float) -> tuple[Case, dict[str, Any]]:
     """Make a row's calls, and check them; those of FlexAttention if there is time to compile it."""
     case = Case(shape)
@@ -346,11 +375,20 @@ def prepared(shape: Shape, libraries: Libraries, until: float) -> tuple[Case, di
             notes[f"without {name}"] = "no time to compile it"
             continue
         try:
-            kind, call = make()
-            case.add(name, kind, call)
+            kind, made = make()
         except Exception as exception:  # whatever it is: the row goes without
-            text = f"{type(exception).__name__}: {exception}".partition("\n")[0][:200]
-            notes[f"without {name}"] = text
+            notes[f"without {name}"] = said(exception)
+            continue
+        variants = (
+            {f"{name}, {of}": call for of, call in made.items()}
+            if isinstance(made, dict)
+            else {name: made}
+        )
+        for variant, call in variants.items():
+            try:
+                case.add(variant, kind, call)
+            except Exception as exception:
+                notes[f"without {variant}"] = said(exception)
     return case, notes
 
 
@@ -363,8 +401,12 @@ def measured(case: Case, notes: dict[str, Any], flush: Any) -> dict[str, Any]:
     name, batch, q_len, kv_len, heads, kv_heads, columns, target = case.shape
     sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads": [heads, kv_heads]}
     row = {"name": name, **sizes, "columns": columns, "us": us}
-    kinds = {name: case.kinds[name] for name in us if name in ("FA3", "FlashInfer", "flex")}
-    return row | {"target": target, "errors": errors, "peers compute": kinds} | notes
+    row["us"], kinds = fastest(us)
+    own = ("causal", "mask", "bias", "ragged", "window")
+    peers = {name: case.kinds[name] for name in us if name not in own}
+    more = {"variants": kinds} if kinds else {}
+    row |= {"target": target, "errors": errors, "peers compute": peers} | more
+    return row | {f"us of {name}": us[name] for name in us if ", " in name} | notes
 
 
 def work(numbers: range, until: float, ready: Any, turn: Any, found: Any) -> None:
