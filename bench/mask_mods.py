@@ -7,7 +7,6 @@ Indices are vectors of CuTe of one or two elements, and `aux_tensors` holds arra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -32,7 +31,7 @@ def tree(b: Any, h: Any, q: Any, kv: Any, seqlen_info: Any, aux_tensors: Any) ->
     return before | (utils.scalar_to_ssa(shown, cutlass.Int32) != 0)
 
 
-def slopes(heads: int) -> Callable[..., Any]:
+def slopes(heads: int) -> Any:
     """ALiBi of `heads` heads: 2 ** (-8 / heads * (1 + head)) times the distance, by a formula."""
     step = -8.0 / heads
 

@@ -63,7 +63,7 @@ def flash_attention_4(
     window: int | None = None,
     chunk: int = 0,
 ) -> dict[str, Callable[[], Any]]:
-    """FlashAttention-4 over rows without pages: calls that compute the same, by what they differ in.
+    """FlashAttention-4 over rows without pages: calls that differ in their tiles.
 
     A tile has the query heads of a key head, or one. Chunks are also requests of their own. Keys
     are not split on Hopper.

@@ -400,12 +400,12 @@ def measured(case: Case, notes: dict[str, Any], flush: Any) -> dict[str, Any]:
         raise AssertionError(f"after the timing results are off by {errors}")
     name, batch, q_len, kv_len, heads, kv_heads, columns, target = case.shape
     sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads": [heads, kv_heads]}
-    row = {"name": name, **sizes, "columns": columns, "us": us}
+    row: dict[str, Any] = {"name": name, **sizes, "columns": columns, "us": us}
     row["us"], kinds = fastest(us)
     own = ("causal", "mask", "bias", "ragged", "window")
     peers = {name: case.kinds[name] for name in us if name not in own}
-    more = {"variants": kinds} if kinds else {}
-    row |= {"target": target, "errors": errors, "peers compute": peers} | more
+    row |= {"target": target, "errors": errors, "peers compute": peers}
+    row |= {"variants": kinds} if kinds else {}
     return row | {f"us of {name}": us[name] for name in us if ", " in name} | notes
 
 
