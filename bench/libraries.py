@@ -15,8 +15,10 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable
+from enum import IntEnum
 from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
+from logging import getLogger
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,8 +50,11 @@ class _Absent(type):
         return _Absent(name, (), {})
 
 
-def _vllm(path: str, platform: Any) -> ModuleType:
-    """Load one file of vLLM, without what it imports of the package beside Triton."""
+def _vllm(path: str, platform: Any, **given: Any) -> ModuleType:
+    """Load one file of vLLM, without what it imports of the package beside Triton and `given`.
+
+    Names of modules in `given` are those behind the last dot.
+    """
     file = find(f"vllm/{path}")
     triton = {"triton": import_module("triton"), "tl": import_module("triton.language")}
     imported = re.findall(r"^(?:from|import) (vllm[.\w]*)", file.read_text("utf-8"), re.M)
@@ -58,6 +63,9 @@ def _vllm(path: str, platform: Any) -> ModuleType:
         "vllm.platforms": SimpleNamespace(current_platform=platform),
         "vllm.triton_utils": SimpleNamespace(**triton),
     }
+    stand_ins |= {name: given[last] for name in imported if (last := name.split(".")[-1]) in given}
+    for name, module_of in given.items():
+        setattr(stand_ins["vllm"], name, module_of)
     if "vllm.v1.worker.workspace" in stand_ins:  # then scratch is allocated by PyTorch
         stand_ins["vllm.v1.worker.workspace"].is_workspace_manager_initialized = lambda: False
     spec = spec_from_file_location(f"vllm_{file.stem}", file)
@@ -305,6 +313,31 @@ class Libraries:
             return _vllm("models/minimax_m3/common/ops/sparse_attn.py", platform)
 
         return self._load("vLLM's kernels of MiniMax M3", load)
+
+    @property
+    def vllm_attention(self) -> Any:
+        """vLLM's Triton kernel of TRITON_ATTN, as a function."""
+
+        def load() -> Any:
+            folder = "v1/attention/ops"
+            platform = SimpleNamespace(
+                fp8_dtype=lambda: self._torch.float8_e4m3fn,
+                is_device_capability_family=lambda family: family == 90,
+            )
+            kinds = {"NONE": 0, "INT8_PER_TOKEN_HEAD": 2, "FP8_PER_TOKEN_HEAD": 3}
+            module = _vllm(
+                f"{folder}/triton_unified_attention.py",
+                platform,
+                triton_attention_helpers=_vllm(f"{folder}/triton_attention_helpers.py", platform),
+                kv_cache_interface=SimpleNamespace(
+                    KVQuantMode=IntEnum("KVQuantMode", kinds | {"INT4_PER_TOKEN_HEAD": 4})
+                ),
+                envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+                logger=SimpleNamespace(init_logger=getLogger),
+            )
+            return module.unified_attention
+
+        return self._load("vLLM's TRITON_ATTN", load)
 
     @property
     def vllm_mla(self) -> Any:

@@ -5,7 +5,8 @@ Each takes the row's arrays, with all that a step makes once made before. FlexAt
 keys without pages, and the mask or bias as a function that it compiles. FlashAttention-3 has no
 masks but windows: :func:`flash_attention` says what it computes instead. FlashAttention-4 compiles
 masks and biases of bench/mask_mods.py into its kernel, and gets lists of the blocks that a mask
-shows. FlashInfer gets the bits of a custom mask.
+shows. FlashInfer gets the bits of a custom mask, vLLM's Triton kernel the bounds of images, the
+length of chunks, or slopes.
 """
 
 from __future__ import annotations
@@ -145,6 +146,46 @@ def flash_infer(module: Any, given: dict[str, Any], visible: Any) -> Callable[[]
     )
     out = torch.empty_like(q).flatten(0, 1)
     return lambda: wrapper.run(q.flatten(0, 1), (k, given["v"]), out=out)
+
+
+def vllm(
+    attend: Any,
+    given: dict[str, Any],
+    *,
+    spans: Any = None,
+    bias: Any = None,
+    window: int | None = None,
+    chunk: int = 0,
+) -> Call:
+    """vLLM's Triton kernel, over pages; its keys are split as vLLM splits them."""
+    q, table = given["q"], given["block_table"]
+    batch, q_len, heads, columns = q.shape
+    flat, segments = q.flatten(0, 1), 16
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len
+    parts = len(flat) if q_len <= 8 else 0
+    scratch = [
+        torch.empty(parts, heads, segments, *last, device=q.device) for last in ((columns,), (), ())
+    ]
+    names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+    options: dict[str, Any] = dict(zip(names, scratch, strict=True))
+    options |= dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+    before = chunk - 1 if chunk else -1 if window is None else window
+    options |= {"window_size": (before, 0), "chunk_lookback": 0 if chunk else -1}
+    options |= {"alibi_slopes": None if bias is None else bias.slopes, "mm_prefix_range": spans}
+    options |= {"cu_seqlens_q": starts, "max_seqlen_q": q_len, "seqused_k": given["kv_lens"]}
+    options |= {"max_seqlen_k": table.shape[1] * given["k"].shape[1], "block_table": table}
+    options |= {"softmax_scale": columns**-0.5, "causal": True, "softcap": 0}
+    options |= {
+        "seq_threshold_3D": 128 // given["k"].shape[2],
+        "num_par_softmax_segments": segments,
+    }
+    out = torch.empty_like(flat)
+
+    def call() -> Any:
+        attend(flat, given["k"], given["v"], out, **options)
+        return out.view(q.shape)
+
+    return call
 
 
 def flash_attention(

@@ -286,6 +286,10 @@ class Case:
         newer = libraries.flash_attention_4 if shape.columns <= 256 else None
         if newer is not None:
             found["FA4"] = lambda: (own, self.flash_attention_4(newer))
+        triton = libraries.vllm_attention
+        served = any(word in shape.name for word in ("images", "chunks", "slopes"))
+        if triton is not None and served:
+            found["vLLM"] = lambda: (own, self.vllm(triton))
         if pairs > mask_peers.LARGEST_MASK:
             return found
         seen = rule_of(shape.name, own.removesuffix(" bias"), self.before, self.tree)
@@ -303,6 +307,15 @@ class Case:
         more: dict[str, Any] = {"mask": mask, "tree": self.tree, "bias": self.bias}
         more |= {"window": window_of(name), "chunk": CHUNK if "chunks" in name else 0}
         return mask_peers.flash_attention_4(module, self.given, **more)
+
+    def vllm(self, attend: Any) -> Callable[[], Any]:
+        name, batch = self.shape[:2]
+        more: dict[str, Any] = {"bias": self.bias, "window": window_of(name)}
+        more |= {"chunk": CHUNK if "chunks" in name else 0}
+        if "images" in name:
+            spans = [[(at, at + WIDTH - 1) for at in IMAGES]] * batch
+            more["spans"] = torch.tensor(spans, dtype=torch.int32, device=DEVICE)
+        return mask_peers.vllm(attend, self.given, **more)
 
     def dense(self, seen: Callable[..., Any]) -> Any:
         batch, q_len, kv_len = self.shape[1:4]
