@@ -66,3 +66,16 @@ def table(
     if away >= 0 and away < aux_tensors[0].shape[3]:
         found = aux_tensors[0][b[0], q_idx[0], h[0], away].to(cutlass.Float32)
     return score + utils.scalar_to_ssa(found, cutlass.Float32)
+
+
+@cute.jit
+def table_of_any(
+    score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
+) -> Any:
+    """The same, with a load for each score, whatever its distance."""
+    away = q_idx[0] + (seqlen_info.seqlen_k - seqlen_info.seqlen_q) - kv_idx[0]
+    size = aux_tensors[0].shape[3]
+    held = cutlass.max(cutlass.min(away, size - 1), 0)
+    found = aux_tensors[0][b[0], q_idx[0], h[0], held].to(cutlass.Float32)
+    found = found if away == held else cutlass.Float32(0.0)
+    return score + utils.scalar_to_ssa(found, cutlass.Float32)

@@ -63,50 +63,49 @@ def flash_attention_4(
     bias: Any = None,
     window: int | None = None,
     chunk: int = 0,
-) -> dict[str, Callable[[], Any]]:
-    """FlashAttention-4 over rows without pages: calls that differ in their tiles.
+) -> dict[str, Call]:
+    """FlashAttention-4 over rows without pages, by ways to ask for the same, without split keys.
 
-    A tile has the query heads of a key head, or one. Chunks are also requests of their own. Keys
-    are not split on Hopper.
+    The heads of a key head share a tile: one tile for each head was slower in each prefill.
     """
     q, kv_len = given["q"], int(given["kv_lens"][0])
     batch, q_len, heads, columns = q.shape
     rows = rows_of(given)
-    options: dict[str, Any] = {}
+
+    def call(*arrays: Any, **options: Any) -> Call:
+        return lambda: library.flash_attn_func(*arrays, **options)[0].view(q.shape)
+
     if bias is not None:
-        window_size = (None, None) if window is None else (window, 0)
-        options = {"causal": window is None, "window_size": window_size}
+        options: dict[str, Any] = {"causal": window is None}
+        options["window_size"] = (None, None) if window is None else (window, 0)
         if bias.slopes is not None:
-            options["score_mod"] = mods().slopes(heads)
-        else:
-            table = bias.table.unflatten(0, (batch, q_len))
-            options |= {"score_mod": mods().table, "aux_tensors": [table]}
+            loaded = {"score_mod": mods().slopes_of_array, "aux_tensors": [bias.slopes]}
+            return {
+                "slopes computed": call(q, *rows, score_mod=mods().slopes(heads), **options),
+                "slopes loaded": call(q, *rows, **loaded, **options),
+            }
+        options["aux_tensors"] = [bias.table.unflatten(0, (batch, q_len))]
+        return {
+            "loads where needed": call(q, *rows, score_mod=mods().table, **options),
+            "loads for all": call(q, *rows, score_mod=mods().table_of_any, **options),
+        }
+    block = {64: (192, 128), 128: (128, 128), 256: (128, 80)}[columns]
+    tokens = torch.arange(-(-q_len // block[0]) * block[0], device=q.device)
+    tokens = tokens.clamp(max=q_len - 1)  # those that fill a block are like the last one
+    if tree is not None:
+        last = tokens.expand(batch, -1) * 0 + kv_len - 1
+        lists = blocks_of(last * 0, last - q_len, last, block, kv_len)
+        options = {"mask_mod": mods().tree, "aux_tensors": [tree.int()]}
     else:
-        block = {64: (192, 128), 128: (128, 128), 256: (128, 80)}[columns]
-        tokens = torch.arange(-(-q_len // block[0]) * block[0], device=q.device)
-        tokens = tokens.clamp(max=q_len - 1)  # those that fill a block are like the last one
-        if tree is not None:
-            last = tokens.expand(batch, -1) * 0 + kv_len - 1
-            seen = last * 0, last - q_len, last
-            options = {"mask_mod": mods().tree, "aux_tensors": [tree.int()]}
-        else:
-            first, last = (ends.view(batch, q_len)[:, tokens] for ends in (mask.start, mask.end))
-            seen = first, last, last
-            aux = [ends.int().contiguous() for ends in (first, last)]
-            options = {"mask_mod": mods().interval, "aux_tensors": aux}
-        tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-        lists = blocks_of(*seen, block, kv_len)
-        options["block_sparse_tensors"] = tensors(*lists, block_size=block)
-
-    def call(*arrays: Any, **more: Any) -> Callable[[], Any]:
-        return lambda: library.flash_attn_func(*arrays, **more)[0].view(q.shape)
-
-    calls = {"heads together": call(q, *rows, **options)}
-    if q_len >= 1024:
-        calls["heads apart"] = call(q, *rows, pack_gqa=False, **options)
+        first, last = (ends.view(batch, q_len)[:, tokens] for ends in (mask.start, mask.end))
+        lists = blocks_of(first, last, last, block, kv_len)
+        options = {"mask_mod": mods().interval, "aux_tensors": [first, last]}
+    tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    options["block_sparse_tensors"] = tensors(*lists, block_size=block)
+    calls = {"a mask": call(q, *rows, **options)}
     if chunk and q_len >= 1024:
         own = [part.view(-1, chunk, *part.shape[2:]) for part in (q, *rows)]
-        calls["chunks apart"] = call(*own, causal=True)
+        calls["requests of their own"] = call(*own, causal=True)
     return calls
 
 

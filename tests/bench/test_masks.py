@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("torch.nn.attention.flex_attention")
 import torch
 
 from bench import mask_peers, masks
+from tests.bench import fake_compiled
 from tests.bench.fake_libraries import FakeLibraries
 
 FOREVER = float("inf")
@@ -23,7 +26,17 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (small | {"BLOCK": 16, "WINDOW": 12, "DISTANCES": 20}).items():
         monkeypatch.setattr(masks, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(mask_peers, "mods", lambda: fake_compiled.mods)
+    blocks = SimpleNamespace(BlockSparseTensorsTorch=fake_compiled.Blocks)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", blocks)
     monkeypatch.setattr(masks, "timed", lambda calls, flush: dict.fromkeys(calls, 1.0))
+
+
+def libraries_with_masks() -> Any:
+    libraries: Any = FakeLibraries()
+    libraries.flash_attention_4 = fake_compiled.flash_attention_4
+    libraries.vllm_attention = fake_compiled.vllm_attention
+    return libraries
 
 
 def small(shape: masks.Shape) -> masks.Shape:
@@ -37,7 +50,7 @@ def small(shape: masks.Shape) -> masks.Shape:
 @pytest.mark.parametrize("shape", masks.SHAPES, ids=lambda shape: shape.name)
 def test_rows(shape: masks.Shape) -> None:
     """A row has the right results of all that can compute it."""
-    libraries: Any = FakeLibraries()
+    libraries = libraries_with_masks()
     case, notes = masks.prepared(small(shape), libraries, FOREVER)
     row = masks.measured(case, notes, None)
     assert not notes
@@ -45,6 +58,10 @@ def test_rows(shape: masks.Shape) -> None:
     peers = set() if "e4m3" in shape.name or kind == "ragged" else {"flex"}
     if kind != "bias" and shape.columns <= 256:
         peers.add("FA3")
+    if peers and shape.columns <= 256 and kind != "ragged":
+        peers.add("FA4")
+    if "flex" in peers and any(word in shape.name for word in ("images", "chunks", "slopes")):
+        peers.add("vLLM")
     if kind == "mask" and shape.columns == 128 and shape.q_len > 1:
         peers.add("FlashInfer")
     windows = {"window"} if "windows" in shape.name else set()
@@ -59,7 +76,7 @@ def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         mask_peers, "flex", lambda given, seen, score: real(given, everything, score)
     )
-    libraries: Any = FakeLibraries()
+    libraries = libraries_with_masks()
     case, notes = masks.prepared(
         masks.Shape("prefill, images", 2, 70, 70, 4, 2, 64), libraries, FOREVER
     )
@@ -70,14 +87,14 @@ def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_result_of_cumla_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks.mask_of
     monkeypatch.setattr(masks, "mask_of", lambda name, *more: mask("prefill", *more))
-    libraries: Any = FakeLibraries()
+    libraries = libraries_with_masks()
     with pytest.raises(AssertionError, match="mask is off by"):
         masks.prepared(masks.Shape("prefill, images", 2, 70, 70, 4, 2, 64), libraries, FOREVER)
 
 
 def test_late_rows_go_without() -> None:
     shape = masks.Shape("prefill, blocks of 32", 2, 70, 70, 4, 2, 64)
-    libraries: Any = FakeLibraries()
+    libraries = libraries_with_masks()
     case, notes = masks.prepared(shape, libraries, 0.0)
     assert notes == {"without flex": "no time to compile it"}
-    assert set(case.calls) == {"causal", "mask", "FA3"}
+    assert set(case.calls) == {"causal", "mask", "FA3", "FA4, a mask"}
