@@ -669,6 +669,7 @@ OPERATIONS = {
         chosen_blocks,
         lambda: {"out": aligned((3, 2, 5), np.int32)},
         ("select_blocks_float32_1024",),
+        integers=("visible",),
         empty=(("scores", "visible"),),
     ),
     "attention of groups": Operation(
