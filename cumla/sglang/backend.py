@@ -157,7 +157,7 @@ class Backend(AttentionBackend):
         is_kept = mode.is_decode_or_idle() or mode.is_target_verify()
         recorded = self._recorded.get((forward_batch.batch_size, mode.is_target_verify()))
         if is_kept and recorded is not None:
-            self.forward_metadata = recorded._replace(steps={})
+            self.forward_metadata = recorded._replace(steps={}, rows={})
         else:
             self._begin(forward_batch, is_kept, in_capture)
         batch = self.forward_metadata
@@ -563,7 +563,8 @@ def _spans(fb: Any, device: torch.device) -> torch.Tensor | None:
     """
     inputs = fb.mm_inputs or []
     found: list[list[tuple[int, int]]] = [[] for _ in range(fb.batch_size)]
-    for spans, request, first in zip(found, inputs, fb.extend_prefix_lens_cpu or (), strict=False):
+    cached = fb.extend_prefix_lens_cpu or [0] * fb.batch_size
+    for spans, request, first in zip(found, inputs, cached, strict=False):
         items = [] if request is None else request.mm_items
         images = [span for item in items if item.is_image() for span in item.offsets or ()]
         spans += [tuple(span) for span in images if span[1] >= first and span[1] > span[0]]

@@ -253,6 +253,12 @@ def _refuse(vllm_config: Any) -> None:
             "enable_dbo: vLLM tells no micro-batch where its images are, and cumla's backend "
             "would let their tokens see no later ones; leave out --enable-dbo",
         )
+    if getattr(model, "rswa_window", None) and divides_steps(vllm_config):
+        raise refusal(
+            model,
+            "enable_dbo: vLLM tells no micro-batch where its prompts end, and with reference "
+            "windows cumla's backend would take them for generated tokens; leave out --enable-dbo",
+        )
 
 
 def _has_spans(vllm_config: Any) -> bool:

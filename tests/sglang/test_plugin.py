@@ -721,6 +721,16 @@ def test_tokens_of_an_image_see_each_other(window: int) -> None:
     assert torch.equal(*outs)
 
 
+def test_images_count_without_the_lengths_of_cached_prefixes() -> None:
+    server = Server(False, hf_config=GEMMA)
+    fb = server.batch(Mode.EXTEND, (90, 5, 33), (20, 5, 33), mm_inputs=image_inputs())
+    fb.extend_prefix_lens_cpu = None
+    server.backend.init_forward_metadata(fb)
+    spans = server.backend.forward_metadata.spans.tolist()
+    assert [70, 86] in spans[0]
+    assert [0, 3] in spans[2]
+
+
 @pytest.mark.parametrize(
     ("mode", "architecture"),
     [(Mode.EXTEND, "SomeForCausalLM"), (Mode.EXTEND, None), (Mode.DECODE, GEMMA.architectures[0])],

@@ -1068,10 +1068,11 @@ def test_mha_refuses_what_it_does_not_have() -> None:
     for other in ({"causal": False}, {"spans": {0: [(3, 9)]}}):
         with pytest.raises(NotImplementedError, match=rf"^rswa_window: .* causal .*{OF_MODEL}"):
             mha.step(int32(90, 33), int32(0, 1, 3), 3, prefixes=int32(9, 9), **other)
-    with pytest.raises(
-        NotImplementedError, match=rf"^enable_dbo: .* leave out --enable-dbo{OF_MODEL}"
-    ):
-        MHA(model={"is_mm_prefix_lm": True}, ubatching=True)
+    for model in ({"is_mm_prefix_lm": True}, RSWA):
+        with pytest.raises(
+            NotImplementedError, match=rf"^enable_dbo: .* leave out --enable-dbo{OF_MODEL}"
+        ):
+            MHA(model=model, ubatching=True)
     mha = MHA()
     step = mha.step(int32(90, 33), int32(0, 1, 3), 3)
     with pytest.raises(NotImplementedError, match=r"^output_scale: .* leave out"):

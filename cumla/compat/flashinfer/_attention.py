@@ -311,13 +311,14 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         said: dict[str, Any] = dict(zip(self._names.sizes, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
         said["max_sequence_kv"] = max_kv_len
-        self._listed = None
+        listed = None
         if isinstance(mask, Lists):
-            self._listed = {name: self._there(array) for name, array in arrays.items()}, shape
+            listed = {name: self._there(array) for name, array in arrays.items()}, shape
             rows = len(mask.kv_lens)
             shape = shape._replace(batch=rows, page_size=1, q_len=1, causal=False, window=None)
             arrays, mask = mask._asdict(), None
         self._take(shape, arrays, said | _said(shape.causal, options))
+        self._listed = listed
         if self._mask is not None and self._keeps_masks:
             assert mask is not None
             keep_mask(self._mask, mask)
