@@ -15,7 +15,7 @@ from cumla.core._driver import driver
 from cumla.mla.shape import E4M3_288, WRITTEN_FORMATS, width_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from types import ModuleType
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,27 @@ def in_parts(rows: Any) -> Any:
             return rows
         return rows.split(width, -1)
     return rows if rows[1].shape[-1] else rows[0]
+
+
+def image_spans(
+    images: Iterable[Iterable[Sequence[int]]], firsts: Iterable[int], device: torch.device
+) -> torch.Tensor | None:
+    """Return the images that hold query tokens of a step, None for a step without them.
+
+    `images` are first and last positions for each request, `firsts` the first query token of each.
+    Returns ``(requests, n, 2)`` int32 on the device; the host does not wait.
+    """
+    found = [
+        [tuple(span) for span in spans if span[1] >= first and span[1] > span[0]]
+        for spans, first in zip(images, firsts, strict=True)
+    ]
+    most = max(map(len, found), default=0)
+    if not most:
+        return None
+    rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in found]
+    is_copied = device.type == "cuda"
+    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=is_copied)
+    return tensor.to(device, non_blocking=True)
 
 
 def append_rows(rows: Any, cache: torch.Tensor, slots: torch.Tensor, kv_scale: Any = None) -> None:

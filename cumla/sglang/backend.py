@@ -14,7 +14,15 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
 from cumla._choices import Layers, invariance, log_layers
-from cumla._serving import Plans, Step, append_rows, cache_dtype, current_capture, in_parts
+from cumla._serving import (
+    Plans,
+    Step,
+    append_rows,
+    cache_dtype,
+    current_capture,
+    image_spans,
+    in_parts,
+)
 from cumla.compat._engine import refusal
 from cumla.core.tree import MOST_DRAFTS
 from cumla.mla.shape import WIDTH, WIDTHS
@@ -557,24 +565,12 @@ def _see_images(model: Any) -> bool:
 
 
 def _spans(fb: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the images that hold tokens of a step, None for a step without them.
-
-    ``(requests, n, 2)``: first and last position; images of cached prefixes are left out.
-    """
-    inputs = fb.mm_inputs or []
-    found: list[list[tuple[int, int]]] = [[] for _ in range(fb.batch_size)]
-    cached = fb.extend_prefix_lens_cpu or [0] * fb.batch_size
-    for spans, request, first in zip(found, inputs, cached, strict=False):
+    """Return the images that hold tokens of a step; those of cached prefixes are left out."""
+    images: list[list[Any]] = [[] for _ in range(fb.batch_size)]
+    for spans, request in zip(images, fb.mm_inputs or (), strict=False):
         items = [] if request is None else request.mm_items
-        images = [span for item in items if item.is_image() for span in item.offsets or ()]
-        spans += [tuple(span) for span in images if span[1] >= first and span[1] > span[0]]
-    most = max(map(len, found), default=0)
-    if not most:
-        return None
-    rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in found]
-    is_copied = device.type == "cuda"
-    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=is_copied)
-    return tensor.to(device, non_blocking=True)
+        spans += [span for item in items if item.is_image() for span in item.offsets or ()]
+    return image_spans(images, fb.extend_prefix_lens_cpu or [0] * fb.batch_size, device)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

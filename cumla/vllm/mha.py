@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 
 import cumla
 from cumla._choices import Layers, invariance, log_layers
-from cumla._serving import Plans, Step, cache_dtype, current_capture
+from cumla._serving import Plans, Step, cache_dtype, current_capture, image_spans
 from cumla.compat._engine import refusal
 from cumla.mha.bias import MOST_COLUMNS
 from cumla.vllm._models import (
@@ -276,17 +276,10 @@ def _spans(common: Any, device: torch.device) -> torch.Tensor | None:
         return None
     starts, bounds = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
     lengths = [0] * len(starts) if bounds is None else bounds.tolist()
-    found: list[list[tuple[int, int]]] = [[] for _ in starts[1:]]
-    for request, spans in common.mm_req_doc_ranges.items():
-        first = lengths[request] - (starts[request + 1] - starts[request])
-        found[request] = [span for span in spans if span[1] >= first and span[1] > span[0]]
-    most = max(map(len, found), default=0)
-    if not most:
-        return None
-    rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in found]
-    is_copied = device.type == "cuda"
-    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=is_copied)
-    return tensor.to(device, non_blocking=True)
+    requests = range(len(starts) - 1)
+    images = [common.mm_req_doc_ranges.get(request, ()) for request in requests]
+    firsts = [lengths[r] - (starts[r + 1] - starts[r]) for r in requests]
+    return image_spans(images, firsts, device)
 
 
 def _plans_of(
