@@ -34,8 +34,7 @@ from cumla.reference.threads import one_blas_thread
 Array = NDArray[Any]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-LATENT_DIM, ROPE_DIM = 512, 64
-ROW_DIM = LATENT_DIM + ROPE_DIM
+LATENT_DIM, ROPE_DIM, ROW_DIM = 512, 64, 576
 PAGE_SIZE = 64
 SPARE_PAGES = 3  # of no request; they stay NaN, as does every slot behind the last token
 LONGEST_PROMPT = 2048
@@ -61,19 +60,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "demo",
         help="decode a text through an MLA layer and check every step",
-        description="Decode a text through an MLA layer with the shapes of DeepSeek-V2-Lite, on "
-        "the GPU if it can run the kernels, and compare every step with un-absorbed attention in "
-        "float32. The exit code is 1 if a step is wrong.",
+        description="Decode a text through an MLA layer of DeepSeek-V2-Lite's shapes, on the GPU "
+        "if it can run the kernels. The exit code is 1 if a step is wrong.",
     )
-    parser.add_argument(
-        "--file",
-        type=Path,
-        default=Path(__file__),
-        help="text whose bytes are the tokens (default: this command's source)",
-    )
-    parser.add_argument(
-        "--steps", type=positive, default=32, help="tokens of each request (default: %(default)s)"
-    )
+    text = "text whose bytes are the tokens (default: this command's source)"
+    parser.add_argument("--file", type=Path, default=Path(__file__), help=text)
+    steps = "tokens of each request (default: %(default)s)"
+    parser.add_argument("--steps", type=positive, default=32, help=steps)
     parser.set_defaults(func=run)
 
 
@@ -118,8 +111,7 @@ def decode(layer: MLALayer, requests: list[Request], steps: int, backend: Backen
             tokens = np.array([r.tokens[p] for r, p in zip(requests, positions, strict=True)])
             append(np.arange(len(requests)), tokens, positions)
             q = backend.put(layer.absorb(*layer.queries(tokens, positions))[:, None].astype(BF16))
-            kv_lens = backend.put((positions + 1).astype(np.int32))
-            arrays = q, kv_cache, block_table, kv_lens
+            arrays = q, kv_cache, block_table, backend.put((positions + 1).astype(np.int32))
             attend = partial(cumla.mla_decode, *arrays, softmax_scale=layer.softmax_scale)
             result, seconds = backend.timed(attend)
             kernel_seconds.append(seconds)
@@ -164,10 +156,8 @@ def cut_requests(text: bytes, steps: int, most: int = LONGEST_PROMPT) -> list[Re
     """Cut a request of each length from the text, spread from its beginning to its end."""
     longest = min(len(text) - steps, most)
     if longest < 1:
-        raise ValueError(
-            f"--steps {steps} needs a text of more than {steps} bytes, got {len(text)}; "
-            "take fewer steps or name a longer text with --file"
-        )
+        needed = f"needs a text of more than {steps} bytes, got {len(text)}"
+        raise ValueError(f"--steps {steps} {needed}; take fewer steps or a longer --file")
     requests = []
     for i, share in enumerate(PROMPT_SHARES):
         prompt = max(round(share * longest), 1)
@@ -260,16 +250,14 @@ class MLALayer:
         self.w_q = normal(hidden, self.heads * (nope_dim + ROPE_DIM), fan_in=hidden)
         self.w_kv = normal(hidden, ROW_DIM, fan_in=hidden)  # to the latent and the rotary key
         self.norm = 1 + np.float32(0.1) * normal(LATENT_DIM)  # of the latent's RMS
-        # From the latent to each head's keys and values.
         self.w_uk = normal(self.heads, nope_dim, LATENT_DIM, fan_in=LATENT_DIM)
         self.w_uv = normal(self.heads, value_dim, LATENT_DIM, fan_in=LATENT_DIM)
 
     def latent_rows(self, tokens: Array, positions: Array) -> Array:
         """Compute the rows that the cache keeps: (tokens, 576) bfloat16."""
-        rows = self.embedding[tokens] @ self.w_kv
-        latent, key = rows[:, :LATENT_DIM], rows[:, LATENT_DIM:]
-        mean_square = np.mean(latent * latent, axis=1, keepdims=True)
-        latent = self.norm * latent / np.sqrt(mean_square + np.float32(1e-6))
+        latent, key = np.split(self.embedding[tokens] @ self.w_kv, [LATENT_DIM], axis=1)
+        mean_square = np.mean(latent * latent, axis=1, keepdims=True) + np.float32(1e-6)
+        latent = self.norm * latent / np.sqrt(mean_square)
         return np.concatenate([latent, rotate(key, positions)], axis=1).astype(BF16)
 
     def queries(self, tokens: Array, positions: Array) -> tuple[Array, Array]:

@@ -56,7 +56,7 @@ constexpr bool kWidened = false;
 template <>
 constexpr bool kWidened<WidenedTilesParams> = true;
 
-// What an entry names, for the query token `own` of the tile, which sees so many tokens of its request.
+// An entry of a list, for the query token `own` of the tile, which sees `seen` tokens of its request.
 struct ListedFor {
   int block, page, own, seen;
 };
@@ -66,7 +66,7 @@ __device__ __forceinline__ void leave_tile(const WidenedTilesParams& p, i64 row)
   p.left_out[atomicAdd(&p.counts->left, 1u)] = static_cast<int>(row);
 }
 
-// Of a word whose bytes are below 128.
+// Counts the nonzero bytes of a word whose bytes are below 128.
 __device__ __forceinline__ int bytes_above_0(u32 word) { return __popc(word + 0x7f7f7f7fu & 0x80808080u); }
 
 template <typename Params>

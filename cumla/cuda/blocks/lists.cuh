@@ -64,7 +64,7 @@ struct List {
     find(p, row);
   }
 
-  // What a row says.
+  // Reads the request of a row and the tokens that it sees.
   __device__ __forceinline__ void find(const ListsParams& p, const BlockRow& row) {
     request = row.request;
     const i64 held = static_cast<i64>(p.max_pages) * p.page_size;

@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_blocks(const PagedMqaFewParams& p, const Lo
   const int log2_of_box = min(p.log2_of_page, 6), log2_of_boxes = 6 - log2_of_box;  // tokens of a box, boxes of a block
   const bool loads = box < 1u << log2_of_boxes;
   auto token_of = [&](u32 n) { return (blockIdx.x + gridDim.x * n) * kBlockTokens + (box << log2_of_box); };
-  // Of the block table, for this lane's block of a round; clamped, so that it exists.
+  // The block table's entry for this lane's block of a round, clamped to one that exists.
   auto entry_of = [&](u32 round) {
     const u32 token = token_of(loader + kFewLoaders * (round * kRound + group));
     return p.block_table[min(token, static_cast<u32>(p.kv_lens.most_tokens - 1)) >> p.log2_of_page];

@@ -156,7 +156,7 @@ __device__ __forceinline__ i64 find_rows(const MaskRowsParams& p, const Query& q
   return sum;
 }
 
-// Whether the token sees a draft of its request; `rows`: where the request begins in a mask of all keys.
+// True if the token sees a draft of its request. `rows`: the request's first row in a mask of all keys.
 __device__ __forceinline__ bool sees_draft(const MaskRowsParams& p, const Query& query, int token, i64 draft,
                                            i64 rows) {
   if (draft >= query.q_len) return false;

@@ -235,7 +235,7 @@ __device__ __forceinline__ int fixed_pieces_of(const ScheduleParams& p, int toke
   return 1 + static_cast<u32>(max(blocks_of(tokens) - p.min_saving, 0)) / static_cast<u32>(p.piece_blocks);
 }
 
-// What the requests of a thread, a warp or a batch cost.
+// Costs of the requests of a thread, a warp or a batch.
 struct InvariantCosts {
   int blocks, parts, longest;  // parts: if requests that may have one part do; longest: of those, in blocks
 
@@ -244,7 +244,7 @@ struct InvariantCosts {
     parts = __reduce_add_sync(0xffffffffu, parts);
     longest = __reduce_max_sync(0xffffffffu, longest);
   }
-  // Whether it takes less time if each request that may have one part has one. `pieces`: all partial results. A CTA
+  // True if it takes less time to give one part to each request that may have one. `pieces`: all partial results. A CTA
   // that has all of a request stores and loads most of them, and waits for no other. The longest may begin last.
   __device__ __forceinline__ bool gain_by_whole(const InvariantScheduleParams& p, int pieces) const {
     const auto waves = [&](int parts) { return static_cast<float>((parts + p.at_once - 1) / p.at_once); };

@@ -148,7 +148,7 @@ struct Hull {
   }
 };
 
-// Whether some query of a tile sees a key.
+// True if some query of a tile sees a key.
 __device__ __forceinline__ bool is_seen(const MaskedParams& p, const RaggedTile& tile, const RequestMask& of,
                                         const Hull& hull, int key) {
   if (key >= of.tokens) return false;

@@ -21,7 +21,7 @@ constexpr int kChunkBytes = 16, kChunk = 8;  // elements of 16 bits
 
 // A row of a table for the query row of a thread.
 struct TableRow : RowBias<TableParams> {
-  // Whether a key of n from the one of from() on has an element.
+  // True if one of the n keys from from() on has an element.
   __device__ __forceinline__ bool touches(int from, int n) const {
     return table->ends_extend || (from >= 0 && from - last() < n);
   }
@@ -34,7 +34,7 @@ struct TableRow : RowBias<TableParams> {
       if ((4 * i + part) * 128 < bytes) prefetch_l2(row + (4 * i + part) * 128);
   }
 
-  // Whether rows are whole chunks of 16 bytes, of elements of 16 bits. A warp then copies those of a block to shared
+  // True if rows are whole chunks of 16 bytes with elements of 16 bits. A warp then copies those of a block to shared
   // memory: a load for each score would touch a line of each row.
   __device__ __forceinline__ bool has_chunks() const {
     const u64 all = reinterpret_cast<u64>(table->data) | static_cast<u64>(table->stride_token | table->stride_head);
@@ -60,7 +60,7 @@ struct TableRow : RowBias<TableParams> {
     const unsigned short* const bits = reinterpret_cast<const unsigned short*>(row);
     const bool all_exist = __all_sync(0xffffffffu, from >= kKeys - 1 && from <= last());
     if (has_chunks() && (all_exist || !table->ends_extend)) {
-      // Of two keys the second one's element comes first. Both are in one word, or in two.
+      // The element of the second of two keys comes first. Both are in one word, or in two.
       const u32 second = band + (least % kChunk + kChunk & kChunk - 1) * 2 + (kKeys - 2 - threadIdx.x % 4 * 2) * 2;
       const u32 words[2] = {second + 2 & ~3u, second & ~3u};
       const bool apart = second & 2;

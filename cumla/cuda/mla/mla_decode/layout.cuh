@@ -114,7 +114,7 @@ struct MlaWidthParams : MlaWindowParams {
   int rope_chunks;  // of 16 bytes, of a row
 };
 
-// Whether a chunk of 16 bytes of the RoPE columns exists. Others are zeros.
+// True if a chunk of 16 bytes of the RoPE columns exists; chunks that do not exist are zeros.
 template <typename AnyTile>
 __device__ __forceinline__ bool has_rope_chunk(const MlaDecodeParams& p, int chunk) {
   if constexpr (AnyTile::kRopeVaries)
@@ -127,7 +127,7 @@ __device__ __forceinline__ bool has_rope_chunk(const MlaDecodeParams& p, int chu
 struct HalfTile;  // mla/mla_decode_halves.cu
 template <typename AnyTile>
 constexpr bool kHasHalf = __is_base_of(HalfTile, AnyTile);
-// Where the columns of this CTA begin in a row of out, in bytes.
+// Byte offset of this CTA's columns in a row of out.
 __device__ __forceinline__ u32 column_of_half(const MlaDecodeParams& p) {
   return blockIdx.x * (p.out_is_float ? 2048 : 1024);
 }

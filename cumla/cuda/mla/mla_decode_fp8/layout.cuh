@@ -42,7 +42,7 @@ template <typename AnyTile>
 __device__ __forceinline__ bool rope_is_fp8(const MlaDecodeFp8Params& p) {
   return AnyTile::kRopeVaries || p.rope_is_fp8;
 }
-// Whether a RoPE column exists. Others are zeros.
+// True if a RoPE column exists; columns that do not exist are zeros.
 template <typename AnyTile>
 __device__ __forceinline__ bool has_rope_column(const MlaDecodeFp8Params& p, int column) {
   if constexpr (AnyTile::kRopeVaries)

@@ -21,8 +21,8 @@ struct Invariant : Base {
 // Blocks of a partial result of the request at a part's place, if the part has all of them; else 0.
 __device__ __forceinline__ int piece_blocks_of(const Part& part) { return part.unused[0]; }
 
-// What a CTA has of the request with which its part begins. A plan that was never updated holds arbitrary bits, so a
-// part has all partial results only if it is the first of its request and has no other.
+// The partial results that a CTA has of the request with which its part begins. A plan that was never updated holds
+// arbitrary bits, so a part has all partial results only if it is the first of its request and has no other.
 struct Pieces {
   int blocks = 0;  // of each partial result; 0: the CTA does not have all
 

@@ -57,10 +57,10 @@ struct WideLayout : Widths<kWideLatentTiles> {
   __device__ __forceinline__ u32 of_warp(int array, int row, int warp) const {
     return of_warps + array * kOfWarpsBytes + (row * 4 + warp) * 4;
   }
-  // Of a query row's output: by a risen maximum; by its sum at the end of a segment.
+  // Factors of a query row's output: for a maximum that rose, and the inverse of its sum at the end of a segment.
   __device__ __forceinline__ u32 factor(int row) const { return factors + row * 4; }
   __device__ __forceinline__ u32 inverse(int row) const { return factor(kWideRows + row); }
-  // The first two words are the Joiner's. Whether a consumer's maxima have risen, of a block.
+  // The first two words are the Joiner's. risen: if a consumer's maxima rose in a block.
   __device__ __forceinline__ u32 risen(int consumer) const { return words + 8 + consumer * 4; }
   // Barriers (table: mla/mla_decode_wide.cu).
   __device__ __forceinline__ u32 full(int k) const { return barriers + k * 8; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What mla_sparse_v4 and mla_sparse_v41 do otherwise than mla_decode with sums and at the end of a segment. A CTA of
+// Sums and the end of a segment in mla_sparse_v4 and mla_sparse_v41, which differ from mla_decode's. A CTA of
 // few lists has one or two blocks, so that combining is half of its time (docs/history/mla_sparse.md). These members of
 // templates are specialised for V4Tile, because the other kernels keep their machine code.
 #pragma once

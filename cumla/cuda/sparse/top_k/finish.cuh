@@ -90,7 +90,7 @@ struct Output {
   }
 };
 
-// Whether slots have positions, and nothing else is written.
+// True if slots have positions and nothing else is written.
 __device__ __forceinline__ bool has_positions_alone(const TopKParams& p) {
   return p.block_table == nullptr && p.offsets == nullptr && p.positions == nullptr && p.values == nullptr;
 }

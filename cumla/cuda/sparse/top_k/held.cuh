@@ -67,7 +67,7 @@ struct Held {
   static constexpr u32 kLeast = 111u << 23, kBehind = 143u << 23, kWidth = 1u << 17;
   // `x` is canonical.
   __device__ __forceinline__ static u32 bin_of(float x) {
-    // Of NaN and a number, fminf returns the number.
+    // fminf of NaN and a number returns the number.
     const float clamped = fmaxf(fminf(fabsf(x), __uint_as_float(kBehind - 1)), __uint_as_float(kLeast));
     const u32 within = (__float_as_uint(clamped) - kLeast) / kWidth;
     return kFineBins / 2 - 1 - (within ^ static_cast<u32>(static_cast<int>(__float_as_uint(x)) >> 31));

@@ -47,7 +47,7 @@ struct ScoreRow {
   int index, start, length;
 };
 
-// What a block has in shared memory before its list of entries.
+// A block's shared memory before its list of entries.
 struct TopKShared {
   u32 histogram[kPasses][kBins];
   u32 coarse[kPasses][32];  // sums over the bins of a warp

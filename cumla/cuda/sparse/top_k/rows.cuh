@@ -102,7 +102,7 @@ __device__ __forceinline__ void place_by_group(TopKShared& head, const Choice& c
   });
 }
 
-// What is loaded before anything else is done with a row.
+// Loads nothing before the work on a row begins.
 struct NothingFirst {
   __device__ __forceinline__ NothingFirst(const TopKParams&, const ScoreRow&) {}
 };
