@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,7 +42,11 @@ class Section:
     columns: Mapping[str, str]  # headings, by key of a shape
     shapes: tuple[Shape, ...]
     build: Callable[..., Case]  # (lab, **shape)
-    baseline: str = ""  # a peer that is no library: what it is in the table's heading
+    baseline: Mapping[str, str] = field(default_factory=dict)  # peers that are no library: headings
+
+    def libraries(self, peers: Iterable[str]) -> list[str]:
+        """Those of the peers that are libraries."""
+        return [peer for peer in dict.fromkeys(peers) if peer not in self.baseline]
 
     def label(self, shape: Shape) -> str:
         """Name a row, short enough for a figure."""

@@ -57,6 +57,7 @@ def _vllm(path: str, platform: Any, **given: Any) -> ModuleType:
     """
     file = find(f"vllm/{path}")
     triton = {"triton": import_module("triton"), "tl": import_module("triton.language")}
+    triton["HAS_TRITON"] = True
     imported = re.findall(r"^(?:from|import) (vllm[.\w]*)", file.read_text("utf-8"), re.M)
     stand_ins: dict[str, Any] = {name: _Absent(name, (), {}) for name in ("vllm", *imported)}
     stand_ins |= {
@@ -313,6 +314,39 @@ class Libraries:
             return _vllm("models/minimax_m3/common/ops/sparse_attn.py", platform)
 
         return self._load("vLLM's kernels of MiniMax M3", load)
+
+    @property
+    def vllm_choice(self) -> Any:
+        """vLLM's Triton kernels of MiniMax M3 that score blocks and choose them."""
+
+        def load() -> Any:
+            platform = SimpleNamespace(is_arch_support_pdl=lambda: True)
+            utils = SimpleNamespace(round_up=lambda size, unit: -(-size // unit) * unit)
+            file = "models/minimax_m3/common/ops/index_topk.py"
+            return _vllm(file, platform, math_utils=utils)
+
+        return self._load("vLLM's choice of blocks", load)
+
+    @property
+    def vllm_qsa(self) -> Any:
+        """vLLM's Triton kernel of Qwen QSA, as a function."""
+
+        def load() -> Any:
+            platform = SimpleNamespace(get_device_capability=lambda: (9, 0))
+            module = _vllm("models/qwen4_exp/nvidia/ops/qsa.py", platform)
+            return module.qsa_sparse_paged_attention
+
+        return self._load("vLLM's kernel of QSA", load)
+
+    @property
+    def vllm_step5(self) -> Any:
+        """vLLM's Triton kernel of Step 5, and how it splits lists."""
+
+        def load() -> Any:
+            platform = SimpleNamespace(is_arch_support_pdl=lambda: True)
+            return _vllm("models/step5/nvidia/ops/sparse_decode_attention.py", platform)
+
+        return self._load("vLLM's kernel of Step 5", load)
 
     @property
     def vllm_attention(self) -> Any:

@@ -95,7 +95,7 @@ def table(section: Section, rows: Sequence[Row]) -> str:
     titles = [section.columns[key] or "form" for key in shown] + ["us", "in a graph"]
     titles += ["rate", "of the ceiling"] if has_rate else []
     for peer in peers:
-        name = section.baseline or peer
+        name = section.baseline.get(peer, peer)
         titles += [f"{name}, us", "x", "x in graphs"]
     lines = [titles]
     for row in rows:
@@ -141,7 +141,8 @@ def figure(section: Section, rows: Sequence[Row]) -> str:
     """A line for each row of a section that a peer has."""
     lines: Dots = []
     for row in rows:
-        found = ((section.baseline or peer, ratio(row, peer)) for peer in row["peers"])
+        names = section.baseline
+        found = ((names.get(peer, peer), ratio(row, peer)) for peer in row["peers"])
         dots = [(peer, x) for peer, x in found if x is not None]
         if dots:
             lines.append((section.label(shape_of(section, row)), dots))
@@ -152,7 +153,7 @@ def overview(record: Row) -> str:
     """A line for each section and library: all rows, and their geometric mean."""
     lines: Dots = []
     for section, rows in measured(record):
-        for peer in [] if section.baseline else peers_of(rows):
+        for peer in section.libraries(peers_of(rows)):
             found = [x for row in rows if (x := ratio(row, peer)) is not None]
             lines.append((section.title, [(peer, x) for x in found]))
     means = {place: geometric_mean(x for _, x in dots) for place, (_, dots) in enumerate(lines)}
@@ -207,15 +208,17 @@ def behind(record: Row) -> str:
     """In how many rows of each section a library is ahead, and where it is most."""
     lines = [["section", "rows beside a library", "a library is ahead in", "smallest x"]]
     for section, rows in measured(record):
-        pairs = [(row, peer) for row in rows for peer in row["peers"] if not section.baseline]
+        pairs = [(row, peer) for row in rows for peer in section.libraries(row["peers"])]
         if not pairs:
             continue
-        ahead = [row for row in rows if any(is_ahead(row, peer) for peer in row["peers"])]
         row, peer = min(pairs, key=lambda pair: ratio(*pair) or math.inf)
         label = section.label(shape_of(section, row))
         least = f"{_marked(ratio(row, peer))} ({peer}, {label})"
-        count = sum(bool(row["peers"]) for row in rows)
-        lines.append([section.title, f"{count}", f"{len(ahead)}", least])
+        beside, ahead = (
+            len({id(row) for row, _ in some})
+            for some in (pairs, [pair for pair in pairs if is_ahead(*pair)])
+        )
+        lines.append([section.title, f"{beside}", f"{ahead}", least])
     return piped(lines)
 
 
@@ -237,9 +240,9 @@ def host(record: Row) -> str:
     """Host time of a call, by section: the median of its rows."""
     lines = [["call", "cumla, us", "others, us"]]
     for section, rows in measured(record):
-        others = [f"{peer} {_median(rows, peer):.0f}" for peer in peers_of(rows)]
-        shown = "-" if section.baseline else ", ".join(others) or "-"
-        lines.append([section.title, f"{_median(rows):.0f}", shown])
+        peers = section.libraries(peers_of(rows))
+        others = ", ".join(f"{peer} {_median(rows, peer):.0f}" for peer in peers)
+        lines.append([section.title, f"{_median(rows):.0f}", others or "-"])
     return piped(lines)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bench.case import Section
-from bench.sections import blocks, caches, heads, indexer, lists, mla, widths
+from bench.sections import blocks, caches, groups, heads, indexer, lists, mla, widths
 
 SECTIONS: tuple[Section, ...] = (
     mla.DENSE,
@@ -23,6 +23,7 @@ SECTIONS: tuple[Section, ...] = (
     indexer.TOP_K,
     blocks.DECODE,
     blocks.PREFILL,
+    groups.GROUPS,
     blocks.SCORES,
     blocks.SELECT,
     blocks.STEP,

@@ -160,7 +160,7 @@ DECODE = Section(
         ),
     ),
     build=decode,
-    baseline="attention to these pages",
+    baseline={"plain": "attention to these pages"},
 )
 
 
@@ -173,7 +173,7 @@ def prefill(lab: Lab, cache: str, context: int, heads: int, kv_heads: int) -> Ca
     if cache == "e4m3":
         k, v = (x.to(lab.dtype("float8_e4m3fn")) for x in (k, v))
     q, table = lab.normal(1, tokens, heads, _COLUMNS), lab.table(1, width)
-    lists = _lists_of_prompt(lab, tokens, kv_heads, kv_len, top)
+    lists = lists_of_prompt(lab, tokens, kv_heads, kv_len, top)
     lens = lab.full(1, kv_len)
     out, lse = lab.empty(*q.shape), lab.empty(*q.shape[:-1], dtype="float32")
     plan = cumla.BlockSparsePlan.from_arrays(q, k, v, lists, block_size=_BLOCK)
@@ -255,10 +255,12 @@ def _flash_infer_of_prompts(
     return {"FlashInfer": [Variant("", run), Variant("short", run_short)]}
 
 
-def _lists_of_prompt(lab: Lab, tokens: int, kv_heads: int, kv_len: int, top: int) -> Any:
+def lists_of_prompt(
+    lab: Lab, tokens: int, kv_heads: int, kv_len: int, top: int, *, block: int = _BLOCK
+) -> Any:
     """The own block of each token, and the best others by scores that 8 neighbours partly share."""
-    torch, width = lab.torch, kv_len // _BLOCK
-    own = torch.arange(kv_len - tokens, kv_len, device=lab.device) // _BLOCK
+    torch, width = lab.torch, kv_len // block
+    own = torch.arange(kv_len - tokens, kv_len, device=lab.device) // block
     shared = lab.normal(-(-tokens // 8), kv_heads, width, dtype="float32")
     scores = lab.normal(tokens, kv_heads, width, dtype="float32")
     scores += 2 * shared.repeat_interleave(8, 0)[:tokens]
@@ -286,7 +288,7 @@ PREFILL = Section(
         ),
     ),
     build=prefill,
-    baseline="attention to all keys",
+    baseline={"plain": "attention to all keys"},
 )
 
 
@@ -318,7 +320,8 @@ def scores(lab: Lab, cache: str, batch: int, kv_len: int) -> Case:
         limit=1e-5,
         nbytes=batch * kv_len * _COLUMNS * keys.element_size() + out.numel() * 4,
         flops=2 * batch * _INDEX_HEADS * kv_len * _COLUMNS,
-        peers=_flash_infer_scores(lab, q, keys, table, lens),
+        peers=_flash_infer_scores(lab, q, keys, table, lens)
+        | _vllm_scores(lab, q, keys, table, lens),
     )
 
 
@@ -328,17 +331,54 @@ def _flash_infer_scores(
     library = lab.libraries.flash_infer_blocks
     if library is None:
         return {}
-    starts = lab.ints(range(len(q) + 1))
-    out = lab.empty(_INDEX_HEADS, table.shape[1], len(q), dtype="float32")
-    given = {"page_table": table, "seqused_k": lens, "output": out}
+    outs = [
+        lab.empty(q.shape[2], table.shape[1], len(q), dtype="float32")
+        for _ in _proxies(lab, q, keys, table, lens)
+    ]
+
+    def variant(name: str, score: Any, out: Any) -> Variant:
+        def run() -> Any:
+            score(out)
+            return out.permute(2, 0, 1)
+
+        return Variant(name, run)
+
+    proxies = zip(_proxies(lab, q, keys, table, lens), outs, strict=True)
+    return {"FlashInfer": [variant(*of, out) for of, out in proxies]}
+
+
+def _proxies(lab: Lab, q: Any, keys: Any, table: Any, lens: Any) -> list[tuple[str, Any]]:
+    """FlashInfer's functions that write scores (heads, blocks, requests), by what they are."""
+    library, starts = lab.libraries.flash_infer_blocks, lab.ints(range(len(q) + 1))
+    given = {"page_table": table, "seqused_k": lens, "max_seqlen_q": 1}
+
+    def usual(out: Any) -> None:
+        most = table.shape[1]
+        library.msa_proxy_score(
+            q[:, 0], keys[:, None], starts, max_k_tiles=most, output=out, **given
+        )
+
+    def short(out: Any) -> None:
+        library.cake_hopper_sm90.hopper_msa_proxy_score_decode(
+            q[:, 0], keys[:, None], per_head=out, batch_size=len(q), **given
+        )
+
+    return [("", usual), ("short", short)] if keys.element_size() == 1 else [("", usual)]
+
+
+def _vllm_scores(lab: Lab, q: Any, keys: Any, table: Any, lens: Any) -> dict[str, list[Variant]]:
+    library, heads = lab.libraries.vllm_choice, q.shape[2]
+    if library is None:
+        return {}
+    most = table.shape[1] * _BLOCK
 
     def run() -> Any:
-        library.msa_proxy_score(
-            q[:, 0], keys[:, None], starts, max_seqlen_q=1, max_k_tiles=table.shape[1], **given
+        scores = library.minimax_m3_index_decode_score(
+            q[:, 0], keys, table, lens, most, 0, 0, heads, 1, 1
         )
-        return out.permute(2, 0, 1)
+        return scores.transpose(0, 1)[..., : table.shape[1]]
 
-    return {"FlashInfer": [Variant("", run)]}
+    return {"vLLM": [Variant("", run)]}
 
 
 SCORES = Section(
@@ -352,7 +392,10 @@ SCORES = Section(
         *(
             (cache, batch, kv_len)
             for cache in ("bfloat16", "e4m3")
-            for batch, kv_len in ((1, 131072), (8, 131072), (64, 32768), (64, 131072))
+            for batch, kv_len in (
+                *((1, 8192), (1, 131072), (8, 131072)),
+                *((64, 32768), (64, 131072)),
+            )
         ),
     ),
     build=scores,
@@ -360,6 +403,7 @@ SCORES = Section(
 
 
 def select(lab: Lab, rows: int, width: int, top: int) -> Case:
+    peers_of = _choosing if top == _TOP else _top_k
     rows, width, top = lab.at_most(rows=(rows, 4), width=(width, 64), top=(top, 8))
     torch = lab.torch
     values, visible = lab.normal(rows, 4, width, dtype="float32"), lab.full(rows, width)
@@ -371,9 +415,53 @@ def select(lab: Lab, rows: int, width: int, top: int) -> Case:
     def error(got: Any) -> float:
         best = values[..., :-1].topk(top - 1).indices.sort().values
         last = torch.full_like(best[..., :1], width - 1)
-        return float((got.long() != torch.cat([best, last], -1)).any())
+        return float((got.long().sort().values != torch.cat([best, last], -1)).any())
 
-    return Case(run, error, limit=0.0, nbytes=rows * 4 * (width + top) * 4)
+    nbytes, peers = rows * 4 * (width + top) * 4, peers_of(lab, values, visible, top)
+    return Case(run, error, limit=0.0, nbytes=nbytes, peers=peers, peer_limit=0.0)
+
+
+def _choosing(lab: Lab, values: Any, visible: Any, top: int) -> dict[str, list[Variant]]:
+    """FlashInfer and vLLM, which choose 16 blocks; of scores as each lays them out."""
+    library, vllm = lab.libraries.flash_infer_blocks, lab.libraries.vllm_choice
+    found, rows = {}, len(values)
+    if library is not None:
+        scores = values.permute(1, 2, 0).contiguous()
+        out = lab.empty(rows, values.shape[1], top, dtype="int32")
+
+        def run() -> Any:
+            library.msa_topk_select(scores, top, visible, out, force_end_blocks=1)
+            return out
+
+        found["FlashInfer"] = [Variant("", run)]
+    if vllm is not None:
+        of_heads = values.transpose(0, 1).contiguous()
+        starts, before = lab.ints(range(rows + 1)), visible * _BLOCK - 1
+
+        def run_vllm() -> Any:
+            chosen = vllm.minimax_m3_index_topk(of_heads, starts, before, 1, top, 0, 1)
+            return chosen.transpose(0, 1)
+
+        found["vLLM"] = [Variant("", run_vllm)]
+    return found
+
+
+def _top_k(lab: Lab, values: Any, visible: Any, top: int) -> dict[str, list[Variant]]:
+    """vLLM's top-k, as it chooses for QSA and Step 5; the forced block has the largest score."""
+    operators = lab.libraries.vllm_operators
+    if operators is None:
+        return {}
+    scores = values.flatten(0, 1).clone()
+    scores[:, -1] = 1e30
+    rows, width = scores.shape
+    lens, out = visible.repeat_interleave(4), lab.empty(rows, top, dtype="int32")
+    memory = lab.torch.zeros(1 << 20, dtype=lab.torch.uint8, device=lab.device)
+
+    def run() -> Any:
+        operators.persistent_topk(scores, lens, out, memory, top, width)
+        return out.view(*values.shape[:2], top)
+
+    return {"vLLM": [Variant("persistent", run)]}
 
 
 SELECT = Section(
@@ -423,7 +511,58 @@ def step(lab: Lab, cache: str, batch: int, kv_len: int) -> Case:
         error,
         limit=6e-3,
         nbytes=batch * (kv_len * unit + top * _BLOCK * 2 * unit + 16 * 4) * _COLUMNS,
+        peers=_flash_infer_step(lab, (q, index_q), (k, v, keys), table, lens, top)
+        | _vllm_step(lab, (q, index_q), (k, v, keys), table, lens, top),
     )
+
+
+def _flash_infer_step(
+    lab: Lab, rows: tuple[Any, ...], caches: tuple[Any, ...], table: Any, lens: Any, top: int
+) -> dict[str, list[Variant]]:
+    """Three calls, over e4m3 caches."""
+    (q, index_q), (k, v, keys) = rows, caches
+    library = lab.libraries.flash_infer_blocks if k.element_size() == 1 else None
+    if library is None:
+        return {}
+    halves = _both(lab, k, v).split(_COLUMNS, -1)
+    scores = lab.empty(1, table.shape[1], len(q), dtype="float32")
+    blocks, out = lab.empty(len(q), 1, top, dtype="int32"), lab.empty(*q[:, 0].shape)
+    visible = lab.full(len(q), table.shape[1])
+    given = {"page_table": table, "seqused_k": lens, "seqlen_q": 1, "out": out}
+
+    def variant(name: str, score: Any) -> Variant:
+        def run() -> Any:
+            score(scores)
+            library.msa_topk_select(scores, top, visible, blocks, force_end_blocks=1)
+            chosen = blocks.view(1, len(q), top)
+            library.msa_sparse_decode_attention(q[:, 0], *halves, chosen, **given)
+            return out[:, None]
+
+        return Variant(name, run)
+
+    return {"FlashInfer": [variant(*of) for of in _proxies(lab, index_q, keys, table, lens)]}
+
+
+def _vllm_step(
+    lab: Lab, rows: tuple[Any, ...], caches: tuple[Any, ...], table: Any, lens: Any, top: int
+) -> dict[str, list[Variant]]:
+    """Scores and choice in one call, then attention."""
+    (q, index_q), (k, v, keys) = rows, caches
+    choice, attending = lab.libraries.vllm_choice, lab.libraries.vllm_blocks
+    if choice is None or attending is None:
+        return {}
+    cache, out, most = _both(lab, k, v), lab.empty(*q[:, 0].shape), table.shape[1] * _BLOCK
+
+    def run() -> Any:
+        chosen = choice.minimax_m3_index_decode(
+            index_q[:, 0], keys, table, lens, most, top, 0, 1, 1, 1, 1
+        )
+        attending.minimax_m3_sparse_attn_decode(
+            q[:, 0], cache, chosen, table, lens, 1, _COLUMNS**-0.5, out, 1
+        )
+        return out[:, None]
+
+    return {"vLLM": [Variant("", run)]}
 
 
 STEP = Section(

@@ -200,7 +200,7 @@ WRITES = Section(
         ("quantize_fp8", 329856, 64, False),
     ),
     build=writes,
-    baseline="a copy",
+    baseline={"a copy": "a copy"},
 )
 
 # --- merges ---------------------------------------------------------------------------------------
@@ -239,5 +239,5 @@ MERGES = Section(
         *((2, 2720, "bfloat16"), (8, 907, "bfloat16"), (2, 1363, "float32")),
     ),
     build=merges,
-    baseline="a copy",
+    baseline={"a copy": "a copy"},
 )

@@ -431,7 +431,7 @@ INVARIANT = Section(
         ),
     ),
     build=invariant,
-    baseline="the usual mode",
+    baseline={"usual": "the usual mode"},
 )
 
 
@@ -467,5 +467,5 @@ PAGES = Section(
         ),
     ),
     build=pages,
-    baseline="pages of 64",
+    baseline={"usual": "pages of 64"},
 )

@@ -255,6 +255,80 @@ def _chain(layer: Any, q: Any, cache: Any, step: Any, scale: Any) -> tuple[Any, 
     return cumla.mla_decode(*given, **options).out[:, 0], None
 
 
+def _proxy(q: Any, keys: Any, *, per_head: Any, batch_size: int, **given: Any) -> None:
+    starts = torch.arange(batch_size + 1, dtype=torch.int32)
+    face = import_module("cumla.compat.flashinfer.msa_ops")
+    face.msa_proxy_score(q, keys, starts, max_k_tiles=per_head.shape[1], output=per_head, **given)
+
+
+def _decode_score(
+    q: Any, keys: Any, table: Any, lens: Any, most: int, init: int, local: int, *numbers: int
+) -> Any:
+    assert (most, init, local) == (table.shape[1] * 128, 0, 0)
+    assert numbers == (q.shape[1], 1, 1)
+    given = {"block_size": 128, "kv_lens": lens, "block_table": table}
+    scores = cumla.block_scores(q[:, None], keys, **given).transpose(0, 1)
+    return torch.cat([scores, scores[..., :1]], -1)
+
+
+def _qsa(
+    q: Any,
+    k: Any,
+    v: Any,
+    packed: Any,
+    table: Any,
+    of_request: Any,
+    is_prompt: bool,
+    out: Any,
+    *scales: float,
+    output_gate: Any,
+) -> None:
+    assert scales == (1.0, 1.0)
+    for row, request in enumerate(of_request.tolist()):
+        tokens = packed[row, : packed[row, -1]][None, None]
+        many = int(tokens.max()) + 1
+        result = cumla.block_sparse_attention(
+            *(q[row : row + 1], k, v, tokens),
+            block_size=1,
+            kv_lens=torch.tensor([many], dtype=torch.int32),
+            block_table=table[request : request + 1],
+            qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
+        )
+        out[row] = (result.out[0] * output_gate.view_as(q)[row].sigmoid()).to(out.dtype)
+
+
+def _step5(
+    q: Any,
+    cache: Any,
+    regions: Any,
+    table: Any,
+    positions: Any,
+    active: Any,
+    out: Any,
+    *,
+    query_len: int,
+    splits: int,
+    scale: float,
+    **scales: Any,
+) -> None:
+    assert splits == 4
+    assert bool(active.all())
+    heads, (k, v) = cache.shape[1], cache.split(q.shape[-1], -1)
+    for row, region in enumerate(regions):
+        at, request, kv = int(positions[row]), row // heads // query_len, row % heads
+        assert region[-1] == at // 8
+        result = cumla.block_sparse_attention(
+            *(q[row : row + 1], k[:, kv, :, None], v[:, kv, :, None], region[None, None]),
+            block_size=8,
+            kv_lens=torch.tensor([at + 1], dtype=torch.int32),
+            block_table=table[request : request + 1],
+            qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
+            softmax_scale=scale,
+            **({name: float(of) for name, of in scales.items()} if cache.dtype == E4M3 else {}),
+        )
+        out[row] = result.out[0]
+
+
 class FakeLibraries:
     """All of them."""
 
@@ -266,10 +340,19 @@ class FakeLibraries:
         face = import_module("cumla.compat.flashinfer.msa_ops")
         causal = partial(face.msa_sparse_attention, causal=True)
         functions = {name: getattr(face, name) for name in dir(face) if name.startswith("msa_")}
-        short = SimpleNamespace(hopper_msa_sparse_attention=causal)
+        short = SimpleNamespace(
+            hopper_msa_sparse_attention=causal, hopper_msa_proxy_score_decode=_proxy
+        )
         self.flash_infer_blocks = SimpleNamespace(cake_hopper_sm90=short, **functions)
         self.flash_infer_windows = SimpleNamespace(run=_windows_of_flash_infer)
         self.vllm_blocks = import_module("cumla.compat.vllm_minimax_m3")
+        choice = {name: getattr(self.vllm_blocks, name) for name in dir(self.vllm_blocks)}
+        choice["minimax_m3_index_decode_score"] = _decode_score
+        self.vllm_choice = SimpleNamespace(**choice)
+        self.vllm_qsa = _qsa
+        self.vllm_step5 = SimpleNamespace(
+            sparse_decode_splits=lambda rows: 4, sparse_decode_attention=_step5
+        )
         self.vllm_mla = SimpleNamespace(decode_attention_fwd=_triton_mla)
         self.vllm_windows = _chain
         self.notes = ["none is real"]
