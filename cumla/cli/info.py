@@ -330,9 +330,8 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
     yield "served", f"yes, with --attention-backend CUSTOM{untried}"
     yield from kernels
     if model.by_blocks:
-        own = "blocks that an indexer chooses: vLLM's own class, which calls Triton functions"
-        way = "cumla.compat.vllm_minimax_m3.replace() in each process puts cumla's in their place"
-        yield f"{model.by_blocks} layers", f"{own}\n{way}"
+        ours = "block_attention, block_scores, select_blocks"
+        yield f"{model.by_blocks} layers", f"blocks that an indexer chooses\n{ours}"
     if args.fp8_products and not any("fp8_products" in names for _, names in kernels):
         need = "dense MLA of 576 columns, an FP8 cache, a multiple of 64 heads on each GPU"
         yield "--fp8-products", f"has no effect: needs {need}"
@@ -355,7 +354,7 @@ def _beside(model: Model, cache: str) -> Iterator[tuple[str, str]]:
         yield "indexer", own if model.pool > 1 else "paged_mqa_logits, mqa_logits, top_k"
     yield "drafts", "yes, in chains"
     among = "; the indexer's scores differ in their last bits" if is_sparse else ""
-    among = "; vLLM decides for its own layers" if model.by_blocks else among
+    among = "; not of layers that choose blocks" if model.by_blocks else among
     yield "batch invariance", f"yes, by VLLM_BATCH_INVARIANT=1{among}"
     shared = "yes; kernels then have the heads of all ranks that share a cache"
     if not is_sparse:

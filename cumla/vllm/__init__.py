@@ -67,7 +67,7 @@ def register() -> None:
         )
         return
     register_backend(custom, _PATH)
-    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41):
+    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41, InMiniMaxM3):
         care.take_care()
 
 
@@ -186,6 +186,35 @@ class InDeepSeekV41(InDeepSeekV4):
                 theirs.__name__,
             )
         return theirs
+
+
+class InMiniMaxM3(_OnImport):
+    """Lets the layers of MiniMax M3 that choose blocks do so by cumla where CUSTOM is asked for.
+
+    They call Triton functions whatever the option says.
+    """
+
+    name = "vllm.models.minimax_m3.nvidia.model"
+    _names = ("select_main_backend_and_impl_cls", "select_main_impl_cls")  # of 0.33, and of 0.26
+
+    @classmethod
+    def replace(cls, module: Any) -> None:
+        """Replace the functions as soon as a layer chooses its class."""
+        for name in cls._names:
+            theirs = getattr(module, name, None)
+            if theirs is not None and getattr(theirs, "__module__", None) != __name__:
+                setattr(module, name, cls._asking(theirs))
+
+    @staticmethod
+    def _asking(theirs: Any) -> Any:
+        def choose(**given: Any) -> Any:
+            if _is_asked_for():
+                from cumla.vllm import minimax_m3
+
+                minimax_m3.attend()
+            return theirs(**given)
+
+        return choose
 
 
 def _is_asked_for() -> bool:

@@ -261,7 +261,9 @@ def test_layers_that_choose_blocks_are_those_of_vllm(config: dict[str, Any], inf
     assert code == 0
     found = rows(text)
     assert found["3 layers"] == "full attention"
-    assert found["9 layers"].startswith("blocks that an indexer chooses: vLLM's own")
+    assert found["9 layers"] == "blocks that an indexer chooses"
+    assert "block_attention, block_scores, select_blocks" in text
+    assert found["batch invariance"].endswith("; not of layers that choose blocks")
     assert "not tried: layers that choose blocks" in text
     assert "12 layers" not in found
 
