@@ -56,8 +56,8 @@ def _vllm(path: str, platform: Any, **given: Any) -> ModuleType:
     Names of modules in `given` are those behind the last dot.
     """
     file = find(f"vllm/{path}")
-    triton = {"triton": import_module("triton"), "tl": import_module("triton.language")}
-    triton["HAS_TRITON"] = True
+    triton: dict[str, Any] = {"triton": import_module("triton"), "HAS_TRITON": True}
+    triton["tl"] = import_module("triton.language")
     imported = re.findall(r"^(?:from|import) (vllm[.\w]*)", file.read_text("utf-8"), re.M)
     stand_ins: dict[str, Any] = {name: _Absent(name, (), {}) for name in ("vllm", *imported)}
     stand_ins |= {

@@ -43,7 +43,7 @@ class _Work(NamedTuple):
 
     def positions(self, token: int) -> int:
         """The position of a query token; all requests are equally long."""
-        queries = self.q.shape[1]
+        queries: int = self.q.shape[1]
         return int(self.lens[0]) - queries + token % queries
 
 
@@ -76,8 +76,7 @@ def attention(
         columns**-0.5,
     )
     k, v = work.cache.split(columns, -1)
-    given = {"block_size": group, "kv_layout": "HND"}
-    plan = cumla.BlockSparsePlan.from_arrays(work.q, k, v, lists, **given)
+    plan = cumla.BlockSparsePlan.from_arrays(work.q, k, v, lists, block_size=group, kv_layout="HND")
     plan.update(work.lens)
     out, lse = lab.empty(*work.q.shape), lab.empty(*work.q.shape[:-1], dtype="float32")
     table = work.table

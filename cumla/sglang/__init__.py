@@ -78,6 +78,10 @@ def _make(runner: Any) -> Any:
     backend = backend_of("sglang", sglang.__version__, TESTED, _NAME, module, ("Backend",))
     if runner.use_mla_backend:
         _teach_deepseek(is_sparse)
+    elif _chooses_blocks(runner):
+        from cumla.sglang import minimax_m3
+
+        minimax_m3.attend(runner.page_size)
     return backend.Backend(runner)
 
 
@@ -85,6 +89,12 @@ def _has_indexer(runner: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return bool(is_deepseek_dsa(runner.model_config.hf_config))
+
+
+def _chooses_blocks(runner: Any) -> bool:
+    """Return whether the model is MiniMax M3, whose layers that do so SGLang serves by a class."""
+    architectures = getattr(runner.model_config.hf_config, "architectures", None) or ()
+    return any(name.startswith("MiniMaxM3Sparse") for name in architectures)
 
 
 def _teach_deepseek(is_sparse: bool) -> None:
