@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen's QSA and Step 5 in vLLM: attention to groups of tokens where CUSTOM is asked for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cumla.vllm
+from tests.vllm import stub
+from tests.vllm.stub import stubbed
+
+torch = pytest.importorskip("torch")
+
+E4M3 = torch.float8_e4m3fn
+QSA = """
+class Qwen4ExpQSAFlashAttentionImpl:
+    def __init__(self, head_size, kv_cache_dtype):
+        self.head_size, self.kv_cache_dtype = head_size, kv_cache_dtype
+
+    def forward_qsa(self, *args, **options):
+        return "theirs"
+"""
+STEP5 = """
+class Step5DSAAttentionImpl:
+    def __init__(self):
+        from of_vllm import regions
+        self.decode = lambda *args, **options: regions.sparse_decode_attention(*args, **options)
+"""
+REGIONS = "sparse_decode_attention = lambda *args, **options: 'theirs'\n"
+LENS, TABLE = (37, 150, 9), ((3, 9, 1, 0, 0), (4, 2, 6, 7, 5), (8, 0, 0, 0, 0))
+PAGE = 32
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package that stands for vLLM's."""
+    folder = tmp_path / "of_vllm"
+    folder.mkdir()
+    for name, text in (("__init__", ""), ("qsa", QSA), ("step5", STEP5), ("regions", REGIONS)):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cumla.vllm.InQSA, "name", "of_vllm.qsa")
+    monkeypatch.setattr(cumla.vllm.InStep5, "name", "of_vllm.step5")
+    with stubbed():
+        from cumla.vllm import step5
+
+        monkeypatch.setattr(step5, "_HOME", "of_vllm.regions")
+        yield folder
+    for name in [each for each in sys.modules if each.split(".")[0] == "of_vllm"]:
+        del sys.modules[name]
+
+
+def made(model: str, *args: Any, backend: Any = stub.Backends.CUSTOM) -> Any:
+    """An object of vLLM's class."""
+    cumla.vllm.register()
+    from vllm.config import get_current_vllm_config
+
+    get_current_vllm_config().attention_config.backend = backend
+    module: Any = import_module(f"of_vllm.{model}")
+    (impl,) = (each for name, each in vars(module).items() if name.endswith("Impl"))
+    return impl(*args)
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+def attended(q: Any, cache: Any, request: int, tokens: list[int], head: int) -> Any:
+    """Attend from (heads, columns) to tokens of a request."""
+    pages = torch.tensor(TABLE)[request, torch.tensor(tokens) // PAGE]
+    rows = cache[pages, head, torch.tensor(tokens) % PAGE].float()
+    k, v = rows.split(q.shape[-1], -1)
+    return (q.float() @ k.T * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def test_other_backends_keep_vllms_functions() -> None:
+    theirs = {"backend": stub.Backends.FLASH_ATTN}
+    assert made("qsa", 64, "auto", **theirs).forward_qsa() == "theirs"
+    assert made("step5", **theirs).decode() == "theirs"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 5)])
+def test_qsa(counts: tuple[int, ...], dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Lists of tokens by groups of 4, the open group behind them, and rows that are padding."""
+    heads, kv_heads, columns, scale = 6, 2, 64, 0.5 if dtype == "fp8" else 1.0
+    tokens, width = sum(counts), 8 + 4
+    cache = numbers(10, kv_heads, PAGE, 2 * columns, seed=1)
+    cache = cache.to(E4M3) if dtype == "fp8" else cache
+    lists = torch.full((tokens + 2, width), -1, dtype=torch.int32)
+    wanted: list[tuple[int, list[int]]] = []
+    for request, count in enumerate(counts):
+        for i in range(count):
+            at, row = LENS[request] - count + i, len(wanted)
+            groups = [g for g in (row % 3, (at + 1) // 4 - 1) if g < (at + 1) // 4]
+            listed = [4 * g + j for g in groups for j in range(4)]
+            listed += range((at + 1) // 4 * 4, at + 1)
+            lists[row, : len(listed)] = torch.tensor(listed)
+            lists[row, -1] = len(listed)
+            wanted.append((request, sorted({*listed})))
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)]).int()
+    metadata = SimpleNamespace(
+        num_actual_tokens=tokens + 2,
+        seq_lens=torch.tensor(LENS).int(),
+        query_start_loc=starts,
+        block_table=torch.tensor(TABLE).int(),
+    )
+    layer = SimpleNamespace(topk_indices_buffer=lists, indexer=SimpleNamespace(compress_ratio=4))
+    layer._k_scale_float = layer._v_scale_float = scale
+    q, gate = numbers(tokens + 3, heads, columns), numbers(tokens + 3, heads * columns, seed=2)
+    out = torch.full_like(q, 7)
+    with caplog.at_level(logging.INFO):
+        impl = made("qsa", columns, dtype)
+    assert "cumla attends in layers of QSA" in caplog.text
+    stored = cache.view(torch.uint8) if dtype == "fp8" else cache
+    found = impl.forward_qsa(
+        *(layer, q, None, None, stored, metadata, out, None, counts[0] > 1, gate)
+    )
+    assert found is out
+    assert not out[tokens:].any()
+    for row, (request, listed) in enumerate(wanted):
+        for head in range(kv_heads):
+            some = slice(3 * head, 3 * head + 3)
+            want = attended(q[row, some], cache.float() * scale, request, listed, head)
+            want *= gate.view_as(q)[row, some].float().sigmoid()
+            torch.testing.assert_close(out[row, some].float(), want, rtol=2e-2, atol=2e-2)
+    metadata.num_actual_tokens = 0
+    rows = (layer, q, None, None, stored, metadata, out, None, False, gate)
+    assert impl.forward_qsa(*rows) == "theirs"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(
+    ("query_len", "kv_heads", "clear", "has_gate"),
+    [(1, 1, True, False), (1, 2, True, True), (3, 2, True, True), (2, 1, False, False)],
+)
+def test_step5(
+    query_len: int,
+    kv_heads: int,
+    clear: bool,
+    has_gate: bool,
+    dtype: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regions of 8 tokens, the own one last, behind -1; the last request is none."""
+    heads, columns, scale = 4, 64, 1.0 if dtype == torch.bfloat16 else 0.5
+    tokens = 3 * query_len
+    rows = tokens * kv_heads
+    cache = numbers(10, kv_heads, PAGE, 2 * columns, seed=1)
+    cache = cache if dtype == torch.bfloat16 else cache.to(E4M3)
+    at = torch.tensor(LENS)[:, None] - query_len + torch.arange(query_len)
+    positions, active = (
+        x.flatten().repeat_interleave(kv_heads)
+        for x in (at, torch.tensor([1, 1, 0])[:, None].expand(-1, query_len))
+    )
+    regions = torch.full((rows, 4), -1)
+    for row, own in enumerate((positions // 8).tolist()):
+        chosen = sorted({r for r in (row % 3, own - 1, own) if 0 <= r <= own})
+        regions[row, 4 - len(chosen) :] = torch.tensor(chosen)
+    q, gate = numbers(rows, heads, columns), numbers(tokens, kv_heads * heads, seed=2)
+    out, factor = torch.full_like(q, 7), torch.tensor(scale)
+    with caplog.at_level(logging.INFO):
+        decode = made("step5").decode
+    assert "cumla attends in layers of Step 5 that choose regions" in caplog.text
+    decode(
+        *(q, cache if scale == 1 else cache.view(dtype), regions, torch.tensor(TABLE).int()),
+        *(positions, active.bool(), out),
+        scale=columns**-0.5,
+        query_len=query_len,
+        splits=2,
+        clear_inactive=clear,
+        k_scale=factor,
+        v_scale=factor,
+        gate=gate if has_gate else None,
+    )
+    for row in range(rows):
+        request, head = row // (query_len * kv_heads), row % kv_heads
+        if not active[row]:
+            assert not clear or not out[row].any()
+            continue
+        listed = [8 * r + j for r in regions[row].tolist() if r >= 0 for j in range(8)]
+        listed = [t for t in listed if t <= positions[row]]
+        want = attended(q[row], cache.float() * scale, request, listed, head)
+        if has_gate:
+            some = slice(head * heads, (head + 1) * heads)
+            want *= gate[row // kv_heads, some, None].float().sigmoid()
+        torch.testing.assert_close(out[row].float(), want, rtol=2e-2, atol=2e-2)
+    empty = (q[:0], cache, regions[:0], torch.tensor(TABLE).int(), positions[:0], active[:0])
+    assert decode(*empty, out[:0], scale=1.0, splits=1) is None
+
+
+def test_another_version_of_step5_is_refused(modules: Path) -> None:
+    (modules / "regions.py").write_text("")
+    wanted = "needs of_vllm.regions.sparse_decode_attention, which this version does not use for"
+    with pytest.raises(RuntimeError, match=wanted):
+        made("step5")
