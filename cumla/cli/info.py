@@ -311,7 +311,7 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
     yield "model", f"{model.kind}, {'MLA' if model.use_mla else 'no MLA'}, {model.dtype}"
     yield "each GPU", f"{heads}{sinks}; cache {cache}, pages of {page} tokens"
     reasons = [*([reason] if reason else []), *model.refusals(cache, args.block_size)]
-    if not model.windows:
+    if not model.windows and not model.by_blocks:
         reasons.append("layers: needs attention, got none")
     kernels: list[tuple[str, str]] = []
     if not reasons:
@@ -331,6 +331,7 @@ def _model_rows(args: argparse.Namespace, model: Model, reason: str) -> Iterator
     yield from kernels
     if model.by_blocks:
         ours = "block_attention, block_scores, select_blocks"
+        ours = "block_sparse_attention; vLLM's own chooses" if model.by_groups else ours
         yield f"{model.by_blocks} layers", f"blocks that an indexer chooses\n{ours}"
     if args.fp8_products and not any("fp8_products" in names for _, names in kernels):
         need = "dense MLA of 576 columns, an FP8 cache, a multiple of 64 heads on each GPU"

@@ -265,6 +265,7 @@ _WITH_MLA = (
 )
 _V41 = "deepseek_v41"
 _BY_BLOCKS = "minimax_m3_sparse"  # transformers' name of these layers
+_BY_GROUPS = ("indexer_n_heads", "sparse_config")  # of QSA, and of Step 5
 _COMPRESSED = {"compress_ratios", "compress_rates"}  # as DeepSeek, and as transformers names them
 _IMAGES_SEE_EACH_OTHER = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma", "umm")
 _WITH_ALIBI_BY_ROOTS = ("step1",)
@@ -320,7 +321,8 @@ class Model(NamedTuple):
     untried: tuple[str, ...]
     is_v4: bool = False  # compressed tokens beside a window
     pool: int = 1  # neighbouring tokens that an indexer chooses together
-    by_blocks: int = 0  # layers of MiniMax M3 that choose blocks: vLLM gives them its own class
+    by_blocks: int = 0  # layers that choose blocks: vLLM gives them classes of its own
+    by_groups: bool = False  # these choose groups of few tokens, by functions of vLLM
 
     @property
     def kernels(self) -> type[MLAKernels | MHAKernels]:
@@ -374,6 +376,9 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
     is_v4 = kind in ("deepseek_v4", _V41)
     use_mla = is_v4 or (kind in _WITH_MLA and bool(config.get("kv_lora_rank")))
     kinds = ["full"] * _layers(config) if is_v4 else _kinds(config)
+    by_groups = any(config.get(name) for name in _BY_GROUPS)
+    if by_groups:
+        kinds = [_BY_BLOCKS if each == "full_attention" else each for each in kinds]
     by_blocks = kinds.count(_BY_BLOCKS)
     kinds = [each for each in kinds if each != _BY_BLOCKS]
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -410,6 +415,7 @@ def read_model(path: str, dtype: str = "auto", tensor_parallel_size: int = 1) ->
         is_v4,
         _number(config, "index_kpool") if config.get("index_kpool") else 1,
         by_blocks,
+        by_groups,
     )
 
 

@@ -268,6 +268,21 @@ def test_layers_that_choose_blocks_are_those_of_vllm(config: dict[str, Any], inf
     assert "12 layers" not in found
 
 
+@pytest.mark.parametrize(
+    ("more", "sparse"),
+    [
+        ({"indexer_n_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 6}, 6),
+        ({"sparse_config": {"topk": 512}, "layer_types": ["full_attention"] * 12}, 12),
+    ],
+)
+def test_layers_that_choose_groups_of_tokens(more: dict[str, Any], sparse: int, info: Any) -> None:
+    """Qwen's QSA and Step 5, whose choice is vLLM's."""
+    code, text = info(LLAMA | {"model_type": "some"} | more)
+    assert code == 0
+    assert rows(text)[f"{sparse} layers"] == "blocks that an indexer chooses"
+    assert "block_sparse_attention; vLLM's own chooses" in text
+
+
 def test_deepseek_v41_is_refused_by_its_name(info: Any) -> None:
     """Whatever its file has: vLLM takes the text out of a config of its own."""
     flat = V4_OF_TRANSFORMERS | {"model_type": "deepseek_v41"}
