@@ -297,38 +297,6 @@ def _qsa(
         out[row] = (result.out[0] * output_gate.view_as(q)[row].sigmoid()).to(out.dtype)
 
 
-def _step5(
-    q: Any,
-    cache: Any,
-    regions: Any,
-    table: Any,
-    positions: Any,
-    active: Any,
-    out: Any,
-    *,
-    query_len: int,
-    splits: int,
-    scale: float,
-    **scales: Any,
-) -> None:
-    assert splits == 4
-    assert bool(active.all())
-    heads, (k, v) = cache.shape[1], cache.split(q.shape[-1], -1)
-    for row, region in enumerate(regions):
-        at, request, kv = int(positions[row]), row // heads // query_len, row % heads
-        assert region[-1] == at // 8
-        result = cumla.block_sparse_attention(
-            *(q[row : row + 1], k[:, kv, :, None], v[:, kv, :, None], region[None, None]),
-            block_size=8,
-            kv_lens=torch.tensor([at + 1], dtype=torch.int32),
-            block_table=table[request : request + 1],
-            qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
-            softmax_scale=scale,
-            **({name: float(of) for name, of in scales.items()} if cache.dtype == E4M3 else {}),
-        )
-        out[row] = result.out[0]
-
-
 class FakeLibraries:
     """All of them."""
 
@@ -350,8 +318,9 @@ class FakeLibraries:
         choice["minimax_m3_index_decode_score"] = _decode_score
         self.vllm_choice = SimpleNamespace(**choice)
         self.vllm_qsa = _qsa
+        step5 = import_module("cumla.vllm.step5").sparse_decode_attention
         self.vllm_step5 = SimpleNamespace(
-            sparse_decode_splits=lambda rows: 4, sparse_decode_attention=_step5
+            sparse_decode_splits=lambda rows: 4, sparse_decode_attention=step5
         )
         self.vllm_mla = SimpleNamespace(decode_attention_fwd=_triton_mla)
         self.vllm_windows = _chain
