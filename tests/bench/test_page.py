@@ -170,3 +170,24 @@ def test_an_old_record_is_refused_with_the_way_out(record: dict[str, Any], tmp_p
         page.StaleRecordError, match=f"older than the kernels: .* {entry} still .*\n.*compile"
     ):
         page.read(path)
+
+
+def test_libraries_beside_a_baseline_are_counted(record: dict[str, Any]) -> None:
+    """And the baseline, which is none, has a heading of its own."""
+    blocks = next(section for section in SECTIONS if section.name == "blocks")
+    record["sections"]["blocks"] = [
+        row(blocks, 0, plain=90.0, vLLM=120.0),
+        row(blocks, 1, plain=90.0, vLLM=80.0),
+        row(blocks, 2, plain=90.0),
+    ]
+    line = next(
+        line for line in page.behind(record).splitlines() if line.startswith(f"| {blocks.title}")
+    )
+    assert line.startswith(f"| {blocks.title} | 2 | 1 | ")
+    assert "vLLM" in line
+    rows = record["sections"]["blocks"]
+    titles = page.table(blocks, rows).splitlines()[0]
+    assert "| attention to these pages, us | x | x in graphs | vLLM, us |" in titles
+    hosts = next(line for line in page.host(record).splitlines() if blocks.title in line)
+    assert "vLLM 20" in hosts
+    assert "plain" not in hosts
