@@ -8,7 +8,10 @@ An AssertionError says what does not fit; the last line printed is the version.
 
 from __future__ import annotations
 
+import ast
+from importlib.util import find_spec
 from inspect import Parameter, getsource, signature
+from pathlib import Path
 from typing import Any
 
 import sglang
@@ -45,6 +48,28 @@ def check_graphs_and_lists() -> None:
     assert sparse.count("return self._forward_fa3(") == 2
     given = signature(DeepseekSparseAttnBackend._forward_fa3).parameters
     assert {"q_rope", "kv_cache", "q_nope", "page_table", "cache_seqlens", "sm_scale"} <= set(given)
+
+
+def check_blocks() -> None:
+    """What the layers of MiniMax M3 call that choose blocks: all arguments are named."""
+    from cumla.sglang.minimax_m3 import _FUNCTIONS, _HOME
+
+    spec = find_spec(_HOME)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+    ]
+    assert {node.func.id for node in calls if isinstance(node.func, ast.Name)} == {*_FUNCTIONS}
+    shared = {"q", "k_cache", "v_cache", "sink", "req_to_token", "slot_ids", "seq_lens"}
+    for node in calls:
+        assert not node.args
+        assert shared | {"sm_scale", "k_scale", "v_scale"} <= {of.arg for of in node.keywords}
 
 
 def main() -> None:
@@ -103,6 +128,7 @@ def main() -> None:
     assert "mask_mode, fill_mask = verify_mask.mode, verify_mask.is_read" in worker
     assert "verify_mask.buffer if verify_mask.fits(bs) else None" in worker
     check_graphs_and_lists()
+    check_blocks()
     print(sglang.__version__)
 
 

@@ -9,7 +9,9 @@ says what does not fit; the last line printed is the version.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +82,31 @@ def graphs_of_drafts(builder: Any) -> CUDAGraphMode:
     return found
 
 
+def check_layers_of_their_own() -> None:
+    """What the plugin replaces in models whose layers do not ask for a backend."""
+    import cumla.vllm
+    from cumla.compat.vllm_minimax_m3 import _HOMES
+    from cumla.vllm.step5 import _HOME
+
+    qsa, step5 = cumla.vllm.InQSA, cumla.vllm.InStep5
+    wanted: dict[str, Any] = {**_HOMES, qsa.name: (qsa.impl,), step5.name: (step5.impl,)}
+    for home, names in (wanted | {_HOME: ("sparse_decode_attention",)}).items():
+        text = source_of(home)
+        assert text is None or all(name in text for name in names), home
+    m3 = cumla.vllm.InMiniMaxM3
+    text = source_of(m3.name)
+    assert text is None or any(name in text for name in m3._names)
+
+
+def source_of(module: str) -> str | None:
+    """A module's text; None where this version has no such model."""
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin).read_text("utf-8")
+
+
 def main() -> None:
     load_general_plugins()
     assert AttentionBackendEnum.CUSTOM.get_path() == "cumla.vllm.Backend"
@@ -123,6 +150,7 @@ def main() -> None:
         for asked in refused:
             assert reasons(backend, **asked), asked
         assert graphs_of_drafts(module.Builder) is CUDAGraphMode.PIECEWISE
+    check_layers_of_their_own()
     print(vllm.__version__)
 
 
