@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cumla
@@ -597,6 +597,12 @@ def _refuse_configuration(runner: Any) -> None:
             "speculative_eagle_topk: cumla's backend verifies no trees of drafts beside chunked "
             f"local attention, got {get_spec().speculative_eagle_topk}; pass "
             f"--speculative-eagle-topk 1",
+        )
+    if _see_images(model) and get_exec().overlap.enable_two_batch_overlap:  # halves have no images
+        raise refusal(
+            model,
+            "enable_two_batch_overlap: cumla's backend needs the images of a step, which SGLang "
+            "does not give to its halves, got True; leave out --enable-two-batch-overlap",
         )
     if isinstance(runner.token_to_kv_pool, BaseSWAKVPool):
         raise refusal(

@@ -149,11 +149,13 @@ def stubbed(
     topk: int | None = None,
     dcp: int = 1,
     is_deterministic: bool = False,
+    in_two: bool = False,
 ) -> Iterator[None]:
     """Let the plugin import the stub."""
     spec = SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk)
     parallel = SimpleNamespace(attn_dcp_size=dcp)
     mode = SimpleNamespace(enable_deterministic_inference=is_deterministic)
+    overlap = SimpleNamespace(enable_two_batch_overlap=in_two)
     common = "sglang.srt.models.deepseek_common"
     contents: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": version},
@@ -192,7 +194,7 @@ def stubbed(
         "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBackend},
         f"{common}.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": absorbing},
         "sglang.srt.runtime_context": {
-            "get_exec": lambda: SimpleNamespace(deterministic=mode),
+            "get_exec": lambda: SimpleNamespace(deterministic=mode, overlap=overlap),
             "get_parallel": lambda: parallel,
             "get_spec": lambda: spec,
         },

@@ -819,6 +819,15 @@ def test_configurations_are_refused(
             backends["cumla"](runner)
 
 
+def test_halves_of_a_step_are_refused_where_tokens_of_an_image_see_each_other() -> None:
+    """SGLang gives them no `mm_inputs`."""
+    with stubbed(in_two=True):
+        Server(False)
+        match = "^enable_two_batch_overlap: .* got True; leave out .* Gemma3ForConditional"
+        with pytest.raises(NotImplementedError, match=match):
+            Server(False, hf_config=GEMMA)
+
+
 @pytest.mark.parametrize(
     ("is_mla", "layer", "match"),
     [
