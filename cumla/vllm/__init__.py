@@ -27,8 +27,7 @@ TESTED = ((0, 25), (0, 33))
 Older ones are refused. Newer ones are served after a warning, if they have the interfaces.
 """
 
-# For sparse MLA: 0.25 has no classes to derive from, and 0.29 has another model of DeepSeek-V3.2.
-_TESTED_SPARSE = ((0, 26), (0, 28))
+_TESTED_SPARSE = ((0, 26), (0, 33))  # 0.25 has no classes to derive from
 _PATH = f"{__name__}.Backend"
 _log = logging.getLogger(__name__)
 

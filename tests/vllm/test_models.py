@@ -531,7 +531,7 @@ def test_an_installed_vllm_is_judged_as_the_plugin_does(
     [
         ("0.25.1", "0.25.1: refused", 1),
         ("0.28.0", "0.28.0: tested", 0),
-        ("0.30.0", "0.30.0: not tested; served if it has the interfaces, after a warning", 0),
+        ("0.33.0", "0.33.0: tested", 0),
     ],
 )
 def test_versions_for_sparse_mla_are_others(

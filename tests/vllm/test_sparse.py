@@ -250,12 +250,16 @@ def test_versions_have_a_range_of_their_own_for_sparse_mla(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with stubbed("0.25.1", index_topk=TOPK):
-        match = r"^vllm: cumla's backend needs a version from 0.26 to 0.28, .* got 0.25.1; install"
+        match = r"^vllm: cumla's backend needs a version from 0.26 to 0.33, .* got 0.25.1; install"
         with pytest.raises(RuntimeError, match=match):
             _ = cumla.vllm.Backend
-    with stubbed("0.33.0", index_topk=TOPK), caplog.at_level(logging.WARNING):
-        assert cumla.vllm.Backend.is_sparse()
-    assert "tested with vllm 0.26 to 0.28, not with 0.33.0:" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        with stubbed("0.33.0", index_topk=TOPK):
+            assert cumla.vllm.Backend.is_sparse()
+        assert not caplog.records
+        with stubbed("0.34.0", index_topk=TOPK):
+            assert cumla.vllm.Backend.is_sparse()
+    assert "tested with vllm 0.26 to 0.33, not with 0.34.0:" in caplog.text
 
 
 # --- the indexer ---------------------------------------------------------------------------------
@@ -374,6 +378,68 @@ def test_vllms_operation_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (later, layer):
         assert module.sparse_attn_indexer is indexer.select
     assert sys.modules["theirs"].sparse_attn_indexer is stub.sparse_attn_indexer
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("kind", ["decoding", "prefills"])
+def test_layers_of_later_versions_select_and_attend(
+    kind: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepseekV32Attention of vLLM 0.29 to 0.33 calls both; its kernels have written the caches.
+
+    It calls the function of the indexer itself, with later arguments and without new keys, leaves
+    the lists uncleared, and absorbs queries into a transposed array.
+    """
+    later = ModuleType("vllm.models.later")
+    later.sparse_attn_indexer = stub.sparse_attn_indexer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    lens, starts = ((90, 45), (0, 1, 2)) if kind == "decoding" else ((90, 45), (0, 3, 8))
+    sparse, kv_lens, tokens = SparseMLA(cache_dtype), int32(*lens), starts[-1]
+    table = tables(kv_lens)
+    if kind == "decoding":
+        indexing = sparse.decoding(kv_lens.view(-1, 1), table, torch.tensor(starts))
+    else:
+        indexing = sparse.prefilling(kv_lens, starts, table)
+    attending = sparse.step(kv_lens, int32(*starts), tokens)
+    stub.steps, before = {"layer.k_cache": indexing}, sparse.keys.clone()
+    for _ in range(2):  # layers
+        sparse.buffer.fill_(7)
+        index_q, weights, _ = sparse.index_inputs(tokens)
+        later.sparse_attn_indexer(  # type: ignore[attr-defined]
+            torch.zeros(tokens, 8),
+            "layer.k_cache",
+            sparse.keys,
+            index_q,
+            None,
+            None,
+            weights,
+            128,
+            "ue8m0",
+            TOPK,
+            128,
+            320,
+            4096,
+            sparse.buffer,
+            skip_k_cache_insert=True,
+            use_pcp=False,
+            pcp_shard_decode_requests=False,
+            dense_mha_metadata_layer_name="layer",
+            dcp_rank=0,
+            dcp_world_size=1,
+            cp_kv_cache_interleave_size=1,
+            skip_topk_buffer_clear=True,
+            topk_backend=None,
+        )
+        for i, count in enumerate(visible(lens, starts)):
+            request = sum(i >= start for start in starts[1:])
+            chosen = best(sparse, index_q[i], weights[i], table[request], count)
+            assert torch.equal(sparse.buffer[i], chosen)
+        nope, rope = queries(tokens)
+        nope = nope.transpose(0, 1).contiguous().transpose(0, 1)
+        out, lse = sparse.attend(attending, (nope, rope))
+        assert lse is None
+        torch.testing.assert_close(out, wanted(sparse, (nope, rope), lens, starts, table).out)
+    assert torch.equal(sparse.keys, before)
 
 
 @pytest.mark.parametrize("is_late", [True, False])
