@@ -103,103 +103,20 @@ struct Consumer : MaxLogits<AnyTile::kHasMaxLogits>, HeldQuery<kSharedBlocks && 
   // Of a cluster, without the rank, which must not reach a descriptor.
   __device__ __forceinline__ static u32 operand(u32 address) { return kHalves ? address & 0xffffff : address; }
 
-  // scores = query x block t, asynchronously.
-  __device__ __forceinline__ void multiply_query(int t) {
-    const int at = Layout::stage_of(t, consumer);
-    const u32 stage = operand(shared.stage(at));
-    const u32 phase = Layout::phase_of(t);
-#pragma unroll
-    for (int i = kFirst; i < kTiles; ++i) {
-      const int column = tile_in_order<AnyTile::kLatentTiles>(consumer, i);
-      if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
-        mbarrier_wait(shared.full(at, column), phase, "KV tiles");  // plant: tiles
-        if constexpr (kCopied) fence_proxy_async_shared();
-      }
-      warpgroup_arrive();
-      if constexpr (kHalves) {
-        if (i == 0) {
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            wgmma_m64n64k16_async<T>(scores, this->rope + 4 * k,
-                                     descriptor_of_rows<64>(stage, column * kTileBytes + k * 32), k > 0);
-          continue;
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const u64 rows = descriptor_of_rows<128>(stage, column * kTileBytes + k * 32);
-        if constexpr (kOtherFirst) {
-          if (i == kFirst) {
-            wgmma_m64n64k16_async<T>(scores, this->query + 4 * k, rows, k > 0);
-            continue;
-          }
-        }
-        wgmma_m64n64k16_async<T>(scores,
-                                 descriptor_of_rows<128>(operand(shared.query), column * kTileBytes + k * 32), rows,
-                                 i + k > kFirst);
-      }
-    }
-    warpgroup_commit();
-  }
+  // Products with tiles of the query and of a block: mla/mla_decode/products.cuh.
+  __device__ __forceinline__ void multiply_query(int t);
+  __device__ __forceinline__ void hold_query();
+  __device__ __forceinline__ u64 value_descriptor(int stage, int k) const;
+  __device__ __forceinline__ void multiply_own(int stage);
+  __device__ __forceinline__ void multiply_other(int stage);
+  __device__ __forceinline__ void begin_products();
+  template <typename Operand>
+  __device__ __forceinline__ void multiply_values(Operand a, u64 values);
 
   // What a cluster of halves needs: mla/mla_decode/halves.cuh.
   __device__ __forceinline__ void hold_rope(const Segment& segment);
   __device__ __forceinline__ void send_scores(int t) const;
   __device__ __forceinline__ void add_other_half(int t);
-
-  // Loads the tile of the query that is used first.
-  __device__ __forceinline__ void hold_query() {
-    const int query_row = warp * 16 + lane % 16;
-    const u32 from = shared.query + tile_in_order<AnyTile::kLatentTiles>(consumer, kFirst) * kTileBytes +
-                     query_row * 128;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      u32 words[4];
-      load_matrix_x4(words, from + ((2 * k + lane / 16 ^ query_row & 7) << 4));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) this->query[4 * k + i] = words[i];
-    }
-  }
-
-  __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
-    return descriptor_of_rows<128, kTileBytes>(operand(shared.stage(stage)) + consumer * kHalfTiles * kTileBytes,
-                                               k * 2048);
-  }
-
-  // output += own probabilities x this consumer's half of V, asynchronously.
-  __device__ __forceinline__ void multiply_own(int stage) {
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) multiply_values(probabilities + 4 * k, value_descriptor(stage, k));
-    warpgroup_commit();
-  }
-
-  // output += the other consumer's probabilities x this consumer's half of V, asynchronously.
-  __device__ __forceinline__ void multiply_other(int stage) {
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      multiply_values(descriptor_of_rows<128>(operand(shared.probabilities), k * 32), value_descriptor(stage, k));
-    warpgroup_commit();
-  }
-  __device__ __forceinline__ void begin_products() {
-    if constexpr (!AnyTile::kWideProducts) keep_before_products(output);
-    warpgroup_arrive();
-  }
-  // a: probabilities in registers or in shared memory.
-  template <typename Operand>
-  __device__ __forceinline__ void multiply_values(Operand a, u64 values) {
-    if constexpr (kOutputs < 128) {
-      wgmma_values_async<T>(output, a, values);
-    } else if constexpr (AnyTile::kWideProducts) {
-      wgmma_m64n256k16_async<T>(output, a, values);
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        wgmma_values_async<T>(reinterpret_cast<float (&)[64]>(output[64 * half]), a,
-                              values + half * (2 * kTileBytes >> 4));
-    }
-  }
 
   // Keys that rows do not see: mla/mla_decode/visible.cuh.
   __device__ __forceinline__ void clear_values_past(int stage, int valid);

@@ -8,6 +8,7 @@
 #include "mla/mla_decode/masked.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode/probabilities.cuh"
+#include "mla/mla_decode/products.cuh"
 #include "mla/mla_decode/shared.cuh"
 #include "mla/mla_decode/tree.cuh"
 #include "mla/mla_decode/visible.cuh"
