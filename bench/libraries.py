@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from logging import getLogger
@@ -58,18 +59,25 @@ def _vllm(path: str, platform: Any, **given: Any) -> ModuleType:
     file = find(f"vllm/{path}")
     triton: dict[str, Any] = {"triton": import_module("triton"), "HAS_TRITON": True}
     triton["tl"] = import_module("triton.language")
-    imported = re.findall(r"^(?:from|import) (vllm[.\w]*)", file.read_text("utf-8"), re.M)
+    text, name = file.read_text("utf-8"), f"vllm_{file.stem}"
+    imported = re.findall(r"^(?:from|import) (vllm[.\w]*)", text, re.M)
+    if beside := re.findall(r"^from \.(\w+) import", text, re.M):
+        package = f"vllm.{path.rpartition('/')[0].replace('/', '.')}"
+        name = f"{package}.{file.stem}"
+        imported += [f"{package}.{other}" for other in beside]
     stand_ins: dict[str, Any] = {name: _Absent(name, (), {}) for name in ("vllm", *imported)}
     stand_ins |= {
         "vllm.platforms": SimpleNamespace(current_platform=platform),
         "vllm.triton_utils": SimpleNamespace(**triton),
     }
-    stand_ins |= {name: given[last] for name in imported if (last := name.split(".")[-1]) in given}
-    for name, module_of in given.items():
-        setattr(stand_ins["vllm"], name, module_of)
+    stand_ins |= {
+        found: given[last] for found in imported if (last := found.split(".")[-1]) in given
+    }
+    for last, module_of in given.items():
+        setattr(stand_ins["vllm"], last, module_of)
     if "vllm.v1.worker.workspace" in stand_ins:  # then scratch is allocated by PyTorch
         stand_ins["vllm.v1.worker.workspace"].is_workspace_manager_initialized = lambda: False
-    spec = spec_from_file_location(f"vllm_{file.stem}", file)
+    spec = spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     with mock.patch.dict(sys.modules, stand_ins):
@@ -347,6 +355,25 @@ class Libraries:
             return _vllm("models/step5/nvidia/ops/sparse_decode_attention.py", platform)
 
         return self._load("vLLM's kernel of Step 5", load)
+
+    @property
+    def vllm_qsa_scores(self) -> Any:
+        """vLLM's Triton kernels that score pooled keys of QSA."""
+        path = "models/qwen4_exp/nvidia/ops/qsa_indexer.py"
+        return self._load("vLLM's scores of QSA", lambda: _vllm(path, SimpleNamespace()))
+
+    @property
+    def vllm_step5_scores(self) -> Any:
+        """vLLM's Triton kernel that scores pooled keys of Step 5, as a function."""
+
+        def load() -> Any:
+            count = self._torch.cuda.get_device_properties("cuda").multi_processor_count
+            beside = SimpleNamespace(DecodeIndexerMetadata=lambda *arrays: arrays)
+            path = "models/step5/nvidia/ops/sparse_indexer_scores.py"
+            module = _vllm(path, SimpleNamespace(), sparse_indexer=beside)
+            return partial(module.decode_summary_scores, num_sms=count)
+
+        return self._load("vLLM's scores of Step 5", load)
 
     @property
     def vllm_attention(self) -> Any:

@@ -358,6 +358,23 @@ def scored_blocks_of_few() -> Arguments:
     }
 
 
+def scored_sums() -> Arguments:
+    """Pooled keys of eight tokens, and two lists of each query token."""
+    return {
+        "q": numbers(8, 6, 64),
+        "keys": numbers(6, 8, 64),
+        "block_size": 8,
+        "stride": 8,
+        "num_groups": 2,
+        "activation": "relu",
+        "kv_lens": int32(5, 90),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "qo_indptr": int32(1, 4, 6),
+        "weights": numbers(8, 6, dtype=np.float32),
+        "block_indices": np.broadcast_to(int32(0, 10, -1, 24, 3), (8, 2, 5)).copy(),
+    }
+
+
 def chosen_blocks() -> Arguments:
     return {
         "scores": numbers(3, 2, 40, dtype=np.float32),
@@ -663,6 +680,14 @@ OPERATIONS = {
         ("block_scores_few_bfloat16",),
         integers=("kv_lens",),
         empty=(("q", "block_table", "kv_lens"),),
+    ),
+    "block_scores of sums": Operation(
+        cumla.block_scores,
+        scored_sums,
+        lambda: {"out": aligned((8, 2, 5), np.float32)},
+        ("block_rows", "block_scores_sums_bfloat16_64"),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(("q", "weights", "block_indices"),),
     ),
     "select_blocks": Operation(
         cumla.select_blocks,

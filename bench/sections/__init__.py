@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bench.case import Section
-from bench.sections import blocks, caches, groups, heads, indexer, lists, mla, widths
+from bench.sections import block_sums, blocks, caches, groups, heads, indexer, lists, mla, widths
 
 SECTIONS: tuple[Section, ...] = (
     mla.DENSE,
@@ -25,6 +25,7 @@ SECTIONS: tuple[Section, ...] = (
     blocks.PREFILL,
     groups.GROUPS,
     blocks.SCORES,
+    block_sums.SUMS,
     blocks.SELECT,
     blocks.STEP,
     mla.SCHEDULES,

@@ -15,11 +15,11 @@ from cumla.blocks.attention import (
     check_lengths,
     check_offsets_given,
 )
-from cumla.core.arguments import bind, check_dtype, check_layout
+from cumla.core.arguments import WIDE, Array, bind, check_dtype, check_layout
 from cumla.core.names import arg
 from cumla.core.operation import Operation, Output
 from cumla.core.paged import check_rows, check_table_lengths, checked_pages
-from cumla.core.spec import Out, Spec, array, flag, integer, optional
+from cumla.core.spec import Option, Out, Spec, array, flag, integer, optional
 from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens, block_rows_launch
 from cumla.launch.blocks.block_scores import (
     COLUMNS,
@@ -29,6 +29,11 @@ from cumla.launch.blocks.block_scores import (
     block_scores_launch,
 )
 from cumla.launch.blocks.block_scores_few import block_scores_few_launch, has_few_rows
+from cumla.launch.blocks.block_scores_sums import (
+    MOST_GROUP_HEADS,
+    BlockScoresSumsArguments,
+    block_scores_sums_launch,
+)
 from cumla.launch.device import require_hopper
 from cumla.mha.arguments import E4M3
 
@@ -42,6 +47,24 @@ if TYPE_CHECKING:
 
 __all__ = ["block_scores"]
 
+_ACTIVATIONS = ("none", "relu")
+_TABLE = {
+    "weights": Array("total_tokens num_heads", ("float32",)),
+    "block_indices": Array(
+        "total_tokens lists topk", WIDE, way_out="give each query token its lists"
+    ),
+}
+
+
+def _checked_activation(name: str, value: Any) -> str:
+    if value not in _ACTIVATIONS:
+        raise ValueError(
+            f"{arg(name)}: needs {' or '.join(map(repr, _ACTIVATIONS))}, got {value!r}; pass one "
+            f"of them"
+        )
+    return _ACTIVATIONS[_ACTIVATIONS.index(value)]
+
+
 BLOCK_SCORES = Spec(
     "block_scores",
     (
@@ -52,6 +75,11 @@ BLOCK_SCORES = Spec(
         array("block_table"),
         optional("qo_indptr"),
         flag("causal", True),
+        optional("weights"),
+        Option("activation", _ACTIVATIONS[0], _checked_activation, "str"),
+        integer("num_groups", "leave it out for a score of each head", None),
+        integer("stride", "pass the tokens of a row of keys", 1),
+        optional("block_indices"),
         Out("out"),
     ),
     positional=2,
@@ -70,14 +98,21 @@ def block_scores(
     block_table: Any,
     qo_indptr: Any = None,
     causal: bool = True,
+    weights: Any = None,
+    activation: str = "none",
+    num_groups: int | None = None,
+    stride: int = 1,
+    block_indices: Any = None,
     out: Any = None,
     stream: Any = None,
 ) -> Any:
     """Score the blocks of each request: the largest product of a query row with keys of the block.
 
     With the keys of block b that a query token sees, up to its own position, and for each head of
-    the indexer, ``score[b] = max(q @ keys.T)``. Blocks of which it sees no key have score -inf. A
-    NaN product makes the score NaN. Devices and streams are as in :func:`cumla.attention`; arrays
+    the indexer, ``score[b] = max(q @ keys.T)``. With num_groups, heads are divided into so many
+    groups of neighbours, and a key counts with ``sum(weights[h] * f(q[h] @ key))`` over the heads
+    of a group, where f is the activation. Blocks of which it sees no key have score -inf. A NaN
+    product makes the score NaN. Devices and streams are as in :func:`cumla.attention`; arrays
     on the CPU are computed by :func:`cumla.reference.block_scores`.
 
     Parameters
@@ -85,18 +120,32 @@ def block_scores(
     q : array
         ``(total_tokens, heads, columns)`` with qo_indptr, or ``(batch, q_len, heads, columns)``
         without: query rows of the indexer, bfloat16, float16 or float8_e4m3fn (or uint8 with its
-        bits). Up to 32 heads; 64, 128 or 256 columns. Last axis contiguous, other strides multiples
-        of 16 bytes.
+        bits). Up to 32 heads, with num_groups 32 of a group; 64, 128 or 256 columns. Last axis
+        contiguous, other strides multiples of 16 bytes.
     keys : array
-        Pages ``(num_pages, page_size, columns)`` of q's dtype, of one key head that all heads use.
-        The page size is a multiple of block_size. Strides as for q.
+        Pages ``(num_pages, page_size // stride, columns)`` of q's dtype, of one key head that all
+        heads use. A page has whole blocks. Strides as for q.
     block_size : int
-        Tokens of a block, a multiple of 16.
+        Tokens of a block: stride, or a multiple of 16 * stride.
     kv_lens, block_table, qo_indptr, causal
         As in :func:`cumla.block_sparse_attention`.
+    weights : array, optional
+        ``(total_tokens, heads)`` float32 factors, any strides; 1 by default. They may be negative.
+    activation : str
+        ``"relu"``: negative products count as 0. ``"none"``: as they are.
+    num_groups : int, optional
+        The groups of heads, of which each has one score; by default each head has its own.
+    stride : int
+        The tokens of which a row of keys is made: 1, or more where keys are pooled. A query token
+        sees a pooled key if it sees all of its tokens.
+    block_indices : array, optional
+        ``(total_tokens, groups or 1, topk)`` int32 or int64, any strides: the blocks to score, for
+        each group or for all. By default all blocks. Entries that are negative or name a block of
+        which the query token sees no key have score -inf.
     out : array, optional
-        ``(total_tokens, heads, max_pages * page_size // block_size)`` float32, rows contiguous, any
-        other strides; written and returned. With q of four axes, total_tokens is ``batch * q_len``.
+        ``(total_tokens, groups, width)`` float32, rows contiguous, any other strides; written and
+        returned. The width is ``max_pages * page_size // block_size``, or topk; the groups are
+        heads without num_groups. With q of four axes, total_tokens is ``batch * q_len``.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
@@ -115,7 +164,8 @@ def block_scores(
     Products are added up in float32. Page numbers outside of the cache give -inf. The same call
     gives the same bits, whatever else is in the batch.
 
-    Source: the indexer of MiniMax M3 (MSA).
+    Source: the indexers of MiniMax M3 (MSA), Qwen (QSA: ``num_groups=1, activation="relu"`` over
+    pooled keys) and Step 5 (a group for each kv head, and weights).
 
     Examples
     --------
@@ -126,14 +176,22 @@ def block_scores(
     ...     q, keys, block_size=16, kv_lens=np.int32([40]), block_table=np.int32([[3, 1, 2, 0]]))
     array([[[192.,  64., 128., -inf],
             [192.,  64., 128., -inf]]], dtype=float32)
+
+    Keys of 4 tokens each, and the sum over both heads:
+
+    >>> cumla.block_scores(
+    ...     q, keys[:, :4], block_size=4, stride=4, num_groups=1, activation="relu",
+    ...     kv_lens=np.int32([23]), block_table=np.int32([[3, 1]]))
+    array([[[384., 384., 384., 384., 128., -inf, -inf, -inf]]], dtype=float32)
     """
     return _BLOCK_SCORES.call(
-        *(q, keys, block_size, kv_lens, block_table, qo_indptr, causal, out, stream)
+        *(q, keys, block_size, kv_lens, block_table, qo_indptr, causal, weights, activation),
+        *(num_groups, stride, block_indices, out, stream),
     )
 
 
 class _Arguments(NamedTuple):
-    launched: BlockScoresArguments
+    launched: BlockScoresArguments | BlockScoresSumsArguments
     qo_indptr: ArrayView | None
     kv_lens: ArrayView
 
@@ -150,7 +208,7 @@ class _BlockScores(Operation[_Arguments, int]):
     def arguments(self, views: Views, options: Any) -> _Arguments:
         given = {name: view for name, view in views.items() if view is not None}
         q = given["q"]
-        launched = checked_scores(given, options.block_size, options.causal)
+        launched = _checked(given, options)
         check_offsets_given("qo_indptr" in given, len(q.shape))
         sizes = bind(LENGTHS, views, {"batch": q.shape[0]} if len(q.shape) == 4 else {})
         check_rows(launched.block_table, sizes["batch"])
@@ -158,12 +216,15 @@ class _BlockScores(Operation[_Arguments, int]):
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         a = arguments.launched
-        shape = arguments.rows, a.q.shape[-2], a.width
+        groups = a.groups if isinstance(a, BlockScoresSumsArguments) else a.q.shape[-2]
+        shape = arguments.rows, groups, a.width
         return (Output("out", shape, ("float32",), "row"),)
 
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)
-        return 0 if has_few_rows(arguments.launched) else arguments.rows
+        a = arguments.launched
+        is_few = isinstance(a, BlockScoresArguments) and has_few_rows(a)
+        return 0 if is_few else arguments.rows
 
     def workspace_bytes(self, key: int) -> int:
         return ROW_BYTES * key
@@ -175,21 +236,79 @@ class _BlockScores(Operation[_Arguments, int]):
         if 0 in outs[0].shape:
             return ()
         if not key:
+            assert isinstance(a, BlockScoresArguments)
             lengths = arguments.kv_lens.ptr, arguments.kv_lens.strides[0]
             return (block_scores_few_launch(lengths, a, outs[0]),)
         tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
         rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)
+        if isinstance(a, BlockScoresSumsArguments):
+            return rows, block_scores_sums_launch(buffer, a, outs[0])
         return rows, block_scores_launch(buffer, a, outs[0])
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:
+        a = arguments.launched
         check_lengths(host, arguments.rows)
-        table = np.broadcast_to(np.int32(0), arguments.launched.block_table.shape)
-        check_table_lengths(host["kv_lens"], table, arguments.launched.keys.shape[1])
+        table = np.broadcast_to(np.int32(0), a.block_table.shape)
+        stride = a.stride if isinstance(a, BlockScoresSumsArguments) else 1
+        check_table_lengths(host["kv_lens"], table, a.keys.shape[1] * stride)
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
         a = arguments.launched
-        found = reference.block_scores(**host, block_size=a.block_size, causal=a.causal)
-        return (found,)
+        given: dict[str, Any] = {**host, "block_size": a.block_size, "causal": a.causal}
+        if isinstance(a, BlockScoresSumsArguments):
+            given |= {"num_groups": a.groups, "stride": a.stride}
+            given["activation"] = _ACTIVATIONS[a.is_relu]
+        return (reference.block_scores(**given),)
+
+
+def _checked(
+    given: dict[str, ArrayView], options: Any
+) -> BlockScoresArguments | BlockScoresSumsArguments:
+    """Check all but the lengths."""
+    q, keys, stride = given["q"], given["keys"], options.stride
+    heads = q.shape[-2] if len(q.shape) > 2 else 0
+    groups = options.num_groups
+    if not {"weights", "block_indices"} & given.keys() and (
+        (options.activation, stride) == ("none", 1)
+        and groups in (None, heads)
+        and options.block_size != stride
+    ):
+        return checked_scores(given, options.block_size, options.causal)
+    _check_rows(q, keys)
+    if not heads:
+        raise ValueError(f"{arg('q')}: needs heads, got shape {q.shape}; reshape it")
+    if groups is None:
+        groups = heads
+    if heads % groups or heads // groups > MOST_GROUP_HEADS:
+        raise ValueError(
+            f"{arg('num_groups')}: needs a divisor of the {heads} heads of {arg('q')}, and up to "
+            f"{MOST_GROUP_HEADS} heads of a group, got {groups}; pad groups with zero queries"
+        )
+    rows = _checked_block_rows(keys, options.block_size, stride)
+    table = checked_pages({"block_table": given["block_table"]})
+    check_columns(table.shape[1], keys.shape[1] * stride)
+    sizes = bind(_TABLE, given, {"total_tokens": prod(q.shape[:-2]), "num_heads": heads})
+    if sizes.get("lists", 1) not in (1, groups):
+        raise ValueError(
+            f"{arg('block_indices')}: needs lists for each of the {groups} groups of heads, or one "
+            f"for all, got shape {given['block_indices'].shape}; transpose it, or pass num_groups"
+        )
+    return BlockScoresSumsArguments(
+        *(q, keys, table, rows, stride, groups, given.get("weights")),
+        *(options.activation == "relu", given.get("block_indices"), options.causal),
+    )
+
+
+def _checked_block_rows(keys: ArrayView, block_size: int, stride: int) -> int:
+    """Check the size of a block, and return its rows of keys."""
+    rows = block_size // stride
+    if block_size % stride or (rows > 1 and rows % KEYS_AT_ONCE) or keys.shape[1] % max(rows, 1):
+        raise ValueError(
+            f"{arg('block_size')}: needs the stride {stride}, or a multiple of "
+            f"{KEYS_AT_ONCE * stride} that divides the {keys.shape[1] * stride} tokens of a page, "
+            f"got {block_size}; pass the tokens of a pooled key as both"
+        )
+    return rows
 
 
 def checked_scores(
@@ -198,6 +317,11 @@ def checked_scores(
     """Check all but the lengths."""
     q, keys = given["q"], given["keys"]
     _check_rows(q, keys)
+    if not 1 <= q.shape[-2] <= MOST_HEADS:
+        raise ValueError(
+            f"{arg('q')}: needs 1 to {MOST_HEADS} heads, got {q.shape[-2]}; cut them into several "
+            f"calls"
+        )
     if block_size % KEYS_AT_ONCE or keys.shape[1] % block_size:
         raise ValueError(
             f"{arg('block_size')}: needs a multiple of {KEYS_AT_ONCE} that divides the page size "
@@ -235,11 +359,6 @@ def _check_rows(q: ArrayView, keys: ArrayView) -> None:
         )
     if not keys.shape[1]:
         raise ValueError(f"{arg('keys')}: needs pages of tokens, got shape {keys.shape}; fill them")
-    if not 1 <= q.shape[-2] <= MOST_HEADS:
-        raise ValueError(
-            f"{arg('q')}: needs 1 to {MOST_HEADS} heads, got {q.shape[-2]}; cut them into several "
-            f"calls"
-        )
 
 
 _BLOCK_SCORES = _BlockScores(BLOCK_SCORES)

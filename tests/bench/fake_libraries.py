@@ -297,6 +297,82 @@ def _qsa(
         out[row] = (result.out[0] * output_gate.view_as(q)[row].sigmoid()).to(out.dtype)
 
 
+class _PooledScores:
+    """vLLM's scores of QSA: a kernel that is launched by its grid, and a function for prompts."""
+
+    _DECODE_BLOCK_N = 64
+
+    @staticmethod
+    def _decode_tiles_per_program(requests: int, columns: int) -> int:
+        return 1
+
+    @property
+    def _qsa_mqa_paged_uniform_kernel(self) -> Any:
+        return self
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def launch(
+            q: Any, keys: Any, table: Any, visible: Any, logits: Any, *strides: int, **sizes: int
+        ) -> None:
+            assert strides == (
+                *q.stride()[:1],
+                q.shape[-1],
+                *keys.stride()[:2],
+                *table.shape[1:],
+                logits.shape[1],
+            )
+            assert grid == (len(q), -(-logits.shape[1] // 64))
+            assert sizes["PAGE_SIZE"] * sizes["PAGE_TABLE_WIDTH"] == logits.shape[1]
+            logits.copy_(_pooled(q, keys, table, visible * 4)[:, 0])
+
+        return launch
+
+    @staticmethod
+    def _prefill_logits(
+        q: Any,
+        keys: Any,
+        table: Any,
+        starts: Any,
+        visible: Any,
+        logits: Any,
+        queries: int,
+        width: int,
+        first: int,
+        count: int,
+    ) -> Any:
+        assert (first, count, logits.numel()) == (0, len(q), len(q) * width)
+        assert starts.diff().tolist() == [queries] * len(table)
+        found = [
+            _pooled(
+                q[i : i + 1, None], keys[:, :, 0], table[i // queries][None], visible[i : i + 1] * 4
+            )
+            for i in range(len(q))
+        ]
+        return torch.cat(found)[:, 0]
+
+
+def _pooled(q: Any, keys: Any, table: Any, lens: Any) -> Any:
+    options: dict[str, Any] = {"block_size": 4, "stride": 4, "num_groups": 1, "activation": "relu"}
+    return cumla.block_scores(q, keys, **options, kv_lens=lens, block_table=table)
+
+
+def _summaries(
+    q: Any,
+    weights: Any,
+    keys: Any,
+    table: Any,
+    slots: Any,
+    lens: Any,
+    capacity: int,
+) -> tuple[Any, None]:
+    assert q.shape[1:3] == weights.shape[1:] == (1, 8)
+    options: dict[str, Any] = {"block_size": 8, "stride": 8, "num_groups": 1, "activation": "relu"}
+    options |= {"weights": weights[:, 0], "kv_lens": slots + 1, "block_table": table}
+    found = cumla.block_scores(q, keys.view(q.dtype), **options)
+    assert found.shape[2] == capacity
+    return found[:, 0], None
+
+
 class FakeLibraries:
     """All of them."""
 
@@ -313,6 +389,8 @@ class FakeLibraries:
         )
         self.flash_infer_blocks = SimpleNamespace(cake_hopper_sm90=short, **functions)
         self.flash_infer_windows = SimpleNamespace(run=_windows_of_flash_infer)
+        self.vllm_qsa_scores = _PooledScores()
+        self.vllm_step5_scores = _summaries
         self.vllm_blocks = import_module("cumla.compat.vllm_minimax_m3")
         choice = {name: getattr(self.vllm_blocks, name) for name in dir(self.vllm_blocks)}
         choice["minimax_m3_index_decode_score"] = _decode_score

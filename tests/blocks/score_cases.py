@@ -137,6 +137,141 @@ def check_scores(case: Scores, got: Any) -> None:
     assert (errors <= 2.0**-22 * q.shape[-1] ** 0.5 * sizes[there]).all(), errors.max()
 
 
+class _Sums(NamedTuple):
+    """What a call of sums over heads looks like."""
+
+    groups: int
+    heads: int  # of a group
+    columns: int
+    stride: int
+    block_rows: int
+    page_rows: int
+    dtype: np.dtype[Any]
+    queries: int | str
+    lens: tuple[int, ...]
+    lists: int | None  # of a query token
+    topk: int
+
+
+def sums_case(seed: int) -> Scores:
+    """Draw the arrays of a call with sums over heads, pooled keys or lists of blocks."""
+    draw = random.Random(seed)
+    groups, heads = draw.choice(
+        [(1, 4), (1, 4), (4, 4), (1, 1), (3, 1), (2, 3), (1, 16), (1, 32), (2, 9), (5, 8), (16, 2)]
+    )
+    stride, rows = draw.choice([(4, 1), (4, 1), (8, 1), (8, 1), (1, 1), (1, 16), (1, 128), (2, 32)])
+    page_rows = draw.choice([2, 3, 8, 16, 64]) if rows == 1 else rows * draw.choice([1, 2])
+    lens = draw.choice([(900,), (5, 0, 130, 257), (1, 2, 3, 4, 5, 600), (4100,), (33, 8, 7, 40)])
+    return _sums(
+        _Sums(
+            *(groups, heads, draw.choice([64, 128, 128, 256]), stride, rows, page_rows),
+            *(DTYPES[seed % 3], draw.choice([1, 1, 2, 4, "ragged"]), lens),
+            *(draw.choice([None, None, 1, groups]), draw.choice([1, 5, 16, 40, 300])),
+        ),
+        *(seed, draw),
+    )
+
+
+def _sums(of: _Sums, seed: int, draw: random.Random) -> Scores:
+    rng = np.random.default_rng(seed)
+    tokens_of_page = of.page_rows * of.stride
+    lens = np.array(of.lens, np.int32)
+    batch, causal, heads = len(lens), draw.random() < 0.7, of.groups * of.heads
+    begin, bounds = 0, None
+    if isinstance(of.queries, str):
+        counts = rng.integers(0, 9, batch)
+        begin = draw.choice([0, 1])
+        bounds = (begin + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
+        lead: tuple[int, ...] = (int(bounds[-1]) + draw.choice([0, 2]),)
+    else:
+        counts, lead = np.full(batch, of.queries), (batch, of.queries)
+    tokens = int(np.prod(lead))
+    seen = [(-1, 0)] * tokens
+    for request, count in enumerate(counts):
+        for i in range(count):
+            behind = int(count) - 1 - i if causal else 0
+            seen[begin + i] = request, max(int(lens[request]) - behind, 0)
+        begin += int(count)
+    most = max(1, -(-int(lens.max()) // tokens_of_page)) + draw.choice([0, 1])
+    num_pages = batch * most + 2
+    table = rng.permutation(num_pages)[: batch * most].reshape(batch, most).astype(np.int32)
+    used = -(-lens // tokens_of_page)
+    table[np.arange(most) >= used[:, None]] = draw.choice([-1, LEAST, MOST, num_pages])
+    if draw.random() < 0.3:
+        table[0, 0] = -7  # a page that is not there
+    apart = draw.choice([0, 0, 16])
+    keys = np.full((num_pages, of.page_rows, of.columns + apart), np.nan)
+    for request, rows in {(r, max(t for s, t in seen if s == r) // of.stride) for r, _ in seen}:
+        at = np.arange(rows)
+        at = at[table[request, at // of.page_rows] >= 0]
+        numbers = rng.standard_normal((len(at), of.columns))
+        keys[table[request, at // of.page_rows], at % of.page_rows, : of.columns] = numbers
+    given: dict[str, Any] = {
+        "q": rng.standard_normal((*lead, heads, of.columns)).astype(of.dtype),
+        "keys": keys.astype(of.dtype)[..., : of.columns],
+        "block_size": of.block_rows * of.stride,
+        "kv_lens": lens,
+        "block_table": table,
+        "causal": causal,
+        "num_groups": of.groups,
+        "stride": of.stride,
+        "activation": draw.choice(["relu", "relu", "none"]),
+    }
+    if draw.random() < 0.5:
+        weights = rng.standard_normal((heads, tokens)).astype(np.float32)
+        given["weights"] = weights.T if draw.random() < 0.5 else np.ascontiguousarray(weights.T)
+    if bounds is not None:
+        given["qo_indptr"] = bounds
+    if of.lists is not None:
+        blocks = -(-int(lens.max()) // given["block_size"])
+        lists = rng.integers(-1, blocks + 2, (of.lists, tokens, of.topk))
+        odd = rng.random(lists.shape) < 0.1
+        lists[odd] = rng.choice([-1, LEAST, MOST], int(odd.sum()))
+        if draw.random() < 0.5:
+            lists[rng.random(lists.shape) < 0.05] += 1 << 32  # no block, whatever its low bits
+        else:
+            lists = lists.astype(np.int32)
+        given["block_indices"] = lists.transpose(1, 0, 2)
+    return Scores(given, seen)
+
+
+def check_sums(case: Scores, got: Any) -> None:
+    """Compare with float64, by loops over groups and blocks."""
+    given = case.given
+    q = given["q"].reshape(-1, *given["q"].shape[-2:]).astype(np.float64)
+    keys, stride, rows = given["keys"], given["stride"], given["block_size"] // given["stride"]
+    groups, lists = given["num_groups"], given.get("block_indices")
+    num_pages, page_rows = keys.shape[:2]
+    blocks = given["block_table"].shape[1] * page_rows // rows
+    weights = given.get("weights", np.ones(q.shape[:2])).astype(np.float64)
+    width = blocks if lists is None else lists.shape[2]
+    assert got.shape == (len(q), groups, width)
+    want, sizes = np.full(got.shape, -np.inf), np.zeros(got.shape)
+    for token, (request, seen) in enumerate(case.seen):
+        at = np.arange(seen // stride)
+        number = given["block_table"][request, at // page_rows].astype(np.int64)
+        exists = (number >= 0) & (number < num_pages)
+        number[~exists] = 0
+        of_keys = keys[number, at % page_rows].astype(np.float64).T
+        for group in range(groups):
+            some = slice(group * q.shape[1] // groups, (group + 1) * q.shape[1] // groups)
+            products = q[token, some] @ of_keys
+            if given["activation"] == "relu":
+                products = np.maximum(products, 0)
+            sums = np.where(exists, weights[token, some] @ products, -np.inf)
+            bounds = np.abs(weights[token, some]) @ (np.abs(q[token, some]) @ np.abs(of_keys))
+            list_of = None if lists is None else lists[token, min(group, lists.shape[1] - 1)]
+            numbers = range(blocks) if list_of is None else list_of.tolist()
+            for entry, b in enumerate(numbers):
+                if b >= 0 and b * rows < len(sums):
+                    want[token, group, entry] = sums[b * rows : (b + 1) * rows].max()
+                    sizes[token, group, entry] = bounds[b * rows : (b + 1) * rows].max()
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    there = ~np.isneginf(want)
+    errors = np.abs(got[there].astype(np.float64) - want[there])
+    assert (errors <= 2.0**-22 * q.shape[-1] ** 0.5 * sizes[there]).all(), errors.max()
+
+
 def select_case(seed: int) -> dict[str, Any]:
     """Draw the arrays of a call of select_blocks."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)

@@ -124,6 +124,53 @@ SCORES = [
     wrong("block_size", 8, "a multiple of 16 that divides the page size 32, got 8; use pages of"),
     wrong("block_size", 64, "a multiple of 16 that divides the page size 32, got 64"),
     wrong("out", np.ones((4, 4, 5), np.float32), "shape (4, 4, 4), got (4, 4, 5)"),
+    wrong("activation", "gelu", "'none' or 'relu', got 'gelu'; pass one of them"),
+    wrong("num_groups", 3, "a divisor of the 4 heads of q, and up to 32 heads of a group, got 3"),
+    wrong("num_groups", 0, "a number from 1, got 0; leave it out for a score of each head"),
+    wrong_type("num_groups", 2.0, "an int, got float"),
+    wrong("stride", 0, "a number from 1, got 0; pass the tokens of a row of keys"),
+    Refusal(
+        {"stride": 3},
+        ValueError,
+        "block_size: needs the stride 3, or a multiple of 48 that divides the 96 tokens of a page",
+    ),
+    Refusal({"stride": 2}, ValueError, "block_size: needs the stride 2, or a multiple of 32 that"),
+    Refusal(
+        {"stride": 4, "block_size": 256},
+        ValueError,
+        "block_size: needs the stride 4, or a multiple of 64 that divides the 128 tokens of a page",
+    ),
+    wrong("weights", np.ones((2, 2, 4), np.float32), "shape (total_tokens, num_heads) with"),
+    wrong(
+        "weights",
+        np.ones((4, 3), np.float32),
+        "shape (total_tokens, num_heads) with total_tokens 4, num_heads 4, got",
+    ),
+    wrong_type("weights", np.ones((4, 4)), "float32, got float64"),
+    wrong(
+        "block_indices",
+        np.zeros((4, 2, 3), np.int32),
+        "lists for each of the 4 groups of heads, or one",
+    ),
+    wrong(
+        "block_indices",
+        np.zeros((3, 1, 3), np.int32),
+        "shape (total_tokens, lists, topk) with total_tokens 4",
+    ),
+    wrong_type("block_indices", np.zeros((4, 1, 3), np.float32), "int32 or int64, got float32"),
+    Refusal(
+        {"q": np.ones((2, 2, 33, 64), F16), "num_groups": 1},
+        ValueError,
+        "num_groups: needs a divisor of the 33 heads of q, and up to 32 heads of a group, got 1",
+    ),
+    Refusal(
+        {"q": np.ones((2, 2, 0, 64), F16), "stride": 16}, ValueError, "q: needs heads, got shape"
+    ),
+    Refusal(
+        {"num_groups": 1, "out": np.ones((4, 4, 4), np.float32)},
+        ValueError,
+        "out: needs shape (4, 1, 4), got",
+    ),
 ]
 
 SELECTION = [
@@ -174,6 +221,7 @@ def test_selection(refusal: Refusal) -> None:
 def test_what_is_changed_above_is_served() -> None:
     assert cumla.block_sparse_attention(**attending()).out.shape == (2, 2, 4, 64)
     assert cumla.block_scores(**scoring()).shape == (4, 4, 4)
+    assert cumla.block_scores(**scoring(stride=16, num_groups=2)).shape == (4, 2, 64)
     assert cumla.select_blocks(**selecting()).shape == (4, 2, 3)
 
 

@@ -145,8 +145,9 @@ def test_arguments_are_those_of_the_functions() -> None:
     lengths = {"kv_lens", "qo_indptr"}
     of_plan = {"block_size", "causal", "batch_invariant"}
     index = {"q": "index_q", "keys": "index_keys"}
+    sums = {"weights", "activation", "num_groups", "stride", "block_indices"}  # a step has maxima
     assert names(step.select) == {
-        index.get(n, n) for n in listed(scores) - lengths - of_plan - {"out"}
+        index.get(n, n) for n in listed(scores) - lengths - of_plan - sums - {"out"}
     }
     chosen = {"topk_lens", "indices_are"}  # by the step
     lists = {"block_indices": "blocks"}

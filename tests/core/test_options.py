@@ -34,7 +34,7 @@ class Text(str, enum.Enum):  # noqa: UP042 (whose str() is another text)
 
 VALUES = (
     *(True, False, 0, 1, 2, 8, 16, 50, 0.5, math.e, "NHD", "HND", "lowest", "tokens"),
-    *("blocks", "slots", "positions", "float32"),
+    *("blocks", "slots", "positions", "float32", "none"),
     *((1, None), (3, 0), (2, -1)),
 )
 NUMBERS = (bool, int, float, complex, np.bool_, np.int32, np.int64, np.float32, np.float64)

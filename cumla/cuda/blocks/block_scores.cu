@@ -14,11 +14,11 @@
 //            load the next 16 keys, maybe of the next block | products, maxima | ... | maxima over lanes | store
 // Barriers: one __syncthreads, B, guards the query rows. There are no mbarriers.
 // Budget: 128 registers per thread; shared memory for 32 query rows, 19 KB with 256 columns.
+#include "blocks/block_scores/products.cuh"
 #include "blocks/rows.cuh"
 #include "split/division.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -26,11 +26,6 @@ namespace cumla::blocks {
 
 using namespace ptx;
 using namespace split;
-
-constexpr int kScoreThreads = 256;
-constexpr int kScoreWarps = kScoreThreads / 32;
-constexpr int kScoreRows = 32;  // query rows of a CTA
-constexpr int kKeysAtOnce = 16;
 
 // Strides are in bytes, those of the table and of out in elements.
 struct BlockScoresParams {
@@ -60,8 +55,7 @@ struct BlockScoresParams {
 
 template <int kColumns>
 struct ScoreShared {
-  static constexpr int kPitch = kColumns * 2 + 64;  // bytes of a row: lanes of two rows read from all banks
-  alignas(16) unsigned char query[kScoreRows * kPitch];
+  alignas(16) unsigned char query[kScoreRows * kQueryPitch<kColumns>];
   int requests[kScoreRows], seen[kScoreRows];  // of query tokens
 };
 
@@ -82,15 +76,6 @@ struct Keys {
     }
   }
 };
-
-__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
-  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
-// The larger one; NaN is larger than any number.
-__device__ __forceinline__ float larger(float one, float other) {
-  return other > one || other != other ? other : one;
-}
 
 template <typename T, bool kE4m3, int kColumns>
 struct Scorer {
@@ -126,7 +111,7 @@ struct Scorer {
           words = *reinterpret_cast<const uint4*>(at);
         }
       }
-      *reinterpret_cast<uint4*>(shared.query + row * Shared::kPitch + octet * 16) = words;
+      *reinterpret_cast<uint4*>(shared.query + row * kQueryPitch<kColumns> + octet * 16) = words;
     }
     if (threadIdx.x < kScoreRows) {
       const int row = threadIdx.x;
@@ -136,36 +121,6 @@ struct Scorer {
       const bool exists = of.request >= 0 && of.request < p.batch;
       shared.requests[row] = exists ? of.request : -1;
       shared.seen[row] = exists ? of.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
-    }
-  }
-
-  // The products of 16 keys with eight query rows.
-  __device__ __forceinline__ void multiply(const Keys<kBytes>& keys, int tile, float (&score)[4]) const {
-    const unsigned char* const query =
-        shared.query + (tile * 8 + lane / 4) * Shared::kPitch + lane % 4 * (16 * 2 / kUnit);
-    score[0] = score[1] = score[2] = score[3] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Keys<kBytes>::kLoads; ++i) {
-      if constexpr (kE4m3) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint4 b = *reinterpret_cast<const uint4*>(query + i * 128 + half * 16);
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            u32 a[4];
-            expand_e4m3x4(word_of(keys.words[0][i], half * 2 + k), a[0], a[2]);
-            expand_e4m3x4(word_of(keys.words[1][i], half * 2 + k), a[1], a[3]);
-            mma_m16n8k16<T>(score, a[0], a[1], a[2], a[3], word_of(b, 2 * k), word_of(b, 2 * k + 1));
-          }
-        }
-      } else {
-        const uint4 b = *reinterpret_cast<const uint4*>(query + i * 64);
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-          mma_m16n8k16<T>(score, word_of(keys.words[0][i], 2 * k), word_of(keys.words[1][i], 2 * k),
-                          word_of(keys.words[0][i], 2 * k + 1), word_of(keys.words[1][i], 2 * k + 1),
-                          word_of(b, 2 * k), word_of(b, 2 * k + 1));
-      }
     }
   }
 
@@ -195,7 +150,7 @@ struct Scorer {
     for (int t = 0; t < kTiles; ++t) {
       if (t * 8 >= end || t * 8 + 8 <= begin) continue;
       float score[4];
-      multiply(keys, t, score);
+      multiply_keys<T, kE4m3, kColumns>(keys.words, shared.query + t * 8 * kQueryPitch<kColumns>, lane, score);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int seen = shared.seen[t * 8 + lane % 4 * 2 + j];

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "FORMS",
     "KEYS_AT_ONCE",
     "MOST_HEADS",
     "SPECS",
     "BlockScoresArguments",
     "block_scores_launch",
+    "known_dtype",
     "scores_spec",
 ]
 
@@ -32,7 +34,7 @@ _THREADS, _WARPS = (constant(_FILE, name) for name in ("kScoreThreads", "kScoreW
 MOST_HEADS = constant(_FILE, "kScoreRows")
 KEYS_AT_ONCE = constant(_FILE, "kKeysAtOnce")
 COLUMNS = (64, 128, 256)
-_FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
+FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
     "bfloat16": ("bfloat16", False),
     "float16": ("float16", False),
     "float8_e4m3fn": ("float16", True),
@@ -40,7 +42,7 @@ _FORMS = {  # of a dtype: what is multiplied, and whether it is e4m3 in memory
 
 
 def _spec(dtype: str, columns: int) -> KernelSpec:
-    kind, is_e4m3 = _FORMS[dtype]
+    kind, is_e4m3 = FORMS[dtype]
     form, ctas = "e4m3" if is_e4m3 else kind, scores_ctas(is_e4m3, columns)
     return KernelSpec.of(
         *("blocks", "block_scores", "BlockScoresParams"),
@@ -51,16 +53,17 @@ def _spec(dtype: str, columns: int) -> KernelSpec:
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(_FORMS, COLUMNS)}
+_SPECS = {key: _spec(*key) for key in product(FORMS, COLUMNS)}
 SPECS = tuple(_SPECS.values())
 
 
 def scores_spec(dtype: str, columns: int) -> KernelSpec:
     """Find the kernel of a dtype of keys, and their columns."""
-    return _SPECS[_known(dtype), columns]
+    return _SPECS[known_dtype(dtype), columns]
 
 
-def _known(dtype: str) -> str:
+def known_dtype(dtype: str) -> str:
+    """Name the dtype of keys by that of their numbers."""
     return "float8_e4m3fn" if dtype == "uint8" else dtype
 
 
@@ -86,7 +89,7 @@ def block_scores_launch(rows: int, arguments: BlockScoresArguments, out: ArrayVi
     tokens, q_len = prod(lead), lead[1] if len(lead) == 2 else 0
     width, batch = a.width, max(a.block_table.shape[0], 1)
     tile = max(1, min(MOST_HEADS // heads, tokens // batch))
-    at_once = sm_count_of(out.device) * scores_ctas(_FORMS[_known(a.q.dtype)][1], columns)
+    at_once = sm_count_of(out.device) * scores_ctas(FORMS[known_dtype(a.q.dtype)][1], columns)
     each = warp_blocks(width, a.block_size, -(-tokens // tile), _WARPS, at_once)
     in_page = a.keys.shape[1] // a.block_size
     values = {

@@ -14,14 +14,16 @@ import cumla
 from tests.blocks.score_cases import (
     Scores,
     check_scores,
+    check_sums,
     chosen,
     few_case,
     scores_case,
     select_case,
+    sums_case,
 )
 from tests.gpu.tools.memory import Memory
 
-KERNELS = ("block_scores", "block_scores_few", "select_blocks")
+KERNELS = ("block_scores", "block_scores_few", "block_scores_sums", "select_blocks")
 cp: Any = pytest.importorskip("cupy")
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -33,15 +35,24 @@ def _settled() -> None:
     cp.cuda.Device().synchronize()
 
 
-@pytest.mark.parametrize("draw", [scores_case, few_case])
+CASES = (
+    (scores_case, check_scores),
+    (few_case, check_scores),
+    (sums_case, check_sums),
+)
+
+
+@pytest.mark.parametrize(("draw", "check"), CASES)
 @pytest.mark.parametrize("seed", range(240))
-def test_scores(seed: int, draw: Callable[[int], Scores]) -> None:
+def test_scores(
+    seed: int, draw: Callable[[int], Scores], check: Callable[[Scores, Any], None]
+) -> None:
     case, memory = draw(seed), Memory(cp)
     there = {n: memory.upload(v) for n, v in case.given.items()}
     got = cumla.block_scores(**there)
-    check_scores(case, got.get())
+    check(case, got.get())
     tokens, heads, width = got.shape
-    out = cp.zeros((heads, tokens, width), np.float32).swapaxes(0, 1)  # as engines hold them
+    out = cp.full((heads, tokens, width), cp.nan, np.float32).swapaxes(0, 1)  # as engines hold them
     assert cumla.block_scores(**there, out=out) is out
     assert out.get().tobytes() == got.get().tobytes()
 
@@ -81,17 +92,50 @@ def test_many_pages(dtype: Any) -> None:
     assert np.isnan(got[1, :, 5000]).all()
 
 
-@pytest.mark.parametrize("draw", [scores_case, few_case])
+@pytest.mark.parametrize("draw", [scores_case, few_case, sums_case])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bits(seed: int, draw: Callable[[int], Scores]) -> None:
     """Lengths, offsets and tables of any values lead nowhere else, and give the same bits."""
     given, rng = draw(seed).given, np.random.default_rng(seed)
-    for name in ("kv_lens", "qo_indptr", "block_table"):
+    for name in ("kv_lens", "qo_indptr", "block_table", "block_indices"):
         if name in given and rng.integers(2):
-            given[name][...] = rng.integers(-(2**31), 2**31, given[name].shape)
+            most = 2 ** (8 * given[name].itemsize - 1)
+            given[name][...] = rng.integers(-most, most, given[name].shape)
     there = {n: Memory(cp).upload(v) for n, v in given.items()}
     first, second = (cumla.block_scores(**there).get().tobytes() for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_pooled_keys_of_long_requests(dtype: Any) -> None:
+    """1,048,576 tokens, pages above 2 ** 31 elements, blocks listed or not, and a key of NaN."""
+    rng = np.random.default_rng(0)
+    some, apart = rng.standard_normal((8, 32, 128)).astype(dtype), 1 << 17  # pages between two
+    some[3, 7, 5] = np.nan
+    keys = cp.zeros((7 * apart + 1, 32, 128), f"u{dtype.itemsize}")
+    keys[::apart] = cp.asarray(some.view(keys.dtype.name))
+    table = rng.choice([0, 1, 2, 4, 5, 6, 7], (2, 8192)).astype(np.int32)
+    table[1, 5000] = 3
+    q = rng.standard_normal((2, 2, 4, 128)).astype(dtype)
+    lens = np.array([8192 * 128, 8000 * 128 + 6], np.int32)
+    given: dict[str, Any] = {"block_size": 4, "stride": 4, "num_groups": 1, "activation": "relu"}
+    given |= {"kv_lens": cp.asarray(lens), "block_table": cp.asarray(table * apart)}
+    query = cp.asarray(q.view(keys.dtype.name)).view(dtype)
+    got = cumla.block_scores(query, keys.view(dtype), **given)
+    of_page = np.einsum("bthd,pnd->btpnh", q.astype(np.float64), some.astype(np.float64))
+    of_page = np.maximum(of_page, 0).sum(-1)
+    want = np.stack([of_page[r][:, table[r]].reshape(2, -1) for r in range(2)])
+    for token in range(2):
+        want[1, token, (lens[1] - 1 + token) // 4 :] = -np.inf
+    want[0, 0, -1] = -np.inf
+    np.testing.assert_allclose(got.get(), want.reshape(4, 1, -1), rtol=1e-4, atol=1e-3)
+    lists = rng.integers(0, 32 * 8192, (4, 1, 600))
+    lists[2, 0, 0] = 5000 * 32 + 7
+    listed = cumla.block_scores(
+        query, keys.view(dtype), **given, block_indices=cp.asarray(lists)
+    ).get()
+    np.testing.assert_array_equal(listed, np.take_along_axis(got.get(), lists, 2))
+    assert np.isnan(listed[2, 0, 0])
 
 
 _RACE = r"""

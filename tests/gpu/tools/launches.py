@@ -897,6 +897,24 @@ def scores_of_few_rows(make: _Maker) -> Iterator[Case]:
         yield f"scores of blocks, few query rows, {dtype.name}", score
 
 
+def sums_of_scores(make: _Maker) -> Iterator[Case]:
+    """Scores of blocks from sums over heads, of pooled keys and of listed blocks."""
+    for width, dtype in itertools.product((64, 128, 256), (BF16, FP16, E4M3)):
+
+        def add_up(width: int = width, dtype: np.dtype[Any] = dtype) -> None:
+            for tokens, heads, groups, stride in ((3, 4, 1, 4), (900, 16, 4, 8), (70, 40, 5, 1)):
+                given: dict[str, Any] = {"kv_lens": make.int32(3), "block_table": make.int32(3, 99)}
+                keys = make(9, 32, width, dtype=dtype)
+                q = make(tokens, heads, width, dtype=dtype)
+                given |= {"qo_indptr": make.int32(4), "stride": stride, "num_groups": groups}
+                given["block_size"] = stride if stride > 1 else 16
+                cumla.block_scores(q, keys, **given, weights=make.float32(tokens, heads))
+                lists = make.int32(tokens, groups, 50)
+                cumla.block_scores(q, keys, **given, activation="relu", block_indices=lists)
+
+        yield f"sums of scores of blocks, {width} columns, {dtype.name}", add_up
+
+
 def small(make: _Maker) -> Iterator[Case]:
     """Merging states."""
     for dtype, count, rows in itertools.product(FLOATS, (2, 5), (1, 700)):
@@ -1117,7 +1135,8 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
             attention_of_drafts,
         ),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
-        *(prefixes, layouts, others, blocks, blocks_of_prompts, scores_of_few_rows),
+        *(prefixes, layouts, others, blocks, blocks_of_prompts),
+        *(scores_of_few_rows, sums_of_scores),
     )
 }
 

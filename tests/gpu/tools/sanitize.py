@@ -1093,6 +1093,9 @@ def attend_blocks(cupy: Any, edited: Callable[..., Any]) -> None:
     for case in (*scores, *map(score_cases.long_case, score_cases.DTYPES)):
         given = {name: there(cupy, value) for name, value in case.given.items()}
         score_cases.check_scores(case, cumla.block_scores(**given).get())
+    for case in map(score_cases.sums_case, range(12)):
+        given = {name: there(cupy, value) for name, value in case.given.items()}
+        score_cases.check_sums(case, cumla.block_scores(**given).get())
     for seed in range(9):
         wanted = score_cases.select_case(seed)
         if wanted["scores"].size < 50_000:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/blocks/block_scores_sums.cu: sums over heads, pooled keys, listed blocks."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.blocks.block_scores import COLUMNS, FORMS, known_dtype
+from cumla.launch.blocks.choice import scores_ctas, warp_blocks
+from cumla.launch.device import sm_count_of
+from cumla.launch.layouts import constant, launch_of
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
+
+_FILE = "blocks/block_scores_sums"
+_THREADS, _WARPS, _ROWS, _AT_ONCE = (
+    constant(_FILE, name) for name in ("kScoreThreads", "kScoreWarps", "kScoreRows", "kKeysAtOnce")
+)
+MOST_GROUP_HEADS = _ROWS
+_MOST_SHARED = 128  # columns of 16-bit keys, of which a multiprocessor has two thread blocks
+
+
+def _spec(dtype: str, columns: int) -> KernelSpec:
+    kind, is_e4m3 = FORMS[dtype]
+    form, ctas = "e4m3" if is_e4m3 else kind, scores_ctas(is_e4m3, columns)
+    return KernelSpec.of(
+        *("blocks", "block_scores_sums", "BlockScoresSumsParams"),
+        *(kind, is_e4m3, columns),
+        tags=[form, str(columns)],
+        threads=_THREADS,
+        min_blocks=1 if columns > _MOST_SHARED and not is_e4m3 else ctas,
+    )
+
+
+_SPECS = {key: _spec(*key) for key in product(FORMS, COLUMNS)}
+SPECS = tuple(_SPECS.values())
+
+
+class BlockScoresSumsArguments(NamedTuple):
+    """Checked views of one call."""
+
+    q: ArrayView  # (tokens, groups * group_heads, columns), or with an axis of requests before
+    keys: ArrayView  # (num_pages, rows of a page, columns)
+    block_table: ArrayView  # (requests, max_pages) int32
+    block_rows: int  # rows of keys of a block
+    stride: int  # tokens of a row of keys
+    groups: int
+    weights: ArrayView | None  # (tokens, groups * group_heads) float32
+    is_relu: bool
+    entries: ArrayView | None  # (tokens, groups or 1, width) int32 or int64
+    causal: bool
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.block_rows * self.stride
+
+    @property
+    def width(self) -> int:
+        """Blocks that the pages of a request hold, or entries of a list."""
+        if self.entries is not None:
+            return self.entries.shape[2]
+        return self.block_table.shape[1] * (self.keys.shape[1] // self.block_rows)
+
+
+def block_scores_sums_launch(
+    rows: int, arguments: BlockScoresSumsArguments, out: ArrayView
+) -> Launch:
+    """Describe how to score blocks; `rows` is the address of what each query token sees."""
+    a = arguments
+    *lead, heads, columns = a.q.shape
+    tokens, q_len = prod(lead), lead[1] if len(lead) == 2 else 0
+    width, requests = a.width, max(a.block_table.shape[0], 1)
+    item_blocks = 1 if a.block_rows > 1 else _AT_ONCE
+    items = -(-width // item_blocks)
+    group_heads = heads // a.groups
+    shift = max(1, (group_heads - 1).bit_length())
+    entries = a.entries
+    has_own_lists = entries is not None and entries.shape[1] > 1
+    tile_groups = 1 if has_own_lists else min(a.groups, _ROWS >> shift)
+    most_tokens = 1 if entries is not None else (_ROWS >> shift) // tile_groups
+    tile = max(1, min(most_tokens, tokens // requests))
+    tiles, tiles_of_groups = -(-tokens // tile), -(-a.groups // tile_groups)
+    at_once = sm_count_of(out.device) * scores_ctas(FORMS[known_dtype(a.q.dtype)][1], columns)
+    each = warp_blocks(items, a.block_rows * item_blocks, tiles * tiles_of_groups, _WARPS, at_once)
+    values = {
+        "rows": rows,
+        "q": a.q.ptr,
+        "q_stride_batch": a.q.strides[0] if q_len else 0,
+        "q_stride_token": a.q.strides[-3],
+        "q_stride_head": a.q.strides[-2],
+        "keys": a.keys.ptr,
+        "keys_stride_page": a.keys.strides[0],
+        "keys_stride_row": a.keys.strides[1],
+        "block_table": a.block_table.ptr,
+        "block_table_stride": a.block_table.strides[0] // 4,
+        "weights": a.weights.ptr if a.weights is not None else 0,
+        "weights_stride_token": a.weights.strides[0] // 4 if a.weights is not None else 0,
+        "weights_stride_head": a.weights.strides[1] // 4 if a.weights is not None else 0,
+        "entries": entries.ptr if entries is not None else 0,
+        "entries_stride_token": entries.strides[0] if entries is not None else 0,
+        "entries_stride_group": entries.strides[1] if entries is not None and has_own_lists else 0,
+        "entries_stride_entry": entries.strides[2] if entries is not None else 0,
+        "out": out.ptr,
+        "out_stride_token": out.strides[0] // 4,
+        "out_stride_group": out.strides[1] // 4,
+        "total_tokens": tokens,
+        "tile_tokens": tile,
+        "tile_groups": tile_groups,
+        "groups": a.groups,
+        "group_heads": group_heads,
+        "group_shift": shift,
+        "width": width,
+        "items": items,
+        "item_blocks": item_blocks,
+        "warp_items": each,
+        "batch": a.block_table.shape[0],
+        "max_pages": a.block_table.shape[1],
+        "num_pages": a.keys.shape[0],
+        "page_rows": a.keys.shape[1],
+        "block_rows": a.block_rows,
+        "page_size": a.keys.shape[1] * a.stride,
+        "q_len": q_len,
+        "is_relu": a.is_relu,
+        "entries_are_wide": entries is not None and entries.dtype == "int64",
+        "by_tile_groups": divisor_of(tile_groups),
+        "by_page_rows": divisor_of(a.keys.shape[1]),
+        "by_block_rows": divisor_of(a.block_rows),
+        "by_row_tokens": divisor_of(a.stride),
+        "by_q_len": divisor_of(q_len or 1 << 31),
+    }
+    grid = (tiles, -(-items // (_WARPS * each)), tiles_of_groups)
+    return launch_of(_SPECS[known_dtype(a.q.dtype), columns], grid, values)
