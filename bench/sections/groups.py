@@ -125,8 +125,8 @@ def _qsa(lab: Lab, work: _Work) -> dict[str, list[Variant]]:
     each = lab.torch.arange(group, device=lab.device)
     seen = (work.lists[:, 0, :, None] * group + each).flatten(1)
     before = lab.torch.arange(tokens, device=lab.device) % queries
-    visible = (seen <= (int(work.lens[0]) - queries + before)[:, None]).sum(1, keepdim=True)
-    packed = lab.ints(lab.torch.cat([seen, visible], 1))
+    seen = seen.where(seen <= (int(work.lens[0]) - queries + before)[:, None], -1)
+    packed = lab.ints(lab.torch.cat([seen, (seen >= 0).sum(1, keepdim=True)], 1))
     of_request = lab.ints(lab.torch.arange(tokens) // queries)
     k, v = work.cache.transpose(1, 2).split(work.q.shape[-1], -1)
     out, gate = lab.empty(*work.q.flatten(0, 1).shape), lab.torch.full_like(work.q, 100.0)

@@ -15,13 +15,13 @@
 // grid = (virtual requests), 128 threads; 32 for lists of up to 32 entries.
 //
 // Roles and time line of a CTA; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
-//   look up the pages of entries | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
+//   look up the pages of 1,024 entries at once | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
 //   count bits of warps | B | of words | B | write pages, where the bits before theirs say | B
 //   place, parts
 // of a warp, for short lists:
 //   look up the page of an entry | compare its block with those of other lanes | write pages | place, parts
 // Barriers guard the bitmap, and the numbers of bits of warps and of words.
-// Budget: 64 registers per thread, 16.4 KB of shared memory; for short lists none.
+// Budget: 72 registers per thread, 16.4 KB of shared memory; for short lists 46, and none.
 #include "blocks/lists.cuh"
 #include "split/division.cuh"
 #include "split/plan.cuh"
@@ -35,6 +35,7 @@ using namespace split;
 
 constexpr int kShortThreads = 32;  // and entries
 constexpr int kMinPiece = 2;       // blocks of 64 tokens before a split, and between two
+constexpr int kOwn = 8;            // entries of a thread that are loaded at once: of lists of up to 1,024
 
 // pages_out is [virtual requests, topk].
 struct BlockListsParams : ListsParams {
@@ -53,17 +54,44 @@ struct BlockListsParams : ListsParams {
 // The virtual request of a CTA.
 struct ListRow : List {
   int index;
-  i64 first;  // the first entry of this thread, loaded while the row is
 
   __device__ __forceinline__ explicit ListRow(const BlockListsParams& p) : ListRow(p, blockIdx.x) {}
   __device__ __forceinline__ ListRow(const BlockListsParams& p, int index)
-      : List(p, quotient(index, p.by_kv_heads), index - quotient(index, p.by_kv_heads) * p.kv_heads), index(index) {
-    first = static_cast<int>(threadIdx.x) < count ? entry_at(p, threadIdx.x) : -1;
-  }
+      : List(p, quotient(index, p.by_kv_heads), index - quotient(index, p.by_kv_heads) * p.kv_heads), index(index) {}
 
   __device__ __forceinline__ Listed at(const BlockListsParams& p, int i) const {
     if (i >= count) return {-1, -1};
-    return named(p, i == static_cast<int>(threadIdx.x) ? first : entry_at(p, i));
+    return named(p, entry_at(p, i));
+  }
+};
+
+// Entries of a thread, and what they name: the loads of all are on the way at once.
+struct OwnEntries {
+  Listed named[kOwn];
+
+  __device__ __forceinline__ OwnEntries(const BlockListsParams& p, const ListRow& row) {
+    int low[kOwn], high[kOwn];  // halves of entries; of narrow ones the sign is what counts
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      const int i = threadIdx.x + j * kListThreads;
+      const char* const at = row.entries + i * p.entries_stride_entry;
+      low[j] = -1;
+      high[j] = 0;
+      if (i < row.count) low[j] = *reinterpret_cast<const int*>(at);
+      if (i < row.count && p.entries_are_wide) high[j] = *reinterpret_cast<const int*>(at + 4);
+    }
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      const int block = quotient(static_cast<u32>(low[j]), p.by_entry);
+      named[j] = {low[j] >= 0 && high[j] == 0 && block < row.blocks ? block : -1, -1};
+    }
+    const int* const table = p.block_table + row.request * p.block_table_stride;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j)
+      if (named[j].block >= 0) named[j].page = table[quotient(named[j].block, p.by_blocks_per_page)];
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j)
+      if (static_cast<u32>(named[j].page) >= static_cast<u32>(p.num_pages)) named[j].block = -1;
   }
 };
 
@@ -71,10 +99,12 @@ struct ListRow : List {
 // of the bitmap, one per thread, are clear.
 __device__ __forceinline__ int write_pages(const BlockListsParams& p, const ListRow& row, ListShared& shared) {
   int* const pages_out = p.pages_out + static_cast<i64>(row.index) * p.topk;
-  const Listed own = row.at(p, threadIdx.x);
+  const OwnEntries own(p, row);
   int missing = 0;  // tokens of the last block that the query does not see
   const auto for_each = [&](auto do_it) {
-    for (int i = threadIdx.x; i < row.count; i += kListThreads) do_it(i < kListThreads ? own : row.at(p, i));
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) do_it(own.named[j]);
+    for (int i = kOwn * kListThreads + threadIdx.x; i < row.count; i += kListThreads) do_it(row.at(p, i));
   };
   const int found = put_in_order(
       shared, row.count > 0 ? row.blocks : 0, p.topk, for_each, [](int, int) {},

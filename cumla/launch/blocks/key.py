@@ -56,7 +56,17 @@ _FEW_ENTRIES, _FEW_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class BlockKey(MHAKey):
+class _ListedKey(MHAKey):
+    """A shape whose pages are blocks of lists."""
+
+    @cached_property
+    def form(self) -> str:
+        """How tiles are loaded: small blocks by rows, as one thread queues the boxes of others."""
+        return "rows" if self.page_size <= RULES.row_tokens else super().form
+
+
+@dataclass(frozen=True)
+class BlockKey(_ListedKey):
     """The shape for which a plan of :func:`cumla.block_sparse_attention` is made.
 
     What kernels of attention see are virtual requests: `num_heads` are those of a kv head,
@@ -99,7 +109,7 @@ class BlockKey(MHAKey):
     @cached_property
     def choice(self) -> Choice:
         """The kernel for as many requests of one query token."""
-        decode = MHAKey(
+        decode = _ListedKey(
             batch=self.total_tokens,
             total_tokens=self.total_tokens,
             num_heads=self.num_heads,
