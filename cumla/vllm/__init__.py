@@ -66,7 +66,7 @@ def register() -> None:
         )
         return
     register_backend(custom, _PATH)
-    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41, InMiniMaxM3, InQSA, InStep5):
+    for care in (WithoutDeepGEMM, InDeepSeekV4, InDeepSeekV41, InMiniMaxM3, InQSA):
         care.take_care()
 
 
@@ -216,15 +216,15 @@ class InMiniMaxM3(_OnImport):
         return choose
 
 
-class _InImpl(_OnImport):
-    """Does something with each object of a class of vLLM's where CUSTOM is asked for."""
+class InQSA(_OnImport):
+    """Lets Qwen's QSA layers attend by cumla: they call a Triton kernel whatever is asked for."""
 
-    impl: str  # the class
+    name = "vllm.models.qwen4_exp.nvidia.qsa"
 
     @classmethod
     def replace(cls, module: Any) -> None:
-        """Look at what is made."""
-        impl = getattr(module, cls.impl, None)
+        """Look at what objects of the class are made."""
+        impl = getattr(module, "Qwen4ExpQSAFlashAttentionImpl", None)
         if impl is None or getattr(impl.__init__, "__module__", None) == __name__:
             return
         theirs = impl.__init__
@@ -232,42 +232,11 @@ class _InImpl(_OnImport):
         def __init__(self: Any, *args: Any, **given: Any) -> None:
             theirs(self, *args, **given)
             if _is_asked_for():
-                cls.made(self)
+                from cumla.vllm import qsa
+
+                qsa.attend(self)
 
         impl.__init__ = __init__
-
-    @classmethod
-    def made(cls, impl: Any) -> None:
-        """Let it attend by cumla."""
-        raise NotImplementedError
-
-
-class InQSA(_InImpl):
-    """Lets Qwen's QSA layers attend by cumla: they call a Triton kernel whatever is asked for."""
-
-    name = "vllm.models.qwen4_exp.nvidia.qsa"
-    impl = "Qwen4ExpQSAFlashAttentionImpl"
-
-    @classmethod
-    def made(cls, impl: Any) -> None:
-        """Put cumla's function into the object."""
-        from cumla.vllm import qsa
-
-        qsa.attend(impl)
-
-
-class InStep5(_InImpl):
-    """Lets Step 5's layers that choose regions decode by cumla, not by vLLM's Triton kernel."""
-
-    name = "vllm.models.step5.nvidia.sparse_attention"
-    impl = "Step5DSAAttentionImpl"
-
-    @classmethod
-    def made(cls, impl: Any) -> None:
-        """Put cumla's function in the place of vLLM's."""
-        from cumla.vllm import step5
-
-        step5.attend()
 
 
 def _is_asked_for() -> bool:

@@ -2,7 +2,8 @@
 """Step 5's layers that choose regions, which decode without asking for a backend.
 
 vLLM's layers, their indexer and its choice, their caches and their prefill stay;
-:func:`sparse_decode_attention` attends in steps of decoding and of drafts.
+:func:`sparse_decode_attention` attends in steps of decoding and of drafts. The plugin does not call
+:func:`attend`, as vLLM's Triton kernel is faster.
 """
 
 from __future__ import annotations

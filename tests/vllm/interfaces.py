@@ -88,8 +88,8 @@ def check_layers_of_their_own() -> None:
     from cumla.compat.vllm_minimax_m3 import _HOMES
     from cumla.vllm.step5 import _HOME
 
-    qsa, step5 = cumla.vllm.InQSA, cumla.vllm.InStep5
-    wanted: dict[str, Any] = {**_HOMES, qsa.name: (qsa.impl,), step5.name: (step5.impl,)}
+    qsa = cumla.vllm.InQSA.name
+    wanted: dict[str, Any] = {**_HOMES, qsa: ("Qwen4ExpQSAFlashAttentionImpl",)}
     for home, names in (wanted | {_HOME: ("sparse_decode_attention",)}).items():
         text = source_of(home)
         assert text is None or all(name in text for name in names), home

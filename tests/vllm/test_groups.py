@@ -28,12 +28,6 @@ class Qwen4ExpQSAFlashAttentionImpl:
     def forward_qsa(self, *args, **options):
         return "theirs"
 """
-STEP5 = """
-class Step5DSAAttentionImpl:
-    def __init__(self):
-        from of_vllm import regions
-        self.decode = lambda *args, **options: regions.sparse_decode_attention(*args, **options)
-"""
 REGIONS = "sparse_decode_attention = lambda *args, **options: 'theirs'\n"
 LENS, TABLE = (37, 150, 9), ((3, 9, 1, 0, 0), (4, 2, 6, 7, 5), (8, 0, 0, 0, 0))
 PAGE = 32
@@ -44,29 +38,28 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package that stands for vLLM's."""
     folder = tmp_path / "of_vllm"
     folder.mkdir()
-    for name, text in (("__init__", ""), ("qsa", QSA), ("step5", STEP5), ("regions", REGIONS)):
+    for name, text in (("__init__", ""), ("qsa", QSA), ("regions", REGIONS)):
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(cumla.vllm.InQSA, "name", "of_vllm.qsa")
-    monkeypatch.setattr(cumla.vllm.InStep5, "name", "of_vllm.step5")
     with stubbed():
-        from cumla.vllm import step5
+        from cumla.vllm import qsa, step5
 
+        monkeypatch.setattr(qsa, "_LEAST_TOKENS", 4)
         monkeypatch.setattr(step5, "_HOME", "of_vllm.regions")
         yield folder
     for name in [each for each in sys.modules if each.split(".")[0] == "of_vllm"]:
         del sys.modules[name]
 
 
-def made(model: str, *args: Any, backend: Any = stub.Backends.CUSTOM) -> Any:
-    """An object of vLLM's class."""
+def made(*args: Any, backend: Any = stub.Backends.CUSTOM) -> Any:
+    """An object of vLLM's class for QSA."""
     cumla.vllm.register()
     from vllm.config import get_current_vllm_config
 
     get_current_vllm_config().attention_config.backend = backend
-    module: Any = import_module(f"of_vllm.{model}")
-    (impl,) = (each for name, each in vars(module).items() if name.endswith("Impl"))
-    return impl(*args)
+    module: Any = import_module("of_vllm.qsa")
+    return module.Qwen4ExpQSAFlashAttentionImpl(*args)
 
 
 def numbers(*shape: int, seed: int = 0) -> Any:
@@ -83,19 +76,15 @@ def attended(q: Any, cache: Any, request: int, tokens: list[int], head: int) -> 
 
 
 def test_other_backends_keep_vllms_functions() -> None:
-    theirs = {"backend": stub.Backends.FLASH_ATTN}
-    assert made("qsa", 64, "auto", **theirs).forward_qsa() == "theirs"
-    assert made("step5", **theirs).decode() == "theirs"
+    assert made(64, "auto", backend=stub.Backends.FLASH_ATTN).forward_qsa() == "theirs"
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 5)])
-def test_qsa(counts: tuple[int, ...], dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("counts", [(1, 2, 1), (3, 1, 5)])
+def test_qsa(counts: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     """Lists of tokens by groups of 4, the open group behind them, and rows that are padding."""
-    heads, kv_heads, columns, scale = 6, 2, 64, 0.5 if dtype == "fp8" else 1.0
+    heads, kv_heads, columns = 6, 2, 64
     tokens, width = sum(counts), 8 + 4
     cache = numbers(10, kv_heads, PAGE, 2 * columns, seed=1)
-    cache = cache.to(E4M3) if dtype == "fp8" else cache
     lists = torch.full((tokens + 2, width), -1, dtype=torch.int32)
     wanted: list[tuple[int, list[int]]] = []
     for request, count in enumerate(counts):
@@ -115,27 +104,25 @@ def test_qsa(counts: tuple[int, ...], dtype: str, caplog: pytest.LogCaptureFixtu
         block_table=torch.tensor(TABLE).int(),
     )
     layer = SimpleNamespace(topk_indices_buffer=lists, indexer=SimpleNamespace(compress_ratio=4))
-    layer._k_scale_float = layer._v_scale_float = scale
     q, gate = numbers(tokens + 3, heads, columns), numbers(tokens + 3, heads * columns, seed=2)
     out = torch.full_like(q, 7)
     with caplog.at_level(logging.INFO):
-        impl = made("qsa", columns, dtype)
+        impl = made(columns, "auto")
     assert "cumla attends in layers of QSA" in caplog.text
-    stored = cache.view(torch.uint8) if dtype == "fp8" else cache
-    found = impl.forward_qsa(
-        *(layer, q, None, None, stored, metadata, out, None, counts[0] > 1, gate)
-    )
-    assert found is out
+    rows = (layer, q, None, None, cache, metadata, out, None)
+    assert impl.forward_qsa(*rows, False, gate) is out
     assert not out[tokens:].any()
     for row, (request, listed) in enumerate(wanted):
         for head in range(kv_heads):
             some = slice(3 * head, 3 * head + 3)
-            want = attended(q[row, some], cache.float() * scale, request, listed, head)
+            want = attended(q[row, some], cache, request, listed, head)
             want *= gate.view_as(q)[row, some].float().sigmoid()
             torch.testing.assert_close(out[row, some].float(), want, rtol=2e-2, atol=2e-2)
-    metadata.num_actual_tokens = 0
-    rows = (layer, q, None, None, stored, metadata, out, None, False, gate)
-    assert impl.forward_qsa(*rows) == "theirs"
+    assert impl.forward_qsa(*rows, True, gate) == "theirs"
+    assert impl.forward_qsa(*rows, False, gate, output_scale=q) == "theirs"
+    assert made(columns, "fp8").forward_qsa(*rows, False, gate) == "theirs"
+    metadata.num_actual_tokens = 3
+    assert impl.forward_qsa(*rows, False, gate) == "theirs"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
@@ -168,8 +155,11 @@ def test_step5(
         regions[row, 4 - len(chosen) :] = torch.tensor(chosen)
     q, gate = numbers(rows, heads, columns), numbers(tokens, kv_heads * heads, seed=2)
     out, factor = torch.full_like(q, 7), torch.tensor(scale)
+    from cumla.vllm import step5
+
     with caplog.at_level(logging.INFO):
-        decode = made("step5").decode
+        step5.attend()
+    decode: Any = import_module("of_vllm.regions").sparse_decode_attention  # type: ignore[attr-defined]
     assert "cumla attends in layers of Step 5 that choose regions" in caplog.text
     decode(
         *(q, cache if scale == 1 else cache.view(dtype), regions, torch.tensor(TABLE).int()),
@@ -201,5 +191,7 @@ def test_step5(
 def test_another_version_of_step5_is_refused(modules: Path) -> None:
     (modules / "regions.py").write_text("")
     wanted = "needs of_vllm.regions.sparse_decode_attention, which this version does not use for"
+    from cumla.vllm import step5
+
     with pytest.raises(RuntimeError, match=wanted):
-        made("step5")
+        step5.attend()

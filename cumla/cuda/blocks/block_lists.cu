@@ -15,7 +15,7 @@
 // grid = (virtual requests), 128 threads; 32 for lists of up to 32 entries.
 //
 // Roles and time line of a CTA; B is a barrier of the CTA (__syncthreads), and there are no mbarriers:
-//   look up the pages of 1,024 entries at once | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
+//   look up pages of 1,024 entries | for each window of 65,536 blocks: clear a bitmap | B | set a bit per entry | B |
 //   count bits of warps | B | of words | B | write pages, where the bits before theirs say | B
 //   place, parts
 // of a warp, for short lists:
@@ -54,14 +54,17 @@ struct BlockListsParams : ListsParams {
 // The virtual request of a CTA.
 struct ListRow : List {
   int index;
+  i64 first;  // the first entry of this thread, loaded while the row is
 
   __device__ __forceinline__ explicit ListRow(const BlockListsParams& p) : ListRow(p, blockIdx.x) {}
   __device__ __forceinline__ ListRow(const BlockListsParams& p, int index)
-      : List(p, quotient(index, p.by_kv_heads), index - quotient(index, p.by_kv_heads) * p.kv_heads), index(index) {}
+      : List(p, quotient(index, p.by_kv_heads), index - quotient(index, p.by_kv_heads) * p.kv_heads), index(index) {
+    first = static_cast<int>(threadIdx.x) < count ? entry_at(p, threadIdx.x) : -1;
+  }
 
   __device__ __forceinline__ Listed at(const BlockListsParams& p, int i) const {
     if (i >= count) return {-1, -1};
-    return named(p, entry_at(p, i));
+    return named(p, i == static_cast<int>(threadIdx.x) ? first : entry_at(p, i));
   }
 };
 
@@ -104,7 +107,8 @@ __device__ __forceinline__ int write_pages(const BlockListsParams& p, const List
   const auto for_each = [&](auto do_it) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) do_it(own.named[j]);
-    for (int i = kOwn * kListThreads + threadIdx.x; i < row.count; i += kListThreads) do_it(row.at(p, i));
+    for (int i = kOwn * kListThreads + threadIdx.x; i < row.count; i += kListThreads)
+      do_it(row.named(p, row.entry_at(p, i)));
   };
   const int found = put_in_order(
       shared, row.count > 0 ? row.blocks : 0, p.topk, for_each, [](int, int) {},

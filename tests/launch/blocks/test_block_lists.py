@@ -97,7 +97,14 @@ def test_parts(
 
 ANY_NUMBERS = [
     sample
-    for topk in (1, 16, 32, 33, 300, 1030)  # by a warp, and by four, with more than they load at once
+    for topk in (
+        1,
+        16,
+        32,
+        33,
+        300,
+        1030,
+    )  # by a warp, and by four, with more than they load at once
     for sample in samples(14, topk=topk, invariant=False, columns=(64, 64), cache="same")
     if sample.block[0] >= 16
 ]
