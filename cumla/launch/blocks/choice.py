@@ -84,8 +84,8 @@ class Rules:
     invariant_cluster: int = 2
     # Tokens of such a thread block, at least: a chunk of each of its warps.
     least_tokens: int = 64
-    # Tokens of a block, at most, that attention copies by rows: lists of 512 blocks of 8 tokens take
-    # a third less than by boxes, which one thread queues; of 16 tokens as long (block-groups.json).
+    # Tokens of a block, at most, that attention copies by rows: lists of 512 blocks of 8 tokens
+    # take a third less than by boxes, which one thread queues; of 16 as long (block-groups.json).
     row_tokens: int = 8
     # Warps of block_attention on a multiprocessor.
     sm_warps: int = 8
