@@ -132,6 +132,8 @@ def select(*args: Any, **kwargs: Any) -> Any:
         cumla.append_indexer_cache(
             given["k"][: len(slots)], cache, slots, power_of_two_scales=in_powers
         )
+    if _is_dense(steps, given.get("dense_mha_metadata_layer_name")):
+        return buffer
     q, weights, topk = given["q_quant"], given["weights"].float(), given["topk_tokens"]
     is_cut = given.get("dcp_world_size", 1) > 1
     parallel = context_parallel(cache.shape[1]) if is_cut else None
@@ -143,6 +145,13 @@ def select(*args: Any, **kwargs: Any) -> Any:
         longest = given["max_model_len"]
         _decode(step.decode, cache, q[tokens], weights[tokens], longest, out, parallel)
     return buffer
+
+
+def _is_dense(steps: dict[str, Any], name: Any) -> bool:
+    """Return whether the layer attends to all tokens, and reads no list; vLLM 0.33 names it."""
+    step = steps.get(theirs._resolve_layer_name(name)) if name else None
+    prefill = getattr(step, "prefill", None)
+    return getattr(prefill, "use_dense_mha", False) and not getattr(step, "num_decode_tokens", 1)
 
 
 def _top_k(parallel: ContextParallel | None, logits: Any, out: Any, **rows: Any) -> None:

@@ -442,6 +442,26 @@ def test_layers_of_later_versions_select_and_attend(
     assert torch.equal(sparse.keys, before)
 
 
+@pytest.mark.parametrize(("dense", "decodes"), [(True, 0), (True, 1), (False, 0)])
+def test_nothing_is_selected_where_layers_read_no_list(dense: bool, decodes: int) -> None:
+    """vLLM 0.33 names the layer, whose prefills are dense in steps without decoding alone."""
+    from cumla.vllm.indexer import select
+
+    lens, starts = (20, 30), (0, 3, 8)
+    sparse = SparseMLA()
+    layer = SimpleNamespace(prefill=SimpleNamespace(use_dense_mha=dense), num_decode_tokens=decodes)
+    indexing = sparse.prefilling(int32(*lens), starts, tables(int32(*lens)))
+    stub.steps = {"layer.k_cache": indexing, "layer": layer}
+    q, weights, _ = sparse.index_inputs(8)
+    sparse.buffer.fill_(7)
+    select(
+        *(torch.zeros(8, 8), "layer.k_cache", sparse.keys, q, None, None, weights, 128, "ue8m0"),
+        *(TOPK, 128, 320, 4096, sparse.buffer, True, False),
+        dense_mha_metadata_layer_name="layer",
+    )
+    assert bool(sparse.buffer[:8].eq(7).all()) == (dense and not decodes)
+
+
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("has_it", [True, False])
 def test_vllm_asks_for_deep_gemm_where_cumla_is_not_asked_for(
