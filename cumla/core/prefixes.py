@@ -84,9 +84,15 @@ def check_prefix_options(
     for name, is_given in wrong.items():
         if is_given:
             got = f"window {window}" if name == "window" else f"a call with {name}"
+            why = (
+                ", which rounds the result of a prefix before it adds the rest, so that the bits "
+                "of a request would depend on its group"
+                if name == "batch_invariant"
+                else ""
+            )
             raise ValueError(
-                f"{arg(name)}: needs none beside groups of shared prefixes, got {got}; leave out "
-                f"the groups"
+                f"{arg(name)}: needs none beside groups of shared prefixes, got {got}{why}; leave "
+                f"out the groups"
             )
 
 

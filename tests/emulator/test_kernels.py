@@ -403,3 +403,52 @@ def test_factors_at_the_ends_of_float32(
 @pytest.mark.parametrize(("form", "heads", "operation"), mla_cases.KERNELS)
 def test_factors_of_latent_rows(cupy: CuPy, form: str, heads: int, operation: str) -> None:
     mla_cases.attend_to_zeros(cupy, form, heads, operation)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize(
+    ("kernel", "tokens", "dtype"),
+    [
+        ("attention", 5, "bfloat16"),
+        ("attention_prefill", 300, "bfloat16"),
+        ("attention_prefill split", 40, "float16"),
+        ("attention_simt", 9, "float32"),
+    ],
+)
+def test_keys_that_are_not_finite_reach_those_who_see_them(
+    cupy: CuPy, monkeypatch: pytest.MonkeyPatch, kernel: str, tokens: int, dtype: str, masked: bool
+) -> None:
+    """Of a value, queries of the same request that do not see it may be NaN instead; in float32
+    they are not."""
+    ran: list[str] = []
+    monkeypatch.setattr(
+        tests.emulator, "emulate", lambda launch: (ran.append(launch.spec.entry), emulate(launch))
+    )
+    type_, before, pages = np.dtype(getattr(ml_dtypes, dtype, dtype)), 30, 6
+    random, own = np.random.default_rng(tokens), np.arange(tokens)
+    draw = lambda *shape: random.standard_normal(shape, np.float32).astype(type_)  # noqa: E731
+    arrays = {"q": draw(2, tokens, 8, 64)} | {x: draw(2, pages * 64, 2, 64) for x in ("k", "v")}
+    given: dict[str, Any] = {"kv_lens": np.full(2, before + tokens, np.int32)}
+    given["block_table"] = np.arange(2 * pages, dtype=np.int32).reshape(2, pages)
+    at = 10 if masked else before + tokens // 2
+    sees = own % 2 == 1 if masked else own >= tokens // 2
+    start = np.tile(np.where(sees, 0, at + 1), 2).astype(np.int32)
+
+    def attend(run: Any, of: dict[str, Any], to: Any) -> np.ndarray[Any, Any]:
+        in_pages = {x: a if x == "q" else a.reshape(-1, 64, 2, 64) for x, a in of.items()}
+        there = {x: to(a) for x, a in (in_pages | given).items()}
+        mask = {"mask": cumla.AttentionMask(start=to(start))} if masked else {}
+        return np.array(run(**there, **mask).out, np.float32)
+
+    expected = attend(cumla.reference.attention, arrays, np.asarray)
+    for name in ("k", "v"):
+        changed = arrays | {name: arrays[name].copy()}
+        changed[name][0, at] = np.nan
+        out = attend(cumla.attention, changed, cupy.like)
+        assert np.isnan(out[0, sees]).all()
+        off = np.abs(out - expected)
+        off[0, sees] = 0
+        assert np.isfinite(off[1]).all()
+        assert np.isfinite(off).all() or (name == "v" and dtype != "float32")
+        assert np.nanmax(off) < 2e-2
+    assert all(word in ran[-1] for word in (*kernel.split(), *(["masked"] if masked else [])))

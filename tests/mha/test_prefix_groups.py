@@ -86,7 +86,10 @@ def test_a_group_alone() -> None:
     [
         ({"window": 7}, "window: needs none beside groups of shared prefixes, got window"),
         ({"mask": cumla.AttentionMask(end=np.zeros(3, np.int32))}, "mask: needs none beside"),
-        ({"batch_invariant": True}, "batch_invariant: needs none beside groups"),
+        (
+            {"batch_invariant": True},
+            "batch_invariant: needs none beside groups.*would depend on its group; leave out",
+        ),
         ({"groups": np.zeros(3, np.int32)}, "groups: needs PrefixGroups, or a pair"),
         (
             {"groups": PrefixGroups(np.zeros(3, np.int32), None)},
@@ -182,7 +185,10 @@ MLA = {"q": np.ones((3, 16, 576), np.float16), "kv_cache": np.ones((20, 16, 576)
     ("more", "message"),
     [
         ({"window": 7}, "window: needs none beside groups of shared prefixes, got window"),
-        ({"batch_invariant": True}, "batch_invariant: needs none beside groups"),
+        (
+            {"batch_invariant": True},
+            "batch_invariant: needs none beside groups.*would depend on its group; leave out",
+        ),
         ({"groups": np.zeros(3, np.int32)}, "groups: needs PrefixGroups, or a pair"),
         ({"kv_indices": np.zeros(3, np.int32)}, "groups: needs block_table, got pages in another"),
     ],
