@@ -264,8 +264,17 @@ class Case:
             if self.tree is not None:
                 mask = AttentionMask.from_tree(self.tree, kv_lens=self.lens, q_len=self.shape.q_len)
             self.add("mask", "mask", planned(given, mask=mask))
+            if "chunks" in name and self.shape.q_len > CHUNK:
+                self.add("apart", "mask", planned(self.chunks()))
         if window is not None and self.bias is None:
             self.add("window", "window", planned(given, window=window))
+
+    def chunks(self) -> dict[str, Any]:
+        """The chunks of a prefill as requests of their own, which need no mask."""
+        q, table = (self.given[name] for name in ("q", "block_table"))
+        own = q.view(-1, CHUNK, *q.shape[2:])
+        lens = self.lens.new_full((len(own),), CHUNK)
+        return self.given | {"q": own, "block_table": table.view(len(own), -1), "kv_lens": lens}
 
     def peers(self, libraries: Libraries) -> dict[str, Callable[[], mask_peers.Peer]]:
         """Tell how to make the calls of other libraries that have such a row: one, or variants."""
@@ -415,7 +424,7 @@ def measured(case: Case, notes: dict[str, Any], flush: Any) -> dict[str, Any]:
     sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads": [heads, kv_heads]}
     row: dict[str, Any] = {"name": name, **sizes, "columns": columns, "us": us}
     row["us"], kinds = fastest(us)
-    own = ("causal", "mask", "bias", "ragged", "window")
+    own = ("causal", "mask", "bias", "ragged", "window", "apart")
     peers = {name: case.kinds[name] for name in us if name not in own}
     row |= {"target": target, "errors": errors, "peers compute": peers}
     row |= {"variants": kinds} if kinds else {}

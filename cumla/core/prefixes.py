@@ -85,8 +85,8 @@ def check_prefix_options(
         if is_given:
             got = f"window {window}" if name == "window" else f"a call with {name}"
             why = (
-                ", which rounds the result of a prefix before it adds the rest, so that the bits "
-                "of a request would depend on its group"
+                ": a prefix is rounded before the rest is added, so the bits of a request would "
+                "depend on its group"
                 if name == "batch_invariant"
                 else ""
             )
