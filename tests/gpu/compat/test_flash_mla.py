@@ -17,6 +17,7 @@ from tests.gpu.tools.process import run_fresh
 from tests.mla import tolerance
 
 KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
+SPARSE_SCALE = 0.5  # as FlashMLA's own tests have it
 torch = pytest.importorskip("torch")
 
 LENGTHS = (1, 640, 63, 2000)
@@ -251,6 +252,128 @@ def test_a_side_stream_of_torch(check_step: CheckStep) -> None:
         results = load_example()(*inputs.arguments)
     stream.synchronize()
     check_step(*results, inputs)
+
+
+# --- SGLang's and vLLM's arguments ----------------------------------------------------------------
+
+
+def in_e4m3(tensor: Any, factor: float) -> Any:
+    return (tensor.float() / factor).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("of_cache", [1.0, 0.5, 3.7])
+@pytest.mark.parametrize("of_query", [None, 1.0, 0.5, 3.7])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (40, 2), (128, 1), (64, 3)])
+def test_e4m3_rows_under_their_factors(
+    heads: int,
+    q_len: int,
+    of_query: float | None,
+    of_cache: float,
+    record_figures: Callable[..., None],
+) -> None:
+    """Queries in 16 bits, or in e4m3; eager, and captured and replayed with other factors."""
+    inputs = make_inputs(
+        LENGTHS, max_pages=MAX_PAGES, heads=heads, q_len=q_len, layers=1, device="cuda"
+    )
+    q, cache = inputs.queries[0] * 640, in_e4m3(inputs.caches[0], 2**-9)
+    q = q if of_query is None else in_e4m3(q, 1.0)
+    factors = {"descale_k": torch.tensor([of_cache], device="cuda")}
+    if of_query is not None:
+        factors["descale_q"] = torch.tensor([of_query], device="cuda")
+    scale = 1e-5 / ((of_query or 1.0) * of_cache)
+
+    def call() -> Any:
+        metadata, _ = flash_mla.get_mla_metadata()
+        return flash_mla.flash_mla_with_kvcache(
+            *(q, cache, inputs.block_table, inputs.cache_seqlens, 512, metadata, None),
+            *(scale, True, True),
+            **factors,
+        )
+
+    def check(out: Any, lse: Any) -> None:
+        by_query, by_cache = (
+            float(factors[name][0]) if name in factors else 1.0
+            for name in ("descale_q", "descale_k")
+        )
+        expected = reference.mla_decode(
+            to_float64(q.float()) * by_query,
+            to_float64(cache.float()) * by_cache,
+            inputs.block_table.cpu().numpy(),
+            inputs.cache_seqlens.cpu().numpy(),
+            softmax_scale=scale,
+        )
+        got, wanted = to_float64(out), np.where(np.isneginf(expected.lse), np.inf, expected.lse)
+        assert out.dtype == torch.bfloat16
+        if of_query is None or heads % 64:
+            figures = tolerance.assert_close_lse(to_float64(lse), wanted.swapaxes(1, 2))
+            rms = float(np.sqrt(np.mean(np.square(to_float64(cache.float()) * by_cache))))
+            record_figures(
+                figures | tolerance.assert_close_out(got, expected.out, visible_v_rms=rms)
+            )
+            return
+        # Products in e4m3 round weights by up to 2^-4, as FlashMLA's do.
+        error = np.linalg.norm(got - expected.out, axis=-1)
+        row = float(np.max(error / np.linalg.norm(expected.out, axis=-1).clip(1e-30)))
+        got_lse, wanted = to_float64(lse), wanted.swapaxes(1, 2)
+        seen = np.isfinite(wanted)
+        assert np.array_equal(got_lse[~seen], wanted[~seen])
+        of_lse = float(np.abs(got_lse[seen] - wanted[seen]).max())
+        record_figures({"row": row, "lse": of_lse})
+        assert row <= 7e-2 and of_lse <= 7e-2, (row, of_lse)
+
+    eager = call()
+    check(*eager)
+    graph, results = capture(call)
+    replay(graph, results, inputs, LENGTHS)
+    assert all(torch.equal(x, y) for x, y in zip(results, eager, strict=True))
+    for factor in factors.values():
+        factor.mul_(0.75)
+    replay(graph, results, inputs, LATER_LENGTHS[0])
+    check(*results)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [(16, "bfloat16"), (128, "bfloat16"), (64, "float16")])
+def test_a_request_has_the_same_bits_in_any_batch(
+    heads: int, dtype: str, check_step: CheckStep
+) -> None:
+    sizes: dict[str, Any] = {"heads": heads, "dtype": dtype, "layers": 1, "device": "cuda"}
+    inputs = make_inputs(LENGTHS, max_pages=MAX_PAGES, **sizes)
+
+    def call(rows: slice) -> Any:
+        return flash_mla.flash_mla_with_kvcache(
+            *(inputs.queries[0][rows], inputs.caches[0], inputs.block_table[rows]),
+            *(inputs.cache_seqlens[rows], 512, flash_mla.get_mla_metadata()[0]),
+            softmax_scale=inputs.softmax_scale,
+            causal=True,
+            enable_batch_invariant=True,
+        )
+
+    out, lse = call(slice(None))
+    check_step([out], [lse], inputs)
+    for i in range(len(LENGTHS)):
+        for rows in (slice(i, i + 1), slice(max(i - 1, 0), i + 1)):
+            alone, of_alone = call(rows)
+            assert torch.equal(alone[-1], out[i]) and torch.equal(of_alone[-1], lse[i])
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(3, 16), (62, 128), (1, 64)])
+@pytest.mark.parametrize("columns", [512, 576])
+def test_statistics_of_a_prefill_to_base_2(columns: int, tokens: int, heads: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    options: dict[str, Any] = {"generator": generator, "device": "cuda"}
+    q = torch.randn(tokens, heads, columns, **options).bfloat16() / 10
+    kv = torch.randn(592, 1, columns, **options).bfloat16() / 10
+    indices = torch.randint(-1, 592, (tokens, 1, 128), dtype=torch.int32, **options)
+    indices[-1] = -1
+    given = q, kv, indices, SPARSE_SCALE
+    out, highest, lse = flash_mla.flash_mla_sparse_fwd(*given)
+    found = flash_mla.flash_mla_sparse_fwd(*given, return_log2_lse=True, use_legacy=True)
+    assert torch.equal(found[0], out)
+    for got, natural in ((found[1], highest), (found[2], lse)):
+        torch.testing.assert_close(got, natural / np.log(2))
+        assert bool(got[-1].isinf().all())
+    none = flash_mla.flash_mla_sparse_fwd(*given, return_log2_lse=False)
+    assert torch.equal(none[0], out) and none[1:] == (None, None)
 
 
 FRESH_PROCESS = """\
