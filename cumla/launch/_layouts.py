@@ -1239,6 +1239,12 @@ STRUCTS: dict[str, dict[str, str]] = {
         "sinks": "q",
         "sinks_stride": "q",
     },
+    "MlaQueryFp8Params": {
+        "": "MlaDecodeFp8Params",
+        "q_scale": "q",
+        "q_scale_value": "f",
+        "padding_972": "52x",
+    },
     "MlaSparseE4m3Params": {
         "": "MlaSparsePackedParams",
         "kv_scale": "q",

@@ -10,6 +10,7 @@ from cumla.core.arguments import check_dtype
 from cumla.core.names import arg
 from cumla.mla.shape import (
     FORMATS,
+    FP8,
     NO_ROPE,
     PACKED,
     PACKED_BYTES,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+FP8 = "float8_e4m3fn"
 VALUE_DIM = 512  # latent columns: the value, and the first columns of the key
 ROPE_DIM = 64
 HEAD_DIM = VALUE_DIM + ROPE_DIM

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 class DecodeArguments(NamedTuple):
     """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""
 
-    q: ArrayView  # (batch, q_len, num_heads, 512); of ragged queries without the first axis
+    # (batch, q_len, num_heads, 512); of ragged queries without the first axis. Of a 16-bit dtype, or
+    # float8_e4m3fn beside a cache that is it throughout.
+    q: ArrayView
     q_rope: ArrayView  # the same with 64 columns
     # (num_pages, page_size, num_kv_heads, 512) and 64, of the query's dtype or of float8_e4m3fn;
     # beside e4m3 latent columns the RoPE ones may be of the query's dtype.
@@ -45,6 +47,7 @@ class DecodeArguments(NamedTuple):
     window: Window = None  # TREE beside a tree
     fp8_products: bool = False  # whether products of e4m3 columns may be computed in e4m3
     tree: ArrayView | None = None  # (query tokens, words), bits of each, contiguous
+    q_scale: ArrayView | float = 1.0  # factor of e4m3 queries
 
 
 SMEM_BYTES = constant("mla/mla_decode", "SharedLayout(0).pacer(2 * kWarpgroup)")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.mla import mla_decode_fp8_64, mla_decode_fp8_products
 from cumla.launch.mla.mla_decode import CACHE, NO_MAP, Maps, decode_values, width_tile
-from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
+from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec, fp8_params, masked_tile
 from cumla.launch.mla.mla_decode_fp8_products import fp8_products_spec
 from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, MLADecodeKey
 from cumla.launch.source import KernelSpec, in_cuda
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
-from cumla.mla.shape import TAKES, WIDTH, WIDTHS
+from cumla.mla.shape import FP8, TAKES, WIDTH, WIDTHS
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -58,18 +58,22 @@ def _width_spec(shape: int | str, form: str, latent: int) -> KernelSpec:
     )
 
 
-def _spec(shape: int | str, grouped: bool, form: str, sinks: bool = False) -> KernelSpec:
+def _spec(
+    shape: int | str, grouped: bool, form: str, sinks: bool = False, query: bool = False
+) -> KernelSpec:
     rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
     name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
     tile = "RowHalfTile" if shape == _RAGGED else f"QueryTile<{rows}>"
-    tiles = [f"WithSinks<{tile}>"] if sinks else ["RowHalfTile"] if shape == _RAGGED else []
+    is_default = not (sinks or query or shape == _RAGGED)
+    tiles = [] if is_default else [masked_tile(tile, sinks, query)]
     tags = (
         *(["sinks"] if sinks else []),
+        *(["query"] if query else []),
         *(["grouped"] if grouped and form != "packed" else []),
         *([form] if form != "pages" else []),
     )
     return KernelSpec.of(
-        *("mla", "mla_decode_fp8", "MlaDecodeFp8Params"),
+        *("mla", "mla_decode_fp8", fp8_params(query)),
         *(rows, grouped, _FORM_TAGS[form], *tiles),
         name=name,
         tags=tags,
@@ -96,21 +100,36 @@ _WIDTH_SPECS = {
     for shape in _SHAPES
     for form in ("pages", "rows")
 }
-SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
+_QUERY_SPECS = {
+    (shape, form): _spec(shape, False, form, query=True)
+    for shape in _SHAPES
+    for form in ("pages", "rows")
+}
+SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values(), *_QUERY_SPECS.values())
 _NARROW_WIDTHS = frozenset(_WIDTH_SPECS.values())
-_FORMS = {spec: form for (_, _, form, _), spec in _SPECS.items()} | {
-    spec: form for (_, form, _), spec in _WIDTH_SPECS.items()
+_FORMS = {
+    **{spec: form for (_, _, form, _), spec in _SPECS.items()},
+    **{spec: form for (_, form, _), spec in _WIDTH_SPECS.items()},
+    **{spec: form for (_, form), spec in _QUERY_SPECS.items()},
 }
 
 
-def fp8_spec(key: LatentKey, grouped: bool, lies: str = "plain", sinks: bool = False) -> KernelSpec:
+def fp8_spec(
+    key: LatentKey,
+    grouped: bool,
+    lies: str = "plain",
+    sinks: bool = False,
+    query: bool = False,
+) -> KernelSpec:
     """Look up the kernel of a shape whose cache holds e4m3 numbers, without sinks or with them.
 
     Where `grouped`, each token has a scale for each 128 of its latent columns. `lies` is one of
-    LIES, as :func:`how_it_lies` tells.
+    LIES, as :func:`how_it_lies` tells. `query`: the queries are e4m3, and the cache throughout.
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
     form = _form_of(key, grouped, lies)
+    if query:
+        return _QUERY_SPECS[shape, form]
     if key.width != WIDTH:
         return _WIDTH_SPECS[shape, form, key.value_dim]
     return _SPECS[shape, grouped, form, sinks]
@@ -172,14 +191,15 @@ def decode_fp8_launch(
     :func:`cumla.launch.mla.choice.attend_launch`.
     """
     grouped, sinks = arguments.kv_scales is not None, arguments.sinks is not None
+    query = arguments.q.dtype == FP8
     if key.has_whole_tiles:
         fp8_rope = arguments.kv_rope.dtype != "bfloat16"
         if arguments.fp8_products and not grouped and key.has_fp8_products:
-            spec = fp8_products_spec(key, fp8_rope, sinks)
+            spec = fp8_products_spec(key, fp8_rope, sinks, query)
         else:
-            spec = fp8_64_spec(key, grouped, fp8_rope, sinks)
+            spec = fp8_64_spec(key, grouped, fp8_rope, sinks, query)
     else:
-        spec = fp8_spec(key, grouped, how_it_lies(arguments), sinks)
+        spec = fp8_spec(key, grouped, how_it_lies(arguments), sinks, query)
     return launch_with(spec, key, buffer, arguments, out, lse)
 
 
@@ -196,8 +216,8 @@ def launch_with(
 
     It may take `more` than those of this file.
     """
-    scales, factor = a.kv_scales, a.kv_scale
-    pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
+    scales = a.kv_scales
+    pointer, value = _factor(a.kv_scale)
     latent_map, rope_map, scales_map = _maps(_FORMS.get(spec, "rows"), key, a)
     decode = decode_values(key, buffer, a, out, lse, (latent_map, rope_map, NO_MAP))
     if spec in _WHOLE_TILES:
@@ -212,8 +232,15 @@ def launch_with(
     }
     if spec in _NARROW_WIDTHS:
         more |= {"rope_columns": a.kv_rope.shape[3]}
+    if a.q.dtype == FP8:
+        more |= dict(zip(("q_scale", "q_scale_value"), _factor(a.q_scale), strict=True))
     grid = key.row_tiles, key.parts, key.num_kv_heads
     return launch_of(spec, grid, values | more)
+
+
+def _factor(factor: ArrayView | float) -> tuple[int, float]:
+    """Tell where a factor is, or what it is."""
+    return (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
 
 
 def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> Maps:

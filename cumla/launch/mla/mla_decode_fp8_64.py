@@ -22,14 +22,26 @@ ONE_FACTOR_SMEM_BYTES = constant(_FILE, "Heads64Layout<false, false>::kBytes")
 """The same under one factor."""
 
 
-def _spec(ragged: bool, grouped: bool, fp8_rope: bool, sinks: bool) -> KernelSpec:
-    named = {"sinks": sinks, "grouped": grouped, "fp8_rope": fp8_rope}
+def fp8_params(query: bool) -> str:
+    """Name the struct of parameters of a kernel, whose queries may be e4m3."""
+    return "MlaQueryFp8Params" if query else "MlaDecodeFp8Params"
+
+
+def masked_tile(tile: str, sinks: bool, query: bool) -> str:
+    """Name the type of row tiles that may have sinks, or e4m3 queries."""
+    tile = f"WithSinks<{tile}>" if sinks else tile
+    return f"WithFp8Query<{tile}>" if query else tile
+
+
+def _spec(
+    ragged: bool, grouped: bool, fp8_rope: bool, sinks: bool, query: bool = False
+) -> KernelSpec:
+    named = {"sinks": sinks, "grouped": grouped, "fp8_rope": fp8_rope, "query": query}
     tags = [tag for tag, is_on in named.items() if is_on]
     name, tile = ("mla_attention_fp8_64", "RaggedTile") if ragged else (None, "Tile")
-    tile = f"WithSinks<{tile}>" if sinks else tile
     return KernelSpec.of(
-        *("mla", "mla_decode_fp8_64", "MlaDecodeFp8Params"),
-        *(grouped, fp8_rope, tile),
+        *("mla", "mla_decode_fp8_64", fp8_params(query)),
+        *(grouped, fp8_rope, masked_tile(tile, sinks, query)),
         name=name,
         tags=tags,
         threads=384,
@@ -50,10 +62,18 @@ def _width_spec(ragged: bool) -> KernelSpec:
 
 _SPECS = {flags: _spec(*flags) for flags in product((False, True), repeat=4)}
 _WIDTH_SPECS = {ragged: _width_spec(ragged) for ragged in (False, True)}
-SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values())
+_QUERY_SPECS = {ragged: _spec(ragged, False, True, False, True) for ragged in (False, True)}
+SPECS = (*_SPECS.values(), *_WIDTH_SPECS.values(), *_QUERY_SPECS.values())
 
 
-def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool, sinks: bool = False) -> KernelSpec:
-    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
+def fp8_64_spec(
+    key: LatentKey, grouped: bool, fp8_rope: bool, sinks: bool = False, query: bool = False
+) -> KernelSpec:
+    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3.
+
+    `query`: the queries are e4m3, and all columns of the cache, under one factor.
+    """
     ragged = not isinstance(key, MLADecodeKey)
+    if query:
+        return _QUERY_SPECS[ragged]
     return _SPECS[ragged, grouped, fp8_rope, sinks] if key.width == WIDTH else _WIDTH_SPECS[ragged]

@@ -38,6 +38,46 @@ struct MlaWidthFp8Params : MlaDecodeFp8Params {
   int rope_columns;
 };
 
+// Parameters of kernels whose queries are e4m3, too.
+struct MlaQueryFp8Params : MlaDecodeFp8Params {
+  const float* q_scale;  // factor of the queries; null: q_scale_value
+  float q_scale_value;
+};
+
+// A tile of rows whose queries are e4m3.
+struct QueryIsFp8 {};
+template <typename Base>
+struct WithFp8Query : Base, QueryIsFp8 {
+  using Base::Base;
+};
+template <typename AnyTile>
+constexpr bool kQueryIsFp8 = __is_base_of(QueryIsFp8, AnyTile);
+template <typename AnyTile>
+constexpr int kQueryChunk = kQueryIsFp8<AnyTile> ? 8 : 16;  // bytes of eight columns
+
+// The factor of the queries.
+template <typename AnyTile, typename Params>
+__device__ __forceinline__ float query_factor(const Params& params) {
+  if constexpr (kQueryIsFp8<AnyTile>) {
+    const auto& p = static_cast<const MlaQueryFp8Params&>(params);
+    return p.q_scale == nullptr ? p.q_scale_value : *p.q_scale;
+  } else {
+    return 1.0f;
+  }
+}
+
+// The tile for prefetch_queries, which fetches a line of 128 bytes for each tile of columns: two of e4m3.
+template <typename AnyTile, bool = kQueryIsFp8<AnyTile>>
+struct Prefetched {
+  using Tile = AnyTile;
+};
+template <typename AnyTile>
+struct Prefetched<AnyTile, true> {
+  struct Tile : AnyTile {
+    static constexpr int kLatentTiles = AnyTile::kLatentTiles / 2;
+  };
+};
+
 template <typename AnyTile>
 __device__ __forceinline__ bool rope_is_fp8(const MlaDecodeFp8Params& p) {
   return AnyTile::kRopeVaries || p.rope_is_fp8;

@@ -106,6 +106,25 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
   }
 }
 
+// Eight query columns in bfloat16: 16 bytes, or 8 of e4m3 numbers, which are converted.
+template <typename AnyTile>
+__device__ __forceinline__ uint4 query_chunk(const char* columns) {
+  if constexpr (kQueryIsFp8<AnyTile>) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(columns);
+    u32 words[4];
+    expand_e4m3x4(bytes.x, words[0], words[1]);
+    expand_e4m3x4(bytes.y, words[2], words[3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 pair = unpack_pair<Fp16>(words[j]);
+      words[j] = pack_pair<Bf16>(pair.x, pair.y);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  } else {
+    return *reinterpret_cast<const uint4*>(columns);
+  }
+}
+
 // The highest of a magnitude and of a pair of bfloat16, as bits of float32.
 __device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
   return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);
@@ -151,6 +170,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
   constexpr bool kKeeps = kQueryRows == 16 && !AnyTile::kIsRagged;
   constexpr int kRopeTile = AnyTile::kLatentTiles, kOwnTiles = kRopeTile + AnyTile::kHasRope;
   constexpr int kAtOnce = kKeeps || kRopeTile < 8 ? kOwnTiles : AnyTile::kHasRope ? 3 : 4;
+  constexpr int kChunk = kQueryChunk<AnyTile>;
   const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
@@ -162,13 +182,13 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
       const bool valid = row < tile.rows;
       const Row from(p, tile, valid ? row : 0);
-      const char* const latent = query_tile<kRopeTile>(p, 0, request, from.token, from.head) + chunk * 16;
-      const char* const rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+      const char* const latent = query_tile<kRopeTile>(p, 0, request, from.token, from.head) + chunk * kChunk;
+      const char* const rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * kChunk;
       const bool has_rope = valid && has_rope_column<AnyTile>(params, chunk * 8);
       auto words_of = [&](int k) {
         uint4 v = {0, 0, 0, 0};
         if (k == kRopeTile ? has_rope : valid)
-          v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
+          v = query_chunk<AnyTile>(k == kRopeTile ? rope : latent + k * 8 * kChunk);
         return v;
       };
       uint4 kept[kKeeps ? kOwnTiles : 1];
@@ -196,7 +216,8 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
         }
       }
       if (chunk == 0)
-        store_shared_float(shared.factor_of(n, row), __uint_as_float((exponent - 14) << 23) * p.scale_log2);
+        store_shared_float(shared.factor_of(n, row),
+                           __uint_as_float((exponent - 14) << 23) * p.scale_log2 * query_factor<AnyTile>(params));
     }
     fence_proxy_async_shared();
     __syncwarp();

@@ -75,14 +75,14 @@ __device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
 // Loads the query of a segment to shared memory, and returns the number of blocks. Called by all threads of both
 // consumers.
 template <typename Form, typename AnyTile>
-__device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consumer, int place) {
+__device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consumer, int place, float of_query) {
   const MlaDecodeParams& p = consumer.p;
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
   const int thread = threadIdx.x - kWarpgroup;
   if (thread < Form::kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
   const float factor = !Form::kGrouped && (Form::kRopeIsFp8 || !Form::kHasRope) ? consumer.kv_scale : 1.0f;
-  load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
+  load_query_64<Form>(p, consumer.shared, tile, segment.request, factor * of_query);
   consumers_sync();
   return segment.blocks;
 }
@@ -110,8 +110,9 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
   if (threadIdx.x == 0) initialise_barriers(shared);
   if (threadIdx.x / 64 == 1) {  // only two warps: if all threads fetch a line, they queue before the first load
     prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
-    if (AnyTile::kIsList) prefetch_queries<AnyTile>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
-    if (!AnyTile::kIsRagged) prefetch_queries<AnyTile>(p, p.batch, threadIdx.x - 64, 64);
+    using Lines = typename Prefetched<AnyTile>::Tile;
+    if (AnyTile::kIsList) prefetch_queries<Lines>(p, quotient(p.batch, p.by_q_len), threadIdx.x - 64, 64);
+    if (!AnyTile::kIsRagged) prefetch_queries<Lines>(p, p.batch, threadIdx.x - 64, 64);
     Rows::prefetch(params, threadIdx.x - 64, 64);
   }
   grid_dependency_launch();
@@ -130,7 +131,7 @@ __device__ __forceinline__ void attend_64_heads(const typename Rows::Params& par
     bool more = place <= last_place_here(p);
 #pragma unroll 1
     while (more) {
-      t += consumer.compute(begin_segment<Form, AnyTile>(consumer, place), t);
+      t += consumer.compute(begin_segment<Form, AnyTile>(consumer, place, query_factor<AnyTile>(params)), t);
       more = place < last_place_here(p);
       finish_segment<Form, AnyTile>(consumer, place++, more);
     }
