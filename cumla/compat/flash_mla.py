@@ -21,7 +21,7 @@ Differences from FlashMLA:
   DeepSeek-V3.2; an index that names no slot counts as absent. A second cache goes with the formats
   of V4 and V4.1.
 * A dense cache has pages of any size. It may be e4m3 under ``descale_k``, as with SGLang's build,
-  beside queries in 16 bits or e4m3; e4m3 queries become bfloat16, and e4m3 again in the kernel.
+  beside queries in 16 bits or e4m3.
 * The functions of prefill attention have no dropout.
 * Tensors on the CPU are computed by `cumla.reference`.
 """
@@ -291,7 +291,7 @@ def flash_mla_with_kvcache(
     check_axes(
         "k_cache", k_cache, "num_blocks, page_size, heads_k, 576", "num_blocks, page_size, 576"
     )
-    queries, fp8 = _fp8_arguments(q, k_cache, is_fp8_kvcache, descale_q, descale_k)
+    queries, fp8, after = _fp8_arguments(q, k_cache, is_fp8_kvcache, descale_q, descale_k)
     longest = None
     if enable_batch_invariant and block_table is not None:  # all that a row of it can name
         check_axes("block_table", block_table, "batch, max_blocks")
@@ -304,8 +304,8 @@ def flash_mla_with_kvcache(
         }
         options |= {"softmax_scale": scale, **fp8}
         found, lse = mla_decode(queries, k_cache, block_table, cache_seqlens, **options)
-        if descale_q is not None:
-            found = (found / descale_q).to(found.dtype)
+        if after is not None:
+            found = (found / after).to(found.dtype)
         return written(out, found), lse.masked_fill(lse == -inf, inf).mT
     _check_first_use(metadata, shape)
 
@@ -323,17 +323,18 @@ def flash_mla_with_kvcache(
         options = {"block_table": block_table, "softmax_scale": scale, "out": out}
         found, lse = plan.run(queries, k_cache, **options, **fp8)
     metadata._shape = shape
-    if descale_q is not None:
-        found.div_(descale_q)
+    if after is not None:
+        found.div_(after)
     return found if out is None else out, lse.mT
 
 
 def _fp8_arguments(
     q: Any, k_cache: Any, is_fp8: bool | None, descale_q: Any, descale_k: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Return the queries in 16 bits, and what an e4m3 cache has beside them.
+) -> tuple[Any, dict[str, Any], Any]:
+    """Return the queries, what an e4m3 cache has beside them, and what divides the output.
 
-    Values are multiplied by the factor of the scores, so the output has one of descale_q too many.
+    e4m3 queries of rows without kernels for them become bfloat16, and values are then multiplied by
+    the factor of the scores.
     """
     e4m3 = import_torch().float8_e4m3fn
     if k_cache.dtype != e4m3:
@@ -343,14 +344,14 @@ def _fp8_arguments(
                 f"{k_cache.dtype}; pass indices for packed rows, or leave is_fp8_kvcache out"
             )
         _CALL.refuse({"descale_q": descale_q, "descale_k": descale_k})
-        return q, {}
+        return q, {}, None
     if q.dtype != e4m3:
         if descale_q is not None:
             raise NotImplementedError(
                 f"descale_q: is the factor of e4m3 queries, got it beside q of {q.dtype}; leave it "
                 f"out"
             )
-        return q, {"kv_scale": descale_k}
+        return q, {"kv_scale": descale_k}, None
     factors = [factor for factor in (descale_q, descale_k) if factor is not None]
     for name, factor in {"descale_q": descale_q, "descale_k": descale_k}.items():
         if factor is None:
@@ -361,9 +362,11 @@ def _fp8_arguments(
                 f"{name}: needs one float32 number, got shape {tuple(factor.shape)} and "
                 f"{factor.dtype}; pass the factor of the whole tensor"
             )
+    if q.shape[-1] == HEAD_DIM:
+        return q, {"q_scale": descale_q, "kv_scale": descale_k, "fp8_products": True}, None
     scale = factors[0] * factors[-1] if len(factors) == 2 else (factors or [None])[0]
     fp8 = {"kv_scale": None if scale is None else scale.reshape(1), "fp8_products": True}
-    return q.to(import_torch().bfloat16), fp8
+    return q.to(import_torch().bfloat16), fp8, descale_q
 
 
 def _checked_format(kv_format: str | None, q: Any, is_fp8: bool) -> str | None:

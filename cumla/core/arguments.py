@@ -31,7 +31,7 @@ _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
 # Bounds of softmax_scale. Products of ordinary queries and keys, from 1e-17 to 1e30, times this
 # and log2(e), stay finite and normal as float32. Larger products are not caught.
 _SCALES = (1e-20, 1e6)
-FACTORS = ("kv_scale", "k_scale", "v_scale")  # of e4m3 caches: numbers or arrays
+FACTORS = ("q_scale", "kv_scale", "k_scale", "v_scale")  # of e4m3 arrays: numbers or arrays
 _MOST_TOKENS = 0x7FFFFFC0  # of a request
 _FACTOR_RANGE = (2.0**-126, 2.0**126)  # normal as float32, and so are their inverses
 

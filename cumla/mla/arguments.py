@@ -102,6 +102,50 @@ def checked_head_dim(head_dim: Any) -> Width:
     return width
 
 
+def checked_q_scale(columns: Columns, views: Views, q_scale: float | None) -> ArrayView | float:
+    """Check the factor of e4m3 queries; arguments are as for `checked_kv_scale`."""
+    view = views.get("q_scale")
+    if q_scale is None and view is None:
+        return 1.0
+    if columns.q.dtype != FP8:
+        raise ValueError(
+            f"{arg('q_scale')}: needs {arg('q')} of {FP8}, or of its bits as uint8, got "
+            f"{columns.q.dtype}; leave it out"
+        )
+    if q_scale is not None:
+        return q_scale
+    assert view is not None
+    check_factor("q_scale", view)
+    return view
+
+
+def check_fp8_query(columns: Columns, has_sinks: bool) -> None:
+    """Refuse e4m3 queries beside what their kernels do not take."""
+    if columns.q.dtype != FP8:
+        return
+    got = f"columns in {columns.kv_rope.dtype}" if columns.kv_rope.dtype != FP8 else None
+    if columns.kv_scales is not None:
+        got = "one with scales of each token"
+    elif columns.width != WIDTH:
+        got = f"rows of {named_width(columns.width)} columns"
+    if got:
+        raise TypeError(
+            f"{arg('q')}: needs {DTYPES[0]}, or {FP8} beside a {arg('kv_cache')} whose "
+            f"{HEAD_DIM} columns are all {FP8} under one {arg('kv_scale')}, got {FP8} beside "
+            f"{got}; convert it to {DTYPES[0]}"
+        )
+    if has_sinks:
+        raise ValueError(
+            f"{arg('sinks')}: needs None beside {arg('q')} of {FP8}, got an array; convert "
+            f"{arg('q')} to {DTYPES[0]}"
+        )
+
+
+def computed_dtype(q: ArrayView) -> str:
+    """Tell the dtype of a plan, and of out, for checked queries."""
+    return DTYPES[0] if q.dtype == FP8 else q.dtype
+
+
 def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
     """Check the factor of e4m3 columns, and that some are under it.
 
@@ -204,14 +248,17 @@ def checked_query_and_cache(
     views: Views,
     query_axes: tuple[str, ...] = QUERY_AXES,
     widths: tuple[Width, ...] = (WIDTH,),
+    *,
+    fp8_queries: bool = False,
 ) -> Columns:
     """Check query and cache, each one array or several by name, and take their columns apart.
 
     `query_axes` are those of the query before its columns; the last one is num_heads. Columns of
-    one array are views of it. `widths` are those that rows may have.
+    one array are views of it. `widths` are those that rows may have; `fp8_queries` permits e4m3
+    queries.
     """
     given = _columns_of(views)
-    rope = _check_query_and_cache(given, query_axes, widths)[1]
+    rope = _check_query_and_cache(given, query_axes, widths, fp8_queries)[1]
     query = _apart("q", given, rope)
     whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
     if whole is not None and is_packed(whole):
@@ -221,7 +268,9 @@ def checked_query_and_cache(
     for name, view in given.items():
         check_layout(name, view)
     _check_heads(query[0].shape[-2], latent.shape[2])
-    if latent.dtype != query[0].dtype:
+    if query[0].dtype in E4M3:
+        query = relabelled(query[0]), relabelled(query[1])
+    if FP8 in (query[0].dtype, latent.dtype) or latent.dtype != query[0].dtype:
         latent, of_rope = relabelled(latent), relabelled(of_rope)
     return Columns(*query, latent, of_rope, scales)
 
@@ -311,7 +360,10 @@ def check_rows(name: str, cache: ArrayView, nbytes: int) -> ArrayView:
 
 
 def _check_query_and_cache(
-    given: dict[str, ArrayView], query_axes: tuple[str, ...], widths: tuple[Width, ...]
+    given: dict[str, ArrayView],
+    query_axes: tuple[str, ...],
+    widths: tuple[Width, ...],
+    fp8_queries: bool,
 ) -> Width:
     """Check ranks, dtypes and sizes, and tell the width; the cache with its head axis."""
     if "kv_cache" in given and is_v4(given["kv_cache"]):  # whose queries have 512 columns
@@ -330,7 +382,7 @@ def _check_query_and_cache(
                 f"{arg(name)}: needs at least one {'head' if name.startswith('q') else 'token'}, "
                 f"got shape {view.shape}; skip the call where there is nothing to attend"
             )
-    _check_dtypes(given)  # after the widths: parts that are swapped may have dtypes of their own
+    _check_dtypes(given, fp8_queries)  # after the widths: parts that are swapped may have dtypes of their own
     if width != WIDTH:
         _check_one_dtype(given, width)
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")
@@ -394,23 +446,25 @@ def named_width(width: Width) -> str:
     return f"{latent + rope} ({latent} latent + {rope} RoPE)" if rope else f"{latent} (no RoPE)"
 
 
-def _check_dtypes(given: dict[str, ArrayView]) -> None:
+def _check_dtypes(given: dict[str, ArrayView], fp8_queries: bool) -> None:
     """Check that all is of the query's dtype, but for what is FP8 in a cache."""
     (first, query), *others = given.items()
-    check_dtype(first, query.dtype, DTYPES)
+    is_fp8 = fp8_queries and query.dtype in E4M3
+    if not is_fp8:
+        check_dtype(first, query.dtype, DTYPES)
     if {view.dtype for _, view in others} == {query.dtype} and "kv_cache[2]" not in given:
         return
     cache, cached = next((name, view) for name, view in others if name.startswith("kv_cache"))
     allowed: dict[str, tuple[str, ...]] = {name: (query.dtype,) for name, _ in others}
     if cached.dtype in E4M3:
-        if query.dtype != DTYPES[0]:
+        if query.dtype != DTYPES[0] and not is_fp8:
             raise TypeError(
                 f"{arg(first)}: needs {DTYPES[0]} with {arg(cache)} of {cached.dtype}, got "
                 f"{query.dtype}; convert it first"
             )
         allowed |= {
             cache: E4M3,
-            "kv_cache[1]": (query.dtype, cached.dtype),
+            "kv_cache[1]": (DTYPES[0], cached.dtype),
             "kv_cache[2]": ("float32",),
         }
     elif "kv_cache[2]" in given:

@@ -26,10 +26,13 @@ from cumla.mla.arguments import (
     Columns,
     cache_of,
     check_fp8_products,
+    check_fp8_query,
     check_taken,
     check_tree,
     checked_kv_scale,
+    checked_q_scale,
     checked_query_and_cache,
+    computed_dtype,
     named_width,
     other_cache,
     row_width,
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
+    from cumla.core.operation import Launchable, Output
     from cumla.launch.source import KernelSpec
 
 Q_AND_CACHE = (
@@ -52,6 +55,7 @@ Q_AND_CACHE = (
 OPTIONS = (
     SOFTMAX_SCALE,
     Factor("kv_scale"),
+    Factor("q_scale"),
     flag("fp8_products", False),
     flag("causal", True),
     Option("window", None, checked_window, "int[]?"),
@@ -76,7 +80,7 @@ K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
 def shape_of(q: ArrayView, kv_cache: ArrayView) -> Any:
     """Read off what a key holds of a query and a cache: Shape, but for a batch that q lacks."""
     _, page_size, num_kv_heads, _ = kv_cache.shape
-    return *q.shape[:-1], num_kv_heads, page_size, q.dtype
+    return *q.shape[:-1], num_kv_heads, page_size, computed_dtype(q)
 
 
 class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
@@ -102,8 +106,10 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
 
     def arguments(self, views: Views, options: Any) -> DecodeArguments:
         """Check all but the lengths."""
-        columns = checked_query_and_cache(views, self._axes, WIDTHS)
+        columns = checked_query_and_cache(views, self._axes, WIDTHS, fp8_queries=True)
+        check_fp8_query(columns, views.get("sinks") is not None)
         kv_scale = checked_kv_scale(columns, views, options.kv_scale)
+        q_scale = checked_q_scale(columns, views, options.q_scale)
         check_fp8_products(columns, options.fp8_products)
         pages = self.pages(views, columns)
         scale = options.softmax_scale
@@ -122,7 +128,8 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
             check_tree(sides, cache)
             sides, modes = TREE, (False, options.empty_lse)
         masks: dict[str, Any] = {"sinks": views.get("sinks"), "window": sides, "tree": tree}
-        return DecodeArguments(*columns[:4], pages, *scales, *modes, fp8_products=fp8, **masks)
+        masks |= {"fp8_products": fp8, "q_scale": q_scale}
+        return DecodeArguments(*columns[:4], pages, *scales, *modes, **masks)
 
     def first_seen(self, host: Host, a: DecodeArguments) -> np.ndarray[Any, Any] | None:
         """Check mode: tell the first token of each request that a window lets its queries see."""
@@ -137,17 +144,26 @@ class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
         """Tell the latent columns."""
         return arguments.q.shape[-1]
 
+    def outputs(self, arguments: DecodeArguments) -> tuple[Output, ...]:
+        """Return the same for queries in 16 bits."""
+        q = arguments.q._replace(dtype=computed_dtype(arguments.q))
+        return super().outputs(arguments._replace(q=q))
+
     def reference(self, host: Host, arguments: DecodeArguments) -> Results:
         """Compute with the lengths that came."""
         names = ("qo_indptr", "kv_indptr", "kv_indices", "sinks", "tree", "out", "lse")
-        factor: Any = arguments.kv_scale  # a view, if it is an array
+        factors: dict[str, Any] = {"kv_scale": arguments.kv_scale, "q_scale": arguments.q_scale}
+        factors = {  # a view, if it is an array
+            name: host.get(name, None if factor == 1.0 else factor)
+            for name, factor in factors.items()
+        }
         state = self._definition(
             parts_on_host(host, "q"),
             parts_on_host(host, "kv_cache"),
             block_table=host.get("block_table"),
             kv_lens=host["kv_lens"],
             softmax_scale=arguments.softmax_scale,
-            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
+            **factors,
             causal=arguments.causal,
             window=arguments.window,
             **{name: host[name] for name in names if name in host},
@@ -163,13 +179,14 @@ class MLAPlan(Plan[K], Generic[K]):
 
     @classmethod
     def _numbers(cls, views: dict[str, ArrayView | None], options: Any) -> dict[str, Any]:
-        columns = checked_query_and_cache(views, cls._axes, WIDTHS)
+        columns = checked_query_and_cache(views, cls._axes, WIDTHS, fp8_queries=True)
         batch = bind({"qo_indptr": QO_INDPTR}, views, {})
         _, page_size, num_kv_heads, _ = columns.kv_cache.shape
         sizes = dict(zip(cls._axes, columns.q.shape, strict=False)) | batch
         sizes |= {"num_kv_heads": num_kv_heads, "page_size": page_size}
         sizes |= {"head_dim": sum(columns.width)}
-        return sizes | {"dtype": columns.q.dtype, "cache_dtype": columns.kv_cache.dtype}
+        dtype = computed_dtype(columns.q)
+        return sizes | {"dtype": dtype, "cache_dtype": columns.kv_cache.dtype}
 
     def _fixed(self) -> dict[str, Any]:
         key = self.key

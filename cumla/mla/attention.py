@@ -123,6 +123,7 @@ def mla_attention(
     groups: PrefixGroups | None = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
+    q_scale: Any = None,
     fp8_products: bool = False,
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
@@ -170,7 +171,7 @@ def mla_attention(
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
-    softmax_scale, kv_scale, fp8_products, window, sinks, tree, stream : optional
+    softmax_scale, kv_scale, q_scale, fp8_products, window, sinks, tree, stream : optional
         As in :func:`cumla.mla_decode`.
     batch_invariant : bool
         Give each request the same bits in any batch. Requests of up to 8 query tokens are split at
@@ -214,6 +215,7 @@ def mla_attention(
             *(q, kv_cache, block_table, kv_lens),
             softmax_scale=softmax_scale,
             kv_scale=kv_scale,
+            q_scale=q_scale,
             fp8_products=fp8_products,
             causal=causal,
             window=window,
@@ -226,8 +228,8 @@ def mla_attention(
         )
     state: AttentionState = _ATTENTION.call(
         *(q, kv_cache, kv_lens, qo_indptr, block_table, kv_indptr, kv_indices, groups),
-        *(softmax_scale, kv_scale, fp8_products, causal, window, sinks, tree, batch_invariant),
-        *(out, lse, stream),
+        *(softmax_scale, kv_scale, q_scale, fp8_products, causal, window, sinks, tree),
+        *(batch_invariant, out, lse, stream),
     )
     return state
 
@@ -489,6 +491,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         kv_indices: Any = None,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
+        q_scale: Any = None,
         fp8_products: bool = False,
         sinks: Any = None,
         tree: Any = None,
@@ -501,16 +504,16 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
         Parameters
         ----------
-        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks, tree, \
-out, lse, stream
+        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, q_scale, fp8_products, \
+sinks, tree, out, lse, stream
             As in :func:`mla_attention`. Pass block_table or kv_indices, as the last update
             requires; the other one raises ValueError.
         """
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, fp8_products, sinks),
-            *(tree, out, lse, stream),
+            *(q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, q_scale),
+            *(fp8_products, sinks, tree, out, lse, stream),
         )
         return state
 

@@ -95,6 +95,7 @@ def mla_decode(
     *,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
+    q_scale: Any = None,
     fp8_products: bool = False,
     causal: bool = True,
     window: int | Sequence[int | None] | None = None,
@@ -122,7 +123,9 @@ def mla_decode(
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
         arrays are read in place. Other numbers of columns are 512 (all latent), 320 and 288 (256
         latent), and 1088 (1024 latent). q and kv_cache have the same number, and out has the latent
-        columns.
+        columns. Beside a cache whose 576 columns are all e4m3 under one `kv_scale`, q may be
+        float8_e4m3fn, or uint8 with its bits, times `q_scale`, without `sinks`; it is not rounded
+        again, and out is bfloat16.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the 512 and the 64
@@ -130,7 +133,7 @@ def mla_decode(
         case. num_kv_heads divides num_heads; page_size may be any number. Slots that no request
         uses may hold anything, NaN included.
 
-        FP8 caches, for q in bfloat16 and up to 512 latent columns: either of the above as
+        FP8 caches, for q in bfloat16 or e4m3 and up to 512 latent columns: either of the above as
         float8_e4m3fn, or uint8 with its bits, under one `kv_scale`. The following forms are for 576
         columns only. A pair of e4m3 latent columns and bfloat16 RoPE columns. A triple
         ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4 columns: a
@@ -152,6 +155,8 @@ def mla_decode(
         Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
         columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read
         by the kernel, and may change between the replays of a graph. 1 by default.
+    q_scale : float or array, optional
+        Factor of queries in float8_e4m3fn, as `kv_scale` for e4m3 columns. 1 by default.
     fp8_products : bool
         Permit FP8 tensor-core math over an FP8 cache: faster with many heads, less exact (see the
         notes). It has an effect with 576 columns, latent columns in e4m3 under one `kv_scale`, and
@@ -180,8 +185,8 @@ def mla_decode(
         for the longest request that block_table can hold: pass no more columns than needed, or make
         a plan.
     out, lse : array, optional
-        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, q_len,
-        num_heads)`` float32, written and returned. Of q's framework; JAX's arrays cannot be
+        ``(batch, q_len, num_heads, 512)`` in q's dtype (bfloat16 for e4m3) or float32, and
+        ``(batch, q_len, num_heads)`` float32, written and returned. Of q's framework; JAX's arrays cannot be
         written to.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
@@ -249,8 +254,8 @@ def mla_decode(
     (1, 1, 16, 512)
     """
     state: AttentionState = _DECODE.call(
-        *(q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal),
-        *(window, sinks, tree, batch_invariant, out, lse, stream),
+        *(q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, q_scale, fp8_products),
+        *(causal, window, sinks, tree, batch_invariant, out, lse, stream),
     )
     return state
 
@@ -517,7 +522,7 @@ batch_invariant, max_kv_len
             kv_lens does not fit the plan.
         CumlaError
             As :func:`mla_decode`. All kernels of the plan are loaded here, except these, which the
-            first run loads: kernels with sinks and, if pages are whole 64-token blocks, those for a
+            first run loads: kernels with sinks, those for e4m3 queries and, if pages are whole 64-token blocks, those for a
             16-bit cache in two arrays and for a broadcast FP8 cache.
         """
         if misplaced:
@@ -540,6 +545,7 @@ batch_invariant, max_kv_len
         block_table: Any,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
+        q_scale: Any = None,
         fp8_products: bool = False,
         sinks: Any = None,
         tree: Any = None,
@@ -552,8 +558,8 @@ batch_invariant, max_kv_len
 
         Parameters
         ----------
-        q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, tree, out, lse, \
-stream
+        q, kv_cache, block_table, softmax_scale, kv_scale, q_scale, fp8_products, sinks, tree, \
+out, lse, stream
             As in :func:`mla_decode`. Lengths that have changed since the update are ignored; with
             ``CUMLA_CHECK=1`` the call is refused.
 
@@ -570,8 +576,8 @@ stream
         if misplaced:
             raise self._misplaced("run", misplaced)
         state: AttentionState = self._call(
-            *(q, kv_cache, block_table, softmax_scale, kv_scale, fp8_products, sinks, tree),
-            *(out, lse, stream),
+            *(q, kv_cache, block_table, softmax_scale, kv_scale, q_scale, fp8_products, sinks),
+            *(tree, out, lse, stream),
         )
         return state
 

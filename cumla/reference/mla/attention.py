@@ -11,7 +11,7 @@ import numpy as np
 
 from cumla.core.state import AttentionState
 from cumla.reference.mla.cache import columns_of
-from cumla.reference.mla.decode import mla_decode
+from cumla.reference.mla.decode import mla_decode, numbers_of
 from cumla.reference.rows import Array, clamped, page_tables
 from cumla.reference.threads import one_blas_thread
 
@@ -29,6 +29,7 @@ def mla_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
+    q_scale: Array | float | None = None,
     fp8_products: bool = False,
     window: int | Sequence[int | None] | None = None,
     sinks: Array | None = None,
@@ -55,8 +56,8 @@ def mla_attention(
         Where the query tokens of each request begin, and where the last ones end.
     kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
         In place of a table: where the pages of each request begin in a list of page numbers.
-    kv_cache, kv_lens, causal, softmax_scale, kv_scale, fp8_products, window, sinks, tree, \
-accumulate
+    kv_cache, kv_lens, causal, softmax_scale, kv_scale, q_scale, fp8_products, window, sinks, \
+tree, accumulate
         As in :func:`mla_decode`, of each request for itself.
     out, lse : ndarray, optional
         ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``, where to write the
@@ -79,6 +80,7 @@ accumulate
             *(parts, kv_cache, block_table, kv_lens),
             softmax_scale=softmax_scale,
             kv_scale=kv_scale,
+            q_scale=q_scale,
             causal=causal,
             window=window,
             sinks=sinks,
@@ -90,7 +92,7 @@ accumulate
     tokens, num_heads = parts[0].shape[:2]
     if out is None:
         latent = columns_of(kv_cache)[0].shape[-1]
-        out = np.empty((tokens, num_heads, latent), parts[0].dtype)
+        out = np.empty((tokens, num_heads, latent), numbers_of(parts)[1])
     if lse is None:
         lse = np.empty((tokens, num_heads), np.float32)
     tables = page_tables(block_table, kv_indptr, kv_indices)
@@ -104,6 +106,7 @@ accumulate
                 kv_len[None],
                 softmax_scale=softmax_scale,
                 kv_scale=kv_scale,
+                q_scale=q_scale,
                 causal=causal,
                 window=window,
                 sinks=sinks,

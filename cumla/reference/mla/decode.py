@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cumla.core.arguments import checked_window, window_sides
@@ -27,6 +28,7 @@ def mla_decode(
     *,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
+    q_scale: Array | float | None = None,
     fp8_products: bool = False,
     window: int | Sequence[int | None] | None = None,
     sinks: Array | None = None,
@@ -53,7 +55,8 @@ def mla_decode(
     tokens before the queries, and of the last q_len token j if bit j of its words is set.
 
     An FP8 cache stands for the numbers that its factors make of it: an e4m3 column times its scale,
-    where there are scales, and times `kv_scale` where there are none.
+    where there are scales, and times `kv_scale` where there are none. e4m3 queries are multiplied
+    by `q_scale`.
 
     Token ``t`` of request ``b`` is in slot ``t % page_size`` of page
     ``block_table[b, t // page_size]``. Lengths are clamped to ``[0, max_pages * page_size]``.
@@ -63,8 +66,8 @@ def mla_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, fp8_products, causal, window, \
-sinks, tree, batch_invariant, out, lse
+    q, kv_cache, block_table, kv_lens, softmax_scale, kv_scale, q_scale, fp8_products, causal, \
+window, sinks, tree, batch_invariant, out, lse
         As in :func:`cumla.mla_decode`, of any strides, and of float32 and float64, too.
         batch_invariant makes no difference: each request is computed on its own. Nor does
         fp8_products: this is the exact definition.
@@ -91,12 +94,14 @@ sinks, tree, batch_invariant, out, lse
     >>> cumla.reference.mla_decode(q, kv_cache, block_table, kv_lens).out.shape
     (1, 1, 16, 512)
     """
-    q = q if isinstance(q, np.ndarray) else np.concatenate([*q], axis=-1)
+    q, dtype = numbers_of(q)
     cache = Cache.of(kv_cache, kv_scale)
     batch, q_len, num_heads, _ = q.shape
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if q_scale is not None:
+        scale *= float(np.asarray(q_scale, np.float32).reshape(()))
     latent = cache.ckv.shape[-1]
-    out = np.empty((batch, q_len, num_heads, latent), q.dtype) if out is None else out
+    out = np.empty((batch, q_len, num_heads, latent), dtype) if out is None else out
     lse = np.empty((batch, q_len, num_heads), np.float32) if lse is None else lse
     left, right = window_sides(checked_window("window", window), causal and tree is None)
     for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
@@ -122,6 +127,14 @@ sinks, tree, batch_invariant, out, lse
             more = sinks, None if hidden is None else hidden[some]
             out[b, some], lse[b, some] = attend(queries[some], rows, latent, scale, *seen, *more)
     return AttentionState(out, lse)
+
+
+def numbers_of(q: Array | Sequence[Array]) -> tuple[Array, np.dtype[Any]]:
+    """Return the queries in one array, e4m3 ones not as bytes, and the dtype of out."""
+    whole = q if isinstance(q, np.ndarray) else np.concatenate([*q], axis=-1)
+    if whole.dtype == np.uint8:
+        whole = whole.view(E4M3)
+    return whole, np.dtype(ml_dtypes.bfloat16) if whole.dtype == E4M3 else whole.dtype
 
 
 def attend(

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""e4m3 queries of `cumla.mla_decode`, `cumla.mla_attention` and their plans: results on the CPU,
+what is refused, and which kernels are launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from tests.calls import BF16, E4M3, aligned, refused
+from tests.mla.fp8_arrays import make_cache
+from tests.mla.test_fp8_caches import attend, decode, every_way, planned, planned_ragged
+
+WHOLE = ("one", "bytes", "pair", "pair of bytes")  # caches that are e4m3 throughout
+U8 = np.uint8
+
+
+def queries(heads: int = 16, *, q_len: int = 2) -> np.ndarray:
+    """(2, q_len, heads, 576) e4m3, rows of all magnitudes, codes of the least ones among them."""
+    rng = np.random.default_rng(1)
+    numbers = rng.standard_normal((2, q_len, heads, 576), np.float32)
+    numbers *= np.exp2(rng.integers(-9, 7, (2, q_len, heads, 1)))
+    found = aligned(numbers.shape, E4M3)
+    found[...] = np.clip(numbers, -448, 448)
+    return found
+
+
+@every_way
+@pytest.mark.parametrize("form", WHOLE)
+@pytest.mark.parametrize("kind", ["number", "array", "none"])
+def test_results_are_those_of_the_numbers(form: str, kind: str, call: Any) -> None:
+    """Queries times their factor, in one array or a pair, as e4m3 or as bytes."""
+    q, cache, value = queries(), make_cache(form), 0.37
+    factor = {"number": value, "array": np.full(1, value, np.float32), "none": None}[kind]
+    scale = (value if factor is not None else 1.0) * 576**-0.5
+    want = call(q=q.astype(BF16), kv_cache=cache, kv_scale=0.01, softmax_scale=scale)
+    given: dict[str, Any] = {"kv_scale": 0.01, "q_scale": factor, "softmax_scale": 576**-0.5}
+    forms = q, (q[..., :512], q[..., 512:]), q.view(U8)
+    for numbers in forms:
+        got = call(q=numbers, kv_cache=cache, **given)
+        assert got.out.dtype == BF16
+        np.testing.assert_array_equal(got.out, want.out)
+        np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
+    out = np.empty(want.out.shape, np.float32)
+    assert call(q=q, kv_cache=cache, **given, out=out).out is out
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"kv_cache": make_cache("packed"), "kv_scale": None},
+            TypeError,
+            "q: needs bfloat16, or float8_e4m3fn beside a kv_cache whose 576 columns are all ... "
+            "beside one with scales of each token; convert it to bfloat16",
+        ),
+        (
+            {"kv_cache": make_cache("16-bit rope")},
+            TypeError,
+            "q: needs bfloat16, ... beside columns in bfloat16; convert it",
+        ),
+        (
+            {"q": queries()[..., :512], "kv_cache": make_cache("one", width=(512, 0))},
+            TypeError,
+            "q: needs bfloat16, ... beside rows of 512 (no RoPE) columns; convert it",
+        ),
+        (
+            {"kv_cache": aligned((6, 64, 1, 576), BF16)},
+            TypeError,
+            "kv_cache: needs q's dtype float8_e4m3fn, got bfloat16",
+        ),
+        (
+            {"q": queries().astype(BF16)},
+            ValueError,
+            "q_scale: needs q of float8_e4m3fn, or of its bits as uint8, got bfloat16; leave it",
+        ),
+        (
+            {"q_scale": np.ones(2, np.float32)},
+            ValueError,
+            "q_scale: needs one element, got shape (2,); pass one number",
+        ),
+        ({"q_scale": "1"}, TypeError, "q_scale: needs a number, or a float32 array, got str"),
+        (
+            {"sinks": np.zeros(16, np.float32)},
+            ValueError,
+            "sinks: needs None beside q of float8_e4m3fn, got an array; convert q to bfloat16",
+        ),
+        ({"out": aligned((2, 2, 16, 512), E4M3)}, TypeError, "out: needs bfloat16 or float32"),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else None,
+)
+def test_refusals(changes: Any, error: Any, message: str, call: Any) -> None:
+    if "out" in changes and call in (attend, planned_ragged):
+        changes = {"out": changes["out"].reshape(4, 16, 512)}
+    given = {"q": queries(), "kv_cache": make_cache("one"), "kv_scale": 0.01, "q_scale": 0.5}
+    with refused(error, message):
+        call(**given | changes)
+
+
+def test_sparse_attention_takes_no_such_queries() -> None:
+    lists = np.zeros((2, 1, 4), np.int32)
+    q = queries(q_len=1)
+    with refused(TypeError, "q: needs bfloat16 or float16, got float8_e4m3fn"):
+        cumla.mla_sparse_decode(q, make_cache("one"), lists, kv_scale=0.01)
