@@ -382,7 +382,9 @@ def _check_query_and_cache(
                 f"{arg(name)}: needs at least one {'head' if name.startswith('q') else 'token'}, "
                 f"got shape {view.shape}; skip the call where there is nothing to attend"
             )
-    _check_dtypes(given, fp8_queries)  # after the widths: parts that are swapped may have dtypes of their own
+    _check_dtypes(
+        given, fp8_queries
+    )  # after the widths: parts that are swapped may have dtypes of their own
     if width != WIDTH:
         _check_one_dtype(given, width)
     pairs = ("q[0]", "q[1]"), ("kv_cache[0]", "kv_cache[1]"), ("kv_cache[0]", "kv_cache[2]")

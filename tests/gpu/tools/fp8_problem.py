@@ -74,6 +74,7 @@ class Fp8Case:
     outputs: str = "given"
     shared: int = 0  # tokens of request 0, whole pages, that lie in the same pages for all
     fp8_products: bool = False  # of forms under one factor
+    fp8_query: bool = False  # of forms that are e4m3 throughout; as bytes
     seed: int = 0
 
     @property
@@ -90,6 +91,7 @@ class Fp8Case:
             self.spread,
             self.outputs,
             *(["fp8_products"] if self.fp8_products else []),
+            *(["fp8_query"] if self.fp8_query else []),
         )
         return "-".join(words)
 
@@ -102,6 +104,12 @@ class Fp8Case:
     def has_e4m3_rope(self) -> bool:
         """Whether the RoPE columns are e4m3, too."""
         return self.form not in ("16-bit rope", "scales", "packed")
+
+    @property
+    def query_factor(self) -> float:
+        """The factor of e4m3 queries, no power of two; 1 of others."""
+        size = SPREADS[self.spread] / DEVIATION
+        return float(np.float32(1.0137 * size)) if self.fp8_query else 1.0
 
 
 @functools.cache
@@ -188,6 +196,13 @@ class Fp8Problem:
 
     # Made once: a call on another stream needs them for longer than it takes.
     @functools.cached_property
+    def _q_scale(self) -> Any:
+        factor = self.case.query_factor
+        if self.case.kv_scale != "array":
+            return factor
+        return self.xp.asarray(np.full(1, factor, np.float32))
+
+    @functools.cached_property
     def _qo_indptr(self) -> Array:
         ends = np.arange(self.case.batch + 1, dtype=np.int32) * self.case.q_len
         return self.xp.asarray(ends)
@@ -211,6 +226,8 @@ class Fp8Problem:
             inputs["kv_indices"] = self._list[1]
         if self.case.form in SCALED:
             inputs["kv_scale"] = self.kv_scale
+        if self.case.fp8_query:
+            inputs["q_scale"] = self._q_scale
         return inputs | ({"fp8_products": True} if self.case.fp8_products else {})
 
     def call(self, **options: Any) -> Any:
@@ -264,12 +281,12 @@ class Fp8Problem:
         case = self.case
         return oracle.attend(
             self.xp,
-            self._query_in_e4m3() if case.fp8_products else self.q_bits,
+            self._query_in_e4m3() if case.fp8_products and not case.fp8_query else self.q_bits,
             self.rows,
             case.kv_heads,
             self.lengths if lengths is None else lengths,
             dtype="bfloat16",
-            softmax_scale=HEAD_DIM**-0.5,
+            softmax_scale=HEAD_DIM**-0.5 * case.query_factor,
             causal=case.causal,
         )
 
@@ -389,6 +406,8 @@ def _deal(case: Fp8Case, lengths: np.ndarray, rng: np.random.Generator) -> tuple
 def _query(xp: Any, case: Fp8Case, offset: int) -> tuple[Array, Any]:
     """Bits of the query (batch, q_len, heads, 576), and the argument."""
     shape = (case.batch, case.q_len, case.heads)
+    if case.fp8_query:
+        return _fp8_query(xp, case, shape, offset)
     size = SPREADS[case.spread]
     bits = normal_bits(xp, (*shape, HEAD_DIM), "bfloat16", size, 3 * offset)
     if case.is_grouped:
@@ -401,6 +420,25 @@ def _query(xp: Any, case: Fp8Case, offset: int) -> tuple[Array, Any]:
     columns.latent[...] = bits[..., :VALUE_DIM].reshape(*lead, VALUE_DIM)
     columns.rope[...] = bits[..., VALUE_DIM:].reshape(*lead, ROPE_DIM)
     return bits, columns.argument
+
+
+def _fp8_query(xp: Any, case: Fp8Case, shape: tuple[int, ...], offset: int) -> tuple[Array, Any]:
+    """Bits of what the e4m3 query stands for but for its factor, and the bytes of the query.
+
+    Bytes beside them are NaN.
+    """
+    numbers = e4m3_bits(xp, (*shape, HEAD_DIM), 3 * offset)
+    values = xp.asarray(e4m3_numbers())[numbers.astype(np.int32)]
+    lead = shape if case.operation == "decode" else (case.batch * case.q_len, case.heads)
+    numbers = numbers.reshape(*lead, HEAD_DIM)
+    wide = xp.full((*lead, HEAD_DIM + 128), 0xFF, dtype=xp.uint8)
+    if case.query_form in ("pair", "slices"):
+        latent, rope = wide[..., 160 : 160 + VALUE_DIM], wide[..., 16 : 16 + ROPE_DIM]
+        latent[...], rope[...] = numbers[..., :VALUE_DIM], numbers[..., VALUE_DIM:]
+        return _bits_of_16(xp, values), (latent, rope)
+    whole = wide[..., :HEAD_DIM] if case.query_form == "padded" else numbers
+    whole[...] = numbers
+    return _bits_of_16(xp, values), whole
 
 
 def _bits_of_16(xp: Any, values: Array) -> Array:

@@ -133,6 +133,9 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
     (Fp8Case(form="packed", batch=1, heads=40), [3000]),
     (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
     (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
+    (Fp8Case(form="one", heads=16, kv_scale="array", fp8_query=True), [900, 65, 0]),
+    (Fp8Case(form="pair", heads=24, q_len=2, page_size=1, fp8_query=True), [300, 64, 3]),
+    (Fp8Case(form="one", heads=24, q_len=3, operation="list", fp8_query=True), [700, 70, 0]),
 )
 FP8_PRODUCTS = (  # of both kinds of RoPE columns, one of them cut
     (Fp8Case(form="one", heads=128, q_len=2, page_size=1, fp8_products=True), [900, 65, 0]),
@@ -140,10 +143,15 @@ FP8_PRODUCTS = (  # of both kinds of RoPE columns, one of them cut
         Fp8Case(form="16-bit rope", batch=1, heads=64, operation="table", fp8_products=True),
         [2300],
     ),
+    (
+        Fp8Case(form="one", heads=64, kv_scale="array", fp8_products=True, fp8_query=True),
+        [900, 65, 0],
+    ),
 )
 FP8_HEADS = (  # as many as tiles are full of, in each form
     (Fp8Case(form="packed", heads=64, page_size=1), [900, 65, 0]),
     (Fp8Case(form="one", heads=128, q_len=2, kv_scale="array"), [300, 64, 3]),
+    (Fp8Case(form="pair", heads=64, q_len=2, kv_scale="array", fp8_query=True), [300, 64, 3]),
     (Fp8Case(form="pair", heads=128, kv_heads=2, q_len=2, operation="table"), [700, 130, 1]),
     (Fp8Case(form="16-bit rope", batch=1, heads=64, page_size=48), [2300]),
     (Fp8Case(form="scales, e4m3 rope", heads=64, page_size=16), [300, 70, 1]),
