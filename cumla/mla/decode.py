@@ -186,8 +186,8 @@ def mla_decode(
         a plan.
     out, lse : array, optional
         ``(batch, q_len, num_heads, 512)`` in q's dtype (bfloat16 for e4m3) or float32, and
-        ``(batch, q_len, num_heads)`` float32, written and returned. Of q's framework; JAX's arrays cannot be
-        written to.
+        ``(batch, q_len, num_heads)`` float32, written and returned. Of q's framework; JAX's arrays
+        cannot be written to.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
         default the current stream of q's framework (CuPy's for JAX). On another stream, keep arrays
@@ -522,8 +522,8 @@ batch_invariant, max_kv_len
             kv_lens does not fit the plan.
         CumlaError
             As :func:`mla_decode`. All kernels of the plan are loaded here, except these, which the
-            first run loads: kernels with sinks, those for e4m3 queries and, if pages are whole 64-token blocks, those for a
-            16-bit cache in two arrays and for a broadcast FP8 cache.
+            first run loads: kernels with sinks, those for e4m3 queries and, if pages are whole
+            64-token blocks, those for a 16-bit cache in two arrays and for a broadcast FP8 cache.
         """
         if misplaced:
             raise self._misplaced("update", misplaced)

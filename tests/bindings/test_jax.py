@@ -521,6 +521,11 @@ def test_factors_are_arrays_that_may_change() -> None:
         for function in (allowed, jax.jit(allowed)):
             got = function(kv_scale=jnp.float32(factor))
             assert_same(DECODE, got, [np.asarray(leaf) for leaf in expected])
+        in_e4m3 = arrays | {"q": arrays["q"].astype(jnp.float8_e4m3fn)}
+        queries = functools.partial(cumla.mla_decode, **in_e4m3)
+        got = jax.jit(queries)(q_scale=jnp.float32(factor))
+        assert got.out.dtype == jnp.bfloat16
+        assert_same(DECODE, got, [np.asarray(leaf) for leaf in queries(q_scale=factor)])
     values, scale = jax.jit(cumla.quantize_fp8)(x)
     assert values.dtype == jnp.float8_e4m3fn and scale.dtype == jnp.float32
 

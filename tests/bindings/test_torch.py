@@ -334,6 +334,21 @@ def test_factors(scale: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [2, torch.tensor([0.25])])
+@pytest.mark.parametrize("name", ["mla_decode", "mla_attention"])
+def test_e4m3_queries(name: str, scale: Any) -> None:
+    operation = OPERATIONS[name]
+    given = tensors(operation.make()) | {"kv_scale": 0.5, "q_scale": scale}
+    for array in ("q", "kv_cache"):
+        given[array] = given[array].to(torch.float8_e4m3fn)
+    expected = operation.function(**given)
+    assert expected.out.dtype == torch.bfloat16
+    assert_equal(compiled(lambda: operation.function(**given))(), expected)
+    usual = given | {"q": given["q"].bfloat16(), "q_scale": None}
+    usual["softmax_scale"] = 576**-0.5 * float(scale)
+    torch.testing.assert_close(operation.function(**usual).out, expected.out)
+
+
 @pytest.mark.parametrize("name", ["mla_decode", "mla_attention"])
 def test_products_in_fp8(name: str) -> None:
     operation = OPERATIONS[name]

@@ -95,7 +95,7 @@ def copy_scripts(source: str, folder: Path, on_gpu: bool) -> None:
         text = path.read_text("utf-8").replace('"cuda:0"', '"cpu"').replace(".cuda()", ".cpu()")
         path.write_text(text, "utf-8")
     for path in scripts.glob("test_flash_mla_*.py"):
-        text = f"from tests.compat.peer_tests import *\ntest_case = tests_of({path.stem!r})\n"
+        text = f"from tests.compat.peer_tests import *\ntest_case = make_test({path.stem!r})\n"
         (folder / f"{path.stem}_cases.py").write_text(text, "utf-8")
     (folder / "conftest.py").write_text(
         "from tests.compat.peer_tests import *\nlend_flash_mla(__file__)\n", "utf-8"
@@ -121,7 +121,7 @@ def lend_flash_mla(conftest: str) -> None:
         torch.cuda.get_device_capability = lambda *_: (9, 0)
 
 
-def tests_of(script: str) -> Any:
+def make_test(script: str) -> Any:
     """Make a test of all cases of one of FlashMLA's scripts."""
     import torch
 

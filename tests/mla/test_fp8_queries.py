@@ -11,8 +11,9 @@ import pytest
 
 import cumla
 from tests.calls import BF16, E4M3, aligned, refused
+from tests.fake_cuda import FakeBindings, FakeCuPy
 from tests.mla.fp8_arrays import make_cache
-from tests.mla.test_fp8_caches import attend, every_way, on_gpu, planned_ragged
+from tests.mla.test_fp8_caches import INDPTR, LENGTHS, TABLE, attend, every_way, planned_ragged
 
 WHOLE = ("one", "bytes", "pair", "pair of bytes")  # caches that are e4m3 throughout
 U8 = np.uint8
@@ -105,3 +106,40 @@ def test_sparse_attention_takes_no_such_queries() -> None:
     q = queries(q_len=1)
     with refused(TypeError, "q: needs bfloat16 or float16, got float8_e4m3fn"):
         cumla.mla_sparse_decode(q, make_cache("one"), lists, kv_scale=0.01)
+
+
+@pytest.mark.parametrize(
+    ("heads", "fp8_products", "name"),
+    [
+        (8, False, "fp8_16_query"),
+        (16, True, "fp8_32_query"),
+        (64, False, "fp8_64_fp8_rope_query"),
+        (128, True, "fp8_products_fp8_rope_query"),
+    ],
+)
+def test_kernels(
+    heads: int, fp8_products: bool, name: str, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """A plan of bfloat16 serves both kinds of queries; the factor may be an array."""
+    cache, table, lengths = map(cupy.like, (aligned((6, 64, 1, 576), E4M3), TABLE, LENGTHS))
+    q = cupy.like(aligned((2, 2, heads, 576), U8))
+    plan = cumla.MLADecodePlan.from_arrays(q, cache)
+    assert plan.key.dtype == "bfloat16"
+    plan.update(lengths)
+    factor = cupy.like(np.ones(1, np.float32))
+    given = {"block_table": table, "fp8_products": fp8_products}
+    seen = set()
+    for q_scale in (None, 0.5, factor):
+        bindings.launched.clear()
+        plan.run(q, cache, q_scale=q_scale, **given)
+        (launch,) = bindings.launched
+        assert bindings.entries[-1] == f"mla_decode_{name}"
+        seen.add(launch.parameters)
+    assert len(seen) == 3
+    plan.run(cupy.like(aligned((2, 2, heads, 576), BF16)), cache, **given)
+    assert bindings.entries[-1] == f"mla_decode_{name.removesuffix('_query')}"
+    rows = cupy.like(aligned((4, heads, 576), U8))
+    lens = {"block_table": table, "kv_lens": lengths, "qo_indptr": cupy.like(INDPTR)}
+    cumla.mla_attention(rows, cache, **lens, q_scale=factor, fp8_products=fp8_products)
+    ragged = name if heads % 64 == 0 else "fp8_query"
+    assert bindings.entries[-1] == f"mla_attention_{ragged}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class DecodeArguments(NamedTuple):
     """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""
 
-    # (batch, q_len, num_heads, 512); of ragged queries without the first axis. Of a 16-bit dtype, or
+    # (batch, q_len, num_heads, 512); of ragged queries without the first axis. Of 16 bits, or of
     # float8_e4m3fn beside a cache that is it throughout.
     q: ArrayView
     q_rope: ArrayView  # the same with 64 columns

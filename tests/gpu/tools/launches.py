@@ -233,9 +233,15 @@ def mla(make: _Maker) -> Iterator[Case]:
             tokens, indptr = make(batch * q_len, heads, 576, dtype=dtype), make.int32(batch + 1)
             options: dict[str, Any] = {} if form in FORMS[:2] else {"fp8_products": heads == 64}
             cumla.mla_decode(q, cache, table, lens, **options)
-            cumla.mla_attention(
-                tokens, cache, block_table=table, kv_lens=lens, qo_indptr=indptr, **options
-            )
+            of_table = {"block_table": table, "kv_lens": lens, "qo_indptr": indptr}
+            cumla.mla_attention(tokens, cache, **of_table, **options)
+            if form == "e4m3":  # queries, too
+                exact = {"q_scale": make.float32(1), "kv_scale": 0.5}
+                for more in (options, {}):
+                    numbers = make(batch, q_len, heads, 576, dtype=E4M3)
+                    cumla.mla_decode(numbers, cache, table, lens, **exact | more)
+                    numbers = make(batch * q_len, heads, 576, dtype=E4M3)
+                    cumla.mla_attention(numbers, cache, **of_table, **exact | more)
             if page == 64:
                 cumla.mla_decode(q, cache, table, lens, causal=False, softmax_scale=0.1)
                 entries, begins = make.int32(50), make.int32(batch + 1)

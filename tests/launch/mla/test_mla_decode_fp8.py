@@ -809,7 +809,7 @@ def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int)
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8/load.cuh": "69cbc13b",
+    "mla/mla_decode_fp8/load.cuh": "4ebdbb32",
     "mla/mla_decode_fp8/compute.cuh": "19081f49",
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "f9670bfb",
@@ -889,9 +889,10 @@ def test_every_kernel_serves_a_shape() -> None:
         for key in keys
         for kind in ((False,), (True,), (True, "packed"))
     }
-    assert plain | with_sinks | of_widths == set(SPECS)
-    assert len(plain) == len(with_sinks) == 12
-    assert len({spec.entry for spec in SPECS}) == 24 + 12
+    of_queries = {fp8_spec(key, False, query=True) for key in keys}
+    assert plain | with_sinks | of_widths | of_queries == set(SPECS)
+    assert (len(plain), len(with_sinks), len(of_queries)) == (12, 12, 6)
+    assert len({spec.entry for spec in SPECS}) == 24 + 12 + 6
 
 
 def test_row_tiles_are_those_of_the_kernel() -> None:
