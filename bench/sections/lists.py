@@ -11,7 +11,8 @@ from bench.case import Case, Section, Variant, shapes
 from bench.lab import Lab
 from bench.libraries import Schedule
 from bench.oracle import attend, row_error, sampled
-from bench.sections.mla import COLUMNS, SCALE, VALUES
+from bench.sections.mla import COLUMNS, SCALE, VALUES, Decode
+from bench.sections.widths import flash_infer
 
 _PAGE, _TOP = 64, 2048
 _PACKED, _PACKED_V4 = 656, 584  # bytes of a row
@@ -155,6 +156,101 @@ DECODE = Section(
     build=decode,
 )
 
+# --- rows of other formats ------------------------------------------------------------------------
+
+
+class Listed:
+    """A list for each request, of rows of a cache; other libraries take it as pages of one row."""
+
+    q_len, window, page = 1, None, 1
+    flash_attention: Any = Decode.flash_attention
+
+    def __init__(self, lab: Lab, rows: str, sizes: tuple[int, int, int], rope: int) -> None:
+        torch = lab.torch
+        self.lab, self.values, self.columns = lab, VALUES, VALUES + rope
+        self.batch, self.heads, self.pages = batch, heads, top = sizes
+        self.scale = self.columns**-0.5
+        kv_len = 16384 if not lab.tiny else 256
+        count = batch * kv_len
+        self.form = {"528": "v32_no_rope", "656": "v32"}.get(rows.partition(" ")[0])
+        nbytes = {"v32_no_rope": 528, "v32": _PACKED}.get(self.form or "")
+        dtype = "uint8" if nbytes else "float8_e4m3fn" if "e4m3" in rows else "bfloat16"
+        self.cache = lab.empty(count, 1, 1, nbytes or self.columns, dtype=dtype)
+        flat = self.cache.view(count, -1)
+        for begin in range(0, count, 1 << 18):
+            part = flat[begin : begin + (1 << 18)]
+            if self.form is None:
+                part[:] = lab.normal(len(part), self.columns).to(part.dtype)
+            else:
+                whole = packed_rows(lab, len(part))
+                part[:] = whole if rope else whole[:, : VALUES + 16]
+        tokens = lab.distinct(batch, kv_len, top).long()
+        begins = torch.arange(batch, device=lab.device)[:, None] * kv_len
+        self.table = lab.ints(tokens + begins).contiguous()
+        self.lens = lab.full(batch, top)
+        self.q = lab.normal(batch, 1, heads, self.columns)
+        self.sinks = torch.linspace(-2, 2, heads, device=lab.device) if "sinks" in rows else None
+        self.out = lab.empty(batch, 1, heads, VALUES)
+        self.lse = lab.empty(batch, 1, heads, dtype="float32")
+        named: Any = {"cache_format": self.form} if self.form == "v32_no_rope" else {}
+        self.given = self.q, self.cache, self.table[:, None]
+        self.plan = cumla.MLASparsePlan.from_arrays(*self.given, **named)
+        self.plan.update()
+        self.nbytes = batch * (top * (flat.shape[1] * flat.element_size() + 4))
+        self.nbytes += batch * heads * 2 * (self.columns + VALUES)
+        self.flops = 2 * batch * heads * top * (self.columns + VALUES)
+
+    def run(self) -> Any:
+        options = {} if self.sinks is None else {"sinks": self.sinks}
+        options |= {"softmax_scale": self.scale, "out": self.out, "lse": self.lse}
+        self.plan.run(*self.given, **options)
+        return self.out
+
+    def error(self, got: Any) -> float:
+        got, worst = got.reshape(self.batch, self.heads, VALUES), 0.0
+        for request in sampled(self.batch):
+            listed = self.cache.view(len(self.cache), -1)[self.table[request].long()]
+            if self.form == "v32_no_rope":
+                listed = self.lab.torch.nn.functional.pad(listed, (0, _PACKED - listed.shape[1]))
+            rows = unpacked_rows(self.lab, listed)[:, : self.columns] if self.form else listed
+            rows = rows.float()
+            want = attend(self.q[request, 0], rows, rows[:, :VALUES], self.scale, self.sinks)
+            worst = max(worst, row_error(got[request], want))
+        return worst
+
+
+def other_rows(lab: Lab, cache: str, batch: int, heads: int, top: int) -> Case:
+    rope = COLUMNS - VALUES if cache.startswith(("576", "656")) else 0
+    sizes: Any = lab.at_most(batch=(batch, 2), heads=(heads, 4), top=(top, 64))
+    work, peers = Listed(lab, cache, sizes, rope), {}
+    if work.form is None and work.sinks is None:
+        peers = flash_infer(work, rope)
+    if work.cache.element_size() == 2:
+        peers["FlashAttention-3"] = work.flash_attention()
+    run, limit = work.run, 6e-3 if work.cache.element_size() == 1 else 4e-3
+    limit = 8e-3 if work.sinks is not None else limit
+    return Case(run, work.error, limit, nbytes=work.nbytes, flops=work.flops, peers=peers)
+
+
+OTHER_ROWS = Section(
+    name="sparse-rows",
+    title="Sparse decoding over other rows",
+    about="`cumla.MLASparsePlan.run` over lists of GLM-5.3 (2,176 rows of 512 columns without "
+    "RoPE: in bfloat16, in e4m3 under one factor, or 528 bytes with factors of 128 columns) and of "
+    "Hy4 (2,048 rows, with sinks). FlashAttention-3 and FlashInfer take lists as pages of one row; "
+    "neither reads packed rows.",
+    columns={"cache": "rows", "batch": "requests", "heads": "heads", "top": "rows of a list"},
+    shapes=shapes(
+        "cache batch heads top",
+        *(("512 bf16", batch, heads, 2176) for heads in (64, 8) for batch in (1, 8, 64, 128)),
+        *(("512 e4m3", *sizes, 2176) for sizes in ((64, 64), (128, 64), (128, 8))),
+        *(("528 bytes", 128, heads, 2176) for heads in (64, 8)),
+        ("576 bf16, sinks", 128, 32, 2048),
+        ("656 bytes, sinks", 128, 8, 2048),
+    ),
+    build=other_rows,
+)
+
 # --- V4 -------------------------------------------------------------------------------------------
 
 
@@ -222,6 +318,80 @@ V4 = Section(
         (128, 2, 64, 128, 512),
     ),
     build=v4,
+)
+
+
+def v41_rows(lab: Lab, count: int, form: str) -> tuple[Any, Any]:
+    """(uint8 (count, 528 or 288), float32 (count, 512)): V4.1's rows, written by cumla, and their
+    values."""
+    torch, nbytes = lab.torch, {"v41": 528, "v41_fp4": 288}[form]
+    rows = torch.zeros(count, 1, 1, nbytes, dtype=torch.uint8, device=lab.device)
+    slots = torch.arange(count, device=lab.device)
+    cumla.append_mla_cache(lab.normal(count, VALUES), rows, slots, cache_format=form)
+    flat = rows.view(count, nbytes)
+    if form == "v41":
+        numbers = flat[:, :VALUES].contiguous().view(lab.dtype("float8_e4m3fn")).float()
+        scales = (flat[:, VALUES:].float() - 127).exp2()
+    else:
+        steps = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        codes = torch.tensor(steps + [-x for x in steps], device=lab.device)
+        pairs = flat[:, : VALUES // 2].long()
+        numbers = codes[torch.stack([pairs & 15, pairs >> 4], -1)].view(count, VALUES)
+        scales = flat[:, VALUES // 2 :].contiguous().view(lab.dtype("float8_e4m3fn")).float()
+    values = numbers.view(count, scales.shape[1], -1) * scales[..., None]
+    return rows, values.view(count, VALUES)
+
+
+def v41(lab: Lab, extra: str, batch: int, heads: int) -> Case:
+    kv_len, own, top = lab.at_most(kv_len=(8192, 256), own=(128, 64), top=(512, 64))
+    batch, heads = lab.at_most(batch=(batch, 2), heads=(heads, 4))
+    form = {"528 bytes": "v41", "288 bytes": "v41_fp4"}[extra]
+    cache, meant = v41_rows(lab, batch * 256, "v41")
+    other, other_meant = v41_rows(lab, batch * kv_len, form)
+    requests = lab.ints(range(batch))[:, None, None]
+    indices = lab.distinct(batch, 256, own).view(batch, 1, own) + requests * 256
+    more = lab.distinct(batch, kv_len, top).view(batch, 1, top) + requests * kv_len
+    q = lab.normal(batch, 1, heads, VALUES)
+    sinks = lab.torch.linspace(-2, 2, heads, device=lab.device)
+    out = lab.empty(batch, 1, heads, VALUES)
+    lse = lab.empty(batch, 1, heads, dtype="float32")
+    second = {"extra_kv_cache": other, "extra_indices": more}
+    forms: Any = {"cache_format": "v41", "extra_cache_format": form}
+    plan = cumla.MLASparsePlan.from_arrays(q, cache, indices, **second, **forms)
+    plan.update()
+    scale = VALUES**-0.5
+
+    def run() -> Any:
+        options = {"sinks": sinks, "softmax_scale": scale, "out": out, "lse": lse}
+        plan.run(q, cache, indices, **second, **options)
+        return out
+
+    def error(got: Any) -> float:
+        got, worst = got.reshape(out.shape), 0.0
+        for request in sampled(batch):
+            lists = ((meant, indices), (other_meant, more))
+            rows = lab.torch.cat([values[at[request, 0].long()] for values, at in lists])
+            want = attend(q[request, 0], rows, rows, scale, sinks)
+            worst = max(worst, row_error(got[request, 0], want))
+        return worst
+
+    nbytes = own * 532 + top * (4 + other.shape[-1]) + heads * 2 * 2 * VALUES
+    flops = 2 * batch * heads * (own + top) * 2 * VALUES
+    return Case(run, error, limit=6e-3, nbytes=batch * nbytes, flops=flops)
+
+
+V41 = Section(
+    name="sparse-v41",
+    title="Sparse decoding, DeepSeek-V4.1",
+    about="`cumla.MLASparsePlan.run` over two caches, 128 rows of the first (528 bytes) and 512 of "
+    "the second, of 528 bytes in e4m3 or of 288 in FP4, with sinks. No other library reads these "
+    "rows on Hopper.",
+    columns={"extra": "rows of the second cache", "batch": "requests", "heads": "heads"},
+    shapes=shapes(
+        "extra batch heads",
+        *((extra, batch, 64) for extra in ("528 bytes", "288 bytes") for batch in (1, 16, 128)),
+    ),
+    build=v41,
 )
 
 # --- prefill --------------------------------------------------------------------------------------

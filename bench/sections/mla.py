@@ -49,7 +49,8 @@ class Decode:
         self.lab, self.columns, self.values = lab, sum(width), width[0]
         self.scale, self.window = self.columns**-0.5, window
         self.batch, self.q_len, self.heads, self.kv_len = batch, q_len, heads, kv_len = sizes
-        self.pages = -(-kv_len // page)
+        self.page, self.pages = page, -(-kv_len // page)
+        self.sinks: Any = None
         self.cache = lab.normal(batch * self.pages, page, 1, self.columns, std=deviation)
         if cache_dtype != "bfloat16":
             self.cache = self.cache.to(lab.dtype(cache_dtype))
@@ -125,15 +126,17 @@ class Decode:
         q, k = self.q[..., self.values :], self.cache[..., self.values :]
         if self.columns == self.values:  # it wants some: 0 in the query, so that they do not count
             q, k = self.lab.torch.zeros_like(self.q[..., :_ROPE]), self.cache[..., :_ROPE]
+        window = (-1, -1) if self.window is None else (self.window, 0)
         for splits in (0, 1, 32) if self.batch < 64 else (0, 1):
             schedule = library.schedule(
                 self.lens,
                 max_q=self.q_len,
-                max_kv=self.pages * _PAGE,
+                max_kv=self.pages * self.page,
                 heads=(self.heads, 1),
                 columns=(q.shape[-1], self.values),
                 dtype=self.q.dtype,
-                page=_PAGE,
+                page=self.page,
+                window=window,
                 splits=splits,
             )
             call = partial(
@@ -143,6 +146,8 @@ class Decode:
                 lens=self.lens,
                 table=self.table,
                 scale=self.scale,
+                window=window,
+                sinks=None if self.sinks is None else self.sinks.to(self.q.dtype),
                 schedule=schedule,
                 splits=splits,
                 out=self.lab.torch.empty_like(self.out),

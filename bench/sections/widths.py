@@ -23,7 +23,7 @@ def widths(
     deviation, options = (1.0, {"kv_scale": 1.0}) if is_fp8 else (DEVIATION, {})
     sizes = small(lab, batch, 1, heads, kv_len)
     work = Decode(lab, sizes, cache_dtype=cache, deviation=deviation, width=(latent, rope))
-    peers = _triton(work) | _flash_infer(work, rope)
+    peers = _triton(work) | flash_infer(work, rope)
     if not is_fp8:
         peers["FlashAttention-3"] = work.flash_attention()
         if work.columns == work.values == 512:
@@ -58,7 +58,7 @@ def _triton(work: Decode) -> Peers:
     return {"vLLM": [Variant("", run)]}
 
 
-def _flash_infer(work: Decode, rope: int) -> Peers:
+def flash_infer(work: Any, rope: int) -> Peers:
     """FlashInfer's wrapper with the backend that it takes on Hopper, for the widths of that."""
     is_fp8 = work.cache.element_size() == 1
     if rope % 64 or (is_fp8 and work.values != 512):
@@ -135,6 +135,24 @@ WIDTHS = Section(
 _WINDOW = 512
 _MOST = 16  # requests of FlashInfer's kernel
 _TACTICS = 6
+
+
+def short_windows(lab: Lab, batch: int, heads: int, kv_len: int) -> Case:
+    batch, heads = lab.at_most(batch=(batch, 3), heads=(heads, 4))
+    kv_len, window = lab.at_most(kv_len=(kv_len, 130), window=(128, 70))
+    work = Decode(lab, (batch, 1, heads, kv_len), window=window)
+    return work.case(4e-3, peers={"FlashAttention-3": work.flash_attention()})
+
+
+SHORT_WINDOWS = Section(
+    name="windows-512",
+    title="Rows of 512 + 64 columns in windows",
+    about="`cumla.MLADecodePlan.run` with `window=128` over bfloat16 rows: a query sees its own "
+    "token and 128 before.",
+    columns={"batch": "requests", "heads": "heads", "kv_len": "cached tokens"},
+    shapes=shapes("batch heads kv_len", (1, 64, 8192), (128, 64, 8192), (128, 16, 8192)),
+    build=short_windows,
+)
 
 
 def windows(lab: Lab, batch: int, heads: int, kv_len: int) -> Case:

@@ -21,8 +21,9 @@ from cumla.core.arguments import (
 from cumla.core.arrays import parts
 from cumla.core.names import arg
 from cumla.launch.split.plan import BLOCK_TOKENS
-from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, is_v4, relabelled, unpacked
+from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, is_v4, relabelled, unpacked
 from cumla.mla.shape import (
+    FP8,
     HEAD_DIM,
     PACKED_BYTES,
     ROPE_DIM,

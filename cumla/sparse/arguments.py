@@ -40,7 +40,6 @@ from cumla.mla.arguments import (
 )
 from cumla.mla.fp8_caches import (
     E4M3,
-    FP8,
     check_factor,
     checked_format,
     format_of,
@@ -51,6 +50,7 @@ from cumla.mla.fp8_caches import (
 from cumla.mla.shape import (
     E4M3_512,
     FORMATS,
+    FP8,
     HEAD_DIM,
     NO_ROPE,
     PACKED,

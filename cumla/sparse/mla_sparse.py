@@ -23,8 +23,8 @@ from cumla.launch.sparse.key import MLASparseKey
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import Q_AND_CACHE
-from cumla.mla.fp8_caches import FP8, checked_format
-from cumla.mla.shape import FORMATS, HEAD_DIM, UNNAMED
+from cumla.mla.fp8_caches import checked_format
+from cumla.mla.shape import FORMATS, FP8, HEAD_DIM, UNNAMED
 from cumla.sparse.arguments import (
     BESIDE,
     CACHE_FORMATS,

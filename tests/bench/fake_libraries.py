@@ -103,7 +103,11 @@ class FakeFlashAttention:
     ) -> Any:
         if qv is not None:
             whole, cache = torch.cat([qv, q], -1), torch.cat([v, k], -1)
-            given = {"softmax_scale": scale}
+            given: Any = {"softmax_scale": scale}
+            if window[0] >= 0:
+                given["window"] = window[0]
+            if sinks is not None:
+                given["sinks"] = sinks.float()
             if q_starts is None:
                 result = cumla.mla_decode(whole, cache, table, lens, **given)
             else:
