@@ -179,10 +179,10 @@ def append_mla_cache(
 
     Rows in e4m3 are rounded to nearest even and saturate at 448; they are
     ``row * (1 / kv_scale)`` in float32. Scales of 128 columns are as in
-    :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`; so are those of 64
-    columns of V4's slots, of which the exponents are written, and 0 in the byte after them.
+    :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`. After the exponents
+    of V4's slots is a byte of 0.
 
-    Scales of ``"v41"`` are ``2 ** ceil(log2(max(largest, 1e-4) / 448))``, those of ``"v41_fp4"``
+    Scales of V4's slots and of ``"v41"`` are ``2 ** ceil(log2(max(largest, 1e-4) / 448))``, those of ``"v41_fp4"``
     ``max(largest, 6 / 512) / 6``, rounded to e4m3; largest is the largest magnitude of the columns
     that share a scale, after the rotation. e2m1 values are rounded to nearest even and saturate at
     6; NaN becomes 6.

@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_scale(char* scales, int i, float scale) {
 // The scale of columns whose largest magnitude this is.
 template <Format kFormat>
 __device__ __forceinline__ float scale_of_columns(float largest, bool power_of_two) {
-  if constexpr (kFormat == kV41) return power_scale_of(largest);
+  if constexpr (kFormat == kV4 || kFormat == kV41) return power_scale_of(largest);
   if constexpr (kFormat == kV41Fp4) return e4m3_scale_of(largest);
   return scale_of(largest, power_of_two);
 }

@@ -20,7 +20,7 @@ __device__ __forceinline__ void expand_e2m1x4(u32 codes, u32& low, u32& high) {
 
 constexpr float kMostE2m1 = 6.0f;
 
-// The power of two that scales e4m3 numbers of V4.1.
+// The power of two that scales e4m3 numbers of V4 and V4.1.
 __device__ __forceinline__ float power_scale_of(float largest) {
   constexpr float kLeast = 1e-4f;
   const u32 bits = __float_as_uint(fmaxf(fminf(largest, kMostFloat), kLeast) / kMostE4m3);

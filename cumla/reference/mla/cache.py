@@ -77,11 +77,11 @@ def append_mla_cache(
     Columns x that are e4m3 in the cache become ``e4m3(x * (1 / kv_scale))``, in float32, with
     subnormal numbers taken for 0; the conversion rounds to nearest even and saturates at 448. Where
     the cache has scales of its own, each 128 latent columns of a row are quantised as rows are by
-    :func:`quantize_fp8`, in the packed format with power_of_two_scales; and so are each 64 of V4's,
-    whose scales are written as exponents, biased by 127, with a byte of 0 after the seven. Other
-    formats have all columns x of a row quantised, in groups with the largest magnitude m: e4m3
-    numbers ``x / s`` and the exponent of ``s = 2 ** ceil(log2(max(m, 1e-4) / 448))`` per 32
-    columns; or e2m1 numbers ``x / s`` and ``s = e4m3(max(m, 6 / 512) / 6)`` per 16.
+    :func:`quantize_fp8`, in the packed format with power_of_two_scales. V4.1's formats have all
+    columns x of a row quantised, in groups with the largest magnitude m: e4m3 numbers ``x / s`` and
+    the exponent of ``s = 2 ** ceil(log2(max(m, 1e-4) / 448))``, biased by 127, per 32 columns; or
+    e2m1 numbers ``x / s`` and ``s = e4m3(max(m, 6 / 512) / 6)`` per 16. The first 448 columns of
+    V4's slots have such exponents per 64 columns, and a byte of 0 after the seven.
 
     Parameters
     ----------
@@ -143,7 +143,10 @@ cos_sin, interleaved, q_pe, q_pe_out, kv_scale, cache_format
     is_v4 = scales.dtype == np.uint8
     columns = V4_SCALED_COLUMNS if is_v4 else SCALED_COLUMNS
     groups = new.reshape(*new.shape[:2], new.shape[-1] // columns, columns)
-    bits, found = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
+    if is_v4:
+        bits, found = _power_scaled(groups)
+    else:
+        bits, found = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
     ckv.view(np.uint8)[where] = bits.reshape(new.shape)
     scales[where] = _exponents(found) if is_v4 else found
 
@@ -156,16 +159,26 @@ def _row_bytes(rows: Array, form: str) -> Array:
     if form == NO_ROPE:
         bits, scales = quantized(groups, power_of_two_scales=True)
         return _joined(bits, scales, lead)
-    largest = np.fmax.reduce(np.abs(groups), axis=-1, initial=np.float32(0))
-    largest = np.minimum(largest, np.finfo(np.float32).max)
     if form == V41:
-        scales = rounded_up(np.maximum(largest, np.float32(1e-4)) / np.float32(448))
-        bits = e4m3_bits(groups, (np.float32(1) / scales)[..., None])
+        bits, scales = _power_scaled(groups)
         return _joined(bits, (scales.view(np.uint32) >> 23).astype(np.uint8), lead)
+    largest = _largest(groups)
     scales = np.maximum(largest, np.float32(6 / 512)) / np.float32(6)
     codes = e4m3_bits(scales, np.float32(1))
     factors = codes.view(E4M3).astype(np.float32)
     return _joined(e2m1_codes(groups, factors[..., None]), codes, lead)
+
+
+def _power_scaled(groups: Array) -> tuple[Array, Array]:
+    """Quantise groups as V4 and V4.1 do: bits, and powers of two."""
+    scales = rounded_up(np.maximum(_largest(groups), np.float32(1e-4)) / np.float32(448))
+    return e4m3_bits(groups, (np.float32(1) / scales)[..., None]), scales
+
+
+def _largest(groups: Array) -> Array:
+    """Tell the largest finite magnitudes of groups."""
+    largest = np.fmax.reduce(np.abs(groups), axis=-1, initial=np.float32(0))
+    return np.minimum(largest, np.finfo(np.float32).max)
 
 
 def _joined(columns: Array, scales: Array, lead: tuple[int, ...]) -> Array:

@@ -137,7 +137,7 @@ def v4_slot(row: Array) -> tuple[bytes, bytes]:
         ]
         most = float(np.finfo(np.float32).max)
         amax = max((min(abs(x), most) for x in group if not math.isnan(x)), default=0.0)
-        exponent = -13  # 2^-13 is the first power of two from 1e-4 on
+        exponent = -22  # 2^-22 is the first power of two from 1e-4 / 448 on
         while 448 * 2.0**exponent < amax:
             exponent += 1
         codes += [e4m3_code(x * 2.0**-exponent) for x in signed]
@@ -187,7 +187,7 @@ def test_special_numbers_in_slots_of_v4() -> None:
     """Each in the first group of a row of its own; another group holds nothing else."""
     most, tiny = float(np.finfo(np.float32).max), 2.0**-126
     specials = [
-        *((448 * 2.0**k, 448 * 2.0**k * (1 + 2.0**-23)) for k in (-14, -13, -12, 0, 118, 119)),
+        *((448 * 2.0**k, 448 * 2.0**k * (1 + 2.0**-23)) for k in (-23, -22, -21, 0, 118, 119)),
         (math.nan, 3.0),
         (-math.nan, 0.0),
         (math.inf, 1.0),
@@ -195,7 +195,7 @@ def test_special_numbers_in_slots_of_v4() -> None:
         (most, -most),
         (0.0, -0.0),
         (tiny / 2, -tiny / 2),
-        (1e-4 * 448, 1e-30),
+        (1e-4, 1e-30),
         (17.0, 19.0, 18.0, -17.0),  # halfway between two numbers
         (448.0, 2.0**-10, 3 * 2.0**-10, 1.5 * 2.0**-9),  # subnormal ones
     ]
@@ -207,7 +207,7 @@ def test_special_numbers_in_slots_of_v4() -> None:
     memory, cache = v4_cache(1, len(rows))
     append_mla_cache(rows, cache, np.arange(len(rows)))
     exponents = memory[0, 576 * len(rows) :].reshape(-1, 8)
-    assert exponents[:, :7].min() == 127 - 13 and exponents[:, :7].max() == 127 + 120
+    assert exponents[:, :7].min() == 127 - 22 and exponents[:, :7].max() == 127 + 120
     check_v4(memory, len(rows), {(0, i): row for i, row in enumerate(rows)})
 
 
