@@ -182,10 +182,10 @@ def append_mla_cache(
     :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`. After the exponents
     of V4's slots is a byte of 0.
 
-    Scales of V4's slots and of ``"v41"`` are ``2 ** ceil(log2(max(largest, 1e-4) / 448))``, those of ``"v41_fp4"``
-    ``max(largest, 6 / 512) / 6``, rounded to e4m3; largest is the largest magnitude of the columns
-    that share a scale, after the rotation. e2m1 values are rounded to nearest even and saturate at
-    6; NaN becomes 6.
+    Scales of V4's slots and of ``"v41"`` are ``2 ** ceil(log2(max(largest, 1e-4) / 448))``, those
+    of ``"v41_fp4"`` ``max(largest, 6 / 512) / 6``, rounded to e4m3; largest is the largest
+    magnitude of the columns that share a scale, after the rotation. e2m1 values are rounded to
+    nearest even and saturate at 6; NaN becomes 6.
 
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
 

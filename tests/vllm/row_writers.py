@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the bytes that `cumla.append_mla_cache` writes with those of vLLM's Triton kernels.
 
-``TRITON_INTERPRET=1 python row_writers.py FOLDER``: FOLDER holds vLLM's package (an unpacked wheel).
-The kernels run in Triton's interpreter, on the CPU. It converts numbers to e4m3 otherwise than GPUs,
-and not to e2m1: `convert` and `nearest_e2m1` take its place there. An AssertionError says which
-bytes differ; the last line printed is how many rows of each format were compared.
+``TRITON_INTERPRET=1 python row_writers.py FOLDER``: FOLDER holds vLLM's package (an unpacked
+wheel). The kernels run in Triton's interpreter, on the CPU. It converts numbers to e4m3 otherwise
+than GPUs, and not to e2m1: `convert` and `nearest_e2m1` take its place there. An AssertionError
+says which bytes differ; the last line printed is how many rows of each format were compared.
 """
 
 from __future__ import annotations

@@ -143,10 +143,9 @@ cos_sin, interleaved, q_pe, q_pe_out, kv_scale, cache_format
     is_v4 = scales.dtype == np.uint8
     columns = V4_SCALED_COLUMNS if is_v4 else SCALED_COLUMNS
     groups = new.reshape(*new.shape[:2], new.shape[-1] // columns, columns)
-    if is_v4:
-        bits, found = _power_scaled(groups)
-    else:
-        bits, found = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
+    quantize = _power_scaled if is_v4 else quantized
+    options = {} if is_v4 else {"power_of_two_scales": isinstance(kv_cache, np.ndarray)}
+    bits, found = quantize(groups, **options)
     ckv.view(np.uint8)[where] = bits.reshape(new.shape)
     scales[where] = _exponents(found) if is_v4 else found
 
