@@ -176,8 +176,9 @@ def _power_scaled(groups: Array) -> tuple[Array, Array]:
 
 def _largest(groups: Array) -> Array:
     """Tell the largest finite magnitudes of groups."""
-    largest = np.fmax.reduce(np.abs(groups), axis=-1, initial=np.float32(0))
-    return np.minimum(largest, np.finfo(np.float32).max)
+    largest: Array = np.fmax.reduce(np.abs(groups), axis=-1, initial=np.float32(0))
+    finite: Array = np.minimum(largest, np.finfo(np.float32).max)
+    return finite
 
 
 def _joined(columns: Array, scales: Array, lead: tuple[int, ...]) -> Array:
