@@ -516,7 +516,7 @@ def check_batch_invariance(xp: Any, case: Fp8Case) -> dict[str, float]:
         some = dataclasses.replace(
             problem,
             case=dataclasses.replace(case, batch=len(requests)),
-            q=typed(problem.q_bits[index], "bfloat16"),
+            q=problem.q[index] if case.fp8_query else typed(problem.q_bits[index], "bfloat16"),
             block_table=problem.block_table[index],
             kv_lens=problem.kv_lens[index],
         )

@@ -520,7 +520,7 @@ def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None
 
 MODELLED = {
     "mla/mla_decode_fp8/kernel.cuh": "cb6c2d7e",
-    "mla/mla_decode_fp8/load.cuh": "53fc4e5a",
+    "mla/mla_decode_fp8/load.cuh": "ed00d8d0",
     "mla/mla_decode_fp8/compute.cuh": "0bdbe6c8",
     "mla/mla_decode_fp8/softmax.cuh": "1a3b44a4",
     "mla/mla_decode_fp8/finish.cuh": "210cf2ab",

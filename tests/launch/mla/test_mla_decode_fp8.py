@@ -809,7 +809,7 @@ def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int)
 # --- the model is of this code -------------------------------------------------------------------
 
 MODELLED = {
-    "mla/mla_decode_fp8/load.cuh": "4ebdbb32",
+    "mla/mla_decode_fp8/load.cuh": "1f9d6976",
     "mla/mla_decode_fp8/compute.cuh": "19081f49",
     "mla/mla_decode_fp8/softmax.cuh": "870c8419",
     "mla/mla_decode_fp8/finish.cuh": "f9670bfb",

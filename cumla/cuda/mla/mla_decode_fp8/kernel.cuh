@@ -77,7 +77,8 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped, kForm, AnyTile::kLatentTiles> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm == kRows ? kRows : kPages, typename Prefetched<AnyTile>::Tile>(p.decode, shared, kForm == kRows ? 2 : 0);
+  using Lines = typename Prefetched<AnyTile>::Tile;
+  begin_kernel<kForm == kRows ? kRows : kPages, Lines>(p.decode, shared, kForm == kRows ? 2 : 0);
   grid_dependency_wait();
   constexpr bool kManyAddresses = kGrouped && kForm == kRows;
   if (warpgroup == 0) {

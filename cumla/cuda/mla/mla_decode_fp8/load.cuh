@@ -106,25 +106,6 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
   }
 }
 
-// Eight query columns in bfloat16: 16 bytes, or 8 of e4m3 numbers, which are converted.
-template <typename AnyTile>
-__device__ __forceinline__ uint4 query_chunk(const char* columns) {
-  if constexpr (kQueryIsFp8<AnyTile>) {
-    const uint2 bytes = *reinterpret_cast<const uint2*>(columns);
-    u32 words[4];
-    expand_e4m3x4(bytes.x, words[0], words[1]);
-    expand_e4m3x4(bytes.y, words[2], words[3]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 pair = unpack_pair<Fp16>(words[j]);
-      words[j] = pack_pair<Bf16>(pair.x, pair.y);
-    }
-    return {words[0], words[1], words[2], words[3]};
-  } else {
-    return *reinterpret_cast<const uint4*>(columns);
-  }
-}
-
 // The highest of a magnitude and of a pair of bfloat16, as bits of float32.
 __device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
   return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);
@@ -146,6 +127,16 @@ __device__ __forceinline__ u32 row_exponent(u32 highest) {
 __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
   const float2 v = unpack_pair<Bf16>(pair);
   return pack_pair<Fp16>(v.x * factor, v.y * factor);
+}
+
+// Stores eight e4m3 columns of a row as float16, which holds each, in the same order as store_scaled.
+__device__ __forceinline__ void store_halves(u32 to, int row, int chunk, const uint2& bytes) {
+  u32 words[4];
+  expand_e4m3x4(bytes.x, words[0], words[1]);
+  expand_e4m3x4(bytes.y, words[2], words[3]);
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    store_shared_u32(to + ((chunk % 2 * 4 + j ^ row & 7) << 4) + chunk / 2 * 4, words[j]);
 }
 
 // Stores four words of a chunk of a row, each to the chunk where the fragments of K have theirs.
@@ -184,11 +175,24 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       const Row from(p, tile, valid ? row : 0);
       const char* const latent = query_tile<kRopeTile>(p, 0, request, from.token, from.head) + chunk * kChunk;
       const char* const rope = query_tile<kRopeTile>(p, kRopeTile, request, from.token, from.head) + chunk * kChunk;
+      if constexpr (kQueryIsFp8<AnyTile>) {
+        uint2 kept[kOwnTiles];
+#pragma unroll
+        for (int k = 0; k < kOwnTiles; ++k) {
+          kept[k] = {0, 0};
+          if (valid) kept[k] = *reinterpret_cast<const uint2*>(k == kRopeTile ? rope : latent + k * 8 * kChunk);
+        }
+        const u32 row_bytes = shared.query(copy_of(n)) + row * 128;
+#pragma unroll
+        for (int k = 0; k < kOwnTiles; ++k) store_halves(row_bytes + k * Layout::kQueryTileBytes, row, chunk, kept[k]);
+        if (chunk == 0) store_shared_float(shared.factor_of(n, row), p.scale_log2 * query_factor<AnyTile>(params));
+        continue;
+      }
       const bool has_rope = valid && has_rope_column<AnyTile>(params, chunk * 8);
       auto words_of = [&](int k) {
         uint4 v = {0, 0, 0, 0};
         if (k == kRopeTile ? has_rope : valid)
-          v = query_chunk<AnyTile>(k == kRopeTile ? rope : latent + k * 8 * kChunk);
+          v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
         return v;
       };
       uint4 kept[kKeeps ? kOwnTiles : 1];
@@ -216,8 +220,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
         }
       }
       if (chunk == 0)
-        store_shared_float(shared.factor_of(n, row),
-                           __uint_as_float((exponent - 14) << 23) * p.scale_log2 * query_factor<AnyTile>(params));
+        store_shared_float(shared.factor_of(n, row), __uint_as_float((exponent - 14) << 23) * p.scale_log2);
     }
     fence_proxy_async_shared();
     __syncwarp();

@@ -82,7 +82,10 @@ __device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consum
   const int thread = threadIdx.x - kWarpgroup;
   if (thread < Form::kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
   const float factor = !Form::kGrouped && (Form::kRopeIsFp8 || !Form::kHasRope) ? consumer.kv_scale : 1.0f;
-  load_query_64<Form>(p, consumer.shared, tile, segment.request, factor * of_query);
+  if constexpr (kQueryIsFp8<AnyTile>)
+    load_query_fp8_64<Form>(p, consumer.shared, tile, segment.request, factor * of_query);
+  else
+    load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
   consumers_sync();
   return segment.blocks;
 }

@@ -55,16 +55,59 @@ __device__ __forceinline__ void store_e4m3(u32 to, const u32 (&words)[4], float 
   store_shared_float2(to, {__uint_as_float(packed[0]), __uint_as_float(packed[1])});
 }
 
+// All threads of both consumers load an e4m3 query, eight lanes per head. It becomes float16 in the order of K's
+// fragments, or stays as it is for e4m3 products.
+template <typename Form, typename AnyTile>
+__device__ __forceinline__ void load_query_fp8_64(const MlaDecodeParams& p, const typename Form::Layout& shared,
+                                                  const AnyTile& tile, int request, float factor_of_all) {
+  using Layout = typename Form::Layout;
+  static_assert(Form::kRopeIsFp8, "the query's RoPE columns are e4m3, too");
+  constexpr int kAtOnce = 2 * kWarpgroup / 8, kRounds = Form::kHeads / kAtOnce;
+  const int thread = copy_of(threadIdx.x) - kWarpgroup, chunk = thread % 8;
+  uint2 kept[kRounds][kTiles];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = round * kAtOnce + thread / 8;
+    const bool valid = row < tile.rows;
+    const Row from(p, tile, valid ? row : 0);
+    const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * 8;
+    const char* const rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 8;
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      kept[round][k] = {0, 0};
+      if (valid) kept[round][k] = *reinterpret_cast<const uint2*>(k == kRopeTile ? rope : latent + k * 64);
+    }
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = round * kAtOnce + thread / 8;
+    const u32 row_bytes = shared.query + row * 128;
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      if constexpr (Form::kE4m3Products) {
+        const u32 tile_bytes = row_bytes + k / 2 * Layout::kQueryTileBytes;
+        const int place = k % 2 * 4 + chunk / 2;
+        store_shared_float2(tile_bytes + ((place ^ (row & 7)) << 4) + chunk % 2 * 8,
+                            {__uint_as_float(kept[round][k].x), __uint_as_float(kept[round][k].y)});
+      } else {
+        store_halves(row_bytes + k * Layout::kQueryTileBytes, row, chunk, kept[round][k]);
+      }
+    }
+    if (chunk == 0) store_shared_float(shared.score_factor(row), fminf(p.scale_log2 * factor_of_all, kMaxFactor));
+  }
+  fence_proxy_async_shared();
+}
+
 // All threads of both consumers load the query of a segment, eight lanes per head. As in load_query_fp8, rows become
 // float16, divided by a power of two, in the order of K's fragments; RoPE columns are divided and stay bfloat16. For
-// e4m3 products, rows become e4m3 in their own order, or stay it; an infinity makes a row NaN. `factor_of_all`: of the scores,
+// e4m3 products, rows become e4m3 in their own order; an infinity makes a row NaN. `factor_of_all`: of the scores,
 // beside softmax_scale.
 template <typename Form, typename AnyTile>
 __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const typename Form::Layout& shared,
                                               const AnyTile& tile, int request, float factor_of_all) {
   using Layout = typename Form::Layout;
   constexpr int kAtOnce = 2 * kWarpgroup / 8, kRounds = (Form::kHeads + kAtOnce - 1) / kAtOnce;
-  constexpr int kOwnTiles = Form::kHasRope ? kTiles : kRopeTile, kChunk = kQueryChunk<AnyTile>;
+  constexpr int kOwnTiles = Form::kHasRope ? kTiles : kRopeTile;
   constexpr u32 kExponent = Form::kE4m3Products ? 7 : 14;  // of a row's highest magnitude after division
   const int thread = copy_of(threadIdx.x) - kWarpgroup;  // loaded anew: ptxas would keep addresses over the blocks
   const int chunk = thread % 8;
@@ -74,12 +117,12 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
     const int row = round * kAtOnce + thread / 8;
     const bool valid = row < tile.rows;
     const Row from(p, tile, valid ? row : 0);
-    const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * kChunk;
-    const char* const rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * kChunk;
+    const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
+    const char* const rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
 #pragma unroll
     for (int k = 0; k < kOwnTiles; ++k) {
       kept[round][k] = {0, 0, 0, 0};
-      if (valid) kept[round][k] = query_chunk<AnyTile>(k == kRopeTile ? rope : latent + k * 8 * kChunk);
+      if (valid) kept[round][k] = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
     }
   }
 #pragma unroll 1
@@ -89,8 +132,7 @@ __device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const ty
     u32 highest = 0;
 #pragma unroll
     for (int k = 0; k < kOwnTiles; ++k) highest = highest_magnitude(highest, kept[0][k]);
-    constexpr bool kStays = Form::kE4m3Products && kQueryIsFp8<AnyTile>;  // as it is
-    const u32 exponent = kStays ? 127 + kExponent : row_exponent(highest);
+    const u32 exponent = row_exponent(highest);
     const bool finite = !Form::kE4m3Products || exponent < 255;
     const float factor = __uint_as_float(finite ? (127 + kExponent + 127 - exponent) << 23 : 0x7fffffffu);
     const u32 row_bytes = shared.query + row * 128;
