@@ -233,15 +233,9 @@ def mla(make: _Maker) -> Iterator[Case]:
             tokens, indptr = make(batch * q_len, heads, 576, dtype=dtype), make.int32(batch + 1)
             options: dict[str, Any] = {} if form in FORMS[:2] else {"fp8_products": heads == 64}
             cumla.mla_decode(q, cache, table, lens, **options)
-            of_table = {"block_table": table, "kv_lens": lens, "qo_indptr": indptr}
-            cumla.mla_attention(tokens, cache, **of_table, **options)
-            if form == "e4m3":  # queries, too
-                exact = {"q_scale": make.float32(1), "kv_scale": 0.5}
-                for more in (options, {}):
-                    numbers = make(batch, q_len, heads, 576, dtype=E4M3)
-                    cumla.mla_decode(numbers, cache, table, lens, **exact | more)
-                    numbers = make(batch * q_len, heads, 576, dtype=E4M3)
-                    cumla.mla_attention(numbers, cache, **of_table, **exact | more)
+            cumla.mla_attention(
+                tokens, cache, block_table=table, kv_lens=lens, qo_indptr=indptr, **options
+            )
             if page == 64:
                 cumla.mla_decode(q, cache, table, lens, causal=False, softmax_scale=0.1)
                 entries, begins = make.int32(50), make.int32(batch + 1)
@@ -257,6 +251,22 @@ def mla(make: _Maker) -> Iterator[Case]:
                     planned.run(q if not ragged else tokens, cache, block_table=table, **options)
 
         yield f"MLA, {form}, {dtype.name}, {q_len} tokens", call
+    for page, q_len, heads, batch in itertools.product((64, 1), (1, 5), (16, 20, 64), (1, 200)):
+
+        def queries(
+            page: int = page, q_len: int = q_len, heads: int = heads, batch: int = batch
+        ) -> None:
+            cache, table = make.latent("e4m3", 9, page, 1), make.int32(batch, 40)
+            lens, indptr = make.int32(batch), make.int32(batch + 1)
+            ragged = {"block_table": table, "kv_lens": lens, "qo_indptr": indptr}
+            for products in (False, True):
+                options = {"q_scale": make.float32(1), "kv_scale": 0.5, "fp8_products": products}
+                q = make(batch, q_len, heads, 576, dtype=E4M3)
+                cumla.mla_decode(q, cache, table, lens, **options)
+                tokens = make(batch * q_len, heads, 576, dtype=E4M3)
+                cumla.mla_attention(tokens, cache, **ragged, **options)
+
+        yield f"MLA, e4m3 queries, {q_len} tokens", queries
     for heads, kv_heads in ((32, 2), (128, 4)):
 
         def grouped(heads: int = heads, kv_heads: int = kv_heads) -> None:
