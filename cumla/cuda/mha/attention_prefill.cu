@@ -93,12 +93,14 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
     fence_mbarrier_init();
   }
   if (warp == 1) prefetch_plan(p, threadIdx.x % 32);
+  if constexpr (kHasMask<Params> && kSplit)
+    if (warp == 3) prefetch_trees(p, threadIdx.x % 32);
   if (!kCopied && (threadIdx.x == 64 || threadIdx.x == 96))
     prefetch_tensor_map(threadIdx.x == 64 ? &p.key_map : &p.value_map);
   grid_dependency_launch();
-  const bool deals = threadIdx.x == 64, deals_early = deals && !kSplit && !kCopied;
+  const bool deals = threadIdx.x == 64, deals_early = deals && !kCopied;
   if (deals_early) grid_dependency_wait();
-  const ItemDealer<Layout, Params> dealer(p, deals_early);
+  typename TypeIf<kSplit, PartDealer<Layout, Params>, ItemDealer<Layout, Params>>::Type dealer(p, deals_early);
   __syncthreads();
   grid_dependency_wait();
   if (!kSplit && p.is_of_chunks && p.parts_in[0].end_place <= 0) return;
@@ -113,12 +115,8 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    else if (deals) {
-      if constexpr (kSplit)
-        deal_part(p, shared);
-      else
-        dealer.deal(shared);
-    }
+    else if (deals)
+      dealer.deal(shared);
     if constexpr (kHasMask<Params>)
       if (warp == 3) look_at_masks(p, shared);
   } else {

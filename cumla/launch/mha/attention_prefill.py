@@ -12,14 +12,12 @@ from cumla.launch.mha.attention import (
     PARAMS,
     WIDENED,
     WIDENED_TILES,
-    named,
     tiles_of,
 )
 from cumla.launch.source import HALVES, KernelSpec
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
-_CAPPED = "capped"  # the plain kernel with a softcap and float32 results
-_VARIANTS = ("", _CAPPED, "masked", "linear", "table")
+_VARIANTS = ("", "masked", "linear", "table")
 _TABLE_TILES = ((2, 2),)  # of others registers do not suffice
 SPLIT_ROWS = 128  # query rows of a thread block where keys are split: of two consumers
 
@@ -40,21 +38,26 @@ def tile_rows(tiles: tuple[int, int], form: str) -> int:
 
 
 def _spec(
-    dtype: str, tiles: tuple[int, int], rows: bool, variant: str, split: bool = False
+    dtype: str,
+    tiles: tuple[int, int],
+    rows: bool,
+    variant: str,
+    split: bool = False,
+    capped: bool = False,
 ) -> KernelSpec:
-    """Describe a kernel. A plain one has neither a softcap nor float32 results; "capped" has."""
+    """Describe a kernel; `capped`: with the softcap and float32 results that a lean one lacks."""
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     block = block_tokens(tiles)
     consumers = SPLIT_ROWS // 64 if split else _consumers(tiles, rows)
-    is_split = ["true"] if split else []
-    is_lean = ["false", "false"] if not (variant or rows or split) else []  # not split, no caps
-    sizes = map(str, (*tiles, block, consumers, *is_split))
+    is_lean = variant in _VARIANTS and not (rows or capped)
+    more = [split, False] if is_lean else [True] if split else []
+    sizes = map(str, (*tiles, block, consumers, *(["true"] if split else [])))
     layout = f"PrefillLayout<{', '.join(sizes)}>"
     size = "kTableBytes" if variant == "table" else "kBytes"
     return KernelSpec.of(
-        *("mha", "attention_prefill", PARAMS["" if variant == _CAPPED else variant]),
-        *(dtype, *tiles, block, consumers, rows, *is_split, *is_lean),
-        name=named("attention_prefill", variant),
+        *("mha", "attention_prefill", PARAMS[variant]),
+        *(dtype, *tiles, block, consumers, rows, *more),
+        name="_".join(filter(None, ("attention_prefill", variant, "capped" if capped else ""))),
         tags=[dtype, *names, *(["rows"] if rows else []), *(["split"] if split else [])],
         threads=128 * (1 + consumers),
         smem_bytes=constant("mha/attention_prefill", f"{layout}::{size}"),
@@ -65,7 +68,7 @@ _SPECS = {
     (dtype, tiles, rows, variant): _spec(dtype, tiles, rows, variant)
     for dtype, tiles, rows, variant in product(HALVES, _TILES, (False, True), _VARIANTS)
     if not (rows and (variant or tiles == (4, 4)))  # has too few registers
-    and tiles in (_TABLE_TILES if variant == "table" else tiles_of(variant.replace(_CAPPED, "")))
+    and tiles in (_TABLE_TILES if variant == "table" else tiles_of(variant))
 } | {
     (dtype, tiles, False, variant): _spec(dtype, tiles, False, variant)
     for variant, some in ((LISTED, LISTED_TILES), (WIDENED, WIDENED_TILES))
@@ -75,12 +78,15 @@ _SPLIT_SPECS = {
     (dtype, tiles, variant): _spec(dtype, tiles, False, variant, split=True)
     for dtype, tiles, variant in product(HALVES, _TILES, ("", "masked"))
 }
-SPECS = (*_SPECS.values(), *_SPLIT_SPECS.values())
 _WITH_CAPS = {
-    spec: _SPECS[dtype, tiles, False, _CAPPED]
+    spec: _spec(dtype, tiles, False, variant, capped=True)
     for (dtype, tiles, rows, variant), spec in _SPECS.items()
-    if not (rows or variant)
+    if variant in _VARIANTS and not rows
+} | {
+    spec: _spec(dtype, tiles, False, variant, split=True, capped=True)
+    for (dtype, tiles, variant), spec in _SPLIT_SPECS.items()
 }
+SPECS = (*_SPECS.values(), *_SPLIT_SPECS.values(), *_WITH_CAPS.values())
 
 
 def with_caps(spec: KernelSpec) -> KernelSpec:

@@ -126,6 +126,31 @@ def test_the_least_numbers_hide_keys(dtype: Any, q_len: int, least: float) -> No
     np.testing.assert_allclose(lse, want.lse, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["slopes", "table"])
+def test_results_in_float32_are_those_before_rounding(kind: str, columns: int, dtype: Any) -> None:
+    """Of prompts, which kernels of their own write in float32."""
+    rng = np.random.default_rng(columns)
+
+    def numbers(*shape: int) -> Any:
+        return cp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+    q, k, v = numbers(1, 1500, 12, columns), *(numbers(1, 1500, 12, columns) for _ in "kv")
+    bias = cumla.AttentionBias(table=numbers(1500, 12, 96))
+    if kind == "slopes":
+        bias = cumla.AttentionBias(slopes=cp.asarray(rng.random(12, np.float32)))
+    given: dict[str, Any] = {"bias": bias, "kv_lens": cp.asarray(np.int32([1500]))}
+    pages = {"block_table": cp.arange(24, dtype=cp.int32).reshape(1, 24)}
+    padded = (cp.pad(x[0], ((0, 36), (0, 0), (0, 0))).reshape(24, 64, 12, columns) for x in (k, v))
+    arrays = (q, *padded)
+    rounded = cumla.attention(*arrays, **given, **pages)
+    out = cp.full(q.shape, cp.nan, cp.float32)
+    exact = cumla.attention(*arrays, **given, **pages, out=out)
+    assert on_host(out).astype(dtype).tobytes() == on_host(rounded.out).tobytes()
+    assert on_host(exact.lse).tobytes() == on_host(rounded.lse).tobytes()
+
+
 def test_graphs_see_other_arrays() -> None:
     """A captured run reads the arrays of a bias as they are at each replay."""
     rng = np.random.default_rng(0)

@@ -581,6 +581,7 @@ def attention_by_masks(make: _Maker) -> Iterator[Case]:
                 for q_len in (1, 300):
                     q, rows = make(batch, q_len, 32, keys, dtype=dtype), make.int32(batch * q_len)
                     cumla.attention(q, k, v, **pages, mask=build(end=rows))
+                cumla.attention(q, k, v, **pages, mask=build(end=rows), softcap=30.0)
 
         cache = "e4m3" if fp8 else "same"
         yield f"masks in attention, {keys} and {values} columns, {dtype.name}, {cache}", call
@@ -600,6 +601,8 @@ def attention_of_drafts(make: _Maker) -> Iterator[Case]:
                 cumla.attention(q, k, v, **pages)
                 mask = cumla.mha.mask.AttentionMask(end=rows)
                 cumla.attention(q, k, v, **pages, mask=mask, sinks=make.float32(32))
+                cumla.attention(q, k, v, **pages, softcap=30.0)
+                cumla.attention(q, k, v, **pages, mask=mask, softcap=30.0)
 
         yield f"drafts, {keys} and {values} columns, {dtype.name}", call
 
@@ -976,6 +979,9 @@ def attention_by_biases(make: _Maker) -> Iterator[Case]:
                 for q_len in (1, 4, 300):
                     q, slopes = make(batch, q_len, 32, keys, dtype=dtype), make.float32(batch, 32)
                     cumla.attention(q, k, v, **pages, bias=build(slopes=slopes))
+                out, table = make.float32(*q.shape[:3], values), make(16 * 300, 32, 96, dtype=dtype)
+                cumla.attention(q, k, v, **pages, bias=build(slopes=slopes), out=out)
+                cumla.attention(q, k, v, **pages, bias=build(table=table), out=out)
 
         cache = "e4m3" if fp8 else "same"
         yield f"biases in attention, {keys} and {values} columns, {dtype.name}, {cache}", call

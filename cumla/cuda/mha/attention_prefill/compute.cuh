@@ -36,7 +36,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
   static constexpr int kThreads = kConsumers * kWarpgroup;
   // Weights are packed beside the scores, which stay until the weights are known to be small enough. So keys are free
   // before the softmax. Three consumers have too few registers for that; with 256 columns keys are not needed again.
-  static constexpr bool kKeepsScores = kIsPlain<Params> && !kSplit && !kCopied && kConsumers == 2 && kBlock == 128;
+  // With a mask and whole tiles ptxas orders the loop worse then.
+  static constexpr bool kKeepsScores = (kIsPlain<Params> || kSplit) && !kCopied && kConsumers == 2 && kBlock == 128;
 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
@@ -109,7 +110,8 @@ struct PrefillConsumer : PrefillSoftmax<T, kKeyTiles, kValueTiles, kBlock, kCons
     tile.rows = item.rows;
     wait_for_values(t);
     const int key = threadIdx.x % kWarpgroup;
-    if (key < kBlock && !is_seen(all_params, tile, mask.of, mask.hull, begin + key))
+    const bool is_sure = kSplit && mask.hull.some_see(mask.of, begin + key, 1);
+    if (key < kBlock && !is_sure && !is_seen(all_params, tile, mask.of, mask.hull, begin + key))
 #pragma unroll 4
       for (int i = 0; i < kValueTiles * 8; ++i)
         store_shared_zero_16(shared.values(t % Layout::kStages) + i / 8 * Layout::kTileBytes + key * 128 + i % 8 * 16);

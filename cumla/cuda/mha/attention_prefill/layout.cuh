@@ -110,7 +110,30 @@ struct ItemMask {
   Seen keys;  // to be read
 };
 
-// Computes it, with all lanes of a warp.
+// True if each key of the tree is visible to some query of a tile. All lanes of a warp compute it together.
+__device__ __forceinline__ bool sees_whole_tree(const MaskedParams& p, const RaggedTile& tile, const RequestMask& of) {
+  const int keys = of.tokens - of.tree, last_own = own_token(p, tile, max(tile.rows, 1) - 1);
+  if (keys > 32 * p.mask.words) return false;
+  bool whole = true;
+#pragma unroll 1
+  for (int word = 0; 32 * word < keys; ++word) {
+    u32 seen = 0;
+#pragma unroll 1
+    for (int own = own_token(p, tile, 0) + static_cast<int>(threadIdx.x % 32); own <= last_own; own += 32)
+      seen |= p.mask.tree[static_cast<i64>(tile.q_begin + own) * p.mask.words + word];
+    const u32 wanted = static_cast<u32>(keys_before(keys - 32 * word));
+    whole &= (__reduce_or_sync(0xffffffffu, seen) & wanted) == wanted;
+  }
+  return whole;
+}
+
+// Has L2 fetch the first 4 KB of the trees, a line per lane: all of them where drafts are few.
+__device__ __forceinline__ void prefetch_trees(const MaskedParams& p, int lane) {
+  if (i64{lane} * 32 < i64{p.q_len} * p.mask.words) prefetch_l2(p.mask.tree + lane * 32);
+}
+
+// Computes it, with all lanes of a warp. With kSplit also of trees: drafts of a request are few rows.
+template <bool kSplit>
 __device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& item, int number) {
   RaggedTile tile = tile_of(p, item, 0);
   tile.rows = item.rows;  // of all consumers
@@ -118,6 +141,13 @@ __device__ __forceinline__ ItemMask mask_of(const MaskedParams& p, const Item& i
   mask.of = RequestMask(p, number, item.q_len, item.tokens);
   mask.hull = Hull(p, tile, mask.of);
   mask.keys = keys_to_read(p, mask.of, mask.hull.any);
+  // If all intervals end where the tree begins, there is no gap between them and its keys.
+  const int tree = mask.of.tree;
+  if (kSplit && p.mask.words > 0 && mask.hull.any.end == tree && mask.hull.all.end == tree &&
+      sees_whole_tree(p, tile, mask.of)) {
+    mask.hull.any.end = mask.of.tokens;
+    mask.hull.is_complete = true;
+  }
   return mask;
 }
 

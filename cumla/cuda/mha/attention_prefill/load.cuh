@@ -241,14 +241,6 @@ struct ItemDealer {
   }
 };
 
-// The same for the items of a part.
-template <typename Layout, typename Params>
-__device__ __forceinline__ void deal_part(const Params& p, const Layout& shared) {
-  const PartDealer<Layout, Params> dealer(p);
-  for (u32 n = 0; dealer.announce(shared, n); ++n)
-    mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
-}
-
 // One warp adds to each item what its rows see, and announces it.
 template <typename Layout>
 __device__ __forceinline__ void look_at_masks(const MaskedParams& p, const Layout& shared) {
@@ -258,7 +250,7 @@ __device__ __forceinline__ void look_at_masks(const MaskedParams& p, const Layou
     mbarrier_wait(shared.item_taken(n), n / kItems & 1, "an item");
     item = read_item(shared, n);
     if (item.rows > 0) {
-      const ItemMask mask = mask_of(p, item, static_cast<int>(load_shared_u32(shared.item(n) + 32)));
+      const ItemMask mask = mask_of<Layout::kSplit>(p, item, static_cast<int>(load_shared_u32(shared.item(n) + 32)));
       __syncwarp();  // all lanes have read the number
       if (threadIdx.x % 32 == 0) announce_mask(shared, n, mask);
     }

@@ -28,16 +28,28 @@ struct TallTile : HeadTile {
   }
 };
 
-// Announces the row tiles of the CTA's part. One lane.
+// Announces the row tiles of the CTA's part. One lane, which is_active: it finds the first one while no barrier exists.
 template <typename Layout, typename Params>
 struct PartDealer {
   static constexpr int kUnits = Layout::kBlock / kBlockTokens;  // the schedule's blocks in one of ours
+  using Tile = TallTile<64 * Layout::kConsumers>;
+  struct Found {
+    Tile tile;
+    Segment segment;
+    int first, end;  // blocks
+    bool exists;
+  };
   const Params& p;
-  const Part part;
-  const int last_place;
+  Part part = {};
+  int last_place = -1;
+  Found found;
 
-  __device__ __forceinline__ explicit PartDealer(const Params& p)
-      : p(p), part(part_of_cta(p, blockIdx.y)), last_place(last_place_of(p, part)) {}
+  __device__ __forceinline__ PartDealer(const Params& p, bool is_active) : p(p), found{Tile(p), {}, 0, 0, false} {
+    if (!is_active) return;
+    part = part_of_cta(p, blockIdx.y);
+    last_place = last_place_of(p, part);
+    find(0);
+  }
 
   // As visible_segment().
   template <typename AnyTile>
@@ -55,38 +67,51 @@ struct PartDealer {
     return segment;
   }
 
-  __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
+  __device__ __forceinline__ void find(u32 n) {
     const int place = part.place + static_cast<int>(n);
-    const bool exists = place <= last_place;
-    TallTile<64 * Layout::kConsumers> tile(p);
-    Segment segment = {};
+    found.exists = place <= last_place;
+    Tile& tile = found.tile;
     tile.q_len = tile.q_begin = tile.first_row = tile.rows = 0;
     tile.pages = 0;
-    int first = 0, end = 0;
-    if (exists) {
-      segment = segment_of(place, tile);
-      // Both parts round a cut down.
-      const bool is_cut = place == part.end_place && segment.begin + segment.blocks == part.end_block;
-      first = segment.begin / kUnits;
-      end = (segment.begin + segment.blocks + (is_cut ? 0 : kUnits - 1)) / kUnits;
-    }
+    found.segment = {};
+    found.first = found.end = 0;
+    if (!found.exists) return;
+    const Segment& segment = found.segment = segment_of(place, tile);
+    // Both parts round a cut down.
+    const bool is_cut = place == part.end_place && segment.begin + segment.blocks == part.end_block;
+    found.first = segment.begin / kUnits;
+    found.end = (segment.begin + segment.blocks + (is_cut ? 0 : kUnits - 1)) / kUnits;
+  }
+
+  __device__ __forceinline__ void announce(const Layout& shared, u32 n) const {
+    const int place = part.place + static_cast<int>(n);
+    const Tile& tile = found.tile;
+    const Segment& segment = found.segment;
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     const auto word = [](int value) { return static_cast<u32>(value); };
     store_shared_16(shared.item(n),
                     {word(segment.tokens), word(tile.first_row), word(tile.q_len), word(tile.q_begin)});
     store_shared_16(shared.item(n) + 16,
                     {static_cast<u32>(tile.pages), static_cast<u32>(static_cast<u64>(tile.pages) >> 32),
-                     word(tile.index), word(exists ? tile.rows : 0)});
-    store_shared_16(shared.item(n) + 64, {word(first), word(end), word(segment.slot), word(segment.first_slot)});
+                     word(tile.index), word(found.exists ? tile.rows : 0)});
+    store_shared_16(shared.item(n) + 64,
+                    {word(found.first), word(found.end), word(segment.slot), word(segment.first_slot)});
     store_shared_16(shared.item(n) + 80,
                     {word(segment.first_part), word(segment.last_part), word(place < last_place), 0});
     if constexpr (kHasMask<Params>) {
-      store_shared_u32(shared.item(n) + 32, exists ? number_at(p, place) : 0);
+      store_shared_u32(shared.item(n) + 32, found.exists ? number_at(p, place) : 0);
       mbarrier_arrive(shared.item_taken(n));
     } else {
       mbarrier_arrive(shared.item_full(n));
     }
-    return exists;
+  }
+
+  __device__ __forceinline__ void deal(const Layout& shared) {
+    for (u32 n = 0;; find(++n)) {
+      if (n > 0) mbarrier_wait(shared.wanted(), n - 1 & 1, "the last block of an item");
+      announce(shared, n);
+      if (!found.exists) break;
+    }
   }
 };
 
