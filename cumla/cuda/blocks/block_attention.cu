@@ -8,13 +8,15 @@
 // grid = (CTAs of a cluster x lists), 32 x kWarps threads. Heads are the M side of mma.sync products.
 //
 // Roles and time line; B is a barrier of the CTA (__syncthreads), C one of the cluster:
-//   warp 0      | read the list and order its blocks; copy the query, and the first chunks of all warps | B |
-//   warp w      | each kWarps-th chunk of the CTA: S = Q K' | softmax | O += P V | copy the third chunk after it |
+//   warp 0      | read the list, order its blocks while their pages are loaded; copy the query | B |
+//   warp 1      | barriers | B |
+//   warp w      | copy the first three chunks | each kWarps-th chunk of the CTA: S = Q K' | softmax | O += P V |
+//               | copy the third chunk after it |
 //   all threads | leave sums | B | add up the warps, and store without a cluster | C | add up the CTAs, and store | C
 //
 // barrier            who arrives (count)           who waits   guards
-// full(warp, stage)  a lane of warp 0 or of the    the warp    a chunk is loaded
-//                    warp, with TMA's bytes (1)
+// full(warp, stage)  a lane of the warp, with      the warp    a chunk is loaded
+//                    TMA's bytes (1)
 //
 // Shared memory: of each warp 3 chunks of 8,192 B, 256 of statistics, 24 of barriers; query 4,096, list 1,024,
 //                statistics of all 256, list's sizes 16
@@ -39,27 +41,29 @@ using namespace ptx;
 using namespace split;
 
 template <typename T, bool kE4m3, int kWarps>
-__device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
+__device__ __forceinline__ void block_attention(const BlockAttentionClusterParams& p) {
   using Layout = DecodeLayout<kE4m3, kWarps>;
   constexpr int kStages = Layout::kStages;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int index = blockIdx.x >> p.cluster_log2, rank = blockIdx.x & (1 << p.cluster_log2) - 1;
+  const int index = quotient(blockIdx.x, p.by_cluster), rank = blockIdx.x - index * p.cluster;
   const int token = quotient(index, p.by_kv_heads), head = index - token * p.kv_heads;
   if (warp == 1) {
     if (lane == 0) prefetch_tensor_map(&p.key_map);
     if (lane == 1) prefetch_tensor_map(&p.value_map);
     const i64 line = (static_cast<i64>(blockIdx.x) * 32 + lane) * 32;  // entries
     if (line < p.table_entries) prefetch_l2(p.block_table + line);
+    begin_barriers(shared);
   }
   grid_dependency_launch();
   grid_dependency_wait();
-  if (warp == 0) load_list(p, shared, token, head, rank);
+  if (warp == 0) load_list(p, shared, token, head);
 
   __syncthreads();
   const int tokens = load_shared_u32(shared.known(0));
   const Chunks chunks(p, tokens, Layout::kChunk, rank);
+  copy_first_chunks_async(p, shared, warp, chunks);
   DecodeAttender<T, kE4m3, Layout> attender(p);
   attender.begin(shared.query(), load_shared_float(shared.known(1)));
   int stage = 0;
@@ -80,8 +84,8 @@ __device__ __forceinline__ void block_attention(const BlockAttentionParams& p) {
   attender.leave(shared, warp);
   __syncthreads();
   const float of_values = load_shared_float(shared.known(2));
-  add_warps<T>(p, shared, token, head, of_values);
-  if (p.cluster_log2 == 0) return;
+  add_warps<T>(p, shared, token, head, of_values, p.cluster > 1);
+  if (p.cluster == 1) return;
   cluster_sync();
   add_ctas<T>(p, shared, token, head, rank, of_values);
   cluster_sync_relaxed();  // others have read what is here

@@ -8,8 +8,8 @@
 //   for each list | the time line of block_attention.cu | B |
 //
 // barrier            who arrives (count)           who waits   guards
-// full(warp, stage)  a lane of warp 0 or of the    the warp    a chunk is loaded
-//                    warp, with TMA's bytes (1)
+// full(warp, stage)  a lane of the warp, with      the warp    a chunk is loaded
+//                    TMA's bytes (1)
 //
 // Shared memory: that of block_attention.cu
 // Registers:     200, of 255; two CTAs per SM
@@ -50,10 +50,12 @@ __device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p
                                                int head) {
   constexpr int kWarps = kRestWarps, kStages = RestLayout::kStages;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (warp == 0) load_list(p, shared, token, head, 0);
+  if (warp == 0) load_list(p, shared, token, head);
+  if (warp == 1) begin_barriers(shared);
   __syncthreads();
   const int tokens = load_shared_u32(shared.known(0));
-  const Chunks chunks(p, tokens, RestLayout::kChunk, 0);
+  const Chunks chunks(tokens, RestLayout::kChunk);
+  copy_first_chunks_async(p, shared, warp, chunks);
   DecodeAttender<T, true, RestLayout> attender(p);
   attender.begin(shared.query(), load_shared_float(shared.known(1)));
   int stage = 0;
@@ -73,10 +75,10 @@ __device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p
   }
   attender.leave(shared, warp);
   __syncthreads();
-  add_warps<T>(p, shared, token, head, load_shared_float(shared.known(2)));
+  add_warps<T>(p, shared, token, head, load_shared_float(shared.known(2)), false);
   fence_proxy_async_shared();  // the next chunks come where the sums are
   __syncthreads();
-  if (warp == 0 && lane / kWarps < kStages) mbarrier_invalidate(shared.full(lane % kWarps, lane / kWarps));
+  if (warp == 1 && lane / kWarps < kStages) mbarrier_invalidate(shared.full(lane % kWarps, lane / kWarps));
 }
 
 template <typename T>

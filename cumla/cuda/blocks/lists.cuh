@@ -77,13 +77,24 @@ struct List {
     return p.entries_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
   }
 
-  // The block that an entry names.
+  // The block that an entry names, if the query sees it, or -1.
+  __device__ __forceinline__ int block_of(const ListsParams& p, i64 entry) const {
+    if (entry < 0 || entry > 0x7fffffff) return -1;
+    const int block = quotient(static_cast<u32>(entry), p.by_entry);
+    return block < blocks ? block : -1;
+  }
+
+  __device__ __forceinline__ int page_of(const ListsParams& p, int block) const {
+    return p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
+  }
+
+  // The block that an entry names, and its page.
   __device__ __forceinline__ Listed named(const ListsParams& p, i64 entry) const {
     const Listed none = {-1, -1};
     if (entry < 0 || entry > 0x7fffffff) return none;
     const int block = quotient(static_cast<u32>(entry), p.by_entry);
     if (block >= blocks) return none;
-    const int page = p.block_table[request * p.block_table_stride + quotient(block, p.by_blocks_per_page)];
+    const int page = page_of(p, block);
     return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? Listed{block, page} : none;
   }
 

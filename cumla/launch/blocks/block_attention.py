@@ -7,7 +7,7 @@ from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING, Any
 
-from cumla.launch.blocks.choice import list_ctas
+from cumla.launch.blocks.choice import RULES, list_ctas
 from cumla.launch.layouts import constant, launch_of, strided
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
@@ -28,7 +28,7 @@ _LOG2_E = log2(e)
 
 def _spec(dtype: str, e4m3: bool, warps: int) -> KernelSpec:
     return KernelSpec.of(
-        *("blocks", "block_attention", "BlockAttentionParams", dtype, e4m3, warps),
+        *("blocks", "block_attention", "BlockAttentionClusterParams", dtype, e4m3, warps),
         tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps)],
         threads=32 * warps,
         min_blocks=list_ctas(warps),
@@ -36,7 +36,8 @@ def _spec(dtype: str, e4m3: bool, warps: int) -> KernelSpec:
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), (4, 2))}
+_WARPS = dict.fromkeys(form.warps for form in (*RULES.lists, RULES.invariant_lists))
+_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), _WARPS)}
 SPECS = tuple(_SPECS.values())
 _CHUNKS = {
     e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, 4>::kChunk") for e4m3 in (False, True)
@@ -45,7 +46,7 @@ _CHUNKS = {
 
 def block_attention_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.list_warps]
+    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.list_form.warps]
 
 
 def block_attention_launch(
@@ -61,6 +62,7 @@ def block_attention_launch(
     the values of struct ListsParams but for where pages are written.
     """
     values = block_attention_values(key, arguments, lists, out, lse)
+    values |= {"cluster": key.cluster, "by_cluster": divisor_of(key.cluster)}
     grid = key.cluster * key.num_places, 1, 1
     return launch_of(block_attention_spec(key), grid, values, key.cluster)
 

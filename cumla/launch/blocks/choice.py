@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 __all__ = [
     "RULES",
     "FewForm",
+    "ListForm",
     "Rules",
     "few_form",
     "is_whole",
-    "list_cluster",
     "list_ctas",
+    "list_form",
     "list_parts",
-    "list_warps",
     "scores_ctas",
     "select_threads",
     "warp_blocks",
@@ -34,6 +35,14 @@ class FewForm(NamedTuple):
     def tokens(self) -> int:
         """Tokens of a list, at most."""
         return self.warps * self.ctas * self.chunk * self.chunks
+
+
+class ListForm(NamedTuple):
+    """A form of block_attention."""
+
+    warps: int  # of a thread block
+    ctas: int  # thread blocks of a list, which are a cluster
+    fill: float  # share of multiprocessors that all thread blocks are, at most
 
 
 @dataclass(frozen=True)
@@ -63,35 +72,38 @@ class Rules:
     widened_tokens: int = 4
     # Keys of a tile, at most: their numbers have 32 bits, and the last block may go past the end.
     most_tile_keys: int = (1 << 31) - 128
-    # Thread blocks that may share a list. With more of them than multiprocessors, all take longer
-    # (block-decode.json).
-    clusters: tuple[int, ...] = (8, 4, 2, 1)
+    # Forms of block_attention: the first that suffices. A thread block of eight warps has a
+    # multiprocessor for itself; clusters of more than two such, or of four thread blocks, that
+    # ask for more multiprocessors take two turns, as some parts of the GPU have no place for them.
+    # Of two warps each, more lists run at once (block-decode.json).
+    lists: tuple[ListForm, ...] = (
+        ListForm(8, 8, 0.775),
+        ListForm(4, 8, 1),
+        ListForm(4, 4, 0.775),
+        ListForm(8, 3, 0.775),
+        ListForm(4, 2, 1),
+        ListForm(4, 1, 1.25),
+        ListForm(2, 1, inf),
+    )
+    # The form for batch-invariant lists: a compromise, as it may not depend on the batch.
+    invariant_lists: ListForm = ListForm(4, 2, inf)
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
         *(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16)),
         FewForm(8, 8, 16, chunks=2),
     )
-    few_e4m3: tuple[FewForm, ...] = (
-        *(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16)),
-        *(FewForm(8, ctas, 32) for ctas in (8, 16)),
-    )
+    few_e4m3: tuple[FewForm, ...] = tuple(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16))
     # Share of multiprocessors that these may have, at most. Clusters of 8 on all of them take two
     # turns, as some parts of the GPU have no place for two (block-decode.json).
     few_fill: float = 0.5
-    # Thread blocks that share a batch-invariant list: a compromise, as the number may not depend on
-    # the batch.
-    invariant_cluster: int = 2
-    # Tokens of such a thread block, at least: a chunk of each of its warps.
+    # Tokens of a thread block that shares a list, at least.
     least_tokens: int = 64
     # Tokens of a block, at most, that attention copies by rows: lists of 512 blocks of 8 tokens
     # take a third less than by boxes, which one thread queues; of 16 as long (block-groups.json).
     row_tokens: int = 8
     # Warps of block_attention on a multiprocessor.
     sm_warps: int = 8
-    # Lists of a multiprocessor, up to which a thread block of block_attention has four warps, as a
-    # fraction. Of two warps each, more of them run at once (block-decode.json).
-    four_warps: tuple[int, int] = (5, 4)
     # Blocks of 64 tokens of a part, at least, where there are fewer virtual requests than
     # multiprocessors: as few as the kernel splits.
     least_part: int = 2
@@ -122,22 +134,19 @@ RULES = Rules()
 _MOST_RANGES = 65535  # thread blocks along y of a grid
 
 
-def list_cluster(lists: int, tokens: int, sm_count: int) -> int:
-    """Choose how many thread blocks share a list of so many tokens, if multiprocessors suffice."""
-    least = max(1, tokens // RULES.least_tokens)
-    most = min(max(1, sm_count // max(lists, 1)), least)
-    return next(n for n in RULES.clusters if n <= most)
+def list_form(lists: int, tokens: int, sm_count: int) -> ListForm:
+    """Choose the form of block_attention for lists of so many tokens."""
+    most = max(1, tokens // RULES.least_tokens)
+    return next(
+        form
+        for form in RULES.lists
+        if form.ctas <= most and lists * form.ctas <= form.fill * sm_count
+    )
 
 
 def list_ctas(warps: int) -> int:
     """Choose the thread blocks of block_attention, of so many warps, on a multiprocessor."""
     return RULES.sm_warps // warps
-
-
-def list_warps(lists: int, sm_count: int) -> int:
-    """Choose the warps of the thread blocks of block_attention."""
-    most, of = RULES.four_warps
-    return 4 if lists * of <= sm_count * most else 2
 
 
 def few_form(lists: int, tokens: int, is_e4m3: bool, sm_count: int) -> FewForm | None:

@@ -16,9 +16,8 @@ from cumla.launch.blocks.choice import (
     RULES,
     few_form,
     is_whole,
-    list_cluster,
+    list_form,
     list_parts,
-    list_warps,
 )
 from cumla.launch.layouts import constant
 from cumla.launch.mha.attention import LISTED, LISTED_TILES, WIDENED, WIDENED_TILES, tiles_spec
@@ -33,7 +32,7 @@ from cumla.launch.split.plan import RULES as SPLIT_RULES
 if TYPE_CHECKING:
     from typing import Any
 
-    from cumla.launch.blocks.choice import FewForm
+    from cumla.launch.blocks.choice import FewForm, ListForm
     from cumla.launch.source import KernelSpec
 
 __all__ = ["BlockKey", "TileKey"]
@@ -183,16 +182,16 @@ class BlockKey(_ListedKey):
     @property
     def cluster(self) -> int:
         """Thread blocks that share a list, if multiprocessors suffice."""
-        if self.batch_invariant:
-            return RULES.invariant_cluster
         if self.few is not None:
             return self.few.ctas
-        return list_cluster(self.num_places, self.topk * self.page_size, self.sm_count)
+        return self.list_form.ctas
 
-    @property
-    def list_warps(self) -> int:
-        """Warps of a thread block of block_attention."""
-        return list_warps(0 if self.batch_invariant else self.num_places, self.sm_count)
+    @cached_property
+    def list_form(self) -> ListForm:
+        """The form of block_attention for these lists."""
+        if self.batch_invariant:
+            return RULES.invariant_lists
+        return list_form(self.num_places, self.topk * self.page_size, self.sm_count)
 
     @property
     def list_blocks(self) -> int:

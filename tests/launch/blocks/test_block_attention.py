@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import cumla
+from cumla.launch.blocks import key as keys
+from cumla.launch.blocks.choice import ListForm
 from cumla.launch.blocks.key import BlockKey
 from tests.blocks.block_cases import check, make, samples
 from tests.emulator import emulated_gpu
@@ -93,18 +96,23 @@ def test_prompts() -> None:
     assert of_e4m3.tile and of_e4m3.tile.widened * 128 >= 4 * 8192
 
 
-def test_clusters() -> None:
-    """As many thread blocks as there are multiprocessors, up to eight a list."""
-    tokens = (16, 17, 33, 34, 66, 67, 1000)
-    assert [key(n).cluster for n in tokens] == [8, 4, 4, 2, 2, 1, 1]
-    assert [key(n, topk=1).cluster for n in tokens] == [2, 2, 2, 2, 2, 1, 1]
-    assert {key(n, batch_invariant=True).cluster for n in tokens} == {2}
+def test_forms() -> None:
+    """As many thread blocks as multiprocessors, but fewer of clusters that need room."""
+    tokens = (9, 12, 13, 16, 17, 25, 26, 34, 35, 66, 67, 165, 166, 1000)
+    forms = [key(n).list_form[:2] for n in tokens]
+    of_lists = [(8, 8), (4, 8), (4, 4), (8, 3), (4, 2), (4, 1), (2, 1)]  # warps, thread blocks
+    assert forms == [form for form in of_lists for _ in range(2)]
+    assert {key(n, topk=1).list_form[:2] for n in (9, 34, 66)} == {(4, 2)}
+    assert {key(n, batch_invariant=True).list_form[:2] for n in tokens} == {(4, 2)}
 
 
-def test_warps_of_a_thread_block() -> None:
-    """Many lists have two, whose order of sums is another: batch-invariant ones have four."""
-    assert [key(n).list_warps for n in (1, 165, 166, 1000)] == [4, 4, 2, 2]
-    assert key(1000, batch_invariant=True).list_warps == 4
+@pytest.mark.parametrize(("warps", "ctas"), [(8, 3), (8, 8), (4, 7)])
+@pytest.mark.parametrize("sample", some(LISTS, 2), ids=str)
+def test_clusters(sample: Any, warps: int, ctas: int) -> None:
+    """Of any size, and of eight warps, of which some have nothing to do."""
+    form = ListForm(warps, ctas, 1)
+    with mock.patch.object(keys, "list_form", return_value=form):
+        run(replace(sample, lens=sample.lens[:2]), 132)
 
 
 @pytest.mark.parametrize("cache", ["same", "e4m3"])

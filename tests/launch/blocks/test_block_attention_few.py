@@ -46,7 +46,7 @@ def run(sample: Sample, **given: Any) -> bytes:
 
 @pytest.mark.parametrize("sample", some(FEW, 8), ids=str)
 def test_lists(sample: Sample) -> None:
-    with mock.patch.object(keys, "list_cluster", side_effect=AssertionError("another kernel")):
+    with mock.patch.object(keys, "list_form", side_effect=AssertionError("another kernel")):
         run(sample)
 
 

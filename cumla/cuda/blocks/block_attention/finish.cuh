@@ -78,53 +78,49 @@ struct RowOut {
   }
 };
 
-// Eight threads add up a row over the CTA's warps, all columns at once. They store the result or, for the cluster, the
-// sums.
+// Threads of a row add it up over the CTA's warps, all rows and columns at once. They store the result or, if this is a
+// part of the list, the sums.
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const Layout& shared, int token, int head,
-                                          float of_values) {
-  constexpr int kWarps = Layout::kWarps, kLanes = 8, kThreads = 32 * kWarps, kEach = kDecodeColumns / 4 / kLanes;
-  const int quad = threadIdx.x % kLanes;
-#pragma unroll 1
-  for (int row = threadIdx.x / kLanes; row < kDecodeRows; row += kThreads / kLanes) {
-    float4 statistics[kWarps], sums[kEach][kWarps], v[kEach];
+                                          float of_values, bool is_part) {
+  constexpr int kWarps = Layout::kWarps, kLanes = 32 * kWarps / kDecodeRows, kEach = kDecodeColumns / 4 / kLanes;
+  const int quad = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
+  float4 statistics[kWarps], sums[kEach][kWarps], v[kEach];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) statistics[w] = load_shared_float4(shared.statistics(w, row));
+  for (int w = 0; w < kWarps; ++w) statistics[w] = load_shared_float4(shared.statistics(w, row));
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
+  for (int i = 0; i < kEach; ++i)
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w)
-        sums[i][w] = load_shared_float4(shared.sums(w, row) + (quad + i * kLanes) * 16);
-    RowSum sum;
-    sum.weigh(statistics);
+    for (int w = 0; w < kWarps; ++w)
+      sums[i][w] = load_shared_float4(shared.sums(w, row) + (quad + i * kLanes) * 16);
+  RowSum sum;
+  sum.weigh(statistics);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      sum.v = {0.0f, 0.0f, 0.0f, 0.0f};
-      sum.add(sums[i]);
-      v[i] = sum.v;
-    }
-    if (p.cluster_log2 > 0) {
+  for (int i = 0; i < kEach; ++i) {
+    sum.v = {0.0f, 0.0f, 0.0f, 0.0f};
+    sum.add(sums[i]);
+    v[i] = sum.v;
+  }
+  if (is_part) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) store_shared_float4(shared.sums(0, row) + (quad + i * kLanes) * 16, v[i]);
-      if (quad == 0)
-        store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
-    } else if (row < p.heads_per_group) {
-      const RowOut<T> to(p, sum, token, head, row, of_values);
+    for (int i = 0; i < kEach; ++i) store_shared_float4(shared.sums(0, row) + (quad + i * kLanes) * 16, v[i]);
+    if (quad == 0)
+      store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
+  } else if (row < p.heads_per_group) {
+    const RowOut<T> to(p, sum, token, head, row, of_values);
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) to.store(v[i], (quad + i * kLanes) * 4);
-    }
+    for (int i = 0; i < kEach; ++i) to.store(v[i], (quad + i * kLanes) * 4);
   }
 }
 
 // The same over the CTAs of a cluster, of which each has some rows: a warp adds up a row.
 template <typename T, typename Layout>
-__device__ __forceinline__ void add_ctas(const BlockAttentionParams& p, const Layout& shared, int token, int head,
+__device__ __forceinline__ void add_ctas(const BlockAttentionClusterParams& p, const Layout& shared, int token, int head,
                                          int rank, float of_values) {
   constexpr int kWarps = Layout::kWarps, kMost = 8;
-  const int ctas = 1 << p.cluster_log2, column = threadIdx.x % 32 * 4;
+  const int ctas = p.cluster, column = threadIdx.x % 32 * 4;
 #pragma unroll 1
-  for (int row = rank + (threadIdx.x / 32 << p.cluster_log2); row < p.heads_per_group;
-       row += kWarps << p.cluster_log2) {
+  for (int row = rank + threadIdx.x / 32 * ctas; row < p.heads_per_group; row += kWarps * ctas) {
     float4 statistics[kMost], sums[kMost];
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {

@@ -33,10 +33,15 @@ struct BlockAttentionParams : ListsParams {
   int heads_per_group;
   int tokens_apart;  // tokens per request if q, out and lse have an axis of requests, else 0
   int out_is_float;
-  int cluster_log2;  // CTAs that share a list
+  int cluster_log2;  // CTAs that share a list of block_attention_few
   float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
   float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
   Divisor by_tokens_apart;
+};
+
+struct BlockAttentionClusterParams : BlockAttentionParams {
+  int cluster;  // CTAs that share a list
+  Divisor by_cluster;
 };
 
 template <bool kE4m3, int kNumWarps>

@@ -19,11 +19,15 @@ constexpr int kNoBlock = 0x7fffffff;
 struct Chunks {
   int first, end;
 
-  __device__ __forceinline__ Chunks(const BlockAttentionParams& p, int tokens, int tokens_of_chunk, int rank) {
-    const int all = (tokens + tokens_of_chunk - 1) / tokens_of_chunk;
-    const int each = (all + (1 << p.cluster_log2) - 1) >> p.cluster_log2;
+  // All of them.
+  __device__ __forceinline__ Chunks(int tokens, int tokens_of_chunk)
+      : first(0), end((tokens + tokens_of_chunk - 1) / tokens_of_chunk) {}
+  // Those of a CTA of a cluster.
+  __device__ __forceinline__ Chunks(const BlockAttentionClusterParams& p, int tokens, int tokens_of_chunk, int rank)
+      : Chunks(tokens, tokens_of_chunk) {
+    const int each = quotient(end + p.cluster - 1, p.by_cluster);
     first = rank * each;
-    end = min(first + each, all);
+    end = min(first + each, end);
   }
 };
 
@@ -72,21 +76,37 @@ __device__ __forceinline__ int tokens_of(const BlockAttentionParams& p, const Li
   return found * p.block_size - missing;
 }
 
+// How many lanes, of so many as entries, have a lower block; `repeats`: a lane before has the same.
+__device__ __forceinline__ int lower_blocks(const BlockAttentionParams& p, int block, bool& repeats) {
+  const int lane = threadIdx.x % 32;
+  int lower = 0;
+#pragma unroll 1
+  for (int at = 0; at < p.topk; at += 8)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int other = __shfl_sync(0xffffffffu, block, at + i);
+      lower += other < block;
+      repeats |= other == block && at + i < lane;
+    }
+  return lower;
+}
+
 // Puts the pages of a list of up to 32 entries in ascending order of its blocks, each once, and returns their tokens.
 // `entry` is the lane's, or negative.
 template <typename Layout>
 __device__ __forceinline__ int put_few_pages(const BlockAttentionParams& p, const Layout& shared, const List& list,
                                              i64 entry) {
-  const int lane = threadIdx.x % 32;
-  const Listed own = list.named(p, entry);
+  // Blocks are put in order while their pages are loaded.
+  Listed own = {list.block_of(p, entry), -1};
+  if (own.block >= 0) own.page = list.page_of(p, own.block);
   int block = own.block < 0 ? kNoBlock : own.block;
-  const u32 same = __match_any_sync(0xffffffffu, block);
-  if (same & (1u << lane) - 1) block = kNoBlock;  // an entry before names it
-  int lower = 0;
-#pragma unroll 1
-  for (int at = 0; at < p.topk; at += 8)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) lower += __shfl_sync(0xffffffffu, block, at + i) < block;
+  bool repeats = false;
+  int lower = lower_blocks(p, block, repeats);
+  const bool counts = block != kNoBlock && !repeats && static_cast<u32>(own.page) < static_cast<u32>(p.num_pages);
+  if (__any_sync(0xffffffffu, counts != (block != kNoBlock))) {
+    if (!counts) block = kNoBlock;
+    lower = lower_blocks(p, block, repeats);
+  }
   if (block != kNoBlock) store_shared_u32(shared.page(lower), list.virtual_page(p, own));
   const int found = __popc(__ballot_sync(0xffffffffu, block != kNoBlock));
   return tokens_of(p, list, found, __any_sync(0xffffffffu, block == list.blocks - 1));
@@ -173,12 +193,30 @@ struct PagesInOrder {
   }
 };
 
+// By a warp: the first chunks of its ring.
+template <typename Layout>
+__device__ __forceinline__ void copy_first_chunks_async(const BlockAttentionParams& p, const Layout& shared, int warp,
+                                                        const Chunks& chunks) {
+  const int lane = threadIdx.x % 32, stage = lane / 2, chunk = chunks.first + warp + stage * Layout::kWarps;
+  const bool copies = stage < Layout::kStages && chunk < chunks.end, are_values = lane % 2 != 0;
+  if (copies && !are_values) mbarrier_arrive_expect_tx(shared.full(warp, stage), Layout::kStageBytes);
+  __syncwarp();
+  if (copies) copy_half_async(p, shared, warp, stage, chunk, are_values);
+}
+
+template <typename Layout>
+__device__ __forceinline__ void begin_barriers(const Layout& shared) {
+  const int lane = threadIdx.x % 32;
+  if (lane < Layout::kWarps * Layout::kStages) {
+    mbarrier_init(shared.full(lane % Layout::kWarps, lane / Layout::kWarps), 1);
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
+  }
+}
+
 // By a warp.
 template <typename Layout>
-__device__ __forceinline__ void load_list(const BlockAttentionParams& p, const Layout& shared, int token, int head,
-                                          int rank) {
-  constexpr int kFirst = Layout::kWarps * Layout::kStages;  // chunks
-  static_assert(2 * kFirst <= 32, "a lane has the keys or the values of a chunk");
+__device__ __forceinline__ void load_list(const BlockAttentionParams& p, const Layout& shared, int token, int head) {
   const int lane = threadIdx.x % 32;
   List list;
   list.head = head;
@@ -196,13 +234,9 @@ __device__ __forceinline__ void load_list(const BlockAttentionParams& p, const L
     list.count = *reinterpret_cast<const int*>(p.lengths + token * p.lengths_stride_token +
                                                head * p.lengths_stride_head);
   copy_query_async(p, shared, token, head);
-  if (lane < kFirst) {
-    mbarrier_init(shared.full(lane % Layout::kWarps, lane / Layout::kWarps), 1);
-    fence_mbarrier_init();
-    fence_proxy_async_shared();
-  }
   list.find(p, row);
   list.count = min(max(list.count, 0), p.topk);
+  const float of_keys = p.key_scale.of(list.request, head), of_values = p.value_scale.of(list.request, head);
   int tokens;
   if (p.topk <= 32) {
     const i64 entry =
@@ -211,18 +245,10 @@ __device__ __forceinline__ void load_list(const BlockAttentionParams& p, const L
   } else {
     tokens = PagesInOrder(p, list).put(p, shared, list);
   }
-  __syncwarp();
-  // Of each stage a chunk of each warp: its keys, then its values.
-  const Chunks chunks(p, tokens, Layout::kChunk, rank);
-  const int first = lane / 2, warp = first % Layout::kWarps, stage = first / Layout::kWarps;
-  const bool copies = first < kFirst && chunks.first + first < chunks.end, are_values = lane % 2 != 0;
-  if (copies && !are_values) mbarrier_arrive_expect_tx(shared.full(warp, stage), Layout::kStageBytes);
-  __syncwarp();
-  if (copies) copy_half_async(p, shared, warp, stage, chunks.first + first, are_values);
   if (lane == 0) {
     store_shared_u32(shared.known(0), tokens);
-    store_shared_float(shared.known(1), p.key_scale.of(list.request, head));
-    store_shared_float(shared.known(2), p.value_scale.of(list.request, head));
+    store_shared_float(shared.known(1), of_keys);
+    store_shared_float(shared.known(2), of_values);
   }
   copy_async_wait<0>();
 }
