@@ -45,6 +45,9 @@ class ListForm(NamedTuple):
     fill: float  # share of multiprocessors that all thread blocks are, at most
 
 
+_INVARIANT_LISTS = ListForm(4, 2, inf)
+
+
 @dataclass(frozen=True)
 class Rules:
     """The numbers of all choices for blocks, each with its reason and its file in records/.
@@ -86,7 +89,7 @@ class Rules:
         ListForm(2, 1, inf),
     )
     # The form for batch-invariant lists: a compromise, as it may not depend on the batch.
-    invariant_lists: ListForm = ListForm(4, 2, inf)
+    invariant_lists: ListForm = _INVARIANT_LISTS
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
