@@ -24,6 +24,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "blocks/block_attention_few": {
         "FewLayout<false, 8, 16>::kBytes": 84240,
         "FewLayout<true, 8, 16>::kBytes": 84240,
+        "FewLayout<true, 8, 32>::kBytes": 84240,
         "kDecodeColumns": 128,
         "kFewEntries": 32,
     },

@@ -96,7 +96,10 @@ class Rules:
         *(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16)),
         FewForm(8, 8, 16, chunks=2),
     )
-    few_e4m3: tuple[FewForm, ...] = tuple(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16))
+    few_e4m3: tuple[FewForm, ...] = (
+        *(FewForm(8, ctas, 16) for ctas in (2, 4, 8, 16)),
+        FewForm(8, 16, 32),
+    )
     # Share of multiprocessors that these may have, at most. Clusters of 8 on all of them take two
     # turns, as some parts of the GPU have no place for two (block-decode.json).
     few_fill: float = 0.5
