@@ -16,6 +16,7 @@ from cumla.core.arguments import (
     WIDE,
     Array,
     bind,
+    check_dtype,
     check_lies,
     checked_flag,
     checked_int,
@@ -63,6 +64,7 @@ from cumla.launch.blocks.block_tiles import tiles_spec
 from cumla.launch.blocks.key import BlockKey
 from cumla.launch.blocks.widen_blocks import widen_spec
 from cumla.launch.device import checked_sm_count, sm_count_of
+from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention import E4M3_COLUMNS
 from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_PARTS, MOST_TOKENS, ROW_TILE
@@ -70,7 +72,7 @@ from cumla.mha.arguments import E4M3, KV_LAYOUT, checked_layout, checked_scales,
 from cumla.mha.attention import check_heads, checked_rows, checked_shape, checked_softcap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -209,7 +211,11 @@ def block_sparse_attention(
     k_scale, v_scale : float or array, optional
         Factors of e4m3 keys and values, as in :func:`cumla.attention`: numbers, or float32 ``(1,)``
         or ``(num_kv_heads,)``. With ``(num_kv_heads,)`` each kv head takes two
-        launches.
+        launches. Or both float32 ``(num_kv_heads, rows)``: a factor for each kv head and row of the
+        cache, row ``page * page_size + i`` being token i of a page. rows is at least ``num_pages *
+        page_size``; factors of rows that no query sees may be NaN. On a GPU these need head_dim and
+        head_dim_v of 80 to 128, at most 16 heads per kv head, blocks of a multiple of 32 tokens and
+        topk up to 128.
     kv_layout : str
         ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
     indices_are : str
@@ -286,8 +292,11 @@ class _Attend(Stated[Any, BlockKey]):
                 f"2 ** 31 blocks of heads, got strides {v.strides} beside {k.strides}; pass two "
                 f"parts of one cache, or two caches with the same layout"
             )
+        factors = _checked_factors(given, k, v, options.block_size)
         scales = [
-            checked_scales(name, given.get(name), number, cache, None, "here, not by request")
+            Scale()
+            if factors
+            else checked_scales(name, given.get(name), number, cache, None, _TOLD)
             for name, number, cache in zip(
                 ("k_scale", "v_scale"), (options.k_scale, options.v_scale), (k, v), strict=True
             )
@@ -300,6 +309,7 @@ class _Attend(Stated[Any, BlockKey]):
             v_scale=scales[1],
             layout=options.kv_layout,
             causal=options.causal,
+            factors=factors,
         )
 
     def value_dim(self, arguments: BlockArguments) -> int:
@@ -317,6 +327,8 @@ class _Attend(Stated[Any, BlockKey]):
         """Describe the launches, or none without query tokens."""
         if not key.batch:
             return ()
+        if arguments.factors is not None:
+            _check_serves_factors(key)
         return block_sparse_launches(key, buffer, arguments, *outs)
 
     def check_values(self, host: Host, arguments: BlockArguments) -> None:
@@ -474,6 +486,55 @@ def _checked_counts(
         )
     check_lies("topk_lens", view, "elements")
     return view
+
+
+_TOLD = "here, not by request"
+
+
+def _checked_factors(
+    given: Mapping[str, ArrayView], k: ArrayView, v: ArrayView, block_size: int
+) -> tuple[ArrayView, ArrayView] | None:
+    """Check the factors of rows of an e4m3 cache, (num_kv_heads, rows); None: there are none."""
+    names = [n for n in ("k_scale", "v_scale") if n in given and len(given[n].shape) == 2]
+    if not names:
+        return None
+    if len(names) == 1:
+        other = "v_scale" if names == ["k_scale"] else "k_scale"
+        raise ValueError(
+            f"{arg(other)}: needs factors of rows, as {arg(names[0])} has, got others; broadcast "
+            f"them to that shape"
+        )
+    num_pages, page_size, kv_heads, _ = k.shape
+    rows = num_pages * page_size
+    for name in names:
+        view, cache = given[name], k if name == "k_scale" else v
+        if cache.dtype not in E4M3:
+            raise ValueError(f"{arg(name)}: needs an e4m3 cache, got {cache.dtype}; leave it out")
+        check_dtype(name, view.dtype, ("float32",))
+        check_lies(name, view, "elements")
+        if view.shape[0] != kv_heads or view.shape[1] < rows:
+            raise ValueError(
+                f"{arg(name)}: needs shape ({kv_heads}, {rows}), or more columns, got "
+                f"{view.shape}; give each kv head and row of the cache its factor"
+            )
+    if rows // block_size >= 1 << 31:
+        raise ValueError(
+            f"{arg('k')}: needs fewer than 2 ** 31 blocks beside factors of rows, got "
+            f"{rows // block_size}; use larger blocks"
+        )
+    return given["k_scale"], given["v_scale"]
+
+
+def _check_serves_factors(key: BlockKey) -> None:
+    """Refuse factors of rows where block_attention does not serve the lists."""
+    if key.topk and not key.is_short:
+        raise ValueError(
+            f"{arg('k_scale')}: needs, with factors of rows, head_dim and head_dim_v of 80 to 128, "
+            f"up to 16 heads per kv head, blocks of a multiple of 32 tokens and up to 128 of them "
+            f"a list, got head_dim {key.head_dim}, head_dim_v {key.head_dim_v}, {key.num_heads} "
+            f"heads, blocks of {key.page_size} and {key.topk} of them; pass a factor for each kv "
+            f"head, or a cache of 16 bits"
+        )
 
 
 def check_offsets_given(has_offsets: bool, q_axes: int) -> None:

@@ -118,7 +118,7 @@ class Problem(NamedTuple):
 
     given: dict[str, Any]
     seen: list[list[tuple[int, Any]]]  # request, tokens
-    scales: tuple[Any, Any]  # of each kv head
+    scales: tuple[Any, Any]  # of each kv head and row of the cache
 
     @property
     def lengths(self) -> dict[str, Any]:
@@ -185,12 +185,17 @@ def make(sample: Sample) -> Problem:
             factors[:] = factors[:, :1]
         for name, of in zip(("k_scale", "v_scale"), factors, strict=True):
             forms = {"numbers": float(of[0]), "one": of[:1].copy(), "heads": of.copy()}
-            given[name] = forms[sample.scales]
+            given[name] = forms.get(sample.scales)
+    scales = [np.broadcast_to(of[:, None], (kv_heads, used[..., 0].size)) for of in factors]
+    if is_e4m3 and sample.scales == "rows":
+        for i, name in enumerate(("k_scale", "v_scale")):
+            given[name] = _factors_of_rows(rng, used)
+            scales[i] = given[name]
     if sample.outputs != "new":
         kind = np.dtype(np.float32) if sample.outputs == "float32" else dtype
         given["out"] = np.full((*lead, heads, sample.columns[1]), np.nan, kind)
         given["lse"] = np.full((*lead, heads), np.nan, np.float32)
-    return Problem(given, seen, (factors[0], factors[1]))
+    return Problem(given, seen, (scales[0], scales[1]))
 
 
 def _queries(sample: Sample, rng: Any, lens: Any) -> tuple[Any, tuple[int, ...], Any]:
@@ -293,6 +298,14 @@ def _cache(rng: Any, used: Any, columns: int, dtype: Any, layout: str) -> Any:
     return cache
 
 
+def _factors_of_rows(rng: Any, used: Any) -> Any:
+    """Factors of very unlike sizes where a query sees the row, NaN elsewhere."""
+    of_rows = used.reshape(-1, used.shape[2]).T
+    factors = np.exp2(rng.uniform(-9, 1, of_rows.shape)).astype(np.float32)
+    factors[~of_rows] = np.nan
+    return np.concatenate([factors, np.full((len(factors), 5), np.nan, np.float32)], axis=1)
+
+
 def check(problem: Problem, got: Any, dtype: str) -> None:
     """Compare all rows with float64."""
     given = problem.given
@@ -303,7 +316,7 @@ def check(problem: Problem, got: Any, dtype: str) -> None:
     group, page = heads // k.shape[2], k.shape[1]
     out = np.asarray(got.out).reshape(-1, heads, v.shape[-1])
     lse = np.asarray(got.lse).reshape(-1, heads)
-    rows = q.reshape(-1, heads, q.shape[-1]).astype(np.float64)
+    queries = q.reshape(-1, heads, q.shape[-1]).astype(np.float64)
     sinks = given.get("sinks", np.full(heads, -np.inf)).astype(np.float64)
     cap = given.get("softcap")
     rounding = ROUNDING[dtype] * (2 if k.dtype == E4M3 else 1)
@@ -316,9 +329,11 @@ def check(problem: Problem, got: Any, dtype: str) -> None:
                 np.testing.assert_allclose(lse[token, some], of_sinks, rtol=1e-6, atol=1e-6)
                 continue
             pages = given["block_table"][request, at // page]
-            keys = k[pages, at % page, head].astype(np.float64) * problem.scales[0][head]
-            values = v[pages, at % page, head].astype(np.float64) * problem.scales[1][head]
-            scores = rows[token, some] @ keys.T * q.shape[-1] ** -0.5
+            rows = pages * page + at % page
+            of_keys, of_values = (of[head, rows, None] for of in problem.scales)
+            keys = k[pages, at % page, head].astype(np.float64) * of_keys
+            values = v[pages, at % page, head].astype(np.float64) * of_values
+            scores = queries[token, some] @ keys.T * q.shape[-1] ** -0.5
             scores = cap * np.tanh(scores / cap) if cap else scores
             top = np.maximum(scores.max(axis=1), sinks[some])[:, None]
             weights = np.exp(scores - top)

@@ -26,18 +26,23 @@ _FILE = "blocks/block_attention"
 _LOG2_E = log2(e)
 
 
-def _spec(dtype: str, e4m3: bool, warps: int) -> KernelSpec:
+_CACHES = {"same": [], "e4m3": ["e4m3"], "factors": ["e4m3", "factors"]}  # tags
+
+
+def _spec(dtype: str, cache: str, warps: int) -> KernelSpec:
+    e4m3, factors = in_cuda(cache != "same"), in_cuda(cache == "factors")
+    params = "Factors" if cache == "factors" else "Cluster"
     return KernelSpec.of(
-        *("blocks", "block_attention", "BlockAttentionClusterParams", dtype, e4m3, warps),
-        tags=[dtype, *(["e4m3"] if e4m3 else []), str(warps)],
+        *("blocks", "block_attention", f"BlockAttention{params}Params", dtype, e4m3, warps),
+        tags=[dtype, *_CACHES[cache], str(warps)],
         threads=32 * warps,
         min_blocks=list_ctas(warps),
-        smem_bytes=constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, {warps}>::kBytes"),
+        smem_bytes=constant(_FILE, f"DecodeLayout<{e4m3}, {warps}, {factors}>::kBytes"),
     )
 
 
 _WARPS = dict.fromkeys(form.warps for form in (*RULES.lists, RULES.invariant_lists))
-_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), _WARPS)}
+_SPECS = {key: _spec(*key) for key in product(HALVES, _CACHES, _WARPS)}
 SPECS = tuple(_SPECS.values())
 _CHUNKS = {
     e4m3: constant(_FILE, f"DecodeLayout<{in_cuda(e4m3)}, 4>::kChunk") for e4m3 in (False, True)
@@ -46,7 +51,8 @@ _CHUNKS = {
 
 def block_attention_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.list_form.warps]
+    e4m3 = "factors" if key.rows_have_factors else "e4m3"
+    return _SPECS[key.dtype, e4m3 if key.cache_dtype != key.dtype else "same", key.list_form.warps]
 
 
 def block_attention_launch(
@@ -55,13 +61,18 @@ def block_attention_launch(
     lists: Mapping[str, Any],
     out: ArrayView,
     lse: ArrayView,
+    factors: tuple[ArrayView, ArrayView] | None = None,
 ) -> Launch:
     """Describe attention to lists; out and lse have the axes of q.
 
     `arguments` has keys and values as virtual pages, and the block table of the call; `lists` has
-    the values of struct ListsParams but for where pages are written.
+    the values of struct ListsParams but for where pages are written. `factors` are those of keys
+    and of values, (kv heads, rows of the cache).
     """
     values = block_attention_values(key, arguments, lists, out, lse)
+    for name, view in zip(("key_factors", "value_factors"), factors or (), strict=False):
+        head, row = (stride // 4 for stride in view.strides)
+        values[name] = {"data": view.ptr, "stride_head": head, "stride_row": row}
     values |= {"cluster": key.cluster, "by_cluster": divisor_of(key.cluster)}
     grid = key.cluster * key.num_places, 1, 1
     return launch_of(block_attention_spec(key), grid, values, key.cluster)

@@ -69,6 +69,8 @@ class BlockArguments(NamedTuple):
     v_scale: Scale
     layout: str  # of the pages that were given
     causal: bool
+    # Of keys and values, (num_kv_heads, rows of the cache) float32; then scales are 1.
+    factors: tuple[ArrayView, ArrayView] | None = None
 
     @property
     def has_heads(self) -> bool:
@@ -129,6 +131,9 @@ def block_sparse_launches(
     key: BlockKey, buffer: int, arguments: BlockArguments, out: ArrayView, lse: ArrayView
 ) -> Sequence[Launch]:
     """Describe how to build the lists, and to attend to them; out and lse have the axes of q."""
+    if arguments.factors is not None and key.topk:
+        of_rows = replace(key, rows_have_factors=True)
+        return [_direct_launch(of_rows, buffer, arguments, out, lse)]
     if key.tile:
         return _tile_launches(key, key.tile, buffer, arguments, out, lse)
     if key.is_direct:
@@ -154,8 +159,10 @@ def _direct_launch(
     pages = virtual_pages(a.k, a.v, a.block_size)
     assert pages is not None
     attend = _attention_of(a, a.q, pages.number, a.block_table, with_heads=False)
-    launch = block_attention_launch if key.few is None else block_attention_few_launch
-    return launch(key, attend, _lists_values(key, buffer, a, pages), out, lse)
+    given = key, attend, _lists_values(key, buffer, a, pages), out, lse
+    if key.few is not None:
+        return block_attention_few_launch(*given)
+    return block_attention_launch(*given, a.factors)
 
 
 def _tile_launches(

@@ -77,6 +77,7 @@ class BlockKey(_ListedKey):
     requests: int = 1
     is_causal: bool = True  # of the query tokens; virtual requests have one each
     query_len: int = 0  # tokens of each request, where q has an axis of requests
+    rows_have_factors: bool = False  # rows of an e4m3 cache, each its own: only for its launches
 
     @classmethod
     def of(
@@ -130,6 +131,8 @@ class BlockKey(_ListedKey):
     def tile(self) -> TileKey | None:
         """The key of row tiles of several query tokens, where these have whole prompts."""
         heads, tile = self.num_heads, None
+        if self.rows_have_factors:
+            return None
         widens = self.is_short and self.cache_dtype == E4M3
         widened = RULES.widened_tokens * self.batch // self.page_size + self.requests
         if RULES.tile_heads >= heads >= RULES.tile_rows // _TILE_TOKENS:
@@ -172,6 +175,7 @@ class BlockKey(_ListedKey):
         """The form of block_attention_few for these lists; None: it does not serve them."""
         if (
             self.batch_invariant
+            or self.rows_have_factors
             or self.topk > _FEW_ENTRIES
             or (self.head_dim, self.head_dim_v) != (_FEW_COLUMNS, _FEW_COLUMNS)
         ):

@@ -77,10 +77,7 @@ def block_sparse_attention(
     sink = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
     rows = list(np.ndindex(*lead))
     seen_by = tokens_seen(len(rows), kv_lens, qo_indptr, block_table.shape[1] * k.shape[1], causal)
-    factors = [
-        np.broadcast_to(np.asarray(1.0 if of is None else of, np.float64).ravel(), kv_heads)
-        for of in (k_scale, v_scale)
-    ]
+    factors = [_factors_of_rows(of, k) for of in (k_scale, v_scale)]
     for token, (row, (request, seen)) in enumerate(zip(rows, seen_by, strict=True)):
         for head in range(kv_heads):
             heads = slice(head * group, (head + 1) * group)
@@ -94,11 +91,21 @@ def block_sparse_attention(
             at = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
             at = at[at < seen]
             page, slot = table[at // k.shape[1]], at % k.shape[1]
-            keys = k[page, slot, head].astype(np.float64) * factors[0][head]
-            values = v[page, slot, head].astype(np.float64) * factors[1][head]
+            of_keys, of_values = (of[head, page * k.shape[1] + slot, None] for of in factors)
+            keys = k[page, slot, head].astype(np.float64) * of_keys
+            values = v[page, slot, head].astype(np.float64) * of_values
             found = _attend(q[row][heads], keys, values, scale, softcap, sink[heads])
             out[row][heads], lse[row][heads] = found
     return AttentionState(out, lse)
+
+
+def _factors_of_rows(factors: Array | float | None, cache: Array) -> Array:
+    """Give each kv head and row of a cache its factor, without a copy for each."""
+    found = np.asarray(1.0 if factors is None else factors, np.float64)
+    if found.ndim < 2:
+        found = found.reshape(-1, 1)
+    rows = max(cache.shape[0] * cache.shape[1], found.shape[1])
+    return np.broadcast_to(found, (cache.shape[2], rows))
 
 
 def _attend(

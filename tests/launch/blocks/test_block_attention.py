@@ -56,6 +56,28 @@ def test_long_lists(topk: int) -> None:
     run(sample, 132)
 
 
+OF_ROWS: dict[str, Any] = {"cache": "e4m3", "scales": "rows", "lists": "hostile"}
+
+
+@pytest.mark.parametrize(("warps", "ctas"), [(8, 3), (4, 1), (2, 1)])
+@pytest.mark.parametrize("heads", [(16, 1), (6, 2)])
+def test_factors_of_rows(heads: tuple[int, int], warps: int, ctas: int) -> None:
+    """Of very unlike sizes; those of rows that no query sees are NaN."""
+    (sample,) = samples(
+        1, block=(64, 2), columns=(128, 128), heads=heads, lens=(900, 33), **OF_ROWS
+    )
+    with mock.patch.object(keys, "list_form", return_value=ListForm(warps, ctas, 1)):
+        run(replace(sample, invariant=False), 132)
+
+
+@pytest.mark.parametrize("form", [{"queries": "prompts"}, {"topk": 96}, {"invariant": True}])
+def test_factors_of_rows_of_other_calls(form: dict[str, Any]) -> None:
+    """Each token of a prompt has its list; long ones; splits that do not depend on the batch."""
+    given = OF_ROWS | {"block": (32, 1), "columns": (96, 112), "heads": (12, 2), "lens": (700, 1)}
+    for sample in samples(2, **given | form):
+        run(sample, 3)
+
+
 def test_heads_that_are_not_evenly_spaced() -> None:
     """One launch serves all kv heads, wherever their rows and factors lie."""
     fixed: dict[str, Any] = {"columns": (128, 128), "invariant": False, "cache": "e4m3"}

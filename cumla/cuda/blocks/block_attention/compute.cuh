@@ -28,6 +28,8 @@ struct DecodeAttender {
   float scores[kEights][4];
   float maximum[2], sum[2], weight[2];
   float factor[2];  // of scores (base 2), or of the argument of the cap
+  u32 factors;      // of the chunk's tokens: where those of keys lie
+  u32 unit;         // of factors of values: the bits of a power of 2, which grows
 
   __device__ __forceinline__ explicit DecodeAttender(const BlockAttentionParams& p) : p(p) {}
 
@@ -39,6 +41,7 @@ struct DecodeAttender {
       for (int e = 0; e < 4; ++e) output[i][e] = 0.0f;
     maximum[0] = maximum[1] = kLowest;
     sum[0] = sum[1] = weight[0] = weight[1] = 0.0f;
+    unit = kLeastUnit;
     const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
     factor[0] = factor[1] = fminf(of_scores, kMaxFactor);
     if constexpr (!kE4m3) {
@@ -103,12 +106,24 @@ struct DecodeAttender {
     mma_m16n8k16<Unit>(scores[n], query[k][0], query[k][1], query[k][2], query[k][3], low, high);
   }
 
+  // Where the factors of the two tokens lie whose scores n the lane has.
+  __device__ __forceinline__ int factor_place(int n) const { return (8 * n + lane % 4 * 2) * 4; }
+
   // The first `seen` tokens of the chunk are visible.
   __device__ __forceinline__ void scale_scores(int seen) {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] *= factor[e / 2];
+    if constexpr (Layout::kFactors)
+#pragma unroll
+      for (int n = 0; n < kEights; ++n) {
+        const float2 of_keys = load_shared_float2(factors + factor_place(n));
+        scores[n][0] *= of_keys.x;
+        scores[n][1] *= of_keys.y;
+        scores[n][2] *= of_keys.x;
+        scores[n][3] *= of_keys.y;
+      }
     if (p.to_softcap != 0.0f)
 #pragma unroll
       for (int n = 0; n < kEights; ++n)
@@ -146,20 +161,50 @@ struct DecodeAttender {
     }
   }
 
-  // Computes the probabilities as operands of the second product, for each 16 tokens.
-  __device__ __forceinline__ void exponentiate(u32 (&probabilities)[kPairs][4]) {
+  // Raises the unit to the chunk's largest factor of values, which makes the sums smaller.
+  __device__ __forceinline__ void raise_unit() {
+    const float own = load_shared_float(factors + Layout::kFactorBytes + lane * 4);
+    const u32 highest = __reduce_max_sync(0xffffffffu, __float_as_uint(fabsf(own))) & 0x7f800000u;
+    const u32 next = min(max(highest, unit), kMostUnit);
+    if (next == unit) return;
+    const float kept = __uint_as_float(unit) * inverse_of_unit(next);
 #pragma unroll
-    for (int n = 0; n < kEights; ++n)
+    for (int i = 0; i < 2 * kSteps; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[i][e] *= kept;
+    unit = next;
+  }
+  static constexpr u32 kLeastUnit = 0x00800000u, kMostUnit = 0x7e800000u;  // 2^-126, 2^126
+  __device__ __forceinline__ static float inverse_of_unit(u32 unit) { return __uint_as_float(0x7f000000u - unit); }
+
+  // Computes the probabilities as operands of the second product, for each 16 tokens. Factors of values are part of
+  // the operands: in units, so that these fit 16 bits.
+  __device__ __forceinline__ void exponentiate(u32 (&probabilities)[kPairs][4]) {
+    if constexpr (Layout::kFactors) raise_unit();
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      float2 of_values = {};
+      if constexpr (Layout::kFactors) {
+        of_values = load_shared_float2(factors + Layout::kFactorBytes + factor_place(n));
+        of_values = {of_values.x * inverse_of_unit(unit), of_values.y * inverse_of_unit(unit)};
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float a = exp2_approx(scores[n][2 * r] - maximum[r]);
         const float b = exp2_approx(scores[n][2 * r + 1] - maximum[r]);
-        const u32 packed = pack_pair<Unit>(a, b);
-        const float2 rounded = unpack_pair<Unit>(packed);
+        u32 packed;
+        if constexpr (Layout::kFactors) {
+          packed = pack_pair<Unit>(a * of_values.x, b * of_values.y);
+          weight[r] += a + b;
+        } else {
+          packed = pack_pair<Unit>(a, b);
+          const float2 rounded = unpack_pair<Unit>(packed);
+          weight[r] += rounded.x + rounded.y;
+        }
         sum[r] += a + b;
-        weight[r] += rounded.x + rounded.y;
         probabilities[n / 2][n % 2 * 2 + r] = packed;
       }
+    }
   }
 
   __device__ __forceinline__ void multiply_values(u32 values, const u32 (&probabilities)[kPairs][4]) {
@@ -208,9 +253,14 @@ struct DecodeAttender {
   }
 
   // Leaves the warp's sums and statistics in shared memory.
-  __device__ __forceinline__ void leave(const Layout& shared, int warp) const {
+  __device__ __forceinline__ void leave(const Layout& shared, int warp) {
     const int g = lane / 4, q = lane % 4;
     __syncwarp();  // all lanes have read the last chunk
+    if constexpr (Layout::kFactors)
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[i][e] *= __uint_as_float(unit);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const u32 to = shared.sums(warp, g + 8 * r);

@@ -44,8 +44,24 @@ struct BlockAttentionClusterParams : BlockAttentionParams {
   Divisor by_cluster;
 };
 
-template <bool kE4m3, int kNumWarps>
+// Factors of e4m3 keys or values, of each kv head and row of the cache: rows are counted through all pages.
+struct RowFactors {
+  const float* data;
+  i64 stride_head, stride_row;  // in elements
+};
+
+struct BlockAttentionFactorsParams : BlockAttentionClusterParams {
+  RowFactors key_factors, value_factors;
+};
+
+template <typename Params>
+constexpr bool kHasFactors = false;
+template <>
+constexpr bool kHasFactors<BlockAttentionFactorsParams> = true;
+
+template <bool kE4m3, int kNumWarps, bool kOfRows = false>
 struct DecodeLayout {
+  static constexpr bool kFactors = kOfRows;  // rows of the cache have factors of their own
   static constexpr int kWarps = kNumWarps, kStages = kDecodeStages;
   static constexpr int kUnit = kE4m3 ? 1 : 2, kRow = kDecodeColumns * kUnit;  // bytes of a number, of a row
   static constexpr int kChunk = kE4m3 ? 32 : 16;                              // tokens that a warp takes at once
@@ -56,8 +72,9 @@ struct DecodeLayout {
   static constexpr int kQueryBytes = kDecodeRows * kDecodeColumns * 2;
   static constexpr int kListBytes = kDecodeEntries * 4;
   static constexpr int kStatisticsBytes = (kWarps + 1) * kDecodeRows * 16;
+  static constexpr int kFactorBytes = kFactors ? kChunk * 4 : 0;  // of the keys of a chunk, or of its values
   static constexpr int kBytes = kWarps * kRingBytes + kQueryBytes + 2 * kListBytes + kStatisticsBytes +
-                                kWarps * kStages * 8 + 16;
+                                kWarps * kStages * (8 + 2 * kFactorBytes) + 16 + (kFactors ? kListBytes : 0);
 
   u32 base;
 
@@ -80,6 +97,13 @@ struct DecodeLayout {
   }
   // What the first warp knows of the list: tokens, the scales of keys and values.
   __device__ __forceinline__ u32 known(int i) const { return full(kWarps, 0) + i * 4; }
+  // Of the tokens of a chunk, float32.
+  __device__ __forceinline__ u32 key_factors(int warp, int s) const {
+    return known(4) + (warp * kStages + s) * (2 * kFactorBytes);
+  }
+  __device__ __forceinline__ u32 value_factors(int warp, int s) const { return key_factors(warp, s) + kFactorBytes; }
+  // The block of the cache, counted through all pages.
+  __device__ __forceinline__ u32 place_of_block(int i) const { return key_factors(kWarps, 0) + i * 4; }
   // The i-th 16 bytes of a token's row in a stage: boxes of 128 bytes a row, swizzled.
   __device__ __forceinline__ static u32 place(int token, int i) {
     return i / 8 * (kChunk * 128) + token * 128 + ((i % 8 ^ token & 7) << 4);

@@ -45,6 +45,26 @@ __device__ __forceinline__ void copy_half_async(const BlockAttentionParams& p, c
     tma_load_4d_async(to + i * Layout::kChunk * 128, map, full, i * kColumns, row, 0, page);
 }
 
+// By a warp: the factors of a chunk's tokens, 0 for those that are not there. It commits a group.
+template <typename Layout>
+__device__ __forceinline__ void copy_factors_async(const BlockAttentionFactorsParams& p, const Layout& shared, int head,
+                                                   int warp, int stage, int chunk, int tokens) {
+  const int first = chunk * Layout::kChunk, lane = threadIdx.x % 32;
+  static_assert(Layout::kChunk == 32, "a lane copies the factors of a token");
+  if (first < tokens) {
+    const int block = quotient(first, p.by_block_size);
+    const i64 begin = static_cast<i64>(load_shared_u32(shared.place_of_block(block))) * p.block_size;
+    const i64 row = begin + (first - block * p.block_size + lane);
+    const bool exists = first + lane < tokens;
+    const auto from = [&](const RowFactors& of) {
+      return exists ? of.data + head * of.stride_head + row * of.stride_row : of.data;
+    };
+    copy_4_async(shared.key_factors(warp, stage) + lane * 4, from(p.key_factors), exists);
+    copy_4_async(shared.value_factors(warp, stage) + lane * 4, from(p.value_factors), exists);
+  }
+  copy_async_commit();
+}
+
 // By one thread.
 template <typename Layout>
 __device__ __forceinline__ void copy_chunk_async(const BlockAttentionParams& p, const Layout& shared, int warp,
@@ -74,6 +94,17 @@ __device__ __forceinline__ void copy_query_async(const BlockAttentionParams& p, 
 __device__ __forceinline__ int tokens_of(const BlockAttentionParams& p, const List& list, int found, bool has_last) {
   const int missing = has_last ? p.block_size - (list.seen - (list.blocks - 1) * p.block_size) : 0;
   return found * p.block_size - missing;
+}
+
+// Stores where a block lies that has so many before it.
+template <typename Layout>
+__device__ __forceinline__ void store_page(const BlockAttentionParams& p, const Layout& shared, const List& list,
+                                           int before, const Listed& listed) {
+  store_shared_u32(shared.page(before), list.virtual_page(p, listed));
+  if constexpr (Layout::kFactors) {
+    const int in_page = listed.block - quotient(listed.block, p.by_blocks_per_page) * p.blocks_per_page;
+    store_shared_u32(shared.place_of_block(before), listed.page * p.blocks_per_page + in_page);
+  }
 }
 
 // How many lanes, of so many as entries, have a lower block; `repeats`: a lane before has the same.
@@ -107,7 +138,7 @@ __device__ __forceinline__ int put_few_pages(const BlockAttentionParams& p, cons
     if (!counts) block = kNoBlock;
     lower = lower_blocks(p, block, repeats);
   }
-  if (block != kNoBlock) store_shared_u32(shared.page(lower), list.virtual_page(p, own));
+  if (block != kNoBlock) store_page(p, shared, list, lower, own);
   const int found = __popc(__ballot_sync(0xffffffffu, block != kNoBlock));
   return tokens_of(p, list, found, __any_sync(0xffffffffu, block == list.blocks - 1));
 }
@@ -163,7 +194,7 @@ struct PagesInOrder {
       repeats |= own[s].block >= 0 && !is_first;
       if (!is_first) own[s].block = -1;
       found += __popc(__ballot_sync(0xffffffffu, is_first));
-      if (is_first) store_shared_u32(shared.page(lower), list.virtual_page(p, own[s]));
+      if (is_first) store_page(p, shared, list, lower, own[s]);
     }
     if (__any_sync(0xffffffffu, repeats)) put_without_repeats(p, shared, list);
     has_last = __any_sync(0xffffffffu, has_last);
@@ -188,7 +219,7 @@ struct PagesInOrder {
 #pragma unroll 1
       for (int at = 0; at < p.topk; ++at)
         lower += static_cast<int>(load_shared_u32(shared.block(at))) < own[s].block;
-      if (own[s].block >= 0) store_shared_u32(shared.page(lower), list.virtual_page(p, own[s]));
+      if (own[s].block >= 0) store_page(p, shared, list, lower, own[s]);
     }
   }
 };
