@@ -325,7 +325,7 @@ def _look(
         for name, view in read.items()
         if view is not None
     }
-    check_factors(host)
+    check_factors(host, operation.factor_axes)
     for name in operation.trusted:  # a schedule reads no page numbers: any will do
         view = views.get(name)
         if name not in host and view is not None:

@@ -336,6 +336,14 @@ def blocks_of_e4m3_prompts() -> Arguments:
     return blocks_of_prompts() | caches
 
 
+def blocks_of_e4m3_prompts_by_rows() -> Arguments:
+    """Each row of the cache has its factors."""
+    return blocks_of_e4m3_prompts() | {
+        name: np.full((1, 384), factor, np.float32)
+        for name, factor in (("k_scale", 0.5), ("v_scale", 2.0))
+    }
+
+
 def scored_blocks() -> Arguments:
     """Rows 1 to 5 of 8 have a request."""
     return {
@@ -654,6 +662,14 @@ OPERATIONS = {
             *("block_tiles_widened", "attention_prefill_widened_bfloat16_128_128"),
             "block_attention_rest_bfloat16",
         ),
+        integers=("qo_indptr", "kv_lens"),
+        empty=(("q", "block_indices"),),
+    ),
+    "block_sparse_attention by factors of rows": Operation(
+        cumla.block_sparse_attention,
+        blocks_of_e4m3_prompts_by_rows,
+        lambda: {"out": aligned((540, 16, 128)), "lse": aligned((540, 16), np.float32)},
+        ("block_rows", "block_attention_bfloat16_e4m3_factors_2"),
         integers=("qo_indptr", "kv_lens"),
         empty=(("q", "block_indices"),),
     ),

@@ -271,6 +271,8 @@ def block_sparse_attention(
 class _Attend(Stated[Any, BlockKey]):
     """Builds the pages of virtual requests, and attends to them."""
 
+    factor_axes = 1  # those of rows have two
+
     def arguments(self, views: Views, options: Any) -> BlockArguments:
         """Check all but the lengths."""
         given = {name: view for name, view in views.items() if view is not None}

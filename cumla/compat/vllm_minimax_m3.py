@@ -99,7 +99,8 @@ def minimax_m3_sparse_attn(
     """Attend from query tokens of different numbers to their blocks, into output.
 
     Differences from vLLM: the last query token is at the last key, so prefix_lens is not read, nor
-    is max_query_len. e4m3 caches have one factor; e5m2 ones are refused.
+    is max_query_len. e4m3 caches have one factor, or k_scale and v_scale (num_kv_heads,
+    max_kv_tokens); e5m2 ones are refused.
     """
     check_tensors(q=q, cu_seqlens_q=cu_seqlens_q, output=output)
     rows = {"q": q, "qo_indptr": cu_seqlens_q, "out": output}
@@ -266,23 +267,18 @@ def _attend(
             kv_lens=seq_lens,
             block_table=block_table,
             softmax_scale=sm_scale,
-            k_scale=_factor("k_scale", k_scale),
-            v_scale=_factor("v_scale", v_scale),
+            k_scale=_factor(k_scale),
+            v_scale=_factor(v_scale),
             kv_layout="HND",
             **rows,
         )
 
 
-def _factor(name: str, scale: Any) -> Any:
+def _factor(scale: Any) -> Any:
     """View one factor as an array of one; None is 1."""
     if scale is None or not hasattr(scale, "new_empty"):
         return scale
-    if scale.numel() != 1:
-        raise NotImplementedError(
-            f"{name}: needs one factor for the cache, got shape {tuple(scale.shape)}; keep factors "
-            f"of tokens and heads out of the cache"
-        )
-    return scale.reshape(1)
+    return scale.reshape(1) if scale.numel() == 1 else scale
 
 
 def _choose(

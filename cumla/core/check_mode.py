@@ -67,10 +67,14 @@ def may_look(call: Call) -> bool:
     return True
 
 
-def check_factors(host: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Refuse factors in arrays as numbers are; a request's where `kv_lens` gives it tokens."""
+def check_factors(host: Mapping[str, np.ndarray[Any, Any]], axes: int = 2) -> None:
+    """Refuse factors in arrays as numbers are; a request's where `kv_lens` gives it tokens.
+
+    Factors of more than so many axes may be anything where none is read.
+    """
     for name in FACTORS:
-        for place, factor in np.ndenumerate(host.get(name, np.empty(0))):
+        factors = host.get(name, np.empty(0))
+        for place, factor in np.ndenumerate(factors if factors.ndim <= axes else np.empty(0)):
             is_of_request = name != "kv_scale" and len(place) == 2
             if not is_of_request or ("kv_lens" in host and host["kv_lens"][place[0]] > 0):
                 number_of(f"{name}[{', '.join(map(str, place))}]" if place else name, factor)

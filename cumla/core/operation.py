@@ -151,6 +151,9 @@ class Operation(ABC, Generic[A, K]):
     # Arrays whose values kernels take on trust, and the check mode looks at beside factors.
     trusted: tuple[str, ...] = ()
 
+    # Axes of factors, at most, that it looks at.
+    factor_axes = 2
+
     @property
     def writes_first(self) -> bool:
         """Return whether the first of the inputs is written to: a cache."""
@@ -372,7 +375,7 @@ def run(
             return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.trusted.items()}
-            check_factors(host)
+            check_factors(host, operation.factor_axes)
             operation.check_values(host, known.arguments)
         return packed.run(call, tuple(outputs.values()))
 
@@ -521,7 +524,7 @@ def run_on_cpu(
     given = (*inputs.items(), *outputs.items())
     host = {name: to_numpy(name, array) for name, array in given if array is not None}
     if check_mode():
-        check_factors(host)
+        check_factors(host, operation.factor_axes)
         operation.check_values(host, arguments)
     note_written(call, outputs.values())
     results = operation.reference(host, arguments)
@@ -558,6 +561,7 @@ class Scheduled(Operation[Both[A], K], Generic[A, K]):
         self.schedule = schedule
         self.attend = attend
         self.trusted = (*schedule.trusted, *attend.trusted)
+        self.factor_axes = attend.factor_axes
 
     @abstractmethod
     def batch(self, attend: A, views: Views) -> Any:

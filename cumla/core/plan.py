@@ -670,7 +670,7 @@ class Plan(Single, Generic[K]):
                 trusted = trusted_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in trusted}
                 host |= self._values
-                check_factors(host)
+                check_factors(host, self._attend.factor_axes)
                 self._attend.check_values(host, arguments)
             buffer = memory.buffer.ptr
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)

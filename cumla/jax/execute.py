@@ -97,7 +97,7 @@ def on_cpu(text: bytes, addresses: tuple[int, ...], frame: Execution) -> None:
     inputs = zip(program.spec.inputs, arrays, strict=False)
     host = {buffer.name: array for buffer, array in inputs if buffer.name != WORKSPACE}
     if check_mode():
-        check_factors(host)
+        check_factors(host, program.operation.factor_axes)
         program.operation.check_values(host, program.arguments)
     computed = program.operation.reference(host, program.arguments)
     # Not into them at once: rows of no request would keep what XLA's memory holds.
@@ -156,7 +156,7 @@ def _check_values(program: _Program, addresses: tuple[int, ...], stream: int) ->
     for name, view in program.spec.views(None).items():
         if view is not None and (view.dtype in WIDE or name in FACTORS):
             host[name] = copy_to_host(view._replace(ptr=places[name]), stream)
-    check_factors(host)
+    check_factors(host, program.operation.factor_axes)
     program.operation.check_values(host, program.arguments)
 
 

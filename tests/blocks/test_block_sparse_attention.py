@@ -36,6 +36,15 @@ def test_plans(sample: Any) -> None:
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.parametrize(
+    "sample", samples(6, cache="e4m3", scales="rows", columns=(64, 64)), ids=str
+)
+def test_factors_of_rows(sample: Any) -> None:
+    """Each kv head and row of an e4m3 cache has its own; those that no query sees are NaN."""
+    problem = make(sample)
+    check(problem, cumla.block_sparse_attention(**problem.given), sample.dtype)
+
+
 def test_tables_of_more_tokens_than_the_kernels_number_are_refused() -> None:
     """They look at 65,536 blocks at once, and would go beyond the largest number."""
     k = np.zeros((1, 65536, 1, 64), np.float16)

@@ -10,6 +10,7 @@ import pytest
 
 import cumla
 from tests.calls import Refusal, all_of, every_other, int32, refused, wrong, wrong_type
+from tests.emulator import emulated_gpu
 
 F16, E4M3 = np.float16, "float8_e4m3fn"
 
@@ -270,6 +271,68 @@ PLANS = [
 def test_plans(refusal: Refusal) -> None:
     with refused(refusal.error, refusal.message):
         cumla.BlockSparsePlan(**{**NUMBERS, **refusal.changes}, like=np.zeros(1))
+
+
+def of_rows(name: str, shape: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+    """Factors for each row of an e4m3 cache of 6 pages of 32 tokens, one array of this shape."""
+    given = {n: np.ones((6, 32, 2, 64), np.uint8) for n in "kv"}
+    given |= {n: np.ones((2, 192), np.float32) for n in ("k_scale", "v_scale")}
+    return attending(**given | {name: np.ones(shape, np.float32)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            of_rows("v_scale", (2, 191)),
+            ValueError,
+            "v_scale: needs shape (2, 192), or more columns, got (2, 191); give each kv head and",
+        ),
+        (of_rows("k_scale", (3, 192)), ValueError, "k_scale: needs shape (2, 192), or more col"),
+        (
+            of_rows("k_scale", (2,)),
+            ValueError,
+            "k_scale: needs factors of rows, as v_scale has, got others; broadcast them to that",
+        ),
+        (
+            of_rows(
+                "k_scale", (2, 192), k=np.ones((6, 32, 2, 64), F16), v=np.ones((6, 32, 2, 64), F16)
+            ),
+            ValueError,
+            "k_scale: needs an e4m3 cache, got float16; leave it out",
+        ),
+        (
+            of_rows("k_scale", (2, 192), v_scale=np.ones((2, 192))),
+            TypeError,
+            "v_scale: needs float32, got float64",
+        ),
+        (of_rows("k_scale", (1, 2, 192)), ValueError, "k_scale: needs factors of rows, as v_scale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_factors_of_rows(changes: Any, error: type[Exception], message: str) -> None:
+    with refused(error, message):
+        cumla.block_sparse_attention(**changes)
+
+
+def test_factors_of_rows_that_no_kernel_takes() -> None:
+    """The CPU takes all."""
+    given = of_rows("k_scale", (2, 200))
+    cumla.block_sparse_attention(**given)
+    message = (
+        "k_scale: needs, with factors of rows, head_dim and head_dim_v of 80 to 128, up to 16 "
+        "heads per kv head, blocks ... got head_dim 64, head_dim_v 64, 2 heads, blocks of 16 and"
+    )
+    with emulated_gpu(2) as cupy, refused(ValueError, message):
+        cumla.block_sparse_attention(**{n: cupy.like(v) for n, v in given.items()})
+
+
+def test_check_mode_looks_at_no_factors_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of rows that no query sees may be anything."""
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    given = of_rows("k_scale", (2, 192))
+    given["k_scale"][:, -32:] = np.nan
+    assert np.isfinite(cumla.block_sparse_attention(**given).lse).all()
 
 
 def test_updates_and_runs() -> None:

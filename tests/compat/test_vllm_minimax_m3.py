@@ -123,6 +123,25 @@ def test_one_factor_of_e4m3(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
 
 
+def test_factors_of_heads_and_tokens() -> None:
+    """By the row of the cache, powers of 2."""
+    lens, table = int32(*LENS), int32(*TABLE)
+    kv = (KV.float() * 4).to(torch.float8_e4m3fn)
+    q, lists = numbers(3, HEADS, COLUMNS), int32([[0, 2, 5]] * 3, [[1, 3, -1]] * 3)
+    factors = torch.exp2(torch.randint(-5, 1, (2, KV_HEADS, 12 * BLOCK + 3)))
+    of_rows = factors[..., : 12 * BLOCK].view(2, KV_HEADS, 12, BLOCK, 1).transpose(1, 2)
+    k, v = (kv[..., :COLUMNS].float() * of_rows[0], kv[..., COLUMNS:].float() * of_rows[1])
+    outs = []
+    for cache, given in (
+        (kv, {"k_scale": factors[0], "v_scale": factors[1]}),
+        (torch.cat([k, v], -1).bfloat16(), {}),
+    ):
+        outs.append(torch.empty_like(q))
+        arrays = (q, cache, lists, table, lens, KV_HEADS, COLUMNS**-0.5, outs[-1], 1)
+        m3.minimax_m3_sparse_attn_decode(*arrays, **given)
+    assert torch.equal(*outs)
+
+
 Q, LISTS = numbers(3, HEADS, COLUMNS), torch.zeros(KV_HEADS, 3, TOPK, dtype=torch.int32)
 DECODE: dict[str, Any] = {
     "q": Q,
@@ -151,8 +170,8 @@ DECODE: dict[str, Any] = {
         ({"seq_lens": int32(*LENS).long()}, TypeError, "seq_lens: needs int32"),
         (
             {"k_scale": torch.ones(2, 5)},
-            NotImplementedError,
-            "k_scale: needs one factor for the cache, got shape (2, 5); keep factors of tokens",
+            ValueError,
+            "v_scale: needs factors of rows, as k_scale has, got others; broadcast them to that",
         ),
         ({"k_scale": torch.ones(1)}, ValueError, "k_scale: needs an e4m3 cache"),
     ],

@@ -4,6 +4,7 @@ repeats, lists in any order, batch invariance, any bits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -60,6 +61,20 @@ def test_grid(sample: Sample) -> None:
     check(problem, run(make(sample).given), sample.dtype)
     with multiprocessors(3 + sample.seed % 4):
         check(problem, run(make(sample).given), sample.dtype)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    samples(24, cache="e4m3", scales="rows", block=(64, 2), columns=(128, 128), heads=(32, 2)),
+    ids=str,
+)
+def test_factors_of_rows(sample: Sample) -> None:
+    """Of very unlike sizes, by clusters of all sizes, as a prompt, and batch-invariant."""
+    prompt = replace(sample, queries="prompts", invariant=False)
+    for one, count in ((sample, 132), (sample, 5), (prompt, 132)):
+        problem = make(one)
+        with multiprocessors(count):
+            check(problem, run(make(one).given), one.dtype)
 
 
 def decoding(

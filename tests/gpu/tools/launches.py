@@ -817,6 +817,30 @@ def blocks_of_prompts(make: _Maker) -> Iterator[Case]:
         yield f"prompts over lists of blocks, {columns[0]} columns, {dtype.name}, {cache}", prompts
 
 
+def blocks_of_e4m3_by_rows(make: _Maker) -> Iterator[Case]:
+    """Block-sparse attention with factors of e4m3 rows."""
+    for dtype, (heads, kv_heads) in itertools.product(HALVES, ((16, 1), (32, 4))):
+
+        def attend(
+            dtype: np.dtype[Any] = dtype, heads: int = heads, kv_heads: int = kv_heads
+        ) -> None:
+            k, v = (make(9, 128, kv_heads, 128, dtype=E4M3) for _ in range(2))
+            given = {f"{name}_scale": make.float32(kv_heads, 9 * 128) for name in "kv"}
+            for batch, q_len in ((1, 1), (33, 1), (64, 1), (128, 1), (200, 3)):
+                lists = make.int32(batch * q_len, kv_heads, 16)
+                q = make(batch, q_len, heads, 128, dtype=dtype)
+                of_call = {"block_table": make.int32(batch, 50), "kv_lens": make.int32(batch)}
+                for invariant in (False, True):
+                    cumla.block_sparse_attention(
+                        *(q, k, v, lists),
+                        **(of_call | given),
+                        block_size=128,
+                        batch_invariant=invariant,
+                    )
+
+        yield f"factors of rows, lists of blocks, {dtype.name}, {heads} heads", attend
+
+
 def blocks(make: _Maker) -> Iterator[Case]:
     """Block-sparse attention, scores of blocks, and their choice."""
     grid = itertools.product((64, 128, 192, 256), HALVES, (False, True), ((16, 1), (32, 4)))
@@ -855,7 +879,7 @@ def blocks(make: _Maker) -> Iterator[Case]:
     for dtype, fp8 in itertools.product(HALVES, (False, True)):
 
         def few(dtype: np.dtype[Any] = dtype, fp8: bool = fp8) -> None:
-            for batch, topk in ((6, 16), (3, 7)):
+            for batch, topk in ((33, 16), (6, 16), (3, 7)):
                 k, v = (make(9, 128, 1, 128, dtype=E4M3 if fp8 else dtype) for _ in range(2))
                 q, lists = make(batch, 1, 12, 128, dtype=dtype), make.int32(batch, 1, topk)
                 given = {"block_table": make.int32(batch, 50), "kv_lens": make.int32(batch)}
@@ -1157,7 +1181,7 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
             attention_of_drafts,
         ),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
-        *(prefixes, layouts, others, blocks, blocks_of_prompts),
+        *(prefixes, layouts, others, blocks, blocks_of_prompts, blocks_of_e4m3_by_rows),
         *(scores_of_few_rows, sums_of_scores),
     )
 }

@@ -102,6 +102,7 @@ BLOCKS = (
         for e4m3 in ("same", "e4m3")
         for sample in block_cases.samples(2, cache=e4m3, **SHORT)
     ),
+    *block_cases.samples(2, cache="e4m3", scales="rows", **SHORT),
 )
 PROMPTS = block_cases.prompts(12)[::3]
 BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find these
