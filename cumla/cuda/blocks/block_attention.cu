@@ -21,7 +21,7 @@
 // Shared memory: of each warp 3 chunks of 8,192 B, 256 of statistics, 24 of barriers; query 4,096, list 1,024,
 //                statistics of all 256, list's sizes 16
 // Registers:     164, over e4m3 175, of 255; eight warps per SM
-#include "blocks/block_attention/compute.cuh"
+#include "blocks/block_attention/attend.cuh"
 #include "blocks/block_attention/finish.cuh"
 #include "blocks/block_attention/layout.cuh"
 #include "blocks/block_attention/load.cuh"
@@ -43,7 +43,6 @@ using namespace split;
 template <typename T, bool kE4m3, int kWarps, typename Params>
 __device__ __forceinline__ void block_attention(const Params& p) {
   using Layout = DecodeLayout<kE4m3, kWarps, kHasFactors<Params>>;
-  constexpr int kStages = Layout::kStages;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -62,39 +61,7 @@ __device__ __forceinline__ void block_attention(const Params& p) {
 
   __syncthreads();
   const int tokens = load_shared_u32(shared.known(0));
-  const Chunks chunks(p, tokens, Layout::kChunk, rank);
-  copy_first_chunks_async(p, shared, warp, chunks);
-  if constexpr (Layout::kFactors)
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      const int chunk = chunks.first + warp + s * kWarps;
-      copy_factors_async(p, shared, head, warp, s, chunk, chunk < chunks.end ? tokens : 0);
-    }
-  DecodeAttender<T, kE4m3, Layout> attender(p);
-  attender.begin(shared.query(), load_shared_float(shared.known(1)));
-  int stage = 0;
-  u32 phase = 0;
-#pragma unroll 1
-  for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
-    if constexpr (Layout::kFactors) copy_async_wait<kStages - 1>();  // those of the chunk are there
-    mbarrier_wait(shared.full(warp, stage), phase, "a chunk");
-    if constexpr (Layout::kFactors) {
-      __syncwarp();
-      attender.factors = shared.key_factors(warp, stage);
-    }
-    attender.attend(shared.stage(warp, stage), min(tokens - chunk * Layout::kChunk, Layout::kChunk));
-    const int later = chunk + kStages * kWarps;
-    if (later < chunks.end) fence_proxy_async_shared();  // orders the reads of the chunk before the next copy
-    __syncwarp();
-    if (later < chunks.end && elect_one()) copy_chunk_async(p, shared, warp, stage, later);
-    if constexpr (Layout::kFactors)
-      copy_factors_async(p, shared, head, warp, stage, later, later < chunks.end ? tokens : 0);
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  attender.leave(shared, warp);
+  attend_to_chunks<T, kE4m3>(p, shared, warp, head, tokens, Chunks(p, tokens, Layout::kChunk, rank));
   __syncthreads();
   const float of_values = load_shared_float(shared.known(2));
   add_warps<T>(p, shared, token, head, of_values, p.cluster > 1);

@@ -13,7 +13,7 @@
 //
 // Shared memory: that of block_attention.cu
 // Registers:     200, of 255; two CTAs per SM
-#include "blocks/block_attention/compute.cuh"
+#include "blocks/block_attention/attend.cuh"
 #include "blocks/block_attention/finish.cuh"
 #include "blocks/block_attention/layout.cuh"
 #include "blocks/block_attention/load.cuh"
@@ -54,26 +54,7 @@ __device__ __forceinline__ void attend_to_list(const BlockAttentionRestParams& p
   if (warp == 1) begin_barriers(shared);
   __syncthreads();
   const int tokens = load_shared_u32(shared.known(0));
-  const Chunks chunks(tokens, RestLayout::kChunk);
-  copy_first_chunks_async(p, shared, warp, chunks);
-  DecodeAttender<T, true, RestLayout> attender(p);
-  attender.begin(shared.query(), load_shared_float(shared.known(1)));
-  int stage = 0;
-  u32 phase = 0;
-#pragma unroll 1
-  for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
-    mbarrier_wait(shared.full(warp, stage), phase, "a chunk");
-    attender.attend(shared.stage(warp, stage), min(tokens - chunk * RestLayout::kChunk, RestLayout::kChunk));
-    const int later = chunk + kStages * kWarps;
-    if (later < chunks.end) fence_proxy_async_shared();  // orders the reads of the chunk before the next copy
-    __syncwarp();
-    if (later < chunks.end && elect_one()) copy_chunk_async(p, shared, warp, stage, later);
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  attender.leave(shared, warp);
+  attend_to_chunks<T, true>(p, shared, warp, head, tokens, Chunks(tokens, RestLayout::kChunk));
   __syncthreads();
   add_warps<T>(p, shared, token, head, load_shared_float(shared.known(2)), false);
   fence_proxy_async_shared();  // the next chunks come where the sums are
