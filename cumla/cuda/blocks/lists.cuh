@@ -104,6 +104,34 @@ struct List {
   }
 };
 
+// The first loads of the list of a query token and kv head, all at once: the row of the token, and a lane's entry.
+struct FirstEntry {
+  BlockRow row;
+  u32 low, high = 0;
+
+  __device__ __forceinline__ FirstEntry(const ListsParams& p, List& list, int token, int head) {
+    const int lane = threadIdx.x % 32;
+    list.head = head;
+    list.entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
+    row = p.rows[token];
+    const char* const at = list.entries + min(lane, p.topk - 1) * p.entries_stride_entry;
+    low = *reinterpret_cast<const u32*>(at);
+    if (p.entries_are_wide) high = *reinterpret_cast<const u32*>(at + 4);
+    __syncwarp();  // these loads first; nothing waits for them before the others are on their way
+  }
+  __device__ __forceinline__ i64 value(const ListsParams& p) const {
+    return p.entries_are_wide ? static_cast<i64>(static_cast<u64>(high) << 32 | low) : static_cast<i32>(low);
+  }
+};
+
+// Entries of a list that count, as they are stored.
+__device__ __forceinline__ int count_of(const ListsParams& p, int token, int head) {
+  int count = p.topk;
+  if (p.lengths != nullptr)
+    count = *reinterpret_cast<const int*>(p.lengths + token * p.lengths_stride_token + head * p.lengths_stride_head);
+  return count;
+}
+
 struct ListShared {
   u32 words[kWindowWords];
   int before[kWindowWords];  // bits of the words before each one

@@ -250,28 +250,17 @@ template <typename Layout>
 __device__ __forceinline__ void load_list(const BlockAttentionParams& p, const Layout& shared, int token, int head) {
   const int lane = threadIdx.x % 32;
   List list;
-  list.head = head;
-  list.entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
-  const BlockRow row = p.rows[token];
-  const char* const at = list.entries + min(lane, p.topk - 1) * p.entries_stride_entry;
-  uint2 raw = {};
-  raw.x = *reinterpret_cast<const u32*>(at);
-  if (p.entries_are_wide) raw.y = *reinterpret_cast<const u32*>(at + 4);
-  __syncwarp();  // these loads first; nothing waits for them before the others are on their way
+  const FirstEntry first(p, list, token, head);
   token = copy_of(token);  // else ptxas computes addresses of the query before these loads
   head = copy_of(head);
-  list.count = p.topk;
-  if (p.lengths != nullptr)
-    list.count = *reinterpret_cast<const int*>(p.lengths + token * p.lengths_stride_token +
-                                               head * p.lengths_stride_head);
+  list.count = count_of(p, token, head);
   copy_query_async(p, shared, token, head);
-  list.find(p, row);
+  list.find(p, first.row);
   list.count = min(max(list.count, 0), p.topk);
   const float of_keys = p.key_scale.of(list.request, head), of_values = p.value_scale.of(list.request, head);
   int tokens;
   if (p.topk <= 32) {
-    const i64 entry =
-        p.entries_are_wide ? static_cast<i64>(static_cast<u64>(raw.y) << 32 | raw.x) : static_cast<i32>(raw.x);
+    const i64 entry = first.value(p);
     tokens = put_few_pages(p, shared, list, lane < list.count ? entry : -1);
   } else {
     tokens = PagesInOrder(p, list).put(p, shared, list);

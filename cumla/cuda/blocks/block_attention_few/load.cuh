@@ -21,21 +21,11 @@ struct ShortList {
   __device__ __forceinline__ ShortList(const BlockAttentionFewParams& p, int token, int head, Attender& attender) {
     const int lane = threadIdx.x % 32;
     List list;
-    list.head = head;
-    list.entries = p.entries + token * p.entries_stride_token + head * p.entries_stride_head;
-    const BlockRow row = p.rows[token];
-    const char* const at = list.entries + min(lane, p.topk - 1) * p.entries_stride_entry;
-    uint2 raw = {};
-    raw.x = *reinterpret_cast<const u32*>(at);
-    if (p.entries_are_wide) raw.y = *reinterpret_cast<const u32*>(at + 4);
-    __syncwarp();  // these loads first; nothing waits for them before the others are on their way
-    int count = p.topk;
-    if (p.lengths != nullptr)
-      count = *reinterpret_cast<const int*>(p.lengths + token * p.lengths_stride_token +
-                                            head * p.lengths_stride_head);
+    const FirstEntry first(p, list, token, head);
+    const int count = count_of(p, token, head);
     attender.load_query(token, head);
-    list.find(p, row);
-    i64 entry = p.entries_are_wide ? static_cast<i64>(static_cast<u64>(raw.y) << 32 | raw.x) : static_cast<i32>(raw.x);
+    list.find(p, first.row);
+    i64 entry = first.value(p);
     if (lane >= min(count, p.topk)) entry = -1;
     const Listed own = list.named(p, entry);
     if constexpr (Attender::kIsE4m3) {
