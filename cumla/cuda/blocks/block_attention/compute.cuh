@@ -3,9 +3,9 @@
 #pragma once
 #include "attend/narrow.cuh"
 #include "attend/reduce.cuh"
-#include "attend/score.cuh"
 #include "attend/softmax.cuh"
 #include "blocks/block_attention/layout.cuh"
+#include "blocks/block_attention/scores.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
@@ -124,17 +124,8 @@ struct DecodeAttender {
         scores[n][2] *= of_keys.x;
         scores[n][3] *= of_keys.y;
       }
-    if (p.to_softcap != 0.0f)
-#pragma unroll
-      for (int n = 0; n < kEights; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
-    if (seen < Layout::kChunk)
-#pragma unroll
-      for (int n = 0; n < kEights; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (8 * n + lane % 4 * 2 + e % 2 >= seen) scores[n][e] = -kInfinity;
+    cap_scores(p, scores);
+    mask_scores(scores, lane % 4, seen);
   }
 
   __device__ __forceinline__ void raise_maximum() {

@@ -3,8 +3,8 @@
 #pragma once
 #include "attend/narrow.cuh"
 #include "attend/reduce.cuh"
-#include "attend/score.cuh"
 #include "attend/softmax.cuh"
+#include "blocks/block_attention/scores.cuh"
 #include "blocks/block_attention_few/layout.cuh"
 #include "blocks/block_attention_few/load.cuh"
 #include "split/division.cuh"
@@ -177,17 +177,8 @@ struct FewAttender {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] *= factor[e / 2];
-    if (p.to_softcap != 0.0f)
-#pragma unroll
-      for (int n = 0; n < kEights; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[n][e] = p.scale_log2 * tanh_of(scores[n][e]);
-    if (visible < Layout::kChunk)
-#pragma unroll
-      for (int n = 0; n < kEights; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (8 * n + q * 2 + e % 2 >= visible) scores[n][e] = -kInfinity;
+    cap_scores(p, scores);
+    mask_scores(scores, q, visible);
   }
 
   __device__ __forceinline__ void raise_maximum(const float (&scores)[kEights][4]) {
