@@ -21,9 +21,10 @@ def decode(lab: Lab, cache: str, batch: int, queries: int, heads: int, kv_heads:
     torch, visible, scale = lab.torch, kv_len // _BLOCK, _COLUMNS**-0.5
     pages = min(batch * visible, 32768 // kv_heads)  # of which few are read twice
     table = lab.ints(torch.randint(0, pages, (batch, visible), device=lab.device))
-    k, v = (lab.normal(pages, _BLOCK, kv_heads, _COLUMNS) for _ in range(2))
+    both = lab.normal(pages, kv_heads, _BLOCK, 2 * _COLUMNS)  # as vLLM has them: K beside V
     if cache == "e4m3":
-        k, v = (x.to(lab.dtype("float8_e4m3fn")) for x in (k, v))
+        both = both.to(lab.dtype("float8_e4m3fn"))
+    k, v = (x.transpose(1, 2) for x in both.split(_COLUMNS, -1))
     q = lab.normal(batch, queries, heads, _COLUMNS)
     tokens = batch * queries
     lists = lab.distinct(tokens * kv_heads, visible, top).view(tokens, kv_heads, top)
