@@ -115,8 +115,8 @@ __device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const L
 
 // The same over the CTAs of a cluster, of which each has some rows: a warp adds up a row.
 template <typename T, typename Layout>
-__device__ __forceinline__ void add_ctas(const BlockAttentionClusterParams& p, const Layout& shared, int token, int head,
-                                         int rank, float of_values) {
+__device__ __forceinline__ void add_ctas(const BlockAttentionClusterParams& p, const Layout& shared, int token,
+                                         int head, int rank, float of_values) {
   constexpr int kWarps = Layout::kWarps, kMost = 8;
   const int ctas = p.cluster, column = threadIdx.x % 32 * 4;
 #pragma unroll 1
