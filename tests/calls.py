@@ -383,6 +383,20 @@ def scored_sums() -> Arguments:
     }
 
 
+def scored_keys() -> Arguments:
+    """Pooled keys of eight tokens, for one query token of each request."""
+    return {
+        "q": numbers(2, 1, 4, 128),
+        "keys": numbers(6, 8, 128),
+        "block_size": 8,
+        "stride": 8,
+        "num_groups": 2,
+        "kv_lens": int32(5, 90),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "weights": numbers(2, 4, dtype=np.float32),
+    }
+
+
 def chosen_blocks() -> Arguments:
     return {
         "scores": numbers(3, 2, 40, dtype=np.float32),
@@ -704,6 +718,14 @@ OPERATIONS = {
         ("block_rows", "block_scores_sums_bfloat16_64"),
         integers=("qo_indptr", "kv_lens"),
         empty=(("q", "weights", "block_indices"),),
+    ),
+    "block_scores of pooled keys": Operation(
+        cumla.block_scores,
+        scored_keys,
+        lambda: {"out": aligned((2, 2, 24), np.float32)},
+        ("block_scores_pooled_bfloat16_128",),
+        integers=("kv_lens",),
+        empty=(("q", "weights", "block_table", "kv_lens"),),
     ),
     "select_blocks": Operation(
         cumla.select_blocks,

@@ -29,6 +29,7 @@ from cumla.launch.blocks.block_scores import (
     block_scores_launch,
 )
 from cumla.launch.blocks.block_scores_few import block_scores_few_launch, has_few_rows
+from cumla.launch.blocks.block_scores_pooled import block_scores_pooled_launch, has_few_pooled
 from cumla.launch.blocks.block_scores_sums import (
     MOST_GROUP_HEADS,
     BlockScoresSumsArguments,
@@ -223,7 +224,7 @@ class _BlockScores(Operation[_Arguments, int]):
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)
         a = arguments.launched
-        is_few = isinstance(a, BlockScoresArguments) and has_few_rows(a)
+        is_few = has_few_rows(a) if isinstance(a, BlockScoresArguments) else has_few_pooled(a)
         return 0 if is_few else arguments.rows
 
     def workspace_bytes(self, key: int) -> int:
@@ -236,8 +237,9 @@ class _BlockScores(Operation[_Arguments, int]):
         if 0 in outs[0].shape:
             return ()
         if not key:
-            assert isinstance(a, BlockScoresArguments)
             lengths = arguments.kv_lens.ptr, arguments.kv_lens.strides[0]
+            if isinstance(a, BlockScoresSumsArguments):
+                return (block_scores_pooled_launch(lengths, a, outs[0]),)
             return (block_scores_few_launch(lengths, a, outs[0]),)
         tokens = Tokens(arguments.rows, a.block_table.shape[0], a.causal)
         rows = block_rows_launch(tokens, buffer, arguments.qo_indptr, arguments.kv_lens)

@@ -172,6 +172,35 @@ def sums_case(seed: int) -> Scores:
     )
 
 
+def pooled_case(seed: int) -> Scores:
+    """Draw the arrays of a call with pooled keys, and few query rows of each request."""
+    draw = random.Random(seed)
+    groups, heads, queries = draw.choice(
+        [(1, 4, 1), (1, 4, 1), (1, 4, 2), (2, 4, 1), (1, 8, 1), (2, 2, 2), (8, 1, 1), (3, 1, 2)]
+    )
+    some = [draw.choice([0, 0, 1, 7, 8, 31, 100, 128, 129, 300, 700]) for _ in range(70)]
+    lens = draw.choice([(900,), (5, 0, 130, 257), tuple(some), (0, 0, 0), (4100, 1), (0, 600)])
+    dtype = DTYPES[seed % 3]
+    columns = draw.choice([128, 256]) if dtype == E4M3 else 128
+    page_rows = draw.choice([2, 3, 8, 16, 17, 32, 64, 136])
+    stride = draw.choice([4, 8, 8, 1, 3])
+    of = _Sums(groups, heads, columns, stride, 1, page_rows, dtype, queries, lens, None, 0)
+    return _sums(of, seed, draw)
+
+
+def prompts_case(seed: int) -> Scores:
+    """Draw the arrays of a call with pooled keys, and many query tokens of each request."""
+    draw = random.Random(seed)
+    groups, heads = draw.choice([(1, 4), (1, 4), (4, 4), (1, 1), (2, 3), (5, 2), (17, 1)])
+    lens = draw.choice([(900,), (50, 0, 130, 257), (1, 2, 3, 4, 5, 600), (1400, 33)])
+    queries = draw.choice([16, 24, "prompts", "prompts"])
+    of = _Sums(
+        *(groups, heads, draw.choice([64, 128, 256]), draw.choice([4, 4, 8, 1]), 1),
+        *(draw.choice([3, 8, 32]), DTYPES[seed % 3], queries, lens, None, 0),
+    )
+    return _sums(of, seed, draw)
+
+
 def _sums(of: _Sums, seed: int, draw: random.Random) -> Scores:
     rng = np.random.default_rng(seed)
     tokens_of_page = of.page_rows * of.stride
@@ -179,7 +208,7 @@ def _sums(of: _Sums, seed: int, draw: random.Random) -> Scores:
     batch, causal, heads = len(lens), draw.random() < 0.7, of.groups * of.heads
     begin, bounds = 0, None
     if isinstance(of.queries, str):
-        counts = rng.integers(0, 9, batch)
+        counts = rng.integers(0, 9 if of.queries == "ragged" else 60, batch)
         begin = draw.choice([0, 1])
         bounds = (begin + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
         lead: tuple[int, ...] = (int(bounds[-1]) + draw.choice([0, 2]),)

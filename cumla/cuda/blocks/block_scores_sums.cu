@@ -6,6 +6,8 @@
 // A CTA has up to 32 query rows (query tokens x groups x heads of a group, up to a power of two), and a range of items:
 // a block of 16 and more keys, or 16 blocks of one key. A warp has an item at a time, and 16 of its keys at once, which
 // are the M side of mma.sync products. A lane has keys g and g + 8 of the 16, and looks up where they lie by itself.
+// Prompts over pooled keys have a form with 64 query rows, up to four heads of 16 groups: a lane has all heads of a
+// group, so no sum takes a shuffle.
 //
 // grid = (tiles of query tokens, ranges of items, tiles of groups), 256 threads.
 //
@@ -68,21 +70,25 @@ struct BlockScoresSumsParams {
   Divisor by_tile_groups, by_page_rows, by_block_rows, by_row_tokens, by_q_len;
 };
 
-template <int kColumns>
+constexpr int kPromptRows = 64;  // query rows of a CTA, for prompts
+constexpr int kPromptHeads = 4;  // of a group, at most
+constexpr int kPromptUnits = kPromptRows / kPromptHeads;
+
+template <int kColumns, int kRows>
 struct SumsShared {
-  alignas(16) unsigned char query[kScoreRows * kQueryPitch<kColumns>];
-  float weights[kScoreRows];
-  i64 places[kScoreRows];                      // of a group's first row: in out; -1: there is no such group
-  int requests[kScoreRows], seen[kScoreRows];  // of query rows: their request, and the keys that they see
+  alignas(16) unsigned char query[kRows * kQueryPitch<kColumns>];
+  float weights[kRows];
+  i64 places[kRows];                 // of a group's first row: in out; -1: there is no such group
+  int requests[kRows], seen[kRows];  // of query rows: their request, and the keys that they see
 };
 
 constexpr int kNoKey = 0x7fffffff;
 
-template <typename T, bool kE4m3, int kColumns>
+template <typename T, bool kE4m3, int kColumns, bool kPrompts>
 struct SumScorer {
   static constexpr int kUnit = kE4m3 ? 1 : 2, kLoads = kColumns * kUnit / 64;
-  static constexpr int kTiles = kScoreRows / 8;
-  using Shared = SumsShared<kColumns>;
+  static constexpr int kRows = kPrompts ? kPromptRows : kScoreRows, kTiles = kRows / 8;
+  using Shared = SumsShared<kColumns, kRows>;
 
   const BlockScoresSumsParams& p;
   Shared& shared;
@@ -90,23 +96,26 @@ struct SumScorer {
 
   __device__ __forceinline__ SumScorer(const BlockScoresSumsParams& p, Shared& shared)
       : p(p), shared(shared), first_token(blockIdx.x * p.tile_tokens), first_group(blockIdx.z * p.tile_groups),
-        rows((min(p.tile_tokens, p.total_tokens - first_token) * p.tile_groups) << p.group_shift),
+        rows((min(p.tile_tokens, p.total_tokens - first_token) * p.tile_groups) << (kPrompts ? 0 : p.group_shift)),
         lane(threadIdx.x % 32) {}
 
-  // What a query row of the CTA is: its token, the group and the head of the group; no head: has none.
+  // What a query row of the CTA is: its token, the group and the head of the group. For prompts, rows with the same
+  // head of all groups lie together, and `rows` counts those of a head.
   struct QueryRow {
     int token, group, head;
     bool exists;
   };
   __device__ __forceinline__ QueryRow query_row(int row) const {
-    const int unit = row >> p.group_shift, token = quotient(unit, p.by_tile_groups);
-    const int group = first_group + unit - token * p.tile_groups, head = row - (unit << p.group_shift);
-    return {first_token + token, group, head, row < rows && group < p.groups && head < p.group_heads};
+    const int unit = kPrompts ? row % kPromptUnits : row >> p.group_shift, token = quotient(unit, p.by_tile_groups);
+    const int group = first_group + unit - token * p.tile_groups;
+    const int head = kPrompts ? row / kPromptUnits : row - (unit << p.group_shift);
+    const bool is_known = (kPrompts ? unit : row) < rows;
+    return {first_token + token, group, head, is_known && group < p.groups && head < p.group_heads};
   }
 
   __device__ __forceinline__ void load_query() const {
     constexpr int kOctets = kColumns / 8;
-    for (int i = threadIdx.x; i < kScoreRows * kOctets; i += kScoreThreads) {
+    for (int i = threadIdx.x; i < kRows * kOctets; i += kScoreThreads) {
       const int row = i / kOctets, octet = i % kOctets;
       const QueryRow of = query_row(row);
       uint4 words = {};
@@ -124,11 +133,11 @@ struct SumScorer {
       }
       *reinterpret_cast<uint4*>(shared.query + row * kQueryPitch<kColumns> + octet * 16) = words;
     }
-    if (threadIdx.x >= kScoreRows) return;
+    if (threadIdx.x >= kRows) return;
     const int row = threadIdx.x;
     const QueryRow of = query_row(row);
     BlockRow known = {-1, 0, 0, 0};
-    if (row < rows) known = p.rows[of.token];
+    if ((kPrompts ? row % kPromptUnits : row) < rows) known = p.rows[of.token];
     const i64 held = static_cast<i64>(p.max_pages) * p.page_size;
     const bool exists = known.request >= 0 && known.request < p.batch;
     const int tokens = exists ? known.seen(static_cast<int>(min(held, static_cast<i64>(kMaxTokens)))) : 0;
@@ -229,9 +238,9 @@ struct SumScorer {
     Step now = {first + static_cast<int>(threadIdx.x) / 32, 0}, later = now;
     int pages[2] = {-1, -1}, later_keys[2] = {kNoKey, kNoKey}, keys[2] = {kNoKey, kNoKey};
     uint4 words[2][kLoads] = {}, next[2][kLoads] = {};
-    float most[kTiles];
+    float most[kPrompts ? 1 : kTiles];
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) most[t] = -kInfinity;
+    for (float& value : most) value = -kInfinity;
     // The loop runs twice before there are keys.
 #pragma unroll 1
     for (int before = 2; now.item < last_item; before -= before > 0) {
@@ -240,7 +249,10 @@ struct SumScorer {
       load_pages(later, last_item, request, most_seen, later_keys, pages);
       later.advance(parts);
       if (before == 0) {
-        score_step(words, keys, now, parts, begin, end, most);
+        if constexpr (kPrompts)
+          score_prompts(words, keys, now.item, begin, end);
+        else
+          score_step(words, keys, now, parts, begin, end, most);
         now.advance(parts);
       }
 #pragma unroll
@@ -287,11 +299,46 @@ struct SumScorer {
     }
   }
 
+  // As score_step, for pooled keys: a lane has all heads of the units 2 c and 2 c + 1 of each eight.
+  __device__ __forceinline__ void score_prompts(const uint4 (&words)[2][kLoads], const int (&keys)[2], int item,
+                                                int begin, int end) const {
+    constexpr int kEights = kPromptUnits / 8;
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      if (eight * 8 >= end || eight * 8 + 8 <= begin) continue;
+      float sums[2][2] = {};  // of keys, of units
+#pragma unroll
+      for (int head = 0; head < kPromptHeads; ++head) {
+        if (head >= p.group_heads) break;
+        const int row = head * kPromptUnits + eight * 8;
+        float score[4];
+        multiply_keys<T, kE4m3, kColumns>(words, shared.query + row * kQueryPitch<kColumns>, lane, score);
+        const float2 weights = *reinterpret_cast<const float2*>(shared.weights + row + lane % 4 * 2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sums[r][0] = fmaf(weights.x, counted(score[2 * r]), sums[r][0]);
+          sums[r][1] = fmaf(weights.y, counted(score[2 * r + 1]), sums[r][1]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int unit = eight * 8 + lane % 4 * 2 + j;
+        const int seen = shared.seen[unit];
+        const i64 place = unit >= begin && unit < end ? shared.places[unit] : -1;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int entry = item * kKeysAtOnce + lane / 4 + 8 * r;
+          if (place >= 0 && entry < p.width) p.out[place + entry] = keys[r] < seen ? sums[r][j] : -kInfinity;
+        }
+      }
+    }
+  }
+
   // Stores -inf for the items [from, last), which no query row in [begin, end) sees.
   __device__ __forceinline__ void store_unseen(int begin, int end, int from, int last) const {
     const int until = min(last * p.item_blocks, p.width);
 #pragma unroll 1
-    for (int row = begin; row < end; row += 1 << p.group_shift) {
+    for (int row = begin; row < end; row += kPrompts ? 1 : 1 << p.group_shift) {
       const i64 place = shared.places[row];
       if (place < 0) continue;
       for (int entry = from * p.item_blocks + threadIdx.x; entry < until; entry += kScoreThreads)
@@ -310,12 +357,13 @@ struct SumScorer {
   }
 };
 
-template <typename T, bool kE4m3, int kColumns>
+template <typename T, bool kE4m3, int kColumns, bool kPrompts>
 __device__ __forceinline__ void block_scores_sums(const BlockScoresSumsParams& p) {
-  __shared__ SumsShared<kColumns> shared;
+  using Scorer = SumScorer<T, kE4m3, kColumns, kPrompts>;
+  __shared__ typename Scorer::Shared shared;
   grid_dependency_launch();
   grid_dependency_wait();
-  const SumScorer<T, kE4m3, kColumns> scorer(p, shared);
+  const Scorer scorer(p, shared);
   scorer.load_query();
   __syncthreads();
   scorer.score();

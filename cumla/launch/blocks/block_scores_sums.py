@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.blocks.block_scores import COLUMNS, FORMS, known_dtype
-from cumla.launch.blocks.choice import scores_ctas, warp_blocks
+from cumla.launch.blocks.choice import RULES, scores_ctas, warp_blocks
 from cumla.launch.device import sm_count_of
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import KernelSpec
@@ -19,26 +19,31 @@ if TYPE_CHECKING:
     from cumla.launch.kernel import Launch
 
 _FILE = "blocks/block_scores_sums"
-_THREADS, _WARPS, _ROWS, _AT_ONCE = (
-    constant(_FILE, name) for name in ("kScoreThreads", "kScoreWarps", "kScoreRows", "kKeysAtOnce")
+_THREADS, _WARPS, _ROWS, _AT_ONCE, _PROMPT_HEADS, _PROMPT_UNITS = (
+    constant(_FILE, name)
+    for name in (
+        *("kScoreThreads", "kScoreWarps", "kScoreRows", "kKeysAtOnce"),
+        *("kPromptHeads", "kPromptUnits"),
+    )
 )
 MOST_GROUP_HEADS = _ROWS
-_MOST_SHARED = 128  # columns of 16-bit keys, of which a multiprocessor has two thread blocks
+_MOST_SHARED = 128  # columns, beyond which a multiprocessor has a thread block, or two of e4m3
 
 
-def _spec(dtype: str, columns: int) -> KernelSpec:
+def _spec(dtype: str, columns: int, prompts: bool) -> KernelSpec:
     kind, is_e4m3 = FORMS[dtype]
-    form, ctas = "e4m3" if is_e4m3 else kind, scores_ctas(is_e4m3, columns)
+    form = "e4m3" if is_e4m3 else kind
+    ctas = RULES.scores_ctas if prompts else scores_ctas(is_e4m3, columns)
     return KernelSpec.of(
         *("blocks", "block_scores_sums", "BlockScoresSumsParams"),
-        *(kind, is_e4m3, columns),
-        tags=[form, str(columns)],
+        *(kind, is_e4m3, columns, prompts),
+        tags=[*(["prompts"] if prompts else []), form, str(columns)],
         threads=_THREADS,
-        min_blocks=1 if columns > _MOST_SHARED and not is_e4m3 else ctas,
+        min_blocks=1 if columns > _MOST_SHARED and (prompts or not is_e4m3) else ctas,
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(FORMS, COLUMNS)}
+_SPECS = {key: _spec(*key) for key in product(FORMS, COLUMNS, (False, True))}
 SPECS = tuple(_SPECS.values())
 
 
@@ -83,9 +88,15 @@ def block_scores_sums_launch(
     shift = max(1, (group_heads - 1).bit_length())
     entries = a.entries
     has_own_lists = entries is not None and entries.shape[1] > 1
-    tile_groups = 1 if has_own_lists else min(a.groups, _ROWS >> shift)
-    most_tokens = 1 if entries is not None else (_ROWS >> shift) // tile_groups
-    tile = max(1, min(most_tokens, tokens // requests))
+    each_request = tokens // requests
+    prompts = (
+        *(a.block_rows == 1, entries is None, group_heads <= _PROMPT_HEADS),
+        each_request * a.groups >= _PROMPT_UNITS,
+    )
+    units = _PROMPT_UNITS if all(prompts) else _ROWS >> shift  # groups of tokens
+    tile_groups = 1 if has_own_lists else min(a.groups, units)
+    most_tokens = 1 if entries is not None else units // tile_groups
+    tile = max(1, min(most_tokens, each_request))
     tiles, tiles_of_groups = -(-tokens // tile), -(-a.groups // tile_groups)
     at_once = sm_count_of(out.device) * scores_ctas(FORMS[known_dtype(a.q.dtype)][1], columns)
     each = warp_blocks(items, a.block_rows * item_blocks, tiles * tiles_of_groups, _WARPS, at_once)
@@ -136,4 +147,4 @@ def block_scores_sums_launch(
         "by_q_len": divisor_of(q_len or 1 << 31),
     }
     grid = (tiles, -(-items // (_WARPS * each)), tiles_of_groups)
-    return launch_of(_SPECS[known_dtype(a.q.dtype), columns], grid, values)
+    return launch_of(_SPECS[known_dtype(a.q.dtype), columns, all(prompts)], grid, values)

@@ -17,13 +17,21 @@ from tests.blocks.score_cases import (
     check_sums,
     chosen,
     few_case,
+    pooled_case,
+    prompts_case,
     scores_case,
     select_case,
     sums_case,
 )
 from tests.gpu.tools.memory import Memory
 
-KERNELS = ("block_scores", "block_scores_few", "block_scores_sums", "select_blocks")
+KERNELS = (
+    "block_scores",
+    "block_scores_few",
+    "block_scores_pooled",
+    "block_scores_sums",
+    "select_blocks",
+)
 cp: Any = pytest.importorskip("cupy")
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -39,6 +47,8 @@ CASES = (
     (scores_case, check_scores),
     (few_case, check_scores),
     (sums_case, check_sums),
+    (pooled_case, check_sums),
+    (prompts_case, check_sums),
 )
 
 
@@ -92,7 +102,7 @@ def test_many_pages(dtype: Any) -> None:
     assert np.isnan(got[1, :, 5000]).all()
 
 
-@pytest.mark.parametrize("draw", [scores_case, few_case, sums_case])
+@pytest.mark.parametrize("draw", [scores_case, few_case, sums_case, pooled_case, prompts_case])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bits(seed: int, draw: Callable[[int], Scores]) -> None:
     """Lengths, offsets and tables of any values lead nowhere else, and give the same bits."""

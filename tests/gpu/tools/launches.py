@@ -945,7 +945,7 @@ def sums_of_scores(make: _Maker) -> Iterator[Case]:
     for width, dtype in itertools.product((64, 128, 256), (BF16, FP16, E4M3)):
 
         def add_up(width: int = width, dtype: np.dtype[Any] = dtype) -> None:
-            for tokens, heads, groups, stride in ((3, 4, 1, 4), (900, 16, 4, 8), (70, 40, 5, 1)):
+            for tokens, heads, groups, stride in ((3, 4, 1, 4), (900, 16, 2, 8), (70, 40, 5, 1)):
                 given: dict[str, Any] = {"kv_lens": make.int32(3), "block_table": make.int32(3, 99)}
                 keys = make(9, 32, width, dtype=dtype)
                 q = make(tokens, heads, width, dtype=dtype)
@@ -954,6 +954,15 @@ def sums_of_scores(make: _Maker) -> Iterator[Case]:
                 cumla.block_scores(q, keys, **given, weights=make.float32(tokens, heads))
                 lists = make.int32(tokens, groups, 50)
                 cumla.block_scores(q, keys, **given, activation="relu", block_indices=lists)
+
+            for batch, q_len, groups in ((3, 2, 1), (64, 1, 4), (2, 90, 1)):
+                given = {"kv_lens": make.int32(batch), "block_table": make.int32(batch, 99)}
+                q, keys = (
+                    make(*shape, width, dtype=dtype) for shape in ((batch, q_len, 4), (9, 24))
+                )
+                weights = make.float32(batch * q_len, 4)
+                given |= {"block_size": 4, "stride": 4, "num_groups": groups, "weights": weights}
+                cumla.block_scores(q, keys, **given)
 
         yield f"sums of scores of blocks, {width} columns, {dtype.name}", add_up
 

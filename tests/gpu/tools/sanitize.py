@@ -1102,7 +1102,8 @@ def attend_blocks(cupy: Any, edited: Callable[..., Any]) -> None:
     for case in (*scores, *map(score_cases.long_case, score_cases.DTYPES)):
         given = {name: there(cupy, value) for name, value in case.given.items()}
         score_cases.check_scores(case, cumla.block_scores(**given).get())
-    for case in map(score_cases.sums_case, range(12)):
+    draws = score_cases.sums_case, score_cases.pooled_case, score_cases.prompts_case
+    for case in (draw(seed) for seed in range(9) for draw in draws):
         given = {name: there(cupy, value) for name, value in case.given.items()}
         score_cases.check_sums(case, cumla.block_scores(**given).get())
     for seed in range(9):

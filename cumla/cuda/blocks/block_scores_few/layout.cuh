@@ -43,11 +43,12 @@ struct BlockScoresFewParams {
 };
 
 // The shared memory of a warp.
-template <bool kIsE4m3, int kWarps, int kStageKeys, int kRingStages>
+template <bool kIsE4m3, int kWarps, int kStageKeys, int kRingStages, int kOfKeys = kFewScoreColumns>
 struct ScoresFewLayout {
   static constexpr bool kE4m3 = kIsE4m3;
+  static constexpr int kColumns = kOfKeys;
   static constexpr int kKeys = kStageKeys, kStages = kRingStages;
-  static constexpr int kRow = kFewScoreColumns * (kE4m3 ? 1 : 2);  // bytes
+  static constexpr int kRow = kColumns * (kE4m3 ? 1 : 2);  // bytes
   static constexpr int kStageBytes = kKeys * kRow, kWarpBytes = kStages * kStageBytes;
   static constexpr int kBytes = kWarps * kStages * (kStageBytes + 24);
 

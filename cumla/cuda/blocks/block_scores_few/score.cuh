@@ -25,7 +25,7 @@ struct FewScorer {
   const int lane;
   int keys, request, block, tokens;  // of the stage
   int from;                          // keys of the block that are scored
-  u32 query[8][2];  // of eight products
+  u32 query[Layout::kColumns / 16][2];  // of the products of 16 columns
   float most[2];
   int hidden[2];  // of the last tokens, from this lane's rows
   i64 own[2];     // where its rows are in out; -1: there is no such row
@@ -93,14 +93,10 @@ struct FewScorer {
     }
   }
 
-  __device__ __forceinline__ void score(int stage) {
+  // The products of a stage, of even and odd ones: chains of half the length.
+  __device__ __forceinline__ void multiply_stage(int stage, float (&score)[kTiles][2][4]) const {
     const u32 source = shared.stage(stage) + lane / 4 * Layout::kRow + lane % 4 * 16;
-    int seen[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      seen[j] = min(keys, tokens - hidden[j] - block * p.block_size - from) - lane / 4;
     uint4 words[kTiles][2][kLoads];
-    float score[kTiles][2][4] = {};  // of even and odd products: chains of half the length
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
 #pragma unroll
@@ -114,6 +110,15 @@ struct FewScorer {
       for (int k = 0; k < kProducts; ++k)
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) multiply(words[t], i, k, score[t][k % 2]);
+  }
+
+  __device__ __forceinline__ void score(int stage) {
+    int seen[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      seen[j] = min(keys, tokens - hidden[j] - block * p.block_size - from) - lane / 4;
+    float score[kTiles][2][4] = {};
+    multiply_stage(stage, score);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll

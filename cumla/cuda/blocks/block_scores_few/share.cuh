@@ -12,11 +12,13 @@ namespace cumla::blocks {
 using namespace ptx;
 
 // Cached tokens of a request, of those that its pages hold. Any bits give a number up to that.
-__device__ __forceinline__ int tokens_in(const BlockScoresFewParams& p, int kv_len) {
+template <typename Params>
+__device__ __forceinline__ int tokens_in(const Params& p, int kv_len) {
   return min(max(kv_len, 0), p.most);
 }
 
-__device__ __forceinline__ int tokens_of(const BlockScoresFewParams& p, int request) {
+template <typename Params>
+__device__ __forceinline__ int tokens_of(const Params& p, int request) {
   return tokens_in(p, p.kv_lens[request * p.kv_lens_stride]);
 }
 
@@ -34,12 +36,14 @@ struct BlockPlace {
   int request, block;
   int tokens, blocks;  // of the request
 
-  __device__ __forceinline__ void find(const BlockScoresFewParams& p) {
+  template <typename Params>
+  __device__ __forceinline__ void find(const Params& p) {
     tokens = tokens_of(p, request);
     blocks = blocks_of(p, tokens);
   }
   // Goes to the next block, if there is one; returns whether it is of another request.
-  __device__ __forceinline__ bool advance(const BlockScoresFewParams& p) {
+  template <typename Params>
+  __device__ __forceinline__ bool advance(const Params& p) {
     if (++block < blocks) return false;
     block = blocks = 0;
 #pragma unroll 1
@@ -58,7 +62,8 @@ struct Share {
   BlockPlace first = {};
   int blocks;
 
-  __device__ __forceinline__ Share(const BlockScoresFewParams& p, int warps) {
+  template <typename Params>
+  __device__ __forceinline__ Share(const Params& p, int warps) {
     const int lane = threadIdx.x % 32, warp = place_of_warp();
     int all = 0;
 #pragma unroll 4

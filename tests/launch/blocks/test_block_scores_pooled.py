@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""block_scores_pooled on the CPU, against loops over keys, and which calls it serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.blocks import scores
+from cumla.launch.blocks import block_scores_pooled
+from tests.blocks.score_cases import Scores, check_sums, pooled_case
+from tests.emulator import emulated_gpu
+from tests.selection import some
+
+
+def run(case: Scores, sm_count: int = 132) -> bytes:
+    """Check a call; the bits of its result."""
+    with (
+        emulated_gpu() as cupy,
+        mock.patch.object(block_scores_pooled, "sm_count_of", return_value=sm_count),
+        mock.patch.object(
+            scores, "block_scores_sums_launch", side_effect=AssertionError("another")
+        ),
+    ):
+        there = {name: cupy.like(value) for name, value in case.given.items()}
+        got = np.array(cumla.block_scores(**there))
+    check_sums(case, got)
+    return got.tobytes()
+
+
+@pytest.mark.parametrize("seed", some(list(range(60)), 8))
+def test_scores(seed: int) -> None:
+    run(pooled_case(seed))
+
+
+@pytest.mark.parametrize("seed", [5, 12, 28])
+def test_shares(seed: int) -> None:
+    """The bits do not depend on how many warps share the keys, nor on how many have some."""
+    case = pooled_case(seed)
+    found = {run(case, sm_count) for sm_count in (1, 3, 132)}
+    few = replace(block_scores_pooled.RULES, many_blocks=0)
+    with mock.patch.object(block_scores_pooled, "RULES", few):
+        found.add(run(case, 1))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "rows", "lists", "is_served"),
+    [
+        ((3, 2, 4), 1, 1, False, True),
+        ((3, 2, 4), 4, 1, False, True),
+        ((3, 3, 4), 1, 1, False, False),  # more than 8 query rows
+        ((3, 1, 6), 2, 1, False, False),  # a group of three heads
+        ((3, 2, 4), 1, 16, False, False),  # blocks of many keys
+        ((3, 2, 4), 1, 1, True, False),
+        ((1025, 1, 1), 1, 1, False, False),
+        ((12, 4), 1, 1, False, False),  # query tokens of requests are not known
+    ],
+)
+def test_calls(
+    shape: tuple[int, ...], groups: int, rows: int, lists: bool, is_served: bool
+) -> None:
+    q = mock.Mock(shape=(*shape, 128), dtype="bfloat16")
+    arguments = mock.Mock(q=q, groups=groups, block_rows=rows, width=90)
+    arguments.entries = q if lists else None
+    assert block_scores_pooled.has_few_pooled(arguments) is is_served
+    q.shape = (*shape, 64)
+    assert not block_scores_pooled.has_few_pooled(arguments)
