@@ -299,7 +299,8 @@ struct SumScorer {
     }
   }
 
-  // As score_step, for pooled keys: a lane has all heads of the units 2 c and 2 c + 1 of each eight.
+  // As score_step, for pooled keys: a lane has all heads of the units 2 c and 2 c + 1 of each eight. The order of the
+  // sum is that of score_step: two neighbouring heads, then pairs.
   __device__ __forceinline__ void score_prompts(const uint4 (&words)[2][kLoads], const int (&keys)[2], int item,
                                                 int begin, int end) const {
     constexpr int kEights = kPromptUnits / 8;
@@ -308,17 +309,28 @@ struct SumScorer {
       if (eight * 8 >= end || eight * 8 + 8 <= begin) continue;
       float sums[2][2] = {};  // of keys, of units
 #pragma unroll
-      for (int head = 0; head < kPromptHeads; ++head) {
-        if (head >= p.group_heads) break;
-        const int row = head * kPromptUnits + eight * 8;
-        float score[4];
-        multiply_keys<T, kE4m3, kColumns>(words, shared.query + row * kQueryPitch<kColumns>, lane, score);
-        const float2 weights = *reinterpret_cast<const float2*>(shared.weights + row + lane % 4 * 2);
+      for (int first = 0; first < kPromptHeads; first += 2) {
+        float pair[2][2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          sums[r][0] = fmaf(weights.x, counted(score[2 * r]), sums[r][0]);
-          sums[r][1] = fmaf(weights.y, counted(score[2 * r + 1]), sums[r][1]);
+        for (int head = first; head < first + 2; ++head) {
+          if (head >= p.group_heads) break;
+          const int row = head * kPromptUnits + eight * 8;
+          float score[4];
+          multiply_keys<T, kE4m3, kColumns>(words, shared.query + row * kQueryPitch<kColumns>, lane, score);
+          const float2 weights = *reinterpret_cast<const float2*>(shared.weights + row + lane % 4 * 2);
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const float weight = j == 0 ? weights.x : weights.y, product = counted(score[2 * r + j]);
+              pair[r][j] = head == first ? weight * product : fmaf(weight, product, pair[r][j]);
+            }
         }
+        if (first >= p.group_heads) break;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) sums[r][j] += pair[r][j];
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
