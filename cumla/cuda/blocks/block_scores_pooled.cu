@@ -52,19 +52,19 @@ __device__ __forceinline__ int blocks_of(const BlockScoresPooledParams& p, int t
   return (keys_of(p, tokens) + kPooledKeys - 1) / kPooledKeys;
 }
 
-// Where the scores of a query row's group are; -1 if the row is not the group's first.
+// Where the scores of a group are, by one of its query rows.
 __device__ __forceinline__ i64 offset_of_group(const BlockScoresPooledParams& p, int row) {
   const int token = quotient(row, p.by_heads), head = row - token * p.heads;
-  if (row >= p.rows || (head & ((1 << p.group_shift) - 1)) != 0) return -1;
   return token * p.out_stride_token + (head >> p.group_shift) * p.out_stride_head;
 }
 
 // Copies blocks of keys into the ring of a warp, and says whose they are: a bit for each run whose page exists.
-template <typename Layout>
+template <typename Layout, bool kEvict>
 struct PooledLoader {
   const BlockScoresPooledParams& p;
   const Layout& shared;
   const int lane;
+  const u64 policy;
   BlockPlace at;
   int left;    // blocks
   int copies;  // stages until now
@@ -72,7 +72,7 @@ struct PooledLoader {
 
   // Where all blocks, visible or not, are no more than the warps, each has one, and its pages do not wait for lengths.
   __device__ __forceinline__ PooledLoader(const BlockScoresPooledParams& p, const Layout& shared)
-      : p(p), shared(shared), lane(threadIdx.x % 32), at(), left(0), copies(0), page(-1) {
+      : p(p), shared(shared), lane(threadIdx.x % 32), policy(evict_first_policy()), at(), left(0), copies(0), page(-1) {
     if (!p.is_single) return;
     const int place = place_of_warp();
     at.request = quotient(place, p.by_width);
@@ -120,8 +120,12 @@ struct PooledLoader {
     __syncwarp();
     if (exists) {
       const int in_page = key - static_cast<int>(quotient(key, p.by_page_rows)) * p.page_rows;
-      copy_bulk_async(shared.stage(stage) + (lane << p.run_shift) * Layout::kRow,
-                      p.keys + page * p.keys_stride_page + in_page * p.keys_stride_row, bytes, shared.full(stage));
+      const char* const source = p.keys + page * p.keys_stride_page + in_page * p.keys_stride_row;
+      const u32 destination = shared.stage(stage) + (lane << p.run_shift) * Layout::kRow;
+      if constexpr (kEvict)
+        copy_bulk_async(destination, source, bytes, shared.full(stage), policy);
+      else
+        copy_bulk_async(destination, source, bytes, shared.full(stage));
     }
     if (--left <= 0) return;
     at.advance(p);
@@ -136,16 +140,13 @@ struct PooledLoader {
 template <typename T, typename Layout>
 struct PooledScorer : FewScorer<T, Layout> {
   using Base = FewScorer<T, Layout>;
-  using Base::block, Base::hidden, Base::keys, Base::kTiles, Base::lane, Base::own, Base::request, Base::tokens;
+  using Base::block, Base::keys, Base::kTiles, Base::lane, Base::request, Base::tokens;
 
   const BlockScoresPooledParams& p;
   float weights[2];  // of this lane's rows
 
   __device__ __forceinline__ PooledScorer(const BlockScoresPooledParams& p, const Layout& shared)
-      : Base(p, shared), p(p), weights{1.0f, 1.0f} {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) own[j] = offset_of_group(p, lane % 4 * 2 + j);
-  }
+      : Base(p, shared), p(p), weights{1.0f, 1.0f} {}
 
   __device__ __forceinline__ void begin(int stage) {
     const int before = request;
@@ -162,31 +163,33 @@ struct PooledScorer : FewScorer<T, Layout> {
 
   __device__ __forceinline__ float counted(float product) const { return p.is_relu && product < 0.0f ? 0.0f : product; }
 
-  __device__ __forceinline__ void store(float* out, int key, int seen, float value) const {
-    const bool there = (static_cast<u32>(keys) >> (key >> p.run_shift)) & 1;
-    if (block * kPooledKeys + key < p.width) out[key] = there && key < seen ? value : -kInfinity;
-  }
-
+  // A lane gets the sum of one key of a group from the lane that has it: 32 scores are stored side by side.
   __device__ __forceinline__ void end(const float (&score)[kTiles][2][4]) const {
-    float* const out = p.out + request * p.out_stride_request + block * kPooledKeys;
-    int seen[2];
+    float sums[2 * kTiles][2];  // of keys 8 k + lane / 4 and this lane's rows; the group's, if such a row is its first
 #pragma unroll
-    for (int j = 0; j < 2; ++j) seen[j] = keys_of(p, tokens - hidden[j]) - block * kPooledKeys;
+    for (int k = 0; k < 2 * kTiles; ++k) {
+      const auto& products = score[k / 2];
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+      for (int j = 0; j < 2; ++j)
+        sums[k][j] = weights[j] * counted(products[0][k % 2 * 2 + j] + products[1][k % 2 * 2 + j]);
+      if (p.group_shift > 0) sums[k][0] += sums[k][1];
+      if (p.group_shift > 1) sums[k][0] += __shfl_xor_sync(0xffffffffu, sums[k][0], 1);
+      if (p.group_shift > 2) sums[k][0] += __shfl_xor_sync(0xffffffffu, sums[k][0], 2);
+    }
+    const int in_block = lane % 4 * 8 + lane / 4, key = block * kPooledKeys + in_block;
+    const bool there = (static_cast<u32>(keys) >> (in_block >> p.run_shift)) & 1;
+    float* const out = p.out + request * p.out_stride_request + key;
+#pragma unroll 1
+    for (int row = 0; row < p.rows; row += 1 << p.group_shift) {
+      float sum = 0.0f;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = t * 16 + r * 8 + lane / 4;
-        float sum[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) sum[j] = weights[j] * counted(score[t][0][2 * r + j] + score[t][1][2 * r + j]);
-        if (p.group_shift > 0) sum[0] += sum[1];
-        if (p.group_shift > 1) sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], 1);
-        if (p.group_shift > 2) sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], 2);
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          if (own[j] >= 0) store(out + own[j], key, seen[j], sum[j]);
+      for (int k = 0; k < 2 * kTiles; ++k) {
+        const float of_key = __shfl_sync(0xffffffffu, row % 2 == 0 ? sums[k][0] : sums[k][1], lane / 4 * 4 + row / 2);
+        if (lane % 4 == k) sum = of_key;
       }
+      const int token = quotient(row, p.by_heads), behind = p.causal ? p.q_len - 1 - token : 0;
+      if (key < p.width) out[offset_of_group(p, row)] = there && key < keys_of(p, tokens - behind) ? sum : -kInfinity;
+    }
   }
 };
 
@@ -204,7 +207,7 @@ __device__ __forceinline__ void store_unseen_keys(const BlockScoresPooledParams&
   }
 }
 
-template <typename T, bool kE4m3, int kColumns, int kWarps, int kStages>
+template <typename T, bool kE4m3, int kColumns, int kWarps, int kStages, bool kEvict>
 __device__ __forceinline__ void block_scores_pooled(const BlockScoresPooledParams& p) {
   using Layout = ScoresFewLayout<kE4m3, kWarps, kPooledKeys, kStages, kColumns>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -214,7 +217,7 @@ __device__ __forceinline__ void block_scores_pooled(const BlockScoresPooledParam
   if (line < p.table_entries) prefetch_l2(p.block_table + line);
   grid_dependency_launch();
   grid_dependency_wait();
-  PooledLoader<Layout> loader(p, shared);
+  PooledLoader<Layout, kEvict> loader(p, shared);
   if (lane == 0) {
     for (int stage = 0; stage < kStages; ++stage) mbarrier_init(shared.full(stage), 1);
     fence_mbarrier_init();

@@ -307,30 +307,22 @@ struct SumScorer {
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
       if (eight * 8 >= end || eight * 8 + 8 <= begin) continue;
-      float sums[2][2] = {};  // of keys, of units
+      float score[kPromptHeads][4] = {}, sums[2][2] = {};  // of keys, of units
+      multiply_eights<T, kE4m3, kColumns>(words, shared.query + eight * 8 * kQueryPitch<kColumns>, kPromptUnits, lane,
+                                          score);
 #pragma unroll
       for (int first = 0; first < kPromptHeads; first += 2) {
-        float pair[2][2];
-#pragma unroll
-        for (int head = first; head < first + 2; ++head) {
-          if (head >= p.group_heads) break;
-          const int row = head * kPromptUnits + eight * 8;
-          float score[4];
-          multiply_keys<T, kE4m3, kColumns>(words, shared.query + row * kQueryPitch<kColumns>, lane, score);
-          const float2 weights = *reinterpret_cast<const float2*>(shared.weights + row + lane % 4 * 2);
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const float weight = j == 0 ? weights.x : weights.y, product = counted(score[2 * r + j]);
-              pair[r][j] = head == first ? weight * product : fmaf(weight, product, pair[r][j]);
-            }
-        }
         if (first >= p.group_heads) break;
+        const float* const weights = shared.weights + first * kPromptUnits + eight * 8 + lane % 4 * 2;
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
+        for (int j = 0; j < 2; ++j)
 #pragma unroll
-          for (int j = 0; j < 2; ++j) sums[r][j] += pair[r][j];
+          for (int r = 0; r < 2; ++r) {
+            float pair = weights[j] * counted(score[first][2 * r + j]);
+            if (first + 1 < p.group_heads)
+              pair = fmaf(weights[kPromptUnits + j], counted(score[first + 1][2 * r + j]), pair);
+            sums[r][j] += pair;
+          }
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {

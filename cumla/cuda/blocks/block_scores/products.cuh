@@ -59,4 +59,39 @@ __device__ __forceinline__ void multiply_keys(const uint4 (&keys)[2][kLoads], co
   }
 }
 
+// As multiply_keys, of several eights of rows that are `apart`: their chains of products interleave.
+template <typename T, bool kE4m3, int kColumns, int kLoads, int kCount>
+__device__ __forceinline__ void multiply_eights(const uint4 (&keys)[2][kLoads], const unsigned char* rows, int apart,
+                                                int lane, float (&score)[kCount][4]) {
+  constexpr int kPitch = kQueryPitch<kColumns>;
+  const unsigned char* const query = rows + lane / 4 * kPitch + lane % 4 * (kE4m3 ? 32 : 16);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+    for (int half = 0; half < (kE4m3 ? 2 : 1); ++half) {
+      u32 a[2][4];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if constexpr (kE4m3) {
+          expand_e4m3x4(word_of(keys[0][i], half * 2 + k), a[k][0], a[k][2]);
+          expand_e4m3x4(word_of(keys[1][i], half * 2 + k), a[k][1], a[k][3]);
+        } else {
+          a[k][0] = word_of(keys[0][i], 2 * k);
+          a[k][1] = word_of(keys[1][i], 2 * k);
+          a[k][2] = word_of(keys[0][i], 2 * k + 1);
+          a[k][3] = word_of(keys[1][i], 2 * k + 1);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        const int at = n * apart * kPitch + i * (kE4m3 ? 128 : 64) + half * 16;
+        const uint4 b = *reinterpret_cast<const uint4*>(query + at);
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          mma_m16n8k16<T>(score[n], a[k][0], a[k][1], a[k][2], a[k][3], word_of(b, 2 * k), word_of(b, 2 * k + 1));
+      }
+    }
+  }
+}
+
 }  // namespace cumla::blocks
