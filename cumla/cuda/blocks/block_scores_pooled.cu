@@ -59,7 +59,7 @@ __device__ __forceinline__ i64 offset_of_group(const BlockScoresPooledParams& p,
 }
 
 // Copies blocks of keys into the ring of a warp, and says whose they are: a bit for each run whose page exists.
-template <typename Layout, bool kEvict>
+template <typename Layout>
 struct PooledLoader {
   const BlockScoresPooledParams& p;
   const Layout& shared;
@@ -122,10 +122,7 @@ struct PooledLoader {
       const int in_page = key - static_cast<int>(quotient(key, p.by_page_rows)) * p.page_rows;
       const char* const source = p.keys + page * p.keys_stride_page + in_page * p.keys_stride_row;
       const u32 destination = shared.stage(stage) + (lane << p.run_shift) * Layout::kRow;
-      if constexpr (kEvict)
-        copy_bulk_async(destination, source, bytes, shared.full(stage), policy);
-      else
-        copy_bulk_async(destination, source, bytes, shared.full(stage));
+      copy_bulk_async(destination, source, bytes, shared.full(stage), policy);
     }
     if (--left <= 0) return;
     at.advance(p);
@@ -207,7 +204,7 @@ __device__ __forceinline__ void store_unseen_keys(const BlockScoresPooledParams&
   }
 }
 
-template <typename T, bool kE4m3, int kColumns, int kWarps, int kStages, bool kEvict>
+template <typename T, bool kE4m3, int kColumns, int kWarps, int kStages>
 __device__ __forceinline__ void block_scores_pooled(const BlockScoresPooledParams& p) {
   using Layout = ScoresFewLayout<kE4m3, kWarps, kPooledKeys, kStages, kColumns>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -217,7 +214,7 @@ __device__ __forceinline__ void block_scores_pooled(const BlockScoresPooledParam
   if (line < p.table_entries) prefetch_l2(p.block_table + line);
   grid_dependency_launch();
   grid_dependency_wait();
-  PooledLoader<Layout, kEvict> loader(p, shared);
+  PooledLoader<Layout> loader(p, shared);
   if (lane == 0) {
     for (int stage = 0; stage < kStages; ++stage) mbarrier_init(shared.full(stage), 1);
     fence_mbarrier_init();

@@ -33,7 +33,7 @@ def _spec(dtype: str, columns: int) -> KernelSpec:
     layout = ", ".join(map(in_cuda, (is_e4m3, warps, keys, stages, columns)))
     return KernelSpec.of(
         *("blocks", "block_scores_pooled", "BlockScoresPooledParams"),
-        *(kind, is_e4m3, columns, warps, stages, True),
+        *(kind, is_e4m3, columns, warps, stages),
         tags=["e4m3" if is_e4m3 else kind, str(columns)],
         threads=32 * warps,
         smem_bytes=constant(_FILE, f"ScoresFewLayout<{layout}>::kBytes"),

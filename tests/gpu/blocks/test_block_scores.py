@@ -144,6 +144,9 @@ def test_pooled_keys_of_long_requests(dtype: Any) -> None:
     listed = cumla.block_scores(
         query, keys.view(dtype), **given, block_indices=cp.asarray(lists)
     ).get()
+    given["qo_indptr"] = cp.asarray(np.array([0, 2, 4], np.int32))  # by the kernel of lists
+    got = cumla.block_scores(query.reshape(4, 4, 128), keys.view(dtype), **given)
+    np.testing.assert_allclose(got.get(), want.reshape(4, 1, -1), rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(listed, np.take_along_axis(got.get(), lists, 2))
     assert np.isnan(listed[2, 0, 0])
 
