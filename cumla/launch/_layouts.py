@@ -235,6 +235,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "SharedLayout<1, 1, true>::kBytes": 161536,
         "SharedLayout<1, 1, true>::kMaskedBytes": 162560,
         "SharedLayout<2, 2, false, true>::kBytes": 231168,
+        "SharedLayout<2, 2, false, true>::kMaskedBytes": 231424,
         "SharedLayout<2, 2, false>::kBytes": 182016,
         "SharedLayout<2, 2, false>::kMaskedBytes": 182272,
         "SharedLayout<2, 2, true>::kBytes": 217856,
@@ -249,6 +250,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "SharedLayout<4, 4, true>::kMaskedBytes": 232448,
         "SharedLayout<8, 8, false>::kBytes": 207616,
         "SharedLayout<8, 8, false>::kMaskedBytes": 207872,
+        "kFewRows": 8,
     },
     "mha/attention_decode": {
         "DecodeLayout<128, 128, 16, true>{}.undone(DecodeLayout<128, 128, 16, true>::kQuerySlots, 0)": 132512,
@@ -1249,6 +1251,9 @@ STRUCTS: dict[str, dict[str, str]] = {
         "trees": "i",
         "num_words": "i",
         "padding_244": "4x",
+    },
+    "MaskedPairedParams": {
+        "": "MaskedParams",
     },
     "MaskedParams": {
         "": "AttentionParams",

@@ -64,8 +64,7 @@ from cumla.core.spec import (
 from cumla.core.state import AttentionState
 from cumla.launch.device import checked_sm_count, sm_count_of
 from cumla.launch.mha.attention import E4M3_COLUMNS
-from cumla.launch.mha.attention_prefill import with_caps
-from cumla.launch.mha.choice import RULES
+from cumla.launch.mha.choice import RULES, with_caps
 from cumla.launch.mha.key import MHAKey
 from cumla.launch.mha.launch import MHAArguments, attention_launch
 from cumla.launch.mha.mask_rows import SPECS as MASK_SPECS

@@ -15,8 +15,17 @@ import cumla
 from cumla import reference
 
 __all__ = [
-    *("DRAFTS", "MANY", "NO_KEYS", "RAGGED_COUNTS", "RAGGED_DRAFTS"),
-    *("Sample", "check", "make", "reads_pairs", "samples", "splits_keys", "without_keys"),
+    *("DRAFTS", "FEW_ROWS", "MANY", "NO_KEYS", "RAGGED_COUNTS", "RAGGED_DRAFTS"),
+    *(
+        "Sample",
+        "check",
+        "has_few_rows",
+        "make",
+        "reads_pairs",
+        "samples",
+        "splits_keys",
+        "without_keys",
+    ),
 ]
 
 DTYPES: dict[str, Any] = {
@@ -70,6 +79,28 @@ PAIRS = tuple(
     )
 )
 """Requests for each multiprocessor whose kv heads thread blocks of attention read in pairs."""
+
+FEW_ROWS = tuple(
+    {"lens": lens, "queries": "uniform", "heads": heads, "cache": "same", "columns": columns}
+    | {"page_size": page_size, "window": window, "softcap": softcap, "outputs": outputs}
+    for (lens, heads, columns, page_size), (window, softcap, outputs) in zip(
+        (
+            ((700, 5, 3, 300), (8, 2), (128, 128), 64),
+            ((200, 70, 0, 64, 130, 2), (4, 1), (192, 128), 16),
+            ((64, 65, 128, 900, 2), (4, 4), (256, 256), 64),
+            ((2000,), (6, 2), (64, 64), 64),
+        )
+        * 3,
+        (
+            *((None, None, "new"), (17, None, "given"), (0, None, "new"), (None, 4.0, "given")),
+            *((None, None, "float32"), (None, None, "given"), (17, None, "new")),
+            *((17, None, "new"), (0, 4.0, "float32"), (150, None, "new"), (None, None, "new")),
+            (None, None, "given"),
+        ),
+        strict=True,
+    )
+)
+"""Fixes what makes row tiles of attention so small that a thread has one row."""
 
 PAIRED_COUNTS = (2, 3, 5)
 """Multiprocessors among which parts of PAIRS are whole requests, or not."""
@@ -155,6 +186,13 @@ def splits_keys(given: dict[str, Any]) -> bool:
     names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
     plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
     return plan.key.choice.is_split and plan.key.parts > 1
+
+
+def has_few_rows(given: dict[str, Any]) -> bool:
+    """Whether row tiles of attention have a row for a thread."""
+    names = given.keys() & {"q", "k", "v", "qo_indptr", "kv_layout", "causal", "window"}
+    plan = cumla.AttentionPlan.from_arrays(**{name: given[name] for name in names})
+    return plan.key.choice.spec.entry.startswith("attention_few_")
 
 
 def reads_pairs(given: dict[str, Any]) -> bool:

@@ -199,6 +199,28 @@ def attend(
         return out, np.log(total), sizes
 
 
+def reads_pairs(problem: Problem, put: Callable[[Any], Any]) -> bool:
+    """Whether a thread block of attention reads two kv heads."""
+    given = {n: put(problem.given[n]) for n in ("q", "k", "v", "qo_indptr") if n in problem.given}
+    form = "rows" if problem.mask.tree is None else "tree"
+    plan = cumla.AttentionPlan.from_arrays(**given, mask_form=form)
+    return plan.key.choice.box_heads > 1
+
+
+PAIRS = (  # q_lens, heads, columns; multiprocessors
+    ((1, 1, 1), (8, 4), (128, 128), 2),
+    ("equal", (4, 2), (96, 96), 1),
+    ((3, 1, 0), (12, 6), (128, 72), 3),
+)
+"""Requests for each multiprocessor whose kv heads thread blocks read in pairs."""
+
+
+def of_pairs(mask: str, which: int) -> Problem:
+    q_lens, heads, columns, _ = PAIRS[which]
+    fixed: tuple[Any, ...] = (columns, "bfloat16", "same", 64, q_lens, heads, True, None, "table")
+    return make(Sample(mask, *fixed, seed=which))
+
+
 def check(problem: Problem, got: Any, dtype: str) -> None:
     """Compare the rows of requests, of the reference or of a kernel."""
     q, out, lse = problem.given["q"], got.out, got.lse

@@ -10,7 +10,8 @@
 //   warps 0 to 3   if pages are no multiple of eight tokens: a quarter of the rows of every block each
 //   warpgroup 0, 3 e4m3: load and convert the blocks of one consumer each (mha/attention/e4m3.cuh)
 //   consumer 0, 1  every second block each; with 512 columns all blocks, and half of the value columns each; of pairs
-//                  (mha/attention/pairs.cuh) all blocks of one of two kv heads each
+//                  (mha/attention/pairs.cuh) all blocks of one of two kv heads each. Of few rows (few.cuh) a warp of
+//                  each consumer has all
 // The block counter t continues over the tiles of a part: block t belongs to consumer t % 2, or both, and to stage
 // t % kStages.
 //
@@ -45,6 +46,7 @@
 // Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
 //                200 and 104 with 256 columns
 #include "mha/attention/compute.cuh"
+#include "mha/attention/few.cuh"
 #include "mha/attention/finish.cuh"
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
@@ -103,10 +105,15 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
 }
 
 // A warp copies 32 query rows of a tile.
-template <typename Layout>
+template <typename Layout, bool kFew = false>
 __device__ __forceinline__ void load_query(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
                                            int loader, u32 phase) {
   mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
+  if constexpr (kFew) {
+    if (loader == 0) copy_query<Layout::kKeyBytes / kTileBytes, kFewRows>(p, tile, 0, shared.query);
+    mbarrier_arrive_after_copies(shared.query_full());
+    return;
+  }
   RaggedTile of = tile;
 #pragma unroll 1
   for (int head = 0; head < Layout::kHeads; ++head, ++of.index)
@@ -114,12 +121,12 @@ __device__ __forceinline__ void load_query(const AttentionParams& p, const Layou
   mbarrier_arrive_after_copies(shared.query_full());
 }
 
-template <typename Layout>
+template <typename Layout, bool kFew>
 __device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared, HeadTile& tile,
                                              const Part& part, int last_place, int loader) {
   for (int place = part.place; place <= last_place; ++place) {
     segment_of(p, tile, part, place);
-    load_query(p, shared, tile, loader, (place - part.place) & 1);
+    load_query<Layout, kFew>(p, shared, tile, loader, (place - part.place) & 1);
   }
   copy_async_wait_all();
 }
@@ -155,8 +162,12 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared,
   copy_async_wait_all();
 }
 
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false, typename Params>
-__device__ __forceinline__ void attention(const Params& p) {
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false, bool kCaps = true,
+          bool kFew = false, typename Given>
+__device__ __forceinline__ void attention(const Given& given) {
+  using All = typename TypeIf<kCaps, Given, LeanParams>::Type;
+  using Params = typename TypeIf<kFew, FewRows<All>, All>::Type;
+  const Params& p = static_cast<const Params&>(given);
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3, kIsPaired<Params>>;
   // A mask takes more registers of those who copy rows.
   constexpr int kMore = kHasMask<Params> && kCopied && !kE4m3 ? 16 : 0;
@@ -197,13 +208,14 @@ __device__ __forceinline__ void attention(const Params& p) {
     else if (warp == 0)
       load_boxes(p, shared, tile, part, last_place);
     else if (warp >= 2)
-      load_queries(p, shared, tile, part, last_place, warp - 2);
+      load_queries<Layout, kIsFew<Params>>(p, shared, tile, part, last_place, warp - 2);
   } else {
     registers_increase<Layout::kConsumerRegisters - kMore / 2>();
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3, Params> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = visible_segment(p, shared, tile, part, place, consumer.mask);
+      if constexpr (kIsFew<Params>) tile.rows = min(tile.rows, kFewRows);
       consumer.compute(segment, t, (place - part.place) & 1);
       consumer.finish(segment, place < last_place);
       t += segment.blocks;

@@ -48,8 +48,10 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, typename Params>
-__device__ __forceinline__ void attention_decode(const Params& p) {
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, bool kCaps = true, typename Given>
+__device__ __forceinline__ void attention_decode(const Given& given) {
+  using Params = typename TypeIf<kCaps, Given, LeanParams>::Type;
+  const Params& p = static_cast<const Params&>(given);
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
   // Narrows query rows; copies them ahead
   constexpr bool kNarrows = kE4m3 && kIsBf16<T>, kAhead = Layout::kQuerySlots > 1;

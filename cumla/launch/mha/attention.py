@@ -24,14 +24,22 @@ VARIANTS = {
 LISTED = "listed"  # query tokens have lists of blocks: e4m3 keys, and attention_prefill
 WIDENED = "widened"  # the same of attention_prefill over widened e4m3 blocks, which have scales
 PAIRED = "paired"  # each consumer has one of two neighbouring kv heads
+PAIRED_MASKED = "paired_masked"
+CAPPED = "capped"  # the plain kernel with a softcap and float32 results, where that has none
+FEW = "few"  # the plain kernel of tiles of FEW_ROWS rows
+FEW_CAPPED = "few_capped"
+FEW_ROWS = constant(_FILE, "kFewRows")
 PARAMS = {
     **VARIANTS,
     LISTED: "ListedParams",
     WIDENED: "WidenedParams",
     PAIRED: "PairedParams",
+    PAIRED_MASKED: "MaskedPairedParams",
+    **dict.fromkeys((CAPPED, FEW, FEW_CAPPED), "AttentionParams"),
 }
 WIDENED_TILES = ((2, 2),)
 PAIRED_TILES = ((2, 2),)  # shared memory has room for three stages of them
+FEW_TILES = ((1, 1), (2, 2), (3, 2), (4, 4))
 LISTED_TILES = ((2, 2), (3, 2))  # of models whose query tokens choose blocks
 BIASED_TILES = ((1, 1), (2, 2), (4, 4))  # with a bias narrower keys or values are padded
 
@@ -51,16 +59,19 @@ E4M3 = "float8_e4m3fn"
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str, variant: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    paired = ", true" if variant == PAIRED else ""
+    is_few = variant in (FEW, FEW_CAPPED)
+    is_lean = form == "boxes" and variant in ("", FEW)
+    more = ["false", in_cuda(not is_lean), in_cuda(is_few)] if is_lean or is_few else []
+    paired = ", true" if variant in (PAIRED, PAIRED_MASKED) else ""
     layout = f"SharedLayout<{tiles[0]}, {tiles[1]}, {in_cuda(form == 'e4m3')}{paired}>"
     return KernelSpec.of(
         *("mha", "attention", PARAMS[variant]),
-        *(dtype, *tiles, _FORMS[form]),
+        *(dtype, *tiles, _FORMS[form], *more),
         name=named("attention", variant),
         tags=[dtype, *names, *([form] if form != "boxes" else [])],
         threads=constant(_FILE, f"(2 + {layout}::kLoaders) * kWarpgroup"),
         smem_bytes=constant(
-            _FILE, f"{layout}::{'kMaskedBytes' if variant == 'masked' else 'kBytes'}"
+            _FILE, f"{layout}::{'kMaskedBytes' if 'masked' in variant else 'kBytes'}"
         ),
     )
 
@@ -71,8 +82,20 @@ _SPECS = {
     if names[1] in tiles_of(names[3])
     and (names[2] != "e4m3" or max(names[1]) * COLUMNS <= E4M3_COLUMNS[-1])
 } | {names: _spec(*names) for names in product(HALVES, LISTED_TILES, ("e4m3",), (LISTED,))}
-_SPECS |= {names: _spec(*names) for names in product(HALVES, PAIRED_TILES, ("boxes",), (PAIRED,))}
+_SPECS |= {
+    names: _spec(*names)
+    for names in product(HALVES, PAIRED_TILES, ("boxes",), (PAIRED, PAIRED_MASKED))
+}
+_SPECS |= {names: _spec(*names) for names in product(HALVES, TILES, ("boxes",), (CAPPED,))}
+_SPECS |= {
+    names: _spec(*names) for names in product(HALVES, FEW_TILES, ("boxes",), (FEW, FEW_CAPPED))
+}
 SPECS = tuple(_SPECS.values())
+WITH_CAPS = {
+    spec: _SPECS[*names[:3], {"": CAPPED, FEW: FEW_CAPPED}[names[3]]]
+    for names, spec in _SPECS.items()
+    if names[2] == "boxes" and names[3] in ("", FEW)
+}
 
 
 def tiles_spec(dtype: str, tiles: tuple[int, int], form: str, variant: str = "") -> KernelSpec:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from itertools import product
 
 from cumla.launch.layouts import constant
-from cumla.launch.mha.attention import VARIANTS, named, tiles_of
+from cumla.launch.mha.attention import CAPPED, PARAMS, named, tiles_of
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
 
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _FILE = "mha/attention_decode"
-_VARIANTS = ("", "linear")
+_VARIANTS = ("", CAPPED, "linear")
 _WARPS = constant(_FILE, "kDecodeWarps")
 CHUNK_TOKENS = constant(_FILE, "kChunk")  # of a warp at once
 
@@ -37,8 +37,8 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool, variant: st
     layout = f"DecodeLayout<{', '.join(columns)}, {rows}, {in_cuda(e4m3)}>"
     end = f"{layout}{{}}.undone({layout}::kQuerySlots, 0)"
     return KernelSpec.of(
-        *("mha", "attention_decode", VARIANTS[variant]),
-        *(dtype, *columns, rows, e4m3),
+        *("mha", "attention_decode", PARAMS[variant]),
+        *(dtype, *columns, rows, e4m3, *([] if variant else [False])),  # no caps
         name=named("attention_decode", variant),
         tags=[dtype, *columns, *form, str(rows)],
         threads=32 * _WARPS,
@@ -49,9 +49,10 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool, variant: st
 _SPECS = {
     key: _spec(*key)
     for key in product(HALVES, _TILES, (8, 16), (False, True), _VARIANTS)
-    if _fits(*key[1:4]) and key[1] in tiles_of(key[4])
+    if _fits(*key[1:4]) and key[1] in tiles_of(key[4].replace(CAPPED, ""))
 }
 SPECS = tuple(_SPECS.values())
+WITH_CAPS = {spec: _SPECS[*key[:4], CAPPED] for key, spec in _SPECS.items() if not key[4]}
 
 
 def decode_spec(

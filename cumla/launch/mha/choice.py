@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.mha.attention import PAIRED, PAIRED_TILES, tiles_spec
+from cumla.launch.mha import attention, attention_decode, attention_prefill
+from cumla.launch.mha.attention import (
+    FEW,
+    FEW_ROWS,
+    FEW_TILES,
+    PAIRED,
+    PAIRED_MASKED,
+    PAIRED_TILES,
+    tiles_spec,
+)
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec
 from cumla.launch.mha.attention_prefill import (
     SPLIT_ROWS,
@@ -24,7 +33,9 @@ if TYPE_CHECKING:
     from cumla.launch.mha.shape import MHAShape
     from cumla.launch.source import KernelSpec
 
-__all__ = ["RULES", "Choice", "Rules", "choose"]
+__all__ = ["RULES", "Choice", "Rules", "choose", "with_caps"]
+
+_WITH_CAPS = attention.WITH_CAPS | attention_decode.WITH_CAPS
 
 
 @dataclass(frozen=True)
@@ -131,9 +142,18 @@ def choose(key: MHAShape) -> Choice:
     has_chunks = _has_chunks(key, RULES.most_drafts)
     is_mixed = bool(full) and not is_uniform and (has_chunks or is_full) and _fill(key, rows)
     if _pairs(key) and not is_mixed:
-        spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", PAIRED)
+        variant = PAIRED_MASKED if key.masked else PAIRED
+        spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", variant)
         return Choice(spec, box_rows=boxes, box_heads=2)
+    if _has_few(key):
+        spec = tiles_spec(key.dtype, key.kernel_tiles, "boxes", FEW)
+        return Choice(spec, FEW_ROWS, boxes)
     return Choice(_tiles(key), box_rows=boxes, is_mixed=is_mixed)
+
+
+def with_caps(spec: KernelSpec) -> KernelSpec:
+    """Look up the kernel that takes a softcap and writes float32, if `spec` does not."""
+    return _WITH_CAPS.get(spec, attention_prefill.with_caps(spec))
 
 
 def _split_tiles(key: MHAShape, rows: int) -> Choice | None:
@@ -157,7 +177,7 @@ def _split_tiles(key: MHAShape, rows: int) -> Choice | None:
 def _pairs(key: MHAShape) -> bool:
     """Whether a thread block reads two kv heads: where many whole requests keep memory busy."""
     pages = key.form == "pages" and key.page_size > 0 and key.cache_dtype == key.dtype
-    plain = not (key.batch_invariant or key.has_window or key.variant) and key.num_kv_heads % 2 == 0
+    plain = not (key.batch_invariant or key.has_window or key.bias) and key.num_kv_heads % 2 == 0
     few = key.total_tokens * key.heads_per_group <= ROW_TILE * key.batch
     return (
         pages
@@ -166,6 +186,18 @@ def _pairs(key: MHAShape) -> bool:
         and key.kernel_tiles in PAIRED_TILES
         and few
         and key.batch * key.num_kv_heads >= RULES.paired_waves * 2 * key.sm_count
+    )
+
+
+def _has_few(key: MHAShape) -> bool:
+    """Whether row tiles have so few rows that each thread of attention has one of them."""
+    tokens = key.q_len or (1 if key.total_tokens <= key.batch else key.total_tokens)
+    return (
+        tokens * key.heads_per_group <= FEW_ROWS
+        and key.kernel_tiles in FEW_TILES
+        and key.cache_dtype == key.dtype
+        and key.form != "rows"
+        and not (key.variant or key.batch_invariant)
     )
 
 

@@ -93,7 +93,7 @@ class MHAKey(MHAShape):
         """Row tiles of a kv head that all requests may have together, however long each is."""
         if self.beside:  # has those of many rows
             return self.batch
-        rows = self.choice.row_tile if self.choice.takes_few_rows else ROW_TILE
+        rows = min(self.choice.row_tile, ROW_TILE)
         return self.total_tokens * self.heads_per_group // rows + self.batch
 
     @cached_property

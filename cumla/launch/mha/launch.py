@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.launch.layouts import launch_of, strided
 from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, tile_bytes
-from cumla.launch.mha.attention_prefill import with_caps
 from cumla.launch.mha.attention_simt import ROWS
 from cumla.launch.mha.bias_arrays import NO_BIAS, BiasArrays
+from cumla.launch.mha.choice import with_caps
 from cumla.launch.mha.mask_arrays import NO_MASK, MaskArrays
 from cumla.launch.mha.shape import COLUMNS, E4M3
 from cumla.launch.split.division import divisor_of

@@ -17,11 +17,13 @@ from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
 from tests.mha import extreme_cases
 from tests.mha.attention_cases import (
+    FEW_ROWS,
     NO_KEYS,
     PAIRED_COUNTS,
     PAIRS,
     Sample,
     check,
+    has_few_rows,
     make,
     reads_pairs,
     samples,
@@ -110,6 +112,24 @@ def test_two_kv_heads_of_a_thread_block(s: Sample, record_figures: Report) -> No
         record_figures(check(s, got, expected))
         for one, other in zip(got, again, strict=True):
             assert (bits(one)[rows] == bits(other)[rows]).all()
+
+
+@pytest.mark.parametrize(
+    "s",
+    [s for fixed in FEW_ROWS for s in samples(8, **fixed)],
+    ids=lambda s: f"{s.columns[0]}-{s.dtype}-{s.outputs}-{s.seed}",
+)
+@pytest.mark.parametrize("count", [13, 132])
+def test_few_rows(s: Sample, count: int, record_figures: Report) -> None:
+    """Twice each, to the same bits."""
+    given, expected = make(s), cumla.reference.attention(**make(s))
+    with multiprocessors(count):
+        memory = Memory(cp)
+        assert has_few_rows({n: memory.upload(a) for n, a in given.items()})
+        got, again = run_on_gpu(make(s)), run_on_gpu(make(s))
+    record_figures(check(s, got, expected))
+    for one, other in zip(got, again, strict=True):
+        assert (bits(one) == bits(other)).all()
 
 
 @pytest.mark.parametrize("s", samples(60, dtype="float32"), ids=lambda s: str(s.seed))

@@ -15,7 +15,15 @@ from cumla import AttentionMask
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
-from tests.mha.test_attention_mask import check, make, samples
+from tests.mha.test_attention_mask import (
+    FACTORS,
+    PAIRS,
+    check,
+    make,
+    of_pairs,
+    reads_pairs,
+    samples,
+)
 
 KERNELS = ("attention", "attention_prefill", "attention_simt", "ragged_schedule_numbered")
 cp: Any = pytest.importorskip("cupy")
@@ -61,6 +69,18 @@ def test_split_keys(sample: Any) -> None:
         got = cumla.attention(**given, mask=on_gpu(memory, problem.mask))
     out, lse = (on_host(array) for array in got)
     check(problem, cumla.AttentionState(out, lse), sample.dtype)
+
+
+@pytest.mark.parametrize("which", range(len(PAIRS)))
+@pytest.mark.parametrize("mask", FACTORS["mask"])
+def test_two_kv_heads_of_a_thread_block(mask: str, which: int) -> None:
+    problem, memory = of_pairs(mask, which), Memory(cp)
+    given = {name: memory.upload(value) for name, value in problem.given.items()}
+    with multiprocessors(PAIRS[which][-1]):
+        assert reads_pairs(problem, memory.upload)
+        got = cumla.attention(**given, mask=on_gpu(memory, problem.mask))
+    out, lse = (on_host(array) for array in got)
+    check(problem, cumla.AttentionState(out, lse), "bfloat16")
 
 
 # --- long requests --------------------------------------------------------------------------------

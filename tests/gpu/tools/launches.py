@@ -607,6 +607,48 @@ def attention_of_drafts(make: _Maker) -> Iterator[Case]:
         yield f"drafts, {keys} and {values} columns, {dtype.name}", call
 
 
+def attention_with_caps(make: _Maker) -> Iterator[Case]:
+    """Soft caps and float32 results of few queries, which have kernels of their own."""
+    for (keys, values), dtype, fp8, page in itertools.product(
+        WIDTHS, HALVES, (False, True), (64, 1)
+    ):
+        if fp8 and (keys > 256 or keys % 16 or values % 16):
+            continue
+
+        def call(
+            keys: int = keys,
+            values: int = values,
+            dtype: np.dtype[Any] = dtype,
+            fp8: bool = fp8,
+            page: int = page,
+        ) -> None:
+            of_cache = E4M3 if fp8 else dtype
+            k, v = (make(9, page, 8, width, dtype=of_cache) for width in (keys, values))
+            for batch, q_len in ((1, 1), (1, 16), (16, 1), (16, 4)):
+                pages = {"block_table": make.int32(batch, 40), "kv_lens": make.int32(batch)}
+                q = make(batch, q_len, 32, keys, dtype=dtype)
+                cumla.attention(q, k, v, **pages, softcap=30.0)
+                cumla.attention(q, k, v, **pages, out=make.float32(batch, q_len, 32, values))
+
+        cache = "e4m3" if fp8 else "same"
+        yield f"capped attention, {keys} and {values} columns, {dtype.name}, {cache}", call
+
+
+def attention_of_pairs(make: _Maker) -> Iterator[Case]:
+    """Masks of many requests, whose kv heads are read in pairs."""
+    for dtype, width in itertools.product(HALVES, (128, 96)):
+
+        def call(dtype: np.dtype[Any] = dtype, width: int = width) -> None:
+            k, v = (make(9, 64, 8, width, dtype=dtype) for _ in range(2))
+            pages = {"block_table": make.int32(100, 40), "kv_lens": make.int32(100)}
+            for q_len in (1, 4):
+                q, rows = make(100, q_len, 32, width, dtype=dtype), make.int32(100 * q_len)
+                mask = cumla.mha.mask.AttentionMask(end=rows)
+                cumla.attention(q, k, v, **pages, mask=mask, sinks=make.float32(32))
+
+        yield f"masks in attention, pairs of {width} columns, {dtype.name}", call
+
+
 def attention_plans(make: _Maker) -> Iterator[Case]:
     """Plans of attention, lists of pages, other layouts, batch invariance."""
     for dtype, fp8, width, batch, page in itertools.product(
@@ -1188,6 +1230,8 @@ TABLE: dict[str, Callable[[_Maker], Iterator[Case]]] = {
             attention,
             attention_by_masks,
             attention_of_drafts,
+            attention_with_caps,
+            attention_of_pairs,
         ),
         *(attention_by_biases, attention_plans, indexer, dsa, caches, small, masks),
         *(prefixes, layouts, others, blocks, blocks_of_prompts, blocks_of_e4m3_by_rows),

@@ -1045,6 +1045,9 @@ def attend_many_heads(cupy: Any) -> None:
         for fixed in attention_cases.PAIRS:
             for sample in attention_cases.samples(1, **fixed, dtype="bfloat16"):
                 attend_mha(cupy, sample)
+    for fixed in attention_cases.FEW_ROWS[:4]:
+        for sample in attention_cases.samples(1, **fixed, dtype="bfloat16"):
+            attend_mha(cupy, sample)
     with multiprocessors(7):  # row tiles whose keys are split
         for columns in ((64, 64), (128, 128)):
             fixed = attention_cases.DRAFTS | {"columns": columns, "dtype": "bfloat16"}
@@ -1072,6 +1075,8 @@ def attend_by_masks(cupy: Any) -> None:
             for columns in ((64, 64), (128, 128)):
                 full = sample._replace(mask=mask, columns=columns, dtype="bfloat16", **fixed)
                 attend_masked(cupy, full)
+            pairs = {"q_lens": "equal", "heads": (4, 2), "columns": (96, 96), "page_size": 64}
+            attend_masked(cupy, full._replace(**pairs))
     with multiprocessors(7):  # keys of one request's row tiles are split
         one = fixed | {"q_lens": (40,), "heads": (16, 1), "columns": (64, 64)}
         for sample, (mask, _) in zip(few, kinds, strict=False):

@@ -24,10 +24,12 @@ from tests.emulator import Array, CuPy, emulate, emulated_gpu
 from tests.emulator.fenced import Fenced
 from tests.launch.structs import parameters
 from tests.mha.attention_cases import (
+    FEW_ROWS,
     PAIRED_COUNTS,
     PAIRS,
     Sample,
     check,
+    has_few_rows,
     make,
     reads_pairs,
     samples,
@@ -100,6 +102,37 @@ def test_two_kv_heads_of_a_thread_block(sample: Sample, count: int) -> None:
         assert reads_pairs({name: cupy.like(value) for name, value in given.items()})
         got = call(cupy, given)
     check(sample, got, cumla.reference.attention(**make(sample)))
+
+
+@pytest.mark.parametrize("count", [13, 33])
+@pytest.mark.parametrize(
+    "sample",
+    [sample for fixed in FEW_ROWS for sample in samples(2, **fixed, dtype="bfloat16")],
+    ids=lambda s: f"{s.columns[0]}-{s.outputs}-{s.seed}",
+)
+def test_few_rows(sample: Sample, count: int) -> None:
+    given = make(sample)
+    with emulated_gpu(count) as cupy:
+        assert has_few_rows({name: cupy.like(value) for name, value in given.items()})
+        got = call(cupy, given)
+    check(sample, got, cumla.reference.attention(**make(sample)))
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 0), (0, 0, 3), (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 2), (16, 8), (6, 1)], ids=str)
+def test_few_rows_on_average(heads: tuple[int, int], counts: tuple[int, ...]) -> None:
+    """A request has the queries of all, and so several tiles."""
+    fixed = {"lens": (200, 470, 30), "columns": (128, 128), "cache": "same", "queries": "one"}
+    fixed |= {"page_size": 64, "pages": "table", "outputs": "new", "dtype": "bfloat16"}
+    (sample,) = samples(1, **fixed, heads=heads, window=None)
+    given = make(sample)
+    given |= {"q": given["q"][:3], "qo_indptr": int32(*np.cumsum([0, *counts]))}
+    with emulated_gpu(33) as cupy:
+        assert has_few_rows({name: cupy.like(value) for name, value in given.items()})
+        out, lse = call(cupy, given)
+    expected = cumla.reference.attention(**given)
+    np.testing.assert_allclose(out.astype(np.float64), expected.out.astype(np.float64), atol=0.02)
+    np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
 
 
 # --- a small call ---------------------------------------------------------------------------------

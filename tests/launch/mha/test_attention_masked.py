@@ -13,7 +13,17 @@ import cumla
 from cumla import AttentionMask
 from tests.emulator import emulated_gpu
 from tests.mha.mask_cases import LEAST, MOST, shown
-from tests.mha.test_attention_mask import FACTORS, Problem, Sample, check, make, samples
+from tests.mha.test_attention_mask import (
+    FACTORS,
+    PAIRS,
+    Problem,
+    Sample,
+    check,
+    make,
+    of_pairs,
+    reads_pairs,
+    samples,
+)
 
 
 def run(problem: Problem, cupy: Any, **more: Any) -> Any:
@@ -62,6 +72,15 @@ def test_split_keys(mask: str) -> None:
         problem = make(Sample(mask, *fixed, "table", seed=count))
         with emulated_gpu(count) as cupy:
             check(problem, run(problem, cupy), "bfloat16")
+
+
+@pytest.mark.parametrize("which", range(len(PAIRS)))
+@pytest.mark.parametrize("mask", FACTORS["mask"])
+def test_two_kv_heads_of_a_thread_block(mask: str, which: int) -> None:
+    problem = of_pairs(mask, which)
+    with emulated_gpu(PAIRS[which][-1]) as cupy:
+        assert reads_pairs(problem, cupy.like)
+        check(problem, run(problem, cupy), "bfloat16")
 
 
 def test_any_integers() -> None:

@@ -38,10 +38,13 @@ struct Consumer {
   static constexpr bool kDivided = Layout::kDivided, kPaired = kIsPaired<Params>;
   // Groups of eight value columns
   static constexpr int kHalf = kValueTiles * 4, kGroups = kDivided ? kHalf : 2 * kHalf;
-  static constexpr bool kSkipsRows = kGroups <= 16;  // registers suffice for it
+  static constexpr bool kFew = kIsFew<Params>;
+  static constexpr int kRows = kFew ? 1 : 2;                  // of a thread
+  static constexpr bool kSkipsRows = kGroups <= 16 || kFew;  // registers suffice for it
   static constexpr int kOwnTiles = kGroups / 8;  // value tiles that this consumer multiplies
+  static constexpr bool kLoadsSinks = kIsLean<Params> && kSkipsRows;  // when a tile begins; others when it ends
 
-  const AttentionParams& p;
+  const CommonOf<Params>& p;
   const Params& all_params;
   const Layout& shared;
   const Tile& tile;
@@ -55,6 +58,7 @@ struct Consumer {
   u32 listed[2];   // and the keys of a block that they see
   MaskOf<Params> mask;
   RowBias<Params> bias[2];
+  typename TypeIf<kLoadsSinks, float, Nothing>::Type natural_sink[2];
   float key_factor, value_factor;  // kScaled: factor of scores (base 2) or of the argument of the cap; factor of values
 
   __device__ __forceinline__ Consumer(const Params& p, const Layout& shared, const Tile& tile, int consumer)
@@ -64,7 +68,9 @@ struct Consumer {
         row(warp * 16 + lane / 4) {}
 
   // True if the warp has row r of a thread's two rows. Results of other rows are discarded.
-  __device__ __forceinline__ bool has_rows(int r) const { return !kSkipsRows || tile.rows > warp * 16 + 8 * r; }
+  __device__ __forceinline__ bool has_rows(int r) const {
+    return r < kRows && (!kSkipsRows || tile.rows > warp * 16 + 8 * r);
+  }
 
   __device__ __forceinline__ void arrive(u32 barrier) const {  // a lane per warp
     __syncwarp();
@@ -93,7 +99,7 @@ struct Consumer {
       seen_by_all = {seen_by(p, tile, segment.tokens, kRowTile - 1).first, seen_by(p, tile, segment.tokens, 0).end};
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
       if constexpr (kHasLists<Params>)
@@ -103,6 +109,7 @@ struct Consumer {
       else
         seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
       if constexpr (kHasBias<Params>) bias[r].begin(all_params, tile, segment.tokens, row + 8 * r);
+      if constexpr (kLoadsSinks) natural_sink[r] = natural_sink_of(p, tile, segment, row + 8 * r);
     }
   }
 
@@ -156,7 +163,7 @@ struct Consumer {
     if (!is_seen(all_params, tile, mask.of, mask.hull, begin + key))
 #pragma unroll 4
       for (int i = first; i < first + kChunks; ++i)
-        store_shared_zero_16(own_values(stage) + i / 8 * kTileBytes + key * 128 + i % 8 * 16);
+        store_shared_zero_16(own_values(stage) + i / 8 * Layout::kTileStep + key * 128 + i % 8 * 16);
     meet();
   }
 
@@ -213,8 +220,20 @@ struct Consumer {
       return;
     }
     if (begin + kBlockTokens <= seen_by_all.end && begin >= seen_by_all.first) return;
+    if constexpr (kFew) {
+      hide_few(begin + lane % 4 * 2);
+      return;
+    }
     const attend::Seen of_rows[2] = {{seen[0].first, seen[0].end}, {seen[1].first, seen[1].end}};
     hide_outside(scores, begin + (lane % 4) * 2, of_rows);
+  }
+
+  __device__ __forceinline__ void hide_few(int column) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int key = column + i / 2 * 8 + i % 2;
+      if (key < seen[0].first || key >= seen[0].end) scores[i / 2 * 4 + i % 2] = -kInfinity;
+    }
   }
 
   // Scales the scores, and adds the bias. Scores are masked afterwards: a bias of what is not seen may be NaN.
@@ -230,19 +249,19 @@ struct Consumer {
     }
   }
 
-  // Turns the scores of kRows of the two rows into weights.
-  template <int kRows>
+  // Turns the scores of kOf of the two rows into weights.
+  template <int kOf>
   __device__ __forceinline__ void weigh() {
-    raise_maximum<kRows>();
-    exponentiate<kRows>();
+    raise_maximum<kOf>();
+    exponentiate<kOf>();
   }
 
-  template <int kRows>
+  template <int kOf>
   __device__ __forceinline__ void raise_maximum() {
-    float next[kRows], factor[kRows];
+    float next[kOf], factor[kOf];
     bool grown = false;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kOf; ++r) {
       next[r] = scores[2 * r];
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
@@ -253,7 +272,7 @@ struct Consumer {
     }
     if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kOf; ++r) {
       factor[r] = exp2_approx(maximum[r] - next[r]);
 #pragma unroll
       for (int i = 2 * r; i < kGroups * 4; i += 4) {
@@ -266,12 +285,12 @@ struct Consumer {
     }
   }
 
-  template <int kRows>
+  template <int kOf>
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       const int r = i >> 1 & 1;
-      if (r >= kRows) continue;
+      if (r >= kOf) continue;
       const float low = exp2_approx(__fmaf_rn(scores[i], biased_factor(), -maximum[r]));
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], biased_factor(), -maximum[r]));
       sum[r] += low + high;
@@ -335,6 +354,11 @@ struct Consumer {
   __device__ __forceinline__ void normalise(float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const;
   __device__ __forceinline__ void exchange(float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const;
   __device__ __forceinline__ void finish_head(const Segment& segment, const float (&sink)[2]);
+  // mha/attention/few.cuh
+  __device__ __forceinline__ void finish_few(const Segment& segment, const float (&sink)[2], bool more) const;
+  __device__ __forceinline__ void add_other(float (&half)[kHalf * 4], float (&lse)[2], const float (&sink)[2]) const;
+  __device__ __forceinline__ void write_row(const Segment& segment, const float (&half)[kHalf * 4],
+                                            const float (&lse)[2]) const;
   __device__ __forceinline__ bool is_last_piece(const Segment& segment) const;
   __device__ __forceinline__ void combine_pieces(const Segment& segment, float (&lse)[2]);
   // The halves of an output that one consumer has.

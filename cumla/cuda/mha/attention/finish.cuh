@@ -30,8 +30,11 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
     const Segment& segment, bool more) {
   float sink[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sink[r] = sink_of(p, tile, segment, row + 8 * r);
+  for (int r = 0; r < kRows; ++r) {
+    if constexpr (kLoadsSinks)
+      sink[r] = bounded_sink(natural_sink[r]);
+    else
+      sink[r] = sink_of(p, tile, segment, row + 8 * r);
     sum[r] = sum_of_quad(sum[r]);
     weight[r] = sum_of_quad(weight[r]);
     if (!Layout::kSeesAll && lane % 4 == 0) {
@@ -42,6 +45,10 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
   }
   if constexpr (kPaired) {
     finish_head(segment, sink);
+    return;
+  }
+  if constexpr (kFew) {
+    finish_few(segment, sink, more);
     return;
   }
   float lse[2], half[kHalf * 4];
@@ -57,7 +64,7 @@ __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kSc
     constexpr int kStageBytes = Layout::kKeyBytes + Layout::kValueBytes;
     constexpr int kSpace = kOwnStages ? kStageBytes / 4 : Layout::kBuffers * kStageBytes / kJoinWarps;
     const u32 more_pieces = kOwnStages ? shared.keys(1) : shared.keys(0) + 4 * kSpace;
-    Joiner<T, kValueTiles * 64, kSpace, false, AttentionParams, Tile>(
+    Joiner<T, kValueTiles * 64, kSpace, false, CommonOf<Params>, Tile>(
         p, {shared.words(), shared.exchange(), shared.exchange() + 8192, shared.keys(0), more_pieces}, tile, segment)
         .join(more);
   } else {
@@ -257,7 +264,7 @@ template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled
 __device__ __forceinline__ void Consumer<T, kKeyTiles, kValueTiles, kCopied, kScaled, Params>::write_result(
     const Segment& segment, int own, const float (&half)[kHalf * 4], const float (&lse)[2]) const {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     if (!has_rows(r)) return;
     if (row + 8 * r < tile.rows && own == 0 && lane % 4 == 0)
       store_lse(p, tile, segment.request, Row(p, tile, row + 8 * r), lse[r]);

@@ -86,11 +86,43 @@ struct AttentionParams {
   int is_of_chunks;  // this launch has the chunks of a mixed batch, which may have none
 };
 
+// The same of calls without a softcap and float32 results, whose instructions cost time where they are jumped over,
+// too.
+struct LeanParams : AttentionParams {
+  static constexpr float to_softcap = 0.0f;
+  static constexpr int out_is_float = 0;
+};
+
+// Tiles of at most kFewRows rows, a row for a thread.
+constexpr int kFewRows = 8;
+template <typename Params>
+struct FewRows : Params {};
+
+template <typename Params>
+constexpr bool kIsLean = false;
+template <>
+constexpr bool kIsLean<LeanParams> = true;
+template <>
+constexpr bool kIsLean<FewRows<LeanParams>> = true;
+template <typename Params>
+constexpr bool kIsFew = false;
+template <typename Params>
+constexpr bool kIsFew<FewRows<Params>> = true;
+// What a kernel's parameters have in common with those of other kernels.
+template <typename Params>
+using CommonOf = typename TypeIf<kIsLean<Params>, LeanParams, AttentionParams>::Type;
+
 __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
   const int request = quotient(token, p.by_tokens_apart);  // 0 if tokens_apart is 0
   return {request, token - request * p.tokens_apart};
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
+__device__ __forceinline__ TokenPlace place_of(const LeanParams& p, int request, int token) {
+  return place_of(static_cast<const AttentionParams&>(p), request, token);
+}
+__device__ __forceinline__ bool has_column(const LeanParams& p, int column) {
+  return has_column(static_cast<const AttentionParams&>(p), column);
+}
 
 // As split::store_lse for tiles with sinks.
 __device__ __forceinline__ float natural_lse(const AttentionParams& p, float sink, float lse) {
@@ -103,6 +135,11 @@ __device__ __forceinline__ void store_lse(const AttentionParams& p, const AnyTil
   const bool is_sink = p.sinks != nullptr && fabsf(lse) >= kMostSink;
   p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] =
       natural_lse(p, is_sink ? p.sinks[to.head] : lse, lse);
+}
+template <typename AnyTile>
+__device__ __forceinline__ void store_lse(const LeanParams& p, const AnyTile& tile, int request, const Row& to,
+                                          float lse) {
+  store_lse(static_cast<const AttentionParams&>(p), tile, request, to, lse);
 }
 
 // A row tile. grid = (kv heads, parts, 1) makes CTAs that read the same pages neighbours; (1, parts, kv heads) makes
@@ -125,6 +162,13 @@ struct Query {
     at = place_of(p, 0, tile.q_begin + own);
   }
 };
+
+// The sink of a row, natural; -inf if there is none. Without a branch, so that others may be on their way meanwhile.
+__device__ __forceinline__ float natural_sink_of(const AttentionParams& p, const HeadTile& tile, const Segment& segment,
+                                                 int row) {
+  const bool counts = row < tile.rows && (!segment.split() || segment.first_part == blockIdx.y);
+  return load_global_float_if(p.sinks != nullptr && counts, p.sinks + Row(p, tile, row).head, -kInfinity);
+}
 
 // Base-2 sink of a row; -inf if there is none. It counts once: in the first partial result of a row tile.
 __device__ __forceinline__ float sink_of(const AttentionParams& p, const HeadTile& tile, const Segment& segment,

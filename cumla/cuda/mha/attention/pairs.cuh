@@ -2,6 +2,7 @@
 // Two neighbouring kv heads a CTA: one box brings both, and each consumer has one.
 #pragma once
 #include "mha/attention/layout.cuh"
+#include "mha/attention/mask.cuh"
 #include "split/output.cuh"
 #include "split/tile.cuh"
 #include "ptx/types.cuh"
@@ -13,11 +14,18 @@ using namespace split;
 struct PairedParams : AttentionParams {
   static constexpr int kHeads = 2;  // of a CTA
 };
+struct MaskedPairedParams : MaskedParams {
+  static constexpr int kHeads = 2;
+};
 
 template <typename Params>
 constexpr bool kIsPaired = false;
 template <>
 constexpr bool kIsPaired<PairedParams> = true;
+template <>
+constexpr bool kIsPaired<MaskedPairedParams> = true;
+template <>
+constexpr bool kHasMask<MaskedPairedParams> = true;
 
 // A row tile of the kv head of this thread's consumer; of loaders, that of the first consumer. grid = (pairs of kv
 // heads, parts, 1).

@@ -44,7 +44,9 @@ struct ChunkAttender : TypeIf<kHasBias<Params>, ChunkBias<Params, kRows / 8>, No
   static constexpr int kSteps = kE4m3 ? 4 : 2;         // products of each
   static constexpr bool kNarrows = kE4m3 && kIsBf16<T>;  // narrows query rows
 
-  const AttentionParams& p;
+  using Common = CommonOf<Params>;
+
+  const Common& p;
   const Layout& shared;
   const HeadTile& tile;
   const int warp, lane;
@@ -56,7 +58,7 @@ struct ChunkAttender : TypeIf<kHasBias<Params>, ChunkBias<Params, kRows / 8>, No
   float factor[kEights][2];  // of scores (base 2), or of the argument of the cap
   Seen common;  // keys that all rows see
 
-  __device__ __forceinline__ ChunkAttender(const AttentionParams& p, const Layout& shared, const HeadTile& tile)
+  __device__ __forceinline__ ChunkAttender(const Common& p, const Layout& shared, const HeadTile& tile)
       : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   // The group of eight columns of a lane's query words 4 i to 4 i + 3. It matches the lane's key words.

@@ -36,13 +36,13 @@ __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile,
 // Adds up the warps' outputs of a row tile, 64 columns of eight rows per step, and stores results or a partial
 // result. Adder w has the columns of lanes 4 w to 4 w + 3. Its lane 4 g + q has columns 2 q and 2 q + 1 of these in
 // row g.
-template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3, typename Params>
 struct Adder {
   using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
   static constexpr int kRounds = kValues / 64;    // steps per eight rows
   static constexpr int kEach = kDecodeWarps / 4;  // warps whose outputs a lane adds
 
-  const AttentionParams& p;
+  const Params& p;
   const Layout& shared;
   const HeadTile& tile;
   const Segment& segment;
@@ -51,7 +51,7 @@ struct Adder {
 
   // Reads threadIdx anew, so that values derived from it hold no registers during the chunks.
   __device__ __forceinline__ static int thread_here() { return copy_of(threadIdx.x); }
-  __device__ __forceinline__ Adder(const AttentionParams& p, const Layout& shared, const HeadTile& tile,
+  __device__ __forceinline__ Adder(const Params& p, const Layout& shared, const HeadTile& tile,
                                    const Segment& segment, u32 number)
       : p(p), shared(shared), tile(tile), segment(segment), number(number), adder(thread_here() / 32),
         lane(thread_here() % 32) {}
@@ -74,7 +74,7 @@ struct Adder {
   }
 
   __device__ __forceinline__ void join(bool more) const {
-    using Rows = RowJoiner<T, kValues>;
+    using Rows = RowJoiner<T, kValues, Params>;
     static_assert(kJoinWarps * Rows::kRoom <= Layout::kSumsBytes, "joining uses the sums");
     Rows(p, shared.words(), shared.sums(), tile, segment).join(more);
   }
@@ -165,7 +165,7 @@ struct Attender : ChunkAttender<T, kKeys, kValues, kRows, kE4m3, Params> {
   using Base::p, Base::shared, Base::tile, Base::warp, Base::lane;
   using Base::output, Base::maximum, Base::sum, Base::weight;
   using Base::Base;
-  using AdderOf = Adder<T, kKeys, kValues, kRows, kE4m3>;
+  using AdderOf = Adder<T, kKeys, kValues, kRows, kE4m3, CommonOf<Params>>;
   static constexpr int kRounds = kValues / 64;
 
   u32 tiles = 0;  // tiles whose outputs the warps have stored, in kSumTurns turns each

@@ -28,9 +28,13 @@ struct PieceRow {
   }
 };
 
-// `sums`: kJoinWarps * kRoom bytes of shared memory, not used otherwise meanwhile.
-template <typename T, int kValues>
-struct RowJoiner : Meeting<AttentionParams> {
+// `sums`: kJoinWarps * kRoom bytes of shared memory, not used otherwise meanwhile. kFirstThread: of those who combine.
+template <typename T, int kValues, typename Params, int kFirstThread = 0>
+struct RowJoiner : Meeting<Params> {
+  using Base = Meeting<Params>;
+  using Base::kLast, Base::kGoOn, Base::kAll, Base::p, Base::segment, Base::words, Base::pieces, Base::warp, Base::lane;
+  using Base::arrive, Base::who_left;
+  using typename Base::Role;
   static constexpr int kRuns = (kValues + 127) / 128;  // of four columns per lane
   static constexpr int kAtOnce = 8;                    // partial results
   static constexpr int kRoom = kValues * 4 + 16;
@@ -38,10 +42,11 @@ struct RowJoiner : Meeting<AttentionParams> {
   const u32 sums;
   const HeadTile& tile;
 
-  __device__ __forceinline__ RowJoiner(const AttentionParams& p, u32 words, u32 sums, const HeadTile& tile,
+  __device__ __forceinline__ RowJoiner(const Params& p, u32 words, u32 sums, const HeadTile& tile,
                                        const Segment& segment)
-      : Meeting{p, segment, words, segment.last_part - segment.first_part + 1,
-                static_cast<int>(copy_of(threadIdx.x) / 32), static_cast<int>(copy_of(threadIdx.x) % 32)},
+      : Base{p, segment, words, segment.last_part - segment.first_part + 1,
+                static_cast<int>(copy_of(threadIdx.x - kFirstThread) / 32),
+             static_cast<int>(copy_of(threadIdx.x) % 32)},
         sums(sums),
         tile(tile) {}
 
@@ -53,7 +58,7 @@ struct RowJoiner : Meeting<AttentionParams> {
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
     const int mine = blockIdx.y - segment.first_part;
     consumers_sync();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == kFirstThread) {
       u32* const arrived = &tickets[segment.first_part].arrived;
       store_shared_u32(words, mine < tile.rows ? arrive(arrived, left_here, more) : count_in(arrived));
     }
@@ -69,7 +74,7 @@ struct RowJoiner : Meeting<AttentionParams> {
       share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
       left &= left - 1;
     }
-    if (role == kLast && threadIdx.x == 0) store_relaxed(left_here, 0);
+    if (role == kLast && threadIdx.x == kFirstThread) store_relaxed(left_here, 0);
   }
 
  private:
