@@ -23,7 +23,9 @@
 //
 // barrier                         who arrives (count)             who waits            guards
 // keys_full(stage),               TMA (1); rows: each copying     all consumers        the tiles are loaded
-// values_full(stage)              thread (128)
+// values_full(stage)              thread (128); values of which
+//                                 some are cleared: the value
+//                                 loader (1)
 // keys_free(stage),               a lane per consumer warp (4     the loader           the tiles may be overwritten
 // values_free(stage)              per consumer)
 // item_taken(n), 4                with a mask: the lane that has  warp 3               the tile is written
@@ -35,12 +37,13 @@
 //                                 the last loads of a tile (1)
 // begun                           lane 0 of the key loader,       the value loader     order of the first loads
 //                                 after the first keys (1)
-// named, kAllBarrier              all consumers (128 each)        the same             zeroed rows of V past the end;
-//                                                                                      kSplit: combining
+// landed                          TMA (1)                         the value loader     values of which it clears some,
+//                                                                                      before they are full
+// named, kConsumersBarrier        kSplit: consumers (256)         the same             combining
 // named, kTurnBarrier + c         the consumer before and         consumer c           its turn to issue products
 //                                 consumer c (256)
 // named, kOwnBarrier + c          the threads of consumer c       the same             query rows, votes, zeroed rows
-//                                 (128)                                                before windows
+//                                 (128)
 //
 // Shared memory: query 8,192 per 64 columns and consumer + output 8,192 per consumer + 2 stages of keys and values
 //                + announcements 256, kSplit: 384, + barriers 256
@@ -90,7 +93,9 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
     }
     mbarrier_init(shared.wanted(), 1);
     mbarrier_init(shared.begun(), 1);
+    if constexpr (!kCopied && !kHasMask<Params> && !kHasLists<Params>) mbarrier_init(shared.landed(), 1);
     fence_mbarrier_init();
+    if (!kSplit && !kCopied) mbarrier_arrive(kHasMask<Params> ? shared.item_taken(0) : shared.item_full(0));
   }
   if (warp == 1) prefetch_plan(p, threadIdx.x % 32);
   if constexpr (kHasMask<Params> && kSplit)
@@ -100,7 +105,7 @@ __device__ __forceinline__ void attention_prefill(const Params& p) {
   grid_dependency_launch();
   const bool deals = threadIdx.x == 64, deals_early = deals && !kCopied;
   if (deals_early) grid_dependency_wait();
-  typename TypeIf<kSplit, PartDealer<Layout, Params>, ItemDealer<Layout, Params>>::Type dealer(p, deals_early);
+  typename TypeIf<kSplit, PartDealer<Layout, Params>, ItemDealer<Layout, Params>>::Type dealer(p, shared, deals_early);
   __syncthreads();
   grid_dependency_wait();
   if (!kSplit && p.is_of_chunks && p.parts_in[0].end_place <= 0) return;

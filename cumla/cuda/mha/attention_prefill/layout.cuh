@@ -15,9 +15,9 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kItems = 4;  // announcements: of the tile being stored, the next one, the one after that, and a spare
-constexpr int kAllBarrier = 1;   // named barriers: of all consumers,
-constexpr int kTurnBarrier = 2;  // of the turns of each consumer,
-constexpr int kOwnBarrier = 5;   // and of the threads of each consumer
+// Named barriers. 1 is kConsumersBarrier of split/meeting.cuh.
+constexpr int kTurnBarrier = 2;  // of the turns of each consumer
+constexpr int kOwnBarrier = 5;   // of the threads of each consumer
 
 template <int kKeyTiles, int kValueTiles, int kBlock_, int kConsumers_, bool kSplit_ = false>
 struct PrefillLayout {
@@ -54,6 +54,7 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 wanted() const { return barrier(4 * kStages + 2 * kItems); }
   __device__ __forceinline__ u32 begun() const { return wanted() + 8; }
   __device__ __forceinline__ u32 item_taken(u32 n) const { return begun() + 8 + n % kItems * 8; }
+  __device__ __forceinline__ u32 landed() const { return item_taken(0); }  // without a mask or lists
   // With lists: what query tokens see of the units of a block, then the most that one sees of each.
   static constexpr int kUnits = kBlock / kUnit;
   __device__ __forceinline__ u32 seen(int s) const { return barrier(4 * kStages + 2 * kItems + 2) + s * kUnits * 16; }
@@ -66,6 +67,9 @@ template <typename Params>
 constexpr bool kIsPlain = false;
 template <>
 constexpr bool kIsPlain<AttentionParams> = true;
+template <typename Params, typename Layout>
+constexpr bool kSwapsBlocks =
+    kIsPlain<Params> && !Layout::kSplit && Layout::kConsumers == 2 && Layout::kBlock == 128;
 
 // A row tile of a kv head. An item without rows ends the list.
 struct Item {
@@ -175,6 +179,12 @@ __device__ __forceinline__ ItemMask read_mask(const Layout& shared, u32 n, int t
   mask.hull.any = {number(b.x), number(b.y)};
   mask.hull.all = {number(b.z), number(b.w)};
   return mask;
+}
+
+// A CTA's first tile begins with its first block, which other tiles of the head have, too: when all CTAs begin, they
+// wait for memory. All other blocks descend.
+__device__ __forceinline__ bool swaps_blocks(u32 n, const Seen& blocks) {
+  return n == 0 && blocks.end - blocks.first > 1;
 }
 
 // Those of the blocks that this CTA's part has; if it has none, the one behind the last key, which no row sees.

@@ -108,22 +108,18 @@ struct Dealer {
   __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
     int number = 0;
     const Item item = next(n, number);
-    return announce(shared, n, item, number);
-  }
-  __device__ __forceinline__ bool announce(const Layout& shared, u32 n, const Item& item, int number) const {
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
+    write(shared, n, item, number);
+    mbarrier_arrive(kHasMask<Params> ? shared.item_taken(n) : shared.item_full(n));
+    return item.rows > 0;
+  }
+  __device__ __forceinline__ void write(const Layout& shared, u32 n, const Item& item, int number) const {
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
                                      static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
     store_shared_16(shared.item(n) + 16,
                     {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
                      static_cast<u32>(item.head), static_cast<u32>(item.rows)});
-    if constexpr (kHasMask<Params>) {
-      store_shared_u32(shared.item(n) + 32, number);
-      mbarrier_arrive(shared.item_taken(n));
-    } else {
-      mbarrier_arrive(shared.item_full(n));
-    }
-    return item.rows > 0;
+    if constexpr (kHasMask<Params>) store_shared_u32(shared.item(n) + 32, number);
   }
 };
 
@@ -136,26 +132,42 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   return item;
 }
 
+// A warp zeroes rows [first, end) of a block of values.
+template <int kTiles, int kTileBytes>
+__device__ __forceinline__ void clear_values(u32 tiles, int first, int end) {
+#pragma unroll 1
+  for (int i = first * 8 + threadIdx.x % 32; i < end * 8; i += 32)
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) store_shared_zero_16(tiles + tile * kTileBytes + i * 16);
+}
+
 // One warp loads the keys, or the values; each lane loads its own box of a block. It asks for the next item only with
 // the last loads of this one, so that the first CTA to finish gets it. The first keys are loaded alone, because all
-// CTAs wait for L2 then.
+// CTAs wait for L2 then. Without a mask or lists it clears values before all windows and past the end of the request:
+// they may be NaN. Their probabilities are 0, but 0 x NaN is NaN.
 template <typename Layout, int kTiles, int kBlock, bool kOfKeys, typename Params>
 __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared) {
+  constexpr bool kClears = !kOfKeys && !kHasMask<Params> && !kHasLists<Params>;
   const int first = threadIdx.x % 32 * p.box_rows;
-  u32 t = 0;
+  u32 t = 0, cleared = 0;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
     const Item item = item_at(shared, n);
     if (item.rows == 0) return;
     const RaggedTile tile = tile_of(p, item, 0);
     const Seen blocks = blocks_of<kBlock>(p, shared, n, item);
+    const int first_seen = kClears ? seen_by(p, tile, item.tokens, 0).first : 0;
+    const bool swaps = kSwapsBlocks<Params, Layout> && swaps_blocks(n, blocks);
 #pragma unroll 1
-    for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+    for (int left = blocks.end - 1; left >= blocks.first; --left, ++t) {
+      const int block = !swaps ? left : left == blocks.end - 1 ? blocks.first : left + 1;
       if (!kOfKeys && t == 0) mbarrier_wait(shared.begun(), 0, "the first keys");
       const int stage = t % Layout::kStages;
       const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
-      const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
-      if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
+      const int hidden = first_seen - block * kBlock, valid = item.tokens - block * kBlock;
+      const bool clears = kClears && (hidden > 0 || valid < kBlock);
+      const u32 full = kOfKeys ? shared.keys_full(stage) : clears ? shared.landed() : shared.values_full(stage);
+      if (kOfKeys && left == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
       uint4 seen[Layout::kUnits];
@@ -182,6 +194,14 @@ __device__ __forceinline__ void load_boxes(const Params& p, const Layout& shared
       if (kOfKeys && t == 0) {
         mbarrier_wait(full, 0, "the first keys");
         if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.begun());
+      }
+      if (clears) {
+        mbarrier_wait(full, cleared++ & 1, "values to be cleared");
+        clear_values<kTiles, Layout::kTileBytes>(tiles, 0, min(hidden, kBlock));
+        clear_values<kTiles, Layout::kTileBytes>(tiles, max(valid, 0), kBlock);
+        fence_proxy_async_shared();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.values_full(stage));
       }
     }
   }
@@ -224,18 +244,22 @@ __device__ __forceinline__ void load_rows(const Params& p, const Layout& shared)
   copy_async_wait_all();
 }
 
-// Announces all items of a CTA. One lane, which is_active, finds the first one while no barrier exists yet.
+// Announces all items of a CTA. One lane, which is_active, writes the first one while no barrier exists yet; the first
+// phase of its barrier is complete from the start.
 template <typename Layout, typename Params>
 struct ItemDealer {
   const Dealer<Layout, Params> dealer;
-  Item first = {};
-  int number = 0;
+  bool exists = false;
 
-  __device__ __forceinline__ ItemDealer(const Params& p, bool is_active) : dealer(p, is_active) {
-    if (is_active) first = dealer.next(0, number);
+  __device__ __forceinline__ ItemDealer(const Params& p, const Layout& shared, bool is_active) : dealer(p, is_active) {
+    if (!is_active) return;
+    int number = 0;
+    const Item item = dealer.next(0, number);
+    dealer.write(shared, 0, item, number);
+    exists = item.rows > 0;
   }
   __device__ __forceinline__ void deal(const Layout& shared) const {
-    bool more = dealer.announce(shared, 0, first, number);
+    bool more = exists;
     for (u32 n = 0; more; more = dealer.announce(shared, ++n))
       mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
   }

@@ -44,7 +44,8 @@ struct PartDealer {
   int last_place = -1;
   Found found;
 
-  __device__ __forceinline__ PartDealer(const Params& p, bool is_active) : p(p), found{Tile(p), {}, 0, 0, false} {
+  __device__ __forceinline__ PartDealer(const Params& p, const Layout&, bool is_active)
+      : p(p), found{Tile(p), {}, 0, 0, false} {
     if (!is_active) return;
     part = part_of_cta(p, blockIdx.y);
     last_place = last_place_of(p, part);
