@@ -50,6 +50,7 @@ from cumla.core.spec import (
 from cumla.core.state import AttentionState
 from cumla.launch.blocks.block_attention import block_attention_spec
 from cumla.launch.blocks.block_attention_few import block_attention_few_spec
+from cumla.launch.blocks.block_attention_gathered import block_attention_gathered_spec
 from cumla.launch.blocks.block_attention_rest import rest_spec
 from cumla.launch.blocks.block_lists import (
     BlockArguments,
@@ -820,6 +821,8 @@ v_scale, kv_layout, indices_are, out, lse, stream
             specs: tuple[KernelSpec, ...] = places_spec(tile), tiles_spec(tile), tile.choice.spec
             if tile.widened:
                 specs += widen_spec(tile), rest_spec(key)
+        elif key.gathered_columns:
+            specs = (block_attention_gathered_spec(key),)
         elif key.is_direct:
             few = key.few is not None
             specs = (block_attention_few_spec(key) if few else block_attention_spec(key),)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla.core.paged import by_head
 from cumla.launch.blocks.block_attention import block_attention_launch
 from cumla.launch.blocks.block_attention_few import block_attention_few_launch
+from cumla.launch.blocks.block_attention_gathered import block_attention_gathered_launch
 from cumla.launch.blocks.block_attention_rest import block_attention_rest_launch
 from cumla.launch.blocks.block_tiles import block_tiles_launch
 from cumla.launch.blocks.widen_blocks import widen_blocks_launch, widened_pages
@@ -136,7 +137,7 @@ def block_sparse_launches(
         return [_direct_launch(of_rows, buffer, arguments, out, lse)]
     if key.tile:
         return _tile_launches(key, key.tile, buffer, arguments, out, lse)
-    if key.is_direct:
+    if key.is_direct or key.gathered_columns:
         return [_direct_launch(key, buffer, arguments, out, lse)]
     views = (arguments.q, 1), (out, 1), (lse, 0)
     if not arguments.has_heads and _rows_are_even(key.q_len, *views):
@@ -160,6 +161,8 @@ def _direct_launch(
     assert pages is not None
     attend = _attention_of(a, a.q, pages.number, a.block_table, with_heads=False)
     given = key, attend, _lists_values(key, buffer, a, pages), out, lse
+    if key.gathered_columns:
+        return block_attention_gathered_launch(*given)
     if key.few is not None:
         return block_attention_few_launch(*given)
     return block_attention_launch(*given, a.factors)

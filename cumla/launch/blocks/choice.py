@@ -13,6 +13,7 @@ __all__ = [
     "ListForm",
     "Rules",
     "few_form",
+    "gathered_ctas",
     "is_whole",
     "list_ctas",
     "list_form",
@@ -90,6 +91,13 @@ class Rules:
     )
     # The form for batch-invariant lists: a compromise, as it may not depend on the batch.
     invariant_lists: ListForm = _INVARIANT_LISTS
+    # Tokens of a block below which block_attention_gathered serves lists: row tiles and TMA need
+    # longer runs of rows.
+    gathered_tokens: int = 64
+    # Thread blocks that share a list of block_attention_gathered, at most, and the share of places
+    # of thread blocks that clusters may have, by their size from one on: some parts of the GPU have
+    # no place for another large cluster.
+    gathered_fill: tuple[float, ...] = (1, 1, 1, 1, 0.9, 0.9, 0.9, 0.9)
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
@@ -153,6 +161,23 @@ def list_form(lists: int, tokens: int, sm_count: int) -> ListForm:
 def list_ctas(warps: int) -> int:
     """Choose the thread blocks of block_attention, of so many warps, on a multiprocessor."""
     return RULES.sm_warps // warps
+
+
+def gathered_ctas(lists: int, tokens: int, places: int) -> int:
+    """Choose the thread blocks that share a list of block_attention_gathered.
+
+    `places` are those of thread blocks on the GPU.
+    """
+    most = max(1, tokens // RULES.least_tokens)
+    sizes = range(len(RULES.gathered_fill), 1, -1)
+    return next(
+        (
+            n
+            for n in sizes
+            if n <= most and lists * n <= RULES.gathered_fill[n - 1] * places
+        ),
+        1,
+    )
 
 
 def few_form(lists: int, tokens: int, is_e4m3: bool, sm_count: int) -> FewForm | None:

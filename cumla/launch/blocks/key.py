@@ -15,6 +15,7 @@ from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
 from cumla.launch.blocks.choice import (
     RULES,
     few_form,
+    gathered_ctas,
     is_whole,
     list_form,
     list_parts,
@@ -49,6 +50,12 @@ _ENTRIES, _HEADS, _CHUNK = (
     for name in ("kDecodeEntries", "kDecodeRows", "DecodeLayout<true, 4>::kChunk")
 )
 
+_GATHERED_ENTRIES = constant("blocks/block_attention_gathered", "kGatherEntries")
+# Columns of its kernels, and their thread blocks on a multiprocessor.
+GATHERED_CTAS = {
+    columns: constant("blocks/block_attention_gathered", f"GatherLayout<false, {columns}>::kCtas")
+    for columns in (128, 192, 256)
+}
 _FEW_ENTRIES, _FEW_COLUMNS = (
     constant("blocks/block_attention_few", name) for name in ("kFewEntries", "kDecodeColumns")
 )
@@ -171,6 +178,18 @@ class BlockKey(_ListedKey):
         return self.is_short and self.tile is None
 
     @cached_property
+    def gathered_columns(self) -> int:
+        """Columns of the kernel of block_attention_gathered for these lists; 0: none."""
+        serves = (
+            self.page_size < RULES.gathered_tokens
+            and self.num_heads <= _HEADS
+            and 0 < self.topk <= _GATHERED_ENTRIES
+            and not (self.is_short or self.tile or self.rows_have_factors)
+        )
+        columns = max(self.head_dim, self.head_dim_v)
+        return next((n for n in GATHERED_CTAS if serves and n >= columns), 0)
+
+    @cached_property
     def few(self) -> FewForm | None:
         """The form of block_attention_few for these lists; None: it does not serve them."""
         if (
@@ -186,6 +205,11 @@ class BlockKey(_ListedKey):
     @property
     def cluster(self) -> int:
         """Thread blocks that share a list, if multiprocessors suffice."""
+        if self.gathered_columns:
+            if self.batch_invariant:
+                return RULES.invariant_lists.ctas
+            places = GATHERED_CTAS[self.gathered_columns] * self.sm_count
+            return gathered_ctas(self.num_places, self.topk * self.page_size, places)
         if self.few is not None:
             return self.few.ctas
         return self.list_form.ctas

@@ -19,11 +19,13 @@ using namespace attend;
 template <typename T, bool kE4m3, typename Layout>
 struct DecodeAttender {
   using Unit = typename mha::TypeIf<kE4m3, Fp16, T>::Type;  // of the products
-  static constexpr int kSteps = kDecodeColumns / 16, kEights = Layout::kChunk / 8, kPairs = kEights / 2;
+  static constexpr int kSteps = Layout::kColumns / 16, kEights = Layout::kChunk / 8, kPairs = kEights / 2;
+  static constexpr bool kHoldsQuery = kSteps <= 8;  // else it is loaded for each chunk: registers do not suffice
 
   const BlockAttentionParams& p;
   const int lane = threadIdx.x % 32;
-  u32 query[kSteps][4];
+  u32 query[kHoldsQuery ? kSteps : 1][4];
+  u32 queries;  // where the rows lie
   float output[2 * kSteps][4];
   float scores[kEights][4];
   float maximum[2], sum[2], weight[2];
@@ -34,7 +36,6 @@ struct DecodeAttender {
   __device__ __forceinline__ explicit DecodeAttender(const BlockAttentionParams& p) : p(p) {}
 
   __device__ __forceinline__ void begin(u32 queries, float of_keys) {
-    const int g = lane / 4, q = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i)
 #pragma unroll
@@ -44,22 +45,60 @@ struct DecodeAttender {
     unit = kLeastUnit;
     const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * of_keys;
     factor[0] = factor[1] = fminf(of_scores, kMaxFactor);
+    this->queries = queries;
+    if constexpr (kHoldsQuery) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) load_query(query[k], k);
+      if constexpr (kE4m3 && kIsBf16<T>) narrow(of_scores);
+    } else if constexpr (kE4m3 && kIsBf16<T>) {
+      narrow_in_place(of_scores);
+    }
+  }
+
+  // Loads 16 columns of the query rows. For e4m3 they are in the order of bytes that a lane has of keys: columns 4 q to
+  // 4 q + 3.
+  __device__ __forceinline__ void load_query(u32 (&to)[4], int k) const {
+    const int g = lane / 4, q = lane % 4;
     if constexpr (!kE4m3) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k)
-        load_matrix_x4(query[k], queries + Layout::query_place(lane / 8 % 2 * 8 + lane % 8, 2 * k + lane / 16));
+      load_matrix_x4(to, queries + Layout::query_place(lane / 8 % 2 * 8 + lane % 8, 2 * k + lane / 16));
     } else {
-      // In the order of bytes that a lane has of keys: columns 4 q to 4 q + 3 of 16.
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k)
+      for (int r = 0; r < 2; ++r) {
+        const uint2 v = load_shared_8(queries + Layout::query_place(g + 8 * r, 2 * k + q / 2) + q % 2 * 8);
+        to[r] = v.x;
+        to[r + 2] = v.y;
+      }
+    }
+  }
+
+  // Narrows the rows in shared memory, where all warps read them and the first one stores them.
+  __device__ __forceinline__ void narrow_in_place(float of_scores) {
+    u32 highest[2] = {0, 0};
+#pragma unroll 4
+    for (int k = 0; k < kSteps; ++k) {
+      u32 v[4];
+      load_query(v, k);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) highest[i % 2] = max(highest[i % 2], Narrowed::highest_of(v[i]));
+    }
+    const Narrowed narrowed[2] = {Narrowed(highest[0]), Narrowed(highest[1])};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factor[r] = fminf(of_scores * narrowed[r].down, kMaxFactor);
+    __syncthreads();
+    if (threadIdx.x < 32)
+#pragma unroll 4
+      for (int k = 0; k < kSteps; ++k) {
+        const int g = lane / 4, q = lane % 4;
+        u32 v[4];
+        load_query(v, k);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const uint2 v = load_shared_8(queries + Layout::query_place(g + 8 * r, 2 * k + q / 2) + q % 2 * 8);
-          query[k][r] = v.x;
-          query[k][r + 2] = v.y;
+          const u32 to = queries + Layout::query_place(g + 8 * r, 2 * k + q / 2) + q % 2 * 8;
+          store_shared_u32(to, narrowed[r](v[r]));
+          store_shared_u32(to + 4, narrowed[r](v[r + 2]));
         }
-      if constexpr (kIsBf16<T>) narrow(of_scores);
-    }
+      }
+    __syncthreads();
   }
 
   __device__ __forceinline__ void narrow(float of_scores) {
@@ -86,6 +125,7 @@ struct DecodeAttender {
       for (int e = 0; e < 4; ++e) scores[n][e] = 0.0f;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
+      if constexpr (!kHoldsQuery) load_query(query[0], k);
       u32 b[4];
       if constexpr (kE4m3) {  // 16 columns of 32 keys
         load_matrix_x4(b, keys + Layout::place(lane, k));
@@ -103,7 +143,8 @@ struct DecodeAttender {
     }
   }
   __device__ __forceinline__ void multiply_by_query(int n, int k, u32 low, u32 high) {
-    mma_m16n8k16<Unit>(scores[n], query[k][0], query[k][1], query[k][2], query[k][3], low, high);
+    const u32(&a)[4] = query[kHoldsQuery ? k : 0];
+    mma_m16n8k16<Unit>(scores[n], a[0], a[1], a[2], a[3], low, high);
   }
 
   // Where the factors of the two tokens lie whose scores n the lane has.

@@ -83,33 +83,39 @@ struct RowOut {
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const Layout& shared, int token, int head,
                                           float of_values, bool is_part) {
-  constexpr int kWarps = Layout::kWarps, kLanes = 32 * kWarps / kDecodeRows, kEach = kDecodeColumns / 4 / kLanes;
+  constexpr int kWarps = Layout::kWarps, kLanes = 32 * kWarps / kDecodeRows, kAll = Layout::kColumns / 4 / kLanes;
+  constexpr int kEach = kAll * kWarps <= 16 ? kAll : kAll % 4 == 0 ? 4 : 3;  // that are added up at once
+  static_assert(kAll % kEach == 0, "no other");
   const int quad = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
-  float4 statistics[kWarps], sums[kEach][kWarps], v[kEach];
+  float4 statistics[kWarps];
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) statistics[w] = load_shared_float4(shared.statistics(w, row));
 #pragma unroll
-  for (int i = 0; i < kEach; ++i)
+  for (int first = 0; first < kAll; first += kEach) {
+    const int from = quad + first * kLanes;
+    float4 sums[kEach][kWarps], v[kEach];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w)
-      sums[i][w] = load_shared_float4(shared.sums(w, row) + (quad + i * kLanes) * 16);
-  RowSum sum;
-  sum.weigh(statistics);
+    for (int i = 0; i < kEach; ++i)
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    sum.v = {0.0f, 0.0f, 0.0f, 0.0f};
-    sum.add(sums[i]);
-    v[i] = sum.v;
-  }
-  if (is_part) {
+      for (int w = 0; w < kWarps; ++w) sums[i][w] = load_shared_float4(shared.sums(w, row) + (from + i * kLanes) * 16);
+    RowSum sum;
+    sum.weigh(statistics);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) store_shared_float4(shared.sums(0, row) + (quad + i * kLanes) * 16, v[i]);
-    if (quad == 0)
-      store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
-  } else if (row < p.heads_per_group) {
-    const RowOut<T> to(p, sum, token, head, row, of_values);
+    for (int i = 0; i < kEach; ++i) {
+      sum.v = {0.0f, 0.0f, 0.0f, 0.0f};
+      sum.add(sums[i]);
+      v[i] = sum.v;
+    }
+    if (is_part) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) to.store(v[i], (quad + i * kLanes) * 4);
+      for (int i = 0; i < kEach; ++i) store_shared_float4(shared.sums(0, row) + (from + i * kLanes) * 16, v[i]);
+      if (from == 0)
+        store_shared_float4(shared.statistics(kWarps, row), {sum.maximum, sum.total, sum.rounded, 0.0f});
+    } else if (row < p.heads_per_group) {
+      const RowOut<T> to(p, sum, token, head, row, of_values);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) to.store(v[i], (from + i * kLanes) * 4);
+    }
   }
 }
 
@@ -118,23 +124,25 @@ template <typename T, typename Layout>
 __device__ __forceinline__ void add_ctas(const BlockAttentionClusterParams& p, const Layout& shared, int token,
                                          int head, int rank, float of_values) {
   constexpr int kWarps = Layout::kWarps, kMost = 8;
-  const int ctas = p.cluster, column = threadIdx.x % 32 * 4;
+  const int ctas = p.cluster;
 #pragma unroll 1
-  for (int row = rank + threadIdx.x / 32 * ctas; row < p.heads_per_group; row += kWarps * ctas) {
-    float4 statistics[kMost], sums[kMost];
+  for (int row = rank + threadIdx.x / 32 * ctas; row < p.heads_per_group; row += kWarps * ctas)
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      statistics[i] = {kLowest, 0.0f, 0.0f, 0.0f};
-      sums[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (i >= ctas) continue;
-      statistics[i] = load_cluster_float4(shared_address_in(shared.statistics(kWarps, row), i));
-      sums[i] = load_cluster_float4(shared_address_in(shared.sums(0, row) + column * 4, i));
+    for (int column = threadIdx.x % 32 * 4; column < Layout::kColumns; column += 128) {
+      float4 statistics[kMost], sums[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        statistics[i] = {kLowest, 0.0f, 0.0f, 0.0f};
+        sums[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (i >= ctas) continue;
+        statistics[i] = load_cluster_float4(shared_address_in(shared.statistics(kWarps, row), i));
+        sums[i] = load_cluster_float4(shared_address_in(shared.sums(0, row) + column * 4, i));
+      }
+      RowSum sum;
+      sum.weigh(statistics);
+      sum.add(sums);
+      RowOut<T>(p, sum, token, head, row, of_values).store(sum.v, column);
     }
-    RowSum sum;
-    sum.weigh(statistics);
-    sum.add(sums);
-    RowOut<T>(p, sum, token, head, row, of_values).store(sum.v, column);
-  }
 }
 
 }  // namespace cumla::blocks

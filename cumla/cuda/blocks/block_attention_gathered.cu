@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of query tokens with a list of many small blocks each, of up to 256 columns and 16 heads of a kv head. As
+// block_attention.cu, whose parts it is made of, but rows are gathered by copies of 16 bytes: a block has too few rows
+// for TMA. The whole CTA puts the blocks of a list in order.
+//
+// grid = (CTAs of a cluster x lists), 128 threads. Heads are the M side of mma.sync products.
+//
+// Time line; B is a barrier of the CTA (__syncthreads), C one of the cluster:
+//   all threads | copy the query; read the list and order its blocks | B |
+//   warp w      | every fourth chunk of the CTA: S = Q K' | softmax | O += P V | copy a later chunk to its place |
+//   all threads | leave sums | B | add up the warps, and store without a cluster | C | add up the CTAs, and store | C
+//
+// A warp waits for its own copies alone (cp.async.wait_group): there are no mbarriers.
+//
+// Shared memory: of each warp 2 or 3 chunks of 8,192 to 16,384 B; query 4,096 to 8,192, list 2,048, statistics 1,280.
+//                Before the first chunks the bitmap of the list's blocks has their place.
+#include "blocks/block_attention/compute.cuh"
+#include "blocks/block_attention/finish.cuh"
+#include "blocks/block_attention_gathered/layout.cuh"
+#include "blocks/block_attention_gathered/load.cuh"
+#include "blocks/lists.cuh"
+#include "split/division.cuh"
+#include "split/plan.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::blocks {
+
+using namespace ptx;
+using namespace split;
+
+template <typename T, bool kE4m3, int kColumns>
+__device__ __forceinline__ void block_attention_gathered(const BlockAttentionGatheredParams& p) {
+  using Layout = GatherLayout<kE4m3, kColumns>;
+  constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const Layout shared = {shared_address(shared_bytes)};
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int index = quotient(blockIdx.x, p.by_cluster), rank = blockIdx.x - index * p.cluster;
+  const int token = quotient(index, p.by_kv_heads), head = index - token * p.kv_heads;
+  grid_dependency_launch();
+  grid_dependency_wait();
+  copy_query_rows_async(p, shared, token, head);
+  auto& scratch = *reinterpret_cast<ListShared*>(shared_bytes);
+  const int tokens = load_gathered_list(p, shared, scratch, token, head);
+  const Chunks chunks(p, tokens, Layout::kChunk, rank);
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    const int chunk = chunks.first + warp + s * kWarps;
+    if (chunk < chunks.end) copy_rows_async(p, shared, shared.stage(warp, s), chunk, tokens);
+    copy_async_commit();
+  }
+  const int request = p.rows[token].request;
+  DecodeAttender<T, kE4m3, Layout> attender(p);
+  attender.begin(shared.query(), p.key_scale.of(request, head));
+  int stage = 0;
+#pragma unroll 1
+  for (int chunk = chunks.first + warp; chunk < chunks.end; chunk += kWarps) {
+    copy_async_wait<kStages - 1>();  // the chunk's rows are there
+    __syncwarp();
+    attender.attend(shared.stage(warp, stage), min(tokens - chunk * Layout::kChunk, Layout::kChunk));
+    __syncwarp();
+    const int later = chunk + kStages * kWarps;
+    if (later < chunks.end) copy_rows_async(p, shared, shared.stage(warp, stage), later, tokens);
+    copy_async_commit();
+    if (++stage == kStages) stage = 0;
+  }
+  attender.leave(shared, warp);
+  __syncthreads();
+  const float of_values = p.value_scale.of(request, head);
+  add_warps<T>(p, shared, token, head, of_values, p.cluster > 1);
+  if (p.cluster == 1) return;
+  cluster_sync();
+  add_ctas<T>(p, shared, token, head, rank, of_values);
+  cluster_sync_relaxed();  // others have read what is here
+}
+
+}  // namespace cumla::blocks
