@@ -31,15 +31,21 @@ namespace cumla::blocks {
 using namespace ptx;
 using namespace split;
 
-template <typename T, bool kE4m3, int kColumns>
+template <typename T, bool kE4m3, int kColumns, int kCtas>
 __device__ __forceinline__ void block_attention_gathered(const BlockAttentionGatheredParams& p) {
-  using Layout = GatherLayout<kE4m3, kColumns>;
+  using Layout = GatherLayout<kE4m3, kColumns, kCtas>;
   constexpr int kWarps = Layout::kWarps, kStages = Layout::kStages;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int index = quotient(blockIdx.x, p.by_cluster), rank = blockIdx.x - index * p.cluster;
   const int token = quotient(index, p.by_kv_heads), head = index - token * p.kv_heads;
+  // The list and the block table are fetched while the kernel before ends.
+  const i64 line = (static_cast<i64>(blockIdx.x) * (32 * kWarps) + threadIdx.x) * 32;  // entries
+  if (line < p.table_entries) prefetch_l2(p.block_table + line);
+  if (threadIdx.x * 16 < p.topk)
+    prefetch_l2(p.entries + token * p.entries_stride_token + head * p.entries_stride_head +
+                threadIdx.x * 16 * p.entries_stride_entry);
   grid_dependency_launch();
   grid_dependency_wait();
   copy_query_rows_async(p, shared, token, head);

@@ -74,8 +74,12 @@ def block_attention_few_launch(
     for name, view in (("keys", arguments.k), ("values", arguments.v)):
         values[name] = strided(view, "data", "stride_page", "stride_token")
     grid = key.cluster * key.num_places, 1, 1
-    launch = launch_of(block_attention_few_spec(key), grid, values, key.cluster)
-    return _WideLaunch(*launch) if key.cluster > _MOST_PORTABLE else launch
+    return wide_launch(launch_of(block_attention_few_spec(key), grid, values, key.cluster))
+
+
+def wide_launch(launch: Launch) -> Launch:
+    """Allow the clusters of a launch, where they have more than eight thread blocks."""
+    return _WideLaunch(*launch) if launch.cluster > _MOST_PORTABLE else launch
 
 
 class _WideLaunch(Launch):

@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.blocks.block_attention import block_attention_values
+from cumla.launch.blocks.block_attention_few import wide_launch
 from cumla.launch.blocks.key import GATHERED_CTAS
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
@@ -23,25 +24,30 @@ if TYPE_CHECKING:
 _FILE = "blocks/block_attention_gathered"
 
 
-def _spec(dtype: str, e4m3: bool, columns: int) -> KernelSpec:
-    layout = f"GatherLayout<{in_cuda(e4m3)}, {columns}>"
+def _spec(dtype: str, e4m3: bool, columns: int, ctas: int) -> KernelSpec:
+    layout = f"GatherLayout<{in_cuda(e4m3)}, {columns}, {ctas}>"
     return KernelSpec.of(
         *("blocks", "block_attention_gathered", "BlockAttentionGatheredParams"),
-        *(dtype, e4m3, columns),
-        tags=[dtype, *(["e4m3"] if e4m3 else []), str(columns)],
+        *(dtype, e4m3, columns, ctas),
+        tags=[dtype, *(["e4m3"] if e4m3 else []), f"{columns}x{ctas}"],
         threads=128,
-        min_blocks=constant(_FILE, f"{layout}::kCtas"),
+        min_blocks=ctas,
         smem_bytes=constant(_FILE, f"{layout}::kBytes"),
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), GATHERED_CTAS)}
+_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), (128, 192, 256), (1, 2))}
 SPECS = tuple(_SPECS.values())
 
 
 def block_attention_gathered_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    return _SPECS[key.dtype, key.cache_dtype != key.dtype, key.gathered_columns]
+    return _SPECS[
+        key.dtype,
+        key.cache_dtype != key.dtype,
+        key.gathered_columns,
+        GATHERED_CTAS[key.gathered_columns],
+    ]
 
 
 def block_attention_gathered_launch(
@@ -58,4 +64,4 @@ def block_attention_gathered_launch(
         page, row = view.strides[:2]
         values[name] = {"data": view.ptr, "stride_page": page, "stride_row": row}
     grid = key.cluster * key.num_places, 1, 1
-    return launch_of(block_attention_gathered_spec(key), grid, values, key.cluster)
+    return wide_launch(launch_of(block_attention_gathered_spec(key), grid, values, key.cluster))

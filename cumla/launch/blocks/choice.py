@@ -94,10 +94,10 @@ class Rules:
     # Tokens of a block below which block_attention_gathered serves lists: row tiles and TMA need
     # longer runs of rows.
     gathered_tokens: int = 64
-    # Thread blocks that share a list of block_attention_gathered, at most, and the share of places
-    # of thread blocks that clusters may have, by their size from one on: some parts of the GPU have
-    # no place for another large cluster.
-    gathered_fill: tuple[float, ...] = (1, 1, 1, 1, 0.9, 0.9, 0.9, 0.9)
+    # Thread blocks that share a list of block_attention_gathered, and the share of all places of
+    # thread blocks that such clusters may have: some parts of the GPU have no place for another
+    # large cluster.
+    gathered: tuple[tuple[int, float], ...] = ((16, 0.5), (8, 0.9), (4, 0.9), (3, 0.95), (2, 1))
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
@@ -169,15 +169,7 @@ def gathered_ctas(lists: int, tokens: int, places: int) -> int:
     `places` are those of thread blocks on the GPU.
     """
     most = max(1, tokens // RULES.least_tokens)
-    sizes = range(len(RULES.gathered_fill), 1, -1)
-    return next(
-        (
-            n
-            for n in sizes
-            if n <= most and lists * n <= RULES.gathered_fill[n - 1] * places
-        ),
-        1,
-    )
+    return next((n for n, fill in RULES.gathered if n <= most and lists * n <= fill * places), 1)
 
 
 def few_form(lists: int, tokens: int, is_e4m3: bool, sm_count: int) -> FewForm | None:

@@ -52,10 +52,7 @@ _ENTRIES, _HEADS, _CHUNK = (
 
 _GATHERED_ENTRIES = constant("blocks/block_attention_gathered", "kGatherEntries")
 # Columns of its kernels, and their thread blocks on a multiprocessor.
-GATHERED_CTAS = {
-    columns: constant("blocks/block_attention_gathered", f"GatherLayout<false, {columns}>::kCtas")
-    for columns in (128, 192, 256)
-}
+GATHERED_CTAS = {128: 2, 192: 2, 256: 2}
 _FEW_ENTRIES, _FEW_COLUMNS = (
     constant("blocks/block_attention_few", name) for name in ("kFewEntries", "kDecodeColumns")
 )

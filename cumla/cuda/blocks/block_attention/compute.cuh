@@ -123,6 +123,10 @@ struct DecodeAttender {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] = 0.0f;
+    if constexpr (Layout::kLoadsAhead) {
+      multiply_keys_ahead(keys);
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (!kHoldsQuery) load_query(query[0], k);
@@ -141,6 +145,29 @@ struct DecodeAttender {
         multiply_by_query(1, k, b[2], b[3]);
       }
     }
+  }
+  // 16-bit keys whose operands are loaded a step ahead. Two sums of each score halve the chain of dependent products.
+  __device__ __forceinline__ void multiply_keys_ahead(u32 keys) {
+    float odd[2][4] = {};
+    u32 a[2][4], b[2][4];
+    const auto load = [&](int k) {
+      load_query(a[k % 2], k);
+      load_matrix_x4(b[k % 2], keys + Layout::place(lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+    };
+    load(0);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k + 1 < kSteps) load(k + 1);
+      const u32(&of)[4] = a[k % 2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        mma_m16n8k16<Unit>(k % 2 == 0 ? scores[n] : odd[n], of[0], of[1], of[2], of[3], b[k % 2][2 * n],
+                           b[k % 2][2 * n + 1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] += odd[n][e];
   }
   __device__ __forceinline__ void multiply_by_query(int n, int k, u32 low, u32 high) {
     const u32(&a)[4] = query[kHoldsQuery ? k : 0];
@@ -239,7 +266,26 @@ struct DecodeAttender {
     }
   }
 
+  // 16-bit values that are loaded a step ahead.
+  __device__ __forceinline__ void multiply_values_ahead(u32 values, const u32 (&probabilities)[kPairs][4]) {
+    u32 b[2][4];
+    const auto load = [&](int i) {
+      load_matrix_x4_transposed(b[i % 2], values + Layout::place(lane % 16, 2 * i + lane / 16));
+    };
+    load(0);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (i + 1 < kSteps) load(i + 1);
+      add_values(2 * i, probabilities[0], b[i % 2][0], b[i % 2][1]);
+      add_values(2 * i + 1, probabilities[0], b[i % 2][2], b[i % 2][3]);
+    }
+  }
+
   __device__ __forceinline__ void multiply_values(u32 values, const u32 (&probabilities)[kPairs][4]) {
+    if constexpr (Layout::kLoadsAhead) {
+      multiply_values_ahead(values, probabilities);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {  // 16 columns
       u32 b[4];

@@ -20,18 +20,18 @@ struct BlockAttentionGatheredParams : BlockAttentionClusterParams {
   GatheredRows keys, values;
 };
 
-template <bool kE4m3, int kNumColumns>
+template <bool kE4m3, int kNumColumns, int kNumCtas>
 struct GatherLayout {
-  static constexpr bool kFactors = false;
+  static constexpr bool kFactors = false, kLoadsAhead = !kE4m3;
   static constexpr int kColumns = kNumColumns;      // of keys and of values; those that an array lacks are zeros
-  static constexpr int kCtas = kColumns > 192 ? 1 : 2;  // on a multiprocessor
-  static constexpr int kWarps = 4, kStages = kColumns == 192 ? 2 : 3;
+  static constexpr int kCtas = kNumCtas;            // on a multiprocessor
+  static constexpr int kWarps = 4, kStages = kCtas == 1 ? (kColumns == 192 ? 4 : 3) : kColumns == 256 ? 1 : kColumns == 192 ? 2 : 3;
   static constexpr int kUnit = kE4m3 ? 1 : 2, kRow = kColumns * kUnit;  // bytes of a number, of a row
   static constexpr int kChunk = kE4m3 ? 32 : 16;                        // tokens that a warp takes at once
   static constexpr int kKeyBytes = kChunk * kRow, kStageBytes = 2 * kKeyBytes;
-  static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kSumsRow = (kColumns + (kE4m3 ? 16 : 8)) * 4;  // of a warp's sums: shifts banks
-  static_assert(kDecodeRows * kSumsRow <= kRingBytes, "a warp's sums take the place of its stages");
+  static constexpr int kSumsBytes = kDecodeRows * kSumsRow;           // they take the place of the warp's stages
+  static constexpr int kRingBytes = kStages * kStageBytes > kSumsBytes ? kStages * kStageBytes : kSumsBytes;
   static_assert(sizeof(ListShared) <= kWarps * kRingBytes, "the list is read before the first chunks come");
   static constexpr int kQueryRow = kColumns * 2, kQueryBytes = kDecodeRows * kQueryRow;
   static constexpr int kStatisticsBytes = (kWarps + 1) * kDecodeRows * 16;
