@@ -17,7 +17,7 @@ using namespace attend;
 struct RowSum {
   float4 v = {0.0f, 0.0f, 0.0f, 0.0f};  // four columns
   float maximum = kLowest, total = 0.0f, rounded = 0.0f;
-  float weights[8];  // of up to eight partial results
+  float weights[16];  // of up to sixteen partial results
 
   template <int kCount>
   __device__ __forceinline__ void weigh(const float4 (&statistics)[kCount]) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void add_warps(const BlockAttentionParams& p, const L
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_ctas(const BlockAttentionClusterParams& p, const Layout& shared, int token,
                                          int head, int rank, float of_values) {
-  constexpr int kWarps = Layout::kWarps, kMost = 8;
+  constexpr int kWarps = Layout::kWarps, kMost = Layout::kMostCtas;
   const int ctas = p.cluster;
 #pragma unroll 1
   for (int row = rank + threadIdx.x / 32 * ctas; row < p.heads_per_group; row += kWarps * ctas)

@@ -62,6 +62,7 @@ constexpr bool kHasFactors<BlockAttentionFactorsParams> = true;
 template <bool kE4m3, int kNumWarps, bool kOfRows = false>
 struct DecodeLayout {
   static constexpr bool kLoadsAhead = false;
+  static constexpr int kMostCtas = 8;  // of a cluster
   static constexpr bool kFactors = kOfRows;  // rows of the cache have factors of their own
   static constexpr int kWarps = kNumWarps, kStages = kDecodeStages, kColumns = kDecodeColumns;
   static constexpr int kUnit = kE4m3 ? 1 : 2, kRow = kDecodeColumns * kUnit;  // bytes of a number, of a row

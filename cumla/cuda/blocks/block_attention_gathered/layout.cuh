@@ -24,6 +24,7 @@ template <bool kE4m3, int kNumColumns, int kNumCtas>
 struct GatherLayout {
   static constexpr bool kFactors = false, kLoadsAhead = !kE4m3;
   static constexpr int kColumns = kNumColumns;      // of keys and of values; those that an array lacks are zeros
+  static constexpr int kMostCtas = 16;              // of a cluster
   static constexpr int kCtas = kNumCtas;            // on a multiprocessor
   static constexpr int kWarps = 4, kStages = kCtas == 1 ? (kColumns == 192 ? 4 : 3) : kColumns == 256 ? 1 : kColumns == 192 ? 2 : 3;
   static constexpr int kUnit = kE4m3 ? 1 : 2, kRow = kColumns * kUnit;  // bytes of a number, of a row
