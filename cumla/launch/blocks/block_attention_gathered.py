@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from cumla.launch.blocks.block_attention import block_attention_values
 from cumla.launch.blocks.block_attention_few import wide_launch
-from cumla.launch.blocks.key import GATHERED_CTAS
 from cumla.launch.layouts import constant, launch_of
 from cumla.launch.source import HALVES, KernelSpec, in_cuda
 from cumla.launch.split.division import divisor_of
@@ -36,18 +35,18 @@ def _spec(dtype: str, e4m3: bool, columns: int, ctas: int) -> KernelSpec:
     )
 
 
-_SPECS = {key: _spec(*key) for key in product(HALVES, (False, True), (128, 192, 256), (1, 2))}
+_FORMS = (128, 2), (192, 2), (256, 1), (256, 2)  # columns, thread blocks on a multiprocessor
+_SPECS = {
+    (dtype, e4m3, *form): _spec(dtype, e4m3, *form)
+    for dtype, e4m3, form in product(HALVES, (False, True), _FORMS)
+}
 SPECS = tuple(_SPECS.values())
 
 
 def block_attention_gathered_spec(key: BlockKey) -> KernelSpec:
     """Find the kernel of a shape that this file serves."""
-    return _SPECS[
-        key.dtype,
-        key.cache_dtype != key.dtype,
-        key.gathered_columns,
-        GATHERED_CTAS[key.gathered_columns],
-    ]
+    form = key.gathered_columns, key.gathered_ctas
+    return _SPECS[key.dtype, key.cache_dtype != key.dtype, *form]
 
 
 def block_attention_gathered_launch(

@@ -13,6 +13,7 @@ __all__ = [
     "ListForm",
     "Rules",
     "few_form",
+    "gathered_cluster",
     "gathered_ctas",
     "is_whole",
     "list_ctas",
@@ -94,10 +95,12 @@ class Rules:
     # Tokens of a block below which block_attention_gathered serves lists: row tiles and TMA need
     # longer runs of rows.
     gathered_tokens: int = 64
-    # Thread blocks that share a list of block_attention_gathered, and the share of all places of
-    # thread blocks that such clusters may have: some parts of the GPU have no place for another
-    # large cluster.
-    gathered: tuple[tuple[int, float], ...] = ((16, 0.5), (8, 0.9), (4, 0.9), (3, 0.95), (2, 1))
+    # Thread blocks that may share a list of block_attention_gathered. With more of them than
+    # multiprocessors, all take longer (block-gathered.json).
+    gathered_clusters: tuple[int, ...] = (16, 8, 4, 3, 2, 1)
+    # Thread blocks of a list of 256 columns, up to which each has a multiprocessor and three chunks
+    # of a warp there, if multiprocessors suffice. Else two have one, with a chunk of a warp each.
+    alone: int = 2
     # Forms of block_attention_few: the first that suffices. Few lists of many thread blocks with a
     # chunk of 16 tokens each are fastest; clusters of 16 thread blocks are slower with 8 lists.
     few: tuple[FewForm, ...] = (
@@ -163,13 +166,16 @@ def list_ctas(warps: int) -> int:
     return RULES.sm_warps // warps
 
 
-def gathered_ctas(lists: int, tokens: int, places: int) -> int:
-    """Choose the thread blocks that share a list of block_attention_gathered.
+def gathered_cluster(lists: int, tokens: int, sm_count: int) -> int:
+    """Choose the thread blocks that share a list of block_attention_gathered."""
+    most = min(tokens // RULES.least_tokens, sm_count // max(lists, 1))
+    return next(n for n in RULES.gathered_clusters if n <= max(most, 1))
 
-    `places` are those of thread blocks on the GPU.
-    """
-    most = max(1, tokens // RULES.least_tokens)
-    return next((n for n, fill in RULES.gathered if n <= most and lists * n <= fill * places), 1)
+
+def gathered_ctas(columns: int, lists: int, cluster: int, sm_count: int) -> int:
+    """Choose the thread blocks of block_attention_gathered that a multiprocessor has at once."""
+    alone = columns > 192 and cluster <= RULES.alone and lists * cluster <= sm_count
+    return 1 if alone else 2
 
 
 def few_form(lists: int, tokens: int, is_e4m3: bool, sm_count: int) -> FewForm | None:

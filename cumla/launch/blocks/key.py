@@ -15,6 +15,7 @@ from cumla.launch.blocks.block_rows import ROW_BYTES, Tokens
 from cumla.launch.blocks.choice import (
     RULES,
     few_form,
+    gathered_cluster,
     gathered_ctas,
     is_whole,
     list_form,
@@ -51,8 +52,7 @@ _ENTRIES, _HEADS, _CHUNK = (
 )
 
 _GATHERED_ENTRIES = constant("blocks/block_attention_gathered", "kGatherEntries")
-# Columns of its kernels, and their thread blocks on a multiprocessor.
-GATHERED_CTAS = {128: 2, 192: 2, 256: 2}
+_GATHERED_COLUMNS = 128, 192, 256
 _FEW_ENTRIES, _FEW_COLUMNS = (
     constant("blocks/block_attention_few", name) for name in ("kFewEntries", "kDecodeColumns")
 )
@@ -184,7 +184,13 @@ class BlockKey(_ListedKey):
             and not (self.is_short or self.tile or self.rows_have_factors)
         )
         columns = max(self.head_dim, self.head_dim_v)
-        return next((n for n in GATHERED_CTAS if serves and n >= columns), 0)
+        return next((n for n in _GATHERED_COLUMNS if serves and n >= columns), 0)
+
+    @property
+    def gathered_ctas(self) -> int:
+        """Thread blocks of block_attention_gathered that a multiprocessor has at once."""
+        size = self.num_places, self.cluster, self.sm_count
+        return gathered_ctas(self.gathered_columns, *size)
 
     @cached_property
     def few(self) -> FewForm | None:
@@ -205,8 +211,7 @@ class BlockKey(_ListedKey):
         if self.gathered_columns:
             if self.batch_invariant:
                 return RULES.invariant_lists.ctas
-            places = GATHERED_CTAS[self.gathered_columns] * self.sm_count
-            return gathered_ctas(self.num_places, self.topk * self.page_size, places)
+            return gathered_cluster(self.num_places, self.topk * self.page_size, self.sm_count)
         if self.few is not None:
             return self.few.ctas
         return self.list_form.ctas
