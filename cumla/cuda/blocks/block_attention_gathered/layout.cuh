@@ -23,7 +23,6 @@ struct BlockAttentionGatheredParams : BlockAttentionClusterParams {
 template <bool kE4m3, int kNumColumns, int kNumCtas>
 struct GatherLayout {
   static constexpr bool kFactors = false, kLoadsAhead = !kE4m3;
-  static constexpr int kColumns = kNumColumns;      // of keys and of values; those that an array lacks are zeros
   static constexpr int kMostCtas = 16;          // of a cluster
   static constexpr int kColumns = kNumColumns;  // of keys and of values; those that an array lacks are zeros
   // Chunks of a warp that are loaded ahead; 256 columns leave room for one if the multiprocessor has two CTAs.
