@@ -921,7 +921,7 @@ def blocks(make: _Maker) -> Iterator[Case]:
     for dtype, fp8 in itertools.product(HALVES, (False, True)):
 
         def few(dtype: np.dtype[Any] = dtype, fp8: bool = fp8) -> None:
-            for batch, topk in ((33, 16), (6, 16), (3, 7)):
+            for batch, topk in ((33, 16), (6, 16), (3, 7), (2, 30)):
                 k, v = (make(9, 128, 1, 128, dtype=E4M3 if fp8 else dtype) for _ in range(2))
                 q, lists = make(batch, 1, 12, 128, dtype=dtype), make.int32(batch, 1, topk)
                 given = {"block_table": make.int32(batch, 50), "kv_lens": make.int32(batch)}

@@ -11,6 +11,7 @@ import pytest
 
 import cumla
 from cumla.blocks import attention
+from cumla.launch.blocks import key as keys
 from cumla.launch.blocks.block_lists import virtual_pages
 from cumla.mha.arguments import swapped
 from tests.blocks.block_cases import check, make, samples
@@ -115,6 +116,8 @@ def test_lists_of_any_numbers(sample: Any, monkeypatch: pytest.MonkeyPatch) -> N
     """Pages of each virtual request, and its tokens, as the definition of a list has them."""
     launches = attention.block_sparse_launches
     monkeypatch.setattr(attention, "block_sparse_launches", lambda *of: launches(*of)[:1])
+    monkeypatch.setattr(keys, "RULES", replace(keys.RULES, gathered_tokens=0))
+    attention._key.cache_clear()
     problem = make(replace(sample, sinks=False))
     given = dict(problem.given)
     heads, (block, in_page) = sample.heads[1], sample.block
@@ -131,6 +134,7 @@ def test_lists_of_any_numbers(sample: Any, monkeypatch: pytest.MonkeyPatch) -> N
         memory = plan._memory
         assert memory is not None
         buffer = np.asarray(memory.owner)
+    attention._key.cache_clear()
     key, topk = plan.key, sample.topk
     count = len(problem.seen) * heads
     at = key.pages_at(0)
