@@ -20,6 +20,7 @@ from tests.gpu.tools.sanitize import multiprocessors
 KERNELS = (
     "block_attention",
     "block_attention_few",
+    "block_attention_gathered",
     "block_attention_rest",
     "block_lists",
     "block_places",
