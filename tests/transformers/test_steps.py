@@ -70,7 +70,7 @@ def padded(ours: Any, tokens: int, counts: tuple[int, ...] = (0, 4, 7)) -> Any:
     return ours.mask(len(counts), 1, tokens, tokens - 1, 0, causal_mask_function, given)
 
 
-ATTEND = "attention_bfloat16_64_64"
+ATTEND = "attention_few_bfloat16_64_64"
 SCHEDULE = "mla_attention_schedule"
 
 

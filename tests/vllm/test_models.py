@@ -201,7 +201,7 @@ def test_gqa_names_the_kernels_of_each_step(info: Any) -> None:
     found = rows(text)
     assert code == 0
     assert found["each GPU"] == "32 heads over 8 of 128; cache auto, pages of 64 tokens"
-    assert found["decoding, 1 request"] == "attention_bfloat16_128_128"
+    assert found["decoding, 1 request"] == "attention_few_bfloat16_128_128"
     assert found["prefill, 1 request"] == "attention_prefill_bfloat16_128_128"
     assert found["decode context parallel"] == "no: for MLA alone"
     whole, rest = found["mixed, 128 requests"].split(", ")
@@ -388,7 +388,7 @@ def test_layers_of_llama_4_with_rope_see_chunks(
     assert found["12 layers"] == what
     assert found["served"].startswith("yes")
     assert ("not tried: chunked local attention" in text) == ("chunks" in what)
-    assert found["decoding, 1 request"] == "attention_bfloat16_128_128"
+    assert found["decoding, 1 request"] == "attention_few_bfloat16_128_128"
 
 
 @pytest.mark.parametrize(
@@ -605,7 +605,8 @@ def test_vllm_logs_once_which_kernels_serve_which_layers(told: Any) -> None:
         "cumla attends in layers without a window (1): attention_decode_bfloat16_64_64_8, "
         "attention_bfloat16_64_64, attention_prefill_bfloat16_64_64, "
         "attention_prefill_bfloat16_64_64_split; layers with a window of 8 "
-        "(1): attention_bfloat16_64_64, attention_prefill_bfloat16_64_64"
+        "(1): attention_few_bfloat16_64_64, attention_bfloat16_64_64, "
+        "attention_prefill_bfloat16_64_64"
     )
     mla = "cumla attends in layers with MLA (1): "
     assert latent == f"{mla}mla_decode_bfloat16_swapped_boxes, mla_attention_bfloat16_boxes"

@@ -10,10 +10,14 @@
 //   warp w      | every fourth chunk of the CTA: S = Q K' | softmax | O += P V | copy a later chunk to its place |
 //   all threads | leave sums | B | add up the warps, and store without a cluster | C | add up the CTAs, and store | C
 //
-// A warp waits for its own copies alone (cp.async.wait_group): there are no mbarriers.
+// barrier            who arrives (count)           who waits   guards
+// full               nobody                        nobody      nothing: block_attention's loads by TMA are not called
+//
+// A warp waits for its own copies alone (cp.async.wait_group).
 //
 // Shared memory: of each warp 2 or 3 chunks of 8,192 to 16,384 B; query 4,096 to 8,192, list 2,048, statistics 1,280.
 //                Before the first chunks the bitmap of the list's blocks has their place.
+// Registers:     158 to 235, over e4m3 181 to 248, of 255; four or eight warps per SM
 #include "blocks/block_attention/compute.cuh"
 #include "blocks/block_attention/finish.cuh"
 #include "blocks/block_attention_gathered/layout.cuh"
