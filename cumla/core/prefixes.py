@@ -76,23 +76,14 @@ def checked_max_pages(prefix_groups: Any, max_pages: Any, batch: Any, page_size:
     return columns
 
 
-def check_prefix_options(
-    window: Any, masked: bool, batch_invariant: bool, mask: str = "mask"
-) -> None:
+def check_prefix_options(window: Any, masked: bool, mask: str = "mask") -> None:
     """Refuse options that no shared prefixes go with; `mask` is the argument of masks."""
-    wrong = {"window": window is not None, mask: masked, "batch_invariant": batch_invariant}
-    for name, is_given in wrong.items():
+    for name, is_given in {"window": window is not None, mask: masked}.items():
         if is_given:
             got = f"window {window}" if name == "window" else f"a call with {name}"
-            why = (
-                ": a prefix is rounded before the rest is added, so the bits of a request would "
-                "depend on its group"
-                if name == "batch_invariant"
-                else ""
-            )
             raise ValueError(
-                f"{arg(name)}: needs none beside groups of shared prefixes, got {got}{why}; leave "
-                f"out the groups"
+                f"{arg(name)}: needs none beside groups of shared prefixes, got {got}; leave out "
+                f"the groups"
             )
 
 

@@ -247,8 +247,9 @@ def attention(
     groups : PrefixGroups, optional
         Neighbouring requests whose pages begin alike, as :func:`cumla.find_prefix_groups` finds
         them: the pages of a prefix are read once for all requests of a group. For keys in pages
-        with a contiguous block_table, without window, mask, bias or batch_invariant. Results differ
-        from those without groups only by rounding.
+        with a contiguous block_table, without window, mask or bias. Results differ from those
+        without groups only by rounding. With batch_invariant they are the same bits: groups are
+        checked, and save nothing.
     softcap : float, optional
         Bound of the scores, above 0.
     sinks : array, optional
@@ -440,7 +441,7 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
             check_rows(attend.pages, batch)
         check_mask_batch(attend.mask, batch)
         if has_whole_groups(given):
-            check_prefix_options(options.window, not attend.mask.is_empty, options.batch_invariant)
+            check_prefix_options(options.window, not attend.mask.is_empty)
             check_prefix_arrays(attend.q, attend.pages, None)
             _check_no_bias(attend.bias.form)
             _check_scales_of_groups(attend)
@@ -453,7 +454,8 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
         cuts = _cuts_of(batch, attend) if options.batch_invariant else _NO_CUTS
         masked = not attend.mask.is_empty
         causal, left = attend.causal, attend.window[0]
-        columns = 0 if lengths[-1] is None or attend.pages is None else attend.pages.shape[1]
+        is_shared = lengths[-1] is not None and not options.batch_invariant
+        columns = attend.pages.shape[1] if is_shared and attend.pages is not None else 0
         last = columns, attend.bias.form
         return _key(batch, shape, causal, left, device, sm_count, cuts, masked, *last)
 
@@ -805,13 +807,14 @@ class AttentionPlan(TableOrList[MHAKey]):
         masked = mask_form is not None
         columns = checked_max_pages(prefix_groups, max_pages, batch, page_size)
         if columns:
-            check_prefix_options(self._window, masked, cuts[0])
+            check_prefix_options(self._window, masked)
             _check_no_bias(bias)
         if bias:
             check_beside(
                 masked, None, max(head_dim, head_dim if head_dim_v is None else head_dim_v)
             )
-        last = columns, bias
+        self._max_pages = columns
+        last = 0 if cuts[0] else columns, bias  # batch-invariant requests share nothing
 
         def key_on(on: int | None) -> MHAKey:
             sm_count = sm_count_of(on)
@@ -915,7 +918,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         if batch and not total_tokens % batch:  # a plan may be made with q_len
             forms += [form | {"q_len": total_tokens // batch} for form in forms]
         columns = checked_max_pages(prefix_groups, max_pages, batch, 64)
-        if columns:
+        if columns and not cuts[0]:
             forms = [form | {"max_pages": columns, "causal": True} for form in forms]
         return max(replace(key, **form).layout.nbytes for form in forms)
 
@@ -972,7 +975,7 @@ class AttentionPlan(TableOrList[MHAKey]):
             ),
             "kv_lens": (bool(key.page_size), "a plan for pages, to tell the keys of each"),
         }
-        check_groups_given(given, key.max_pages)
+        check_groups_given(given, self._max_pages)
         for name, (is_needed, why) in needed.items():
             if is_needed and name not in given:
                 raise ValueError(f"{arg(name)}: needed for {why} request, got None; pass it")
@@ -1041,8 +1044,8 @@ v_scale, kv_layout, out, lse, stream
         check_made_for(_SIZES, made, _shape_of(arguments))
         if arguments.pages is not None:
             check_rows(arguments.pages, self.key.batch)
-        if self.key.max_pages:
-            check_prefix_arrays(arguments.q, arguments.pages, self.key.max_pages)
+        if self._max_pages:
+            check_prefix_arrays(arguments.q, arguments.pages, self._max_pages)
             _check_scales_of_groups(arguments)
         form = self._mask_form or "none"
         if arguments.mask.form != form:

@@ -290,7 +290,7 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
         check_rows(found.attend.block_table, kv_lens.shape[0])
         if has_whole_groups([name for name, view in views.items() if view is not None]):
             masked = found.attend.tree is not None
-            check_prefix_options(options.window, masked, options.batch_invariant, "tree")
+            check_prefix_options(options.window, masked, "tree")
             check_prefix_arrays(found.attend.q, found.attend.block_table, None)
         return found
 
@@ -303,7 +303,8 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
             most = pages.shape[-1] * attend.kv_cache.shape[1]
             together = most if len(pages.shape) == 1 else None
         on = device, sm_count_of(device)
-        columns = 0 if groups is None else attend.block_table.shape[1]
+        is_shared = groups is not None and not options.batch_invariant
+        columns = attend.block_table.shape[1] if is_shared else 0
         width = row_width(attend.q, attend.q_rope)
         modes = cache, attend.window, most, together, columns, width
         return _key(shape, attend.causal, *on, *modes)
@@ -393,12 +394,14 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             sides, causal = TREE, False
         columns = checked_max_pages(prefix_groups, max_pages, batch, page_size)
         if columns:
-            check_prefix_options(window, masked, batch_invariant, "mask_form")
+            check_prefix_options(window, masked, "mask_form")
             vars(self)["_lengths"] = f"{self._lengths}, groups=..."
         width = checked_head_dim(head_dim)
         check_taken(width, cache, masked, NAMES_OF_PLANS)
         most = _checked_most(batch_invariant, max_kv_len)
-        options = cache, sides, most, None, columns, width
+        self._max_pages = columns
+        shared = 0 if batch_invariant else columns  # batch-invariant requests share nothing
+        options = cache, sides, most, None, shared, width
         place = (device, workspace, like, stream)
         self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *options), *place)
 
@@ -456,7 +459,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         modes = cache, None, _checked_most(batch_invariant, max_kv_len)
         columns = checked_max_pages(prefix_groups, max_pages, batch, BLOCK_TOKENS)
         on = 0, checked_sm_count(sm_count)
-        return _key(shape, False, *on, *modes, None, columns, width).layout.nbytes
+        shared = 0 if batch_invariant else columns
+        return _key(shape, False, *on, *modes, None, shared, width).layout.nbytes
 
     def update(
         self,
@@ -479,7 +483,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         self._renew(kv_lens, qo_indptr, kv_indptr, groups, stream)
 
     def _update(self, inputs: dict[str, Any], stream: Any, key: Hashable = None) -> None:
-        check_groups_given(inputs, self.key.max_pages)
+        check_groups_given(inputs, self._max_pages)
         super()._update(inputs, stream, key)
 
     def run(
@@ -528,8 +532,8 @@ sinks, tree, out, lse, stream
     def _check_shape(self, arguments: DecodeArguments) -> None:
         super()._check_shape(arguments)
         check_rows(arguments.block_table, self.key.batch)
-        if self.key.max_pages:
-            check_prefix_arrays(arguments.q, arguments.block_table, self.key.max_pages)
+        if self._max_pages:
+            check_prefix_arrays(arguments.q, arguments.block_table, self._max_pages)
 
 
 @lru_cache(maxsize=1024)

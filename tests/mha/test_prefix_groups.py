@@ -86,10 +86,6 @@ def test_a_group_alone() -> None:
     [
         ({"window": 7}, "window: needs none beside groups of shared prefixes, got window"),
         ({"mask": cumla.AttentionMask(end=np.zeros(3, np.int32))}, "mask: needs none beside"),
-        (
-            {"batch_invariant": True},
-            "batch_invariant: needs none beside groups.*would depend on its group; leave out",
-        ),
         ({"groups": np.zeros(3, np.int32)}, "groups: needs PrefixGroups, or a pair"),
         (
             {"groups": PrefixGroups(np.zeros(3, np.int32), None)},
@@ -185,10 +181,6 @@ MLA = {"q": np.ones((3, 16, 576), np.float16), "kv_cache": np.ones((20, 16, 576)
     ("more", "message"),
     [
         ({"window": 7}, "window: needs none beside groups of shared prefixes, got window"),
-        (
-            {"batch_invariant": True},
-            "batch_invariant: needs none beside groups.*would depend on its group; leave out",
-        ),
         ({"groups": np.zeros(3, np.int32)}, "groups: needs PrefixGroups, or a pair"),
         ({"kv_indices": np.zeros(3, np.int32)}, "groups: needs block_table, got pages in another"),
     ],
@@ -282,6 +274,30 @@ def test_check_mode_sees_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         cumla.attention(**given | {"block_table": other}, groups=groups)
 
 
+@pytest.mark.parametrize("kind", [cumla.AttentionPlan, cumla.MLAAttentionPlan])
+def test_batch_invariant_requests_share_nothing(
+    kind: Any, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """They launch what they launch without groups, which are checked as ever."""
+    is_mha = kind is cumla.AttentionPlan
+    sizes = (3, 3, 4, 64) if is_mha else (3, 3, 16)
+    numbers: dict[str, Any] = {"page_size": 16, "batch_invariant": True, "max_kv_len": 9000}
+    lengths = [cupy.like(np.zeros(size, np.int32)) for size in (3, 4)]
+    groups = PrefixGroups(*(cupy.like(np.zeros(3, np.int32)) for _ in range(2)))
+    launched = []
+    for more in ({}, {"prefix_groups": True, "max_pages": 9}):
+        plan = kind(*sizes, **numbers, **more, device=0)
+        bindings.launched.clear()
+        given = {"groups": groups} if more else {}
+        plan.update(lengths[0], qo_indptr=lengths[1], **given)
+        launched.append((plan.key, [(one.entry, one.grid) for one in bindings.launched]))
+    assert launched[0] == launched[1]
+    with pytest.raises(ValueError, match="groups: needed for a plan with prefix_groups, got None"):
+        plan.update(lengths[0], qo_indptr=lengths[1])
+    with pytest.raises(ValueError, match="needs none beside groups"):
+        kind(*sizes, **numbers, **more, window=7, device=0)
+
+
 def test_the_size_of_a_workspace() -> None:
     numbers: dict[str, Any] = {"num_kv_heads": 2, "sm_count": 132}
     size = cumla.AttentionPlan.workspace_bytes(64, 64, 8, 128, **numbers)
@@ -289,6 +305,14 @@ def test_the_size_of_a_workspace() -> None:
         64, 64, 8, 128, **numbers, prefix_groups=True, max_pages=9
     )
     assert with_groups > size + 2 * 64 * 8 * 128 * 4
+    invariant = {"batch_invariant": True, "max_kv_len": 9000, "num_kv_heads": 2, "sm_count": 132}
+    for kind, sizes in (
+        (cumla.AttentionPlan, (64, 64, 8, 128)),
+        (cumla.MLAAttentionPlan, (64, 64, 8)),
+    ):
+        more = {"prefix_groups": True, "max_pages": 9}
+        least = kind.workspace_bytes(*sizes, **invariant)
+        assert kind.workspace_bytes(*sizes, **invariant, **more) == least
 
 
 def test_a_step_inside_jax_jit() -> None:

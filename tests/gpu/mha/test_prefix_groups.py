@@ -117,6 +117,32 @@ def test_requests_of_equal_lengths() -> None:
         check(problem, on_host(got), ROUNDING["float16"])
 
 
+@pytest.mark.parametrize("q_lens", [(1,), (4,), (1, 3, 90)])
+def test_batch_invariant_bits(q_lens: tuple[int, ...]) -> None:
+    """With groups as without them: of the call, and of plans."""
+    batch = batch_of([Group(6, 6400, (300, 1)), Group(1, 64, (3000,)), Group(4, 128)], 64, q_lens)
+    problem, memory = problem_of(batch, (8, 2), (128, 128), np.float16), Memory(cp)
+    given = {name: memory.upload(value) for name, value in problem.given.items()}
+    groups = found_in(batch, 64, memory)
+    assert int(groups.prefix_len.get().max()) == 6400
+    got = [
+        on_host(cumla.attention(**given, batch_invariant=True, groups=one))
+        for one in (None, groups)
+    ]
+    check(problem, got[0], ROUNDING["float16"])
+    arrays = {n: given[n] for n in ("q", "k", "v", "qo_indptr")}
+    rest = {n: given[n] for n in ("q", "k", "v", "block_table")}
+    columns = batch.block_table.shape[1]
+    invariant = {"batch_invariant": True, "max_kv_len": 64 * columns}
+    for more in ({}, {"prefix_groups": True, "max_pages": columns}):
+        plan = cumla.AttentionPlan.from_arrays(**arrays, **more, **invariant)
+        plan.update(given["kv_lens"], qo_indptr=given["qo_indptr"], groups=groups if more else None)
+        got.append(on_host(plan.run(**rest)))
+    for state in got[1:]:
+        for one, other in zip(state, got[0], strict=True):
+            assert one[: problem.tokens].tobytes() == other[: problem.tokens].tobytes()
+
+
 def test_the_largest_sinks() -> None:
     batch = batch_of([Group(3, 64), Group(1, 64)], 16)
     problem, memory = problem_of(batch, (4, 2), (64, 64), np.float16), Memory(cp)

@@ -84,6 +84,35 @@ CASES: dict[str, tuple[list[Group], int, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_batch_invariant_bits(name: str) -> None:
+    """With groups as without them: of the call, and of plans."""
+    groups, page_size, q_lens = CASES[name]
+    batch = batch_of(groups, page_size, q_lens)
+    given, exact, _ = problem_of(batch, 16, BF16)
+    memory, tokens = Memory(cp), int(batch.qo_indptr[-1])
+    there = {key: memory.upload(value) for key, value in given.items()}
+    tables = [there[key] for key in ("block_table", "kv_lens", "qo_indptr")]
+    found = cumla.find_prefix_groups(*tables, page_size=page_size, min_tokens=64)
+    got = [
+        on_host(cumla.mla_attention(**there, batch_invariant=True, groups=one))
+        for one in (None, found)
+    ]
+    check(got[0], exact, tokens, ROUNDING[BF16.name])
+    columns = batch.block_table.shape[1]
+    invariant = {"batch_invariant": True, "max_kv_len": page_size * columns}
+    for more in ({}, {"prefix_groups": True, "max_pages": columns}):
+        arrays = {"q": there["q"], "kv_cache": there["kv_cache"], "qo_indptr": there["qo_indptr"]}
+        plan = cumla.MLAAttentionPlan.from_arrays(**arrays, **invariant, **more)
+        given_groups = {"groups": found} if more else {}
+        plan.update(there["kv_lens"], qo_indptr=there["qo_indptr"], **given_groups)
+        rest = {key: there[key] for key in ("q", "kv_cache", "block_table")}
+        got.append(on_host(plan.run(**rest)))
+    for state in got[1:]:
+        for one, other in zip(state, got[0], strict=True):
+            assert one[:tokens].tobytes() == other[:tokens].tobytes()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize("name", CASES)
