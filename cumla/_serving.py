@@ -291,6 +291,80 @@ class SparseStep(Step):
         return cumla.AttentionState(out.flatten(0, -3), lse)
 
 
+class _Logits(cumla.PagedMQALogitsPlan):
+    """A plan for one visible length per query token, made of numbers alone."""
+
+    def __init__(
+        self,
+        batch: int,
+        q_len: int,
+        num_heads: int,
+        head_dim: int,
+        page_size: int,
+        max_pages: int,
+        **place: Any,
+    ) -> None:
+        pages = _pages(batch, q_len, page_size, max_pages)
+        super().__init__(batch, q_len, num_heads, head_dim, **pages, **place)
+
+    @staticmethod
+    def workspace_bytes(  # type: ignore[override]
+        batch: int, q_len: int, num_heads: int, head_dim: int, page_size: int, max_pages: int
+    ) -> int:
+        """Size of a plan's buffer in bytes."""
+        return cumla.PagedMQALogitsPlan.workspace_bytes(
+            batch, q_len, num_heads, head_dim, **_pages(batch, q_len, page_size, max_pages)
+        )
+
+
+def _pages(batch: int, q_len: int, page_size: int, max_pages: int) -> dict[str, Any]:
+    return {"page_size": page_size, "max_pages": max_pages, "kv_lens_shape": (batch, q_len)}
+
+
+class LogitsStep(Step):
+    """The visible lengths ``(requests, q_len)`` of query tokens whose indexer scores cached keys."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        plans: Plans,
+        kv_lens: torch.Tensor,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        shape = *kv_lens.shape, *q.shape[1:], cache.shape[1], block_table.shape[1]
+        super().__init__(plans, lambda: (_Logits, shape), kv_lens, kv_lens)
+
+    def score(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        weights: torch.Tensor,
+        block_table: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """Return logits ``(tokens, width)`` float32, undefined behind a token's length.
+
+        q is ``(tokens, heads, 128)`` e4m3 and weights ``(tokens, heads)`` float32, a request's
+        tokens side by side; rows of the block table behind those of the requests are not read.
+        """
+        self.schedule(q.device)
+        key = self.plan.key
+        logits = torch.empty((len(q), width), dtype=torch.float32, device=q.device)
+        self.plan.run(
+            q.unflatten(0, (-1, key.q_len)),
+            cache,
+            weights,
+            block_table=block_table[: key.batch],
+            max_kv_len=width,
+            clean=False,
+            out=logits,
+        )
+        return logits
+
+
 class ListedStep(Step):
     """A step of sparse MLA whose layers tell slots of the cache, and how many each token has.
 

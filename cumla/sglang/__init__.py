@@ -18,7 +18,10 @@ TESTED = ((0, 5, 22), (0, 5, 23))
 """The first and the last version of SGLang that the plugin was tested with."""
 
 _NAME = "cumla"
+# What an indexer of sparse MLA asks DeepGEMM for when it is made, before there is a backend.
+_BEFORE_INDEXERS = "sglang.srt.layers.attention.dsa.utils.resolve_num_sms"
 _log = logging.getLogger(__name__)
+_hooked: Any = None
 
 
 def register() -> None:
@@ -40,6 +43,7 @@ def register() -> None:
     """
     import sglang
 
+    global _hooked
     try:
         from sglang.srt.arg_groups.choices import (
             ATTENTION_BACKEND_CHOICES,
@@ -47,6 +51,7 @@ def register() -> None:
             RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
         )
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError as error:
         _log.warning("SGLang %s has no --attention-backend cumla: %s", sglang.__version__, error)
         return
@@ -58,6 +63,9 @@ def register() -> None:
         if _NAME not in choices:
             choices.append(_NAME)
     register_attention_backend(_NAME)(_make)
+    if _hooked is not HookRegistry:
+        _hooked = HookRegistry
+        HookRegistry.register(_BEFORE_INDEXERS, _num_sms, HookType.AROUND)
 
 
 def is_deterministic() -> bool:
@@ -65,6 +73,20 @@ def is_deterministic() -> bool:
     from sglang.srt.runtime_context import get_exec
 
     return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def _num_sms(theirs: Any) -> Any:
+    """Take over the indexer if the server asks for cumla; return the GPU's multiprocessors."""
+    import sglang
+    from sglang.srt.runtime_context import attention_backends
+
+    from cumla._serving import backend_of
+
+    if _NAME not in attention_backends():
+        return theirs()
+    indexer = backend_of("sglang", sglang.__version__, TESTED, _NAME, f"{__name__}.indexer", ())
+    indexer.take_over()
+    return indexer.deep_gemm.get_num_sms()
 
 
 def _make(runner: Any) -> Any:

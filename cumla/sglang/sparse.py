@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of models with sparse MLA in SGLang: DeepSeek-V3.2, GLM-5, GLM-5.3 and others.
 
-SGLang's own backend for them, `dsa`, keeps its indexer, its metadata and its dense attention of
-short prompts. cumla attends to the slots that the indexer chose, with any number of heads, in pools
-of 16 bits and in those of packed FP8 rows.
+SGLang's own backend for them, `dsa`, keeps its metadata and its dense attention of short prompts.
+cumla scores and selects for the indexer, and attends to the slots that it chose, with any number of
+heads, in pools of 16 bits and in those of packed FP8 rows. An indexer that chooses pools of tokens
+stays SGLang's.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 import cumla
 from cumla._choices import Layers, log_layers
-from cumla._serving import Plans, Step, cache_dtype, in_parts
+from cumla._serving import LogitsStep, Plans, Step, cache_dtype, in_parts
 from cumla.compat._engine import refusal
 from cumla.mla.shape import E4M3_512, NO_ROPE, PACKED, WIDTH
 from cumla.sglang import is_deterministic
+from cumla.sglang.indexer import Metadata, take_over
 
 __all__ = ["Backend"]
 
@@ -52,6 +54,8 @@ class Backend(DeepseekSparseAttnBackend):
                     f"{' or '.join(map(str, served))}, got {found}; leave out --attention-backend "
                     f"cumla",
                 )
+        if self.dsa_index_kpool == 1:
+            take_over()
         self._choose(None)
         self.enable_auto_select_prefill_impl = False
         stored, is_packed = cache_dtype(runner.kv_cache_dtype), self.dsa_kv_cache_store_fp8
@@ -70,16 +74,38 @@ class Backend(DeepseekSparseAttnBackend):
         self._dtype = runner.dtype
         self._plans: Plans | None = None
         self._steps: dict[tuple[int, int], Step] = {}
+        self._scored: dict[tuple[int, int], LogitsStep] = {}
+        self._scoring = Plans(torch.device(self.device), {})
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a step that runs eagerly."""
         super().init_forward_metadata(forward_batch)
-        self._steps.clear()
+        self._begin()
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step before its graph is captured or replayed."""
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self._steps.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        for steps in (self._steps, self._scored):
+            steps.clear()
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        """Return what the indexer of a layer reads, which selects by cumla."""
+        found = super().get_indexer_metadata(layer_id, forward_batch)
+        if self.dsa_index_kpool > 1:
+            return found
+        return Metadata(**vars(found), steps=self._scored, plans=self._scoring)
+
+    def _build_topk_v2_plan(self, seqlens_expanded: torch.Tensor) -> Any:
+        """Plan nothing for SGLang's own top-k, which runs with pools of tokens alone."""
+        return super()._build_topk_v2_plan(seqlens_expanded) if self.dsa_index_kpool > 1 else None
+
+    def _refresh_paged_mqa_schedule_metadata(self, metadata: Any, seqlens_32_2d: Any) -> None:
+        """Schedule nothing before a replay: its graph does."""
+        if self.dsa_index_kpool > 1:
+            super()._refresh_paged_mqa_schedule_metadata(metadata, seqlens_32_2d)
 
     def get_topk_transform_method(self, forward_mode: Any = None) -> Any:
         """Ask for slots of the pool: no rows are copied for a prefill."""

@@ -20,11 +20,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla import indexer as metadata
 
 import cumla
-from cumla._serving import Plans, Step
+from cumla._serving import LogitsStep, Plans
 from cumla.compat._engine import refusal
 from cumla.distributed import ContextParallel
 
-__all__ = ["Logits", "context_parallel", "select", "take_over"]
+__all__ = ["context_parallel", "select", "take_over"]
 
 _NAMES = tuple(signature(theirs.sparse_attn_indexer).parameters)
 _DEFAULTS = {
@@ -75,36 +75,6 @@ def context_parallel(page_size: int) -> ContextParallel:
 @cached  # a later engine of the process has another group
 def _parallel_of(group: Any, page_size: int) -> ContextParallel:
     return ContextParallel(group, page_size=page_size, block_size=1)
-
-
-class Logits(cumla.PagedMQALogitsPlan):
-    """A plan for one visible length per query token, made of numbers alone."""
-
-    def __init__(
-        self,
-        batch: int,
-        q_len: int,
-        num_heads: int,
-        head_dim: int,
-        page_size: int,
-        max_pages: int,
-        **place: Any,
-    ) -> None:
-        pages = _pages(batch, q_len, page_size, max_pages)
-        super().__init__(batch, q_len, num_heads, head_dim, **pages, **place)
-
-    @staticmethod
-    def workspace_bytes(  # type: ignore[override]
-        batch: int, q_len: int, num_heads: int, head_dim: int, page_size: int, max_pages: int
-    ) -> int:
-        """Size of a plan's buffer in bytes."""
-        return cumla.PagedMQALogitsPlan.workspace_bytes(
-            batch, q_len, num_heads, head_dim, **_pages(batch, q_len, page_size, max_pages)
-        )
-
-
-def _pages(batch: int, q_len: int, page_size: int, max_pages: int) -> dict[str, Any]:
-    return {"page_size": page_size, "max_pages": max_pages, "kv_lens_shape": (batch, q_len)}
 
 
 def select(*args: Any, **kwargs: Any) -> Any:
@@ -212,23 +182,12 @@ def _decode(
         lens, table = step.seq_lens, step.block_table
         if step.requires_padding or lens.numel() != len(q):
             lens, table = _each(step, len(q), parallel)
-        shape = *lens.shape, *q.shape[1:], cache.shape[1], table.shape[1]
         builder = getattr(step.schedule_metadata, "data_ptr", int)()  # each has its own
         plans = _plans.setdefault((q.device, builder), Plans(q.device, {}))
-        step.scored = Step(plans, lambda: (Logits, shape), lens, lens), lens.reshape(-1), table
+        step.scored = LogitsStep(plans, lens, q, cache, table), lens.reshape(-1), table
     scored, row_lens, table = step.scored
-    scored.schedule(q.device)
     width = -(-max_model_len // _COLUMNS) * _COLUMNS
-    logits = torch.empty((len(q), width), dtype=torch.float32, device=q.device)
-    scored.plan.run(
-        q.unflatten(0, (-1, scored.plan.key.q_len)),
-        cache,
-        weights,
-        block_table=table[: scored.plan.key.batch],
-        max_kv_len=width,
-        clean=False,
-        out=logits,
-    )
+    logits = scored.score(q, cache, weights, table, width)
     _top_k(parallel, logits, out, row_lens=row_lens)
 
 

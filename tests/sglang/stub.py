@@ -128,6 +128,85 @@ class SparseBackend:
 
     forward_extend = forward_decode
 
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        return IndexerMetadata(
+            attn_metadata=forward_batch.step,
+            topk_transform_method="slots",
+            force_unfused_topk=self.hisparse_coordinator is not None,  # type: ignore[attr-defined]
+        )
+
+    def _build_topk_v2_plan(self, seqlens_expanded: Any) -> Any:
+        return "SGLang's plan"
+
+    def _refresh_paged_mqa_schedule_metadata(self, metadata: Any, seqlens_32_2d: Any) -> None:
+        metadata.schedule = "SGLang's"
+
+
+@dataclass(frozen=True)
+class IndexerMetadata:
+    """What SGLang's indexer reads of a step."""
+
+    attn_metadata: Any
+    topk_transform_method: str
+    force_unfused_topk: bool = False
+
+    def get_seqlens_int32(self) -> Any:
+        return self.attn_metadata.cache_seqlens_int32
+
+    def get_seqlens_expanded(self) -> Any:
+        return self.attn_metadata.dsa_seqlens_expanded
+
+    def get_page_table_64(self) -> Any:
+        return self.attn_metadata.real_page_table
+
+    def get_token_to_batch_idx(self) -> Any:
+        return self.attn_metadata.token_to_batch_idx
+
+    def get_dsa_extend_len_cpu(self) -> Any:
+        return self.attn_metadata.dsa_extend_seq_lens_list
+
+
+class Pool:
+    """The keys of an indexer as SGLang keeps them: a row of bytes for each page."""
+
+    index_page_size = 64
+    keys: Any = None
+
+
+def indexer_class() -> Any:
+    """Make SGLang's class of a layer's indexer, of which the plugin replaces a method."""
+
+    class Indexer:
+        index_topk = 24
+        num_init_tokens = num_local_tokens = 0
+
+        def _get_topk_paged(self, *args: Any) -> Any:
+            return "SGLang's"
+
+        def _get_index_k_read_buffer(self, pool: Any, layer_id: int) -> Any:
+            return pool.keys
+
+        def _mask_init_and_local_tokens(self, logits: Any, lengths: Any) -> None:
+            """Mask nothing."""
+
+    return Indexer
+
+
+class Hooks:
+    """SGLang's registry of hooks; each is around a function."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def register(self, target: str, hook: Any, kind: str) -> None:
+        assert kind == "around"
+        assert target not in self.found
+        self.found[target] = hook
+
+
+def deep_gemm_is_missing() -> Any:
+    raise ModuleNotFoundError("No module named 'deep_gemm'")
+
 
 choices: list[str] = []
 deterministic: tuple[list[str], list[str]] = (
@@ -150,8 +229,18 @@ def stubbed(
     dcp: int = 1,
     is_deterministic: bool = False,
     in_two: bool = False,
-) -> Iterator[None]:
-    """Let the plugin import the stub."""
+    asked: tuple[str, str] = ("cumla", "cumla"),
+) -> Iterator[Hooks]:
+    """Let the plugin import the stub; the hooks are those that it registers."""
+    hooks = Hooks()
+    dsa = "sglang.srt.layers.attention.dsa"
+    of_deep_gemm = {
+        f"resolve_{name}": deep_gemm_is_missing
+        for name in (
+            *("num_sms", "paged_mqa_logits_metadata_fn"),
+            *("fp8_paged_mqa_logits_fn", "fp8_mqa_logits_fn"),
+        )
+    }
     spec = SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk)
     parallel = SimpleNamespace(attn_dcp_size=dcp)
     mode = SimpleNamespace(enable_deterministic_inference=is_deterministic)
@@ -187,13 +276,23 @@ def stubbed(
         "sglang.srt.configs.model_config": {
             "is_deepseek_dsa": lambda config: hasattr(config, "index_topk")
         },
-        "sglang.srt.layers.attention.dsa": {},
-        "sglang.srt.layers.attention.dsa.dsa_topk_backend": {
+        dsa: {},
+        f"{dsa}.dsa_topk_backend": {
             "TopkTransformMethod": SimpleNamespace(PAGED="slots", RAGGED="rows")
         },
-        "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBackend},
+        f"{dsa}.dsa_indexer_metadata": {"DSAIndexerMetadata": IndexerMetadata},
+        f"{dsa}.dsa_indexer": of_deep_gemm
+        | {"Indexer": indexer_class(), "get_token_to_kv_pool": lambda: Pool},
+        f"{dsa}.utils": of_deep_gemm,
+        f"{dsa}_backend": of_deep_gemm | {"DeepseekSparseAttnBackend": SparseBackend},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry": hooks,
+            "HookType": SimpleNamespace(AROUND="around"),
+        },
         f"{common}.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": absorbing},
         "sglang.srt.runtime_context": {
+            "attention_backends": lambda: asked,
             "get_exec": lambda: SimpleNamespace(deterministic=mode, overlap=overlap),
             "get_parallel": lambda: parallel,
             "get_spec": lambda: spec,
@@ -205,4 +304,4 @@ def stubbed(
         absorbing[:] = ["fa3"]
         backends.clear()
         Handlers.found = {}
-        yield
+        yield hooks
