@@ -45,6 +45,7 @@ FIELDS = {  # of dataclasses that a plugin reads
     "sglang.srt.managers.schedule_batch": ("MultimodalDataItem", "MultimodalInputs"),
     "sglang.srt.speculative.eagle_info": ("EagleVerifyInput",),
     "sglang.srt.layers.attention.verify_mask": ("VerifyMask",),
+    "sglang.srt.layers.attention.dsa_backend": ("DSAMetadata",),
 }
 CALLS = {f"{_MLA}.sparse_mla_attention": ("metadata_cls",)}  # of what a plugin passes
 # What a plugin reads and sets of a configuration. It looks for some that only later versions have:
@@ -215,9 +216,7 @@ class Version:
     def find(self, module: str, name: str) -> tuple[str, Any] | None:
         """Where a name is defined, through imports: its module, and its node or form."""
         tree, is_package = self._parsed(module)
-        if tree is None:
-            return None
-        for node in _statements(tree.body):
+        for node in _statements(tree.body if tree else []):  # a folder may have no __init__.py
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return module, node
             if name in _targets(node):

@@ -45,7 +45,8 @@ PRIVATE = {
     | {"_constant", "_fill", "_filled", "_list_step", "_lists_of", "_made", "_mask", "_mask_of"}
     | {"_mask_of_rows"}
     | {"_step", "_table", "_tree", "_uniform"},
-    "sglang/sparse.py:Backend": {"_attend", "_choose", "_made"},
+    "sglang/indexer.py:Metadata": {"score"},
+    "sglang/sparse.py:Backend": {"_attend", "_begin", "_choose", "_made"},
 }
 # The first and the last version with a method or an option that others lack.
 PARTLY = {
@@ -85,6 +86,7 @@ READ = {
     "MultimodalDataItem": {"offsets"},
     "EagleVerifyInput": {"custom_mask", "positions"},
     "VerifyMask": {"buffer", "mode", "max_bs"},
+    "DSAMetadata": {"page_size"},
 }
 
 

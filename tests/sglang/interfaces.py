@@ -50,6 +50,33 @@ def check_graphs_and_lists() -> None:
     assert {"q_rope", "kv_cache", "q_nope", "page_table", "cache_seqlens", "sm_scale"} <= set(given)
 
 
+def check_indexer() -> None:
+    """What the indexer of sparse MLA calls, and when it is made."""
+    from sglang.srt.layers.attention.dsa import dsa_indexer, utils
+
+    theirs = dsa_indexer.Indexer
+    steps = getsource(theirs._get_topk_paged)
+    assert "self.sm_count = resolve_num_sms()" in getsource(theirs.__init__)
+    assert "metadata = get_attn_backend().get_indexer_metadata(" in getsource(theirs.forward_cuda)
+    assert "get_token_to_kv_pool().index_page_size" in steps
+    assert "self._get_index_k_read_buffer(get_token_to_kv_pool(), layer_id)" in steps
+    assert "self._mask_init_and_local_tokens(logits, seqlens_32)" in steps
+    assert "q_offset = sum(metadata.get_dsa_extend_len_cpu())" in steps
+    prefill = getsource(theirs._get_topk_ragged)
+    assert "resolve_fp8_mqa_logits_fn()(" in prefill
+    assert prefill.count("metadata.topk_transform(") == 2
+    given = list(signature(theirs._get_topk_paged).parameters)
+
+    from cumla.sglang import indexer
+
+    assert takes(indexer.Metadata.topk_transform, indexer.Metadata.__bases__[0].topk_transform)
+    assert list(signature(indexer.select).parameters) == given
+    indexer.take_over()
+    assert theirs._get_topk_paged is indexer.select
+    for name in indexer._FUNCTIONS:
+        assert getattr(dsa_indexer, name) is getattr(utils, name) is indexer._FUNCTIONS[name]
+
+
 def check_blocks() -> None:
     """What the layers of MiniMax M3 call that choose blocks: all arguments are named."""
     from cumla.sglang.minimax_m3 import _FUNCTIONS, _HOME
@@ -128,6 +155,7 @@ def main() -> None:
     assert "mask_mode, fill_mask = verify_mask.mode, verify_mask.is_read" in worker
     assert "verify_mask.buffer if verify_mask.fits(bs) else None" in worker
     check_graphs_and_lists()
+    check_indexer()
     check_blocks()
     print(sglang.__version__)
 
