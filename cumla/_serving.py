@@ -322,7 +322,7 @@ def _pages(batch: int, q_len: int, page_size: int, max_pages: int) -> dict[str, 
 
 
 class LogitsStep(Step):
-    """The visible lengths ``(requests, q_len)`` of query tokens whose indexer scores cached keys."""
+    """Lengths ``(requests, q_len)`` that query tokens see, for which an indexer scores keys."""
 
     __slots__ = ()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer of sparse MLA: cumla scores and selects where SGLang calls DeepGEMM and its own top-k.
+"""The indexer of sparse MLA: cumla scores and selects where SGLang calls DeepGEMM and its top-k.
 
 SGLang's layer, its cache and its metadata stay. :func:`take_over` puts :func:`select` in the place
 of what its layer calls for tokens of decoding, and cumla's logits in that of DeepGEMM's; a backend
