@@ -51,7 +51,7 @@ def take_over() -> None:
 
 
 @dataclass(frozen=True)
-class Metadata(DSAIndexerMetadata):  # type: ignore[misc]
+class Metadata(DSAIndexerMetadata):
     """What SGLang's indexer reads of a step; cumla selects, and finds slots of the pool.
 
     `steps` are those of decoding by their query tokens, one schedule for all layers.
@@ -102,7 +102,7 @@ class Metadata(DSAIndexerMetadata):  # type: ignore[misc]
             elif ks is not None or len(table) != len(logits):
                 options["row_to_request"] = self.get_token_to_batch_idx()
         out = logits.new_empty((len(logits), topk), dtype=torch.int32)
-        return cumla.top_k(logits, topk, out=out, **options).indices  # type: ignore[no-any-return]
+        return cumla.top_k(logits, topk, out=out, **options).indices
 
 
 def select(
