@@ -35,6 +35,11 @@ class Rules:
     many_tiles: int = 4
     # The same of at most 16 heads, over rows with RoPE columns (sparse-order-ladder.json).
     many_narrow_tiles: float = 0.9
+    # The same over rows of 512 columns.
+    many_narrow_value_tiles: float = 0.9
+    # Thread blocks for each list in 16 bits and 16 of its heads, at least, from which on few lists
+    # are split by heads.
+    fewest_swapped_pieces: int = 4
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
     # Cost of a block of V4's rows in the choice of tiles of heads, in groups of 16 heads
@@ -58,10 +63,12 @@ def form_of(shape: MLASparseShape, columns: int) -> str:
     has other bits than the others, which batch-invariant lists keep to.
     """
     row_tiles = -(-shape.num_heads // ROW_TILE)
-    is_narrow = shape.num_heads <= SWAPPED_ROWS and columns == HEAD_DIM
-    most = RULES.many_narrow_tiles if is_narrow else RULES.many_tiles
-    many = shape.num_places * row_tiles >= most * shape.sm_count
+    is_narrow = shape.num_heads <= SWAPPED_ROWS
+    narrow = RULES.many_narrow_tiles if columns == HEAD_DIM else RULES.many_narrow_value_tiles
+    many = shape.num_places * row_tiles >= (narrow if is_narrow else RULES.many_tiles) * shape.sm_count
     if is_narrow and not (many or shape.batch_invariant or shape.has_max_logits):
+        return "swapped"
+    if tile_heads(shape) == SWAPPED_ROWS:
         return "swapped"
     return "shared_blocks" if row_tiles > 1 or many else "one_tile"
 
@@ -73,7 +80,10 @@ def tile_heads(shape: MLASparseShape) -> int:
     for 64 heads, however few a tile has, so a tile may have any number of groups of 16.
     """
     if shape.cache == "same":
-        return ROW_TILE
+        tiles = -(-shape.num_heads // SWAPPED_ROWS)
+        few = tiles * shape.num_places * RULES.fewest_swapped_pieces <= shape.sm_count
+        is_plain = not (shape.batch_invariant or shape.has_max_logits)
+        return SWAPPED_ROWS if tiles > 1 and few and is_plain else ROW_TILE
     narrow, wide = NARROW_ROWS
     if not shape.reads_lists:
         return narrow if shape.num_heads <= narrow else wide

@@ -51,7 +51,7 @@ class MLASparseKey(MLASparseShape):
     @property
     def min_share(self) -> int:
         """KV blocks of a piece, at least."""
-        is_narrow = self.cache == "same" and self.num_heads <= NARROW_ROWS[0]
+        is_narrow = self.cache == "same" and min(self.row_tile, self.num_heads) <= NARROW_ROWS[0]
         is_least = self.has_whole_rows or self.is_widened or is_narrow
         return RULES.least_share if is_least else super().min_share
 

@@ -84,17 +84,22 @@ def _made(dtype: str, columns: int, shared: bool, has_max_logits: bool) -> Kerne
     )
 
 
-def _swapped(dtype: str) -> KernelSpec:
+def _swapped(dtype: str, columns: int) -> KernelSpec:
     """Describe the kernel for few heads, which are the N side of its products."""
+    tile = _TILES[columns].replace("kRowTile", "kSwappedRows")
     return KernelSpec.of(
-        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, False, "SelectedTile<kSwappedRows>"),
-        tags=[dtype, "swapped"],
+        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, False, tile),
+        tags=[dtype, *["512"] * (columns == VALUE_DIM), "swapped"],
         threads=384,
-        smem_bytes=constant("mla/mla_decode_swapped", "SwappedLayout(0).query_free() + 8"),
+        smem_bytes=_SWAPPED_SMEM[columns],
     )
 
 
-_SWAPPED = {dtype: _swapped(dtype) for dtype in HALVES}
+_SWAPPED_SMEM = {
+    HEAD_DIM: constant("mla/mla_decode_swapped", "SwappedLayout(0).query_free() + 8"),
+    VALUE_DIM: constant("mla/mla_decode_swapped", "SwappedLayoutOf<8, false>(0).query_free() + 8"),
+}
+_SWAPPED = {(dtype, columns): _swapped(dtype, columns) for dtype in HALVES for columns in _TILES}
 _FLAGS = False, True
 _SPECS = {names: _made(*names) for names in product(HALVES, _TILES, _FLAGS, _FLAGS)}
 SPECS = (*_SPECS.values(), *_SWAPPED.values())
@@ -118,7 +123,7 @@ def _attend_specs(key: MLASparseKey, columns: int | None) -> tuple[KernelSpec, .
 def _spec(key: MLASparseKey, columns: int) -> KernelSpec:
     form = form_of(key, columns)
     if form == "swapped":
-        return _SWAPPED[key.dtype]
+        return _SWAPPED[key.dtype, columns]
     return _SPECS[key.dtype, columns, form == "shared_blocks", key.has_max_logits]
 
 
