@@ -36,10 +36,10 @@ class Rules:
     # The same of at most 16 heads, over rows with RoPE columns (sparse-order-ladder.json).
     many_narrow_tiles: float = 0.9
     # The same over rows of 512 columns.
-    many_narrow_value_tiles: float = 0.9
+    many_narrow_value_tiles: float = 2.0
     # Thread blocks for each list in 16 bits and 16 of its heads, at least, from which on few lists
     # are split by heads.
-    fewest_swapped_pieces: int = 4
+    fewest_swapped_pieces: int = 32
     # KV blocks that cutting a list of V4's rows must save: they take long.
     v4_saving: int = 3
     # Cost of a block of V4's rows in the choice of tiles of heads, in groups of 16 heads
